@@ -36,7 +36,7 @@ screenshots: $(VENV)/.stamp-dev  ## Pictures of every page, from the demo's data
 	$(BIN)/python -m tests.browser.screenshots
 
 studies: $(VENV)/.stamp  ## Run what the studies of docs/studies still lack, and write their pages
-	$(BIN)/collage-monitor study all --output docs/studies --dir studies-data
+	$(BIN)/python -m collage_studies all --output docs/studies --dir studies-data
 
 test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"

@@ -24,6 +24,7 @@ import msgspec
 import uvicorn
 from collage_server.app import make_store
 from collage_server.command.serve import Server
+from collage_server.ingest import writer
 from collage_server.settings import Settings
 from collage_server.store import GroupOutcome, PostgresqlStore, ReportGroup, SqliteStore, Store
 from collage_server.store.journal.reports import ReportJournal
@@ -264,8 +265,9 @@ def serve(kind: str, folder: Path, database: str | None = None) -> None:
         idle_seconds=_NEVER,
         journal_run_bytes=_NO_BOUND,
         journal_bytes=_NO_BOUND,
-        commit_bytes=1 if kind == "single" else Settings.commit_bytes,
     )
+    if kind == "single":
+        writer.COMMIT_BYTES = 1
     store = make_store(settings)
     if kind == "null":
         store = NullStore(folder / "collage.sqlite", stale_after_seconds=settings.stale_after_seconds)

@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 import psycopg
 from collage_server.store import PostgresqlStore, Store
+from collage_server.store.chunks.blobs import unpack_numbers
 from sqlalchemy import text
 
 from benchmarks._harness import Figure, Measuring, Options, main
@@ -58,6 +59,15 @@ _COUNT: Final = (
 )
 
 
+_ROWS: Final = {
+    "point_chunk": "5",
+    "model_chunk": "(length(entries) / 8)",
+    "layer_chunk": "layer_count",
+    "scalar_chunk": "3",
+}
+"""Numbers a point in a blob, by table."""
+
+
 @dataclass(frozen=True)
 class StoredColumns:
     """What a question is about: columns of a table, of these runs at one level; `layer` cuts one layer out."""
@@ -70,11 +80,11 @@ class StoredColumns:
 
     def statement(self, mark: str) -> str:
         """SQL that reads them; parameters are the run and, where there are some, the statistics."""
-        data = "points" if self.table == "point_chunk" else "data"
+        data = f"{'points' if self.table == 'point_chunk' else 'data'}, point_count * {_ROWS[self.table]}"
         if self.layer is not None:
-            data = f"substr(data, 1 + 8 * point_count * {self.layer}, 8 * point_count)"
+            data = f"substr(data, 1 + 8 * point_count * {self.layer}, 8 * point_count), point_count"
         if self.table == "scalar_chunk":
-            return f"SELECT data FROM scalar_chunk WHERE run_id = {mark} AND name = 'loss' ORDER BY part"
+            return f"SELECT {data} FROM scalar_chunk WHERE run_id = {mark} AND name = 'loss' ORDER BY part"
         place = f"run_id = {mark} AND attempt = 1 AND level = {self.level}"
         if not self.statistics:
             return f"SELECT {data} FROM {self.table} WHERE {place} ORDER BY chunk, part"
@@ -91,7 +101,7 @@ class StoredColumns:
         count, statement = 0, self.statement(mark)
         for run in self.runs:
             rows = cursor.execute(statement, self.parameters(run)).fetchall()
-            values = np.frombuffer(b"".join([row[0] for row in rows]), dtype="<f8")
+            values = np.concatenate([np.zeros(0, np.uint8), *(unpack_numbers(*row) for row in rows)]).view("<f8")
             np.add.reduce(values)
             count += len(values)
         return count

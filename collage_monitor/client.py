@@ -261,22 +261,6 @@ class Client:
         query = {"run": list(run_ids), "metric": _several(metric), "points": points, "axis": axis, **chosen}
         return self._get("/compare", wire.Comparison, query)
 
-    def correlation(
-        self,
-        run_ids: Sequence[str],
-        x: str,
-        y: str,
-        *,
-        window: float = 0.1,
-        layer: str | None = None,
-        pattern: str | None = None,
-        module_type: str | None = None,
-    ) -> wire.Correlation:
-        """Two metrics (of the model, or of layers) or scalars over runs, each over the last `window` of its run."""
-        chosen = _chosen(layer, pattern, module_type)
-        query = {"x": x, "y": y, "run": list(run_ids), "window": window, **chosen}
-        return self._get("/correlation", wire.Correlation, query)
-
     def events(
         self,
         run_id: str,

@@ -30,6 +30,7 @@ _OF_LAYERS: Final = (
     "edq_ratio",
     "lost_update_ratio",
     "update_error_ratio",
+    "residual_dropped_ratio",
 )
 """What is read of each layer: a question each."""
 _OF_MODEL: Final = frozenset(
@@ -49,7 +50,6 @@ _OF_MODEL: Final = frozenset(
         "lost_visible_ratio",
         "nonfinite",
         "nonfinite_params",
-        "residual_dropped_ratio",
         "residual_fill_ratio",
         "residual_nonfinite",
         "residual_zero_ratio",
@@ -88,7 +88,7 @@ def read_evidence(client: Client, run_id: str) -> Evidence:
             if values:
                 model[f"{own.metric}_{bound}"] = values[-1]
     layers: dict[str, dict[str, Number | None]] = {}
-    for key in _OF_LAYERS:
+    for key in (key for key in _OF_LAYERS if key in keys):
         heatmap = client.heatmap(run_id, key, points=1, first_step=first)
         for name, row in zip(heatmap.layers, heatmap.values, strict=True):
             layers.setdefault(name, {})[key] = row[-1] if row else None

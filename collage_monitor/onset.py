@@ -6,7 +6,7 @@ warm-up, or autocorrelated noise.
 1. At each place a line is fitted to the points before it and one to those after; their distance there is the jump
    (a boundary kernel of local linear regression, which lines and parabolas pass through unseen: Loader, Annals of
    Statistics 24, 1996). A jump counts by its size over the median absolute jump of the series, a noise level
-   that already includes autocorrelation.
+   that already includes autocorrelation. Only the nearest points have weight: time and memory grow with the points.
 2. Around the largest, a parabola with a ramp must be far likelier than one with a bend, or it was a bend. Both have
    one shape to place and one height, so the ratio of their likelihoods is (squares of the bend / squares of the
    ramp)^(n/2) for n points. 1000 : 1 is asked for: a run has some ten windows that do not share points, so in one
@@ -17,7 +17,7 @@ warm-up, or autocorrelated noise.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final
 
 import numpy as np
@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = ["LayerChange", "Onset", "describe", "find_onset", "first_step_if_always_below", "since_in_words"]
 
 Array = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 FEWEST_POINTS: Final = 24
 """Points of a series that is looked at."""
@@ -84,11 +85,10 @@ class Onset:
 
 @dataclass(frozen=True)
 class _Ramp:
-    """y = a + b·t + c·t² + d·ramp; the ramp rises from point `start` to `end`, and leaves `squares`."""
+    """y = a + b·t + c·t² + d·ramp; the ramp rises from point `start` to `end`."""
 
     start: int
     end: int
-    squares: float
 
 
 def find_onset(
@@ -116,7 +116,7 @@ def find_onset(
     threshold = LEAST_JUMP + 0.25 * np.log2(len(rows))
     found: dict[int, _Ramp] = {}
     for index in _promising(series, kernel):
-        ramp = _ramp_at(int(np.abs(kernel @ series[index]).argmax()), series[index], times)
+        ramp = _ramp_at(int(np.abs(_jumps(series[index], kernel)).argmax()), series[index], times)
         if ramp is not None and _size(series[index], ramp, times, kernel) > threshold:
             found[index] = ramp
     found = {index: ramp for index, ramp in found.items() if _difference(series[index], ramp) >= least}
@@ -200,24 +200,35 @@ def _without_outliers(values: Array) -> Array:
 
 
 def _jump_kernel(times: Array) -> Array:
-    """Weights [points, points] that make of a series its jump between point i and i + 1; 0 near the ends."""
+    """Weights [points, 2 * _WINDOW]: row i makes the jump between point i and i + 1 of a series' points from
+    i + 1 - _WINDOW to i + _WINDOW. 0 near the ends, and beyond them."""
     points = len(times)
-    weights = np.zeros((points, points))
-    for place in range(_FEWEST_BESIDE - 1, points - _FEWEST_BESIDE):
-        here = 0.5 * (times[place] + times[place + 1])
-        left = slice(max(place + 1 - _WINDOW, 0), place + 1)
-        right = slice(place + 1, min(place + 1 + _WINDOW, points))
-        weights[place, left] -= _line_at(times[left], here)
-        weights[place, right] += _line_at(times[right], here)
+    near = _windows(times, np.nan)
+    inner = slice(_FEWEST_BESIDE - 1, points - _FEWEST_BESIDE)
+    here = 0.5 * (times[:-1] + times[1:])[inner]
+    weights = np.zeros((points, 2 * _WINDOW))
+    weights[inner, :_WINDOW] = -_line_at(near[inner, :_WINDOW], here)
+    weights[inner, _WINDOW:] = _line_at(near[inner, _WINDOW:], here)
     return weights
+
+
+def _windows(values: Array, beyond: float) -> Array:
+    """[..., points, 2 * _WINDOW]: the points around each place, in the memory of one copy; `beyond` the ends."""
+    ends = [(0, 0)] * (values.ndim - 1) + [(_WINDOW - 1, _WINDOW)]
+    return sliding_window_view(np.pad(values, ends, constant_values=beyond), 2 * _WINDOW, axis=-1)
+
+
+def _jumps(series: Array, kernel: Array) -> Array:
+    """The jump between each point and the next of series [..., points]."""
+    return np.asarray(np.einsum("...pw,pw->...p", _windows(series, 0.0), kernel))
 
 
 def _promising(series: Array, kernel: Array) -> list[int]:
     """Series with a jump beyond what white noise makes: by the second differences, which a trend passes through
     unseen."""
     noise = _TO_DEVIATION * np.median(np.abs(np.diff(series, 2)), axis=1) / np.sqrt(6)
-    expected = noise * np.sqrt((kernel**2).sum(1).max())
-    return [int(index) for index in np.flatnonzero(np.abs(series @ kernel.T).max(1) > _PROMISING * expected)]
+    expected = noise * np.sqrt(np.einsum("pw,pw->p", kernel, kernel).max())
+    return [int(index) for index in np.flatnonzero(np.abs(_jumps(series, kernel)).max(1) > _PROMISING * expected)]
 
 
 def _size(values: Array, ramp: _Ramp, times: Array, kernel: Array) -> float:
@@ -227,49 +238,58 @@ def _size(values: Array, ramp: _Ramp, times: Array, kernel: Array) -> float:
     line, shape = _without_parabola(times[near], values[near]), _without_parabola(times[near], rise[near])
     height = float(line @ shape / (shape @ shape))
     inner = slice(_FEWEST_BESIDE - 1, len(times) - _FEWEST_BESIDE)
-    noise = _TO_DEVIATION * float(np.median(np.abs(kernel[inner] @ (values - height * rise))))
+    noise = _TO_DEVIATION * float(np.median(np.abs(_jumps(values - height * rise, kernel)[inner])))
     # A series without noise still has that of its own rounding.
     return abs(height) / max(noise, 1e-9 * float(np.abs(values).max()), np.finfo(np.float64).tiny)
 
 
-def _line_at(times: Array, here: float) -> Array:
-    """Weights whose product with values at `times` is their least-squares line at `here`."""
-    centred = times - times.mean()
-    return np.asarray(1 / len(times) + (here - times.mean()) * centred / (centred @ centred))
+def _line_at(times: Array, here: Array) -> Array:
+    """Weights [places, points] whose product with values at `times` (NaN: none) is their least-squares line at
+    `here` [places]."""
+    count = np.isfinite(times).sum(1)
+    middle = np.nansum(times, axis=1) / count
+    weights = np.nan_to_num(times - middle[:, np.newaxis])
+    weights *= ((here - middle) / np.einsum("pw,pw->p", weights, weights))[:, np.newaxis]
+    weights += (1 / count)[:, np.newaxis]
+    return np.where(np.isfinite(times), weights, 0.0)
 
 
 def _ramp_at(place: int, values: Array, times: Array) -> _Ramp | None:
     """The best ramp around a place; None where a bend fits nearly as well."""
     near = slice(max(place + 1 - _WINDOW, 0), min(place + 1 + _WINDOW, len(values)))
-    best = min(_ramps(near, values, times), key=lambda ramp: ramp.squares, default=None)
-    if best is None:
+    ramps = _ramps(near)
+    if not ramps:
         return None
+    squares = _squares(ramps, near, values, times)
+    best = int(squares.argmin())
     bends = np.maximum(times[near] - times[near.start + 1 : near.stop - 1, np.newaxis], 0.0)
     bent = float(_left_over(values[near], times[near], bends).min())
-    return best if best.squares <= LIKELIHOOD_RATIO ** (-2 / (near.stop - near.start)) * bent else None
+    unlikely = LIKELIHOOD_RATIO ** (-2 / (near.stop - near.start))
+    return ramps[best] if squares[best] <= unlikely * bent else None
 
 
-def _ramps(near: slice, values: Array, times: Array) -> list[_Ramp]:
-    """Every short ramp with enough points on both sides. A longer one must leave clearly less."""
+def _ramps(near: slice) -> list[_Ramp]:
+    """Every short ramp with enough points on both sides."""
     margin = _FEWEST_BESIDE // 2
-    places = [
-        (start, start + length)
+    return [
+        _Ramp(start, start + length)
         for start in range(near.start + margin, near.stop - margin)
         for length in range(1, _LONGEST_RAMP + 1)
         if start + length <= near.stop - margin
     ]
-    if not places:
-        return []
-    rises = np.array([_rise(times, start, end)[near] for start, end in places])
-    left = _left_over(values[near], times[near], rises)
-    return [
-        _Ramp(start, end, float(squares) * _PENALTY ** (end - start - 1))
-        for (start, end), squares in zip(places, left, strict=True)
-    ]
 
 
-def _rise(times: Array, start: int, end: int) -> Array:
-    return np.asarray(np.clip((times - times[start]) / (times[end] - times[start]), 0.0, 1.0))
+def _squares(ramps: Sequence[_Ramp], near: slice, values: Array, times: Array) -> Array:
+    """What each ramp leaves of the series. A longer one must leave clearly less."""
+    starts, ends = (np.array(places) - near.start for places in zip(*map(astuple, ramps), strict=True))
+    left = _left_over(values[near], times[near], _rise(times[near], starts, ends))
+    return np.asarray(left * [_PENALTY ** (ramp.end - ramp.start - 1) for ramp in ramps])
+
+
+def _rise(times: Array, start: int | IntArray, end: int | IntArray) -> Array:
+    """[..., points]: 0 up to point `start` [...], 1 from `end` on, straight in between."""
+    begin, length = times[start][..., np.newaxis], (times[end] - times[start])[..., np.newaxis]
+    return np.asarray(np.clip((times - begin) / length, 0.0, 1.0))
 
 
 def _left_over(values: Array, times: Array, further: Array) -> Array:
@@ -288,22 +308,21 @@ def _without_parabola(times: Array, values: Array) -> Array:
 
 def _common(found: Mapping[int, _Ramp], series: Array, times: Array) -> tuple[_Ramp, set[int]]:
     """The ramp of the largest group that changed together, and its members."""
-    at = {index: ramp.start for index, ramp in found.items()}
-
-    def company(index: int) -> set[int]:
-        return {other for other, start in at.items() if abs(start - at[index]) <= 2}
-
-    together = max((company(index) for index in at), key=lambda who: (len(who), min(who) == 0))
+    starts = np.array([ramp.start for ramp in found.values()])
+    ordered = np.sort(starts)
+    sizes = np.searchsorted(ordered, starts + 2, "right") - np.searchsorted(ordered, starts - 2)
+    with_model = np.abs(starts - found[0].start) <= 2 if 0 in found else np.zeros(len(starts), dtype=bool)
+    largest = starts[np.argmax(2 * sizes + with_model)]
+    together = {index for index, ramp in found.items() if abs(ramp.start - largest) <= 2}
     best = min(found[index].start for index in together)
     near = slice(max(best + 1 - _WINDOW, 0), min(best + 1 + _WINDOW, len(times)))
-    every = [_ramps(near, series[index], times) for index in together]
-    # What each leaves counts in units of the least that any ramp leaves of its series: a product of likelihoods.
-    scale = [min(ramp.squares for ramp in ramps) for ramps in every]
-    costs = [
-        sum(np.log(ramps[place].squares / least) for ramps, least in zip(every, scale, strict=True))
-        for place in range(len(every[0]))
-    ]
-    return every[0][int(np.argmin(costs))], together
+    ramps = _ramps(near)
+    costs = np.zeros(len(ramps))
+    for index in together:
+        squares = _squares(ramps, near, series[index], times)
+        # In units of the least that any ramp leaves of the series: a product of likelihoods.
+        costs += np.log(squares / squares.min())
+    return ramps[int(np.argmin(costs))], together
 
 
 def _levels(values: Array, ramp: _Ramp) -> tuple[float, float]:

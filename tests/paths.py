@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,15 +67,6 @@ def tracing(threads=lambda name: True):
         threading.setprofile(None)
 
 
-def _settled(trace):
-    """Forget what was traced, once nothing more comes of it."""
-    known = -1
-    while known != len(trace.calls):
-        known = len(trace.calls)
-        time.sleep(0.1)
-    trace.calls.clear()
-
-
 def trace_step(folder):
     """The 13th step of two linear layers with biases, AdamW in bfloat16, every step measured, defaults else."""
     import collage_agent as collage
@@ -98,11 +88,16 @@ def trace_step(folder):
 
 def _of_requests(name):
     """Whether a thread works for a request: not the client's, and none that works in the background."""
-    return name != CLIENT and (not name.startswith("collage-") or name == "collage-writer")
+    return name != CLIENT and not name.startswith("collage-")
+
+
+def _of_reports(name):
+    """The same, and the writer, which commits."""
+    return _of_requests(name) or name == "collage-writer"
 
 
 @contextmanager
-def serving(folder):
+def serving(folder, threads=_of_requests):
     """A server on a folder with one run of five sealed steps and one that is not; its threads are traced."""
     from collage_server.app import create_app
     from collage_server.settings import Settings
@@ -115,7 +110,7 @@ def serving(folder):
     clock = Clock()
     app = create_app(Settings(folder=folder, no_auth=True), clock=clock)
     with (
-        tracing(_of_requests) as trace,
+        tracing(threads) as trace,
         TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=True) as client,
     ):
         server = Server(client, clock, app)
@@ -130,8 +125,8 @@ def trace_report(folder):
     """A report on its way in: from the request to the commit and the acknowledgement."""
     from tests.server.samples import report
 
-    with serving(folder) as (server, trace):
-        _settled(trace)
+    with serving(folder, _of_reports) as (server, trace):
+        trace.calls.clear()
         server.reports([report(10, step=70)])
         return Trace(list(trace.calls))
 
@@ -139,7 +134,7 @@ def trace_report(folder):
 def trace_heatmap(folder):
     """A heatmap that is asked for: of what is sealed and what is not, nothing cached."""
     with serving(folder) as (server, trace):
-        _settled(trace)
+        trace.calls.clear()
         server.send("GET", QUESTIONS["heatmap"])
         return Trace(list(trace.calls))
 

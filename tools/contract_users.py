@@ -9,7 +9,13 @@ from collections.abc import Iterator
 import grimp
 
 CONTRACT = "collage_monitor"
-COMPONENTS = {"agent": "agent", "server": "server", "dashboard": "dashboard", "studies": "studies"}
+COMPONENTS = {
+    "agent": "agent",
+    "server": "server",
+    "dashboard": "dashboard",
+    "demo": "studies",
+    "studies": "studies",
+}
 """A component, and the folder that it is imported from."""
 COMMAND = ("collage_monitor.command", "collage_monitor.importing")
 

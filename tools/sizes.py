@@ -16,6 +16,7 @@ PACKAGES = {
     "collage_agent": "agent",
     "collage_server": "server",
     "collage_dashboard": "dashboard",
+    "collage_demo": "studies",
     "collage_studies": "studies",
 }
 """Import name and the folder that it is imported from."""

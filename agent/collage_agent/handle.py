@@ -20,9 +20,9 @@ from collage_agent.measure.windows import WindowSchedule
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import WatchArguments, WatchOptions
 from collage_agent.stats import failures
+from collage_agent.training.deepspeed import SubGroup, showing_only, sub_groups
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import most_skipped
-from collage_agent.training.subgroups import SubGroup, showing_only, sub_groups
 from collage_agent.watching.description import bytes_per_parameter, external_writes, joined
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.history import StepHistory
@@ -207,8 +207,7 @@ class Watch:
         """The first optimizer is about to take its first step: tell so, and return the steps taken before."""
         taken = 0
         try:
-            if any(hooks.stepping.state for hooks in self._hooks):
-                self._governor.measure_next_step()
+            self._governor.measure_next_step()
             first = self.options.first_step
             known = self._steps_taken() if first is None else first - 1
             taken = known or 0

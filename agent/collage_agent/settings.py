@@ -89,7 +89,7 @@ _WATCH_ARGUMENTS: Final[dict[str, Callable[[str], Any]]] = {
 class DeliveryLimits:
     """How much the delivering side may hold, and how long it may wait."""
 
-    queue_steps: int = 2_000
+    queue_steps: int = 20_000
     queue_bytes: int = 64 * 2**20
     batch_reports: int = 500
     batch_bytes: int = 4 * 2**20

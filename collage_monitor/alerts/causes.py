@@ -145,14 +145,20 @@ def rose(evidence: IncidentEvidence, key: str, *, by: float = CHANGED) -> CauseV
 
 
 def restarted(evidence: IncidentEvidence) -> wire.Attempt | None:
-    """The newest restart of the run among the steps looked at, up to the one at which the alert fired."""
+    """The newest restart of the training among the steps looked at, up to the one at which the alert fired.
+
+    An attempt that only logs, such as a later evaluation, restarts nothing.
+    """
     if evidence.run is None or evidence.before is None:
         return None
     first, last = evidence.before.first_step, evidence.step
     begun = [
         attempt
         for attempt in evidence.run.attempts
-        if attempt.attempt > 1 and first < attempt.first_step and (last is None or attempt.first_step <= last)
+        if attempt.attempt > 1
+        and attempt.measured_from is not None
+        and first < attempt.measured_from
+        and (last is None or attempt.measured_from <= last)
     ]
     return max(begun, key=lambda attempt: attempt.attempt, default=None)
 

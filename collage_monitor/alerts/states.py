@@ -34,6 +34,22 @@ def _loaded_anew(evidence: IncidentEvidence) -> CauseVerdict:
     return left_open(f"{began}; whether that was meant to begin anew was not reported")
 
 
+def _converted(evidence: IncidentEvidence) -> CauseVerdict:
+    """By what the optimizer notes; where it notes nothing, by whether residuals were reported before."""
+    conversion = evidence.watch.conversion if evidence.watch else None
+    before, after = evidence.before, evidence.after
+    if before is None or after is None:
+        return left_open("no step of a change is known" + ("" if conversion is None else f"; {conversion}"))
+    if conversion is not None and before.first_step <= conversion.step + 1 <= after.last_step:
+        return supported(str(conversion))
+    kept, keeps = (span.number("residual_zero_ratio") is not None for span in (before, after))
+    if keeps and not kept:
+        return supported(f"no residuals were kept before step {after.first_step:,}")
+    if kept:
+        return ruled_out("residuals were kept before, too")
+    return left_open("nothing of residuals was reported") if conversion is None else ruled_out(str(conversion))
+
+
 def _written_from_outside(evidence: IncidentEvidence) -> CauseVerdict:
     return rose(evidence, "external_writes", by=0.0)
 
@@ -101,7 +117,7 @@ ALERTS: Final = (
     ),
     about_runs(
         "CollageResidualsOff",
-        finding_condition("residual_dropped_ratio", ">", 0.5),
+        finding_condition("residual_dropped_ratio", ">", 0.4),
         finding_condition("residual_fill_ratio", ">", 2.0),
         finding_condition("residual_zero_ratio", ">", 0.0),
         for_seconds=0.0,
@@ -113,14 +129,16 @@ ALERTS: Final = (
         summary="residuals were dropped, or hold more than rounding can leave",
         meaning=(
             "A residual carries what rounding took from a weight. If residuals are 0 again, something dropped "
-            "them, and the updates they carried are lost. If they hold more than two half gaps, weight and "
-            "residual no longer belong together."
+            "them, and the updates they carried are lost. Residuals that begin empty, as after a conversion or "
+            "before the first step that moves weights, are none of these. If they hold more than two half gaps, "
+            "weight and residual no longer belong together."
         ),
         other_causes=(
             "a checkpoint of another optimizer was loaded on purpose, to begin anew",
             "weights were written from outside: external_writes then counts it",
+            "weights were converted from a strategy without residuals: there were none to drop",
         ),
-        checks=(_loaded_anew, _written_from_outside),
+        checks=(_loaded_anew, _written_from_outside, _converted),
         first_step=(
             "Compare residual_dropped_ratio and residual_fill_ratio before and after the last resume. Save and "
             "load the optimizer's whole state, and resume from the last checkpoint that has the residuals."

@@ -13,7 +13,7 @@ from collage_monitor.errors import CollageError
 __all__ = ["VERBS", "main", "require", "root"]
 
 VERBS = "collage_monitor.commands"
-_EXTRAS = {"collage_monitor": "client"}
+_EXTRAS = {"collage_monitor": "client", "collage_demo": "all"}
 """The extra that brings what a package needs; the others are called `collage_` and their extra."""
 _REQUIREMENT = re.compile(r"""([\w.-]+)[^;]*;.*extra\s*==\s*['"]([\w-]+)['"]""")
 

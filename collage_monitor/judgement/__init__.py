@@ -24,7 +24,7 @@ from collage_monitor.judgement.evidence import (
 )
 from collage_monitor.judgement.judge import judge
 from collage_monitor.judgement.rules import STATE_TOLERANCE, loses_most
-from collage_monitor.judgement.words import CAVEATS, Finding, Health, Judgement, percent
+from collage_monitor.judgement.words import CAVEATS, WORDS_VERSION, Finding, Health, Judgement, percent
 
 __all__ = [
     "CAVEATS",
@@ -37,6 +37,7 @@ __all__ = [
     "RECENT_STEPS",
     "STATE_TOLERANCE",
     "Values",
+    "WORDS_VERSION",
     "evidence_of",
     "finite",
     "judge",

@@ -28,7 +28,8 @@ OWN_DECAY: Final = frozenset({"foreach", "for-loop"})
 """Implementations of a step that decay weights by an operation of its own."""
 ORACLE_TOLERANCE: Final = 0.05
 FILL_TOLERANCE: Final = 2.0
-DROPPED_TOLERANCE: Final = 0.5
+DROPPED_TOLERANCE: Final = 0.4
+"""Below a half, of which chance leaves some at 0. Updates of one size, as Lion's, add up to 0 now and then."""
 
 
 def findings_against(case: Case) -> Iterator[Finding]:
@@ -154,9 +155,20 @@ def _residual_fill(case: Case) -> Iterator[Finding]:
 
 def _residuals_dropped(case: Case) -> Iterator[Finding]:
     """What a step left of itself is the next one's to bring; 0 again before it, it never arrives."""
-    if (dropped := case.number("residual_dropped_ratio") or 0.0) > DROPPED_TOLERANCE * (1 - case.idle):
+    key = "residual_dropped_ratio"
+    if (dropped := case.number(key) or 0.0) > DROPPED_TOLERANCE * (1 - case.idle):
         text = f"{percent(dropped)} of the residuals were 0 again before a step: what they kept was dropped"
-        yield Finding("residuals are off", text, "residual_dropped_ratio", dropped, DROPPED_TOLERANCE)
+        yield Finding("residuals are off", text, key, dropped, DROPPED_TOLERANCE)
+        return
+    shares = {name: case.number(key, name) or 0.0 for name in case.evidence.layers}
+    squares = {name: (case.number("intended_norm", name) or 0.0) ** 2 for name in shares}
+    emptied = sorted((name for name in shares if shares[name] > DROPPED_TOLERANCE), key=lambda name: -squares[name])
+    if sum(squares[name] for name in emptied) > LAYER_TOLERANCE * sum(squares.values()):
+        worst, others = emptied[0], len(emptied) - 1
+        more = f" and of {others} more layers" if others > 1 else " and of another layer" if others else ""
+        text = f"{percent(shares[worst])} of the residuals of {worst}{more} were 0 again before a step: what they "
+        text += "kept was dropped"
+        yield Finding("residuals are off", text, key, shares[worst], DROPPED_TOLERANCE, worst)
 
 
 def _residuals_empty(case: Case) -> Iterator[Finding]:
@@ -165,7 +177,10 @@ def _residuals_empty(case: Case) -> Iterator[Finding]:
     zero = case.number("residual_zero_ratio")
     # Elements that are never stepped have a residual of 0.
     threshold = case.idle + 0.5 * (1 - case.idle)
-    if zero is None or zero <= threshold or case.one_step:
+    dropped = case.number("residual_dropped_ratio")
+    held = dropped is None or dropped > DROPPED_TOLERANCE * (1 - case.idle)
+    # None was there before a conversion, or before the first step that moves weights.
+    if zero is None or zero <= threshold or case.one_step or not held:
         return
     lost = case.number("lost_visible_ratio")
     if lost is not None and lost > LOST_TOLERANCE:

@@ -15,10 +15,14 @@ __all__ = [
     "GRAVITY",
     "Health",
     "Judgement",
+    "WORDS_VERSION",
     "judgement_of",
     "percent",
 ]
 
+WORDS_VERSION: Final = 1
+"""Raise it when a run may be judged or headlined otherwise than before while the package's version stays: what
+servers keep is then made anew."""
 Health = Literal[
     "healthy",
     "not finite",

@@ -114,7 +114,7 @@ RESIDUALS = Definition(
             "sum",
             "max",
             "elements",
-            "Elements whose residual is 0 before the step though an average of theirs is not.",
+            "Elements whose residual is 0 before the step though they had one, or moved since one could be kept.",
         ),
         _last("residual_nonfinite", "elements", "Residuals that are NaN or infinite."),
         _last("residual_fill_sum", "1", "Σ |r| / ½gap(θᵛ)"),
@@ -141,8 +141,8 @@ RESIDUALS = Definition(
             "Residual zero",
             "ratio",
             "residual_zero / residual_elements",
-            "Share of the residuals that are 0 before the step. 1 is normal at the first step; a jump after a "
-            "resume means a checkpoint that dropped them.",
+            "Share of the residuals that are 0 before the step. 1 is normal until a first step moves the weights, "
+            "also after a conversion; residual_dropped_ratio counts those that should not be 0.",
             needs=("residual_zero", "residual_elements"),
             finish=ratio,
         ),
@@ -151,8 +151,9 @@ RESIDUALS = Definition(
             "Residual dropped",
             "ratio",
             "residual_dropped / residual_elements",
-            "Largest share, of the steps merged, of the residuals that are 0 before a step though the element was "
-            "stepped before: something dropped them, such as a resume. Below 0.02 in training.",
+            "Largest share, of the steps merged, of the residuals that are 0 before a step though the element had "
+            "one, or moved since one could be kept: something dropped them, such as a resume. Below 0.02 in "
+            "training.",
             needs=("residual_dropped", "residual_elements"),
             finish=ratio,
             ideal=0.0,

@@ -22,8 +22,6 @@ __all__ = [
     "Catalogue",
     "ComparedRun",
     "Comparison",
-    "CorrelatedRun",
-    "Correlation",
     "Deleted",
     "ErrorAnswer",
     "ErrorBody",
@@ -36,7 +34,6 @@ __all__ = [
     "Latest",
     "LayerList",
     "LoggedScalar",
-    "MissingValue",
     "ROLES",
     "RejectedReport",
     "Role",
@@ -275,48 +272,15 @@ class Health(Struct, kw_only=True, frozen=True):
     version: str
 
 
-class CorrelatedRun(Struct, kw_only=True, frozen=True):
-    """A run's `x` and `y`, each over the last `window` of what it reported; null if it reported none."""
-
-    run_id: str
-    name: str
-    strategy: str | None
-    x: Number | None
-    y: Number | None
-
-
-class MissingValue(Struct, kw_only=True, frozen=True):
-    """A run left out of the coefficients: which of the two numbers it lacks, and why."""
-
-    run_id: str
-    key: str
-    reason: Literal["not reported", "undefined", "not finite"]
-
-
-class Correlation(Struct, kw_only=True, frozen=True):
-    """Two metrics or logged scalars over runs. `n` runs have both as finite numbers.
-
-    `pearson` judges a straight line, `spearman` (Pearson's coefficient of the mean ranks) any monotone relation.
-    Both are null below three runs, and if x or y is the same in all of them.
-    """
-
-    x: str
-    y: str
-    window: float
-    n: int
-    pearson: float | None
-    spearman: float | None
-    runs: list[CorrelatedRun]
-    missing: list[MissingValue]
-
-
 EventKind = Literal[
     "attempt",
+    "conversion",
     "rank_twice",
     "gap",
     "reports_dropped",
     "skipped_steps",
     "replica_mismatch",
+    "unknown_statistics",
     "retention",
     "alert",
     "alert_resolved",
@@ -329,9 +293,11 @@ AlertText = Annotated[str, Meta(max_length=4096)]
 class Event(Struct, kw_only=True, frozen=True):
     """Something that happened to a run. `event` counts from 1 within the run, in the order of the server's clock.
 
-    `attempt`: the job was launched. `rank_twice`: a second process reported for a rank of the same launch; only
+    `attempt`: the job was launched. `conversion`: weights without residuals were given some, which began empty.
+    `rank_twice`: a second process reported for a rank of the same launch; only
     the first is shown. `gap`: reports were dropped for good. `reports_dropped`, `skipped_steps`: a rank's count
-    reached 1, 2, 4, 8 … `replica_mismatch`: ranks that should hold the same weights do not. `retention`: fine
+    reached 1, 2, 4, 8 … `replica_mismatch`: ranks that should hold the same weights do not. `unknown_statistics`:
+    the server lacks statistics that a stream declares, and drops their totals. `retention`: fine
     points expired. `alert`, `alert_resolved`: by this server's evaluation or Alertmanager. `note`: what people
     wrote; its text begins with the token that they used. `step` is null if unknown; `layers` names the layers
     concerned, eight at most.

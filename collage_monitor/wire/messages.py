@@ -76,20 +76,28 @@ class RunUpdate(Struct, kw_only=True, frozen=True):
 
 
 class AttemptCreate(Struct, kw_only=True, frozen=True):
-    """Register a launch of the job, at its first step. The same `launch_id` is the same attempt."""
+    """Register a launch of the job, at the first step that it takes or logs.
+
+    The same `launch_id` is the same attempt.
+    """
 
     launch_id: Identifier
     first_step: Index
 
 
 class Attempt(Struct, kw_only=True, frozen=True):
-    """An attempt in the server's order: `attempt` counts from 1 within the run."""
+    """An attempt in the server's order: `attempt` counts from 1 within the run.
+
+    From `measured_from` on it hides all that older attempts reported; None: it measures nothing, or not yet. What
+    it logs under a name hides that name's older points from the first one on.
+    """
 
     run_id: str
     attempt: int
     launch_id: str
     first_step: int
     created_at: float
+    measured_from: int | None = None
 
 
 class Layer(Struct, kw_only=True, frozen=True):
@@ -130,12 +138,26 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
     unexplained: Text | None = None
 
 
+class Conversion(Struct, kw_only=True, frozen=True):
+    """Weights were converted after `step`, from a strategy without residuals to one that begins them at 0."""
+
+    source: Name
+    target: Name
+    step: Index
+
+    def __str__(self) -> str:
+        return (
+            f"weights were converted from {self.source} to {self.target} after step {self.step:,}, where their "
+            "residuals began empty"
+        )
+
+
 class WatchInfo(Struct, kw_only=True, frozen=True):
     """What the agent watches, and how: shown with the run, not needed to read its numbers.
 
     `intent` says where u comes from: "shadow" (fp64 shadow step on samples), "rule" (the optimizer's update rule,
     ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), or "before-after" (no u:
-    only what changed is known); `intent_reason` says why.
+    only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights.
     """
 
     optimizer: Name
@@ -151,12 +173,15 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     agent_version: Annotated[str, Meta(max_length=64)] = ""
     host: Annotated[str, Meta(max_length=255)] = ""
     fingerprint: Fingerprint | None = None
+    conversion: Conversion | None = None
 
 
 class StreamCreate(Struct, kw_only=True, frozen=True):
     """Register a stream, one (attempt, rank, process), or extend it: sent again with more layers or statistics.
 
-    Layers and statistics may only be appended; each report says how many of them it fills.
+    Layers and statistics may only be appended; each report says how many of them it fills. A stream with statistics
+    measures from the step `measured_from` on, by default the first of its attempt: from there on the attempt hides
+    older ones.
     """
 
     stream_id: Identifier
@@ -167,6 +192,7 @@ class StreamCreate(Struct, kw_only=True, frozen=True):
     layers: list[Layer] = field(default_factory=list)
     statistics: list[Name] = field(default_factory=list)
     watch: WatchInfo | None = None
+    measured_from: Index | None = None
 
 
 class Stream(Struct, kw_only=True, frozen=True):
@@ -174,7 +200,8 @@ class Stream(Struct, kw_only=True, frozen=True):
 
     `given_up` counts reports that the agent dropped; `missing` those below `last_seq` that have not come yet, at
     least. `lag_steps` is how far it is behind the furthest stream of the attempt. `last_report_at` is by the
-    server's clock. `clock_skew_seconds` is how far at most the agent's clock was ahead of the server's, taken from
+    server's clock. `unknown_statistics` are those that the server's catalogue lacks: it drops their totals, in this
+    stream for good. `clock_skew_seconds` is how far at most the agent's clock was ahead of the server's, taken from
     the report that arrived fastest; negative means a late clock, or slow delivery.
     """
 
@@ -195,6 +222,7 @@ class Stream(Struct, kw_only=True, frozen=True):
     missing: int = 0
     lag_steps: int | None = None
     clock_skew_seconds: float | None = None
+    unknown_statistics: list[str] = field(default_factory=list)
 
 
 class Report(Struct, kw_only=True, frozen=True):

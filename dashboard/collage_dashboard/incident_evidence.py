@@ -201,7 +201,8 @@ class _Reader:
                     values[f"{own.metric}_{bound}"] = found[0]
             ranks = own.ranks[0] if own.ranks else ranks
             world = own.expected_ranks[0] if own.expected_ranks else world
-        attempt = max((entry.attempt for entry in self._run.attempts if entry.first_step <= last), default=None)
+        begun = [(entry.attempt, entry.measured_from) for entry in self._run.attempts]
+        attempt = max((number for number, begin in begun if begin is not None and begin <= last), default=None)
         return Span(first, last, values, lowest, highest, attempt, ranks, world)
 
     def _merged(self, first: int, last: int) -> list[wire.Series]:

@@ -31,7 +31,6 @@ from collage_server.components import Components
 from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
-from collage_server.ingest.json_process import JsonProcess
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.overviews import OverviewKeeper
 from collage_server.settings import Settings
@@ -42,6 +41,7 @@ from collage_server.web.middleware import AccessControl, ReadOnlyGate, RequestId
 __all__ = ["create_app", "make_store"]
 
 _BALLAST_BYTES: Final = 32 * 2**20
+_ANSWER_CACHE_BYTES: Final = 64 * 2**20
 """Held inside the reserve: a checkpoint of SQLite's 16 MiB log needs as much space again."""
 
 
@@ -112,7 +112,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         # Last of those that have work: a webhook that hangs must take no time from them. They need the store alone.
         for thread in app.state.alert_threads:
             await asyncio.to_thread(thread.stop, left())
-        await asyncio.to_thread(components.json_process.close)
         await asyncio.to_thread(components.store.close)
 
 
@@ -124,7 +123,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         settings=settings,
         store=store,
         bounds=bounds,
-        writer=Writer(store.journal, counters, clock=clock, commit_bytes=settings.commit_bytes, admit=guard.admit),
+        writer=Writer(store.journal, counters, clock=clock, admit=guard.admit),
         sealer=Sealer(
             lambda: store.journal.runs() if guard.may_seal else [],
             store.sealing.seal,
@@ -147,10 +146,9 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         counters=counters,
         in_flight=InFlightBudget(settings.in_flight_bytes),
         decoding=asyncio.Semaphore(),
-        json_process=JsonProcess(),
         directory=TokenDirectory(store.access, settings.token, clock=clock),
         quotas=Quotas(settings, store.access),
-        answers=AnswerCache(settings.answer_cache_bytes),
+        answers=AnswerCache(_ANSWER_CACHE_BYTES),
         clock=clock,
     )
 
@@ -186,7 +184,6 @@ def make_store(settings: Settings) -> Store:
     return SqliteStore(
         settings.folder / "collage.sqlite",
         stale_after_seconds=settings.stale_after_seconds,
-        busy_timeout_seconds=settings.busy_timeout_seconds,
         unsafe=settings.unsafe_database,
         ballast_bytes=min(_BALLAST_BYTES, settings.disk_reserve_bytes // 4),
     )

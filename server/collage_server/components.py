@@ -15,7 +15,6 @@ from collage_server.background import Maintenance, Sealer
 from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
-from collage_server.ingest.json_process import JsonProcess
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.overviews import OverviewKeeper
 from collage_server.settings import Settings
@@ -40,7 +39,6 @@ class Components:
     counters: IngestCounters
     in_flight: InFlightBudget
     decoding: asyncio.Semaphore
-    json_process: JsonProcess
     directory: TokenDirectory
     quotas: Quotas
     answers: AnswerCache

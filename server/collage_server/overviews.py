@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-import collage_monitor
-from collage_monitor import wire
+from collage_monitor import __version__, wire
+from collage_monitor.judgement import WORDS_VERSION
 from collage_monitor.statistics import statistics_for
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
 from collage_server.queries.overview import OverviewPoints, begin_of_recent_past, overview
 from collage_server.store import DueRun, Points, RunRecord, Selection, Snapshot, Store
 
-__all__ = ["OverviewKeeper", "evaluate", "keep_overview", "overview_code"]
+__all__ = ["MADE_BY", "OverviewKeeper", "evaluate", "keep_overview"]
 
+MADE_BY: Final = f"{__version__}/{WORDS_VERSION}"
+"""Stands beside each overview: one that was made by another release, or in other words, is made anew."""
 _LOG: Final = logging.getLogger(__name__)
 _A_ROUND: Final = 64
 _REWORDED_A_ROUND: Final = 4
@@ -36,6 +35,7 @@ _OF_LAYERS: Final = (
     "edq_ratio",
     "lost_update_ratio",
     "update_error_ratio",
+    "residual_dropped_ratio",
 )
 _LOSSES: Final = ("loss", "validation_loss")
 
@@ -56,7 +56,7 @@ class OverviewKeeper(BackgroundThread):
         After an upgrade all are due in other words: a few a round, so that what reports does not wait for them.
         """
         reworded = 0
-        for due in self._store.overviews.due(_A_ROUND, overview_code()):
+        for due in self._store.overviews.due(_A_ROUND, MADE_BY):
             reworded += due.is_reworded
             if self.stopping.is_set() or reworded > _REWORDED_A_ROUND:
                 return
@@ -73,21 +73,6 @@ class OverviewKeeper(BackgroundThread):
                 self.stopping.wait((time.thread_time() - began) / self._share_of_time)
 
 
-@cache
-def overview_code() -> str:
-    """A digest of the code that makes overviews. It differs between releases that may say different things.
-
-    Digests the contract's sources and those that bring it its numbers, so that no change can be forgotten.
-    """
-    here = Path(__file__)
-    contract = Path(collage_monitor.__file__).parent
-    sources = [*sorted(contract.rglob("*.py")), here.parent / "queries" / "overview.py", here]
-    digest = hashlib.blake2b(collage_monitor.__version__.encode(), digest_size=16)
-    for path in sources:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def keep_overview(store: Store, due: DueRun) -> wire.Overview:
     """Evaluate a run and keep what was found.
 
@@ -97,7 +82,7 @@ def keep_overview(store: Store, due: DueRun) -> wire.Overview:
     with store.points.snapshot() as now:
         record = now.records([due.run_id])[due.run_id]
         found = evaluate(now, record)
-    store.overviews.put(due, record, found, overview_code())
+    store.overviews.put(due, record, found, MADE_BY)
     return found
 
 

@@ -183,12 +183,16 @@ class RunGauges:
 
 def _of_run(record: RunRecord, now: float, *, measured: bool) -> dict[str, float | None]:
     """RUN_GAUGES as far as the run's record tells them."""
-    resumed = record.attempts[-1] if len(record.attempts) > 1 else None
+    # An evaluation that is logged later is no resume; of runs that only log every launch may be one.
+    begun = [entry for entry in record.attempts if entry.measured_from is not None] or record.attempts
+    silent = [entry for entry in record.attempts if entry.attempt > (record.last_attempt or 0)]
+    resumed = max([*begun[1:], *silent[-1:]], key=lambda entry: entry.attempt, default=None)
     last_step, since_resume = record.last_step, None
     if resumed is not None and last_step is not None:
         # Before its first report `last_step` is an older attempt's; 0 keeps alerts quiet that let a resume settle.
-        reported = record.last_attempt == resumed.attempt
-        since_resume = float(last_step - resumed.first_step + 1) if reported else 0.0
+        reported = record.last_attempt is not None and record.last_attempt >= resumed.attempt
+        begin = resumed.first_step if resumed.measured_from is None else resumed.measured_from
+        since_resume = max(0.0, float(last_step - begin + 1)) if reported else 0.0
     return {
         "step": last_step,
         "last_report_timestamp_seconds": record.last_report_at,

@@ -18,7 +18,6 @@ from msgspec import Meta
 
 from collage_monitor.errors import CollageError
 from collage_monitor.local import LOOPBACK_HOSTS, SERVER_PORT, data_folder
-from collage_monitor.wire import LIMITS
 
 __all__ = ["Settings", "SettingsError", "settings_from_environment"]
 
@@ -94,9 +93,8 @@ class Settings:
     server answers; beyond loopback they must be stated. `trusted_proxies` are addresses whose X-Forwarded-For tells
     who asks.
 
-    `connections` bounds those open at a time, `head_bytes` request line and headers, `idle_seconds` the wait for a
-    whole head. `in_flight_bytes` bounds the report bodies that are read but not
-    yet acknowledged: beyond it the answer is 503.
+    `connections` bounds those open at a time, `idle_seconds` the wait for a whole head. `in_flight_bytes` bounds
+    report bodies that are read but not yet acknowledged: beyond it the answer is 503.
 
     `journal_run_bytes` and `journal_bytes` bound the reports of one run, and of all, that wait to be sealed into
     chunks: beyond them the answer is 429. A reader takes all that waits of a run into memory.
@@ -123,19 +121,13 @@ class Settings:
     allowed_hosts: _Names = ()
     trusted_proxies: _Names = ()
     connections: _Count = 1000
-    head_bytes: _Count = 64 * 2**10
     idle_seconds: _Number = 10.0
-    body_bytes: _Count = LIMITS["body_bytes"]
-    decompressed_bytes: _Count = 64 * 2**20
     in_flight_bytes: _Count = 128 * 2**20
     journal_run_bytes: _Count = 128 * 2**20
     journal_bytes: _Count = 2**30
-    commit_bytes: _Count = 16 * 2**20
-    answer_cache_bytes: _Count = 64 * 2**20
     stale_after_seconds: _Number = 600.0
     seal_interval_seconds: _Number = 5.0
     shutdown_seconds: _Number = 10.0
-    busy_timeout_seconds: _Number = 30.0
     runs_per_project: _Count = 10_000
     tags_per_project: _Count = 10_000
     layers_per_project: _Count = 5_000_000

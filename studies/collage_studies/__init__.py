@@ -1,0 +1,1 @@
+"""Studies of low precision, run from a checkout: `python -m collage_studies NAME`."""

@@ -1,179 +1,164 @@
-"""`demo`: start server and dashboard here, train five strategies on the standard library, compare them.
-
-The result is a line for each training, as a table and as summary.json. One more training makes an alert fire.
-"""
+"""`python -m collage_studies`: run what a study still lacks, then write its page from the records."""
 
 from __future__ import annotations
 
+import json
 import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Final
 
 import click
 import msgspec
+from collage_demo.pool import WorkerPool
+from collage_demo.worker import ProgressLine
 
-from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command import require
 from collage_monitor.command.up import Services
 from collage_monitor.local import DASHBOARD_PORT, SERVER_PORT
-from collage_studies.pool import Line, WorkerPool
-from collage_studies.recipe import PLANS, Plan, Recipe
-from collage_studies.worker import DemoTask, FinalLine, ProgressLine
+from collage_studies.catalogue import STUDY_NAMES, study_named
+from collage_studies.records import RecordFile, compact
+from collage_studies.repeats import record_file, repeat_section, repeats_of, reseeded
+from collage_studies.study import Curve, Record, RecordLine, ReportTarget, Study, Trial
+from collage_studies.worker import TrialTask
 
-__all__ = ["ResultRow", "demo", "result_row", "summary_json", "summary_table"]
+__all__ = ["study"]
 
-_TOGETHER = 2
-_ALERT_SECONDS = 1
-"""How often the demo's server evaluates its alerts: its trainings end within minutes."""
-_GOES_WRONG: Final = Plan("light", "bfloat16")
-"""Of the training that loses its residuals at a resume."""
-
-
-class ResultRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A training's result. Ratios are of the whole model, all measured steps merged; None means undefined."""
-
-    run_id: str
-    strategy: str
-    dtype: str
-    steps: int
-    train_loss: float | None
-    validation_loss: float | None
-    edq_ratio: float | None
-    edq_oracle_ratio: float | None
-    oracle_displacement_ratio: float | None
-    state_decrement_ratio: float | None
-    lost_update_ratio: float | None
-    bytes_per_parameter: float | None
-    tokens_per_cpu_second: float
-    agent_overhead_ratio: float | None
-    reports_sent: int
-    reports_stored: int
+_CURVE_POINTS = 120
+_ALERT_SECONDS = 2
+"""How often the server evaluates its alerts: trials end within minutes."""
 
 
-def result_row(plan: Plan, done: FinalLine, compared: wire.ComparedRun) -> ResultRow:
-    """A training's line, from what its process printed and what the server stored."""
-    last = {name: logged.value for name, logged in compared.scalars.items()}
-    return ResultRow(
-        run_id=done.run_id,
-        strategy=plan.strategy,
-        dtype=plan.dtype,
-        steps=done.steps,
-        train_loss=_number(compared.mean_scalars, "loss"),
-        validation_loss=_number(last, "validation_loss"),
-        edq_ratio=_number(compared.merged, "edq_ratio"),
-        edq_oracle_ratio=_number(compared.merged, "edq_oracle_ratio"),
-        oracle_displacement_ratio=_number(compared.merged, "oracle_displacement_ratio"),
-        state_decrement_ratio=_number(compared.merged, "state_decrement_ratio/exp_avg_sq"),
-        lost_update_ratio=_number(compared.merged, "lost_update_ratio"),
-        bytes_per_parameter=_number(last, "bytes_per_parameter"),
-        tokens_per_cpu_second=done.tokens_per_cpu_second,
-        agent_overhead_ratio=_number(last, "agent_overhead_ratio"),
-        reports_sent=done.reports_sent,
-        reports_stored=compared.reports,
-    )
-
-
-def summary_json(lines: Sequence[ResultRow]) -> bytes:
-    """The lines as a JSON list; undefined numbers are null."""
-    return msgspec.json.format(msgspec.json.encode(lines), indent=2) + b"\n"
-
-
-def summary_table(lines: Sequence[ResultRow]) -> str:
-    """The lines as a table for the terminal."""
-    head = f"{'strategy':<17}{'dtype':<10}{'train':>8}{'valid.':>8}{'EDQ':>8}{'oracle':>8}{'decay':>8}{'lost':>8}"
-    rows = [head + f"{'B/param':>9}{'tok/s':>8}{'agent':>8}{'reports':>9}"]
-    for entry in lines:
-        cells = (
-            (entry.train_loss, 8, ".4f"),
-            (entry.validation_loss, 8, ".4f"),
-            (entry.edq_ratio, 8, ".3f"),
-            (entry.edq_oracle_ratio, 8, ".3f"),
-            (entry.state_decrement_ratio, 8, ".3f"),
-            (entry.lost_update_ratio, 8, ".3f"),
-            (entry.bytes_per_parameter, 9, ".2f"),
-            (entry.tokens_per_cpu_second, 8, ".0f"),
-            (entry.agent_overhead_ratio, 8, ".2%"),
-        )
-        text = "".join(f"{'-' if value is None else format(value, form):>{width}}" for value, width, form in cells)
-        rows.append(f"{entry.strategy:<17}{entry.dtype:<10}{text}{entry.reports_stored:>9}")
-    return "\n".join(rows)
-
-
-def _number(values: Mapping[str, wire.Number | None], name: str) -> float | None:
-    value = values.get(name)
-    return value if isinstance(value, float) else None
-
-
-@click.command("demo")
-@click.option("--exit", "leave", is_flag=True, help="End after the comparison; do not stay up.")
+@click.command("study")
+@click.argument("name", type=click.Choice([*STUDY_NAMES, "all"]))
 @click.option(
-    "--output", default="demo-output", show_default=True, type=click.Path(path_type=Path, file_okay=False)
+    "--first-seed",
+    type=click.IntRange(1),
+    help="Repeat it with seeds from this one on; the page says whether that says the same.",
 )
-@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder.  [default: OUTPUT/data]")
-@click.option("--steps", default=Recipe.steps, show_default=True, type=click.IntRange(1))
+@click.option("--pages-only", is_flag=True, help="Run nothing: write the pages of what has been run.")
+@click.option("--quick", is_flag=True, help="A small part of it, in a minute; kept apart from the whole.")
+@click.option(
+    "--output",
+    default="study-output",
+    show_default=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of pages, pictures and records.",
+)
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder of the server. [OUTPUT/server]")
+@click.option("--processes", default=2, show_default=True, type=click.IntRange(1), help="Trials at once.")
 @click.option("--port", default=SERVER_PORT, show_default=True, help="Port of the server.")
 @click.option("--dashboard-port", default=DASHBOARD_PORT, show_default=True, help="Port of the dashboard.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-def demo(
-    leave: bool, output: Path, folder: Path | None, steps: int, port: int, dashboard_port: int, as_json: bool
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def study(
+    name: str,
+    first_seed: int | None,
+    pages_only: bool,
+    quick: bool,
+    output: Path,
+    folder: Path | None,
+    processes: int,
+    port: int,
+    dashboard_port: int,
+    as_json: bool,
 ) -> None:
-    """Train a small model under five storage strategies, watch each, and compare them."""
-    require("demo", "agent", "dashboard", "server")
+    """Answer a question about low precision by training, watched like any training, and write a page about it.
+
+    A trial that has its record under OUTPUT/data is not run again: an interrupted study goes on where it was.
+    """
+    require("study", "dashboard", "server", "studies")
     signal.signal(signal.SIGTERM, _interrupt)
+    chosen = [study_named(entry) for entry in (STUDY_NAMES if name == "all" else [name])]
+    output = output / "quick" if quick else output
     output.mkdir(parents=True, exist_ok=True)
-    data = (folder or output / "data").resolve()
-    defaults = {"COLLAGE_SERVER_ALERT_INTERVAL_SECONDS": str(_ALERT_SECONDS)}
-    with Services(data, port, dashboard_port, defaults=defaults) as services:
-        services.start_dashboard()
-        click.echo(f"dashboard  {services.dashboard_url}\nserver     {services.server_url}", err=as_json)
-        lines, incidents = _train_and_compare(Recipe(steps=steps), services, err=as_json)
-        written = output / "summary.json"
-        written.write_bytes(summary_json(lines))
-        click.echo(summary_json(lines).decode() if as_json else summary_table(lines))
-        compared = "&".join(f"run={entry.run_id}" for entry in lines)
-        click.echo(f"\nwritten    {written}\ncompare    {services.dashboard_url}/compare?{compared}", err=as_json)
-        for incident in incidents:
-            click.echo(f"incident   {services.dashboard_url}/incident/{incident.incident_id}", err=as_json)
-        if leave:
-            return
-        click.echo("Server and dashboard stay up; Ctrl-C stops them.", err=as_json)
+    batches = [_batch(entry, quick, output, first_seed) for entry in chosen]
+    if not pages_only and any(file.missing(trials) for _, trials, file in batches):
+        data = (folder or output / "server").resolve()
+        defaults = {"COLLAGE_SERVER_ALERT_INTERVAL_SECONDS": str(_ALERT_SECONDS)}
+        with Services(data, port, dashboard_port, alone=True, defaults=defaults) as services:
+            services.start_dashboard()
+            click.echo(f"dashboard  {services.dashboard_url}", err=True)
+            for entry, trials, file in batches:
+                _run(entry, trials, file, services, processes)
+    written = [path for entry in chosen if (path := _write(entry, quick, output)) is not None]
+    from collage_studies.summary import write_summary
+
+    write_summary(output, quick=quick)
+    names = [str(path) for path in written]
+    click.echo(json.dumps({"pages": names}) if as_json else "\n".join(f"written    {path}" for path in names))
+
+
+def _batch(
+    entry: Study, quick: bool, output: Path, first_seed: int | None
+) -> tuple[Study, Sequence[Trial], RecordFile]:
+    """The trials of a study or of its repeat, and where their records are kept."""
+    trials = entry.trials(quick)
+    if first_seed is not None:
         try:
-            services.watch()
-        except KeyboardInterrupt:
-            click.echo("stopping", err=as_json)
+            trials = reseeded(trials, first_seed)
+        except ValueError as error:
+            told = f"{entry.name} cannot be repeated with --first-seed {first_seed}: {error}"
+            raise click.UsageError(told) from error
+    return entry, trials, record_file(entry.name, output, first_seed)
 
 
-def _train_and_compare(
-    recipe: Recipe, services: Services, *, err: bool
-) -> tuple[list[ResultRow], list[wire.Incident]]:
-    """Train each plan, at most two at a time, and read from the server what it stored, and what fired."""
+def _write(entry: Study, quick: bool, output: Path) -> Path | None:
+    """Write the page of a study from all records that are there; None, and a line, where its own are not whole."""
+    from collage_studies.pages import write_page
+    from collage_studies.summary import records_of
 
-    def progress(job: DemoTask, line: Line) -> None:
-        text = ""
-        if isinstance(line, ProgressLine):
-            text = f"step {line.step}/{recipe.steps}  loss {line.loss:.4f}  validation {line.validation_loss:.4f}"
-        elif isinstance(line, FinalLine):
-            text = f"done  {line.tokens_per_cpu_second:.0f} tokens per CPU second, {line.reports_sent} reports sent"
-        click.echo(f"{job.name:<26}{text}", err=err)
+    trials, file = entry.trials(quick), record_file(entry.name, output)
+    if file.missing(trials):
+        click.echo(f"no page of {entry.name}: it has not been run whole under {output}", err=True)
+        return None
+    records = file.of(trials)
+    others = {name: records_of(name, output, quick=quick) for name in entry.reads}
+    found = entry.page([*records, *(record for own in others.values() for record in own)])
+    repeated = [
+        part for repeat in repeats_of(entry, trials, output) for part in repeat_section(entry, records, repeat)
+    ]
+    read = {name: len(own) for name, own in others.items()}
+    return write_page(entry, found, records, output, read=read, repeated=repeated)
 
-    group = f"demo {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    jobs = [DemoTask(plan, recipe, group, services.server_url, services.folder) for plan in PLANS]
-    number = f"{len(jobs)} strategies for {recipe.steps} steps, and one run that goes wrong"
-    click.echo(f"training {number}, {_TOGETHER} at a time", err=err)
-    beside = f"{group}, incident"
-    wrong = DemoTask(_GOES_WRONG, recipe, beside, services.server_url, services.folder, loses_residuals=True)
-    with WorkerPool(progress, _TOGETHER, err=err) as team:
-        *done, faulty = team.run([*jobs, wrong], FinalLine)
-    with Client(services.server_url, services.token) as client:
-        comparison = client.compare([entry.run_id for entry in done], "edq_ratio")
-        incidents = client.incidents(run_id=faulty.run_id).events
-    runs = {entry.run_id: entry for entry in comparison.runs}
-    rows = [result_row(job.plan, entry, runs[entry.run_id]) for job, entry in zip(jobs, done, strict=True)]
-    return rows, incidents
+
+def _run(entry: Study, trials: Sequence[Trial], file: RecordFile, services: Services, processes: int) -> None:
+    """Run the trials that have no record, and keep each record as its trial ends."""
+    missing = file.missing(trials)
+    click.echo(f"{entry.name}: {len(trials)} trials, {len(trials) - len(missing)} of them done before", err=True)
+    reporting = ReportTarget(services.server_url, services.folder, f"{entry.name} {time.strftime('%Y-%m-%d')}")
+    lock = threading.Lock()
+
+    def keep(task: TrialTask, line: ProgressLine | RecordLine) -> None:
+        if not isinstance(line, RecordLine):
+            return
+        with Client(services.server_url, services.token) as client:
+            record = compact(_with_curves(line.record, client))
+        with lock:
+            file.add(record)
+        click.echo(f"{entry.name:<17}{task.name:<46}{record.cpu_seconds:7.1f} s", err=True)
+
+    with WorkerPool(RecordLine, keep, processes, quiet=True) as pool:
+        pool.run([TrialTask(entry.name, trial, reporting) for trial in missing])
+
+
+def _with_curves(record: Record, client: Client) -> Record:
+    """The record with what the server has of its run: merged metrics, last scalars, and the curves asked for."""
+    (run,) = client.compare([record.run_id], "edq_ratio", points=_CURVE_POINTS).runs
+    merged = {name: value for name, value in run.merged.items() if value is None or isinstance(value, float)}
+    last = {name: logged.value for name, logged in run.scalars.items() if isinstance(logged.value, float)}
+    values = {**last, **record.values}
+    curves = {name: _curve(client, record.run_id, name) for name in record.trial.curves}
+    return msgspec.structs.replace(record, values=values, merged=merged, curves={**record.curves, **curves})
+
+
+def _curve(client: Client, run_id: str, name: str) -> Curve:
+    """A metric or scalar over steps; of one type of module alone as METRIC@TYPE."""
+    metric, _, module_type = name.partition("@")
+    found = client.series(run_id, metric, module_type=module_type or None, points=_CURVE_POINTS)
+    return Curve(list(found.steps), [value if isinstance(value, float) else None for value in found.values])
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -14,13 +14,13 @@ from typing import Final
 
 import click
 import msgspec
+from collage_demo.recipe import Plan
 
 from collage_monitor.alerts import alert
 from collage_monitor.judgement.rules import LOST_TOLERANCE
 from collage_monitor.strategies import STRATEGIES
 from collage_studies.catalogue import STUDY_NAMES
 from collage_studies.pages import table_text
-from collage_studies.recipe import Plan
 from collage_studies.studies.beta2 import NOTICEABLE_GAP
 from collage_studies.studies.eight_bit import EMULATED_FORMATS
 from collage_studies.studies.quality import LOST, STEP, WINDOW, Configuration, configurations

@@ -110,6 +110,6 @@ def _made_with(study: Study, records: Sequence[Record], read: Mapping[str, int])
     ]
     more = f" The page also reads the records of {listed(others)}." if others else ""
     return (
-        f"`collage-monitor study {study.name}`: {len(records)} trials, {took}; {', '.join(versions)}. "
+        f"`python -m collage_studies {study.name}`: {len(records)} trials, {took}; {', '.join(versions)}. "
         f"This page is drawn from [`data/{study.name}.jsonl`](data/{study.name}.jsonl).{more}"
     )

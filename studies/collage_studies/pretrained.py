@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 from collage_agent.optim import MASTER_PARAMETER
+from collage_demo.corpus import Corpus, batch
+from collage_demo.recipe import Plan, Recipe
+from collage_demo.training import Build, loss_of, new_model, new_model_and_optimizer, new_optimizer
 from torch import Tensor, nn
 
 from collage_studies.adapters import adapt
-from collage_studies.corpus import Corpus, batch
-from collage_studies.recipe import Plan, Recipe
-from collage_studies.training import Build, loss_of, new_model, new_model_and_optimizer, new_optimizer
 
 __all__ = ["build_from_weights", "checkpoint"]
 

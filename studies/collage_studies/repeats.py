@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from collage_demo.recipe import Plan
 
 from collage_monitor.seeds import SeedValue, difference, mean_over_seeds
-from collage_studies.recipe import Plan
 from collage_studies.records import RecordFile
 from collage_studies.study import MarkdownTable, Record, Study, Trial
 from collage_studies.words import estimate, listed

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from collage_demo.recipe import Plan, Recipe
 from numpy.typing import NDArray
 
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
-from collage_studies.recipe import Plan, Recipe
 from collage_studies.study import PlotCurve, Record
 from collage_studies.words import UNDEFINED, estimate, listed
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-
-from collage_studies.recipe import Plan, Recipe
+from collage_demo.recipe import Plan, Recipe
 
 __all__ = [
     "Curve",

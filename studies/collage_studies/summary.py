@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from collage_demo.recipe import Plan
+
 from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.pages import table_text
-from collage_studies.recipe import Plan
 from collage_studies.repeats import compare_repeat, record_file, repeats_of
 from collage_studies.results import by_plan, gaps, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Page, Record
@@ -57,8 +58,8 @@ def summary_text(folder: Path, *, quick: bool = False) -> str:
     parts = [
         "# Studies",
         "What the method's paper (Collage, arXiv 2405.03637) claims and leaves open, tried on real training with "
-        "our own tools. `collage-monitor study NAME` runs one and writes its page; each page stands on the records "
-        "beside it, and so does this one. Small models, two cores: read directions, not sizes.",
+        "our own tools. `python -m collage_studies NAME` runs one and writes its page; each page stands on the "
+        "records beside it, and so does this one. Small models, two cores: read directions, not sizes.",
         "## Answers",
         answers,
         *_repeated(folder, found, quick=quick),
@@ -89,7 +90,7 @@ def page_of(name: str, found: Records) -> Page:
 def _answer(name: str, found: Records) -> str:
     title = study_named(name).title
     if not found[name]:
-        return f"- **{title}**: not run yet (`collage-monitor study {name}`)."
+        return f"- **{title}**: not run yet (`python -m collage_studies {name}`)."
     page = page_of(name, found)
     return f"- **[{title}]({name}.md)**: {page.brief or page.answer}"
 
@@ -97,7 +98,7 @@ def _answer(name: str, found: Records) -> str:
 def _measured(claim: Claim, found: Records) -> str:
     records = found.get(claim.study, [])
     if not records:
-        return f"not run yet: `collage-monitor study {claim.study}`"
+        return f"not run yet: `python -m collage_studies {claim.study}`"
     return f"{claim.measured(records)} ([{claim.study}]({claim.study}.md))"
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collage_agent.options import WatchArguments
+from collage_demo.corpus import Corpus, standard_library
+from collage_demo.training import Build, train
 
-from collage_studies.corpus import Corpus, standard_library
 from collage_studies.study import Record, ReportTarget, Trial
-from collage_studies.training import Build, train
 
 __all__ = ["run_training"]
 

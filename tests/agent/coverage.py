@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from collage_agent.handle import Watch, watch
-from collage_studies.corpus import batch, standard_library
-from collage_studies.training import ByteGPT, loss_of
+from collage_demo.corpus import batch, standard_library
+from collage_demo.training import ByteGPT, loss_of
 from torch import nn
 
 from collage_monitor.metrics import METRICS

@@ -51,7 +51,7 @@ def test_measured_steps_are_those_divisible_and_the_first_is_told_once():
     assert handle.summary() == {"step": None, "model": {}, "layers": {}}
     train(model, optimizer, 10)
     assert recorder.first_steps == [1]
-    assert recorder.steps == [3, 6, 9]
+    assert recorder.steps == [1, 3, 6, 9]
     assert handle.step == 10
     last = recorder.measurements[-1]
     assert last.totals.shape == (len(last.layout.statistics), len(last.layout.layers))

@@ -185,33 +185,6 @@ def test_a_damaged_spool_arrives_without_what_was_damaged(tmp_path):
     assert list(tmp_path.glob("spool/*")) == []
 
 
-class Older(MemoryTransport):
-    """A server whose catalogue lacks a statistic until it is upgraded."""
-
-    upgraded = False
-
-    def send(self, envelope, wait):
-        if envelope.kind == "stream" and not self.upgraded:
-            raise ServerRefusal("statistics: no statistic is called 'new'", status=422, field="statistics")
-        return super().send(envelope, wait)
-
-
-def test_reports_wait_for_an_older_server_to_be_upgraded(tmp_path, capsys):
-    transport = Older()
-    run = make_run(tmp_path, transport, limits=HASTY)
-    run.started(1)
-    for step in range(1, 11):
-        run.measured(measurement(step))
-    until(lambda: run.reports_spooled == 10)
-    assert (transport.reports, run.reports_dropped) == ([], {})
-    assert capsys.readouterr().err.count("no statistic is called 'new'. Reports are kept in") == 1
-    transport.upgraded = True
-    until(lambda: run.reports_sent == 10)
-    run.finish()
-    assert [report.step for report in transport.reports] == list(range(1, 11))
-    assert run.reports_dropped == {}
-
-
 class Scripted(MemoryTransport):
     """Raises what its script says for the next messages, None where it takes one."""
 

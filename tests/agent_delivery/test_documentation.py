@@ -24,10 +24,10 @@ def test_every_named_test_exists():
 
 def test_the_limits_are_those_of_the_code():
     limits = DeliveryLimits()
-    assert (limits.queue_steps, limits.queue_bytes) == (2_000, 64 * 2**20)
+    assert (limits.queue_steps, limits.queue_bytes) == (20_000, 64 * 2**20)
     assert (limits.batch_reports, limits.batch_bytes, limits.linger_seconds) == (500, 4 * 2**20, 0.5)
     assert (limits.connect_timeout_seconds, limits.answer_timeout_seconds, limits.retry_seconds) == (2, 10, 3)
     assert (limits.first_pause_seconds, limits.longest_pause_seconds) == (1, 30)
     assert (limits.spool_bytes, limits.finish_seconds) == (2**30, 20)
-    for words in ("2,000 steps, 64 MiB", "500 reports, 4 MiB", "waits 0.5 s", "1 GiB", "| 20 s |"):
+    for words in ("20,000 steps, 64 MiB", "500 reports, 4 MiB", "waits 0.5 s", "1 GiB", "| 20 s |"):
         assert words in TEXT

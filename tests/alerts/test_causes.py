@@ -8,7 +8,7 @@ from collage_dashboard.incident_evidence import _rises
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, Alert
-from collage_monitor.alerts.causes import IncidentEvidence, Span
+from collage_monitor.alerts.causes import IncidentEvidence, Span, restarted
 
 WATCH = wire.WatchInfo(optimizer="AdamW", every=10)
 RUN = wire.Run(
@@ -25,12 +25,16 @@ RUN = wire.Run(
     updated_at=1000.0,
     first_step=1,
     last_step=1000,
-    attempts=[wire.Attempt(run_id="r1", attempt=1, launch_id="a", first_step=1, created_at=0.0)],
+    attempts=[wire.Attempt(run_id="r1", attempt=1, launch_id="a", first_step=1, measured_from=1, created_at=0.0)],
     watch=WATCH,
     latest={"edq_ratio": 1.0},
     scalars={},
 )
-RESUMED = [*RUN.attempts, wire.Attempt(run_id="r1", attempt=2, launch_id="b", first_step=500, created_at=9e9)]
+RESUMED = [
+    *RUN.attempts,
+    wire.Attempt(run_id="r1", attempt=2, launch_id="b", first_step=500, measured_from=500, created_at=9e9),
+]
+EVALUATED = [*RUN.attempts, wire.Attempt(run_id="r1", attempt=2, launch_id="b", first_step=500, created_at=9e9)]
 
 
 def evidence(before=None, after=None, *, labels=None, run=RUN, series=None, **more):
@@ -76,6 +80,10 @@ def watched(**more):
 
 def fingerprint(**more):
     return watched(fingerprint=wire.Fingerprint(**{"states": {}, "implementation": "foreach", **more}))
+
+
+def converted(*, after):
+    return watched(conversion=wire.Conversion(source="plain", target="light", step=after))
 
 
 def tokens(before, after):
@@ -167,6 +175,11 @@ CASES = {
     ("CollageResidualsOff", 1): (
         evidence({"external_writes": 0.0}, {"external_writes": 3.0}),
         evidence({"external_writes": 3.0}, {"external_writes": 3.0}),
+        evidence(),
+    ),
+    ("CollageResidualsOff", 2): (
+        evidence(run=converted(after=500)),
+        evidence({"residual_zero_ratio": 0.0}, {"residual_zero_ratio": 1.0}),
         evidence(),
     ),
     ("CollageDecayLost", 0): (
@@ -273,3 +286,8 @@ def test_a_constant_rate_whose_means_are_rounded_differently_does_not_rise():
     assert max(means) > rate, "they differ"
     assert not _rises(rate, max(means))
     assert _rises(rate * 399, rate * 400)
+
+
+def test_an_evaluation_that_is_logged_later_is_no_restart():
+    assert restarted(evidence(run=run_with(attempts=RESUMED))) is not None
+    assert restarted(evidence(run=run_with(attempts=EVALUATED))) is None

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from collage_agent.audit import CheckpointError
 from collage_agent.audit.conversion import convert_checkpoint
 from collage_agent.audit.reading import read_checkpoint
+from collage_agent.audit.report import audit_checkpoint
 from collage_agent.command.convert import convert
 from collage_agent.optim import STRATEGIES, CollageAdamW, CollageSGD
 from safetensors.torch import load_file, save_file
@@ -77,6 +78,23 @@ def test_what_is_written_is_what_loading_converts_to(source, target, tmp_path):
         assert (report.gained, report.lost, report.never_kept) == ([], [], [])
         for loaded, own in zip(content["optimizer"]["state"].values(), optimizer.state.values(), strict=True):
             assert all(torch.equal(loaded[key], own[key]) for key in own)
+
+
+@pytest.mark.parametrize(
+    ("build", "source"),
+    [(ours("plain"), "plain"), (torchs, "plain"), (ours("light"), ""), (ours("master-weights"), "")],
+)
+def test_what_began_empty_is_noted_in_the_checkpoint_and_is_no_problem(build, source, tmp_path):
+    model, optimizer = trained(build)
+    path = saved(tmp_path / "run.pt", model, optimizer, step=12)
+    convert_checkpoint(path, "split-master").write(tmp_path / "new.pt")
+    group = torch.load(tmp_path / "new.pt", weights_only=True)["optimizer"]["param_groups"][0]
+    steps = int(max(state["step"] for state in optimizer.state.values()))
+    assert group.get("converted_from", "") == source
+    assert group.get("residuals_from", 0) == (steps if source else 0)
+    found = audit_checkpoint(tmp_path / "new.pt").findings
+    assert "problem" not in [finding.severity for finding in found]
+    assert ("converted" in [finding.code for finding in found]) == bool(source)
 
 
 def test_what_is_equal_lost_and_never_kept_is_told(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 
 from collage_monitor.client import Client
 from tests.browser.test_comparison import compare, legend
+from tests.demo.test_summary import NAMES
 from tests.ports import command, free_port, interruptible
-from tests.studies.test_summary import NAMES
 from tests.system import chromium
 from tests.waiting import PATIENCE_SECONDS, until
 

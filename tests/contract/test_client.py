@@ -96,12 +96,7 @@ def test_queries_leave_out_what_was_not_asked():
     assert dict(seen[0].url.params) == {"metric": "loss", "points": "1000", "axis": "step", "from": "0"}
 
 
-def test_correlation_and_events():
-    answer: dict[str, Any] = {"x": "edq_ratio", "y": "loss", "window": 0.2, "n": 0, "runs": [], "missing": []}
-    client, seen = client_of(httpx.Response(200, json=answer | {"pearson": None, "spearman": None}))
-    assert client.correlation(["a", "b"], "edq_ratio", "loss", window=0.2).spearman is None
-    asked = [("x", "edq_ratio"), ("y", "loss"), ("run", "a"), ("run", "b"), ("window", "0.2")]
-    assert seen[0].url.params.multi_items() == asked
+def test_events():
     event = {"event": 4, "time": 1.5, "kind": "attempt", "text": "t", "attempt": 1, "step": 7}
     client, seen = client_of(httpx.Response(200, json={"run_id": "r", "events": [event], "cursor": 4}))
     assert client.events("r", cursor=3).events[0].step == 7

@@ -66,12 +66,12 @@ def test_every_verb_is_offered_with_its_help():
 
 
 def test_an_absent_component_says_what_to_install(monkeypatch):
-    entry = EntryPoint("study", "collage_studies.no_such_module:study", command.VERBS)
-    monkeypatch.setattr(command, "_found", lambda: {"study": entry})
-    result = CliRunner().invoke(root, ["study", "--anything", "5"])
+    entry = EntryPoint("demo", "collage_demo.no_such_module:demo", command.VERBS)
+    monkeypatch.setattr(command, "_found", lambda: {"demo": entry})
+    result = CliRunner().invoke(root, ["demo", "--anything", "5"])
     assert result.exit_code == 1
-    assert "needs collage_studies.no_such_module" in result.output
-    assert "collage-monitor[studies]" in result.output
+    assert "needs collage_demo.no_such_module" in result.output
+    assert "collage-monitor[all]" in result.output
 
 
 _REQUIRED = {

@@ -1,10 +1,14 @@
 """The change point: found where there is one, not seen where there is none, told with the layers that changed."""
 
+import tracemalloc
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 
 from collage_monitor.onset import find_onset, first_step_if_always_below, since_in_words
 from tests.contract.onsets import EVERY, changed, steady, within_one_interval
+from tests.reference import onset as reference
 
 STEPS = [EVERY * (index + 1) for index in range(60)]
 
@@ -111,3 +115,64 @@ def test_a_recovery_and_a_layer_that_the_model_hides_are_told():
 def test_what_crept_has_no_since():
     values = np.linspace(1.0, 0.5, 60)
     assert since_edq(values) == "not told"
+
+
+@pytest.mark.slow
+def test_every_answer_is_that_of_the_definition():
+    traces = [kind(seed) for seed in range(54) for kind in (changed, steady)]
+    for trace in traces:
+        found = find_onset(trace.steps, trace.model, trace.layers, least=1e-4)
+        expected = reference.onset(trace.steps, trace.model, trace.layers, least=1e-4)
+        assert (
+            None if found is None else (*astuple(found)[:-1], [astuple(one) for one in found.layers])
+        ) == expected
+
+
+def long(points, layers, at):
+    """Steps, the model and the layers of a run of so many points, a third of them missing, that changed at one."""
+    generator = np.random.default_rng([points, at])
+    steps = np.sort(generator.choice(2 * points, points, replace=False))
+    fallen = np.where(np.arange(points) >= at, -0.2, 0.0)
+    series = {f"layer {i}": 1 + fallen + 0.01 * generator.normal(size=points) for i in range(layers)}
+    return steps.tolist(), 1 + fallen + 0.01 * generator.normal(size=points), series
+
+
+@pytest.mark.parametrize("points", [500, 2000])
+@pytest.mark.parametrize("where", [0.02, 0.5, 0.98])
+def test_a_long_series_is_answered_as_by_the_definition_and_to_the_step(points, where):
+    at = int(where * points)
+    steps, model, layers = long(points, 2, at)
+    found = find_onset(steps, model, layers)
+    expected = reference.onset(steps, model, layers)
+    assert found is not None
+    assert (*astuple(found)[:-1], [astuple(one) for one in found.layers]) == expected
+    assert (found.last_before, found.first_changed) == (steps[at - 1], steps[at])
+
+
+def peak_bytes(points, layers):
+    """The most that a question holds beside its series; the change is found to the step."""
+    at = points // 3
+    steps, model, series = long(points, layers, at)
+    tracemalloc.start()
+    try:
+        found = find_onset(steps, model, series)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found is not None
+    assert (found.first_changed, len(found.layers)) == (steps[at], layers)
+    return peak
+
+
+def test_memory_grows_with_the_points_alone():
+    small, large = peak_bytes(5_000, 0), peak_bytes(20_000, 0)
+    assert large < 4.5 * small
+    assert large < 20_000 * 1024
+
+
+def test_the_most_points_that_a_journal_holds_take_some_megabytes():
+    assert peak_bytes(90_000, 0) < 90_000 * 1024
+
+
+def test_memory_grows_with_the_layers_alone():
+    assert peak_bytes(60, 1600) < 4.5 * peak_bytes(60, 400)

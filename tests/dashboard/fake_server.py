@@ -239,7 +239,14 @@ class FakeServer:
             first_step=1,
             last_step=run.steps,
             attempts=[
-                wire.Attempt(run_id=run.run_id, attempt=1, launch_id="launch-1", first_step=1, created_at=1.7e9)
+                wire.Attempt(
+                    run_id=run.run_id,
+                    attempt=1,
+                    launch_id="launch-1",
+                    first_step=1,
+                    measured_from=1,
+                    created_at=1.7e9,
+                )
             ],
             watch=run.watch(),
             latest={key: _number(value) for key, value in newest.items()},

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
-
+from collage_monitor.client import Client
 from collage_monitor.local import read_token
 from tests.extensions import run_with
 
@@ -30,17 +29,27 @@ def test_an_alert_of_another_package_has_its_rule_and_its_place_in_the_runbook(t
     assert done.returncode == 0, done.stderr
 
 
-def test_a_server_without_the_package_refuses_the_stream_and_names_the_statistic(server):
-    with httpx.Client(
-        base_url=f"{server.url}/api/v1",
-        headers={"Authorization": f"Bearer {read_token(server.folder)}"},
-        trust_env=False,
-    ) as client:
-        client.post("/projects/extension/runs", json={"run_id": "without"}).raise_for_status()
-        client.post("/runs/without/attempts", json={"launch_id": "l", "first_step": 1}).raise_for_status()
-        stream = {"stream_id": "s", "launch_id": "l", "statistics": ["lost", "sign_agreement"]}
-        answer = client.post("/runs/without/streams", json=stream)
-        known = client.post("/runs/without/streams", json={**stream, "statistics": ["lost"]})
-    assert answer.status_code == 422
-    assert known.is_success
-    assert "'sign_agreement'" in answer.json()["error"]["message"]
+WITHOUT = """
+import collage_agent as collage
+from tests.end_to_end.with_statistic import train
+
+run = collage.init("extension", run_id="without", server_url="{url}", token="{token}", dir="{folder}")
+train()
+collage.finish()
+assert run.reports_dropped == dict() and run.reports_spooled == 0, (run.reports_dropped, run.reports_spooled)
+"""
+
+
+def test_a_server_without_the_package_leaves_the_statistic_out_and_says_so(server, tmp_path):
+    token = read_token(server.folder)
+    script = WITHOUT.format(url=server.url, token=token, folder=tmp_path / "agent")
+    done = run_with(["extension_statistic"], script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("does not know these statistics") == 1
+    with Client(server.url, token) as client:
+        assert client.series("without", "edq_ratio").steps == [4, 8, 12]
+        (stream,) = client.streams("without").streams
+        assert stream.unknown_statistics == ["sign_compared", "sign_agreement"]
+        assert "lost" in stream.statistics
+        told = [event.text for event in client.events("without").events if event.kind == "unknown_statistics"]
+    assert told == ["2 statistics unknown to this server left out: sign_compared, sign_agreement"]

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from collage_agent.optim import STRATEGIES
-from collage_studies.corpus import batch, standard_library
-from collage_studies.training import ByteGPT, loss_of
+from collage_demo.corpus import batch, standard_library
+from collage_demo.training import ByteGPT, loss_of
 
 from tests.optim.models import assert_same_bits
 from tests.optim.test_resume import RULES, refusal

@@ -9,7 +9,7 @@ import collage_agent as collage
 import torch
 from collage_agent.handle import watch
 from collage_agent.optim import CollageAdamW
-from collage_agent.training.shards import stepping_optimizer
+from collage_agent.training.ddp import stepping_optimizer
 from torch import distributed, nn
 
 from tests.agent.training import Block

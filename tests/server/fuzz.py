@@ -19,7 +19,6 @@ from pathlib import Path
 import click
 import hypothesis
 import schemathesis
-import zstandard
 from collage_server.app import create_app
 from collage_server.settings import Settings
 from hypothesis import strategies as st
@@ -43,7 +42,6 @@ POSTS = (
     "/alerts/alertmanager",
     "/silences",
 )
-ENCODE = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}
 
 
 class Target:
@@ -186,8 +184,7 @@ def raw(target, cases, seed):
     @many(cases, seed)
     @hypothesis.given(path=st.sampled_from(POSTS), headers=HEADERS, body=BYTES, honest=st.booleans())
     def send(path, headers, body, honest):
-        encode = ENCODE.get(headers["Content-Encoding"])
-        content = encode(body) if encode and honest else body
+        content = gzip.compress(body) if headers["Content-Encoding"] == "gzip" and honest else body
         target.check(target.post(path, content, headers))
 
     send()

@@ -10,7 +10,7 @@ from collage_server.app import create_app
 from collage_server.errors import JournalFull
 from collage_server.ingest.backpressure import JournalBounds
 from collage_server.settings import Settings
-from collage_server.store import records
+from collage_server.store import SqliteStore, records
 from collage_server.store.records import report_bytes
 from msgspec.structs import replace
 from starlette.testclient import TestClient
@@ -123,9 +123,9 @@ def bounded(tmp_path):
         no_auth=True,
         journal_run_bytes=20_000,
         seal_interval_seconds=1e6,
-        busy_timeout_seconds=0.05,
     )
-    app = create_app(chosen)
+    store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0, busy_timeout_seconds=0.05)
+    app = create_app(chosen, store=store)
     with TestClient(app, base_url="http://127.0.0.1") as client:
         server = Server(client, Clock(), app)
         server.run()

@@ -48,16 +48,16 @@ def test_a_head_beyond_its_size_is_refused_as_it_comes(tmp_path, sent):
 
 
 def test_a_head_within_its_size_is_answered_again_and_again(tmp_path):
-    with listening(tmp_path, head_bytes=1000) as server:
-        long = HEAD + b"X-Long: " + b"x" * 900 + b"\r\n"
+    with listening(tmp_path) as server:
+        long = HEAD + b"X-Long: " + b"x" * 60_000 + b"\r\n"
         answer = server.ask(5 * (long + b"\r\n") + long + CLOSE)
     assert answer.count(b"HTTP/1.1 200") == 6
 
 
 def test_heads_of_one_byte_at_a_time_do_not_count_the_bodies(tmp_path):
-    with listening(tmp_path, head_bytes=200) as server, server.connect() as client:
-        client.sendall(b"POST /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5000\r\n\r\n")
-        client.sendall(b"x" * 5000 + HEAD + CLOSE)
+    with listening(tmp_path) as server, server.connect() as client:
+        client.sendall(b"POST /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 70000\r\n\r\n")
+        client.sendall(b"x" * 70_000 + HEAD + CLOSE)
         answer = everything(client)
     assert answer.startswith(b"HTTP/1.1 405")
     assert b"HTTP/1.1 200" in answer
@@ -113,7 +113,15 @@ def test_beyond_the_connections_the_silent_ones_go_and_who_asks_is_answered(tmp_
             client.close()
 
 
-@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00\x01", b"GET / SPAM\r\n\r\n", b"BREW / HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET / SPAM\r\n\r\n",
+        b"BREW / HTTP/1.1\r\n\r\n",
+        b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n",
+    ],
+)
 def test_what_is_no_http_is_refused_in_the_one_shape(tmp_path, sent):
     with listening(tmp_path) as server:
         answer = server.ask(sent)

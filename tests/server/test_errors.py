@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from collage_server.api import bodies
 from collage_server.app import create_app
 from collage_server.settings import Settings
 from fastapi.routing import APIRoute
@@ -191,8 +192,8 @@ def test_a_config_that_json_cannot_hold_is_named(server):
 
 
 def test_a_config_beyond_its_limit(server):
-    body = b'{"run_id": "r", "config": {"x": "' + b"a" * wire.LIMITS["config_bytes"] + b'"}}'
-    error = server.post("/projects/p/runs", body, status=413, headers=JSON)
+    body = msgspec.msgpack.encode({"run_id": "r", "config": {"x": "a" * wire.LIMITS["config_bytes"]}})
+    error = server.post("/projects/p/runs", body, status=413)
     assert (error.field, error.limit) == ("config", wire.LIMITS["config_bytes"])
 
 
@@ -201,8 +202,9 @@ def test_other_content_types_and_encodings_are_415(server):
         assert server.post("/projects/p/runs", b"{}", status=415, headers=headers).code == "unsupported_media_type"
 
 
-def test_a_body_beyond_its_limit_is_413_whether_or_not_it_says_so(tmp_path):
-    app = create_app(Settings(folder=tmp_path, no_auth=True, body_bytes=1000))
+def test_a_body_beyond_its_limit_is_413_whether_or_not_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(bodies, "_JSON_BYTES", 1000)
+    app = create_app(Settings(folder=tmp_path, no_auth=True))
     with TestClient(app, base_url="http://127.0.0.1") as client:
         for content in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):
             response = client.post("/api/v1/streams/s0/reports", content=content, headers=JSON)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -288,7 +289,9 @@ def test_many_runs_take_as_many_statements_as_one(server):
 def test_many_runs_whose_newest_step_is_sealed_take_as_many_statements_as_one(server):
     server.app.state.components.overviews.stop(PATIENCE_SECONDS)
     server.app.state.components.sealer.stop(PATIENCE_SECONDS)
-    seal = server.app.state.components.store.sealing.seal
+    sealing = server.app.state.components.store.sealing
+    sealing.limits = replace(sealing.limits, part_bytes=1)
+    seal = sealing.seal
     counts = []
     for more in (range(1), range(1, 12)):
         for i in more:

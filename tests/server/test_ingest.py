@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from anyio.to_thread import current_default_thread_limiter
@@ -22,7 +24,7 @@ from starlette.testclient import TestClient
 from collage_monitor import wire
 from tests.server.conftest import Clock, Server
 from tests.server.holding import holding
-from tests.server.samples import LAYERS, block, layer, report, stream_create
+from tests.server.samples import LAYERS, STATISTICS, block, layer, model_of, report, stream_create
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -53,7 +55,7 @@ def group(*reports, size=10):
 
 async def with_writer(store, body, **more):
     counters = IngestCounters()
-    writer = Writer(store, counters, clock=lambda: 0.0, commit_bytes=1000, **more)
+    writer = Writer(store, counters, clock=lambda: 0.0, **more)
     writer.start(asyncio.get_running_loop())
     try:
         return await body(writer), counters
@@ -84,7 +86,8 @@ def test_what_arrives_during_a_commit_becomes_the_next_one():
     assert counted(counters, "commit_seconds_count") == 2
 
 
-def test_a_commit_has_a_largest_size():
+def test_a_commit_has_a_largest_size(monkeypatch):
+    monkeypatch.setattr("collage_server.ingest.writer.COMMIT_BYTES", 1000)
     store = GatedStore()
 
     async def body(writer):
@@ -353,3 +356,41 @@ def test_names_without_end_are_refused_and_what_is_known_goes_on(server, monkeyp
     assert [(entry.index, entry.seq) for entry in again.rejected] == [(0, 5)]
     assert sorted(server.get("/runs/r1", wire.Run).scalars) == [f"loss/{i}" for i in range(5)]
     assert 'collage_server_reports_total{outcome="rejected"} 3.0' in server.get("/metrics")
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_an_unknown_statistic_is_left_out_and_holds_up_nothing(server, sealed):
+    server.run()
+    server.attempt()
+    names = [*STATISTICS[:5], "sign_agreement", *STATISTICS[5:]]
+    stream = server.stream(statistics=names)
+    assert (stream.statistics, stream.unknown_statistics) == (STATISTICS, ["sign_agreement"])
+    blocks = [np.insert(block(step), 5, 77.0, axis=0) for step in (10, 20)]
+    reports = [report(seq, step) for seq, step in enumerate((10, 20))]
+    sent = [
+        msgspec.structs.replace(
+            entry,
+            statistic_count=len(names),
+            statistics=wire.array_to_bytes(values),
+            model=wire.array_to_bytes(np.insert(model_of(np.delete(values, 5, axis=0)), 5, 77.0)),
+        )
+        for entry, values in zip(reports, blocks, strict=True)
+    ]
+    assert server.reports(sent).accepted == 2
+    again = server.stream(statistics=[*names, "update_ulp_histogram/1", "another"])
+    assert again.unknown_statistics == ["sign_agreement", "another"]
+    if sealed:
+        store = server.app.state.components.store
+        server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+        while store.sealing.seal("r1", server.clock.now):
+            pass
+        assert store.journal.runs() == []
+    assert server.series("lost").values == [60.0, 60.0]
+    assert server.get("/runs/r1/latest", wire.Latest).step == 20
+    head, *lines = server.get("/runs/r1/export?format=jsonl").splitlines()
+    assert json.loads(head)["statistics"] == [*STATISTICS, "update_ulp_histogram/1"]
+    assert not any("sign_agreement" in line for line in lines if '"event"' not in line)
+    events = server.get("/runs/r1/events", wire.EventPage).events
+    told = [event.text for event in events if event.kind == "unknown_statistics"]
+    assert told[0] == "1 statistic unknown to this server left out: sign_agreement"
+    assert told[1] == "2 statistics unknown to this server left out: sign_agreement, another"

@@ -1,9 +1,8 @@
-"""Large JSON over real sockets: a process of its own decodes it, and everybody else is answered meanwhile."""
+"""Large bodies over real sockets: threads decode and check them, and JSON has a lower limit than msgpack."""
 
 from __future__ import annotations
 
-import os
-import signal
+import gzip
 import sys
 import threading
 from collections import Counter
@@ -12,16 +11,14 @@ from typing import Any
 import httpx
 import pytest
 from collage_server.api import bodies, reports
-from collage_server.ingest import json_process
 from collage_server.ingest.decode import decoded_batch
 
 from collage_monitor import wire
 from tests.server.samples import LAYERS, STATISTICS, layer, report, stream_create
-from tests.server.sockets import everything, listening, status_of
-from tests.waiting import PATIENCE_SECONDS, until
+from tests.server.sockets import listening
+from tests.waiting import PATIENCE_SECONDS
 
 JSON = {"Content-Type": wire.JSON}
-MSGPACK = {"Content-Type": wire.MSGPACK}
 
 
 @pytest.fixture
@@ -48,22 +45,20 @@ def batch(count):
     return wire.encode_batch(wire.ReportBatch(reports=[report(i, i + 1) for i in range(count)]), wire.JSON)
 
 
-def test_the_server_answers_while_a_large_body_is_decoded(server):
-    body = batch(200)
-    assert len(body) > 2**17
-    assert sent(server, "/streams/s0/reports", body).json()["accepted"] == 200
-    decoder = server.components.json_process.process_id
-    os.kill(decoder, signal.SIGSTOP)
-    head = f"POST /api/v1/streams/s0/reports HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
-    with server.connect() as client:
-        client.sendall(head.encode() + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + body)
-        until(lambda: server.components.in_flight.bytes, "the whole body")
-        assert server.client.get("/healthz").json()["status"] == "ok"
-        assert sent(server, "/streams/s0/reports", batch(1)).json()["duplicates"] == 1
-        os.kill(decoder, signal.SIGCONT)
-        answer = everything(client)
-    assert status_of(answer) == 200
-    assert b'"duplicates":200' in answer
+def test_json_beyond_a_mebibyte_is_refused_and_told_what_to_send(server):
+    """Its decoder holds the interpreter until it is done."""
+    body = batch(1).ljust(2**20)
+    assert sent(server, "/streams/s0/reports", body).json()["accepted"] == 1
+    for path in ("/streams/s0/reports", "/runs/r1/streams"):
+        answer = sent(server, path, body + b" ")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["field"], error["limit"]) == (413, "body", 2**20)
+        assert f"send {wire.MSGPACK}" in error["message"]
+    packed = gzip.compress(body + b" ")
+    answer = server.client.post(
+        "/api/v1/streams/s0/reports", content=packed, headers={**JSON, "Content-Encoding": "gzip"}
+    )
+    assert (answer.status_code, f"send {wire.MSGPACK}" in answer.text) == (413, True)
 
 
 def test_what_a_large_body_holds_too_much_of_is_refused_by_name(server):
@@ -85,48 +80,6 @@ def test_one_bad_report_among_many_is_named_and_the_others_are_kept(server):
     assert [(entry["index"], entry["code"]) for entry in answer["rejected"]] == [(77, "unreadable")]
 
 
-def test_the_server_goes_before_its_decoder(server):
-    assert sent(server, "/streams/s0/reports", batch(200)).json()["accepted"] == 200
-    urgent, patient = (os.getpriority(os.PRIO_PROCESS, of) for of in (0, server.components.json_process.process_id))
-    assert patient > urgent
-
-
-def test_a_decoder_that_dies_is_started_again_and_ends_with_the_server(tmp_path, server):
-    assert sent(server, "/streams/s0/reports", batch(200)).json()["accepted"] == 200
-    first = server.components.json_process.process_id
-    os.kill(first, signal.SIGKILL)
-    assert sent(server, "/streams/s0/reports", batch(200)).json()["duplicates"] == 200
-    second = server.components.json_process.process_id
-    assert second != first
-    server.components.json_process.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(second, 0)
-
-
-def decoder_after(server, body):
-    """The process that is asked next, once it has answered."""
-    answer = sent(server, "/streams/s0/reports", body)
-    assert answer.status_code == 200, answer.text
-    return server.components.json_process.process_id
-
-
-def test_a_decoder_of_a_server_that_has_grown_goes_on(server):
-    """Its own memory counts. A program inherits the peak of the one that started it, says `getrusage`."""
-    grown = bytearray(b"x") * (2 * json_process._MOST_BYTES)
-    assert len({decoder_after(server, batch(200)) for _ in range(3)}) == 1
-    assert grown
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what a process has taken")
-def test_a_decoder_that_has_grown_begins_anew(server):
-    first = decoder_after(server, batch(200))
-    tiny = b'{"seq":1,"step":1,"time":1},'
-    assert (
-        sent(server, "/streams/s0/reports", b'{"reports":[' + 590_000 * tiny + tiny[:-1] + b"]}").status_code == 413
-    )
-    assert decoder_after(server, batch(200)) != first
-
-
 def test_a_stream_of_many_layers_is_the_same_as_json_and_as_msgpack(server):
     layers = [layer(f"block.{i}.weight") for i in range(1000)]
     message = stream_create("s1", layers=layers, rank=1, world_size=2)
@@ -137,15 +90,16 @@ def test_a_stream_of_many_layers_is_the_same_as_json_and_as_msgpack(server):
     assert len(STATISTICS) > 1
 
 
-def many_scalars(**more):
+def many_scalars(count=wire.LIMITS["reports_per_batch"], **more):
     """13 MB of msgpack: as many scalars as one batch may hold, all under names that must be looked at."""
     scalars = {f"{name:03}": 1.0 for name in range(wire.LIMITS["scalars_per_report"])}
     given: dict[str, Any] = {"step": 1, "time": 1.0, "scalars": scalars} | more
-    reports = [wire.Report(seq=seq, **given) for seq in range(wire.LIMITS["reports_per_batch"])]
+    reports = [wire.Report(seq=seq, **given) for seq in range(count)]
     return wire.ReportBatch(reports=reports)
 
 
-def test_a_large_batch_is_neither_decoded_nor_checked_on_the_event_loop(server, monkeypatch):
+@pytest.mark.parametrize(("content_type", "count"), [(wire.MSGPACK, 5000), (wire.JSON, 300)])
+def test_a_large_batch_is_neither_decoded_nor_checked_on_the_event_loop(server, monkeypatch, content_type, count):
     work = [(bodies, "decoded_batch"), (reports, "check_batch")]
     threads: dict[str, set[int]] = {name: set() for _, name in work}
 
@@ -158,8 +112,9 @@ def test_a_large_batch_is_neither_decoded_nor_checked_on_the_event_loop(server, 
 
     for module, name in work:
         monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
-    body = wire.encode_batch(many_scalars(statistic_count=1, layer_count=1, statistics=bytes(8)))
-    answer = server.client.post("/api/v1/streams/s0/reports", content=body, headers=MSGPACK)
+    sent_batch = many_scalars(count, statistic_count=1, layer_count=1, statistics=bytes(8))
+    body = wire.encode_batch(sent_batch, content_type)
+    answer = server.client.post("/api/v1/streams/s0/reports", content=body, headers={"Content-Type": content_type})
     assert {entry["code"] for entry in answer.json()["rejected"]} == {"missing"}
     event_loop = {server.thread.ident}
     assert all(seen and seen.isdisjoint(event_loop) for seen in threads.values()), threads

@@ -58,7 +58,6 @@ ALLOWED: dict[str, set[str] | None] = {
     "POST /api/v1/events/{incident_id}/acknowledge": {"operate", "admin"},
     "GET /api/v1/silences": READERS,
     "POST /api/v1/silences": {"operate", "admin"},
-    "GET /api/v1/correlation": READERS,
     "GET /api/v1/tokens": {"admin"},
     "POST /api/v1/tokens": {"admin"},
     "DELETE /api/v1/tokens/{token_id}": {"admin"},
@@ -70,7 +69,6 @@ QUERIES = {
     "series": "metric=loss",
     "heatmap": "metric=edq_ratio",
     "compare": "run=mine-1&metric=loss",
-    "correlation": "run=mine-1&x=edq_ratio&y=loss",
     "run-groups": "by=strategy",
 }
 BODIES = {
@@ -173,11 +171,7 @@ def test_with_a_token_of_the_project(guarded, secrets, route, role, request):
 @pytest.mark.parametrize("role", ["ingest", "operate", "read"])
 @pytest.mark.parametrize(
     "route",
-    [
-        route
-        for route, roles in ALLOWED.items()
-        if roles is not None and ("{" in route or "compare" in route or "correlation" in route)
-    ],
+    [route for route, roles in ALLOWED.items() if roles is not None and ("{" in route or "compare" in route)],
 )
 def test_with_a_token_of_another_project(guarded, secrets, route, role):
     method, path, message = request_of(route)

@@ -148,8 +148,6 @@ def test_a_logged_name_that_begins_as_a_metric_does_is_a_scalar(server):
         assert server.series(name, cursor="").steps == [60]
         [run] = server.get(f"/compare?run=r1&metric={name}", wire.Comparison).runs
         assert run.series.values == [scalars[name]]
-        [place] = server.get(f"/correlation?run=r1&x={name}&y=edq_ratio", wire.Correlation).runs
-        assert place.x == scalars[name]
         assert server.get(f"/runs/r1/series?metric={name}&layer={LAYERS[0]}", status=422).field == "layer"
         assert server.get(f"/runs/r1/heatmap?metric={name}", status=422).field == "metric"
     assert server.series("grad_norm").steps == [10, 20, 30, 40, 50, 60], "the metric, not what was logged"

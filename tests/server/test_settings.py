@@ -131,7 +131,7 @@ def test_texts_are_read_as_what_their_setting_is():
         ("SHUTDOWN_SECONDS", "nan", "positive and finite"),
         ("RUNS_PER_PROJECT", "0", "positive"),
         ("RUNS_PER_PROJECT", "1.5", "COLLAGE_SERVER_RUNS_PER_PROJECT='1.5' must be a positive whole"),
-        ("BUSY_TIMEOUT_SECONDS", "soon", "must be a positive and finite number; unset it"),
+        ("SEAL_INTERVAL_SECONDS", "soon", "must be a positive and finite number; unset it"),
         ("DISK_RESERVE_BYTES", "-5", "COLLAGE_SERVER_DISK_RESERVE_BYTES='-5' must be a positive"),
         ("LOG_FORMAT", "xml", "set one of text, json"),
         ("UNSAFE_DATABASE", "maybe", "COLLAGE_SERVER_UNSAFE_DATABASE='maybe' must be yes or no; set 1 or 0"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
@@ -13,9 +11,11 @@ from collage_server import overviews
 from collage_server.overviews import keep_overview
 from collage_server.store import schema
 from collage_server.store.rows import to_json
+from sqlalchemy import select
 
 import collage_monitor
 from collage_monitor import wire
+from collage_monitor.judgement import WORDS_VERSION
 from collage_monitor.seeds import mean_over_seeds
 from tests.server.samples import LAYERS, STATISTICS, block, report
 
@@ -230,18 +230,13 @@ def test_what_another_release_said_is_said_anew(server, evaluate, monkeypatch):
     assert row.overview == said
 
 
-def test_the_code_behind_overviews_is_told_by_all_that_it_is_made_of(tmp_path, monkeypatch):
-    """A word that changed anywhere in the contract is noticed, without anybody who remembers it."""
-    own = overviews.overview_code()
-    contract = tmp_path / "collage_monitor"
-    shutil.copytree(Path(collage_monitor.__file__).parent, contract)
-    monkeypatch.setattr(collage_monitor, "__file__", str(contract / "__init__.py"))
-    copied = overviews.overview_code.__wrapped__
-    assert copied() == own
-    for path in ("headline.py", "judgement/rules.py", "onset.py", "statistics/finish.py"):
-        (contract / path).write_text((contract / path).read_text() + "\n")
-        assert copied() != own
-        own = copied()
+def test_overviews_tell_release_and_words_that_they_were_made_by(server, evaluate):
+    """Words may change between releases: the contract counts them."""
+    server.filled("r1", "s1")
+    assert evaluate() == ["r1"]
+    with server.app.state.components.store.writing() as connection:
+        assert connection.execute(select(schema.run_overview.c.made_by)).scalar_one() == overviews.MADE_BY
+    assert f"{collage_monitor.__version__}/{WORDS_VERSION}" == overviews.MADE_BY
 
 
 def test_the_thread_evaluates_by_itself_and_a_run_not_yet_done_is_evaluated_on_request(server):

@@ -1,8 +1,8 @@
 """Adapters: they begin as the frozen model, only they learn, and every dtype starts from the same numbers."""
 
 import torch
+from collage_demo.training import ByteGPT, loss_of
 from collage_studies.adapters import ADAPTED, adapt
-from collage_studies.training import ByteGPT, loss_of
 
 LAYERS, RANK = 2, 3
 

@@ -6,8 +6,8 @@ import collage_agent as collage
 import pytest
 import torch
 from collage_agent.transport import MemoryTransport
+from collage_demo.training import ByteGPT, loss_of
 from collage_studies.held_weights import ReadInBfloat16, expansion, round_weights_after_steps
-from collage_studies.training import ByteGPT, loss_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
+from collage_demo.recipe import Plan, Recipe
 from collage_studies.catalogue import STUDY_NAMES
 from collage_studies.lost_share import END, START, evidence, main, replace_between_markers
-from collage_studies.recipe import Plan, Recipe
 from collage_studies.study import Record, Trial
 from collage_studies.summary import records_of
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from collage_agent.optim import CollageAdamW
-from collage_studies.corpus import Corpus
+from collage_demo.corpus import Corpus
+from collage_demo.recipe import Plan, Recipe
 from collage_studies.pretrained import build_from_weights, checkpoint
-from collage_studies.recipe import Plan, Recipe
 
 RECIPE = Recipe(steps=4, batch_size=4, length=32, layers=1, width=32, warm_up_steps=2, learning_rate=1e-2)
 PLAIN = Plan("plain", "float32")

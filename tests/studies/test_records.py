@@ -3,7 +3,7 @@
 import click
 import msgspec
 import pytest
-from collage_studies.recipe import Plan, Recipe
+from collage_demo.recipe import Plan, Recipe
 from collage_studies.records import RecordFile, compact
 from collage_studies.study import Curve, Record, Trial
 

@@ -1,6 +1,6 @@
 """What gaps show, in words: only an interval without 0 makes a strategy worse or better."""
 
-from collage_studies.recipe import Plan, Recipe
+from collage_demo.recipe import Plan, Recipe
 from collage_studies.results import gaps_in_words, mean_curve
 from collage_studies.study import Curve, Record, Trial
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.study import Record
 
-from tests.ports import command, free_port
+from tests.ports import free_port
 from tests.waiting import PATIENCE_SECONDS
 
 IN_EVERY_RUN = ("strategies", "accumulation")
@@ -21,7 +22,7 @@ def run_quick(name, folder):
     """(The page, the records, what was said meanwhile) of a quick run into the folder."""
     ports = ["--port", str(free_port()), "--dashboard-port", str(free_port())]
     done = subprocess.run(
-        [*command("study", name), "--quick", "--json", "--output", folder, *ports],
+        [sys.executable, "-m", "collage_studies", name, "--quick", "--json", "--output", folder, *ports],
         capture_output=True,
         text=True,
         timeout=4 * PATIENCE_SECONDS,

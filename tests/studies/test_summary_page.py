@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from collage_studies.catalogue import STUDY_NAMES, study_named
-from collage_studies.study_command import study
+from collage_studies.command import study
 from collage_studies.summary import CLAIMS, page_of, records_of, summary_text
 
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
@@ -19,7 +19,7 @@ def found():
 
 def test_the_page_is_what_its_records_say():
     text = (STUDIES / "README.md").read_text()
-    assert text == summary_text(STUDIES), "collage-monitor study all --pages-only --output docs/studies"
+    assert text == summary_text(STUDIES), "python -m collage_studies all --pages-only --output docs/studies"
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -31,9 +31,9 @@ def test_the_answer_of_a_study_is_what_its_records_say(name, found):
 def test_what_has_not_been_run_is_said_to_be_missing(tmp_path):
     text = summary_text(tmp_path)
     for name in STUDY_NAMES:
-        assert f"- **{study_named(name).title}**: not run yet (`collage-monitor study {name}`)." in text
+        assert f"- **{study_named(name).title}**: not run yet (`python -m collage_studies {name}`)." in text
     for claim in CLAIMS:
-        assert f"| {claim.said} | not run yet: `collage-monitor study {claim.study}` |" in text
+        assert f"| {claim.said} | not run yet: `python -m collage_studies {claim.study}` |" in text
 
 
 def test_pages_alone_start_no_training(tmp_path):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import msgspec
-from collage_studies.recipe import Plan, Recipe
+from collage_demo.recipe import Plan, Recipe
 from collage_studies.results import stays_below_from
 from collage_studies.studies import (
     beta2,

@@ -106,13 +106,13 @@ def large_body(body, content_type=wire.JSON):
 
 
 def too_many_reports():
-    """10 MB that are refused."""
-    return b'{"reports":[' + b",".join([b'{"seq":1,"step":1,"time":1}'] * 360_000) + b"]}"
+    """1 MB that is refused once it is decoded."""
+    return b'{"reports":[' + b",".join([b'{"seq":1,"step":1,"time":1}'] * 36_000) + b"]}"
 
 
 def one_bad_report():
-    """15 MB with a report that is none."""
-    row = [1.25] * 5_000
+    """1 MB with a report that is none."""
+    row = [1.25] * 270
     reports: list[dict[str, object]] = [
         {"seq": "x" if seq == 7 else seq, "step": 1, "time": 1.0, "scalars": {}, "statistics": [row] * 20}
         for seq in range(30)
@@ -140,7 +140,7 @@ def bother(port, seconds, seed):
     _leave()
     end = time.monotonic() + seconds
     hostile = [idle_body] * 8 + [slow_body] + [half_head] * 300 + [endless_head]
-    hostile += [large_body(too_many_reports()), large_body(one_bad_report())]
+    hostile += [large_body(too_many_reports()), large_body(one_bad_report()), large_body(bytes(2**24))]
     hostile += [large_body(many_scalars(), wire.MSGPACK)]
     random.Random(seed).shuffle(hostile)
 

@@ -107,6 +107,7 @@ def _small_chunks():
     """Chunks of few points, so that short lives seal."""
     from collage_server import app
     from collage_server.command import serve as command
+    from collage_server.store import SqliteStore
 
     from tests.server.store.contract import LIMITS
 
@@ -115,6 +116,9 @@ def _small_chunks():
     def make_small_store(settings):
         store = make_store(settings)
         store.sealing.limits = LIMITS
+        if isinstance(store, SqliteStore):
+            # Whoever holds the file's lock is gone by then.
+            store._busy_timeout_seconds = 2.0
         return store
 
     command.make_store = make_small_store  # type: ignore[attr-defined]

@@ -65,7 +65,6 @@ class Lives(ABC):
             [*self.arguments(), "--port", self.ports[which]],
             die=die,
             seal_interval_seconds=0.05,
-            busy_timeout_seconds=2.0,
             disk_reserve_bytes=1,
             shutdown_seconds=4.0,
             **settings,

@@ -22,8 +22,16 @@ from collage_agent.audit.parameters import (
     place_of,
 )
 from collage_agent.audit.reading import Checkpoint, CheckpointError, _StandIn, read_checkpoint
-from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, Moment, StorageStrategy
-from collage_agent.optim.checkpoints import convert
+from collage_agent.optim import (
+    CONVERTED_FROM,
+    LOW_COMPONENT_SUFFIX,
+    MASTER_PARAMETER,
+    PARAMETER_LOW,
+    RESIDUALS_FROM,
+    Moment,
+    StorageStrategy,
+)
+from collage_agent.optim.checkpoints import convert, note_conversion
 from collage_agent.optim.codes import stored_value
 from collage_agent.optim.stepping import component_names
 from collage_agent.optim.strategies import SCALE_SUFFIX, check_dtype, strategy_named
@@ -179,11 +187,14 @@ def _converted_optimizer(
     state: dict[Any, Any] = dict(optimizer["state"])
     groups = []
     for group in optimizer["param_groups"]:
-        groups.append({**group, "strategy": target.name})
+        was, sources = group.get("strategy"), list[Mapping[str, Any]]()
         for key in group["params"]:
             entry, place = next(entries), key if key in state else str(key)
             if entry.has_state:
-                state[place] = _converted(entry, state[place], target, weights, tally)
+                was = was or entry.strategy
+                state[place] = _converted(entry, state[place], target, weights, tally, sources)
+        groups.append({**group, "strategy": target.name})
+        note_conversion(groups[-1], was, sources)
     return {**optimizer, "state": state, "param_groups": groups}
 
 
@@ -193,6 +204,7 @@ def _converted(
     target: StorageStrategy,
     weights: dict[_Place, Tensor],
     tally: _Tally,
+    sources: list[Mapping[str, Any]],
 ) -> dict[str, Any]:
     tensors = {str(key): value for key, value in state.items() if isinstance(value, Tensor)}
     own = _in_our_words(entry, tensors)
@@ -204,6 +216,7 @@ def _converted(
         own[MASTER_PARAMETER] = weight.to(torch.float32)
         if entry.weight is not None:
             weights[place_of(entry.weight)] = visible
+    sources.append({**own, **({"step": state["step"]} if "step" in state else {})})
     moments = {name: name in SECOND_MOMENTS for name in _averages(own)}
     parameter = torch.nn.Parameter(visible, requires_grad=False)
     new = convert({"step": torch.zeros(()), **own}, moments, parameter, target)
@@ -379,10 +392,12 @@ def _flattened(value: Mapping[str, Any], rebuilt: dict[str, Any], optimizers: _O
             states = {
                 f"state.{own}.{name}": entry for own, state in new["state"].items() for name, entry in state.items()
             }
-            strategies = {
-                f"param_groups.{own}.strategy": group["strategy"]
+            options = {
+                f"param_groups.{own}.{option}": group[option]
                 for group in new["param_groups"]
                 for own in group["params"]
+                for option in ("strategy", RESIDUALS_FROM, CONVERTED_FROM)
+                if option in group
             }
-            return {**kept, **states, **strategies}
+            return {**kept, **states, **options}
     return rebuilt

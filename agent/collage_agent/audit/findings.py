@@ -12,7 +12,7 @@ from torch import Tensor
 from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, is_narrow, number_of
 from collage_agent.names import dtype_name
 from collage_agent.numerics.formats import format_of, ulp
-from collage_agent.optim import LOW_COMPONENT_SUFFIX, PARAMETER_LOW
+from collage_agent.optim import CONVERTED_FROM, LOW_COMPONENT_SUFFIX, PARAMETER_LOW, RESIDUALS_FROM
 
 __all__ = ["AuditFinding", "Severity", "findings_of"]
 
@@ -50,6 +50,7 @@ def findings_of(parameters: Sequence[CheckpointParameter]) -> list[AuditFinding]
         _cast_states,
         _cast_weights,
         _remainders,
+        _converted,
         _no_states,
     )
     found = [finding for question in questions for finding in question(parameters)]
@@ -99,7 +100,7 @@ def _zeroed_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFin
         entry.name
         for entry in parameters
         if (low := entry.remainder if entry.low is None else entry.low) is not None
-        and (entry.step or 0) > 1
+        and (entry.step or 0) > _residuals_from(entry)
         and entry.elements >= 64
         and not bool((low != 0).any())
     ]
@@ -111,6 +112,27 @@ def _zeroed_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFin
             f"{_some(zeroed)}",
             zeroed,
             "something dropped or folded it: a torch.compile around the optimizer, or a resume that skipped it",
+        )
+
+
+def _residuals_from(entry: CheckpointParameter) -> float:
+    """The step up to which a residual of 0 lost nothing; of other libraries the first may have had a rate of 0."""
+    since = number_of(entry.group.get(RESIDUALS_FROM))
+    return 1 if since is None else since
+
+
+def _converted(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
+    told: dict[str, list[str]] = {}
+    for entry in parameters:
+        source, step = entry.group.get(CONVERTED_FROM), number_of(entry.group.get(RESIDUALS_FROM))
+        if source and step is not None and (entry.low is not None or entry.remainder is not None):
+            told.setdefault(f"converted from {source} at step {step:,.0f}", []).append(entry.name)
+    for what, layers in told.items():
+        yield AuditFinding(
+            "note",
+            "converted",
+            f"{len(layers)} weights were {what}, where their residuals began empty: {_some(layers)}",
+            layers,
         )
 
 

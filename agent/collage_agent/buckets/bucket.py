@@ -30,7 +30,7 @@ from collage_agent.buckets.totals import (
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_entries
 from collage_agent.numerics.formats import CAST_FORMATS
-from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion
+from collage_agent.optim import RESIDUALS_FROM, CollageAdam, CollageAdamW, CollageLion
 from collage_agent.optim.stepping import local_part
 from collage_agent.sample.gather import BlockLayout, GatheredSample
 from collage_agent.sample.layout import StateLayout, StepLayout
@@ -42,7 +42,8 @@ from collage_agent.stats.casts import is_wider, largest_magnitude
 from collage_agent.stats.counterfactuals import fp8_scales
 from collage_agent.stats.edq import squared_block_sums
 from collage_agent.stats.intervals import missed_share
-from collage_agent.stats.view import Copies, StoredWeights
+from collage_agent.stats.optimizer_state import residuals_left
+from collage_agent.stats.view import Copies, StepView, StoredWeights
 from collage_monitor.definitions import Need
 from collage_monitor.table import Axis, Table
 
@@ -111,6 +112,9 @@ class Bucket:
         self._scalars: dict[str, Any] = {}
         self._decay: float | Tensor | None = None
         self._largest: Tensor | None = None
+        self.first_of_launch = False
+        self._held: Tensor | None = None
+        self._launch: bool | Tensor | None = None
         self._measured = 0
         self._whole: list[tuple[Tensor, Tensor]] | None = None
         self._missed = torch.zeros_like(self.sizes.elements)
@@ -139,6 +143,7 @@ class Bucket:
         first, layout = states[0], self._layout_of(states[0])
         self._states = layout
         self._scalars = clone_entries({key: first[key] for key in layout.scalars})
+        self._launch = _stepped_since_kept(group, first) if self.first_of_launch else None
         if not weights_gathered:
             self._before.gather_weights(self.parameters, states, layout)
         self._before.gather_states(layout.others, states)
@@ -305,6 +310,7 @@ class Bucket:
             step = self._observed_step(tile, layout, scale, scales, formats, largest)
             view = view_of(step, self._scratch)
             found.append(measure_tile(view))
+            self._remember(view, tile)
             for oracle in self.oracles:
                 oracle.copy_tile(number, view)
             del view  # Its memory, still in the cache, is that of the next one.
@@ -339,7 +345,29 @@ class Bucket:
             scales=None if scales is None else scales[tile.blocks],
             formats={key: of[tile.tensor_of_block] for key, of in formats.items()},
             largest=largest,
+            held=None if self._held is None else self._held[tile.slots],
+            launch=self._launch,
         )
+
+    def _remember(self, view: StepView, tile: Tile) -> None:
+        """Keep in which slots the step left a residual: the next measured step should find one there."""
+        left = residuals_left(view)
+        if left is not None:
+            if self._held is None:
+                self._held = torch.zeros(self.layout.slots, dtype=torch.uint8, device=self.layout.device)
+            self._held[tile.slots] = left
+
+    def take_over(self, other: Bucket) -> None:
+        """Go on with what another bucket knew of the residuals of the same blocks."""
+        if other._held is None:
+            return
+        here, there = self.layout.same_blocks(self.members, other.layout, other.members)
+        if len(here):
+            if self._held is None:
+                self._held = torch.zeros(self.layout.slots, dtype=torch.uint8, device=self.layout.device)
+            places = torch.from_numpy(here).to(self.layout.device), torch.from_numpy(there).to(self.layout.device)
+            block = self.layout.block
+            self._held.view(-1, block)[places[0]] = other._held.view(-1, block)[places[1]]
 
     def _fp8_scales(self) -> Tensor:
         assert self._states is not None
@@ -425,6 +453,17 @@ def _number(value: Any) -> float | Tensor | None:
     if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
         return float(value)
     return value if isinstance(value, Tensor | float | int) else None
+
+
+def _stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool | Tensor:
+    """Whether a tensor took a step that could leave a residual: a bool, or bool [()] on the counter's device.
+
+    Ours say since when; of others the first step may have had a rate of 0, as warm-ups do.
+    """
+    count, since = state.get("step", group.get("step")), group.get(RESIDUALS_FROM, 1)
+    if isinstance(count, Tensor) and not count.is_cpu:
+        return count.reshape(-1)[0].gt(since)
+    return count is None or bool(count > since)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -116,8 +116,10 @@ class ObservedStep:
     `group` and `scalars` are what the optimizer held; `decay` is lr·λ where it decays weights apart from the
     gradient; `scale` is what gradients are to be divided by. The bucket has so many `tensors`. `scales` fp64
     [blocks] are those of fp8, where counterfactuals are asked for. `formats` of copies that are asked for: fp64
-    [blocks], NaN where one is not known; `largest` |θ| of each tensor before and after, where they need it. Where
-    only u is asked for, `after` is empty.
+    [blocks], NaN where one is not known; `largest` |θ| of each tensor before and after, where they need it. `held`
+    uint8 [slots]: 1 where the last measured step left a residual, None: not known. `launch`, in the first step of a
+    launch: whether the states were stepped since residuals could be kept; None in others. Where only u is asked
+    for, `after` is empty.
     """
 
     before: Values
@@ -134,6 +136,8 @@ class ObservedStep:
     scales: Tensor | None
     formats: Values
     largest: tuple[Tensor | None, Tensor | None]
+    held: Tensor | None
+    launch: bool | Tensor | None
 
 
 class IntendedUpdate:
@@ -231,6 +235,8 @@ def view_of(step: ObservedStep, scratch: Scratch) -> StepView:
         averages=_averages_of(step, update),
         visible_parameter=visible_parameter,
         residual=_residual_of(step),
+        residual_after=step.after[layout.after.stored[1]] if layout.after.is_sum else None,
+        held=_held_by(step, update, row["intended"]) if layout.after.is_sum else None,
         decay=step.decay,
         scales=step.scales,
         copies=_copies_of(step, parameter if flags is None else None) if step.formats else None,
@@ -281,6 +287,24 @@ def _averages_of(step: ObservedStep, update: IntendedUpdate) -> MovingAverages:
     layout = step.layout
     present = {name: [step.after[key] for key in keys] for name, keys in layout.present.items()}
     return MovingAverages(layout.names, update.states, layout.decaying, present)
+
+
+def _held_by(step: ObservedStep, update: IntendedUpdate, intended: Tensor) -> Tensor | None:
+    """uint8 [slots], 1 where the residual should not be 0 before the step; None: not known.
+
+    In the first step of a launch the optimizer's averages are the witnesses: an element that was stepped and moves
+    now has had a residual, unless none could be kept before.
+    """
+    if step.launch is False or not step.layout.before.is_sum:
+        return torch.zeros_like(step.before[PARAMETER], dtype=torch.uint8)
+    if step.launch is None:
+        return step.held
+    witnessed = update.states[0].ne(0).any(0)
+    if update.known:
+        witnessed.logical_and_(intended)
+    if isinstance(step.launch, Tensor):
+        witnessed.logical_and_(step.launch)
+    return witnessed.view(torch.uint8)
 
 
 def _residual_of(step: ObservedStep) -> Tensor | None:

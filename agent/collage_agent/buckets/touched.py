@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.observation import Scratch
+from collage_agent.buckets.observation import Scratch, Tile
 from collage_agent.buckets.totals import SampleSizes
 from collage_agent.intent.choose import Intent
 from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.sampling import TensorSample, block_elements
 from collage_agent.sample.touched import TouchedRows, blocks_within
 from collage_agent.stats.intervals import population_factor
+from collage_agent.stats.view import StepView
 from collage_monitor.table import Axis, Table
 
 __all__ = ["TouchedBucket"]
@@ -94,6 +95,9 @@ class TouchedBucket(Bucket):
         assert gradient is not None
         self.layout.touched = TouchedRows(gradient, self._count, self.layout.block, self._seed)
         super().gather_before(optimizer)
+
+    def _remember(self, view: StepView, tile: Tile) -> None:
+        """Nothing: the next step looks at other elements."""
 
     def look_at_whole(self, optimizer: Optimizer) -> None:
         """Nothing: a sparse gradient is known whole, and so is what is touched."""

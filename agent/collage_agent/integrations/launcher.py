@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from collage_agent import session
 from collage_agent.guard import Guard
 from collage_agent.intent.foreign import called_through
-from collage_agent.training.subgroups import is_stepped_by
+from collage_agent.training.deepspeed import is_stepped_by
 from collage_agent.watching.hooks import OptimizerHooks
 
 __all__ = ["find_model", "step_begins"]

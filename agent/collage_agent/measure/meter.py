@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, Final, Literal
 
 from torch import Tensor
@@ -58,6 +59,7 @@ class Meter:
         self._versions: list[int] = []
         self._signature: Signature | None = None
         self._buckets: list[Bucket] = []
+        self._first_of_launch = True
         self._rotation = Rotation(None if sample == "all" else ELEMENTS_A_STEP)
         self._rotates = _rotates(intents)
         self._buffer_bytes: tuple[tuple[object, ...] | None, float] = (None, 0.0)
@@ -107,7 +109,9 @@ class Meter:
             self._oracles.restart()
         if self.windows is not None:
             self.windows.discard()
-        self._signature = None
+        self._signature, self._buckets = None, []
+        self._rotation.forget()
+        self._first_of_launch = True
 
     def step_raised(self) -> None:
         """The live step raised: oracles and windows counted a step that did not complete, and start again."""
@@ -146,8 +150,12 @@ class Meter:
 
         self.windows.before(optimizer, step, doublings, (cap, signature), plan)
 
-    def note_weight_versions(self) -> None:
-        """After the live step: remember each weight's version, to notice writes by others. O(1) a tensor."""
+    def note_step_taken(self) -> None:
+        """After the live step: the launch has begun; remember weights' versions, to notice writes by others.
+
+        O(1) a tensor.
+        """
+        self._first_of_launch = False
         if self._oracles is not None or (self.windows is not None and self.windows.is_open):
             self._versions = [watched.parameter._version for watched in self.watched]
 
@@ -158,17 +166,20 @@ class Meter:
             if self._oracles is not None:
                 self._oracles.split_by_state(optimizer)
                 signature = self._signature_now(optimizer, closure)
+            before, self._signature = self._buckets, signature
             self._buckets = self._planner.plans(optimizer, signature, self.sample, self._attached_oracles())
-            self._signature = signature
+            for old, new in product(before, self._buckets):
+                new.take_over(old)
         for bucket in self._buckets:
             known = self._oracles is not None and self._oracles.weights_gathered(bucket)
+            bucket.first_of_launch = self._first_of_launch
             bucket.gather_before(optimizer, weights_gathered=known)
             bucket.look_at_whole(optimizer)
         if not closure:
             if self._oracles is not None:
                 self._oracles.step(optimizer, self._buckets)
             if self._rotates:
-                self._rotation.before(optimizer, self._planner)
+                self._rotation.before(optimizer, self._planner, first_of_launch=self._first_of_launch)
 
     def after(self, optimizer: Optimizer, *, counterfactuals: bool = False) -> list[Table[Tensor]]:
         """Estimated totals of the step, [statistic][layer], a table for each part of it. Inside `isolated`.

@@ -18,9 +18,9 @@ from collage_agent.sample import stored
 from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.quantised import reading
 from collage_agent.stats.blocks import on_host
+from collage_agent.training.dtensors import placed_alike
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import loss_scaling
-from collage_agent.training.shards import placed_alike
 
 __all__ = ["Oracles"]
 

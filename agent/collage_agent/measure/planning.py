@@ -23,8 +23,8 @@ from collage_agent.numerics.formats import CAST_FORMATS, CastFormat
 from collage_agent.optim.stepping import local_part
 from collage_agent.sample import stored
 from collage_agent.sample.sampling import TensorSample, draw
+from collage_agent.training.dtensors import placed_alike
 from collage_agent.training.parameters import WatchedParameter
-from collage_agent.training.shards import placed_alike
 from collage_monitor.table import Axis
 
 __all__ = ["Planner", "Signature", "step_counter_of"]

@@ -42,7 +42,11 @@ class Rotation:
         self._held: dict[int, Table[Tensor]] = {}
         self._waiting: set[int] = set()
 
-    def before(self, optimizer: Optimizer, planner: Planner) -> None:
+    def forget(self) -> None:
+        """The live weights and states were replaced: what was kept of them is void."""
+        self.kept = ()
+
+    def before(self, optimizer: Optimizer, planner: Planner, *, first_of_launch: bool = False) -> None:
         """Copy the tensors whose turn it is, before the live step. Runs inside `isolated`; synchronises nothing."""
         eligible = {
             index: intent
@@ -63,6 +67,7 @@ class Rotation:
         else:
             self._turn = self.kept
         for bucket in self._turn:
+            bucket.first_of_launch = first_of_launch
             bucket.gather_before(optimizer)
             bucket.look_at_whole(optimizer)
 

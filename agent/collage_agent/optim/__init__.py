@@ -2,6 +2,7 @@
 
 from collage_agent.optim.arithmetic import Arithmetic, Scalar, State
 from collage_agent.optim.base import CollageOptimizer
+from collage_agent.optim.checkpoints import CONVERTED_FROM, RESIDUALS_FROM
 from collage_agent.optim.distributed import load_distributed
 from collage_agent.optim.optimizers import CollageAdam, CollageAdamW, CollageLion, CollageSGD, RuleOptimizer
 from collage_agent.optim.rules import Moment, UpdateRule
@@ -17,9 +18,11 @@ from collage_agent.optim.strategies import (
 )
 
 __all__ = [
+    "CONVERTED_FROM",
     "LOW_COMPONENT_SUFFIX",
     "MASTER_PARAMETER",
     "PARAMETER_LOW",
+    "RESIDUALS_FROM",
     "SCALE_SUFFIX",
     "STRATEGIES",
     "Arithmetic",

@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from collage_agent.optim import checkpoints, codes
 from collage_agent.optim.advance import Step
 from collage_agent.optim.arithmetic import State, WideArithmetic, constant, shared_workspace
+from collage_agent.optim.checkpoints import CONVERTED_FROM, RESIDUALS_FROM
 from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, packed_scalars
 from collage_agent.optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites
 from collage_agent.optim.guards import UpdateGuard, check_moments, check_range, log_once, range_findings
@@ -54,7 +55,7 @@ class CollageOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._start_without_memory()
-        super().__init__(params, {"on_external_write": "adopt", **defaults})
+        super().__init__(params, {"on_external_write": "adopt", RESIDUALS_FROM: 0, CONVERTED_FROM: "", **defaults})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -146,8 +147,8 @@ class CollageOptimizer(Optimizer):
         if options != self._accepted:
             for group, now, before in zip_longest(self.param_groups, options, self._accepted):
                 self._check_group(group)
-                if before not in (None, now):
-                    self._convert(group)
+                if before is not None and before != now:
+                    self._convert(group, before[0])
             self._accepted = options
         position, gathered = 0, []
         for group in self.param_groups:
@@ -159,14 +160,14 @@ class CollageOptimizer(Optimizer):
         """What decides how a group's weights and averages are kept: anybody may change it between two steps."""
         return (*map(group.get, _OPTIONS_CHECKED), *(moment.name for moment in self._moments(group)))
 
-    def _convert(self, group: dict[str, Any]) -> None:
-        """Make a group's states those of its strategy, should it have been given another one."""
+    def _convert(self, group: dict[str, Any], was: str) -> None:
+        """Make a group's states those of its strategy, should it have been given another one than it was."""
         moments = {moment.name: moment.second for moment in self._moments(group)}
-        for parameter in group["params"]:
-            state = self.state.get(parameter)
-            if state:
-                strategy = strategy_named(group["strategy"])
-                self.state[parameter] = checkpoints.convert(state, moments, parameter, strategy)
+        strategy = strategy_named(group["strategy"])
+        states = {parameter: self.state[parameter] for parameter in group["params"] if self.state.get(parameter)}
+        checkpoints.note_conversion(group, was, states.values())
+        for parameter, state in states.items():
+            self.state[parameter] = checkpoints.convert(state, moments, parameter, strategy)
 
     def _members(self, group: dict[str, Any], first_position: int) -> list[Member]:
         """The group's parameters that have a gradient, with their states; missing states are created."""
@@ -242,6 +243,8 @@ class CollageOptimizer(Optimizer):
         strategy = strategy_named(group["strategy"])
         strict = group["arithmetic"] == "storage" and not strategy.keeps_wide
         rule = self.rule_of(group)
+        rate = group.get("lr")
+        still = not isinstance(rate, Tensor) and rate == 0
         plans: dict[tuple[int, torch.dtype, torch.device], tuple[Step, list[Member]]] = {}
         if strict and strategy.is_plain:
             members = [
@@ -254,6 +257,8 @@ class CollageOptimizer(Optimizer):
         for member in members:
             parameter = member.parameter
             key = (int(member.state["step"].item()), parameter.dtype, parameter.device)
+            if still and group.get(RESIDUALS_FROM) == key[0] - 1:
+                group[RESIDUALS_FROM] = key[0]
             if key not in plans:
                 plans[key] = (self._step(group, strategy, strict, *key), [])
             plans[key][1].append(member)

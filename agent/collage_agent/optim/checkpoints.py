@@ -1,8 +1,7 @@
 """Loading states: fp32 states of 16-bit parameters survive; states of another strategy are converted."""
 
 import math
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,20 +18,27 @@ from collage_agent.optim.strategies import (
     SCALE_SUFFIX,
     StateStorage,
     StorageStrategy,
+    known_strategy,
     strategy_named,
 )
 
-__all__ = ["convert", "load"]
+__all__ = ["CONVERTED_FROM", "RESIDUALS_FROM", "convert", "load", "note_conversion"]
 
 BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled", "on_external_write", "rule")
 """Group options that belong to this optimizer: a checkpoint does not change them."""
+
+RESIDUALS_FROM = "residuals_from"
+"""Group entry: the step up to which a residual of 0 lost nothing. Weights had none until they were converted, or no
+step had moved them, as at a rate of 0."""
+CONVERTED_FROM = "converted_from"
+"""Group entry: the strategy without residuals that the group was converted from last, "" if none."""
 
 OF_WRAPPERS = ("z",)
 """States that a wrapper keeps beside ours: schedulefree's its weight."""
 
 _SUFFIXES = (LOW_COMPONENT_SUFFIX, SCALE_SUFFIX)
 _KEPT_BESIDE = (PARAMETER_LOW, MASTER_PARAMETER)
-_OF_EVERY_RULE = ("maximize", "seed")
+_OF_EVERY_RULE = ("maximize", "seed", RESIDUALS_FROM, CONVERTED_FROM)
 
 
 def load(
@@ -66,13 +72,13 @@ def load(
         load_as_torch(state_dict)
     finally:
         hook.remove()
-    saved = chain.from_iterable(group["params"] for group in seen["param_groups"])
-    for group, options in zip(optimizer.param_groups, built, strict=True):
+    for group, options, saved in zip(optimizer.param_groups, built, seen["param_groups"], strict=True):
         group.update(_merged(options, group))
         for name in TORCH_FORMS:
             group.pop(name, None)
-        for parameter in group["params"]:
-            original = seen["state"].get(next(saved))
+        states = [seen["state"].get(number) for number in saved["params"]]
+        note_conversion(group, saved.get("strategy"), [state for state in states if state])
+        for parameter, original in zip(group["params"], states, strict=True):
             if original:
                 optimizer.state[parameter] = _loaded(moments_of(group), group, parameter, original)
 
@@ -152,6 +158,29 @@ def _loaded(
         state["step"] = torch.tensor(float(state.get("step", 1.0)))
     seconds = {moment.name: moment.second for moment in moments}
     return convert(state, seconds, parameter, strategy_named(group["strategy"]))
+
+
+def note_conversion(group: dict[str, Any], was: Any, states: Iterable[Mapping[str, Any]]) -> None:
+    """Note in the group that its residuals begin empty: the strategy that its states come from kept none.
+
+    was: that strategy, None where the checkpoint names none, as torch's. A residual that it keeps and that is not
+    there was dropped: that is no conversion. Reads the counters of steps.
+    """
+    source = known_strategy(was) if isinstance(was, str) else None
+    if strategy_named(group["strategy"]).parameter_state != PARAMETER_LOW:
+        return
+    if source is not None and source.parameter_state is not None:
+        return
+    empty = [state for state in states if not any(key in state for key in _KEPT_BESIDE)]
+    if empty:
+        group[RESIDUALS_FROM] = max(int(state.get("step", 1)) for state in empty)
+        group[CONVERTED_FROM] = source.name if source is not None else _seen_strategy(empty[0])
+
+
+def _seen_strategy(state: Mapping[str, Any]) -> str:
+    """What states without residual and without a name are like: torch's, in 16 bits or wider."""
+    dtypes = {value.dtype for key, value in state.items() if isinstance(value, Tensor) and key != "step"}
+    return "float32 states" if dtypes & {torch.float32, torch.float64} else "plain"
 
 
 def convert(

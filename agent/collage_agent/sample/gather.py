@@ -135,6 +135,25 @@ class BlockLayout:
             raise ValueError("the smaller sample is no part of this one; draw both with the same seed and names")
         return positions
 
+    def same_blocks(
+        self, members: Sequence[int], other: BlockLayout, others: Sequence[int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Positions, in this layout and in the other, of the blocks that are in both.
+
+        `members` and `others` name their tensors. None are where blocks are of another size.
+        """
+        if self.block != other.block:
+            return _EMPTY, _EMPTY
+        _, here, there = np.intersect1d(
+            self._block_names(members), other._block_names(others), assume_unique=True, return_indices=True
+        )
+        return here, there
+
+    def _block_names(self, members: Sequence[int]) -> NDArray[np.int64]:
+        """A number of each block that is its own among all layouts whose tensors `members` names alike."""
+        names = np.asarray(members, dtype=np.int64)
+        return names[self._keys // _MOST_BLOCKS] * _MOST_BLOCKS + self._keys % _MOST_BLOCKS
+
     def gather(self, tensors: Sequence[Tensor], staging: Staging, *, lasting: bool = True) -> None:
         """Copy the sampled blocks of `tensors` (one each, in the layout's order) into `staging`.
 

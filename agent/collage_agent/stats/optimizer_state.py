@@ -23,6 +23,7 @@ __all__ = [
     "measure_residuals",
     "measure_states",
     "residual_block_sums",
+    "residuals_left",
     "state_decrement_block_sums",
     "zero_block_counts",
 ]
@@ -38,6 +39,7 @@ RESIDUAL_SUMS = ("residual_elements", "residual_zero", "residual_fill_sum")
 _RESIDUAL_KEYS = (*RESIDUAL_SUMS, "residual_nonfinite", "residual_dropped")
 _FILLS = tuple(f"residual_fill_histogram/{label}" for label in HISTOGRAM_LABELS)
 _FRACTION_BITS = 52
+_FEWEST_IN_HALF_A_GAP: Final = 16
 _BIAS = 1023
 _BIAS_32 = 127
 
@@ -200,19 +202,35 @@ def measure_residuals(step: StepView) -> Sums:
     # r = 0 was counted as underflow.
     filled = sums["residual_elements"] - sums["residual_zero"]
     fills[0].index_add_(0, step.tensor_of_block, filled.sub_(block))
-    # Before its first step a tensor has no averages: there a residual of 0 is no loss.
-    dropped = _any_of(step.averages.states[0]).logical_and_(residual.logical_not())
-    dropped.logical_and_(step.excluded.logical_not())
-    more = torch.stack((bad, flag_counts(dropped.unsqueeze(0), block)[0]))
-    return Sums(named(_RESIDUAL_KEYS, torch.cat((sums.array, more))), named(_FILLS, fills))
+    dropped = torch.full_like(bad, torch.nan) if step.held is None else _dropped(step, residual, step.held)
+    rows = torch.cat((sums.array, torch.stack((bad, dropped))))
+    return Sums(named(_RESIDUAL_KEYS, rows), named(_FILLS, fills))
 
 
-def _any_of(states: Tensor) -> Tensor:
-    """bool [slots], whether any of states [k, slots] is not 0. A reduction of flags takes twenty times as long."""
-    none = torch.ones(states.shape[1], dtype=torch.bool, device=states.device)
-    for state in states:
-        none.logical_and_(state.logical_not())
-    return none.logical_not_()
+def _dropped(step: StepView, residual: Tensor, held: Tensor) -> Tensor:
+    """Residuals that should be there and are 0, by block.
+
+    Where few numbers lie within half a gap, 0 is one of them and says nothing: small weights in fp16.
+    """
+    least = _FEWEST_IN_HALF_A_GAP * 2 * torch.finfo(step.registered.dtype).smallest_normal
+    gone = residual.logical_not().logical_and_(step.registered.abs().ge(least)).view(torch.uint8)
+    gone.bitwise_and_(held).bitwise_and_(step.excluded.bitwise_xor(1))
+    return flag_counts(gone.unsqueeze(0), step.block)[0]
+
+
+def residuals_left(step: StepView) -> Tensor | None:
+    """uint8 [slots], 1 where the step left a residual, or should have; None: the weight is not kept as a sum.
+
+    It should have where the stored weight moved, and what it was to become is not the visible weight. No
+    synchronisation.
+    """
+    if step.residual_after is None:
+        return None
+    owed = (step.parameter + step.intended).sub_(step.visible_parameter).sub_(step.visible).abs_()
+    finest = torch.finfo(step.registered.dtype)
+    left = owed.ge(finest.smallest_normal * finest.eps).logical_and_(step.effective)
+    left.logical_or_(step.residual_after)
+    return left.view(torch.uint8).bitwise_and_(step.excluded.bitwise_xor(1))
 
 
 def residual_block_sums(

@@ -12,7 +12,8 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.names import plain_name
 from collage_agent.options import WatchOptions
-from collage_agent.training.shards import Shard, Sharding
+from collage_agent.training.shard import Shard
+from collage_agent.training.shards import Sharding
 from collage_monitor import wire
 
 __all__ = ["WatchedParameter", "regrouped", "watched_parameters"]

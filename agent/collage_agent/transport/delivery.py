@@ -145,9 +145,7 @@ class Delivery:
         except _RETRY_LATER as error:
             self._pause(error)
         except ServerRefusal as error:
-            if not _lacks_a_statistic(envelope, error):
-                return error
-            self._pause(error)
+            return error
         except Exception as error:
             # An unexpected exception of a transport must not end the worker.
             if "transport" not in self._warned:
@@ -297,11 +295,6 @@ class Delivery:
         if reason not in self._warned:
             self._warned.add(reason)
             _LOG.warning("%s (said once; see run.reports_dropped)", text)
-
-
-def _lacks_a_statistic(envelope: Envelope, error: ServerRefusal) -> bool:
-    """An older server, whose catalogue lacks a statistic of this stream: it takes them once it is upgraded."""
-    return envelope.kind == "stream" and error.status == 422 and error.field == "statistics"
 
 
 def _in_words(error: ServerRefusal) -> str:

@@ -19,10 +19,11 @@ from collage_monitor.client import quoted
 from collage_monitor.errors import ServerRefusal, ServerUnreachable, Unavailable, WireError
 from collage_monitor.local import is_loopback
 from collage_monitor.refusals import refusal
-from collage_monitor.wire import JSON, MSGPACK, BatchAnswer, Health, decode_message
+from collage_monitor.wire import JSON, MSGPACK, BatchAnswer, Health, Stream, decode_message
 
 __all__ = ["HttpTransport", "page_answers"]
 
+_LOG = logging.getLogger("collage_agent")
 _COMPRESSED_FROM_BYTES: Final = 6 * 2**20
 """Longer bodies are compressed: the server takes 16 MiB as sent, 64 MiB behind an encoding."""
 _NO_REPORTS: Final = BatchAnswer(accepted=0, duplicates=0)
@@ -44,6 +45,7 @@ class HttpTransport:
         self._limits = limits
         self._check_first = check_first
         self._client: httpx.Client | None = None
+        self._unknown_statistics: set[str] = set()
 
     def send(self, envelope: Envelope, wait: Callable[[float], bool]) -> BatchAnswer:
         """Deliver one message, repeating it for `retry_seconds` while the server is away or busy."""
@@ -75,6 +77,8 @@ class HttpTransport:
         response = self._request(method, path, envelope.encoded_body(), reused=self._client is not None)
         if not response.is_success:
             raise _refusal(response)
+        if envelope.kind == "stream":
+            self._tell_unknown_statistics(response)
         if envelope.kind != "reports":
             return _NO_REPORTS
         try:
@@ -84,6 +88,14 @@ class HttpTransport:
             raise Unavailable(
                 f"{self._address}{path}: an answer that is not a batch answer: {error}", status=response.status_code
             ) from error
+
+    def _tell_unknown_statistics(self, response: httpx.Response) -> None:
+        """Log once each what the server's catalogue lacks: it drops those totals, and takes the others."""
+        with contextlib.suppress(WireError):
+            unknown = decode_message(response.content, Stream, JSON).unknown_statistics
+            if fresh := [name for name in unknown if name not in self._unknown_statistics]:
+                self._unknown_statistics.update(fresh)
+                _LOG.warning("the server does not know these statistics and leaves them out: %s", ", ".join(fresh))
 
     def _request(self, method: str, path: str, body: bytes, *, reused: bool) -> httpx.Response:
         try:

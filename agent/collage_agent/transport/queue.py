@@ -28,6 +28,8 @@ __all__ = [
 _ITEM_BYTES: Final = 512
 _MOST_ITEMS: Final = 64
 """Of one step that wait together; more than that come from a program that logs without taking steps."""
+_MANY_STEPS: Final = 500
+"""So many wait for no more: a loop that only logs takes far more steps a second than one that trains."""
 
 
 def cuda_event_on(device: torch.device) -> torch.cuda.Event | None:
@@ -124,6 +126,14 @@ class StepItems:
     begun: float = field(default_factory=time.monotonic)
 
     @property
+    def time(self) -> float:
+        """When the last of it was measured or logged; Unix seconds."""
+        last = self.items[-1]
+        if isinstance(last, AttemptStart):
+            return 0.0
+        return last.time if isinstance(last, LoggedScalars) else last.measurement.time
+
+    @property
     def is_control(self) -> bool:
         """Whether it starts an attempt."""
         return isinstance(self.items[0], AttemptStart)
@@ -140,6 +150,18 @@ class StepItems:
         """Take the item in."""
         self.items.append(item)
         self.size_bytes += item.size_bytes
+
+    def join(self, later: StepItems, most_items: int) -> None:
+        """Take in what was logged later at the same step: of each name the last word counts, the others go."""
+        logged_later: set[str] = set()
+        kept: list[Item] = []
+        for item in reversed([*self.items, *later.items]):
+            names = item.values.keys() if isinstance(item, LoggedScalars) else None
+            if names is None or not names <= logged_later:
+                kept.append(item)
+            logged_later |= names or set()
+        self.items = kept[:most_items][::-1]
+        self.size_bytes = sum(item.size_bytes for item in self.items)
 
 
 class BoundedQueue:
@@ -170,7 +192,7 @@ class BoundedQueue:
             self._entries[-1].add(item)
             self._bytes += item.size_bytes
             self._make_room()
-            if len(self._entries) <= 2 or self._half_full():
+            if len(self._entries) <= 2 or self._has_many():
                 self._ready.notify()
 
     def take(self, limit: int) -> list[StepItems]:
@@ -192,7 +214,7 @@ class BoundedQueue:
                 if now >= end:
                     return
                 self._ready.wait(max(0.0, min(end, closes) - now))
-            self._ready.wait_for(lambda: self._urgent or self._half_full(), linger_seconds)
+            self._ready.wait_for(lambda: self._urgent or self._has_many(), linger_seconds)
 
     def wake(self) -> None:
         """From now on nobody waits, and every step is complete: the run is ending."""
@@ -212,8 +234,10 @@ class BoundedQueue:
             return True
         return time.monotonic() >= self._entries[0].begun + self._open_seconds
 
-    def _half_full(self) -> bool:
-        return 2 * len(self._entries) >= self._limit_steps or 2 * self._bytes >= self._limit_bytes
+    def _has_many(self) -> bool:
+        return (
+            len(self._entries) >= min(_MANY_STEPS, self._limit_steps // 2) or 2 * self._bytes >= self._limit_bytes
+        )
 
     def _make_room(self) -> None:
         kept: list[StepItems] = []

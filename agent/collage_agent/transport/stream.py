@@ -45,9 +45,10 @@ _CLOCK_WAS_SET_SECONDS = 1.0
 class StreamSender:
     """Registers run, attempt and stream, and sends what the queue gives. Belongs to the worker thread.
 
-    The attempt begins with the watched optimizer's first step. Until then scalars are held, because that step
-    decides which older points the attempt hides; without a watch the second logged step begins it. Where training
-    goes back to an earlier step, a new attempt begins with a stream of its own.
+    The attempt begins with the watched optimizer's first step, or with a logged one: logging hides no more than
+    what was logged under the same name. What is logged without a step before the watched optimizer's first one
+    waits for it, to stand just before it; without a watch for the second such call. Where training goes back to an
+    earlier step, a new attempt begins with a stream of its own.
     """
 
     def __init__(self, settings: Settings, identity: Identity, delivery: Delivery) -> None:
@@ -59,8 +60,11 @@ class StreamSender:
         self._time = SteadyTime()
         self._maker = ReportMaker(self._time)
         self._first_step: int | None = None
+        self._watched_from: int | None = None
         self._last_step = 0
-        self._held: list[StepItems] = []
+        self._last_time = 0.0
+        self._counting = False
+        self._waiting: list[StepItems] = []
         self._reported_dropped = 0
         self._failed = False
 
@@ -85,25 +89,21 @@ class StreamSender:
         ready: list[StepItems] = []
         for entry in entries:
             first = entry.items[0]
-            if isinstance(first, AttemptStart) and first.identity is not None:
+            if isinstance(first, AttemptStart):
                 self._send_steps(ready)
-                ready = []
-                self._begin_next_attempt(first.first_step, first.identity)
-            elif isinstance(first, AttemptStart):
-                ready += self._begin(first.first_step)
-            elif self._first_step is not None:
-                ready.append(entry)
-            elif any(isinstance(item, MeasuredStep) for item in entry.items):
+                ready = self._start(first)
+            elif any(isinstance(item, MeasuredStep) for item in entry.items) and self._watched_from is None:
                 assert first.step is not None
-                ready += [*self._begin(first.step), entry]
+                ready += [*self._start(AttemptStart(first.step)), entry]
+            elif self._must_wait(first):
+                ready += self._wait(entry)
             else:
-                ready += self._hold(entry)
+                ready.append(entry)
         self._send_steps(ready)
 
     def finish(self, state: Literal["finished", "failed"] | None) -> None:
         """Send what was held, and mark the run as `state` (None leaves it: another process speaks for the run)."""
-        if self._held:
-            self._send_steps(self._begin(min(entry.items[0].step or 0 for entry in self._held)))
+        self._send_steps(self._waited())
         dropped = self._dropped
         if self._first_step is not None and dropped > self._reported_dropped and self._delivery.stopped is None:
             self._counts.add()
@@ -116,45 +116,72 @@ class StreamSender:
     def _dropped(self) -> int:
         return sum(self._counts.dropped.values())
 
-    def _begin(self, first_step: int) -> list[StepItems]:
-        """Begin the attempt, once; returns the scalars that waited for it."""
-        if self._first_step is not None:
-            return []
-        self._register_attempt(first_step)
-        held, self._held = self._held, []
-        return held
+    def _start(self, start: AttemptStart) -> list[StepItems]:
+        """A watched optimizer takes its first step; returns the scalars that waited for it.
 
-    def _begin_next_attempt(self, first_step: int, identity: Identity) -> None:
-        """Begin another attempt: its points hide the earlier ones from `first_step` on."""
-        self._identity = identity
-        self._maker = ReportMaker(self._time)
-        self._register_attempt(first_step)
+        Another identity is that of another attempt: its points hide the earlier ones from there on.
+        """
+        if start.identity is not None:
+            self._identity = start.identity
+            self._maker = ReportMaker(self._time)
+            self._first_step = None
+        elif self._watched_from is not None:
+            return []
+        self._watched_from = max(0, start.first_step)
+        if self._first_step is None:
+            self._register_attempt(self._watched_from)
+        return self._waited()
 
     def _register_attempt(self, first_step: int) -> None:
-        self._first_step = max(0, first_step)
-        self._send(AttemptCreate(launch_id=self._identity.launch_id, first_step=self._first_step))
+        self._first_step = first_step
+        self._send(AttemptCreate(launch_id=self._identity.launch_id, first_step=first_step))
         self._register_stream()
 
-    def _hold(self, entry: StepItems) -> list[StepItems]:
-        self._held.append(entry)
-        steps = {item.step for held in self._held for item in held.items if _is_counted(item)}
-        if len(steps) > 1:
-            return self._begin(min(step for step in steps if step is not None))
-        if len(self._held) > self._limits.queue_steps:
-            del self._held[0]
-            self._counts.drop("queue_full")
-        return []
+    def _must_wait(self, item: Item) -> bool:
+        """Whether nobody knows yet where scalars without a step of their own belong."""
+        return self._watched_from is None and (item.step is None or (_is_counted(item) and not self._counting))
+
+    def _wait(self, entry: StepItems) -> list[StepItems]:
+        """Keep scalars that must wait; returns what no longer has to.
+
+        Those without any step will all stand at one: of each name the last word counts, so that few are kept.
+        """
+        step = entry.items[0].step
+        mate = next((held for held in self._waiting if held.items[0].step == step), None)
+        if mate is None:
+            self._waiting.append(entry)
+        else:
+            mate.join(entry, self._limits.queue_steps)
+            self._counts.add(-1)
+        self._counting = len({held.items[0].step for held in self._waiting} - {None}) > 1
+        return self._waited() if self._counting else []
+
+    def _waited(self) -> list[StepItems]:
+        """What waited, with times that do not go back behind what was sent meanwhile."""
+        waited, self._waiting = self._waiting, []
+        for entry in waited:
+            entry.items = [
+                replace(item, time=max(item.time, self._last_time)) if isinstance(item, LoggedScalars) else item
+                for item in entry.items
+            ]
+        return waited
 
     def _with_step(self, item: Item) -> Item:
         """The item with a step: what was logged before the first step gets the step just before it."""
-        assert self._first_step is not None
-        if isinstance(item, LoggedScalars) and (
-            item.step is None or (item.counted and item.step < self._first_step)
-        ):
-            return replace(item, step=max(0, self._first_step - 1))
-        return item
+        if not isinstance(item, LoggedScalars):
+            return item
+        begin = self._first_step if self._watched_from is None else self._watched_from
+        assert begin is not None
+        before = item.step is None or (item.counted and self._watched_from is not None and item.step < begin)
+        return replace(item, step=max(0, begin - 1)) if before else item
 
     def _send_steps(self, entries: list[StepItems]) -> None:
+        if not entries:
+            return
+        if self._first_step is None:
+            self._register_attempt(
+                min((step for entry in entries if (step := entry.items[0].step) is not None), default=0)
+            )
         measured = [item for entry in entries for item in entry.items if isinstance(item, MeasuredStep)]
         grew = [self._maker.declare(item.measurement.layout, item.watch_index) for item in measured]
         if any(grew):
@@ -163,6 +190,7 @@ class StreamSender:
         if not reports:
             return
         self._last_step = max(self._last_step, reports[-1].step)
+        self._last_time = entries[-1].time
         dropped = self._dropped
         if dropped > self._reported_dropped:
             reports[-1].scalars["reports_dropped"] = float(dropped)
@@ -198,6 +226,7 @@ class StreamSender:
                 layers=list(self._maker.layers),
                 statistics=self._maker.statistics,
                 watch=self._maker.watch,
+                measured_from=self._watched_from,
             )
         )
 

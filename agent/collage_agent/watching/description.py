@@ -19,7 +19,7 @@ from collage_agent.intent.choose import Intent
 from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.measure.rotation import ELEMENTS_A_STEP, too_large
 from collage_agent.names import dtype_name
-from collage_agent.optim import CollageOptimizer
+from collage_agent.optim import CONVERTED_FROM, RESIDUALS_FROM, CollageOptimizer
 from collage_agent.optim.stepping import local_part
 from collage_agent.options import WatchOptions
 from collage_agent.sample.quantised import is_quantised, reading_dtype, stored_tensors
@@ -84,7 +84,20 @@ def describe(
             _fingerprint(optimizer, kinds, intents, options.strategy),
             layer_rounds_at_random=_layer_rounds_at_random(watched, intents),
         ),
+        conversion=_conversion(optimizer),
     )
+
+
+def _conversion(optimizer: Optimizer) -> wire.Conversion | None:
+    """The newest of the groups' conversions, by what our optimizers note in them."""
+    found = [
+        wire.Conversion(
+            source=str(group[CONVERTED_FROM]), target=str(group["strategy"]), step=int(group[RESIDUALS_FROM])
+        )
+        for group in optimizer.param_groups
+        if isinstance(optimizer, CollageOptimizer) and group.get(CONVERTED_FROM)
+    ]
+    return max(found, key=lambda conversion: conversion.step, default=None)
 
 
 def _kinds_of(
@@ -117,6 +130,7 @@ def joined(infos: Sequence[wire.WatchInfo]) -> wire.WatchInfo:
         intent_reason="; ".join(reasons),
         parameters=sum(info.parameters for info in infos),
         fingerprint=_together([info.fingerprint for info in by_size if info.fingerprint is not None]),
+        conversion=next((info.conversion for info in by_size if info.conversion is not None), None),
     )
 
 

@@ -22,8 +22,8 @@ _ROOM_TO_SPARE: Final = 0.25
 class Governor:
     """Counts the CPU of the hooks and of the worker against the rest of the process.
 
-    `interval` = every · 2^doublings: steps divisible by it are measured, and the first one after a resume is, too:
-    only at that step can one see what the checkpoint did not restore. With budget None nothing is changed. `cycle`:
+    `interval` = every · 2^doublings: steps divisible by it are measured, and the first one of a launch is, too:
+    only at that step can one see what a checkpoint did not restore. With budget None nothing is changed. `cycle`:
     the period of the cost in steps, the least time to judge it by; doublings stretch it.
     """
 
@@ -46,7 +46,7 @@ class Governor:
         self._hook_seconds = 0.0
         self._attached_at = time.process_time()
         self._measured = 0
-        self._resumed = False
+        self._launched = False
         self._first_step: int | None = None
         self._last_judged = (0, 0.0, self._attached_at)
 
@@ -56,13 +56,13 @@ class Governor:
         return self._every << self.doublings
 
     def measure_next_step(self) -> None:
-        """States are there that no watched step left, as after a resume: the next step is measured."""
-        self._resumed = True
+        """A launch begins, or states were loaded: the next step is measured."""
+        self._launched = True
 
     def is_due(self, step: int) -> bool:
         """Whether the step about to be taken is measured; several optimizers ask for the same one."""
-        if self._resumed:
-            self._resumed, self._first_step = False, step
+        if self._launched:
+            self._launched, self._first_step = False, step
         return step % self.interval == 0 or step == self._first_step
 
     def counterfactuals_due(self, step: int) -> bool:

@@ -24,10 +24,11 @@ from collage_agent.measure.meter import Meter
 from collage_agent.measure.rotation import is_whole
 from collage_agent.measure.windows import Windows
 from collage_agent.options import WatchOptions
+from collage_agent.training.ddp import stepping_optimizer
+from collage_agent.training.deepspeed import SubGroup
 from collage_agent.training.parameters import WatchedParameter, regrouped, watched_parameters
 from collage_agent.training.scaling import SkippedSteps
-from collage_agent.training.shards import Sharding, stepping_optimizer
-from collage_agent.training.subgroups import SubGroup
+from collage_agent.training.shards import Sharding
 from collage_agent.watching.description import describe
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.iterations import Iterations
@@ -229,7 +230,7 @@ class OptimizerHooks:
         if not self._guard.disabled:
             try:
                 self.skipped.count_skipped(optimizer)
-                self.meter.note_weight_versions()
+                self.meter.note_step_taken()
             except Exception as error:
                 self._guard.caught("looking at the optimizer after a step", error)
             if self._measuring:
@@ -279,8 +280,7 @@ class OptimizerHooks:
         self._members, self._intents, self.left_out = members, intents, left_out
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
-        if optimizer.state:
-            self._governor.measure_next_step()
+        self._governor.measure_next_step()
         self.meter.state_was_loaded()
 
     def _stepped(self) -> list[WatchedParameter]:

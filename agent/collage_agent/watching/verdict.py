@@ -106,8 +106,9 @@ def verdict(evidence: Evidence, summary: Mapping[str, Any], changed: str | None 
     head = f"{info.optimizer}, {info.dtype}, strategy {info.observed_strategy}{believed}"
     notes = [f"  finding: {found}" for found in (info.fingerprint.findings if info.fingerprint else ())]
     notes += [f"  note: {info.intent_reason}"] if info.intent_reason else []
+    notes += [f"  note: {info.conversion}"] if info.conversion is not None else []
     if not evidence.model:
-        due = f"steps divisible by {info.every} (fewer where they cost too much), and the first one after a resume"
+        due = f"steps divisible by {info.every} (fewer where they cost too much), and the first one of this launch"
         return "\n".join([f"{head}: nothing measured yet; to be measured: {due}", *notes])
     found = judge(evidence)
     lines = [f"{head}, step {evidence.last_step}: {found.health}", f"  {found.text}"]

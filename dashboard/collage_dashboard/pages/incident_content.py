@@ -32,11 +32,13 @@ _GROWING: Final = frozenset({"tokens", "oracle_steps"})
 _SEVERITIES: Final = {"info": "blue", "warning": "orange", "critical": "red"}
 _KINDS: Final = {
     "attempt": "Attempt",
+    "conversion": "Weights converted",
     "rank_twice": "Rank reported twice",
     "gap": "Gap",
     "reports_dropped": "Reports dropped",
     "skipped_steps": "Steps skipped",
     "replica_mismatch": "Replicas differ",
+    "unknown_statistics": "Statistics left out",
     "retention": "Retention",
     "alert": "Alert fires",
     "alert_resolved": "Alert ended",

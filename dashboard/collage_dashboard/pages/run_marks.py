@@ -16,7 +16,12 @@ Marks = Sequence[tuple[int, str]]
 """Steps of a run, and what happened there."""
 _MOST_MARKS: Final = 12
 _UNMARKED: Final = frozenset({"retention", "alert_resolved"})
-_EVENTS: Final = {"rank_twice": "rank reported twice", "gap": "reports lost", "replica_mismatch": "replicas differ"}
+_EVENTS: Final = {
+    "conversion": "weights converted",
+    "rank_twice": "rank reported twice",
+    "gap": "reports lost",
+    "replica_mismatch": "replicas differ",
+}
 
 
 def marks_of(events: Sequence[wire.Event]) -> list[tuple[int, str]]:

@@ -1,6 +1,6 @@
 """Request bodies: read with a limit, decompressed, decoded by content type, errors in the one shape.
 
-A gzip or zstd bomb costs no more memory than the limit, and none at all where its header says how large it is.
+A gzip bomb costs no more memory than the limit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import zlib
 from typing import Final, TypeVar
 
-import zstandard
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
@@ -17,33 +16,32 @@ from collage_monitor import wire
 from collage_server.components import Components, components_of
 from collage_server.errors import BadRequest, Busy, TooLarge, UnsupportedMediaType
 from collage_server.ingest.backpressure import BudgetLease
-from collage_server.ingest.decode import LARGE_BYTES, decoded_batch, decoded_message, merge_rejected
-from collage_server.ingest.json_process import JsonProcess
+from collage_server.ingest.decode import LARGE_BYTES, decoded_batch, decoded_message
 
 __all__ = [
-    "ENCODINGS",
-    "checked_encoding",
     "batch_in",
     "content_type_of",
     "declared_size",
     "decompress",
-    "decompressed_bound",
     "body_lease",
     "message",
     "read_body",
 ]
 
 _Message = TypeVar("_Message")
+_BODY_BYTES: Final = wire.LIMITS["body_bytes"]
+_DECOMPRESSED_BYTES: Final = 64 * 2**20
+_JSON_BYTES: Final = 2**20
+"""A decoder of JSON holds the interpreter until it is done: tens of milliseconds for so much."""
 _JSON_GROWTH: Final = 16
 _SCALAR_BYTES: Final = 80
 """What a logged value takes as an object, with its place among the others of its report."""
 _PATIENCE_SECONDS: Final = 20.0
 _SLOWEST_BYTES_A_SECOND: Final = 100_000
 """Slower bodies are given up, after some patience: one whose sender has died would hold its room for ever."""
-ENCODINGS: Final = ("identity", "gzip", "zstd")
-_WINDOW_BYTES: Final = 8 * 2**20
+_IDENTITY: Final = "identity"
+_GZIP: Final = "gzip"
 _GZIP_BITS: Final = 31
-_SLICE_BYTES: Final = 256
 
 
 def content_type_of(request: Request) -> str:
@@ -82,16 +80,16 @@ def _header(request: Request, name: bytes, default: str) -> str:
     return default if value is None else value.decode("latin-1")
 
 
-def body_lease(request: Request, components: Components) -> BudgetLease:
+def body_lease(request: Request, components: Components, content_type: str) -> BudgetLease:
     """Room for this request's body in the budget of bytes in flight, while the context lasts.
 
     It grows with the bytes that come: what a header declares takes nothing from others.
 
     Raises:
-        TooLarge: the body says that it is larger than `body_bytes`.
+        TooLarge: the body says that it is larger than its limit.
         Busy: whole bodies that wait leave no room for it.
     """
-    limit = components.settings.body_bytes
+    limit = _limit(content_type)
     declared = declared_size(request, limit)
     components.in_flight.admit(0 if _header(request, b"content-length", "") == "" else declared)
     state = request.scope["state"]
@@ -101,28 +99,25 @@ def body_lease(request: Request, components: Components) -> BudgetLease:
     return components.in_flight.receive(holders)
 
 
-async def read_body(
-    request: Request, components: Components, held: BudgetLease, content_type: str
-) -> bytes | bytearray:
+async def read_body(request: Request, held: BudgetLease, content_type: str) -> bytes | bytearray:
     """The whole body, decompressed, refused as soon as it grows beyond its limit.
 
     `held` grows to what decoding may take: of JSON, a number of two characters becomes an object of 32 bytes.
 
     Raises:
-        TooLarge: more bytes than `body_bytes`, or `decompressed_bytes` behind an encoding.
+        TooLarge: more than 16 MiB, or 64 MiB once decompressed; of JSON, than 1 MiB.
         BadRequest: not what its Content-Encoding says.
         UnsupportedMediaType: an encoding that is not spoken here.
         Busy: the body stopped arriving; decompressed it does not fit beside what is in flight.
     """
-    settings = components.settings
     is_json = content_type == wire.JSON
-    encoding = checked_encoding(_header(request, b"content-encoding", "identity"))
-    body: bytes | bytearray = await _read_sent(request, held, settings.body_bytes)
-    if encoding != "identity":
-        limit = settings.body_bytes if is_json else settings.decompressed_bytes
-        bound = decompressed_bound(body, encoding, limit)
-        held.resize(len(body) + bound)
-        body = await run_in_threadpool(decompress, body, encoding, bound)
+    packed = _is_packed(_header(request, b"content-encoding", _IDENTITY))
+    limit = _limit(content_type)
+    body: bytes | bytearray = await _read_sent(request, held, limit)
+    if packed:
+        limit = limit if is_json else _DECOMPRESSED_BYTES
+        held.resize(len(body) + limit)
+        body = await run_in_threadpool(decompress, body, limit)
     held.resize(len(body) * (_JSON_GROWTH if is_json else 1))
     return body
 
@@ -153,8 +148,18 @@ async def _read_sent(request: Request, held: BudgetLease, limit: int) -> bytearr
     return body
 
 
-def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"the body is larger than {limit} bytes; send it in smaller batches", field="body", limit=limit)
+def _limit(content_type: str) -> int:
+    """The most bytes of a body of this type."""
+    return _JSON_BYTES if content_type == wire.JSON else _BODY_BYTES
+
+
+def _too_large(limit: int, after: str = "") -> TooLarge:
+    way = f"; of JSON at most {_JSON_BYTES} are taken: send {wire.MSGPACK}" if limit == _JSON_BYTES else ""
+    return TooLarge(
+        f"the body is larger than {limit} bytes{after}{way or '; send it in smaller batches'}",
+        field="body",
+        limit=limit,
+    )
 
 
 async def message(request: Request, kind: type[_Message]) -> _Message:
@@ -166,16 +171,13 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
     """
     components, content_type = components_of(request), content_type_of(request)
     limit = wire.LIMITS["config_bytes"]
-    with body_lease(request, components) as held:
-        data = await read_body(request, components, held, content_type)
+    with body_lease(request, components, content_type) as held:
+        data = await read_body(request, held, content_type)
         if kind is wire.RunCreate:
             # Its config may hold what msgpack cannot, and is small.
             if len(data) > limit:
                 raise TooLarge(f"a run's description is larger than {limit} bytes", field="config", limit=limit)
             return await run_in_threadpool(decoded_message, data, kind, content_type)
-        if content_type == wire.JSON and len(data) > LARGE_BYTES:
-            data, _ = await _decode_in_process(components.json_process, kind, data)
-            content_type = wire.MSGPACK
         if len(data) > LARGE_BYTES:
             return await run_in_threadpool(decoded_message, data, kind, content_type)
         return decoded_message(data, kind, content_type)
@@ -191,123 +193,50 @@ async def batch_in(
     Raises:
         BadRequest, Unprocessable: no report can be decoded.
         TooLarge: more reports or gaps than one batch may hold.
-        Busy: it cannot be decoded now, or does not fit beside what is in flight.
+        Busy: it does not fit beside what is in flight.
     """
     if len(data) <= LARGE_BYTES:
         return decoded_batch(data, content_type)
-    refused: list[wire.RejectedReport] = []
-    packed = data
-    if content_type == wire.JSON:
-        packed, refused = await _decode_in_process(components.json_process, wire.ReportBatch, data)
     async with components.decoding:
-        batch, more = await run_in_threadpool(decoded_batch, packed, wire.MSGPACK)
+        batch, refused = await run_in_threadpool(decoded_batch, data, content_type)
         scalars = sum(len(report.scalars) for report in batch.reports)
         held.resize(max(held.size, len(data) + _SCALAR_BYTES * scalars))
-    return batch, merge_rejected(more, refused, len(batch.reports) + len(more))
+    return batch, refused
 
 
-async def _decode_in_process(
-    process: JsonProcess, kind: type, data: bytes | bytearray
-) -> tuple[bytes, list[wire.RejectedReport]]:
-    """One body at a time: those that wait take no thread from others."""
-    async with process.turn:
-        return await run_in_threadpool(process.decode, kind, data)
-
-
-def checked_encoding(header: str) -> str:
-    """The encoding that a Content-Encoding header names.
+def _is_packed(header: str) -> bool:
+    """Whether a Content-Encoding header names gzip.
 
     Raises:
-        UnsupportedMediaType: another one, or several.
+        UnsupportedMediaType: another encoding, or several.
     """
     encoding = header.strip().lower()
-    if encoding not in ENCODINGS:
+    if encoding not in (_IDENTITY, _GZIP):
         raise UnsupportedMediaType(
-            f"content encoding {header!r} is not spoken here; send {', '.join(ENCODINGS[1:])} or the body plain",
+            f"content encoding {header!r} is not spoken here; send {_GZIP} or the body plain",
             field="Content-Encoding",
         )
-    return encoding
+    return encoding == _GZIP
 
 
-def decompressed_bound(body: bytes | bytearray, encoding: str, limit: int) -> int:
-    """At most so many bytes are behind this body: what a zstd header states, else the limit.
-
-    Raises:
-        TooLarge: the header states more than the limit.
-        BadRequest: the header is none.
-    """
-    if encoding != "zstd":
-        return limit
-    try:
-        stated = zstandard.get_frame_parameters(body).content_size
-    except zstandard.ZstdError as error:
-        raise _undecodable(encoding, str(error)) from error
-    if stated == zstandard.CONTENTSIZE_UNKNOWN:
-        return limit
-    if stated > limit:
-        raise _too_large_inside(limit)
-    return int(stated)
-
-
-def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
-    """The bytes behind an encoded body; takes no more memory than about twice `limit`.
+def decompress(body: bytes | bytearray, limit: int) -> bytes:
+    """The bytes behind a body in gzip; takes no more memory than about twice `limit`.
 
     Raises:
         TooLarge: there are more than `limit`.
-        BadRequest: not one whole gzip member or zstd frame.
+        BadRequest: not one whole gzip member.
     """
-    return _gunzip(body, limit) if encoding == "gzip" else _unzstd(body, limit)
-
-
-def _gunzip(body: bytes | bytearray, limit: int) -> bytes:
     stream = zlib.decompressobj(_GZIP_BITS)
     try:
         data = stream.decompress(body, limit + 1)
     except zlib.error as error:
-        raise _undecodable("gzip", str(error)) from error
+        raise _undecodable(str(error)) from error
     if len(data) > limit:
-        raise _too_large_inside(limit)
+        raise _too_large(limit, " once decompressed")
     if not stream.eof or stream.unused_data:
-        raise _undecodable("gzip", "the body is cut off, or something follows it")
+        raise _undecodable("the body is cut off, or something follows it")
     return data
 
 
-def _unzstd(body: bytes | bytearray, limit: int) -> bytes:
-    decoder = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
-    try:
-        if zstandard.get_frame_parameters(body).content_size != zstandard.CONTENTSIZE_UNKNOWN:
-            return decoder.decompress(body, max_output_size=limit, allow_extra_data=False)
-        return _stream(decoder, body, limit)
-    except zstandard.ZstdError as error:
-        raise _undecodable("zstd", str(error)) from error
-
-
-def _stream(decoder: zstandard.ZstdDecompressor, body: bytes | bytearray, limit: int) -> bytes:
-    """The frame in slices so small that one of them cannot hold much: zstd packs 32 KiB into a byte at best."""
-    stream = decoder.decompressobj()
-    parts: list[bytes] = []
-    size = 0
-    for start in range(0, len(body), _SLICE_BYTES):
-        if stream.eof:
-            break
-        parts.append(stream.decompress(body[start : start + _SLICE_BYTES]))
-        size += len(parts[-1])
-        if size > limit:
-            raise _too_large_inside(limit)
-    else:
-        start = len(body)
-    if not stream.eof or stream.unused_data or start < len(body):
-        raise _undecodable("zstd", "the body is cut off, or something follows it")
-    return b"".join(parts)
-
-
-def _undecodable(encoding: str, reason: str) -> BadRequest:
-    return BadRequest(f"the body is not {encoding} as Content-Encoding says: {reason}", field="body")
-
-
-def _too_large_inside(limit: int) -> TooLarge:
-    return TooLarge(
-        f"the body is larger than {limit} bytes once decompressed; send it in smaller batches",
-        field="body",
-        limit=limit,
-    )
+def _undecodable(reason: str) -> BadRequest:
+    return BadRequest(f"the body is not gzip as Content-Encoding says: {reason}", field="body")

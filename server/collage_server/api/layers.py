@@ -49,7 +49,7 @@ def get_heatmap(
     def make() -> wire.Heatmap:
         with store.points.snapshot() as snapshot:
             chosen = LayerChoice(None, pattern, module_type).names(snapshot, run_id)
-            most = _MOST_CELLS // max(len(chosen or snapshot.layers(run_id)), 1)
+            most = _MOST_CELLS // max(len(chosen) if chosen else snapshot.layer_count(run_id), 1)
             if points > most:
                 raise Unprocessable(
                     f"points is {points}; a heatmap of this run has at most {most}", field="points", limit=most

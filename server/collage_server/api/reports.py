@@ -48,8 +48,8 @@ async def add_reports(request: Request, stream_id: Id) -> Response:
     """Store a batch of reports exactly once; a bad or late one is named in `rejected`, its neighbours are kept."""
     components = components_of(request)
     content_type = content_type_of(request)
-    with body_lease(request, components) as held:
-        body = await read_body(request, components, held, content_type)
+    with body_lease(request, components, content_type) as held:
+        body = await read_body(request, held, content_type)
         batch, refused = await batch_in(components, body, content_type, held)
         size, began = len(body), time.monotonic()
         # The reports hold copies: kept beside them until the commit, bodies would take twice what is counted.

@@ -15,7 +15,7 @@ from collage_server.api.parameters import Id, TablePart
 from collage_server.api.routing import resource
 from collage_server.auth.bearer import principal_of
 from collage_server.components import components_of
-from collage_server.overviews import keep_overview, overview_code
+from collage_server.overviews import MADE_BY, keep_overview
 from collage_server.queries.runs import run_row
 from collage_server.store import DueRun, GroupQuery
 
@@ -85,7 +85,7 @@ def get_overview(request: Request, run_id: Id) -> Response:
     """What is said of the run: headline, verdict, the numbers behind them, the layers that lose the most."""
     store = components_of(request).store
     record = store.runs.get(run_id)
-    found = store.overviews.of(run_id, overview_code())
+    found = store.overviews.of(run_id, MADE_BY)
     if found is None:
         due = DueRun(run_id, record.state, record.updated_at, record.reports, True)
         found = keep_overview(store, due)

@@ -66,7 +66,6 @@ RULES: Final[Mapping[tuple[str, str], Capability]] = {
     ("POST", "/api/v1/events/{incident_id}/acknowledge"): "operate",
     ("GET", "/api/v1/silences"): "read",
     ("POST", "/api/v1/silences"): "operate",
-    ("GET", "/api/v1/correlation"): "read",
     ("GET", "/api/v1/tokens"): "admin",
     ("POST", "/api/v1/tokens"): "admin",
     ("DELETE", "/api/v1/tokens/{token_id}"): "admin",

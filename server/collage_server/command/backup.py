@@ -31,7 +31,7 @@ def backup(file: Path, folder: Path | None, as_json: bool) -> None:
     own token is not: it is the file `token` of the data folder.
     """
     settings = _settings(folder)
-    _say(back_up(settings.folder / "collage.sqlite", file, settings.busy_timeout_seconds), as_json)
+    _say(back_up(settings.folder / "collage.sqlite", file), as_json)
 
 
 @click.command("restore")

@@ -103,7 +103,7 @@ def _read_token(path: Path) -> str:
 
 def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """How uvicorn serves the application, within the settings' limits of connections."""
-    limits = ConnectionLimits(settings.head_bytes, settings.idle_seconds, _connections(settings.connections))
+    limits = ConnectionLimits(settings.idle_seconds, _connections(settings.connections))
     return uvicorn.Config(
         app,
         host=settings.host,

@@ -1,7 +1,4 @@
-"""Bodies as messages: what cannot be decoded, or holds more than one message may, is refused by name.
-
-A process that only decodes imports this, so it knows neither web framework nor database.
-"""
+"""Bodies as messages: what cannot be decoded, or holds more than one message may, is refused by name."""
 
 from __future__ import annotations
 

@@ -19,9 +19,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from collage_server.errors import Busy, ServerError
 from collage_server.store import GroupOutcome, ReportGroup, ReportJournal
 
-__all__ = ["IngestCounters", "Writer"]
+__all__ = ["COMMIT_BYTES", "IngestCounters", "Writer"]
 
 _LOG: Final = logging.getLogger(__name__)
+COMMIT_BYTES = 16 * 2**20
+"""The most bodies of reports that one commit takes; a benchmark sets it, to commit reports one by one."""
 _REPORTS_A_COMMIT: Final = 5_000
 _OUTCOMES: Final = ("accepted", "duplicate", "rejected", "late")
 _COMMIT_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -45,13 +47,11 @@ class Writer:
         counters: IngestCounters,
         *,
         clock: Callable[[], float],
-        commit_bytes: int,
         admit: Callable[[int], None] | None = None,
     ) -> None:
         self._journal = journal
         self._counters = counters
         self._clock = clock
-        self._commit_bytes = commit_bytes
         self._admit = admit
         self._queue: SimpleQueue[_PendingGroup | None] = SimpleQueue()
         self._thread: Thread | None = None
@@ -109,7 +109,7 @@ class Writer:
             batch.append(entry)
             size += entry.group.body_bytes
             reports += len(entry.group.reports)
-            if size >= self._commit_bytes or reports >= _REPORTS_A_COMMIT:
+            if size >= COMMIT_BYTES or reports >= _REPORTS_A_COMMIT:
                 return batch, True
             try:
                 entry = self._queue.get_nowait()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collage_server.errors import StoreUnusable
-from collage_server.store.migrate import known_revisions
+from collage_server.store.migrate import check_revision
 
 __all__ = ["Backup", "back_up", "inspect", "restore"]
 
@@ -64,8 +64,9 @@ def inspect(file: Path) -> Backup:
             runs = connection.execute("SELECT count(*) FROM run").fetchone()[0]
     except sqlite3.Error as error:
         raise StoreUnusable(f"{file} is no back-up of a Collage Monitor database: {error}") from error
-    if revision is None or revision[0] not in known_revisions():
-        raise StoreUnusable(f"{file} was made by a newer server; restore it with that version or a later one")
+    if revision is None:
+        raise StoreUnusable(f"{file} is no back-up of a Collage Monitor database: it has no schema revision")
+    check_revision(revision[0], str(file))
     return Backup(file=str(file), bytes=file.stat().st_size, schema_revision=revision[0], runs=runs)
 
 

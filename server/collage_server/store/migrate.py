@@ -3,47 +3,67 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection
+from sqlalchemy import Connection, text
 
 from collage_server.errors import StoreUnusable
+from collage_server.store.schema import metadata
 
-__all__ = ["current_revision", "head_revision", "known_revisions", "migrate"]
+__all__ = ["LAST_BEFORE", "check_revision", "current_revision", "head_revision", "migrate"]
 
 _SCRIPTS = Path(__file__).parent / "migrations"
+LAST_BEFORE: Final = "0015"
+"""The last revision of the development before the baseline, which takes it over."""
+_BEFORE: Final = frozenset(f"{number:04}" for number in range(1, 15))
 
 
-def migrate(connection: Connection, revision: str = "head") -> None:
-    """Upgrade the schema behind `connection` to this server's, or to an earlier revision (tests).
+def migrate(connection: Connection) -> None:
+    """Upgrade the schema behind `connection` to this server's; an empty database gets it at once.
 
     Raises:
-        StoreUnusable: the schema's revision is unknown here, so a newer server made it.
+        StoreUnusable: the schema's revision is too old, or unknown here, so a newer server made it.
     """
     current = current_revision(connection)
     if current == head_revision():
         return
-    if current is not None and current not in known_revisions():
-        raise StoreUnusable(
-            f"the database has schema revision {current!r}, which this server does not know: a newer "
-            "server made it; start that version or a later one"
-        )
     config = _config()
     config.attributes["connection"] = connection
-    command.upgrade(config, revision)
+    if current is None:
+        metadata.create_all(connection, checkfirst=False)
+        command.stamp(config, "head")
+        return
+    check_revision(current)
+    if current == LAST_BEFORE:
+        connection.execute(text("DELETE FROM alembic_version"))
+    command.upgrade(config, "head")
+
+
+def check_revision(revision: str, what: str = "the database") -> None:
+    """Refuse a schema that this server cannot bring up to date.
+
+    Raises:
+        StoreUnusable: it is too old, or a newer server made it.
+    """
+    if revision in _BEFORE:
+        raise StoreUnusable(
+            f"{what} has schema revision {revision}, of the development before 0.1.0: bring it to revision "
+            f"{LAST_BEFORE} with a checkout whose migrations end there, then start this server"
+        )
+    if revision not in {LAST_BEFORE, *(entry.revision for entry in _scripts().walk_revisions())}:
+        raise StoreUnusable(
+            f"{what} has schema revision {revision!r}, which this server does not know: a newer "
+            "server made it; start that version or a later one"
+        )
 
 
 def current_revision(connection: Connection) -> str | None:
     """The revision of the schema behind `connection`, None for an empty database."""
     return MigrationContext.configure(connection).get_current_revision()
-
-
-def known_revisions() -> set[str]:
-    """Every revision that this server knows."""
-    return {entry.revision for entry in _scripts().walk_revisions()}
 
 
 def head_revision() -> str | None:

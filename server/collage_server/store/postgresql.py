@@ -14,7 +14,7 @@ from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import reads_only
-from collage_server.store.migrate import current_revision, head_revision, known_revisions, migrate
+from collage_server.store.migrate import check_revision, current_revision, head_revision, migrate
 from collage_server.store.records import SealLimits, Sizes
 from collage_server.store.store import Store
 
@@ -115,14 +115,11 @@ class PostgresqlStore(Store):
             current = current_revision(connection)
         if current == head_revision():
             return
-        if current is None or current in known_revisions():
-            raise StoreUnusable(
-                f"the database has schema revision {current}, this server needs {head_revision()}; "
-                "run `collage-monitor migrate` with the same --database first"
-            )
+        if current is not None:
+            check_revision(current)
         raise StoreUnusable(
-            f"the database has schema revision {current!r}, which this server does not know: a newer server "
-            "made it; start that version or a later one"
+            f"the database has schema revision {current}, this server needs {head_revision()}; "
+            "run `collage-monitor migrate` with the same --database first"
         )
 
     @contextmanager
@@ -183,7 +180,10 @@ class PostgresqlStore(Store):
         """PostgreSQL's checkpoints do this."""
 
     def release_space(self) -> bool:
-        """Autovacuum does this."""
+        """Let reports use the space of sealed ones: else the journal grows until autovacuum comes round."""
+        with self.engine.connect() as plain:
+            connection = plain.execution_options(isolation_level="AUTOCOMMIT")
+            connection.execute(text(f"VACUUM (SKIP_LOCKED) {schema.report.name}"))
         return False
 
     def lock_project(self, connection: Connection, project: str) -> None:

@@ -174,7 +174,8 @@ class RunRecord:
 
     `updated_at` is the training's last sign of life: a launch, a state that was stated, or a report. `changed_at`
     is the last change of fields by a request, or the last drop of coarse points by retention; None if there was
-    neither. `last_step` is that of `last_attempt`, the newest that has reported; None if none has.
+    neither. `last_step` is the newest step at which something is seen, `last_attempt` the newest that has reported;
+    None if none has.
     """
 
     run_id: str
@@ -216,7 +217,7 @@ class RunRevision:
     launched_at: float
     changed_at: float | None
     reports: int
-    attempts: tuple[tuple[int, int], ...]
+    attempts: tuple[tuple[int, int | None], ...]
     strategy: str | None
     dtype: str | None
     streams: int
@@ -337,8 +338,9 @@ class IncidentQuery:
 
 @dataclass(frozen=True, kw_only=True)
 class SealLimits:
-    """When the journal becomes chunks of `points` measured points: by `part_points`, or earlier by bytes or rows.
-    The journal's bound for a run must be larger than `bytes`.
+    """When the journal becomes chunks of `points` measured points: by `part_points` of at least `part_bytes`, or
+    earlier by bytes or rows. What is small, as of a run without layers, waits for the whole chunk: each part has a
+    price. The journal's bound for a run must be larger than `bytes`.
 
     `slice_rows` and `slice_bytes` bound what one write transaction holds, `delete_rows` and `delete_bytes` what one
     removes from the journal, so that acknowledgements do not wait; `coarse_bytes` what is read at once of a whole
@@ -347,12 +349,13 @@ class SealLimits:
 
     points: int = 256
     part_points: int = 64
+    part_bytes: int = 2**18
     bytes: int = 32 * 2**20
     rows: int = 8192
     late_rows: int = 64
     slice_rows: int = 6
     slice_bytes: int = 2**19
-    delete_rows: int = 64
+    delete_rows: int = 256
     delete_bytes: int = 2**22
     coarse_bytes: int = 2**25
 

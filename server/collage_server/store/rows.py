@@ -83,10 +83,8 @@ def later(one: ColumnElement[Any], other: ColumnElement[Any]) -> ColumnElement[f
 def delete_slice(connection: Connection, table: Table, *where: ColumnElement[bool], rows: int) -> int:
     """Delete at most so many of the rows that meet the conditions; how many went."""
     key = list(table.primary_key.columns)
-    chosen = [tuple(row) for row in connection.execute(select(*key).where(*where).limit(rows))]
-    if chosen:
-        connection.execute(delete(table).where(tuple_(*key).in_(chosen)))
-    return len(chosen)
+    chosen = select(*key).where(*where).limit(rows)
+    return connection.execute(delete(table).where(*where, tuple_(*key).in_(chosen))).rowcount
 
 
 def missing_run(connection: Connection, run_id: str) -> NotFound | Gone:

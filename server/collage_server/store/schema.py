@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from sqlalchemy import (
+    DDL,
     BigInteger,
     Boolean,
     Column,
@@ -18,31 +19,28 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
 )
+from sqlalchemy.event import listen
 
 __all__ = [
-    "LAYER_METRICS",
     "OVERVIEW_NUMBERS",
-    "POINT_METRICS",
-    "POINT_SCALARS",
     "SERVER_TABLES",
     "act",
     "attempt",
+    "attempts",
     "deleted_run",
     "entry",
     "event",
     "incident",
     "layer",
     "layer_chunk",
-    "layer_point",
     "lease",
-    "measured_point",
+    "measured_attempt",
     "metadata",
     "model_chunk",
     "point_chunk",
     "replica_mismatch",
     "report",
     "run",
-    "run_change",
     "run_latest",
     "run_overview",
     "run_overview_narrow",
@@ -55,29 +53,7 @@ __all__ = [
 ]
 
 metadata: Final = MetaData()
-POINT_SCALARS: Final = ("tokens", "loss", "validation_loss", "learning_rate")
-POINT_METRICS: Final = (
-    "edq_ratio",
-    "edq_visible_ratio",
-    "edq_oracle_ratio",
-    "lost_update_ratio",
-    "lost_visible_ratio",
-    "state_decrement_ratio",
-    "half_ulp_margin",
-    "update_to_weight_ratio",
-    "grad_norm",
-    "param_norm",
-)
-"""Columns of `measured_point`. `state_decrement_ratio` is that of exp_avg_sq, else of the first state by name."""
-LAYER_METRICS: Final = (
-    "edq_ratio",
-    "edq_visible_ratio",
-    "lost_update_ratio",
-    "state_decrement_ratio",
-    "half_ulp_margin",
-    "update_to_weight_ratio",
-)
-
+_PARTITIONS: Final = 8
 OVERVIEW_NUMBERS: Final = (
     "edq_ratio",
     "lost_update_ratio",
@@ -107,19 +83,12 @@ run: Final = Table(
     Column("dtype", _NAME),
     Column("created_at", Double, nullable=False),
     Column("updated_at", Double, nullable=False),
+    Column("changed_at", Double),
 )
-"""`updated_at`: the last launch or stated state; the later of it and the newest report is the last sign of life."""
+"""`updated_at`: the last launch or stated state; the later of it and the newest report is the last sign of life.
+`changed_at`: when a request, or retention of coarse points, last changed the run; null where neither ever did."""
 Index("run_by_age", run.c.created_at, run.c.run_id)
 Index("run_by_project", run.c.project)
-
-run_change: Final = Table(
-    "run_change",
-    metadata,
-    Column("run_id", _ID, primary_key=True),
-    Column("changed_at", Double, nullable=False),
-)
-"""When a request, or retention of coarse points, last changed a run; without a row neither ever did.
-A table of its own: a migration that adds a column to `run` after others deadlocks with servers at work."""
 
 run_overview: Final = Table(
     "run_overview",
@@ -168,6 +137,20 @@ attempt: Final = Table(
     Column("created_at", Double, nullable=False),
     UniqueConstraint("run_id", "launch_id"),
 )
+
+measured_attempt: Final = Table(
+    "measured_attempt",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("measured_from", BigInteger, nullable=False),
+)
+"""From which step on an attempt hides older ones, of those that measure."""
+attempts: Final = attempt.outerjoin(
+    measured_attempt,
+    (measured_attempt.c.run_id == attempt.c.run_id) & (measured_attempt.c.attempt == attempt.c.attempt),
+)
+"""All attempts, with `measured_from` where they measure."""
 
 layer: Final = Table(
     "layer",
@@ -273,12 +256,14 @@ point_chunk: Final = Table(
     Column("contributors", LargeBinary, nullable=False),
     Column("contributor_streams", LargeBinary),
     Column("unfinished", LargeBinary),
+    postgresql_partition_by="HASH (run_id)",
 )
 """The points of a chunk, one part each time some were sealed; a part without a row here does not exist yet.
 
 `points` packs [5][point_count] of eight bytes each: first steps, steps, times, ranks, measured points merged.
+What is longer than 8 KiB is compressed.
 `contributors` packs bits [point_count][contributor_streams]; empty: every stream contributed to every point.
-`contributor_ranks` are the ranks of these streams; older servers wrote these alone, and a bit a rank.
+`contributor_ranks` are the ranks of these streams.
 `unfinished` packs rows of four int64: step, stream, and how many of how many parts of the step have come.
 """
 
@@ -302,8 +287,9 @@ model_chunk: Final = Table(
     Column("point_count", Integer, nullable=False),
     Column("entries", LargeBinary, nullable=False),
     Column("data", LargeBinary, nullable=False),
+    postgresql_partition_by="HASH (run_id)",
 )
-"""Totals of the whole model, float64 [entries][point_count]; rank −1 is all ranks merged."""
+"""Totals of the whole model, float64 [entries][point_count], compressed at level 1; rank −1 is all ranks merged."""
 
 layer_chunk: Final = Table(
     "layer_chunk",
@@ -317,6 +303,7 @@ layer_chunk: Final = Table(
     Column("point_count", Integer, nullable=False),
     Column("layer_count", Integer, nullable=False),
     Column("data", LargeBinary, nullable=False),
+    postgresql_partition_by="HASH (run_id)",
 )
 """One statistic by layer, float64 [layer_count][point_count]: one layer is a slice. Ranks are merged."""
 
@@ -329,6 +316,7 @@ scalar_chunk: Final = Table(
     Column("part", Integer, primary_key=True, autoincrement=False),
     Column("point_count", Integer, nullable=False),
     Column("data", LargeBinary, nullable=False),
+    postgresql_partition_by="HASH (run_id)",
 )
 """Logged values of one stream and name, [3][point_count] of eight bytes each: steps, times, values."""
 
@@ -359,33 +347,6 @@ replica_mismatch: Final = Table(
     Column("replicas", Text, nullable=False),
 )
 """Where ranks that should hold the same weights did not; `replicas` [number, …] are those apart from the most."""
-
-measured_point: Final = Table(
-    "measured_point",
-    metadata,
-    Column("run_id", _ID, primary_key=True),
-    Column("attempt", Integer, primary_key=True, autoincrement=False),
-    Column("step", BigInteger, primary_key=True, autoincrement=False),
-    Column("time", Double, nullable=False),
-    Column("ranks", Integer, nullable=False),
-    *(Column(name, Double) for name in (*POINT_SCALARS, *POINT_METRICS)),
-)
-"""Sealed measured steps of the model for SQL by hand: scalars logged at that very step, and finished metrics."""
-
-layer_point: Final = Table(
-    "layer_point",
-    metadata,
-    Column("run_id", _ID, primary_key=True),
-    Column("attempt", Integer, primary_key=True, autoincrement=False),
-    Column("chunk", Integer, primary_key=True, autoincrement=False),
-    Column("layer", Integer, primary_key=True, autoincrement=False),
-    Column("first_step", BigInteger, nullable=False),
-    Column("step", BigInteger, nullable=False),
-    Column("time", Double, nullable=False),
-    Column("measured_steps", Integer, nullable=False),
-    *(Column(name, Double) for name in (*LAYER_METRICS, "edq_ratio_minimum", "edq_ratio_maximum")),
-)
-"""A layer over 256 measured steps, `first_step` … `step`, for SQL by hand; extremes are those of single steps."""
 
 seal_claim: Final = Table("seal_claim", metadata, Column("run_id", _ID, primary_key=True))
 """A row to lock: on a database with several servers, the one that holds it seals the run."""
@@ -479,6 +440,32 @@ lease: Final = Table(
     Column("ends_at", Double, nullable=False),
 )
 """Work that one of several servers does: whose it is, and until when."""
+
+
+def _on_postgresql(table: Table, statement: str) -> None:
+    """What follows the table's creation there."""
+    ddl = DDL(statement)  # type: ignore[no-untyped-call]
+    listen(table, "after_create", ddl.execute_if(dialect="postgresql"))
+
+
+def _keep_blobs_plain(table: Table, *columns: str) -> None:
+    """Blobs are stored uncompressed: a slice of one is then read without the rest."""
+    for column in columns:
+        _on_postgresql(table, f"ALTER TABLE {table.name} ALTER COLUMN {column} SET STORAGE EXTERNAL")
+
+
+def _partition(table: Table) -> None:
+    for number in range(_PARTITIONS):
+        rows = f"FOR VALUES WITH (MODULUS {_PARTITIONS}, REMAINDER {number})"
+        _on_postgresql(table, f"CREATE TABLE {table.name}_{number} PARTITION OF {table.name} {rows}")
+
+
+_keep_blobs_plain(report, "model", "statistics")
+_keep_blobs_plain(point_chunk, "points")
+for _chunk in (model_chunk, layer_chunk, scalar_chunk):
+    _keep_blobs_plain(_chunk, "data")
+for _chunk in (point_chunk, model_chunk, layer_chunk, scalar_chunk):
+    _partition(_chunk)
 
 SERVER_TABLES: Final = (token, act, incident, silence, lease)
 """Those that belong to the server, not to a run: no run_id leads them."""

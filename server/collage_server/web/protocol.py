@@ -1,7 +1,7 @@
-"""One connection: how much of a request's head it may send, how long it may take, and who goes when all are taken.
+"""One connection: what it may send before it is answered, how long it may take, and who goes when all are taken.
 
-uvicorn bounds none of these: a head of any size and any age is kept, and its limit of connections refuses the new
-one and keeps the silent ones.
+uvicorn bounds none of these: heads and trailers of any size and age are kept, and any number of requests that wait
+behind another; its limit of connections refuses the new one and keeps the silent ones.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import asyncio
 import logging
 import secrets
 from asyncio import TimerHandle, Transport
+from collections.abc import Sized
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from collage_server.errors import BadRequest, Busy, HeadTooLarge, ServerError
@@ -26,24 +28,27 @@ __all__ = ["BoundedProtocol", "ConnectionLimits"]
 _LOG: Final = logging.getLogger("collage_server.requests")
 _MOST_HEADERS: Final = 100
 """Many small headers take ten times the memory of their bytes."""
+_MOST_WAITING: Final = 16
+"""Requests that wait behind another take 2.5 KiB each, whatever they are; one read may bring 10,000."""
 _READER_SECONDS: Final = 60.0
 """Who takes nothing of an answer for so long is gone."""
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """`head_bytes` of request line and headers, `idle_seconds` for a whole head, `connections` open at a time."""
+    """`head_bytes` of request line, headers and trailers, `idle_seconds` for a head, `connections` at a time."""
 
-    head_bytes: int
     idle_seconds: float
     connections: int
+    head_bytes: int = 64 * 2**10
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol within `ConnectionLimits`.
 
     When all connections are taken, the one that has been silent for longest goes, of those that wait for their
-    client. What is no HTTP is answered in the one error shape.
+    client. What is no HTTP is answered in the one error shape. A request that may not be read any further ends the
+    connection, after the answers to those before it.
     """
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **more: Any) -> None:
@@ -54,8 +59,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._reader_due: TimerHandle | None = None
         self._parsed_bytes = 0
         self._fed_bytes = 0
-        self._in_head = True
-        self._oversized = False
+        self._in_body = False
+        self._fault: ServerError | None = None
 
     @property
     def waits_for_client(self) -> bool:
@@ -66,6 +71,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Make room for the connection, and wait for its first head."""
         has_room = len(self.connections) < self.limits.connections or self._evict_one()
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = _PipelineFlow(self.transport, self.pipeline)
         if has_room:
             self._await_head()
         else:
@@ -79,25 +85,25 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; what is no HTTP, and a head beyond its size, ends the connection with an answer."""
+        """Parse what came; what is no HTTP, and what is beyond a limit, ends the connection."""
+        if self._fault is not None:
+            return
         self.heard_at = self.loop.time()
         self._unset_keepalive_if_required()
-        if self._in_head:
-            # A name or value that is not whole yet is in no callback.
-            self._fed_bytes += len(data)
+        # A name or value that is not whole yet is in no callback.
+        self._fed_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            return
-        except httptools.HttpParserError:
-            self._refuse(self._too_large() if self._oversized else _NO_HTTP)
-            return
-        if self._in_head and self._fed_bytes > self.limits.head_bytes:
-            self._refuse(self._too_large())
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            # What follows an upgrade may be in the other protocol.
+            self._refuse(self._fault or _NO_HTTP)
+        else:
+            if self._fed_bytes > self.limits.head_bytes:
+                self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
         """Begin a head."""
-        self._in_head, self._parsed_bytes = True, 0
+        self._parsed_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -106,16 +112,35 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header."""
+        """Count a header. A trailer is counted and dropped: what checks headers has read them already."""
         self._count(len(name) + len(value))
-        super().on_header(name, value)
+        if not self._in_body:
+            if len(self.headers) >= _MOST_HEADERS:
+                self._stop(self._too_large())
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
-        self._in_head, self._fed_bytes = False, 0
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
+            self._stop(_NOT_ONE_HOST)
+        if len(self.pipeline) >= _MOST_WAITING:
+            self._stop(_TOO_MANY_WAIT)
+        self._fed_bytes = 0
         if self._head_due is not None:
             self._head_due.cancel()
         super().on_headers_complete()
+        self._in_body = True
+
+    def on_body(self, body: bytes) -> None:
+        """What comes of a body is counted where it is read."""
+        self._fed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole, with its trailers."""
+        self._in_body, self._fed_bytes = False, 0
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Wait for the next head, and for what is left of this request's body, for `idle_seconds`."""
@@ -141,16 +166,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         self._parsed_bytes += size
-        too_many = self.headers is not None and len(self.headers) >= _MOST_HEADERS
-        if too_many or self._parsed_bytes > self.limits.head_bytes:
-            self._oversized = True
-            raise self._too_large()  # Ends the parser at once; it reports an error of its own.
+        if self._parsed_bytes > self.limits.head_bytes:
+            self._stop(self._too_large())
+
+    def _stop(self, fault: ServerError) -> NoReturn:
+        """End the parser at once; it reports an error of its own."""
+        self._fault = fault
+        raise fault
 
     def _too_large(self) -> HeadTooLarge:
         limit = self.limits.head_bytes
         return HeadTooLarge(
-            f"request line and headers have more than {limit} bytes, or there are more than {_MOST_HEADERS} "
-            "headers; send fewer",
+            f"request line, headers and trailers have more than {limit} bytes, or there are more than "
+            f"{_MOST_HEADERS} headers; send fewer",
             limit=limit,
         )
 
@@ -165,15 +193,39 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def _refuse(self, error: ServerError) -> None:
+        """Read no more. The error is written unless an answer is due or begun: it would be taken for that."""
+        self._fault = error
         request_id = secrets.token_hex(8)
         REQUEST_ID.set(request_id)
-        about = {"status": error.status, "client": None if self.client is None else self.client[0]}
-        _LOG.info("a connection from %(client)s ends with %(status)s", about, extra=about)
-        _write(self.transport, error, request_id)
+        client = None if self.client is None else self.client[0]
+        about = {"status": error.status, "client": client, "reason": error.message}
+        _LOG.info("a connection from %(client)s ends with %(status)s: %(reason)s", about, extra=about)
+        unanswered = self.cycle is not None and not self.cycle.response_complete
+        if unanswered and not self._in_body:
+            self.cycle.keep_alive = False
+            return
+        if not self.pipeline and not (self._in_body and self.cycle.response_started):
+            _write(self.transport, error, request_id)
         self.transport.close()
 
 
+class _PipelineFlow(FlowControl):
+    """Reads on once no request of the connection waits behind another: then one read is all that waits."""
+
+    def __init__(self, transport: Transport, waiting: Sized) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if not self._waiting:
+            super().resume_reading()
+
+
 _NO_HTTP: Final = BadRequest("the request is not HTTP/1.1; send one that is")
+_NOT_ONE_HOST: Final = BadRequest("a request names one Host; send that header once", field="Host")
+_TOO_MANY_WAIT: Final = Busy(
+    f"more than {_MOST_WAITING} requests wait for the one before them; send the rest again"
+)
 
 
 def _write(transport: Transport, error: ServerError, request_id: str) -> None:

@@ -12,13 +12,14 @@ from typing import Any, Final, Literal
 
 import collage_agent as collage
 import torch
+from collage_demo.corpus import standard_library
+from collage_demo.recipe import Plan, Recipe
+from collage_demo.training import TrainingLoop, without_residuals
 
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 from collage_monitor.local import token_path
 from collage_monitor.wire import Incident
-from collage_studies.corpus import standard_library
-from collage_studies.recipe import Plan, Recipe
 from collage_studies.study import (
     Curve,
     MarkdownTable,
@@ -31,7 +32,6 @@ from collage_studies.study import (
     Study,
     Trial,
 )
-from collage_studies.training import TrainingLoop, without_residuals
 from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, listed, number
 

@@ -7,14 +7,14 @@ from typing import Final
 
 import torch
 from collage_agent.options import WatchArguments
+from collage_demo.recipe import Plan, Recipe
+from collage_demo.training import new_model, new_model_and_optimizer
 from torch import nn
 from torch.optim import Optimizer
 
 from collage_studies.held_weights import ReadInBfloat16, expansion, round_weights_after_steps
-from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Page, Plot, Record, ReportTarget, Study, Trial
-from collage_studies.training import new_model, new_model_and_optimizer
 from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, estimate, listed, share
 

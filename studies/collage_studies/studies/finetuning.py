@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
+from collage_demo.corpus import DOCUMENTATION, documentation, standard_library
+from collage_demo.recipe import Plan, Recipe
+from collage_demo.training import validate
 
 from collage_monitor.seeds import Estimate
-from collage_studies.corpus import DOCUMENTATION, documentation, standard_library
 from collage_studies.pretrained import build_from_weights, checkpoint
-from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
-from collage_studies.training import validate
 from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, estimate, listed, share
 

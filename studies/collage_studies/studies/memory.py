@@ -16,10 +16,10 @@ import collage_agent as collage
 import torch
 from collage_agent.optim import STRATEGIES, CollageAdamW
 from collage_agent.optim.compiled import TESTED_ELEMENTS
+from collage_demo.training import ByteGPT, loss_of
 from torch import Tensor
 
 from collage_studies.study import Curve, MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
-from collage_studies.training import ByteGPT, loss_of
 from collage_studies.words import UNDEFINED, listed, number, share
 
 __all__ = ["STUDY"]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
+from collage_demo.recipe import Plan, Recipe
 
 from collage_monitor.judgement import EDQ_TOLERANCE, STATE_TOLERANCE
 from collage_monitor.judgement.rules import LOST_TOLERANCE, ORACLE_TOLERANCE
 from collage_monitor.seeds import Estimate, mean_over_seeds
-from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import Point, by_plan, correlation, gaps, recipe_of
 from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, Study, Trial
 from collage_studies.training_trial import run_training

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from collage_server.app import create_app
+from collage_server.app import create_app, make_store
 from collage_server.errors import Busy
 from collage_server.settings import Settings
+from collage_server.store import SqliteStore
 from collage_server.store.backup import back_up
 from collage_server.store.engine.files import Ballast
 from starlette.testclient import TestClient
@@ -47,10 +48,12 @@ def small(disk):
         disk_reserve_bytes=RESERVE,
         retention_raw_days=30,
         retention_event_days=30,
-        busy_timeout_seconds=1.0,
         alerts="off",
     )
-    app = create_app(settings, clock=clock)
+    store = make_store(settings)
+    assert isinstance(store, SqliteStore)
+    store._busy_timeout_seconds = 1.0
+    app = create_app(settings, store=store, clock=clock)
     with TestClient(app, base_url="http://127.0.0.1") as client:
         for thread in (app.state.components.maintenance, app.state.components.sealer):
             thread.stop(60.0)

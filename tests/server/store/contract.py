@@ -21,7 +21,7 @@ from tests.server.reads import latest_point, layer_points, model_points, scalar_
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create, watch
 
 NOW = 1_700_000_000.0
-LIMITS = SealLimits(points=32, part_points=32, late_rows=4, slice_rows=3, delete_rows=5)
+LIMITS = SealLimits(points=32, part_points=32, part_bytes=1, late_rows=4, slice_rows=3, delete_rows=5)
 """Small, so that few reports make chunks."""
 ALL = Selection()
 
@@ -342,13 +342,17 @@ class StoreContract:
         store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=0), NOW)
         for wrong, field in (
             ({"statistics": ["lost", "lost"]}, "statistics"),
-            ({"statistics": ["nonsense"]}, "statistics"),
-            ({"statistics": ["update_ulp_histogram"]}, "statistics"),
+            ({"statistics": ["lost", "odd\x00"]}, "statistics"),
+            ({"statistics": ["s" * 449]}, "statistics"),
             ({"layers": [layer("a"), layer("a")]}, "layers"),
         ):
             with pytest.raises(Unprocessable) as caught:
                 store.streams.create_stream("r1", stream_create(**wrong), NOW)
             assert caught.value.field == field
+        for unknown in ("nonsense", "update_ulp_histogram"):
+            store.streams.create_stream("r1", stream_create(unknown, statistics=[unknown, "lost"]), NOW)
+            (stream,) = (stream for stream in store.streams.of_run("r1") if stream.stream_id == unknown)
+            assert (stream.statistics, stream.unknown_statistics) == (["lost"], [unknown])
 
     def test_a_layer_added_during_the_run(self, store):
         stream = self.fill(store)

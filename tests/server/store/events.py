@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 from collage_server.errors import Gone, NotFound
 from collage_server.store import NewEvent, ReportGroup
@@ -32,7 +33,13 @@ class EventsContract:
         assert told(store) == [(1, "attempt", 1), (2, "attempt", 50)]
         first, second = store.events.read("r1", 0, 10).events
         assert (first.time, second.time, second.attempt) == (NOW, NOW + 5, 2)
-        assert second.text == "attempt 2 began at step 50: older attempts' points from there on are hidden"
+        assert second.text == "attempt 2 began at step 50"
+        for stream, begin in (("s1", 55), ("s2", None)):
+            create = stream_create(stream, "launch-2", measured_from=begin)
+            store.streams.create_stream("r1", create, NOW + 6)
+            text = store.events.read("r1", 0, 10).events[1].text
+            measures = "" if begin is None else f" and measures from step {begin} on"
+            assert text == f"attempt 2 began at step 50{measures}: older attempts' points from there on are hidden"
 
     def test_a_second_process_on_a_rank_is_told(self, store):
         StoreContract.fill(store)
@@ -42,6 +49,16 @@ class EventsContract:
         store.streams.create_stream("r1", stream_create("s9", process_id=77), NOW)
         assert told(store)[1:] == [(2, "rank_twice", None)]
         assert "process 77 " in store.events.read("r1", 1, 10).events[0].text
+
+    def test_a_conversion_is_told_once_a_run(self, store):
+        StoreContract.fill(store)
+        watch = wire.WatchInfo(optimizer="A", conversion=wire.Conversion(source="plain", target="light", step=50))
+        for stream, rank in (("s7", 2), ("s8", 3), ("s7", 2)):
+            create = msgspec.structs.replace(stream_create(stream, rank=rank), watch=watch)
+            store.streams.create_stream("r1", create, NOW)
+        assert told(store)[1:] == [(2, "conversion", 50)]
+        text = "weights were converted from plain to light after step 50, where their residuals began empty"
+        assert store.events.read("r1", 1, 10).events[0].text == text
 
     def test_gaps_are_told_when_they_are_new(self, store):
         stream = StoreContract.fill(store)

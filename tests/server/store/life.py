@@ -7,9 +7,11 @@ import threading
 import numpy as np
 import pytest
 from collage_server.errors import Gone
-from collage_server.store import Selection
+from collage_server.store import Selection, schema
 from collage_server.store.chunks.index import read_chunk_infos
 from collage_server.store.sealing import retention
+from collage_server.store.sealing.retention import _Pace
+from sqlalchemy import insert
 
 from collage_monitor import wire
 from tests.server.reads import latest_point, layer_points, model_points, scalar_points
@@ -242,6 +244,51 @@ class LifeContract:
             assert rows(store, f"{table} WHERE run_id = 'r1'") == 0, table
         assert rows(store, "layer_chunk WHERE run_id = 'r2'")
         assert len(model_points(store, "r2", None, ALL).steps) == CHUNK
+
+    def test_a_deletion_takes_more_rows_a_transaction_while_that_is_quick(self, store, monkeypatch):
+        """A run of 10,000 layers and 7 chunks had 70,000 rows somewhere: 48 a commit took more than a minute."""
+        filled(store, CHUNK, "r1")
+        place = {
+            "run_id": "r1",
+            "attempt": 9,
+            "level": 1,
+            "part": 0,
+            "point_count": 1,
+            "layer_count": 1,
+            "data": b"x",
+        }
+        with store.writing() as connection:
+            for chunk in range(7):
+                connection.execute(
+                    insert(schema.layer_chunk), [place | {"chunk": chunk, "entry": n} for n in range(1000)]
+                )
+        commits = []
+        freeing = store.freeing
+
+        def counted():
+            commits.append(1)
+            return freeing()
+
+        monkeypatch.setattr(store, "freeing", counted)
+        monkeypatch.setattr("collage_server.store.sealing.retention.time.perf_counter", lambda: 0.0)
+        store.runs.delete("r1", NOW)
+        while store.retention.purge(16):
+            pass
+        assert rows(store, "layer_chunk WHERE run_id = 'r1'") == 0
+        assert len(commits) < 60, "146 slices of 48 rows"
+
+    def test_a_deletion_takes_fewer_rows_where_they_are_slow(self):
+        pace = _Pace()
+        first = pace.rows
+        for _ in range(20):
+            pace.took(pace.rows, 1.0)
+        assert pace.rows == 1
+        for _ in range(20):
+            pace.took(0, 0.0)
+        assert pace.rows == 1, "the last of a table says nothing"
+        for _ in range(20):
+            pace.took(pace.rows, 0.001)
+        assert pace.rows > first
 
     def test_rows_of_a_run_that_a_server_deleted_before_it_ended_go_too(self, store, monkeypatch):
         monkeypatch.setattr("collage_server.store.sealing.retention._SEARCH_SECONDS", 0.0)

@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.store import Selection, schema
-from sqlalchemy import update
 
 from collage_monitor import wire
 from tests.server.reads import latest_point, layer_points, model_points
@@ -103,20 +102,6 @@ class PartsContract(Senders):
             assert model_points(store, "r1", ["lost"], ALL).totals["lost"].tolist() == [60.0] * 40
             store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
             seal_all(store)
-
-    def test_chunks_of_an_older_server_know_ranks_alone(self, store):
-        """Of a rank with one process that is as good; of two processes the late reports of both are left out."""
-        stream = self.fill(store)
-        early, late = self.halves(range(1, 41))
-        self.append(store, stream, *early)
-        seal_all(store)
-        with store.engine.begin() as connection:
-            connection.execute(update(schema.point_chunk).values(contributor_streams=None, unfinished=None))
-        self.append(store, stream, *late)
-        assert model_points(store, "r1", ["lost"], ALL).totals["lost"].tolist() == [60.0] * 40
-        store.streams.create_stream("r1", stream_create("again", process_id=99), NOW)
-        self.send(store, store.streams.stream_record("again"), range(1, 41), 3)
-        assert model_points(store, "r1", ["lost"], ALL).totals["lost"].tolist()[:32] == [50.0] * 32
 
     def halves(self, steps):
         """Of each step two reports: of the last two layers, and of the first one."""

@@ -12,6 +12,7 @@ from collage_server.errors import Gone, Unprocessable
 from collage_server.store import ReportGroup, Selection, schema
 from collage_server.store.chunks.blobs import read_layer_data
 from collage_server.store.reading import points as reading
+from collage_server.store.records import SealLimits
 from sqlalchemy import func, select
 
 from collage_monitor import wire
@@ -23,6 +24,11 @@ from tests.server.store.ranks import Senders
 from tests.server.store.seen import AFTER_SILENCE, ALL, plain, rows, seal_all, seen, unchanged
 
 CHUNKS = (schema.point_chunk, schema.model_chunk, schema.layer_chunk, schema.scalar_chunk, schema.entry)
+
+
+def model_only(i):
+    """A report of the whole model, without layers."""
+    return msgspec.structs.replace(report(i, i + 1), layer_count=0, statistics=b"")
 
 
 class SealingContract(Senders):
@@ -122,6 +128,36 @@ class SealingContract(Senders):
         assert seal_all(store) == 1
         assert rows(store, schema.report) == 0
         unchanged(before, seen(store))
+
+    def test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers(self, store, monkeypatch):
+        """What is small waits for the whole chunk, which then is one commit, and one that empties the journal."""
+        store.sealing.limits = SealLimits()
+        stream = self.fill(store)
+        sums = np.random.default_rng(1).lognormal(size=(512, len(STATISTICS)))
+        sums[:, ::3] = 100.0
+        reports = [msgspec.structs.replace(model_only(i), model=values.tobytes()) for i, values in enumerate(sums)]
+        self.append(store, stream, *reports[:255])
+        assert seal_all(store) == 0, "not yet whole"
+        self.append(store, stream, *reports[255:])
+        commits = []
+        writing = store.writing_claimed
+
+        def counted():
+            commits.append(1)
+            return writing()
+
+        monkeypatch.setattr(store, "writing_claimed", counted)
+        before = model_points(store, "r1", STATISTICS, ALL)
+        assert seal_all(store) == 2
+        assert len(commits) == 4
+        assert [rows(store, table) for table in (schema.layer_chunk, schema.report)] == [0, 0]
+        unchanged(plain(before), plain(model_points(store, "r1", STATISTICS, ALL)))
+        with store.reading() as connection:
+            stored = sum(
+                connection.execute(select(func.sum(func.length(column)))).scalar_one()
+                for column in (schema.model_chunk.c.data, schema.point_chunk.c.points)
+            )
+        assert stored <= 8 * sums.size, "all levels and points, in what the totals of single steps would take"
 
     def test_coarse_levels_are_the_same_merge(self, store):
         self.send(store, self.fill(store), range(1, 81))

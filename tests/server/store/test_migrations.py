@@ -6,16 +6,10 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from collage_server.errors import StoreUnusable
-from collage_server.overviews import keep_overview
-from collage_server.store import ReportGroup, Selection
-from collage_server.store.migrate import head_revision, migrate
+from collage_server.store.migrate import head_revision
 from collage_server.store.schema import SERVER_TABLES, metadata
 from collage_server.store.sqlite import SqliteStore
 from sqlalchemy import UniqueConstraint, text
-
-from tests.server.reads import model_points
-from tests.server.samples import report
-from tests.server.store.contract import NOW, StoreContract
 
 
 @pytest.fixture
@@ -31,69 +25,6 @@ def test_the_migrated_schema_is_that_of_the_code(store):
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert context.get_current_revision() == head_revision()
         assert compare_metadata(context, metadata) == []
-
-
-def test_a_store_of_the_first_release_keeps_its_reports(store):
-    """Filled by the code of today, then stripped to the first revision's columns: forward again, with the data."""
-    StoreContract.fill(store)
-    store.journal.append(
-        [ReportGroup(store.streams.stream_record("s0"), [report(i, i + 1) for i in range(5)])], NOW
-    )
-    before = model_points(store, "r1", None, Selection()).totals["lost"].tolist()
-    saved = {}
-    with store.engine.begin() as connection:
-        first = _empty_first_release(store.path.with_name("first.sqlite"))
-        with first.engine.begin() as target:
-            for name in ("run", "attempt", "stream", "layer", "report", "run_latest"):
-                columns = [row[1] for row in target.exec_driver_sql(f"PRAGMA table_info({name})")]
-                listed = ", ".join(f'"{column}"' for column in columns)
-                rows = connection.exec_driver_sql(f"SELECT {listed} FROM {name}").all()
-                marks = ", ".join("?" * len(columns))
-                target.exec_driver_sql(f"INSERT INTO {name} ({listed}) VALUES ({marks})", [tuple(r) for r in rows])
-                saved[name] = len(rows)
-    assert saved["report"] == 5
-    first.close()
-    first.open()
-    try:
-        assert model_points(first, "r1", None, Selection()).totals["lost"].tolist() == before
-        again = first.journal.append(
-            [ReportGroup(first.streams.stream_record("s0"), [report(0, 1), report(5, 6)])], NOW
-        )
-        assert [(outcome.accepted, outcome.duplicates) for outcome in again] == [(1, 1)]
-    finally:
-        first.close()
-
-
-def test_an_evaluation_of_before_is_made_again_and_nobody_has_changed_its_run(tmp_path):
-    """Its new columns are empty: what it is grouped by, and tokens/s."""
-    store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
-    store._engine = store._connect()
-    with store.writing() as connection:
-        migrate(connection, "0012")
-        for statement in (
-            "INSERT INTO run (run_id, project, name, notes, config, state, created_at, updated_at) "
-            "VALUES ('r1', 'p', 'r', '', '{}', 'finished', 5, 7)",
-            "INSERT INTO run_overview (run_id, updated_at, reports, overview) VALUES ('r1', 7, 0, '{}')",
-        ):
-            connection.execute(text(statement))
-    store.close()
-    store.open()
-    try:
-        assert (store.runs.get("r1").updated_at, store.runs.get("r1").changed_at) == (7, None)
-        assert [due.run_id for due in store.overviews.due(10)] == ["r1"]
-        keep_overview(store, store.overviews.due(1)[0])
-        assert store.overviews.due(10) == []
-    finally:
-        store.close()
-
-
-def _empty_first_release(path):
-    """A store whose schema is revision 0001, opened without migrating it further."""
-    store = SqliteStore(path, stale_after_seconds=600.0)
-    store._engine = store._connect()
-    with store.writing() as connection:
-        migrate(connection, "0001")
-    return store
 
 
 def test_migrating_twice_changes_nothing(store):

@@ -7,6 +7,7 @@ import itertools
 import tempfile
 import threading
 
+import numpy as np
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
@@ -18,14 +19,13 @@ from sqlalchemy import event, text
 
 from collage_monitor import wire
 from tests.server.reads import latest_point, model_points
-from tests.server.samples import report
+from tests.server.samples import LAYERS, STATISTICS, report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
 from tests.server.store.incidents import IncidentsContract
 from tests.server.store.parts import PartsContract
-from tests.server.store.postgresql import Cluster, programs_or_skip
+from tests.server.store.postgresql import SETTINGS, Cluster, programs_or_skip
 from tests.server.store.ranks import RanksContract
-from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import SealingContract
@@ -92,10 +92,6 @@ class TestPostgresqlIncidents(IncidentsContract):
 
 class TestPostgresqlReplicas(ReplicasContract):
     """Replicas compared, on PostgreSQL."""
-
-
-class TestPostgresqlReadable(ReadableContract):
-    """Numbers in real columns, on PostgreSQL."""
 
 
 def test_the_migrated_schema_is_that_of_the_code(store):
@@ -398,6 +394,35 @@ def test_reports_are_taken_in_two_round_trips(store, tmp_path):
         trace.seek(0)
         sides = [line.split("\t")[1] for line in trace if line.count("\t") > 2]
     assert [side for side, _ in itertools.groupby(sides)] == ["F", "B"] * 2
+
+
+def test_the_emptied_journal_s_space_is_used_again():
+    """Whenever autovacuum comes round: what is sealed would else take its space twice, and a third time."""
+    programs = programs_or_skip()
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(folder, programs, (*SETTINGS, "autovacuum=off"))
+        cluster.create()
+        cluster.start()
+        store = PostgresqlStore(cluster.url("postgres"), stale_after_seconds=600.0, limits=LIMITS)
+        store.migrate()
+        store.open()
+        try:
+            stream = StoreContract.fill(store)
+            sizes = []
+            for start in range(0, 5 * 320, 320):
+                values = np.random.default_rng(start).random((len(STATISTICS), len(LAYERS)))
+                StoreContract.append(
+                    store, stream, *(report(i, i + 1, values=values) for i in range(start, start + 320))
+                )
+                assert seal_all(store)
+                assert not store.journal.runs()
+                store.release_space()
+                with store.reading() as connection:
+                    sizes.append(connection.execute(text("SELECT pg_total_relation_size('report')")).scalar_one())
+            assert max(sizes[2:]) <= sizes[1], sizes
+        finally:
+            store.close()
+            cluster.stop()
 
 
 def test_what_was_acknowledged_survives_a_killed_cluster():

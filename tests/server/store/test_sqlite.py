@@ -22,7 +22,6 @@ from tests.server.store.events import EventsContract
 from tests.server.store.incidents import IncidentsContract
 from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
-from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import SealingContract
@@ -87,10 +86,6 @@ class TestSqliteIncidents(IncidentsContract):
 
 class TestSqliteReplicas(ReplicasContract):
     """Replicas compared, on SQLite."""
-
-
-class TestSqliteReadable(ReadableContract):
-    """Numbers in real columns, on SQLite."""
 
 
 def test_page_settings_are_in_force(store):

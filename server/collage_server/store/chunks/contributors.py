@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, Row, select
 
 from collage_server.store import schema
-from collage_server.store.records import IntArray, StreamRecord
+from collage_server.store.chunks.blobs import unpack_points
+from collage_server.store.records import IntArray
 from collage_server.store.rows import int_array, int_bytes
 
 __all__ = [
@@ -20,7 +21,6 @@ __all__ = [
     "pack_contributors",
     "rank_contributed",
     "read_contributors",
-    "stand_in_stream",
     "streams_of_last_point",
     "unfinished_steps",
 ]
@@ -45,11 +45,6 @@ class StepReports(NamedTuple):
 _WHOLE = StepReports(1, 1)
 Contributors = Mapping[int, Mapping[int, StepReports]]
 """Step → stream → how many of its reports are sealed."""
-
-
-def stand_in_stream(rank: int) -> int:
-    """A stand-in for the stream where an older server stored only a rank, and two processes had that rank."""
-    return -1 - rank
 
 
 def pack_contributors(
@@ -79,10 +74,8 @@ def rank_contributed(
     return found
 
 
-def streams_of_last_point(row: Row[Any]) -> set[int] | None:
-    """Of a part's row: the streams all of whose reports of its last point are sealed; None: unknown."""
-    if row.contributor_streams is None:
-        return None
+def streams_of_last_point(row: Row[Any]) -> set[int]:
+    """Of a part's row: the streams all of whose reports of its last point are sealed."""
     _, table = _unpack(row)
     unfinished = int_array(row.unfinished or b"").reshape(-1, 4)
     missing = unfinished[unfinished[:, 0] == row.last_step, 1]
@@ -94,20 +87,16 @@ def read_contributors(
     run_id: str,
     attempt: int,
     chunks: Collection[int],
-    streams: Collection[StreamRecord],
     rank: int | None = None,
 ) -> dict[int, dict[int, StepReports]]:
-    """Who of the attempt's `streams` contributed to each step of these chunks; of one `rank` alone, where given."""
+    """Which streams contributed to each step of these chunks; of one `rank` alone, where given."""
     found: dict[int, dict[int, StepReports]] = defaultdict(dict)
-    by_rank: dict[int, list[int]] = defaultdict(list)
-    for stream in streams:
-        by_rank[stream.rank].append(stream.number)
     for row in _rows(connection, run_id, attempt, chunks):
         ranks, table = _unpack(row)
-        numbers = _numbers(row, ranks, by_rank)
+        numbers = int_array(row.contributor_streams)
         missing = int_array(row.unfinished or b"").reshape(-1, 4).tolist()
         partial = {(step, number): StepReports(received, expected) for step, number, received, expected in missing}
-        steps = int_array(row.points).reshape(5, row.point_count)[1]
+        steps = unpack_points(row.points, row.point_count)[1]
         chosen = np.flatnonzero((ranks == rank) | (rank is None))
         for step, present in zip(steps.tolist(), table[:, chosen], strict=True):
             for number in numbers[chosen[present]].tolist():
@@ -122,22 +111,13 @@ def unfinished_steps(
     run_id: str,
     attempt: int,
     chunks: Collection[int],
-    streams: Collection[StreamRecord],
     rank: int,
 ) -> list[int]:
     """Steps of these chunks of which reports from the rank are missing."""
     if not any(row.unfinished for row in _rows(connection, run_id, attempt, chunks)):
         return []
-    found = read_contributors(connection, run_id, attempt, chunks, streams, rank)
+    found = read_contributors(connection, run_id, attempt, chunks, rank)
     return [step for step, counts in found.items() if not all(count.whole for count in counts.values())]
-
-
-def _numbers(row: Row[Any], ranks: IntArray, by_rank: Mapping[int, Sequence[int]]) -> IntArray:
-    """Streams of a part; what an older server wrote says only their ranks."""
-    if row.contributor_streams is not None:
-        return int_array(row.contributor_streams)
-    alone = {rank: held[0] for rank, held in by_rank.items() if len(held) == 1}
-    return np.array([alone.get(rank, stand_in_stream(rank)) for rank in ranks.tolist()], dtype=np.int64)
 
 
 def _rows(connection: Connection, run_id: str, attempt: int, chunks: Collection[int]) -> Sequence[Row[Any]]:

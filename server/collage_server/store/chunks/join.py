@@ -22,6 +22,7 @@ __all__ = [
     "has_layer_extremes",
     "join",
     "layer_extremes",
+    "merged_to_one",
     "model_extremes",
     "select_points",
 ]
@@ -190,7 +191,28 @@ def coarsen(table: Points, level: int, points: int, metrics: Sequence[str]) -> t
     return coarse, stored
 
 
-def merged(table: Points, starts: NDArray[np.intp]) -> Points:
+def merged_to_one(tables: Iterable[AttemptPoints]) -> AttemptPoints:
+    """All points of tables with the same totals, one table after the other, merged over their steps to one point.
+
+    Only one table is held at a time.
+    """
+    whole: AttemptPoints | None = None
+    for table in tables:
+        whole = merged(table if whole is None else _followed_by(whole, table), np.zeros(1, dtype=np.intp))
+    if whole is None:
+        raise ValueError("there is no table to merge")
+    return whole
+
+
+def _followed_by(first: AttemptPoints, second: AttemptPoints) -> AttemptPoints:
+    counted: dict[str, Any] = {
+        name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in POINT_COLUMNS
+    }
+    totals = {key: np.concatenate([values, second.totals[key]]) for key, values in first.totals.items()}
+    return replace(first, **counted, totals=totals)
+
+
+def merged(table: _Points, starts: NDArray[np.intp]) -> _Points:
     """Points merged over their steps: each from one of `starts` to the next."""
     ends = np.append(starts[1:], len(table.steps)) - 1
     return replace(

@@ -6,17 +6,15 @@ raises it in the transaction that drops the points, under the same locks, so no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from sqlalchemy import Connection, func, or_, select, update
 
 from collage_server.store import schema
-from collage_server.store.chunks.index import read_chunk_infos
 from collage_server.store.ranges import Ranges, contains, ranges_from_json
 from collage_server.store.rows import require_run
 
-__all__ = ["raise_lagging_horizons", "freeze", "frozen_step", "read_lagging_horizons"]
+__all__ = ["freeze", "frozen_step"]
 
 _LATEST: Final = schema.run_latest
 
@@ -45,29 +43,6 @@ def freeze(connection: Connection, run_id: str, attempt: int, step: int) -> bool
             return False
     _write(connection, run_id, attempt, step)
     return True
-
-
-def raise_lagging_horizons(connection: Connection, run_id: str, lagging: Mapping[int, int]) -> None:
-    """Raise the horizons of attempts to where points have been dropped already."""
-    for attempt, step in lagging.items():
-        _lock(connection, run_id, attempt)
-        _write(connection, run_id, attempt, step)
-
-
-def read_lagging_horizons(connection: Connection, run_id: str) -> dict[int, int]:
-    """The right horizon by attempt, where it lags behind frozen chunks: an older server dropped their points."""
-    wanted: dict[int, int] = {}
-    for info in read_chunk_infos(connection, [run_id])[run_id]:
-        if info.frozen:
-            wanted[info.attempt] = info.last_step
-    if not wanted:
-        return {}
-    lowest = func.min(func.coalesce(_LATEST.c.frozen_step, -1))
-    rows = connection.execute(
-        select(_LATEST.c.attempt, lowest).where(_LATEST.c.run_id == run_id).group_by(_LATEST.c.attempt)
-    )
-    known = {row[0]: row[1] for row in rows}
-    return {attempt: step for attempt, step in wanted.items() if known.get(attempt, step) < step}
 
 
 def _lock(connection: Connection, run_id: str, attempt: int) -> dict[str, Ranges]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
 import numpy as np
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
 from collage_monitor import wire
 from collage_monitor.errors import CatalogueError
@@ -21,15 +22,31 @@ from collage_server.store.journal.horizon import frozen_step
 from collage_server.store.ranges import count_numbers, ranges_from_json
 from collage_server.store.records import IntArray, StreamRecord
 from collage_server.store.rows import from_json, int_array, int_bytes, require_run, to_json
-from collage_server.store.runs.events import add_events, attempt_event, correct_event, rank_twice
+from collage_server.store.runs.events import (
+    add_events,
+    attempt_event,
+    conversion_event,
+    correct_event,
+    rank_twice,
+    unknown_statistics_event,
+)
 
-__all__ = ["StreamStore", "read_layers", "read_stream_records", "read_streams", "stream_record"]
+__all__ = [
+    "StreamStore",
+    "read_layers",
+    "read_stream_records",
+    "read_streams",
+    "stream_record",
+    "unknown_statistics",
+]
 
 _STREAM: Final = schema.stream
 _LAYER: Final = schema.layer
 _IDENTITY: Final = ("run_id", "stream_id", "attempt", "rank", "world_size", "process_id")
 _MOST_ELEMENTS: Final = 2**53
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_UNKNOWN: Final = "?"
+"""Stands before the stored name of a statistic that this server did not know: sealing drops its totals."""
 _LONGEST_STATISTIC: Final = 448
 """So that "minimum METRIC", with the same label, is no longer than a name: else its run could not be sealed."""
 
@@ -46,17 +63,18 @@ class StreamStore:
             require_run(connection, run_id, lock=True)
             table = schema.attempt
             mine = (table.c.run_id == run_id, table.c.launch_id == create.launch_id)
-            known = connection.execute(select(table).where(*mine)).first()
+            known = _read_attempt(connection, *mine)
             if known is not None:
                 first_step = min(known.first_step, create.first_step)
                 connection.execute(update(table).where(*mine).values(first_step=first_step))
-                number, created_at = known.attempt, known.created_at
-                correct_event(connection, run_id, attempt_event(number, first_step))
+                number, created_at, measured_from = known.attempt, known.created_at, known.measured_from
+                correct_event(connection, run_id, attempt_event(number, first_step, measured_from))
             else:
                 newest = connection.execute(
                     select(func.max(table.c.attempt)).where(table.c.run_id == run_id)
                 ).scalar()
                 number, first_step, created_at = (newest or 0) + 1, create.first_step, now
+                measured_from = None
                 connection.execute(
                     insert(table).values(
                         run_id=run_id,
@@ -66,13 +84,14 @@ class StreamStore:
                         created_at=now,
                     )
                 )
-                add_events(connection, run_id, [attempt_event(number, first_step)], now)
+                add_events(connection, run_id, [attempt_event(number, first_step, measured_from)], now)
             return wire.Attempt(
                 run_id=run_id,
                 attempt=number,
                 launch_id=create.launch_id,
                 first_step=first_step,
                 created_at=created_at,
+                measured_from=measured_from,
             )
 
     def create_stream(self, run_id: str, create: wire.StreamCreate, now: float) -> wire.Stream:
@@ -102,9 +121,7 @@ def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate
     require_run(connection, run_id, lock=True)
     _check_names(create)
     table = schema.attempt
-    attempt = connection.execute(
-        select(table.c.attempt).where(table.c.run_id == run_id, table.c.launch_id == create.launch_id)
-    ).scalar()
+    attempt = _read_attempt(connection, table.c.run_id == run_id, table.c.launch_id == create.launch_id)
     if attempt is None:
         raise NotFound(
             f"no attempt of run {run_id!r} has launch_id {create.launch_id!r}; "
@@ -114,9 +131,34 @@ def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate
     known = connection.execute(select(_STREAM).where(_STREAM.c.stream_id == create.stream_id)).first()
     positions = _extend_dictionary(connection, run_id, create.layers)
     if known is not None:
-        _extend(connection, known, run_id, attempt, create, positions)
+        _extend(connection, known, run_id, attempt.attempt, create, positions)
     else:
-        _insert_stream(connection, run_id, attempt, create, positions, now)
+        _insert_stream(connection, run_id, attempt.attempt, create, positions, now)
+    if create.statistics:
+        _measures(connection, attempt, create)
+        if unknown := unknown_statistics(map(_stored_name, create.statistics)):
+            add_events(connection, run_id, [unknown_statistics_event(unknown, attempt.attempt)], now)
+    if create.watch is not None and create.watch.conversion is not None:
+        add_events(connection, run_id, [conversion_event(attempt.attempt, create.watch.conversion)], now)
+
+
+def _read_attempt(connection: Connection, *which: ColumnElement[bool]) -> Row[Any] | None:
+    statement = select(schema.attempt, schema.measured_attempt.c.measured_from).select_from(schema.attempts)
+    return connection.execute(statement.where(*which)).first()
+
+
+def _measures(connection: Connection, attempt: Row[Any], create: wire.StreamCreate) -> None:
+    """Let the attempt hide older ones from the lowest step on from which one of its streams measures."""
+    begin = attempt.first_step if create.measured_from is None else create.measured_from
+    if attempt.measured_from is not None and attempt.measured_from <= begin:
+        return
+    table = schema.measured_attempt
+    mine = {"run_id": attempt.run_id, "attempt": attempt.attempt}
+    if attempt.measured_from is None:
+        connection.execute(insert(table).values(**mine, measured_from=begin))
+    else:
+        connection.execute(update(table).filter_by(**mine).values(measured_from=begin))
+    correct_event(connection, attempt.run_id, attempt_event(attempt.attempt, attempt.first_step, begin))
 
 
 def _check_names(create: wire.StreamCreate) -> None:
@@ -146,10 +188,20 @@ def _check_names(create: wire.StreamCreate) -> None:
                 field="statistics",
                 limit=_LONGEST_STATISTIC,
             )
-        try:
-            statistic(key)
-        except CatalogueError as error:
-            raise Unprocessable(f"statistics: {error}", field="statistics") from error
+
+
+def _stored_name(key: str) -> str:
+    """What a declared statistic is stored as."""
+    try:
+        statistic(key)
+    except CatalogueError:
+        return _UNKNOWN + key
+    return key
+
+
+def unknown_statistics(stored: Iterable[str]) -> list[str]:
+    """Of statistics as they are stored, the names of those whose totals are dropped."""
+    return [key.removeprefix(_UNKNOWN) for key in stored if key.startswith(_UNKNOWN)]
 
 
 def _extend_dictionary(connection: Connection, run_id: str, layers: list[wire.Layer]) -> IntArray:
@@ -219,7 +271,7 @@ def _insert_stream(
 
 def _declared(create: wire.StreamCreate, positions: IntArray) -> dict[str, Any]:
     return {
-        "statistics": to_json(create.statistics),
+        "statistics": to_json([_stored_name(key) for key in create.statistics]),
         "layers": int_bytes(positions),
         "elements": int_bytes(np.array([layer.elements for layer in create.layers], dtype=np.int64)),
         "replicas": int_bytes(np.array([layer.replica for layer in create.layers], dtype=np.int64)),
@@ -244,14 +296,15 @@ def _extend(
     declared = _declared(create, positions)
     old_statistics = from_json(known.statistics)
     shorter = min(len(old_statistics), len(create.statistics))
-    if old_statistics[:shorter] != create.statistics[:shorter]:
+    if [key.removeprefix(_UNKNOWN) for key in old_statistics[:shorter]] != create.statistics[:shorter]:
         raise Conflict("statistics: may only be appended to those declared before", field="statistics")
     size = min(len(known.layers), len(declared["layers"]))
     if known.layers[:size] != declared["layers"][:size]:
         raise Conflict("layers: may only be appended to those declared before", field="layers")
     values: dict[str, Any] = {}
     if len(create.statistics) > len(old_statistics):
-        values["statistics"] = declared["statistics"]
+        # What was unknown when it was declared stays so: totals have been dropped.
+        values["statistics"] = to_json([*old_statistics, *from_json(declared["statistics"])[shorter:]])
     if len(declared["layers"]) > len(known.layers):
         values.update({name: declared[name] for name in ("layers", "elements", "replicas")})
     is_late = len(create.statistics) < len(old_statistics) or len(declared["layers"]) < len(known.layers)
@@ -326,7 +379,8 @@ def _described(record: StreamRecord, latest: Row[Any]) -> wire.Stream:
     return wire.Stream(
         **{name: getattr(record, name) for name in _IDENTITY},
         layers=len(record.layers),
-        statistics=list(record.statistics),
+        statistics=[key for key in record.statistics if not key.startswith(_UNKNOWN)],
+        unknown_statistics=unknown_statistics(record.statistics),
         watch=record.watch,
         **_arrived(latest),
     )

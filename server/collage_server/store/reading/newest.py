@@ -18,7 +18,7 @@ import numpy as np
 from sqlalchemy import Connection, func, select, tuple_
 
 from collage_server.store import schema
-from collage_server.store.chunks.blobs import ALL_RANKS, select_rows
+from collage_server.store.chunks.blobs import ALL_RANKS, select_rows, unpack_totals
 from collage_server.store.chunks.contributors import streams_of_last_point
 from collage_server.store.chunks.index import LEVELS
 from collage_server.store.reading.assemble import RowsByStep, merge_rows
@@ -174,10 +174,11 @@ def _measured_streams(connection: Connection, run_ids: Sequence[str]) -> Sequenc
 def _bounds(connection: Connection, run_ids: Sequence[str]) -> dict[tuple[str, int], int]:
     """(run, attempt) → the step from which newer attempts hide it."""
     table = schema.attempt
-    attempts: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    statement = select(table.c.run_id, table.c.attempt, table.c.first_step).where(table.c.run_id.in_(run_ids))
-    for run_id, attempt, first_step in connection.execute(statement).all():
-        attempts[run_id].append((attempt, first_step))
+    attempts: dict[str, list[tuple[int, int | None]]] = defaultdict(list)
+    columns = (table.c.run_id, table.c.attempt, schema.measured_attempt.c.measured_from)
+    statement = select(*columns).select_from(schema.attempts).where(table.c.run_id.in_(run_ids))
+    for run_id, attempt, measured_from in connection.execute(statement).all():
+        attempts[run_id].append((attempt, measured_from))
     return {
         (run_id, attempt): bound
         for run_id, known in attempts.items()
@@ -281,7 +282,8 @@ def _sealed_model(
         connection, "model_chunk", _LEVEL, chunks, columns, condition, {"rank": ALL_RANKS}, ("part",), spans
     ):
         for run_id, _, _, _, count, held, data in rows:
-            pairs = zip(int_array(held).tolist(), _last_point(data, count).tolist(), strict=True)
+            numbers = int_array(held).tolist()
+            pairs = zip(numbers, unpack_totals(data, len(numbers), count)[:, -1].tolist(), strict=True)
             yield run_id, {names[run_id][number]: value for number, value in pairs if number in names[run_id]}
 
 

@@ -56,7 +56,6 @@ def plan_read(
             view.run_id,
             attempt,
             [chunk for owner, chunk in late if owner == attempt],
-            view.streams_of(attempt),
             selection.rank,
         )
         for attempt in {attempt for attempt, _ in late}

@@ -6,9 +6,8 @@ Several runs are read together: as many statements as one run takes, and one pas
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,11 @@ from collage_server.store.chunks.blobs import (
 )
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
-from collage_server.store.chunks.index import read_chunk_infos
+from collage_server.store.chunks.index import ChunkInfo, read_chunk_infos
 from collage_server.store.chunks.join import AttemptPoints, has_layer_extremes, join, select_points
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.plan import ReadPlan, plan_read
-from collage_server.store.reading.run_view import RunView, chosen_layers, is_known, read_views
+from collage_server.store.reading.run_view import RunView, RunViews, chosen_layers, is_known
 from collage_server.store.records import FloatArray, IntArray, LatestPoint, Points, Selection
 from collage_server.store.runs.latest import newest_measured_step
 
@@ -48,25 +47,19 @@ Tables = dict[str, list[AttemptPoints]]
 
 def read_points(
     connection: Connection,
+    views: RunViews,
     run_ids: Sequence[str],
     wanted: Collection[str] | None,
     selection: Selection,
     cache: ColumnCache,
-    known: Views = MappingProxyType({}),
 ) -> dict[str, Points]:
     """Totals by run: only those of `wanted` (None: all), of the model or by layer as the selection says.
 
-    Several runs are read by layer together only where the selection names the layers. `known`: views of runs, with
-    their whole dictionaries, that this snapshot has read already.
+    Several runs are read by layer together only where the selection names the layers.
     """
     if selection.by_layer and not all(map(has_layer_extremes, selection.extremes_of)):
         selection = replace(selection, points=None, extremes_of=())
-    views: Views
-    if all(run_id in known for run_id in run_ids):
-        views = {run_id: known[run_id] for run_id in run_ids}
-    else:
-        views = read_views(connection, run_ids, _needed(wanted, selection))
-    return points_of_views(connection, views, wanted, selection, cache)
+    return points_of_views(connection, views.of(run_ids, _needed(wanted, selection)), wanted, selection, cache)
 
 
 def points_of_views(
@@ -89,7 +82,7 @@ def points_of_views(
         ).items():
             tables[run_id] += found
     for run_id, plan in plans.items():
-        tables[run_id] += _unsealed_model(views[run_id], plan, wanted)
+        tables[run_id] += _unsealed_model(views[run_id], plan, wanted, selection)
     return _joined(views, tables, selection)
 
 
@@ -112,11 +105,7 @@ def _layer_points(
         for run_id, more in found.items():
             tables[run_id] += more
     for run_id, plan in plans.items():
-        view = views[run_id]
-        for attempt, rows in sorted(plan.unsealed.items()):
-            contributors = plan.contributors.get(attempt, {})
-            keys = view.statistics(wanted)
-            tables[run_id].append(unsealed.layer_table(view, attempt, rows, keys, positions[run_id], contributors))
+        tables[run_id] += _unsealed_layers(views[run_id], plan, wanted, selection, positions[run_id])
     return _joined(views, tables, selection, list(next(iter(chosen.values()))))
 
 
@@ -184,12 +173,20 @@ def _plans(
     """What is read of each run; of those in `layerwise` the journal's layers, else its model vectors."""
     for view in views.values():
         view.check_rank(selection.rank)
-    infos = read_chunk_infos(connection, list(views))
+    infos = _chunk_infos(connection, views)
     plain = {run_id: view for run_id, view in views.items() if run_id not in layerwise}
     others = {run_id: view for run_id, view in views.items() if run_id in layerwise}
     reports = unsealed.read_unsealed(connection, plain, selection, layers=False)
     reports |= unsealed.read_unsealed(connection, others, selection, layers=True)
     return {run_id: plan_read(view, reports[run_id], selection, infos[run_id]) for run_id, view in views.items()}
+
+
+def _chunk_infos(connection: Connection, views: Views) -> dict[str, Sequence[ChunkInfo]]:
+    """What chunks each run has, read once a view."""
+    unread = [run_id for run_id, view in views.items() if view.chunk_infos is None]
+    for run_id, infos in (read_chunk_infos(connection, unread) if unread else {}).items():
+        views[run_id].chunk_infos = infos
+    return {run_id: view.chunk_infos or () for run_id, view in views.items()}
 
 
 def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:
@@ -200,21 +197,31 @@ def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:
     return dict(levels)
 
 
-def _unsealed_model(view: RunView, plan: ReadPlan, wanted: Collection[str] | None) -> list[AttemptPoints]:
+def _unsealed_model(
+    view: RunView, plan: ReadPlan, wanted: Collection[str] | None, selection: Selection
+) -> Iterator[AttemptPoints]:
     keys = view.statistics(wanted)
-    return [
-        _model_table(view, attempt, rows, keys, plan.contributors.get(attempt, {}))
-        for attempt, rows in plan.unsealed.items()
-    ]
+    positions = np.array(list(view.layers.values()) if view.replicas_beside_shards else [], dtype=np.int64)
+
+    def table_of(attempt: int, rows: Sequence[Any], contributors: Contributors) -> AttemptPoints:
+        if not view.replicas_beside_shards:
+            return unsealed.model_table(view, attempt, rows, keys, contributors)
+        return unsealed.model_of(unsealed.layer_table(view, attempt, rows, keys, positions, contributors))
+
+    row_bytes = 8 * len(keys) * max(len(positions), 1)
+    return unsealed.merged_tables(view, plan.unsealed, plan.contributors, selection, row_bytes, table_of)
 
 
-def _model_table(
-    view: RunView, attempt: int, rows: Sequence[Any], keys: Sequence[str], contributors: Contributors
-) -> AttemptPoints:
-    if not view.replicas_beside_shards:
-        return unsealed.model_table(view, attempt, rows, keys, contributors)
-    positions = np.array(list(view.layers.values()), dtype=np.int64)
-    return unsealed.model_of(unsealed.layer_table(view, attempt, rows, keys, positions, contributors))
+def _unsealed_layers(
+    view: RunView, plan: ReadPlan, wanted: Collection[str] | None, selection: Selection, positions: IntArray
+) -> Iterator[AttemptPoints]:
+    keys = view.statistics(wanted)
+
+    def table_of(attempt: int, rows: Sequence[Any], contributors: Contributors) -> AttemptPoints:
+        return unsealed.layer_table(view, attempt, rows, keys, positions, contributors)
+
+    row_bytes = 8 * len(keys) * len(positions)
+    return unsealed.merged_tables(view, plan.unsealed, plan.contributors, selection, row_bytes, table_of)
 
 
 def _check_one_rank(views: Views, rank: int) -> None:
@@ -269,7 +276,7 @@ def _model_of_rank(
     there = np.zeros(len(points.steps), dtype=bool)
     numbers = chunks[view.run_id, attempt]
     contributed = rank_contributed(connection, view.run_id, attempt, numbers, rank)
-    unfinished = unfinished_steps(connection, view.run_id, attempt, numbers, view.streams_of(attempt), rank)
+    unfinished = unfinished_steps(connection, view.run_id, attempt, numbers, rank)
     for (chunk, part), (present, only_one) in contributed.items():
         start = points.where[view.run_id, attempt, chunk, part]
         place = slice(start, start + len(present))

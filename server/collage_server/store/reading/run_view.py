@@ -6,22 +6,25 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, Select, select
+from sqlalchemy import Connection, Row, Select, select
 
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
 from collage_server.errors import NotFound
 from collage_server.store import schema
-from collage_server.store.journal.streams import stream_record
+from collage_server.store.chunks.index import ChunkInfo
+from collage_server.store.journal.streams import stream_record, unknown_statistics
 from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.records import StreamRecord
 from collage_server.store.rows import among, require_runs
 from collage_server.store.runs.latest import first_hidden_steps, newest_logged_steps
+from collage_server.store.runs.runs import attempts_of_runs, rows_by_run
 
-__all__ = ["UNBOUNDED", "RunView", "chosen_layers", "is_known", "read_entries", "read_views"]
+__all__ = ["UNBOUNDED", "RunView", "RunViews", "chosen_layers", "is_known", "read_entries", "read_views"]
 
 UNBOUNDED: Final = 2**62
 _NAMES_A_STATEMENT: Final = 10_000
@@ -32,23 +35,27 @@ class _Rows:
     """What the database holds of a run's streams and attempts."""
 
     streams: list[StreamRecord] = field(default_factory=list)
-    attempts: list[tuple[int, int]] = field(default_factory=list)
+    attempts: list[Row[Any]] = field(default_factory=list)
     sealed: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, str] = field(default_factory=dict)
 
 
 class RunView:
-    """One run, as one transaction sees it."""
+    """One run, as one transaction sees it. What chunks it has and which reports wait is kept once it was read."""
 
     def __init__(self, connection: Connection, run_id: str, rows: _Rows | None = None) -> None:
         rows = rows or _read(connection, [run_id])[run_id]
         self.connection = connection
         self.run_id = run_id
         self.streams = {record.stream_id: record for record in rows.streams}
-        self.attempts = rows.attempts
+        self.attempt_rows = rows.attempts
+        self.attempts = [(row.attempt, row.measured_from) for row in rows.attempts]
         self.first_hidden_steps = first_hidden_steps(self.attempts)
         self.sealed_ranges = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
         self._scalars = rows.scalars
+        self.chunk_infos: Sequence[ChunkInfo] | None = None
+        self.unsealed: dict[type, dict[int, list[Any]]] = {}
+        """All reports that wait, by kind of row and attempt."""
 
     @cached_property
     def world_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -57,11 +64,11 @@ class RunView:
         for record in self.streams.values():
             sizes[record.attempt] = max(record.world_size, sizes.get(record.attempt, 1))
         found: list[tuple[int, int]] = []
-        for attempt, first_step in sorted(self.attempts):
-            if attempt in sizes:
-                while found and found[-1][0] >= first_step:
+        for attempt, measured_from in sorted(self.attempts):
+            if attempt in sizes and measured_from is not None:
+                while found and found[-1][0] >= measured_from:
                     found.pop()
-                found.append((first_step, sizes[attempt]))
+                found.append((measured_from, sizes[attempt]))
         return tuple(found) or ((0, 1),)
 
     def check_rank(self, rank: int | None) -> None:
@@ -103,7 +110,8 @@ class RunView:
     @property
     def has_unknown_statistics(self) -> bool:
         """Whether a newer server took statistics that this one cannot merge."""
-        return not all(map(is_known, self._declared))
+        dropped = len(unknown_statistics(self._declared))
+        return sum(not is_known(key) for key in self._declared) > dropped
 
     @cached_property
     def _declared(self) -> dict[str, None]:
@@ -186,6 +194,43 @@ def chosen_layers(
     return {run_id: {name: held[name] for name in names} for run_id, held in found.items()}
 
 
+class RunViews:
+    """Views of runs that one transaction sees, each read once; of dictionaries they know what was asked for."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._views: dict[str, RunView] = {}
+        self._known: dict[str, set[str] | None] = {}
+        """Keys of the dictionary that were asked for; None: all."""
+
+    def of(self, run_ids: Sequence[str], keys: Collection[str] | None = None) -> dict[str, RunView]:
+        """Views in the order given, that know `keys` of the dictionary of what chunks hold (None: all).
+
+        Raises:
+            NotFound, Gone: one of the runs is not there.
+        """
+        ids = list(dict.fromkeys(run_ids))
+        unread = [run_id for run_id in ids if run_id not in self._views]
+        for run_id, view in (read_views(self._connection, unread, keys=()) if unread else {}).items():
+            self._views[run_id], self._known[run_id] = view, set()
+        lacking = [run_id for run_id in ids if not self._knows(run_id, keys)]
+        for run_id, entries in (read_entries(self._connection, lacking, keys) if lacking else {}).items():
+            view, known = self._views[run_id], self._known[run_id]
+            view.entries = dict(sorted({**view.entries, **entries}.items(), key=itemgetter(1)))
+            self._known[run_id] = None if keys is None or known is None else known.union(keys)
+        return {run_id: self._views[run_id] for run_id in ids}
+
+    def attempts(self, run_ids: Sequence[str]) -> dict[str, list[Row[Any]]] | None:
+        """The attempts of these runs, oldest first, if the views of all were read."""
+        if not all(run_id in self._views for run_id in run_ids):
+            return None
+        return {run_id: self._views[run_id].attempt_rows for run_id in run_ids}
+
+    def _knows(self, run_id: str, keys: Collection[str] | None) -> bool:
+        known = self._known[run_id]
+        return known is None or (keys is not None and known.issuperset(keys))
+
+
 def read_views(
     connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
 ) -> dict[str, RunView]:
@@ -206,27 +251,25 @@ def read_views(
 
 def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
     found: dict[str, _Rows] = {run_id: _Rows() for run_id in run_ids}
-    streams, attempts = _streams_and_attempts()
-    rows: Sequence[Any] = connection.execute(streams, {"run_ids": run_ids}).all()
+    rows: Sequence[Any] = connection.execute(_streams_of_runs(), {"run_ids": run_ids}).all()
     for row in rows:
         found[row.run_id].streams.append(stream_record(row))
         found[row.run_id].sealed[row.stream_id] = row.sealed
         found[row.run_id].scalars[row.stream_id] = row.scalars
     require_runs(connection, [run_id for run_id, rows in found.items() if not rows.streams])
-    for run_id, number, first in connection.execute(attempts, {"run_ids": run_ids}).all():
-        found[run_id].attempts.append((number, first))
+    for run_id, attempts in rows_by_run(connection, attempts_of_runs(), run_ids).items():
+        found[run_id].attempts.extend(attempts)
     return found
 
 
 @cache
-def _streams_and_attempts() -> tuple[Select[Any], Select[Any]]:
-    run, stream, latest, attempt = schema.run, schema.stream, schema.run_latest, schema.attempt
+def _streams_of_runs() -> Select[Any]:
+    run, stream, latest = schema.run, schema.stream, schema.run_latest
     there = stream.join(run, run.c.run_id == stream.c.run_id).join(
         latest, (latest.c.run_id == stream.c.run_id) & (latest.c.stream_id == stream.c.stream_id)
     )
     streams = select(*stream.c, latest.c.sealed, latest.c.scalars).select_from(there).where(among(stream.c.run_id))
-    attempts = select(attempt.c.run_id, attempt.c.attempt, attempt.c.first_step).where(among(attempt.c.run_id))
-    return streams.order_by(stream.c.stream), attempts
+    return streams.order_by(stream.c.stream)
 
 
 def read_entries(

@@ -1,11 +1,15 @@
-"""Logged scalars: sealed parts and journal joined, by name."""
+"""Logged scalars: sealed parts and journal joined, by name.
+
+An attempt that measures hides all that older ones logged from there on. What an attempt logs under a name hides
+what older ones logged under it, from the attempt's first value of that name on: the values themselves tell it.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any, Final
@@ -16,10 +20,11 @@ from sqlalchemy import Connection, Row, TextClause, select, text
 from collage_server.store import schema
 from collage_server.store.reading.assemble import RowOrigins, group_steps, visible
 from collage_server.store.reading.newest import sealed_steps
-from collage_server.store.reading.run_view import UNBOUNDED, RunView, read_views
+from collage_server.store.reading.run_view import UNBOUNDED, RunView
 from collage_server.store.reading.unsealed import ScalarRow, unsealed_rows
 from collage_server.store.records import FloatArray, ScalarPoints, Selection, StreamRecord
 from collage_server.store.rows import scalars_from_json
+from collage_server.store.runs.latest import first_hidden_steps
 
 __all__ = ["read_newest_scalars", "read_scalar_points"]
 
@@ -48,10 +53,9 @@ class _LoggedValues:
 
 
 def read_scalar_points(
-    connection: Connection, run_ids: Sequence[str], names: Collection[str] | None, selection: Selection
+    connection: Connection, views: Mapping[str, RunView], names: Collection[str] | None, selection: Selection
 ) -> dict[str, dict[str, ScalarPoints]]:
     """Logged values by run and name: a rank's last word on a step counts, then the mean over the ranks."""
-    views = read_views(connection, run_ids, keys=())
     for view in views.values():
         view.check_rank(selection.rank)
     return _read(connection, views, names, selection, {})
@@ -186,6 +190,9 @@ def _read_journal(
     selection: Selection,
     found: dict[str, dict[tuple[str, str], _LoggedValues]],
 ) -> None:
+    if any(len(view.attempts) > 1 for view in views.values()):
+        # Where an attempt began to log a name may lie before what is asked for.
+        selection = replace(selection, first_step=None)
     for stream, row in unsealed_rows(connection, views, ScalarRow, "scalars", selection):
         held = found[stream.run_id]
         for name, value in scalars_from_json(row.scalars).items():
@@ -220,7 +227,7 @@ def _merge(view: RunView, members: list[_LoggedValues], selection: Selection) ->
         steps=joined[0].astype(np.int64),
         times=joined[1],
     )
-    seen = visible(origins, view.first_hidden_steps)
+    seen = visible(origins, first_hidden_steps(_begins(view, tables)))
     if selection.first_step is not None:
         seen &= origins.steps >= selection.first_step
     if selection.last_step is not None:
@@ -230,3 +237,11 @@ def _merge(view: RunView, members: list[_LoggedValues], selection: Selection) ->
         sums = np.bincount(grouped.points, weights=joined[2][seen], minlength=len(grouped.steps))
     counts = np.bincount(grouped.points, minlength=len(grouped.steps))
     return ScalarPoints(grouped.steps, grouped.times, sums / np.maximum(counts, 1))
+
+
+def _begins(view: RunView, tables: Sequence[tuple[StreamRecord, FloatArray]]) -> list[tuple[int, int | None]]:
+    """(attempt, the step from which it hides what older ones logged under a name), from all values of that name."""
+    begins = {attempt: UNBOUNDED if begin is None else begin for attempt, begin in view.attempts}
+    for stream, table in tables:
+        begins[stream.attempt] = min(begins[stream.attempt], int(table[0].min(initial=UNBOUNDED)))
+    return list(begins.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Final
@@ -16,7 +16,7 @@ from collage_server.store.engine.database import Database
 from collage_server.store.journal.streams import read_layers, read_streams
 from collage_server.store.reading.newest import read_newest_reports
 from collage_server.store.reading.points import read_latest, read_points
-from collage_server.store.reading.run_view import RunView, read_views
+from collage_server.store.reading.run_view import RunViews, read_views
 from collage_server.store.reading.scalars import read_newest_scalars, read_scalar_points
 from collage_server.store.records import (
     FloatArray,
@@ -86,7 +86,7 @@ class Snapshot:
         self._connection = connection
         self._caches = caches
         self._stale_after_seconds = stale_after_seconds
-        self._views: Mapping[str, RunView] = {}
+        self._views = RunViews(connection)
 
     def run_page(self, query: RunQuery, now: float) -> RunPageRecord:
         """A page of runs, newest first."""
@@ -94,11 +94,15 @@ class Snapshot:
 
     def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
         """Several runs, in the order given."""
-        return read_records(self._connection, run_ids)
+        return read_records(self._connection, run_ids, self._views.attempts(run_ids))
 
     def layers(self, run_id: str) -> list[wire.Layer]:
         """The run's layers in the order in which they were first seen."""
         return read_layers(self._connection, run_id)
+
+    def layer_count(self, run_id: str) -> int:
+        """How many layers the run has."""
+        return len(self._views.of([run_id], keys=())[run_id].layers)
 
     def streams(self, run_id: str) -> list[wire.Stream]:
         """The run's streams, by attempt and rank."""
@@ -112,17 +116,17 @@ class Snapshot:
         self, run_ids: Sequence[str], keys: Collection[str] | None, selection: Selection
     ) -> dict[str, Points]:
         """Totals of each run, only those of `keys` (None: all)."""
-        return read_points(self._connection, run_ids, keys, selection, self._caches.columns, self._views)
+        return read_points(self._connection, self._views, run_ids, keys, selection, self._caches.columns)
 
     def scalars(
         self, run_ids: Sequence[str], names: Collection[str] | None, selection: Selection
     ) -> dict[str, dict[str, ScalarPoints]]:
         """Logged values by run and name, only `names` (None: all)."""
-        return read_scalar_points(self._connection, run_ids, names, selection)
+        return read_scalar_points(self._connection, self._views.of(run_ids, keys=()), names, selection)
 
     def newest_scalars(self, run_ids: Sequence[str], count: int) -> dict[str, dict[str, FloatArray]]:
         """The last `count` logged values by run and name, oldest first."""
-        return read_newest_scalars(self._connection, read_views(self._connection, run_ids, keys=()), count)
+        return read_newest_scalars(self._connection, self._views.of(run_ids, keys=()), count)
 
     def newest_reports(self, run_ids: Sequence[str], layer_keys: Collection[str]) -> dict[str, NewestReport]:
         """The newest measured step of those runs of which one report a rank, or one sealed part, says it all.
@@ -146,9 +150,8 @@ class Snapshot:
         unknown = [run_id for run_id, point in found.items() if point is None]
         for start in range(0, len(unknown), _RUNS_AT_ONCE):
             some = unknown[start : start + _RUNS_AT_ONCE]
-            views = read_views(self._connection, some)
             # Of a single run more is asked in a moment, such as its worst layers; of a page of them not.
-            self._views = views if len(run_ids) == 1 else self._views
+            views = self._views.of(some) if len(run_ids) == 1 else read_views(self._connection, some)
             read = read_latest(self._connection, views, self._stale_after_seconds, self._caches.columns)
             for run_id, point in read.items():
                 found[run_id] = point

@@ -1,6 +1,8 @@
 """Reports that are not sealed into chunks yet: read from the journal and merged to points.
 
-The journal of a run is bounded, so all of it is read at once.
+The journal of a run is bounded, so all of it is read at once. What becomes of it is not: a short report may hold
+few of the layers and statistics that its stream declares, and a point has room for all of them. Where that is too
+much, steps are merged as they are read.
 """
 
 from __future__ import annotations
@@ -10,25 +12,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from sqlalchemy import Connection, Row
 
 from collage_monitor.statistics import Totals, reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
-from collage_server.store.chunks.contributors import Contributors, StepReports, stand_in_stream
-from collage_server.store.chunks.join import AttemptPoints
+from collage_server.store.chunks.contributors import Contributors, StepReports
+from collage_server.store.chunks.join import AttemptPoints, merged_to_one
 from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas, model_replica
 from collage_server.store.journal.reports import read_reports
 from collage_server.store.reading.assemble import RowOrigins, group_steps, merge_rows, visible
-from collage_server.store.reading.run_view import RunView
+from collage_server.store.reading.run_view import UNBOUNDED, RunView
 from collage_server.store.records import FloatArray, IntArray, Selection, StreamRecord
 
 __all__ = [
     "ScalarRow",
     "UnsealedReports",
     "layer_table",
+    "merged_tables",
     "model_of",
     "model_table",
     "read_unsealed",
@@ -76,6 +79,9 @@ class ScalarRow(NamedTuple):
     scalars: str
 
 
+_MOST_BYTES: Final = 2**26
+"""Of totals of single steps that stand in memory; of more, where few points are wanted, steps are merged first."""
+_BYTES_AT_ONCE: Final = 2**23
 _Kind = TypeVar("_Kind", ModelRow, LayerRow, ScalarRow)
 UnsealedReports = Mapping[int, Sequence[Any]]
 """Journal rows that are not sealed yet, by attempt, in order of `seq`."""
@@ -86,12 +92,29 @@ def read_unsealed(
 ) -> dict[str, dict[int, list[Any]]]:
     """Unsealed measured reports by run and attempt, for `layer_table` or for `model_table`."""
     kind, present = (LayerRow, "statistics") if layers else (ModelRow, "model")
-    found: dict[str, dict[int, list[Any]]] = {run_id: defaultdict(list) for run_id in views}
-    for stream, row in unsealed_rows(connection, views, kind, present, selection):  # type: ignore[type-var]
+    known = {run_id: _selected(view, kind, selection) for run_id, view in views.items() if kind in view.unsealed}
+    unread = {run_id: view for run_id, view in views.items() if run_id not in known}
+    found: dict[str, dict[int, list[Any]]] = {run_id: defaultdict(list) for run_id in unread}
+    for stream, row in unsealed_rows(connection, unread, kind, present, selection):  # type: ignore[type-var]
         found[stream.run_id][stream.attempt].append(row)
     for by_attempt in found.values():
         for rows in by_attempt.values():
             rows.sort(key=attrgetter("seq"))
+    if selection.first_step is selection.last_step is selection.rank is None and len(views) == 1:
+        for run_id, view in unread.items():
+            view.unsealed[kind] = found[run_id]
+    return found | known
+
+
+def _selected(view: RunView, kind: type, selection: Selection) -> dict[int, list[Any]]:
+    """Of the reports that the view has read already those that the selection is about."""
+    first, rank = selection.first_step or 0, selection.rank
+    last = UNBOUNDED if selection.last_step is None else selection.last_step
+    found: dict[int, list[Any]] = defaultdict(list)
+    for attempt, rows in view.unsealed[kind].items():
+        for row in rows:
+            if first <= row.step <= last and rank in (None, view.streams[row.stream_id].rank):
+                found[attempt].append(row)
     return found
 
 
@@ -105,6 +128,53 @@ def unsealed_rows(
         wanted = stream is not None and selection.rank in (None, stream.rank)
         if stream is not None and wanted and not views[row.run_id].is_sealed(row.stream_id, row.seq):
             yield stream, row
+
+
+def merged_tables(
+    view: RunView,
+    reports: UnsealedReports,
+    contributors: Mapping[int, Contributors],
+    selection: Selection,
+    row_bytes: int,
+    table_of: Callable[[int, Sequence[Row[Any]], Contributors], AttemptPoints],
+) -> Iterator[AttemptPoints]:
+    """The tables that `table_of` makes of (attempt, rows, contributors), `row_bytes` a row.
+
+    Together they hold a point a step; but not much more than the points wanted, if all steps' are too many bytes.
+    """
+    count = sum(map(len, reports.values()))
+    wanted = None if selection.extremes_of else selection.points
+    level = 1
+    if wanted is not None and count * row_bytes > _MOST_BYTES:
+        steps = sum(len({row.step for row in rows}) for rows in reports.values())
+        level = max(steps // wanted, 1)
+    for attempt, rows in sorted(reports.items()):
+        held = contributors.get(attempt, {})
+        # Reports of steps that are sealed in part are joined to those, step by step.
+        end = max(held, default=-1)
+        late = rows if level == 1 else [row for row in rows if row.step <= end]
+        if late or level == 1:
+            yield table_of(attempt, late, held)
+        if level > 1:
+            fresh = [row for row in rows if end < row.step < view.first_hidden_step(attempt)]
+            yield from _merged_points(attempt, fresh, level, row_bytes, table_of)
+
+
+def _merged_points(
+    attempt: int,
+    rows: Sequence[Row[Any]],
+    level: int,
+    row_bytes: int,
+    table_of: Callable[[int, Sequence[Row[Any]], Contributors], AttemptPoints],
+) -> Iterator[AttemptPoints]:
+    """Tables of one point each, made of `level` steps, of so few of them at a time that they take little memory."""
+    ordered = sorted(rows, key=attrgetter("step"))
+    steps = [list(members) for _, members in itertools.groupby(ordered, attrgetter("step"))]
+    width = max(_BYTES_AT_ONCE // max(row_bytes * max(map(len, steps), default=1), 1), 1)
+    for start in range(0, len(steps), level):
+        end = min(start + level, len(steps))
+        blocks = (steps[place : min(place + width, end)] for place in range(start, end, width))
+        yield merged_to_one(table_of(attempt, list(itertools.chain(*block)), {}) for block in blocks)
 
 
 def model_table(
@@ -190,9 +260,7 @@ def _another_is_sealed(view: RunView, row: Row[Any], contributors: Contributors)
         return False
     own = view.streams[row.stream_id]
     others = (number for number in contributors.get(row.step, ()) if number != own.number)
-    return any(
-        number == stand_in_stream(own.rank) or view.ranks_by_stream.get(number) == own.rank for number in others
-    )
+    return any(view.ranks_by_stream.get(number) == own.rank for number in others)
 
 
 def _origins(view: RunView, rows: Sequence[Row[Any]]) -> RowOrigins:
@@ -220,7 +288,7 @@ def _table(
     replicas = None
     if view.replicated and rows:
         replicas = np.stack([replicas_of(row.stream_id) for row in rows])
-        _exclude_replicas(view, attempt, rows, totals, contributors, replicas, replicas_of)
+        _exclude_replicas(view, rows, totals, contributors, replicas, replicas_of)
     return AttemptPoints(
         attempt=attempt,
         first_steps=grouped.steps,
@@ -249,7 +317,6 @@ def _uncounted_ranks(
 
 def _exclude_replicas(
     view: RunView,
-    attempt: int,
     rows: Sequence[Row[Any]],
     totals: Totals,
     contributors: Contributors,
@@ -258,7 +325,6 @@ def _exclude_replicas(
 ) -> None:
     """Set to NaN, in late rows, what another replica has already contributed to a sealed part."""
     names = {stream.number: stream.stream_id for stream in view.streams.values()}
-    names |= {stand_in_stream(s.rank): s.stream_id for s in view.streams.values() if s.attempt == attempt}
     for index, row in enumerate(rows):
         sealed = [names[number] for number in contributors.get(row.step, ())]
         if not sealed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, func, select, update
@@ -24,10 +25,13 @@ __all__ = [
     "count_event",
     "correct_event",
     "rank_twice",
+    "unknown_statistics_event",
 ]
 
 MOST_LAYERS: Final = 8
 """Layers that one event names."""
+_MOST_NAMES: Final = 8
+"""Statistics that one event names."""
 
 _EVENT: Final = schema.event
 _INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
@@ -152,12 +156,20 @@ def _last_until(connection: Connection, run_id: str, until: float) -> int:
     return connection.execute(select(func.max(_EVENT.c.event)).where(*mine)).scalar() or 0
 
 
-def attempt_event(attempt: int, first_step: int) -> NewEvent:
-    """A launch; a later one hides what older ones reported from its first step on."""
+def attempt_event(attempt: int, first_step: int, measured_from: int | None) -> NewEvent:
+    """A launch; a later one hides what older ones reported from the step on from which it measures."""
     text = f"attempt {attempt} began at step {first_step}"
-    if attempt > 1:
+    if attempt > 1 and measured_from is not None:
+        if measured_from != first_step:
+            text += f" and measures from step {measured_from} on"
         text += ": older attempts' points from there on are hidden"
     return NewEvent(origin=f"attempt/{attempt}", kind="attempt", text=text, attempt=attempt, step=first_step)
+
+
+def conversion_event(attempt: int, conversion: wire.Conversion) -> NewEvent:
+    """Weights that were given residuals, told once a run, whichever launches come after it."""
+    origin = f"conversion/{conversion.step}/{conversion.target}"[:64]
+    return NewEvent(origin=origin, kind="conversion", text=str(conversion), attempt=attempt, step=conversion.step)
 
 
 def rank_twice(stream_id: str, attempt: int, rank: int, process_id: int) -> NewEvent:
@@ -166,6 +178,17 @@ def rank_twice(stream_id: str, attempt: int, rank: int, process_id: int) -> NewE
         origin=f"rank_twice/{stream_id}",
         kind="rank_twice",
         text=f"process {process_id} also reports as rank {rank} of attempt {attempt}; the first one counts",
+        attempt=attempt,
+    )
+
+
+def unknown_statistics_event(names: Sequence[str], attempt: int) -> NewEvent:
+    """Statistics that the server lacks were declared; once a run for the same ones."""
+    some = ", ".join(name[:80] for name in names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
+    return NewEvent(
+        origin=f"unknown_statistics/{blake2b(repr(names).encode(), digest_size=8).hexdigest()}",
+        kind="unknown_statistics",
+        text=f"{len(names)} statistic{'s' if len(names) > 1 else ''} unknown to this server left out: {some}",
         attempt=attempt,
     )
 

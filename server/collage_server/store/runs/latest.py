@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any, Final
 
 import msgspec
@@ -33,29 +34,32 @@ _UNBOUNDED: Final = 2**62
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 
 
-def first_hidden_steps(attempts: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Attempt → the step from which newer attempts hide it, from pairs (attempt, first_step)."""
+def first_hidden_steps(attempts: Iterable[tuple[int, int | None]]) -> dict[int, int]:
+    """Attempt → the step from which newer attempts hide it, from pairs (attempt, the step from which it hides).
+
+    None: it hides nothing.
+    """
     first_hidden = {}
     bound = _UNBOUNDED
-    for attempt, first_step in sorted(attempts, reverse=True):
+    for attempt, begin in sorted(attempts, key=itemgetter(0), reverse=True):
         first_hidden[attempt] = bound
-        bound = min(bound, first_step)
+        bound = bound if begin is None else min(bound, begin)
     return first_hidden
 
 
 def newest_scalars(
     connection: Connection, latest: Sequence[Row[Any]], first_hidden: Mapping[int, int]
 ) -> dict[str, LoggedScalar]:
-    """The newest visible value of each logged name: highest step, then newest attempt, then lowest rank.
+    """The newest visible value of each logged name: of the newest attempt that logged it, at its highest step.
 
-    Of each stream `latest` has the last value alone. Where that is hidden, the one before is read, unless another
-    stream has a newer one.
+    From its first value of a name on, an attempt hides what older ones logged under it. Of each stream `latest` has
+    the last value alone. Where that is hidden, the one before is read, unless another stream has a newer one.
     """
     found: dict[str, tuple[tuple[int, int, int], LoggedScalar]] = {}
     hidden: list[tuple[Row[Any], int, list[str]]] = []
 
     def offer(row: Row[Any], name: str, step: int, value: wire.Number) -> None:
-        place = (step, row.attempt, -row.rank)
+        place = (row.attempt, step, -row.rank)
         if name not in found or place > found[name][0]:
             found[name] = (place, LoggedScalar(step=step, value=value))
 
@@ -66,7 +70,7 @@ def newest_scalars(
                 offer(row, name, step, value)
         hidden.append((row, bound, [name for name, (step, _) in held.items() if step >= bound]))
     for row, bound, names in hidden:
-        best = (bound - 1, row.attempt, -row.rank)
+        best = (row.attempt, bound - 1, -row.rank)
         wanted = [name for name in names if name not in found or found[name][0] < best]
         for name, (step, number) in _last_values(connection, row, wanted, bound).items():
             offer(row, name, step, wire.to_number(number))
@@ -214,11 +218,11 @@ def measured_states(
 
 @cache
 def _measured_and_begun() -> tuple[Select[Any], Select[Any]]:
-    table, attempt, run = schema.run_latest, schema.attempt, schema.run
+    table, attempt, run = schema.run_latest, schema.measured_attempt, schema.run
     names = ("stream_id", "measured_seq", "measured_step", "attempt", "last_step", "last_report_at", "run_id")
     there = select(*(table.c[name] for name in names), run.c.state).join(run, run.c.run_id == table.c.run_id)
     measured = there.where(among(table.c.run_id), table.c.measured_step.is_not(None))
-    begun = select(attempt.c.attempt, attempt.c.first_step, attempt.c.run_id).where(among(attempt.c.run_id))
+    begun = select(attempt.c.attempt, attempt.c.measured_from, attempt.c.run_id).where(among(attempt.c.run_id))
     return measured, begun
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, Literal
 
@@ -31,6 +31,8 @@ __all__ = [
     "read_page",
     "read_records",
     "read_run",
+    "attempts_of_runs",
+    "rows_by_run",
 ]
 
 QuotaName = Literal["runs", "tags"]
@@ -39,10 +41,8 @@ QuotaCheck = Callable[[str, QuotaName, int], None]
 
 _RUN: Final = schema.run
 _AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"config", "updated_at"}]
-_CHANGED_AT: Final = schema.run_change.c.changed_at
 _OWNED: Final = (
     schema.entry,
-    schema.run_change,
     schema.run_latest,
     schema.run_overview,
     schema.event,
@@ -50,6 +50,7 @@ _OWNED: Final = (
     schema.silence,
     schema.replica_mismatch,
     schema.layer,
+    schema.measured_attempt,
     schema.attempt,
     schema.run_tag,
     schema.run,
@@ -99,7 +100,7 @@ class RunStore:
         with self._database.reading() as connection:
             ids = list(dict.fromkeys(run_ids))
             latest = schema.run_latest
-            runs = {row.run_id: row for row in connection.execute(_runs().where(_RUN.c.run_id.in_(ids)))}
+            runs = {row.run_id: row for row in connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids)))}
             reports = func.sum(latest.c.reports).label("reports")
             newest = func.max(latest.c.last_report_at).label("last_report_at")
             more = (func.count().label("streams"), func.max(latest.c.frozen_step).label("frozen_step"))
@@ -109,7 +110,7 @@ class RunStore:
                 .group_by(latest.c.run_id)
             )
             stored = {row.run_id: row for row in counted}
-            attempts = _by_run(connection, _beside_runs()[1], ids)
+            attempts = rows_by_run(connection, attempts_of_runs(), ids)
             found = {}
             for run_id in ids:
                 if run_id not in runs:
@@ -125,7 +126,7 @@ class RunStore:
                     dtype=run.dtype,
                     streams=known.streams if known else 0,
                     frozen_step=known.frozen_step if known else None,
-                    attempts=tuple((entry.attempt, entry.first_step) for entry in attempts[run_id]),
+                    attempts=tuple((entry.attempt, entry.measured_from) for entry in attempts[run_id]),
                 )
             return found
 
@@ -268,14 +269,12 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
 
 def note_change(connection: Connection, run_id: str, now: float) -> None:
     """Give the run another revision, where nothing else of it tells the change. The caller has locked the run."""
-    changes = schema.run_change
-    connection.execute(delete(changes).where(changes.c.run_id == run_id))
-    connection.execute(insert(changes).values(run_id=run_id, changed_at=now))
+    connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(changed_at=now))
 
 
 def read_run(connection: Connection, run_id: str) -> RunRecord:
     """One run with its tags, attempts, watch and newest numbers."""
-    row = connection.execute(_runs().where(_RUN.c.run_id == run_id)).first()
+    row = connection.execute(select(_RUN).where(_RUN.c.run_id == run_id)).first()
     if row is None:
         raise missing_run(connection, run_id)
     return _records(connection, [row])[0]
@@ -283,7 +282,7 @@ def read_run(connection: Connection, run_id: str) -> RunRecord:
 
 def read_page(connection: Connection, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
     """A page of runs, newest first."""
-    statement = _runs().where(*_filters(query, now - stale_after_seconds))
+    statement = select(_RUN).where(*_filters(query, now - stale_after_seconds))
     statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
     if query.cursor is not None:
         statement = _after(statement, query.cursor)
@@ -293,25 +292,21 @@ def read_page(connection: Connection, query: RunQuery, now: float, stale_after_s
     return RunPageRecord(_records(connection, page), cursor)
 
 
-def read_records(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunRecord]:
-    """Several runs, in the order given."""
+def read_records(
+    connection: Connection, run_ids: Sequence[str], attempts: Mapping[str, list[Row[Any]]] | None = None
+) -> dict[str, RunRecord]:
+    """Several runs, in the order given; `attempts`: theirs, where they are read already."""
     ids = list(dict.fromkeys(run_ids))
     rows = connection.execute(_runs_by_id(), {"run_ids": ids}).all()
     if len(rows) < len(ids):
         require_runs(connection, ids)
-    found = {record.run_id: record for record in _records(connection, rows)}
+    found = {record.run_id: record for record in _records(connection, rows, attempts)}
     return {run_id: found[run_id] for run_id in ids}
 
 
 @cache
 def _runs_by_id() -> Select[Any]:
-    return _runs().where(among(_RUN.c.run_id))
-
-
-def _runs() -> Select[Any]:
-    """The rows of runs, with `changed_at`."""
-    changes = schema.run_change
-    return select(_RUN, _CHANGED_AT).outerjoin(changes, changes.c.run_id == _RUN.c.run_id)
+    return select(_RUN).where(among(_RUN.c.run_id))
 
 
 def matching(query: RunFilter) -> list[ColumnElement[bool]]:
@@ -374,9 +369,13 @@ def _set_tags(connection: Connection, run_id: str, tags: Sequence[str]) -> None:
         connection.execute(insert(schema.run_tag), rows)
 
 
-def _records(connection: Connection, rows: Sequence[Row[Any]]) -> list[RunRecord]:
+def _records(
+    connection: Connection, rows: Sequence[Row[Any]], attempts: Mapping[str, list[Row[Any]]] | None = None
+) -> list[RunRecord]:
     ids = [row.run_id for row in rows]
-    tags, attempts, latest, watches = (_by_run(connection, statement, ids) for statement in _beside_runs())
+    if attempts is None:
+        attempts = rows_by_run(connection, attempts_of_runs(), ids)
+    tags, latest, watches = (rows_by_run(connection, statement, ids) for statement in _beside_runs())
     return [
         _record(connection, row, tags[row.run_id], attempts[row.run_id], latest[row.run_id], watches[row.run_id])
         for row in rows
@@ -385,18 +384,26 @@ def _records(connection: Connection, rows: Sequence[Row[Any]]) -> list[RunRecord
 
 @cache
 def _beside_runs() -> tuple[Select[Any], ...]:
-    """Of some runs tags, attempts, the newest of each stream, and what each said when it began."""
-    tag, attempt, latest, stream = schema.run_tag, schema.attempt, schema.run_latest, schema.stream
+    """Of some runs tags, the newest of each stream, and what each said when it began."""
+    tag, latest, stream = schema.run_tag, schema.run_latest, schema.stream
     said = [stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
     return (
         select(tag).where(among(tag.c.run_id)).order_by(tag.c.position),
-        select(attempt).where(among(attempt.c.run_id)).order_by(attempt.c.attempt),
         select(latest).where(among(latest.c.run_id)),
         select(*said).where(stream.c.watch.is_not(None), among(stream.c.run_id)),
     )
 
 
-def _by_run(connection: Connection, statement: Select[Any], ids: Sequence[str]) -> dict[str, list[Row[Any]]]:
+@cache
+def attempts_of_runs() -> Select[Any]:
+    """The attempts of some runs, oldest first, with `measured_from` where they measure."""
+    attempt = schema.attempt
+    begun = select(attempt, schema.measured_attempt.c.measured_from).select_from(schema.attempts)
+    return begun.where(among(attempt.c.run_id)).order_by(attempt.c.attempt)
+
+
+def rows_by_run(connection: Connection, statement: Select[Any], ids: Sequence[str]) -> dict[str, list[Row[Any]]]:
+    """What the statement finds of each of these runs."""
     grouped: dict[str, list[Row[Any]]] = defaultdict(list)
     for row in connection.execute(statement, {"run_ids": ids}):
         grouped[row.run_id].append(row)
@@ -411,7 +418,8 @@ def _record(
     latest: list[Row[Any]],
     watches: list[Row[Any]],
 ) -> RunRecord:
-    first_hidden = first_hidden_steps([(entry.attempt, entry.first_step) for entry in attempts])
+    first_hidden = first_hidden_steps([(entry.attempt, entry.measured_from) for entry in attempts])
+    scalars = newest_scalars(connection, latest, first_hidden)
     watch = max(watches, key=lambda entry: (entry.attempt, -entry.rank), default=None)
     reported = [entry for entry in latest if entry.last_report_at is not None]
     newest = max((entry.attempt for entry in reported), default=0)
@@ -421,9 +429,8 @@ def _record(
         tags=[entry.tag for entry in tags],
         config=from_json(row.config),
         updated_at=max(row.updated_at, last_report_at or 0.0),
-        changed_at=row.changed_at,
         first_step=min((entry.first_step for entry in reported), default=None),
-        last_step=max((entry.last_step for entry in reported if entry.attempt == newest), default=None),
+        last_step=_last_step(attempts, reported, scalars),
         last_attempt=newest or None,
         first_time=min((entry.first_time for entry in reported), default=None),
         last_report_at=last_report_at,
@@ -431,5 +438,15 @@ def _record(
         reports_dropped=sum_of_newest("reports_dropped", latest, newest),
         attempts=[msgspec.convert(entry, wire.Attempt, from_attributes=True) for entry in attempts],
         watch=None if watch is None else msgspec.json.decode(watch.watch, type=wire.WatchInfo),
-        scalars=newest_scalars(connection, latest, first_hidden),
+        scalars=scalars,
     )
+
+
+def _last_step(
+    attempts: list[Row[Any]], reported: list[Row[Any]], scalars: Mapping[str, wire.LoggedScalar]
+) -> int | None:
+    """The newest step at which something is seen: of the newest measuring attempt, and of what was logged."""
+    measuring = {entry.attempt for entry in attempts if entry.measured_from is not None}
+    newest = max((entry.attempt for entry in reported if entry.attempt in measuring), default=0)
+    steps = [entry.last_step for entry in reported if entry.attempt == newest]
+    return max([*steps, *(entry.step for entry in scalars.values())], default=None)

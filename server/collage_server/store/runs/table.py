@@ -131,10 +131,9 @@ class _Table:
         """How many runs there are, the live ones by health, and when one of them changed last."""
         health = func.coalesce(_OVERVIEW.c.health, "").label("health")
         live = (self._state == "running").label("live")
-        changes = schema.run_change
-        changed = func.max(later(self._columns["updated_at"], changes.c.changed_at)).label("changed_at")
-        counts = self._base.outerjoin(changes, changes.c.run_id == _RUN.c.run_id)
-        counts = counts.with_only_columns(live, health, func.count().label("runs"), changed).group_by(live, health)
+        changed = func.max(later(self._columns["updated_at"], _RUN.c.changed_at)).label("changed_at")
+        counts = self._base.with_only_columns(live, health, func.count().label("runs"), changed)
+        counts = counts.group_by(live, health)
         rows = connection.execute(counts).all()
         total, newest = sum(row.runs for row in rows), max((row.changed_at for row in rows), default=None)
         return total, {row.health: row.runs for row in rows if row.live}, newest

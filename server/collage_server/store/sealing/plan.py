@@ -189,7 +189,7 @@ def _next(
 def _cutoff(fresh: Sequence[_WaitingReport], room: int, limits: SealLimits, *, over: bool) -> int | None:
     """The last step to seal: where the chunk, the rows or the bytes are full; all when the attempt is `over`.
 
-    Otherwise whole multiples of `part_points`, so that parts are alike.
+    Otherwise whole multiples of `part_points` of at least `part_bytes`, so that parts are alike and worth it.
     """
     points = rows = size = 0
     part = None
@@ -201,7 +201,7 @@ def _cutoff(fresh: Sequence[_WaitingReport], room: int, limits: SealLimits, *, o
         points += measured
         if size >= limits.bytes or rows >= limits.rows or points == room:
             return int(step)
-        if measured and points % limits.part_points == 0:
+        if measured and points % limits.part_points == 0 and size >= limits.part_bytes:
             part = int(step)
     return max(report.step for report in fresh) if over else part
 

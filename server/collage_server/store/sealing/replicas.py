@@ -262,8 +262,8 @@ def count_mismatches(connection: Connection) -> int:
 
 
 def mismatches_by_run(connection: Connection) -> dict[str, int]:
-    """Layers and steps at which replicas of a run's newest attempt differed; without the runs that have none."""
-    table, attempt = schema.replica_mismatch, schema.attempt
+    """Layers and steps at which replicas of a run's newest measuring attempt differed; no runs without any."""
+    table, attempt = schema.replica_mismatch, schema.measured_attempt
     newest = select(func.max(attempt.c.attempt)).where(attempt.c.run_id == table.c.run_id).scalar_subquery()
     rows = select(table.c.run_id, func.count()).where(table.c.attempt == newest).group_by(table.c.run_id)
     return {row.run_id: row[1] for row in connection.execute(rows)}

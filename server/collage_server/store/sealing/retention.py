@@ -16,19 +16,18 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Table, delete, exists, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Table, delete, exists, or_, select
 
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import read_point_rows
 from collage_server.store.chunks.index import LEVELS
 from collage_server.store.engine.database import Database
-from collage_server.store.journal.horizon import freeze, raise_lagging_horizons, read_lagging_horizons
+from collage_server.store.journal.horizon import freeze
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.records import SealLimits
 from collage_server.store.rows import delete_slice, require_run
 from collage_server.store.runs.latest import all_ranks_are_through
 from collage_server.store.runs.runs import note_change, read_run
-from collage_server.store.sealing.readable import forget_points
 from collage_server.store.sealing.replicas import ReplicaComparison, count_mismatches, mismatches_by_run
 from collage_server.store.sealing.seal import seal
 
@@ -42,14 +41,30 @@ _BULKY: Final = (
     schema.model_chunk,
     schema.point_chunk,
     schema.scalar_chunk,
-    schema.measured_point,
-    schema.layer_point,
 )
-_SLICE_ROWS: Final = 48
+_FIRST_ROWS: Final = 16
+_MOST_ROWS: Final = 2048
+_QUICK_SECONDS: Final = 0.01
+_PAUSE_SECONDS: Final = 0.001
+"""A transaction that deletes may take about so long: what is acknowledged waits for it."""
 _PURGED_AT_ONCE: Final = 100
 """The most short transactions that a deletion runs before it is answered."""
 _SEARCH_SECONDS: Final = 50.0
 """Seconds between searches for rows of deleted runs: another server may have deleted a run and stopped."""
+
+
+class _Pace:
+    """How many rows of a table one transaction deletes: more while that is quick, fewer where rows are large."""
+
+    def __init__(self) -> None:
+        self.rows = _FIRST_ROWS
+
+    def took(self, gone: int, seconds: float) -> None:
+        """Learn from a transaction that deleted so many rows."""
+        if seconds > 2 * _QUICK_SECONDS:
+            self.rows = max(self.rows // 2, 1)
+        elif seconds <= _QUICK_SECONDS and gone >= self.rows:
+            self.rows = min(2 * self.rows, _MOST_ROWS)
 
 
 @dataclass(frozen=True)
@@ -132,6 +147,7 @@ class Retention:
         self._deleted: set[str] = set()
         self._next_search = 0.0
         self._lock = Lock()
+        self._paces: dict[str, _Pace] = defaultdict(_Pace)
 
     def sealed_runs(self) -> list[str]:
         """Runs that have chunks."""
@@ -149,11 +165,7 @@ class Retention:
             if not mine:
                 return 0
             with self._database.reading() as connection:
-                lagging = read_lagging_horizons(connection, run_id)
                 expired = _expired(connection, run_id, before)
-            if lagging:
-                with self._database.freeing() as connection:
-                    raise_lagging_horizons(connection, run_id, lagging)
             if any(entry.level == 1 for entry in expired):
                 self._seal_late_reports(run_id)
             return sum(self._drop(run_id, entry) for entry in expired)
@@ -170,6 +182,8 @@ class Retention:
             run_id = self._next_deleted()
             if run_id is None:
                 return False
+            # The lock of the file's one writer goes to whoever asks first: who waits for it does so now.
+            time.sleep(_PAUSE_SECONDS)
             if not self._purge_slice(run_id):
                 with self._lock:
                     self._deleted.discard(run_id)
@@ -184,11 +198,16 @@ class Retention:
             return min(self._deleted, default=None)
 
     def _purge_slice(self, run_id: str) -> bool:
-        for table in _BULKY:
-            with self._database.freeing() as connection:
-                if delete_slice(connection, table, table.c.run_id == run_id, rows=_SLICE_ROWS):
-                    return True
-        return False
+        return any(self._delete_slice(table, table.c.run_id == run_id) for table in _BULKY)
+
+    def _delete_slice(self, table: Table, *where: ColumnElement[bool]) -> int:
+        """Delete some of these rows in a transaction of their own; how many went."""
+        pace = self._paces[table.name]
+        with self._database.freeing() as connection:
+            began = time.perf_counter()
+            gone = delete_slice(connection, table, *where, rows=pace.rows)
+        pace.took(gone, time.perf_counter() - began)
+        return gone
 
     def _drop(self, run_id: str, entry: _ExpiredLevel) -> bool:
         """Delete one level of one chunk.
@@ -199,18 +218,13 @@ class Retention:
         with self._database.freeing() as connection:
             if entry.level == 1 and not freeze(connection, run_id, entry.attempt, entry.last_step):
                 return False
-            if entry.level == 1:
-                forget_points(connection, run_id, entry.attempt, entry.last_step)
-            else:
+            if entry.level > 1:
                 # Level 1 moves the horizon, which is part of the revision; of another, the revision would not tell.
                 require_run(connection, run_id, lock=True)
                 note_change(connection, run_id, time.time())
             connection.execute(delete(schema.point_chunk).where(*_rows_of(schema.point_chunk, run_id, entry)))
-        going_on = True
-        while going_on:
-            with self._database.freeing() as connection:
-                where = _rows_of(schema.layer_chunk, run_id, entry)
-                going_on = bool(delete_slice(connection, schema.layer_chunk, *where, rows=_SLICE_ROWS))
+        while self._delete_slice(schema.layer_chunk, *_rows_of(schema.layer_chunk, run_id, entry)):
+            pass
         with self._database.freeing() as connection:
             connection.execute(delete(schema.model_chunk).where(*_rows_of(schema.model_chunk, run_id, entry)))
         return True

@@ -1,8 +1,9 @@
 """Sealing: journal rows become chunks, in transactions so short that the writer hardly waits.
 
-A read transaction builds the part; several short write transactions store its blobs; one publishes blobs and
-sealed ranges; short ones delete the journal rows. If sealing is interrupted, either unpublished blobs are left,
-which the next sealing overwrites, or sealed journal rows, which readers skip and the next sealing deletes.
+A read transaction builds the part; short write transactions store its blobs; the last one publishes blobs and
+sealed ranges, a small part's only one does both; short ones delete the journal rows. If sealing is interrupted,
+either unpublished blobs are left, which the next sealing overwrites, or sealed journal rows, which readers skip and
+the next sealing deletes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from collage_server.errors import Gone
 from collage_server.store import schema
-from collage_server.store.chunks.blobs import ALL_RANKS, pack_points
+from collage_server.store.chunks.blobs import ALL_RANKS, pack_points, pack_totals
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
 from collage_server.store.chunks.index import LEVELS
 from collage_server.store.chunks.join import (
@@ -39,7 +40,6 @@ from collage_server.store.reading.run_view import UNBOUNDED, RunView
 from collage_server.store.records import FloatArray, IntArray, Points, SealLimits, Selection
 from collage_server.store.rows import int_bytes, scalars_from_json
 from collage_server.store.sealing.plan import SealPlan, plan_seal, read_journal
-from collage_server.store.sealing.readable import ReadableRows, layer_rows, point_rows, write_layers, write_points
 from collage_server.store.sealing.replicas import ReplicaComparison, keep_mismatches
 
 __all__ = ["seal"]
@@ -86,7 +86,6 @@ class _PartContents:
     coarse: Mapping[int, _ChunkLevel]
     scalars: Mapping[tuple[str, str], bytes]
     counts: Mapping[tuple[str, str], int]
-    readable: ReadableRows
 
     @property
     def levels(self) -> dict[int, _ChunkLevel]:
@@ -152,21 +151,13 @@ def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLi
     if part is not None and not len(part.points.steps):
         part = None
     coarse: Mapping[int, _ChunkLevel] = {}
-    readable = ReadableRows()
     if part is not None:
         whole = _whole_model(view, plan, part)
         coarse = _coarse(view, plan, part, whole, limits)
-        logged = {key: table for key, (_, table) in scalars.items()}
-        last = coarse.get(LEVELS[-1])
-        readable = ReadableRows(
-            points=point_rows(view, plan, whole, part.points.steps, logged),
-            layers=[] if last is None else layer_rows(view, plan, last.points, last.layers),
-        )
     return _PartContents(
         plan=plan,
         part=part,
         coarse=coarse,
-        readable=readable,
         scalars={key: data for key, (_, data) in scalars.items()},
         counts={key: count for key, (count, _) in scalars.items()},
     )
@@ -189,7 +180,7 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
     keys = view.statistics(None)
     positions = np.array(list(view.layers.values()), dtype=np.int64)
     held = [] if plan.info is None else [plan.chunk]
-    contributors = read_contributors(connection, view.run_id, plan.attempt, held, view.streams_of(plan.attempt))
+    contributors = read_contributors(connection, view.run_id, plan.attempt, held)
     with_layers = [row for row in rows if row.statistics is not None]
     layers = unsealed.layer_table(view, plan.attempt, with_layers, keys, positions, contributors)
     model = unsealed.model_table(view, plan.attempt, rows, keys, contributors)
@@ -229,11 +220,12 @@ def _aligned(table: AttemptPoints, steps: IntArray) -> dict[str, FloatArray]:
 
 def _stored(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     """Without totals that can be computed from a single step's others, and those that nobody reported."""
-    return {
-        key: values
-        for key, values in totals.items()
-        if not key.startswith("variance_product_root/") and not np.isnan(values).all()
-    }
+    return _reported({key: v for key, v in totals.items() if not key.startswith("variance_product_root/")})
+
+
+def _reported(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Those that are known anywhere: of a run that measures no layers, none by layer."""
+    return {key: values for key, values in totals.items() if not np.isnan(values).all()}
 
 
 def _join_part(
@@ -266,7 +258,7 @@ def _coarse(
     layers = _coarse_layers(view, plan, part, limits)
     for level in LEVELS[1:]:
         points, stored = coarsen(model, level, limits.points, model_extremes(list(model.totals)))
-        levels[level] = _ChunkLevel(points, stored, {}, layers[level], _NOBODY)
+        levels[level] = _ChunkLevel(points, _reported(stored), {}, layers[level], _NOBODY)
     return levels
 
 
@@ -291,7 +283,7 @@ def _coarse_layers(
             for key, values in more.items():
                 stored[key].append(values)
     return {
-        level: {key: np.concatenate(parts, axis=1) for key, parts in stored.items()}
+        level: _reported({key: np.concatenate(parts, axis=1) for key, parts in stored.items()})
         for level, stored in found.items()
     }
 
@@ -312,7 +304,7 @@ def _scalars(rows: Sequence[Row[Any]]) -> dict[tuple[str, str], tuple[int, bytes
 
 
 def _write(run_id: str, writing: Transaction, built: _PartContents, limits: SealLimits) -> None:
-    """Blobs in slices, then everything visible at once."""
+    """Blobs in slices, then everything visible at once; in one transaction where one slice holds them all."""
     plan = built.plan
     with writing() as connection:
         _require(connection, run_id)
@@ -320,19 +312,25 @@ def _write(run_id: str, writing: Transaction, built: _PartContents, limits: Seal
         for table in (schema.model_chunk, schema.layer_chunk):
             if built.levels:
                 connection.execute(delete(table).where(*_chunk_of(table, run_id, plan), table.c.part == plan.part))
-    every = [_blob_rows(run_id, plan, level, held, entries) for level, held in built.levels.items()]
-    for blob_rows in _slices(chain.from_iterable(every), limits):
+        every = [_blob_rows(run_id, plan, level, held, entries) for level, held in built.levels.items()]
+        slices = _slices(chain.from_iterable(every), limits)
+        _insert(connection, next(slices, []))
+        following = next(slices, None)
+        if following is None:
+            _publish(connection, run_id, built, entries)
+            return
+    for blob_rows in chain([following], slices):
         with writing() as connection:
             _require(connection, run_id)
-            for table, values in blob_rows:
-                connection.execute(insert(table).values(**values))
-    for rows in built.readable.layer_slices():
-        with writing() as connection:
-            _require(connection, run_id)
-            write_layers(connection, run_id, plan, rows)
+            _insert(connection, blob_rows)
     with writing() as connection:
         _require(connection, run_id)
         _publish(connection, run_id, built, entries)
+
+
+def _insert(connection: Connection, blob_rows: Iterable[_BlobRow]) -> None:
+    for table, values in blob_rows:
+        connection.execute(insert(table), values)
 
 
 def _slices(blob_rows: Iterable[_BlobRow], limits: SealLimits) -> Iterator[list[_BlobRow]]:
@@ -386,7 +384,8 @@ def _blob_rows(
     for rank, totals in ((ALL_RANKS, held.model), *held.ranks.items()):
         numbers = np.array([entries[key] for key in totals], dtype=np.int64)
         array = np.stack(list(totals.values())) if totals else np.zeros((0, count))
-        values = {"rank": rank, "point_count": count, "entries": int_bytes(numbers), "data": _float_bytes(array)}
+        data = pack_totals(array) if level == LEVELS[0] else _float_bytes(array)
+        values = {"rank": rank, "point_count": count, "entries": int_bytes(numbers), "data": data}
         yield schema.model_chunk, {**place, **values}
     for key, table in held.layers.items():
         values = {
@@ -414,7 +413,6 @@ def _publish(connection: Connection, run_id: str, built: _PartContents, entries:
     for level, held in built.levels.items():
         connection.execute(insert(schema.point_chunk).values(**_point_row(run_id, plan, level, held)))
     _publish_scalars(connection, run_id, built)
-    write_points(connection, run_id, plan, built.readable)
     table = schema.run_latest
     for stream_id, seqs in plan.seqs_by_stream().items():
         mine = (table.c.run_id == run_id, table.c.stream_id == stream_id)

@@ -5,10 +5,10 @@ import pytest
 import torch
 from collage_agent.options import WatchArguments
 from collage_agent.transport import MemoryTransport
-from collage_studies import training
-from collage_studies.corpus import Corpus
-from collage_studies.recipe import PLANS, Plan, Recipe
-from collage_studies.training import new_model, train
+from collage_demo import training
+from collage_demo.corpus import Corpus
+from collage_demo.recipe import PLANS, Plan, Recipe
+from collage_demo.training import new_model, train
 
 from collage_monitor import wire
 

@@ -1,4 +1,7 @@
-"""DeepSpeed's ZeRO stage 3: flat partitions that its inner optimizer steps one at a time, and what lies in each."""
+"""DeepSpeed: flat fp32 partitions that its optimizers step, and the 16-bit weights whose parts lie in each.
+
+Stages 1 and 2 show all partitions at once, stage 3 one at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from typing import Any
 from torch import Tensor, distributed, nn
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["Fragment", "SubGroup", "is_stepped_by", "showing_only", "sub_groups"]
+from collage_agent.training.shard import Piece, Shard
+
+__all__ = ["Partitions", "SubGroup", "is_stepped_by", "showing_only", "sub_groups"]
 
 Fragment = tuple[str, tuple[int, ...], int, int, str]
 """Name, whole shape, start in the flat partition, elements there, and module type of one tensor."""
@@ -104,3 +109,49 @@ def _rank_among(name: str, parameter: Any) -> int:
             "DeepSpeed's stage 3 is watched over all ranks only"
         )
     return distributed.get_rank(parameter.ds_process_group)
+
+
+class Partitions:
+    """The flat partitions of an optimizer, and which weights' parts they hold. `cast_to`: the weights' dtypes."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, sub_group: SubGroup | None) -> None:
+        """sub_group: the one partition that an optimizer of stage 3 shows at a time."""
+        self._fragments: dict[int, list[Fragment]] = {}
+        self.cast_to: tuple[str, ...] = ()
+        self._read(model, optimizer)
+        if sub_group is not None:
+            self._fragments[id(sub_group.partition)] = sub_group.fragments
+            self.cast_to = tuple(sub_group.cast_from)
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._fragments
+
+    def pieces(self, partition: Tensor, rank: int) -> Iterator[Piece]:
+        """The weights of which a partition of this rank holds parts."""
+        for name, shape, start, elements, kind in self._fragments[id(partition)]:
+            yield name, Shard(shape, elements, rank, 0, start), kind
+
+    def _read(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Stages 1 and 2 tie to each 16-bit weight its part of a partition."""
+        ties = []
+        for prefix, module in model.named_modules():
+            for own, parameter in module.named_parameters(recurse=False):
+                if hasattr(parameter, "_hp_mapping"):
+                    name = f"{prefix}.{own}" if prefix else own
+                    ties.append((name, parameter, parameter._hp_mapping, type(module).__name__))
+        if not ties:
+            return
+        self.cast_to = tuple({str(weight.dtype).removeprefix("torch."): None for _, weight, _, _ in ties})
+        flats = {
+            flat.untyped_storage().data_ptr(): flat for group in optimizer.param_groups for flat in group["params"]
+        }
+        for name, weight, tie, kind in ties:
+            shape = tuple(weight.shape)
+            if tie is None:
+                # Another rank has it all: announced here with nothing, by whichever partition comes first.
+                self._fragments.setdefault(id(next(iter(flats.values()))), []).append((name, shape, 0, 0, kind))
+                continue
+            flat = flats.get(tie.hp_fragment.untyped_storage().data_ptr())
+            if flat is not None:
+                place = tie.hp_fragment_address
+                self._fragments.setdefault(id(flat), []).append((name, shape, place.start, place.numel, kind))

@@ -21,8 +21,8 @@ from collage_agent.transport import Transport
 from torch import nn
 from torch.nn import functional
 
-from collage_studies.corpus import NO_TARGET, Corpus, batch, masked
-from collage_studies.recipe import Plan, Recipe
+from collage_demo.corpus import NO_TARGET, Corpus, batch, masked
+from collage_demo.recipe import Plan, Recipe
 
 __all__ = [
     "Build",

@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
-from collage_studies.command import result_row, summary_json, summary_table
-from collage_studies.pool import line_of
-from collage_studies.recipe import PLANS, Plan
-from collage_studies.worker import FinalLine, ProgressLine
+from collage_demo.command import result_row, summary_json, summary_table
+from collage_demo.pool import line_of
+from collage_demo.recipe import PLANS, Plan
+from collage_demo.worker import FinalLine, ProgressLine
 
 from collage_monitor import wire
 
@@ -72,5 +72,7 @@ def test_the_plans_are_four_in_bf16_and_a_reference():
 
 
 def test_a_line_that_someone_else_printed_is_none():
-    assert line_of("warning: something\n") is None
-    assert line_of('{"type":"step","step":1,"loss":2.0,"validation_loss":3.0}') == ProgressLine(1, 2.0, 3.0)
+    assert line_of("warning: something\n", FinalLine) is None
+    assert line_of('{"type":"step","step":1,"loss":2.0,"validation_loss":3.0}', FinalLine) == ProgressLine(
+        1, 2.0, 3.0
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_studies.corpus import DOCUMENTATION, batch, documentation, standard_library
+from collage_demo.corpus import DOCUMENTATION, batch, documentation, standard_library
 
 
 def test_held_out_files_are_not_trained_on(tmp_path):

@@ -7,55 +7,48 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import click
 import msgspec
 
-from collage_studies.study import RecordLine
-from collage_studies.worker import FinalLine, ProgressLine
+from collage_demo.worker import ProgressLine, Task
 
-__all__ = ["Line", "Task", "WorkerPool", "line_of"]
+__all__ = ["WorkerPool", "line_of"]
 
-Line = ProgressLine | FinalLine | RecordLine
-"""What a process prints of its own: progress, then one of the others as its last."""
-Result = TypeVar("Result", FinalLine, RecordLine)
+Result = TypeVar("Result", bound=msgspec.Struct)
+"""What a process prints as its last line."""
 _LOOK_SECONDS: Final = 0.5
 """How often the pool looks whether a signal has come. Python notices one that arrives just before the main thread
 goes to wait only when the wait is over, and a wait for a training may take hours."""
 
 
-class Task(Protocol):
-    """What a process is started for."""
-
-    @property
-    def name(self) -> str:
-        """Names it in messages."""
-
-    @property
-    def command(self) -> list[str]:
-        """The program and its arguments."""
-
-
-def line_of(text: str | bytes) -> Line | None:
-    """A process's line, or None if something else printed it."""
+def line_of(text: str | bytes, result: type[Result]) -> ProgressLine | Result | None:
+    """A process's line, progress or a result of this kind; None if something else printed it."""
     try:
-        line: Line = msgspec.json.decode(text, type=Line)
+        line: ProgressLine | Result = msgspec.json.decode(text, type=ProgressLine | result)
     except msgspec.DecodeError:
         return None
     return line
 
 
-class WorkerPool:
+class WorkerPool(Generic[Result]):
     """Runs tasks as processes with one thread each; leaving the context ends those that still run.
 
-    `err` sends what the trainings print to standard error, so that standard output holds data only; with `quiet` it
-    is shown only of one that failed.
+    Each prints a line of the kind `result` as its last. `err` sends what the trainings print to standard error, so
+    that standard output holds data only; with `quiet` it is shown only of one that failed.
     """
 
     def __init__(
-        self, progress: Callable[[Any, Line], None], at_once: int = 2, *, err: bool = False, quiet: bool = False
+        self,
+        result: type[Result],
+        progress: Callable[[Any, ProgressLine | Result], None],
+        at_once: int = 2,
+        *,
+        err: bool = False,
+        quiet: bool = False,
     ) -> None:
+        self._result = result
         self._progress = progress
         self._err, self._quiet = err, quiet
         self._pool = ThreadPoolExecutor(at_once)
@@ -63,7 +56,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._ended = False
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> WorkerPool[Result]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,13 +66,13 @@ class WorkerPool:
                 process.terminate()
         self._pool.shutdown(cancel_futures=True)
 
-    def run(self, tasks: Sequence[Task], result: type[Result]) -> list[Result]:
-        """Run the tasks and return their last lines, which are of the kind `result`, in order.
+    def run(self, tasks: Sequence[Task]) -> list[Result]:
+        """Run the tasks and return their last lines, in order.
 
         Raises:
             click.ClickException: one failed; standard error shows why.
         """
-        futures = [self._pool.submit(self._watch, task, result) for task in tasks]
+        futures = [self._pool.submit(self._watch, task) for task in tasks]
         running = set(futures)
         while running:
             done, running = wait(running, _LOOK_SECONDS, FIRST_EXCEPTION)
@@ -87,19 +80,19 @@ class WorkerPool:
                 future.result()
         return [future.result() for future in futures]
 
-    def _watch(self, task: Task, result: type[Result]) -> Result:
+    def _watch(self, task: Task) -> Result:
         done: Result | None = None
         said = []
         process = self._start(task)
         assert process.stdout is not None
         with process:
             for text in process.stdout:
-                line = line_of(text)
+                line = line_of(text, self._result)
                 if line is None:
                     said.append(text)
                     continue
                 self._progress(task, line)
-                if isinstance(line, result):
+                if isinstance(line, self._result):
                     done = line
         # Print what the agent says at the end of a run in one piece, not between the lines of another training.
         failed = process.returncode != 0 or done is None

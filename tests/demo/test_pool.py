@@ -8,9 +8,9 @@ from concurrent.futures import _base
 
 import click
 import pytest
-from collage_studies.pool import WorkerPool
-from collage_studies.recipe import Plan, Recipe
-from collage_studies.worker import DemoTask, FinalLine
+from collage_demo.pool import WorkerPool
+from collage_demo.recipe import Plan, Recipe
+from collage_demo.worker import DemoTask, FinalLine
 
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -22,10 +22,10 @@ def job_of(folder, plan="plain"):
 def test_a_failed_training_is_named(tmp_path):
     lines = []
     with (
-        WorkerPool(lambda *line: lines.append(line)) as team,
+        WorkerPool(FinalLine, lambda *line: lines.append(line)) as team,
         pytest.raises(click.ClickException, match="no-such-strat"),
     ):
-        team.run([job_of(tmp_path, "no-such-strategy")], FinalLine)
+        team.run([job_of(tmp_path, "no-such-strategy")])
     assert lines == []
 
 
@@ -41,7 +41,7 @@ def test_a_signal_that_comes_just_before_the_wait_ends_it(tmp_path, monkeypatch)
         interrupted.set()
         raise KeyboardInterrupt
 
-    def watch(_pool, _task, _result):
+    def watch(_pool, _task):
         until(waits, "the main thread waits for the training")
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         seen.append(interrupted.wait(PATIENCE_SECONDS))
@@ -49,8 +49,8 @@ def test_a_signal_that_comes_just_before_the_wait_ends_it(tmp_path, monkeypatch)
     monkeypatch.setattr(WorkerPool, "_watch", watch)
     former = signal.signal(signal.SIGUSR1, interrupt)
     try:
-        with pytest.raises(KeyboardInterrupt), WorkerPool(lambda *_: None) as team:
-            team.run([job_of(tmp_path)], FinalLine)
+        with pytest.raises(KeyboardInterrupt), WorkerPool(FinalLine, lambda *_: None) as team:
+            team.run([job_of(tmp_path)])
     finally:
         signal.signal(signal.SIGUSR1, former)
     assert seen == [True]

@@ -1,0 +1,39 @@
+"""Distributed tensors, as FSDP2 and tensor parallelism make them: a place in a mesh says which shard is here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from collage_agent.optim.stepping import local_part
+from collage_agent.training.shard import Shard
+
+__all__ = ["mesh_shard", "placed_alike"]
+
+
+def mesh_shard(parameter: Tensor, outer_replica: int | None) -> Shard:
+    """The shard of a distributed tensor; `outer_replica`: that of its whole mesh under a wrapper around it."""
+    number, replica, replicas = _mesh_position(parameter)
+    replica += replicas * (outer_replica or 0)
+    replicated = replicas > 1 or outer_replica is not None
+    return Shard(tuple(parameter.shape), local_part(parameter).numel(), number, replica, replicated=replicated)
+
+
+def placed_alike(parameter: Tensor, gradient: Tensor | None) -> bool:
+    """Whether the local part of a gradient is that of its parameter: not so while it is still to be reduced."""
+    placements = getattr(parameter, "placements", None)
+    return placements is None or gradient is None or getattr(gradient, "placements", placements) == placements
+
+
+def _mesh_position(parameter: Any) -> tuple[int, int, int]:
+    """(shard number, replica number, replicas) of a distributed tensor, from this rank's place in its mesh."""
+    number, replica, replicas = 0, 0, 1
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate() or [0] * len(parameter.placements)
+    for place, size, placement in zip(coordinate, mesh.shape, parameter.placements, strict=True):
+        if placement.is_replicate():
+            replica, replicas = replica * size + place, replicas * size
+        else:
+            number = number * size + place
+    return number, replica, replicas

@@ -1,0 +1,1 @@
+"""The demo: one small GPT trained in several precisions, and what its processes share with the studies."""

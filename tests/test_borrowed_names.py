@@ -1,0 +1,119 @@
+"""Names of other packages that are private or undocumented, and used here: a release without them fails here first.
+
+`pyproject.toml` bounds such packages from above. To raise a bound, run this and the tests of the code that borrows.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+PROTOCOL = "uvicorn.protocols.http.httptools_impl"
+SERVER = "uvicorn.server"
+BORROWED = [  # module, attribute, why
+    (PROTOCOL, "HttpToolsProtocol.connection_made", "makes room, or refuses"),
+    (PROTOCOL, "HttpToolsProtocol.connection_lost", "forgets the deadlines"),
+    (PROTOCOL, "HttpToolsProtocol.data_received", "replaced: bounds what is not parsed yet"),
+    (PROTOCOL, "HttpToolsProtocol.on_message_begin", "begins a head"),
+    (PROTOCOL, "HttpToolsProtocol.on_url", "counts"),
+    (PROTOCOL, "HttpToolsProtocol.on_header", "counts; drops trailers"),
+    (PROTOCOL, "HttpToolsProtocol.on_headers_complete", "bounds the requests that wait; one Host"),
+    (PROTOCOL, "HttpToolsProtocol.on_body", "counts"),
+    (PROTOCOL, "HttpToolsProtocol.on_message_complete", "ends a request"),
+    (PROTOCOL, "HttpToolsProtocol.on_response_complete", "waits for the next head"),
+    (PROTOCOL, "HttpToolsProtocol.pause_writing", "bounds how long a client may not read"),
+    (PROTOCOL, "HttpToolsProtocol.resume_writing", "the same"),
+    (PROTOCOL, "HttpToolsProtocol._unset_keepalive_if_required", "data_received is replaced"),
+    (PROTOCOL, "HttpToolsProtocol.parser", "feeds it; the version of a request"),
+    (PROTOCOL, "HttpToolsProtocol.headers", "counts them, and Host among them"),
+    (PROTOCOL, "HttpToolsProtocol.cycle", "whether an answer is due; the last before the end"),
+    (PROTOCOL, "HttpToolsProtocol.pipeline", "the requests that wait"),
+    (PROTOCOL, "HttpToolsProtocol.flow", "replaced: reads on once none waits"),
+    (PROTOCOL, "HttpToolsProtocol.connections", "those that are open"),
+    (PROTOCOL, "HttpToolsProtocol.transport", "writes an error, closes"),
+    (PROTOCOL, "HttpToolsProtocol.client", "the log's"),
+    (PROTOCOL, "HttpToolsProtocol.loop", "deadlines"),
+    (PROTOCOL, "RequestResponseCycle.response_started", "an error is not written into an answer"),
+    (PROTOCOL, "RequestResponseCycle.response_complete", "whether an answer is due"),
+    (PROTOCOL, "RequestResponseCycle.more_body", "whether it waits for its client"),
+    (PROTOCOL, "RequestResponseCycle.keep_alive", "False: the connection ends after this answer"),
+    ("uvicorn.protocols.http.flow_control", "FlowControl.resume_reading", "reads on once none waits"),
+    (SERVER, "Server.startup", "says where it listens"),
+    (SERVER, "Server.started", "the same"),
+    (SERVER, "Server.servers", "the port that it took"),
+    ("httptools", "HttpRequestParser.feed_data", "data_received is replaced"),
+    ("httptools", "HttpParserError", "no HTTP, or a callback that stopped it"),
+    ("httptools", "HttpParserUpgrade", "what follows an upgrade is not read"),
+    ("dash", "Dash.index", "the document brings its page along"),
+    ("dash", "Dash.config", "where the assets are"),
+    ("dash", "Dash._collect_and_register_resources", "an asset's address changes with its content alone"),
+    ("dash", "Dash._callback_list", "what a page asks for first is in the document"),
+    ("flask_session.base", "ServerSideSessionInterface.regenerate", "a new session id at sign-in"),
+    ("flask_session.base", "ServerSideSessionInterface.get_cookie_secure", "Secure where HTTPS was used"),
+    ("starlette.routing", "compile_path", "access rules are matched as routes are"),
+]
+BORROWERS = [
+    ("collage_server.web.protocol", "BoundedProtocol"),
+    ("collage_server.web.protocol", "_PipelineFlow"),
+    ("collage_server.command.serve", "Server"),
+    ("collage_dashboard.prerendering", "PrerenderingDash"),
+]
+DASH_ROUTES = {"/_dash-layout", "/_dash-dependencies", "/_dash-update-component"}
+OWN = ("self", "super")
+BOUNDED = {"dash", "flask-session", "httptools", "uvicorn"}
+"""starlette comes with fastapi."""
+
+
+def names_of(kind):
+    """The names of a class: its attributes, and what its methods set on `self`."""
+    found = {name for name in dir(kind) if not name.startswith("__")}
+    for base in kind.__mro__:
+        if any(inspect.isfunction(member) for member in vars(base).values()):
+            found |= {node.attr for node in own_attributes(base) if isinstance(node.ctx, ast.Store)}
+    return found
+
+
+def own_attributes(kind):
+    """Each place of a class's source that names an attribute of `self` or `super()`."""
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
+        if isinstance(node, ast.Attribute) and getattr(getattr(node.value, "func", node.value), "id", "") in OWN:
+            yield node
+
+
+@pytest.mark.parametrize(("module", "attribute", "why"), BORROWED, ids=[name for _, name, _ in BORROWED])
+def test_what_is_borrowed_is_there(module, attribute, why):
+    owner, _, name = attribute.rpartition(".")
+    found = pytest.importorskip(module.partition(".")[0]) and importlib.import_module(module)
+    assert name in (names_of(getattr(found, owner)) if owner else vars(found)), why
+
+
+@pytest.mark.parametrize(("module", "name"), BORROWERS)
+def test_what_a_class_takes_from_its_foreign_base_is_listed(module, name):
+    pytest.importorskip("uvicorn" if module.startswith("collage_server") else "dash")
+    kind = getattr(importlib.import_module(module), name)
+    base = kind.__mro__[1]
+    listed = {attribute for _, attribute, _ in BORROWED}
+    taken = {node.attr for node in own_attributes(kind)} | set(vars(kind))
+    taken &= names_of(base)
+    assert {f"{base.__name__}.{name}" for name in taken} <= listed
+
+
+def test_the_routes_that_a_document_answers_ahead_are_dashs():
+    dash = pytest.importorskip("dash")
+    assert {
+        str(rule) for rule in dash.Dash(__name__, add_log_handler=False).server.url_map.iter_rules()
+    } >= DASH_ROUTES
+
+
+def test_each_package_is_bounded_from_above():
+    given = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = sum(given["optional-dependencies"].values(), given["dependencies"])
+    bounded = {re.split(r"[\[<>=]", one)[0] for one in needed if "<" in one}
+    assert bounded >= BOUNDED
