@@ -17,7 +17,7 @@ import torch
 
 from collage_agent.guard import Guard, reraise_in_tests
 from collage_agent.launch.identity import Identity
-from collage_agent.launch.termination import is_failure
+from collage_agent.launch.termination import ExitStatus, is_failure
 from collage_agent.measurement import Measurement
 from collage_agent.settings import Settings
 from collage_agent.transport import Transport
@@ -83,8 +83,16 @@ class Run:
     No call blocks, synchronises a device or raises, but for `finish` and `stop`, which block until their deadline.
     """
 
-    def __init__(self, settings: Settings, identity: Identity, transport: Transport | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        transport: Transport | None = None,
+        exit_status: ExitStatus | None = None,
+    ) -> None:
+        """exit_status: what is known of how the process ends; whatever is reported says that it goes on."""
         self.settings = settings
+        self._exit_status = ExitStatus() if exit_status is None else exit_status
         self._identity = identity
         self._given_transport = transport
         self._guard = Guard()
@@ -221,14 +229,17 @@ class Run:
 
     def measured(self, measurement: Measurement, watch_index: int = 0) -> None:
         """Leave a measurement for the worker."""
+        self._exit_status.failed = False
         if self._pipeline is not None and not self._finished:
             try:
-                self._put(MeasuredStep(measurement, watch_index, cuda_event_on(measurement.totals.device)))
+                ready = cuda_event_on(measurement.totals.device)
+                self._pipeline.queue.put(MeasuredStep(measurement, watch_index, ready))
             except Exception as error:
                 self._guard.caught("reporting a measured step", error)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Record scalars at a step; see `collage_agent.log`."""
+        self._exit_status.failed = False
         if self._pipeline is None or self._finished:
             return
         began = time.thread_time()
@@ -277,7 +288,7 @@ class Run:
             on_unreachable=self._announce_unreachable,
         )
         if self._first_step is not None:
-            self._pipeline.prepare(AttemptStart(self._first_step))
+            self._pipeline.queue.put(AttemptStart(self._first_step))
 
     def __enter__(self) -> Run:
         return self
@@ -299,7 +310,7 @@ class Run:
 
     def _put(self, item: Item) -> None:
         if self._pipeline is not None and not self._finished:
-            self._pipeline.put(item)
+            self._pipeline.queue.put(item)
 
     def _refuse(self, error: Exception) -> None:
         if (told := str(error)) not in self._refused and len(self._refused) < _MOST_REFUSALS:

@@ -6,7 +6,8 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -78,13 +79,15 @@ class _WatchReporter:
     def __init__(self) -> None:
         self.run: Run | None = None
         self.index = 0
+        self.measured: Callable[[Measurement], None] = _keep_nothing
+        """Once there is a run, its own `measured`: the one door between measuring and delivering."""
         self.first_step: int | None = None
         self.possible_predecessor: tuple[Watch, int] | None = None
 
     def report_to(self, run: Run, handle: Watch, predecessor: _WatchRecord | None) -> None:
         """From now on report to `run`; a watch that has begun before starts there with its next step."""
         self.run = run
-        self.index = run.attach(handle, predecessor.handle if predecessor is not None else None)
+        self._place(run.attach(handle, predecessor.handle if predecessor is not None else None), run)
         if self.first_step is not None:
             run.started((handle.step or 0) + 1, self.index)
 
@@ -114,13 +117,15 @@ class _WatchReporter:
             watch, step = candidate
             if 1 < first_step <= step + 1 and watch.step == step:
                 watch.remove()
-                self.index = run.take_over(self.index, watch)
+                self._place(run.take_over(self.index, watch), run)
 
-    def measured(self, measurement: Measurement) -> None:
-        """Pass on a measurement."""
-        _SESSION.exit_status.training_goes_on()
-        if self.run:
-            self.run.measured(measurement, self.index)
+    def _place(self, index: int, run: Run) -> None:
+        self.index = index
+        self.measured = partial(run.measured, watch_index=index)
+
+
+def _keep_nothing(measurement: Measurement) -> None:
+    """Without a run nothing is reported."""
 
 
 class _Session:
@@ -249,7 +254,9 @@ def init(
     _SESSION.register_handlers()
     if settings.mode != "disabled" and takes_exit_hooks():
         _SESSION.termination.install()
-    run = Run(settings, make_identity(settings.run_id, nth_run=_SESSION.runs_begun), transport)
+    run = Run(
+        settings, make_identity(settings.run_id, nth_run=_SESSION.runs_begun), transport, _SESSION.exit_status
+    )
     _SESSION.begin(run)
     return run
 
@@ -284,7 +291,7 @@ def watch(model: nn.Module, optimizer: Optimizers, **options: Unpack[WatchArgume
         optimizer,
         reporter=reporter,
         seed=run.settings.seed or 0 if run is not None else 0,
-        worker_cpu_seconds=reporter.worker_cpu_seconds,
+        worker_cpu_seconds=reporter.worker_cpu_seconds if run is None else run.worker_cpu_seconds,
         last_step_shown=reporter.last_step_shown,
         **{**watch_defaults(), **options},
     )
@@ -304,7 +311,6 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
     Without a run nothing happens.
     """
     if _SESSION.run is not None:
-        _SESSION.exit_status.training_goes_on()
         _SESSION.run.log(values, step)
 
 

@@ -138,7 +138,7 @@ def test_a_full_spool_is_counted_and_sent_as_a_numbered_gap(tmp_path):
     run.started(1)
     for step in range(1, 401):
         run.log({"loss": 1.0}, step=step)
-        until(lambda step=step: len(run._pipeline._queue) <= 1)
+        until(lambda step=step: len(run._pipeline.queue) <= 1)
     run.finish()
     dropped = run.reports_dropped["spool_full"]
     calm = replayed(tmp_path)

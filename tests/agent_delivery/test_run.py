@@ -379,7 +379,7 @@ def test_a_step_is_one_report_however_the_worker_is_scheduled(tmp_path):
     run.started(1)
     for step in range(1, 41):
         run.measured(measurement(step))
-        until(lambda step=step: len(run._pipeline._queue) <= 1)
+        until(lambda step=step: len(run._pipeline.queue) <= 1)
         run.log({"loss": 1.0}, step=step)
     run.finish()
     assert [report.step for report in transport.reports] == list(range(1, 41))

@@ -51,7 +51,6 @@ __all__ = ["Bucket", "decoupled_rate", "differing_counters", "out_of_lock_step"]
 
 _ALWAYS_DECOUPLED: Final = (torch.optim.AdamW, CollageAdamW, CollageLion)
 _CHECKSUMS: Final = Axis(replicas.KEYS)
-_NO_FORMATS: Final[Mapping[str, Tensor]] = {}
 _INTENDED: Final = "intended_squared_sum"
 LOOK_EVERY: Final = 10
 """Measured steps from one look at whole gradients and momenta to the next."""
@@ -108,6 +107,7 @@ class Bucket:
         self._before, self._after = GatheredSample.pair(self.layout, intent.composition)
         self._states: StateLayout | None = None
         self._step_layout: StepLayout | None = None
+        self._formats: dict[str, Tensor] = {}
         self._group: dict[str, Any] = {}
         self._scalars: dict[str, Any] = {}
         self._decay: float | Tensor | None = None
@@ -148,7 +148,7 @@ class Bucket:
             self._before.gather_weights(self.parameters, states, layout)
         self._before.gather_states(layout.others, states)
         if self.knows_gradient:
-            self._before.gather_gradients(self.intent.composition.gradients_of(self.parameters))
+            self._before.gather_gradients(self._gradients())
 
     def look_at_whole(self, optimizer: Optimizer) -> None:
         """After `gather_before` of a measured step, read whole tensors where the sample is not enough.
@@ -287,6 +287,8 @@ class Bucket:
         assert self._states is not None
         if known is None or known.before is not self._states or known.after is not after:
             known = self._step_layout = StepLayout(self._states, after)
+            of_stored = [self._after.values[key].dtype for key in after.stored]
+            self._formats = self._formats_below(of_stored)
         return known
 
     def _formats_below(self, dtypes: Sequence[torch.dtype]) -> dict[str, Tensor]:
@@ -299,15 +301,14 @@ class Bucket:
         """Gather again after the step, work out u and e, and reduce them to block totals."""
         states = self.states(optimizer)
         after = self._layout_of(states[0])
-        layout = self._step_layout_to(after)
         self._after.gather_weights(self.parameters, states, after)
         self._after.gather_states(after.others, states)
+        layout = self._step_layout_to(after)
         scales = self._fp8_scales() if counterfactuals else None
         largest = self._largest, self.largest_weights(optimizer)
-        formats = self._formats_below([self._after.values[key].dtype for key in after.stored])
         found = []
         for number, tile in enumerate(self._tiles):
-            step = self._observed_step(tile, layout, scale, scales, formats, largest)
+            step = self._observed_step(tile, layout, scale, scales, largest)
             view = view_of(step, self._scratch)
             found.append(measure_tile(view))
             self._remember(view, tile)
@@ -322,7 +323,6 @@ class Bucket:
         layout: StepLayout,
         scale: Tensor | None,
         scales: Tensor | None = None,
-        formats: Mapping[str, Tensor] = _NO_FORMATS,
         largest: tuple[Tensor | None, Tensor | None] = (None, None),
         *,
         is_taken: bool = True,
@@ -343,7 +343,7 @@ class Bucket:
             block=self.layout.block,
             tensors=len(self.members),
             scales=None if scales is None else scales[tile.blocks],
-            formats={key: of[tile.tensor_of_block] for key, of in formats.items()},
+            formats={key: of[tile.tensor_of_block] for key, of in self._formats.items()} if is_taken else {},
             largest=largest,
             held=None if self._held is None else self._held[tile.slots],
             launch=self._launch,
@@ -374,6 +374,10 @@ class Bucket:
         values = self._before.values[self._states.stored[0]]
         return fp8_scales(values, self.layout.tensor_of_block, len(self.members), self.layout.block)
 
+    def _gradients(self) -> list[Any]:
+        name = self.intent.composition.gradient
+        return [getattr(parameter, name, None) for parameter in self.parameters]
+
     def _gradient_squares(self) -> list[tuple[Tensor, Tensor]]:
         """Σ g² by block [blocks] of the sample; of whole tensors Σ g² and the largest g² [2, tensors]; fp64, now.
 
@@ -381,8 +385,7 @@ class Bucket:
         """
         if not self.knows_gradient:
             return []
-        gradients: list[Any] = self.intent.composition.gradients_of(self.parameters)
-        return [self._squares(self._before.values[GRADIENT], gradients)]
+        return [self._squares(self._before.values[GRADIENT], self._gradients())]
 
     def _momentum_squares(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """The same after a measured step, of states that have a sign: momenta, which steps may be proportional to.

@@ -5,7 +5,7 @@ Keys are the catalogue's; the rows and columns of each part find their places by
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -234,13 +234,12 @@ class TableUnion:
         self.layers = Axis()
         self._places: dict[_Part, tuple[Tensor, Tensor]] = {}
 
-    def of(self, parts: Sequence[Table[Tensor]], layers: Iterable[str]) -> Table[Tensor]:
+    def of(self, parts: Sequence[Table[Tensor]]) -> Table[Tensor]:
         """All parts in one table, on the first one's device; NaN where no part says anything, a later part wins.
 
-        `layers` are those that are watched now, whether reported or not. No synchronisation, once the places of a
-        part's rows and columns are known on the device.
+        Layers that are watched stand there whether reported or not. No synchronisation, once the places of a part's
+        rows and columns are known on the device.
         """
-        self.layers.extend(layers)
         device = parts[0].array.device if parts else torch.device("cpu")
         places = [self._place(part, device) for part in parts]
         shape = (len(self.statistics), len(self.layers))

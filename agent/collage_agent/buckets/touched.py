@@ -91,8 +91,7 @@ class TouchedBucket(Bucket):
         return self.layout.touched
 
     def gather_before(self, optimizer: Optimizer, *, weights_gathered: bool = False) -> None:
-        (gradient,) = self.intent.composition.gradients_of(self.parameters)
-        assert gradient is not None
+        (gradient,) = self._gradients()
         self.layout.touched = TouchedRows(gradient, self._count, self.layout.block, self._seed)
         super().gather_before(optimizer)
 

@@ -86,23 +86,30 @@ class Shadow:
             vars(self._clone)["state"][key] = clone_value(value)
         if state_before:
             self._clone.state[parameter] = self._with_weights(state_before, parameter)
-        self.composition.give(parameter, gradient)
+        self._give(parameter, gradient)
         if self._running:
             vars(self._clone).update(clone_value(self._running, objects=False))
         try:
             quiet = without_output() if self.talks else nullcontext()
             with (
                 quiet,
-                uncompiled(type(self._clone)),
+                uncompiled(type(self._clone)) if self._foreign else nullcontext(),
                 Widening(native) if self._widens or native else nullcontext(),
             ):
                 self._step(self._clone)
             stepped = self._clone.state[parameter]
             state.update({key: value for key, value in stepped.items() if key not in self._weights})
         finally:
-            self.composition.give(parameter, None)
+            self._give(parameter, None)
             self._clone.param_groups = []
             self._clone.state = defaultdict(dict)
+
+    def _give(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        composition = self.composition
+        if composition.sparse:
+            composition.give(parameter, gradient)
+        else:
+            setattr(parameter, composition.gradient, gradient)
 
     def _with_weights(self, state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """The state with a residual of 0 and a master weight of its own: `parameter` is all that is stored."""

@@ -151,10 +151,6 @@ class ExitStatus:
 
             quitter.__call__ = noting_call  # type: ignore[method-assign]
 
-    def training_goes_on(self) -> None:
-        """Somebody has caught the exit that was asked for."""
-        self.failed = False
-
     def _note(self, status: object) -> None:
         if threading.current_thread() is threading.main_thread():
             self.failed = is_failure(status)

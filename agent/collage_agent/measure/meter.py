@@ -15,7 +15,7 @@ from collage_agent.intent.choose import Intent
 from collage_agent.intent.oracle import Oracle
 from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.measure.oracles import Oracles
-from collage_agent.measure.planning import Planner, Signature
+from collage_agent.measure.planning import Kind, Planner, Signature, step_counter_of
 from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation, nan_where_skipped
 from collage_agent.measure.windows import Windows
 from collage_agent.optim.stepping import local_part
@@ -29,6 +29,7 @@ from collage_monitor.table import Table
 __all__ = ["Meter"]
 
 WINDOW_SAMPLE: Final = 2048
+_NO_STATE: Final[dict[str, Any]] = {}
 _NO_TENSORS: Final = frozenset({int, float, bool, str, TensorSample})
 
 
@@ -137,7 +138,7 @@ class Meter:
             return
         if self.windows.is_open and self._weights_were_written():
             self.windows.discard()
-        signature = self._planner.signature_of(optimizer, False)
+        signature = self._signature_of(optimizer, closure=False)
         cap = self.sample if self.sample == "all" else min(self.sample, WINDOW_SAMPLE)
 
         def plan() -> list[Bucket]:
@@ -205,7 +206,27 @@ class Meter:
         return found
 
     def _signature_now(self, optimizer: Optimizer, closure: bool) -> Signature:
-        return self._planner.signature_of(optimizer, closure, self._attached_oracles())
+        return self._signature_of(optimizer, closure, self._attached_oracles())
+
+    def _signature_of(self, optimizer: Optimizer, closure: bool, oracles: Sequence[Oracle] = ()) -> Signature:
+        """What decides which tensors are stepped alike; steps are counted from the first tensor's."""
+        kinds: dict[Kind, list[int]] = {}
+        first: float | None = None
+        state_of = optimizer.state.get
+        for index, parameter, group, name in self._planner.stepped:
+            gradient: Tensor | None = getattr(parameter, name, None)
+            if gradient is None and not closure:
+                continue
+            own = state_of(parameter, _NO_STATE)
+            counter = own.get("step")
+            on_host = type(counter) is Tensor and counter.is_cpu
+            step = counter.item() if on_host else step_counter_of(own)
+            if first is None:
+                first = step
+            dtype = None if gradient is None else gradient.dtype
+            sparse = gradient is not None and gradient.is_sparse
+            kinds.setdefault((group, len(own), step - first, dtype, sparse), []).append(index)
+        return Signature(closure, tuple(oracles), kinds)
 
     def _attached_oracles(self) -> Sequence[Oracle]:
         return () if self._oracles is None else self._oracles.attached or ()

@@ -27,13 +27,12 @@ from collage_agent.training.dtensors import placed_alike
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Axis
 
-__all__ = ["Planner", "Signature", "step_counter_of"]
+__all__ = ["Kind", "Planner", "Signature", "step_counter_of"]
 
-_Kind = tuple[int, int, float, torch.dtype | None, bool]
+Kind = tuple[int, int, float, torch.dtype | None, bool]
 """Parameter group, number of states, steps ahead of the first tensor, the gradient's dtype, is it sparse?"""
 _MOST_TOUCHED: Final = 2**20
 """Elements of a tensor with a sparse gradient, where all are asked for: their places take 8 bytes each."""
-_NO_STATE: Final[dict[str, Any]] = {}
 _CLOSURE: Final = BeforeAfter("the step evaluates a closure repeatedly, so no one gradient leads to it")
 
 
@@ -42,14 +41,15 @@ class Signature(NamedTuple):
 
     closure: bool
     oracles: tuple[Oracle, ...]
-    kinds: dict[_Kind, list[int]]
+    kinds: dict[Kind, list[int]]
 
 
 class Planner:
     """Gathers watched tensors that are stepped alike into buckets, and draws their samples.
 
-    `watched` and `intents`, one for each parameter group, are replaced when groups change; places stay. All buckets
-    share `scratch`.
+    `watched` and `intents`, one for each parameter group, are replaced when groups change; places stay. `stepped`:
+    the place of each tensor that is stepped, itself, its group, and its gradient's attribute. All buckets share
+    `scratch`.
     """
 
     def __init__(
@@ -70,31 +70,11 @@ class Planner:
     def regroup(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
         """The parameter groups are others now: all parameters, those so far in their places, one intent a group."""
         self.watched, self.intents = list(watched), list(intents)
-        self._stepped = [
+        self.stepped = [
             (index, entry.parameter, entry.group, self.intents[entry.group].composition.gradient)
             for index, entry in enumerate(self.watched)
             if entry.stepped and entry.shard.elements
         ]
-
-    def signature_of(self, optimizer: Optimizer, closure: bool, oracles: Sequence[Oracle] = ()) -> Signature:
-        """What decides which tensors are stepped alike; steps are counted from the first tensor's."""
-        kinds: dict[_Kind, list[int]] = {}
-        first: float | None = None
-        state_of = optimizer.state.get
-        for index, parameter, group, name in self._stepped:
-            gradient: Tensor | None = getattr(parameter, name, None)
-            if gradient is None and not closure:
-                continue
-            own = state_of(parameter, _NO_STATE)
-            counter = own.get("step")
-            on_host = type(counter) is Tensor and counter.is_cpu
-            step = counter.item() if on_host else step_counter_of(own)
-            if first is None:
-                first = step
-            dtype = None if gradient is None else gradient.dtype
-            sparse = gradient is not None and gradient.is_sparse
-            kinds.setdefault((group, len(own), step - first, dtype, sparse), []).append(index)
-        return Signature(closure, tuple(oracles), kinds)
 
     def plans(
         self, optimizer: Optimizer, signature: Signature, cap: int | Literal["all"], oracles: Sequence[Oracle]

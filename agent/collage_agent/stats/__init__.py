@@ -22,12 +22,22 @@ from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 from collage_monitor.statistics.catalogue import DEFINITIONS, split_key
 
-__all__ = ["MEASURES", "OPTIONAL", "Measure", "MovingAverages", "StepView", "Sums", "failures", "measures_of"]
+__all__ = [
+    "MEASURES",
+    "OPTIONAL",
+    "OWN",
+    "Measure",
+    "MovingAverages",
+    "StepView",
+    "Sums",
+    "failures",
+    "measures_of",
+]
 
 Measure = Callable[[StepView], Sums | Mapping[str, Tensor]]
 """Sums by statistic key; a plain mapping holds sums by block, fp64 [blocks]."""
 
-_OWN: Final[Mapping[str, Measure]] = {
+OWN: Final[Mapping[str, Measure]] = {
     "norms": edq.measure_norms,
     "edq": edq.measure_edq,
     "classes": classes.measure,
@@ -105,4 +115,4 @@ def failures() -> list[str]:
     ]
 
 
-MEASURES: Final = measures_of(_OWN, extensions("collage_agent.statistics"))
+MEASURES: Final = measures_of(OWN, extensions("collage_agent.statistics"))

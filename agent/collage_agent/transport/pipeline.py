@@ -14,7 +14,7 @@ from collage_agent.transport.counts import ReportCounts
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import WORKER_THREAD_NAME, Transport
 from collage_agent.transport.http import HttpTransport
-from collage_agent.transport.queue import BoundedQueue, Item
+from collage_agent.transport.queue import BoundedQueue
 from collage_agent.transport.replay import Replay
 from collage_agent.transport.spool import SpoolFile, spool_path
 from collage_agent.transport.stream import StreamSender
@@ -30,10 +30,11 @@ FinalState = Literal["finished", "failed"] | None
 
 
 class DeliveryPipeline:
-    """Takes items from the training thread without blocking it; everything slow happens on a thread of its own.
+    """Delivers what the training thread leaves in its `queue`; everything slow happens on a thread of its own.
 
-    The thread starts with the first call. A given transport is used as it is; otherwise online mode makes one for
-    the server, which then also gets what earlier processes left in the same folder. Offline mode has none.
+    The thread starts with `begin`, or with the first step in the queue. A given transport is used as it is;
+    otherwise online mode makes one for the server, which then also gets what earlier processes left in the same
+    folder. Offline mode has none.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class DeliveryPipeline:
         )
         self._limits = limits
         self._resume = resume
-        self._queue = BoundedQueue(limits.queue_steps, limits.queue_bytes, limits.step_seconds, self.counts)
+        self.queue = BoundedQueue(
+            limits.queue_steps, limits.queue_bytes, limits.step_seconds, self.counts, before_first_step=self.begin
+        )
         self._ending = threading.Event()
         self._replay: Replay | None = None
         if settings.mode == "offline":
@@ -83,15 +86,6 @@ class DeliveryPipeline:
             self._begun = True
             self._thread.start()
 
-    def put(self, item: Item) -> None:
-        """Leave an item for the thread; when there is no room the oldest step goes."""
-        self.begin()
-        self._queue.put(item)
-
-    def prepare(self, item: Item) -> None:
-        """Leave an item that is needed only if others follow: the thread does not start for it."""
-        self._queue.put(item)
-
     def finish(self, state: FinalState, seconds: float | None = None) -> bool:
         """Flush and end, within `seconds` (None: `limits.finish_seconds`); True when nothing is left to do."""
         if not self._begun:
@@ -101,7 +95,7 @@ class DeliveryPipeline:
             self._state = state
             self._deadline = time.monotonic() + allowed
             self._ending.set()
-            self._queue.wake()
+            self.queue.wake()
         self._thread.join(allowed)
         return not self._thread.is_alive()
 
@@ -113,9 +107,9 @@ class DeliveryPipeline:
         self._guarded(self._hold_behind_older_spools)
         self._guarded(lambda: self._sender.register_run(self._resume))
         while not self._ending.is_set():
-            self._queue.wait_for_steps(self._limits.linger_seconds, self._longest_wait())
+            self.queue.wait_for_steps(self._limits.linger_seconds, self._longest_wait())
             self._round()
-        while len(self._queue):
+        while len(self.queue):
             self._round()
         self._guarded(lambda: self._sender.finish(self._state))
         self._guarded(self._flush)
@@ -123,7 +117,7 @@ class DeliveryPipeline:
         self.cpu_seconds = time.thread_time()
 
     def _round(self) -> None:
-        entries = self._queue.take(self._limits.batch_reports)
+        entries = self.queue.take(self._limits.batch_reports)
         if entries:
             self._guarded(lambda: self._sender.take(entries))
         self._guarded(lambda: self._delivery.drain(_ENVELOPES_PER_CYCLE))

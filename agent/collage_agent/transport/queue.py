@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -172,7 +173,15 @@ class BoundedQueue:
     the disk or the device.
     """
 
-    def __init__(self, steps: int, size_bytes: int, open_seconds: float, counts: ReportCounts) -> None:
+    def __init__(
+        self,
+        steps: int,
+        size_bytes: int,
+        open_seconds: float,
+        counts: ReportCounts,
+        before_first_step: Callable[[], None] | None = None,
+    ) -> None:
+        """before_first_step: is called before the first item is put that does not just start an attempt."""
         self._limit_steps = steps
         self._limit_bytes = size_bytes
         self._open_seconds = open_seconds
@@ -181,9 +190,13 @@ class BoundedQueue:
         self._entries: deque[StepItems] = deque()
         self._bytes = 0
         self._urgent = False
+        self._before_first_step = before_first_step
 
     def put(self, item: Item) -> None:
         """Append an item; when there is no room the oldest steps give way."""
+        if self._before_first_step is not None and not isinstance(item, AttemptStart):
+            begin, self._before_first_step = self._before_first_step, None
+            begin()
         with self._ready:
             if not self._entries or not self._entries[-1].has_room_for(item):
                 self._entries.append(StepItems())

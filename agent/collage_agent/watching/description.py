@@ -29,7 +29,7 @@ from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["bytes_per_parameter", "describe", "external_writes", "joined"]
+__all__ = ["bytes_per_parameter", "describe", "joined"]
 
 _UNKNOWN: Final = "unknown"
 _SCALAR: Final = torch.Size([])
@@ -175,11 +175,6 @@ def _together(known: Sequence[wire.Fingerprint]) -> wire.Fingerprint | None:
 def _most_common(counted: Counter[str], otherwise: str) -> str:
     """What most elements have; a rank may hold none."""
     return counted.most_common(1)[0][0] if counted else otherwise
-
-
-def external_writes(optimizers: Sequence[Optimizer]) -> int:
-    """How often our optimizers found a weight changed by somebody else; other libraries' do not look."""
-    return sum(optimizer.external_writes for optimizer in optimizers if isinstance(optimizer, CollageOptimizer))
 
 
 def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:

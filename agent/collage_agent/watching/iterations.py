@@ -11,11 +11,12 @@ class Iterations:
     """Counts iterations from the steps of `members` optimizers; with one of them each step is an iteration.
 
     An iteration is over when all have stepped, or when one of them steps again: then the others had no gradient.
-    `steps_before_watch` is called before the first iteration: how many were taken before the watch began. `over` is
-    called after each iteration in which `measured` was set. Every call takes a constant time.
+    `steps_before_watch` is called before the first iteration: how many were taken before the watch began. `over`
+    is called with the number of each iteration in which `measured` was set, after it. Every call takes a constant
+    time.
     """
 
-    def __init__(self, members: int, steps_before_watch: Callable[[], int], over: Callable[[], None]) -> None:
+    def __init__(self, members: int, steps_before_watch: Callable[[], int], over: Callable[[int], None]) -> None:
         self.step: int | None = None
         self.measured = False
         self._members = members
@@ -54,4 +55,5 @@ class Iterations:
         self._stepped.clear()
         if self.measured:
             self.measured = False
-            self._over()
+            assert self.step is not None
+            self._over(self.step)

@@ -1,0 +1,199 @@
+"""From the tables of a watch's optimizers to one measurement of each iteration, kept and handed over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from collage_agent.buckets.totals import TableUnion
+from collage_agent.guard import Guard
+from collage_agent.measurement import Layout, Measurement, Reporter
+from collage_agent.optim import CollageOptimizer
+from collage_agent.options import WatchOptions
+from collage_agent.stats import MEASURES, OWN, failures
+from collage_agent.training.parameters import WatchedParameter
+from collage_agent.training.scaling import most_skipped
+from collage_agent.watching.description import bytes_per_parameter, joined
+from collage_agent.watching.governor import Governor
+from collage_agent.watching.history import StepHistory
+from collage_agent.watching.hooks import OptimizerHooks, largest_step_count
+from collage_monitor import wire
+from collage_monitor.table import Table
+
+__all__ = ["Assembly"]
+
+_LOG = logging.getLogger("collage_agent")
+_MANY_LAYERS: Final = 2_000
+"""With more, the first report is without bytes per parameter: counting them takes a quarter of such a step."""
+
+
+class Assembly:
+    """Joins what the hooks of one watch measured of an iteration, and hands it to the reporter.
+
+    `last` is the newest measurement; `last_occasional` the newest by keys that not every step reports; `history`
+    holds all of them, merged; `layout` says what their rows and columns mean. Errors end in the guard.
+    """
+
+    def __init__(
+        self,
+        hooks: Sequence[OptimizerHooks],
+        options: WatchOptions,
+        governor: Governor,
+        guard: Guard,
+        reporter: Reporter | None,
+        last_step_shown: Callable[[], int | None] | None,
+    ) -> None:
+        self.last: Measurement | None = None
+        self.last_occasional: dict[tuple[str, ...], Measurement] = {}
+        self.history = StepHistory()
+        self.layout: Layout | None = None
+        self._hooks = hooks
+        self._options = options
+        self._governor = governor
+        self._guard = guard
+        self._reporter = reporter
+        self._last_step_shown = last_step_shown
+        self._union = TableUnion()
+        self._bytes_per_parameter: float | None = None
+        self._laid_out: list[Sequence[WatchedParameter]] = []
+        self._described: tuple[list[str], bool] = [], False
+
+    @property
+    def info(self) -> wire.WatchInfo:
+        """What is watched and how, as it travels."""
+        notes = [*([self._guard.reason] if self._guard.reason else []), *failures()]
+        return joined([hooks.info(notes) for hooks in self._hooks])
+
+    @property
+    def watched(self) -> dict[str, WatchedParameter]:
+        """All watched parameters by the names of their layers."""
+        return {entry.name: entry for hooks in self._hooks for entry in hooks.meter.watched}
+
+    @property
+    def external_writes(self) -> int:
+        """How often our optimizers found a weight changed by somebody else; other libraries' do not look."""
+        found = 0
+        for hooks in self._hooks:
+            if isinstance(hooks.stepping, CollageOptimizer):
+                found += hooks.stepping.external_writes
+        return found
+
+    @property
+    def skipped_steps(self) -> float | Tensor | None:
+        """Steps that a loss scaler skipped; None where none was seen."""
+        return most_skipped([hooks.skipped for hooks in self._hooks])
+
+    def steps_before(self) -> int:
+        """The first optimizer is about to take its first step: tell so, and return the steps taken before."""
+        taken = 0
+        try:
+            self._governor.measure_next_step()
+            first = self._options.first_step
+            known = self._steps_taken() if first is None else first - 1
+            taken = known or 0
+            if known is None:
+                # None: nobody knows which of the run's points these steps would hide.
+                self._reporter = None
+            if self._reporter is not None:
+                self._reporter.started(taken + 1)
+        except Exception as error:
+            self._guard.caught("reading the step number", error)
+        return taken
+
+    def _steps_taken(self) -> int | None:
+        """Steps taken before the first one watched; None: not known, and the run may show steps already."""
+        counts = [largest_step_count(hooks.stepping) for hooks in self._hooks]
+        if None not in counts:
+            return max(count for count in counts if count is not None)
+        shown_already = 0 if self._last_step_shown is None else self._last_step_shown()
+        name = " + ".join(dict.fromkeys(type(hooks.stepping).__name__ for hooks in self._hooks))
+        if shown_already is None:
+            _LOG.warning(
+                "%s keeps no step count; pass first_step=…: without it nothing is sent, since steps counted from 1 "
+                "would hide what this run has shown",
+                name,
+            )
+        else:
+            then = shown_already + 1
+            _LOG.warning("%s keeps no step count; pass first_step=…: its next step is called %d", name, then)
+        return shown_already
+
+    def take(self, step: int) -> None:
+        """Iteration number `step` is over and was measured: hand it over, and let the governor judge its cost."""
+        try:
+            with self._governor.timing():
+                parts = [part for hooks in self._hooks for part in hooks.totals or ()]
+                lists = [hooks.meter.watched for hooks in self._hooks]
+                if [*map(id, lists)] != [*map(id, self._laid_out)]:
+                    self.layout, self._laid_out = None, lists
+                    self._union.layers.extend(self.watched)
+                self._hand_over(step, self._union.of(parts))
+        except Exception as error:
+            self._guard.caught("reporting a step", error)
+        for hooks in self._hooks:
+            hooks.totals = None
+        if self._governor.adjust():
+            for hooks in self._hooks:
+                hooks.meter.shrink_sample(int(self._governor.sample))
+
+    def _hand_over(self, step: int, table: Table[Tensor]) -> None:
+        scalars = self._scalars()
+        last = self.last = Measurement(self._current_layout(), step, time.time(), table.array, scalars)
+        self.history.add(last)
+        # The watch and its history hold this step now, too.
+        kept = float(table.array.nbytes + self.history.bytes)
+        for hooks in self._hooks:
+            kept += hooks.meter.buffer_bytes()
+            if hooks.totals is not None:
+                self.last_occasional.update(dict.fromkeys(hooks.meter.occasional, last))
+        scalars["agent_memory_bytes"] = kept
+        if self._reporter is not None:
+            self._reporter.measured(last)
+
+    def _scalars(self) -> dict[str, float | Tensor]:
+        """The agent's own numbers."""
+        governor, restarts = self._governor, 0
+        put_off = self.last is None and len(self._union.layers) > _MANY_LAYERS
+        if self._bytes_per_parameter is None and not put_off:
+            self._bytes_per_parameter = bytes_per_parameter([hooks.stepping for hooks in self._hooks])
+        scalars: dict[str, float | Tensor] = {
+            "agent_cpu_seconds": governor.agent_cpu_seconds,
+            "agent_overhead_ratio": governor.overhead_ratio,
+            "agent_wall_seconds": governor.wall_seconds,
+        }
+        for hooks in self._hooks:
+            restarts += hooks.meter.oracle_restarts
+        known: dict[str, float | Tensor | None] = {
+            "agent_interval": governor.interval if governor.interval != self._options.every else None,
+            "agent_sample": float(governor.sample) if governor.sample != self._options.sample else None,
+            "oracle_restarts": restarts or None,
+            "bytes_per_parameter": self._bytes_per_parameter,
+            "external_writes": self.external_writes or None,
+            "skipped_steps": self.skipped_steps,
+        }
+        for key, value in known.items():
+            if value is not None:
+                scalars[key] = value if isinstance(value, torch.Tensor) else float(value)
+        return scalars
+
+    def _current_layout(self) -> Layout:
+        """What rows and columns mean now: made anew only where something has come, or is said, since."""
+        layout, union, closures = self.layout, self._union, False
+        for hooks in self._hooks:
+            closures = closures or hooks.closure_seen
+        described = failures() if len(MEASURES) > len(OWN) else [], closures
+        if (
+            layout is None
+            or self._described != described
+            or len(layout.statistics) != len(union.statistics)
+            or len(layout.layers) != len(union.layers)
+        ):
+            self._described, watched = described, self.watched
+            layers = tuple(watched[name].layer() for name in union.layers)
+            layout = self.layout = Layout(layers, tuple(union.statistics), self.info)
+        return layout
