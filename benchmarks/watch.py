@@ -19,7 +19,7 @@ from operator import truediv
 from typing import Any
 
 import torch
-from collage_agent.buckets.plan import LOOK_EVERY
+from collage_agent.buckets.bucket import LOOK_EVERY
 from collage_agent.handle import Watch, watch
 from collage_agent.optim import CollageAdamW
 from torch import nn

@@ -2,53 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.observation import (
-    TILE_SLOTS,
     IntendedUpdate,
+    KeptWeights,
     ObservedStep,
-    StepInputs,
-    Values,
-    sum_components,
+    Scratch,
+    Tile,
+    tiles_of,
     view_of,
 )
 from collage_agent.buckets.oracle_view import OracleView
-from collage_agent.buckets.totals import BlockTotals
+from collage_agent.buckets.totals import (
+    SIZE_ROWS,
+    BlockTotals,
+    SampleSizes,
+    combine_tiles,
+    estimated_totals,
+    measure_tile,
+)
 from collage_agent.intent.choose import Intent
-from collage_agent.intent.clone import clone_value
+from collage_agent.intent.clone import clone_entries
 from collage_agent.numerics.formats import CAST_FORMATS
-from collage_agent.optim import RESIDUALS_FROM
+from collage_agent.optim import RESIDUALS_FROM, CollageAdam, CollageAdamW, CollageLion
 from collage_agent.optim.stepping import local_part
-from collage_agent.sample import stored
-from collage_agent.sample.gather import BlockLayout, Staging
-from collage_agent.sample.quantised import reading
+from collage_agent.sample.gather import BlockLayout, GatheredSample
+from collage_agent.sample.layout import StateLayout, StepLayout
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.stats import MEASURES, StepView, Sums
+from collage_agent.sample.stored import GRADIENT, PARAMETER
+from collage_agent.stats import replicas
 from collage_agent.stats.blocks import on_host
 from collage_agent.stats.casts import is_wider, largest_magnitude
 from collage_agent.stats.counterfactuals import fp8_scales
 from collage_agent.stats.edq import squared_block_sums
+from collage_agent.stats.intervals import missed_share
 from collage_agent.stats.optimizer_state import residuals_left
-from collage_agent.stats.view import Copies, StoredWeights, table_of
+from collage_agent.stats.view import Copies, StepView, StoredWeights
 from collage_monitor.definitions import Need
-from collage_monitor.table import Table
+from collage_monitor.table import Axis, Table
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "decoupled_rate", "differing_counters", "out_of_lock_step"]
 
-_AS_KEPT: Final = "residual as kept"
+_ALWAYS_DECOUPLED: Final = (torch.optim.AdamW, CollageAdamW, CollageLion)
+_CHECKSUMS: Final = Axis(replicas.KEYS)
+_NO_FORMATS: Final[Mapping[str, Tensor]] = {}
+_INTENDED: Final = "intended_squared_sum"
+LOOK_EVERY: Final = 10
+"""Measured steps from one look at whole gradients and momenta to the next."""
 
 
 class Bucket:
-    """Gathers before and after a step and reduces the sample to block totals.
+    """What is fixed about tensors stepped alike until the next plan, and what they hold around a step.
 
-    `members` are indices of watched parameters; `whole`: every element of them is measured. Live values are kept in
-    their own dtype in buffers that are made once; the fp64 work is done in tiles of slots that stay in the cache.
-    Nothing here synchronises a device.
+    `members` are indices of watched parameters, of parameter group number `group`; their layers are `layers`.
+    `whole`: every element of them is measured. `oracles` look on. `replicated` bool [tensors]: which of them other
+    ranks hold too; None: none. `out_of_step` bool [tensors]: which have another step counter than the first at this
+    step; None: none can have. Live values are kept in their own dtype in buffers that are made once; the fp64 work
+    is done in tiles of slots that stay in the cache. Nothing here synchronises a device.
     """
 
     def __init__(
@@ -57,295 +73,289 @@ class Bucket:
         parameters: Sequence[Tensor],
         samples: Sequence[TensorSample],
         intent: Intent,
+        group: int,
+        layers: Axis,
         *,
         knows_gradient: bool = True,
         copies: Mapping[str, Sequence[bool]] | None = None,
+        scratch: Scratch | None = None,
+        layout: BlockLayout | None = None,
     ) -> None:
         """copies: the formats that copies of the weights are asked for in, and of which tensors they are known."""
         self.members = tuple(members)
         self.parameters = tuple(parameters)
         self.samples = tuple(samples)
         self.intent = intent
+        self.group = group
+        self.layers = layers
+        self.oracles: Sequence[OracleView] = ()
+        self.replicated: Tensor | None = None
+        self.out_of_step: Tensor | None = None
         self.knows_gradient = knows_gradient
-        self.layout = BlockLayout(samples, parameters)
+        self.layout = BlockLayout(samples, parameters) if layout is None else layout
+        self.sizes = SampleSizes(samples, self.layout)
         self.whole = all(sample.whole for sample in samples)
-        self._before: dict[str, Staging] = {}
-        self._after: dict[str, Staging] = {}
-        self._group: dict[str, Any] = {}
-        self._decay: float | Tensor | None = None
-        self._scalars: dict[str, Any] = {}
-        self._keys_before: tuple[str, ...] = ()
-        self._scales: Tensor | None = None
+        lacking: list[Need] = [] if knows_gradient else ["gradient"]
+        self.missing = frozenset([*lacking, "intended"] if intent.kind == "before-after" else lacking)
+        """What its steps lack of what statistics need."""
+        known = {key: torch.tensor(of) for key, of in (copies or {}).items()}
         self._copies = {
-            key: torch.tensor(known).to(torch.float64).where(torch.tensor(known), torch.nan).to(self.layout.device)
-            for key, known in (copies or {}).items()
+            key: of.to(torch.float64).where(of, torch.nan).to(self.layout.device) for key, of in known.items()
         }
-        self._of_tensor = [known for key, known in (copies or {}).items() if CAST_FORMATS[key].of_tensor]
-        self.largest_before: Tensor | None = None
+        self._of_tensor = [of for key, of in (copies or {}).items() if CAST_FORMATS[key].of_tensor]
+        self._tiles = tiles_of(self.layout)
+        self._scratch = Scratch() if scratch is None else scratch
+        self._before, self._after = GatheredSample.pair(self.layout, intent.composition)
+        self._states: StateLayout | None = None
+        self._step_layout: StepLayout | None = None
+        self._group: dict[str, Any] = {}
+        self._scalars: dict[str, Any] = {}
+        self._decay: float | Tensor | None = None
+        self._largest: Tensor | None = None
         self.first_of_launch = False
         self._held: Tensor | None = None
         self._launch: bool | Tensor | None = None
-        self._padding, self._block_elements = [], []
-        for slots in self._tiles():
-            padding = [slot - slots.start for slot in self.layout.padding if slots.start <= slot < slots.stop]
-            held = torch.full((slots.stop - slots.start,), 1.0, dtype=torch.float64)
-            held[padding] = 0.0
-            self._padding.append(torch.tensor(padding).to(torch.int64).to(self.layout.device))
-            self._block_elements.append(held.view(-1, self.layout.block).sum(1).to(self.layout.device))
-
-    @property
-    def missing(self) -> frozenset[Need]:
-        """What its steps lack of what statistics need."""
-        lacking: list[Need] = [] if self.knows_gradient else ["gradient"]
-        return frozenset([*lacking, "intended"] if self.intent.kind == "before-after" else lacking)
+        self._measured = 0
+        self._whole: list[tuple[Tensor, Tensor]] | None = None
+        self._missed = torch.zeros_like(self.sizes.elements)
+        self._unseen: Tensor | None = None
 
     @property
     def parameter_after(self) -> Tensor:
         """The registered weights at the sampled elements as `measure` last saw them: [slots], own dtype."""
-        return self._after[stored.PARAMETER].values
+        return self._after.values[PARAMETER]
 
-    def gather_before(
-        self,
-        group: Mapping[str, Any],
-        states: Sequence[Mapping[str, Any]],
-        decay: float | Tensor | None = None,
-        *,
-        weights_gathered: bool = False,
-    ) -> None:
+    def states(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """What the optimizer keeps for each tensor of the bucket."""
+        # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
+        return [optimizer.state.get(parameter, {}) for parameter in self.parameters]
+
+    def gather_before(self, optimizer: Optimizer, *, weights_gathered: bool = False) -> None:
         """Copy the sampled weights, gradients and states, and the group's numbers, before the step.
 
-        `decay`: lr·λ where the optimizer decays weights apart from the gradient. `weights_gathered`:
-        `weights_moved` has just gathered the weights.
+        Also compares the tensors' step counters. `weights_gathered`: `weights_moved` has just gathered the weights.
         """
-        self._decay = decay
-        self._group = {key: clone_value(value) for key, value in group.items() if key != "params"}
-        first = states[0] if states else {}
-        self._scalars = clone_value(stored.scalar_state(self.parameters[0], first))
+        self.intent.refresh(optimizer)
+        states, group = self.states(optimizer), optimizer.param_groups[self.group]
+        self.out_of_step = out_of_lock_step(states)
+        self._decay = decoupled_rate(optimizer, group)
+        self._group = clone_entries(group, "params")
+        first, layout = states[0], self._layout_of(states[0])
+        self._states = layout
+        self._scalars = clone_entries({key: first[key] for key in layout.scalars})
         self._launch = _stepped_since_kept(group, first) if self.first_of_launch else None
-        keys = tuple(stored.elementwise_state(self.parameters[0], first))
-        known = self._weights(keys) if weights_gathered else ()
-        if not known:
-            self._gather(self._before, stored.PARAMETER, self.parameters)
-        for key in keys:
-            if key not in known:
-                self._gather_state(self._before, key, states)
-        self._keys_before = (stored.PARAMETER, *keys)
+        if not weights_gathered:
+            self._before.gather_weights(self.parameters, states, layout)
+        self._before.gather_states(layout.others, states)
         if self.knows_gradient:
-            gradients = [self.intent.composition.gradient_of(parameter) for parameter in self.parameters]
-            self._gather(self._before, stored.GRADIENT, gradients, lasting=False)
-            self._keys_before += (stored.GRADIENT,)
+            self._before.gather_gradients(self.intent.composition.gradients_of(self.parameters))
+
+    def look_at_whole(self, optimizer: Optimizer) -> None:
+        """After `gather_before` of a measured step, read whole tensors where the sample is not enough.
+
+        The largest weight, if a copy's scale needs it; every LOOK_EVERY measured steps the gradients, to know what
+        the sample misses. A pass over each. Synchronises nothing.
+        """
+        self._largest = self.largest_weights(optimizer)
+        due = not self.whole and self._measured % LOOK_EVERY == 0
+        self._whole = self._gradient_squares() if due else None
+        self._measured += 1
 
     def measure(
-        self,
-        states: Sequence[Mapping[str, Any]],
-        scale: Tensor | None,
-        oracles: Sequence[OracleView],
-        *,
-        counterfactuals: bool = False,
-    ) -> BlockTotals:
-        """Gather again after the step, work out u and e, and reduce them to block totals.
+        self, optimizer: Optimizer, scale: Tensor | None, *, counterfactuals: bool = False
+    ) -> list[Table[Tensor]]:
+        """Estimated totals of the step just taken: the bucket's, its replicas' checksums, its oracles'.
 
-        `scale`: what the gathered gradients are to be divided by; `counterfactuals`: also measure how much
-        other storage strategies would have kept. Runs inside `isolated`.
+        `scale`: what the gathered gradients are to be divided by; `counterfactuals`: also measure how much other
+        storage strategies would have kept. Runs inside `isolated`.
         """
-        self._scales = self._fp8_scales() if counterfactuals else None
-        keys_after = (stored.PARAMETER, *stored.elementwise_state(self.parameters[0], states[0]))
-        self._gather(self._after, stored.PARAMETER, self.parameters)
-        for key in keys_after[1:]:
-            self._gather_state(self._after, key, states)
-        largest = self.largest_before, self.largest_weights(states)
-        found = []
-        for tile, slots in enumerate(self._tiles()):
-            view = view_of(self._observed_step(tile, slots, keys_after, scale, largest))
-            found.append(_measure_tile(view))
-            self._remember(view, slots)
-            for oracle in oracles:
-                oracle.copy_tile(tile, view)
-            del view  # Its memory, still in the cache, is that of the next one.
-        return _combine_tiles(found)
+        blocks, states = self._block_totals(optimizer, scale, counterfactuals)
+        if self._whole is not None:
+            shares = self._missed_shares(blocks, [*self._whole, *self._momentum_squares(states)])
+            # The first is the gradient's, a momentum's where none is known. Where the sample saw none of it, its
+            # zeros say nothing of the tensor.
+            self._missed, unseen = shares.amax(0), shares[0].isinf()
+            self._unseen = None if on_host(unseen) and not unseen.any() else unseen
+        table = estimated_totals(blocks, self.sizes, self.layers, self.missing, self._missed)
+        if self.out_of_step is not None:
+            table = Table(table.statistics, self.layers, torch.where(self.out_of_step, torch.nan, table.array))
+        if self._unseen is not None:
+            rest = torch.where(self._unseen, torch.nan, table.array[SIZE_ROWS:])
+            table = Table(table.statistics, self.layers, torch.cat((table.array[:SIZE_ROWS], rest)))
+        found = [table]
+        if self.replicated is not None:
+            sizes, block = self.sizes, self.layout.block
+            sums = replicas.replica_sums(
+                self.parameter_after, block, sizes.segments, sizes.sampled, self.replicated
+            )
+            found.append(Table(_CHECKSUMS, self.layers, sums))
+        return found + [oracle.totals() for oracle in self.oracles]
 
     def intended(self, scale: Tensor | None) -> Tensor:
         """u of what was gathered before the step, fp64 [slots]; see `measure`."""
+        assert self._states is not None
+        layout = StepLayout(self._states, self._states)
         found = torch.empty(self.layout.slots, dtype=torch.float64, device=self.layout.device)
-        for slots in self._tiles():
-            intended = found[slots]
-            IntendedUpdate(
-                self._step_inputs(slots, scale), torch.empty_like(intended), torch.empty_like(intended), intended
-            )
+        for tile in self._tiles:
+            intended = found[tile.slots]
+            step = self._observed_step(tile, layout, scale, is_taken=False)
+            IntendedUpdate(step, torch.empty_like(intended), torch.empty_like(intended), intended)
         return found
 
     def gradient_at(self, blocks: Tensor) -> Tensor | None:
         """The gathered gradient in these blocks, [len(blocks) · block] in its own dtype; None: there is none."""
         if not self.knows_gradient:
             return None
-        rows = self._before[stored.GRADIENT].values.view(-1, self.layout.block)
+        rows = self._before.values[GRADIENT].view(-1, self.layout.block)
         return rows.index_select(0, blocks).view(-1)
 
-    def weights_before(self) -> dict[str, Tensor]:
-        """Copies of the gathered components of the weights, visible and stored, by key."""
-        return {key: self._before[key].values.clone() for key in self._weights(self._keys_before)}
+    def weights_before(self) -> KeptWeights:
+        """Copies of the gathered components of the weights."""
+        assert self._states is not None
+        values = {key: self._before.values[key].clone() for key in self._states.weight_keys}
+        return KeptWeights(values, self._states.stored)
 
-    def weights_after(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The components of the weights, visible and stored, gathered now; valid until the next gathering."""
-        return {key: staging.values for key, staging in self._gather_weights(self._after, states).items()}
+    def weights_after(self, optimizer: Optimizer) -> KeptWeights:
+        """The components of the weights gathered now; valid until the next gathering."""
+        states = self.states(optimizer)
+        layout = self._layout_of(states[0])
+        self._after.gather_weights(self.parameters, states, layout)
+        return KeptWeights({key: self._after.values[key] for key in layout.weight_keys}, layout.stored)
 
-    def weights_moved(self, states: Sequence[Mapping[str, Any]]) -> bool:
+    def weights_moved(self, optimizer: Optimizer) -> bool:
         """Whether the sampled weights differ, by their bits, from what `measure` last saw. It reads host values.
 
         Gathers into what the next `gather_before` fills.
         """
-        found = self._gather_weights(self._before, states)
+        states, known = self.states(optimizer), self._after.values
+        layout = self._layout_of(states[0])
+        self._before.gather_weights(self.parameters, states, layout)
         return any(
-            key not in self._after or not torch.equal(_bits(staging.values), _bits(self._after[key].values))
-            for key, staging in found.items()
+            key not in known or not torch.equal(_bits(self._before.values[key]), _bits(known[key]))
+            for key in layout.weight_keys
         )
 
-    def largest_weights(self, states: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    def largest_weights(self, optimizer: Optimizer) -> Tensor | None:
         """The largest |θ| of each tensor now, fp32 [tensors]; None: no copy has a scale that depends on it."""
         if not self._of_tensor:
             return None
-        found = []
+        states, found = self.states(optimizer), []
+        keys = self._layout_of(states[0]).stored
         for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
-            keys = stored.stored_parameter((stored.PARAMETER, *state), self.intent.composition)
-            parts = [local_part(parameter if key == stored.PARAMETER else state[key]) for key in keys]
+            parts = [local_part(parameter if key == PARAMETER else state[key]) for key in keys]
             known = self._of_tensor[0][index]
             found.append(largest_magnitude(parts) if known else torch.full((), torch.nan, device=parameter.device))
         return torch.stack(found)
 
-    def gradient_squares(self) -> list[tuple[Tensor, Tensor]]:
-        """Σ g² by block [blocks] of the sample; of whole tensors Σ g² and the largest g² [2, tensors]; fp64, now.
-
-        Nothing if every tensor is measured whole, or no gradient is known; 0 of tensors that are. Two passes over
-        the gradients.
-        """
-        if not self.knows_gradient:
-            return []
-        gradients = [self.intent.composition.gradient_of(parameter) for parameter in self.parameters]
-        return self._squares(self._before, [stored.GRADIENT], [gradients])
-
-    def momentum_squares(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
-        """The same after `measure`, of states that have a sign: momenta, which steps may be proportional to.
-
-        Without a sign it is none: a second moment is large where steps are not. Two passes over each.
-        """
-        found = []
-        for key in stored.average_names(self._after, self.intent.composition):
-            values = self._after[key].values
-            plain = key in states[0] and reading(states[0], key) is states[0][key]
-            if not (plain and values.is_floating_point()):
-                continue
-            signed = values.lt(0).any()
-            if on_host(signed) and not signed:
-                continue
-            squares = self._squares(self._after, [key], [[state[key] for state in states]])
-            found += [(sampled * signed, whole * signed) for sampled, whole in squares]
-        return found
-
-    def _squares(
-        self, gathered: Mapping[str, Staging], keys: Sequence[str], tensors: Sequence[Sequence[Any]]
-    ) -> list[tuple[Tensor, Tensor]]:
-        if self.whole:
-            return []
-        values = [gathered[key].values.to(torch.float64).unsqueeze(0) for key in keys]
-        sampled = [squared_block_sums(rows, self.layout.block)[0] for rows in values]
-        return [
-            (part, self.layout.whole_squares(self.samples, whole))
-            for part, whole in zip(sampled, tensors, strict=True)
-        ]
-
     def copies(
-        self,
-        before: Values,
-        after: Values,
-        largest: tuple[Tensor | None, Tensor | None],
-        slots: slice = slice(None),
+        self, before: KeptWeights, after: KeptWeights, largest: tuple[Tensor | None, Tensor | None]
     ) -> Copies | None:
-        """The copies of some slots, made of gathered weights and of `largest_weights` then and now; None: no
-        format asked for is narrower than the weights are kept."""
-        keys = stored.stored_parameter(after, self.intent.composition)
-        dtypes = [after[key].dtype for key in keys]
-        tensor_of_block = self.layout.tensor_of_block[_blocks(slots, self.layout.block)]
-        known = {
-            key: of[tensor_of_block] for key, of in self._copies.items() if is_wider(dtypes, CAST_FORMATS[key])
-        }
-        if not known:
-            return None
-        ends: list[StoredWeights] = []
-        for values, magnitudes in zip((before, after), largest, strict=True):
-            parts = {key: values[key][slots] for key in stored.stored_parameter(values, self.intent.composition)}
-            total = next(iter(parts.values()))
-            if len(parts) > 1:
-                total = sum_components(parts, list(parts), torch.empty_like(total, dtype=torch.float64))
-            ends.append(StoredWeights(total, None if magnitudes is None else magnitudes[tensor_of_block]))
-        return Copies(ends[0], ends[1], known)
+        """The copies of all slots, made of gathered weights and of `largest_weights` then and now; None: no format
+        asked for is narrower than the weights are kept."""
+        tensor_of_block = self.layout.tensor_of_block
+        known = {key: of[tensor_of_block] for key, of in self._formats_below(after.dtypes).items()}
+        ends = [
+            StoredWeights(kept.total(), None if found is None else found[tensor_of_block])
+            for kept, found in zip((before, after), largest, strict=True)
+        ]
+        return Copies(ends[0], ends[1], known) if known else None
 
     def vacant(self) -> Tensor:
         """uint8 [slots], 1 where a slot holds nothing."""
         found = torch.zeros(self.layout.slots, dtype=torch.uint8, device=self.layout.device)
-        for slots, padding in zip(self._tiles(), self._padding, strict=True):
-            found[slots].index_fill_(0, padding, 1)
+        for tile in self._tiles:
+            found[tile.slots].index_fill_(0, tile.padding, 1)
         return found
 
     def without_padding(self, values: Tensor) -> Tensor:
         """The same fp64 [slots] with 0 in the slots that hold nothing, in place."""
-        for slots, padding in zip(self._tiles(), self._padding, strict=True):
-            if len(padding):
-                values[slots].index_fill_(0, padding, 0.0)
+        for tile in self._tiles:
+            if len(tile.padding):
+                values[tile.slots].index_fill_(0, tile.padding, 0.0)
         return values
 
-    def _tiles(self) -> Iterator[slice]:
-        """The slots of each tile, in their order: those that are worked on together."""
-        slots = self.layout.slots
-        return (slice(start, min(start + TILE_SLOTS, slots)) for start in range(0, slots, TILE_SLOTS))
+    def _layout_of(self, state: Mapping[str, Any]) -> StateLayout:
+        """The layout of the first tensor's state, which is that of all; made anew only where another was kept."""
+        for known in (self._states, None if self._step_layout is None else self._step_layout.after):
+            if known is not None and known.fits(state):
+                return known
+        return StateLayout.of(self.parameters[0], state, self.intent.composition)
 
-    def _weights(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((stored.PARAMETER, *stored.stored_parameter(keys, self.intent.composition))))
+    def _step_layout_to(self, after: StateLayout) -> StepLayout:
+        """The layout of the step from the states gathered before it to these."""
+        known = self._step_layout
+        assert self._states is not None
+        if known is None or known.before is not self._states or known.after is not after:
+            known = self._step_layout = StepLayout(self._states, after)
+        return known
 
-    def _step_inputs(self, slots: slice, scale: Tensor | None) -> StepInputs:
-        return StepInputs(
-            before={key: self._before[key].values[slots] for key in self._keys_before},
+    def _formats_below(self, dtypes: Sequence[torch.dtype]) -> dict[str, Tensor]:
+        """The formats of copies that are narrower than weights that are sums of these dtypes."""
+        return {key: of for key, of in self._copies.items() if is_wider(dtypes, CAST_FORMATS[key])}
+
+    def _block_totals(
+        self, optimizer: Optimizer, scale: Tensor | None, counterfactuals: bool
+    ) -> tuple[BlockTotals, list[dict[str, Any]]]:
+        """Gather again after the step, work out u and e, and reduce them to block totals."""
+        states = self.states(optimizer)
+        after = self._layout_of(states[0])
+        layout = self._step_layout_to(after)
+        self._after.gather_weights(self.parameters, states, after)
+        self._after.gather_states(after.others, states)
+        scales = self._fp8_scales() if counterfactuals else None
+        largest = self._largest, self.largest_weights(optimizer)
+        formats = self._formats_below([self._after.values[key].dtype for key in after.stored])
+        found = []
+        for number, tile in enumerate(self._tiles):
+            step = self._observed_step(tile, layout, scale, scales, formats, largest)
+            view = view_of(step, self._scratch)
+            found.append(measure_tile(view))
+            self._remember(view, tile)
+            for oracle in self.oracles:
+                oracle.copy_tile(number, view)
+            del view  # Its memory, still in the cache, is that of the next one.
+        return combine_tiles(found), states
+
+    def _observed_step(
+        self,
+        tile: Tile,
+        layout: StepLayout,
+        scale: Tensor | None,
+        scales: Tensor | None = None,
+        formats: Mapping[str, Tensor] = _NO_FORMATS,
+        largest: tuple[Tensor | None, Tensor | None] = (None, None),
+        *,
+        is_taken: bool = True,
+    ) -> ObservedStep:
+        """What is known of a tile; `is_taken`: of the step, too, and not only what it begins from."""
+        before, after = self._before.values, self._after.values
+        keys = (*layout.before.keys, GRADIENT) if self.knows_gradient else layout.before.keys
+        return ObservedStep(
+            before={key: before[key][tile.slots] for key in keys},
+            after={key: after[key][tile.slots] for key in layout.after.keys} if is_taken else {},
+            layout=layout,
             group=self._group,
             scalars=self._scalars,
             decay=self._decay,
             intent=self.intent,
             scale=scale,
-        )
-
-    def _observed_step(
-        self,
-        tile: int,
-        slots: slice,
-        keys_after: Sequence[str],
-        scale: Tensor | None,
-        largest: tuple[Tensor | None, Tensor | None],
-    ) -> ObservedStep:
-        block = self.layout.block
-        return ObservedStep(
-            **vars(self._step_inputs(slots, scale)),
-            after={key: self._after[key].values[slots] for key in keys_after},
-            block=block,
-            tensor_of_block=self.layout.tensor_of_block[_blocks(slots, block)],
-            block_elements=self._block_elements[tile],
+            tile=tile,
+            block=self.layout.block,
             tensors=len(self.members),
-            padding=self._padding[tile],
-            scales=None if self._scales is None else self._scales[_blocks(slots, block)],
-            copies=self.copies(
-                {key: self._before[key].values for key in self._keys_before},
-                {key: self._after[key].values for key in keys_after},
-                largest,
-                slots,
-            ),
-            held=None if self._held is None else self._held[slots],
+            scales=None if scales is None else scales[tile.blocks],
+            formats={key: of[tile.tensor_of_block] for key, of in formats.items()},
+            largest=largest,
+            held=None if self._held is None else self._held[tile.slots],
             launch=self._launch,
         )
 
-    def _remember(self, view: StepView, slots: slice) -> None:
+    def _remember(self, view: StepView, tile: Tile) -> None:
         """Keep in which slots the step left a residual: the next measured step should find one there."""
         left = residuals_left(view)
         if left is not None:
             if self._held is None:
                 self._held = torch.zeros(self.layout.slots, dtype=torch.uint8, device=self.layout.device)
-            self._held[slots] = left
+            self._held[tile.slots] = left
 
     def take_over(self, other: Bucket) -> None:
         """Go on with what another bucket knew of the residuals of the same blocks."""
@@ -360,44 +370,89 @@ class Bucket:
             self._held.view(-1, block)[places[0]] = other._held.view(-1, block)[places[1]]
 
     def _fp8_scales(self) -> Tensor:
-        weights = stored.stored_parameter(self._keys_before, self.intent.composition)
-        values = self._before[weights[0]].values
+        assert self._states is not None
+        values = self._before.values[self._states.stored[0]]
         return fp8_scales(values, self.layout.tensor_of_block, len(self.members), self.layout.block)
 
-    def _gather_weights(self, into: dict[str, Staging], states: Sequence[Mapping[str, Any]]) -> dict[str, Staging]:
-        """The components of the weights, visible and stored, by key."""
-        keys = self._weights((stored.PARAMETER, *stored.elementwise_state(self.parameters[0], states[0])))
-        for key in keys:
-            if key == stored.PARAMETER:
-                self._gather(into, key, self.parameters)
-            else:
-                self._gather_state(into, key, states)
-        return {key: into[key] for key in keys}
+    def _gradient_squares(self) -> list[tuple[Tensor, Tensor]]:
+        """Σ g² by block [blocks] of the sample; of whole tensors Σ g² and the largest g² [2, tensors]; fp64, now.
 
-    def _gather_state(self, into: dict[str, Staging], key: str, states: Sequence[Mapping[str, Any]]) -> None:
-        # All tensors of a bucket are stored in the same form: if the first is read as it is, so are the others.
-        plain = reading(states[0], key) is states[0][key]
-        tensors = [state[key] for state in states] if plain else [reading(state, key) for state in states]
-        composition = self.intent.composition
-        if key != composition.residual or (composition.sign > 0 and not composition.holds_counts(tensors[0].dtype)):
-            self._gather(into, key, tensors, lasting=plain)
-            return
-        # The weight was gathered first: what integers beside it stand for depends on it.
-        as_kept = self._gather(into, _AS_KEPT, tensors, lasting=plain)
-        residual = into.get(key) or into.setdefault(key, Staging(self.layout, torch.float64))
-        residual.values.copy_(composition.residual_of(into[stored.PARAMETER].values, as_kept.values))
+        Nothing if no gradient is known; 0 of tensors that are measured whole. Two passes over the gradients.
+        """
+        if not self.knows_gradient:
+            return []
+        gradients: list[Any] = self.intent.composition.gradients_of(self.parameters)
+        return [self._squares(self._before.values[GRADIENT], gradients)]
 
-    def _gather(
-        self, into: dict[str, Staging], key: str, tensors: Sequence[Any], *, lasting: bool = True
-    ) -> Staging:
-        staging = into.get(key)
-        dtype = tensors[0].dtype
-        if staging is None or staging.values.dtype != dtype:
-            other = (self._after if into is self._before else self._before).get(key)
-            shared = other.views if other is not None and other.values.dtype == dtype else None
-            staging = into[key] = Staging(self.layout, dtype, shared)
-        self.layout.gather(tensors, staging, lasting=lasting)
-        return staging
+    def _momentum_squares(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
+        """The same after a measured step, of states that have a sign: momenta, which steps may be proportional to.
+
+        Without a sign it is none: a second moment is large where steps are not. Two passes over each.
+        """
+        assert self._step_layout is not None
+        layout, found = self._step_layout.after, []
+        plain = {entry.key for entry in layout.others if entry.plain}
+        for name in (average.name for average in layout.averages if average.is_float and average.name in plain):
+            values = self._after.values[name]
+            signed = values.lt(0).any()
+            if on_host(signed) and not signed:
+                continue
+            sampled, whole = self._squares(values, [state[name] for state in states])
+            found.append((sampled * signed, whole * signed))
+        return found
+
+    def _squares(self, sampled: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        rows = sampled.to(torch.float64).unsqueeze(0)
+        return squared_block_sums(rows, self.layout.block)[0], self.layout.whole_squares(self.samples, tensors)
+
+    def _missed_shares(self, blocks: BlockTotals, looked_at: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """`missed_share` of each tensor by each that was looked at whole, 0 by nothing: fp64 [k, tensors]."""
+        sizes, intended = self.sizes, next(part for part in blocks.by_block if _INTENDED in part)[_INTENDED]
+        found = [
+            missed_share(intended, sampled, whole, sizes.segments, sizes.scale, sizes.blocks, sizes.factor)
+            for sampled, whole in looked_at
+        ]
+        return torch.stack(found or [torch.zeros_like(sizes.elements)])
+
+
+def out_of_lock_step(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """bool [tensors]: which step counters differ from the first; None where counters are on the host.
+
+    Counters on the host separate tensors into buckets. Reading counters on a device would synchronise it: there the
+    shadow steps a tensor that missed a step with a wrong counter, so that tensor is not reported.
+    """
+    counters = []
+    for state in states:
+        step = state.get("step")
+        if not isinstance(step, Tensor) or step.is_cpu:
+            return None
+        counters.append(step.reshape(()))
+    return differing_counters(counters)
+
+
+def differing_counters(counters: Sequence[Tensor]) -> Tensor:
+    """bool [n]: which of n counters [()] differ from the first. No synchronisation."""
+    stacked = torch.stack(list(counters))
+    return stacked.ne(stacked[0])
+
+
+def decoupled_rate(optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor | None:
+    """lr·λ of a parameter group, a tensor where the learning rate is one on a device; None: coupled, or not known.
+
+    Torch says so in the group (`decoupled_weight_decay`); of other classes only ours are known. Synchronises
+    nothing: tensors on the host are read, others not.
+    """
+    always = isinstance(optimizer, _ALWAYS_DECOUPLED) and not isinstance(optimizer, CollageAdam)
+    if not group.get("decoupled_weight_decay", always):
+        return None
+    rate, decay = _number(group.get("lr")), _number(group.get("weight_decay"))
+    return None if rate is None or decay is None else rate * decay
+
+
+def _number(value: Any) -> float | Tensor | None:
+    if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
+        return float(value)
+    return value if isinstance(value, Tensor | float | int) else None
 
 
 def _stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool | Tensor:
@@ -414,37 +469,3 @@ def _stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> b
 def _bits(values: Tensor) -> Tensor:
     """The same memory as integers: a NaN equals itself."""
     return values.view(torch.int64)
-
-
-def _blocks(slots: slice, block: int) -> slice:
-    """The blocks that these slots make up."""
-    return slots if slots.stop is None else slice(slots.start // block, slots.stop // block)
-
-
-def _measure_tile(view: StepView) -> list[Sums]:
-    found = []
-    for measure in MEASURES.values():
-        sums = measure(view)
-        found.append(sums if isinstance(sums, Sums) else Sums(sums))
-    return found
-
-
-def _combine_tiles(tiles: Sequence[Sequence[Sums]]) -> BlockTotals:
-    """The tiles' sums together: those by block concatenated, those by tensor added; none of a failed measure."""
-    by_block: list[Table[Tensor]] = []
-    by_tensor: list[Table[Tensor]] = []
-    for same_measure in zip(*tiles, strict=True):
-        tables = [table for sums in same_measure if (table := table_of(sums.by_block)) is not None]
-        if len(tables) == len(same_measure):
-            by_block.append(_concatenate(tables, [table.array for table in tables]))
-        tables = [table for sums in same_measure if (table := table_of(sums.by_tensor)) is not None]
-        if len(tables) == len(same_measure):
-            total = tables[0].array
-            for table in tables[1:]:
-                total = total + table.array
-            by_tensor.append(Table(tables[0].statistics, None, total))
-    return BlockTotals(by_block, by_tensor)
-
-
-def _concatenate(tables: Sequence[Table[Tensor]], arrays: list[Tensor]) -> Table[Tensor]:
-    return tables[0] if len(tables) == 1 else Table(tables[0].statistics, None, torch.cat(arrays, 1))

@@ -2,83 +2,186 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from collage_agent.intent.choose import Intent
-from collage_agent.intent.clone import clone_value
-from collage_agent.sample import stored
-from collage_agent.stats import MovingAverages, StepView
+from collage_agent.intent.clone import clone_entries
+from collage_agent.sample.gather import BlockLayout
+from collage_agent.sample.layout import StepLayout
+from collage_agent.sample.stored import GRADIENT, PARAMETER
 from collage_agent.stats.blocks import nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.classes import Flags, class_counts
 from collage_agent.stats.edq import edq_products, squared_block_sums
-from collage_agent.stats.view import ROWS, Copies
+from collage_agent.stats.view import ROWS, Copies, MovingAverages, StepView, StoredWeights
 
-__all__ = ["TILE_SLOTS", "IntendedUpdate", "ObservedStep", "StepInputs", "Values", "sum_components", "view_of"]
+__all__ = [
+    "TILE_SLOTS",
+    "IntendedUpdate",
+    "KeptWeights",
+    "ObservedStep",
+    "Scratch",
+    "Tile",
+    "sum_components",
+    "tiles_of",
+    "view_of",
+]
 
 TILE_SLOTS: Final = 196_608
 """Slots of a tile, which are worked on together: the fp64 rows then stay in the cache."""
 Values = Mapping[str, Tensor]
+_VISIBLE_ROWS: Final = tuple(name for name in ROWS if name != "visible")
 
 
 @dataclass(frozen=True)
-class StepInputs:
-    """A tile of gathered slots before the live step: values by key, in their stored dtypes.
+class Tile:
+    """Slots of a bucket that are worked on together, and what is fixed about them.
+
+    `blocks`: those that they make up. `tensor_of_block` [blocks] int64: a block's place in the bucket's tensors.
+    `block_elements` fp64 [blocks] counts a block's slots that hold an element, `padding` lists the others.
+    """
+
+    slots: slice
+    blocks: slice
+    tensor_of_block: Tensor
+    block_elements: Tensor
+    padding: Tensor
+
+
+def tiles_of(layout: BlockLayout) -> list[Tile]:
+    """The tiles of a layout, in the order of their slots."""
+    found, block = [], layout.block
+    for start in range(0, layout.slots, TILE_SLOTS):
+        slots = slice(start, min(start + TILE_SLOTS, layout.slots))
+        blocks = slice(slots.start // block, slots.stop // block)
+        padding = [slot - start for slot in layout.padding if start <= slot < slots.stop]
+        held = torch.full((slots.stop - start,), 1.0, dtype=torch.float64)
+        held[padding] = 0.0
+        empty = torch.tensor(padding).to(torch.int64).to(layout.device)
+        elements = held.view(-1, block).sum(1).to(layout.device)
+        found.append(Tile(slots, blocks, layout.tensor_of_block[blocks], elements, empty))
+    return found
+
+
+class Scratch:
+    """Memory for the fp64 rows of a tile on the host, kept from one tile to the next and shared by buckets.
+
+    New memory each time would be given back and faulted in again, at more than the cost of the arithmetic. On a
+    device the allocator keeps it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """fp64 of this shape with undefined content, on the device of `like`; valid until `name` is taken again."""
+        if not like.is_cpu:
+            return torch.empty(*shape, dtype=torch.float64, device=like.device)
+        size = shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size:
+            kept = self._kept[name] = torch.empty(size, dtype=torch.float64)
+        return kept[:size].view(*shape)
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """The gathered components of the weights, visible and stored, and the keys that add up to the stored one."""
+
+    values: Values
+    stored: tuple[str, ...]
+
+    @cached_property
+    def dtypes(self) -> list[torch.dtype]:
+        """Those of what adds up to the stored weight."""
+        return [self.values[key].dtype for key in self.stored]
+
+    def total(self) -> Tensor:
+        """θ [slots], in a dtype that holds it: its own where nothing is added up, else fp64."""
+        total = self.values[self.stored[0]]
+        if len(self.stored) == 1:
+            return total
+        return sum_components(self.values, self.stored, torch.empty_like(total, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """A tile of gathered slots before the live step and after it: values by key, in their stored dtypes.
 
     `group` and `scalars` are what the optimizer held; `decay` is lr·λ where it decays weights apart from the
-    gradient; `scale` is what gradients are to be divided by.
+    gradient; `scale` is what gradients are to be divided by. The bucket has so many `tensors`. `scales` fp64
+    [blocks] are those of fp8, where counterfactuals are asked for. `formats` of copies that are asked for: fp64
+    [blocks], NaN where one is not known; `largest` |θ| of each tensor before and after, where they need it. `held`
+    uint8 [slots]: 1 where the last measured step left a residual, None: not known. `launch`, in the first step of a
+    launch: whether the states were stepped since residuals could be kept; None in others. Where only u is asked
+    for, `after` is empty.
     """
 
     before: Values
+    after: Values
+    layout: StepLayout
     group: dict[str, Any]
     scalars: dict[str, Any]
     decay: float | Tensor | None
     intent: Intent
     scale: Tensor | None
+    tile: Tile
+    block: int
+    tensors: int
+    scales: Tensor | None
+    formats: Values
+    largest: tuple[Tensor | None, Tensor | None]
+    held: Tensor | None
+    launch: bool | Tensor | None
 
 
 class IntendedUpdate:
     """u, and the moving averages before the step and after it in exact arithmetic. Synchronises nothing.
 
-    Fills θ, g and u: fp64 [slots]. `averages` are the names of the rows of `states` fp64 [3, averages, slots]: |s|
-    before the step, s after it, and room for s as stored after it. `known`: there is a u; without, it is 0.
+    Fills θ, g and u: fp64 [slots]. `states` fp64 [3, averages, slots] has a row for each of the layout's `names`:
+    |s| before the step, s after it, and room for s as stored after it. `known`: there is a u; without, it is 0.
     """
 
-    def __init__(self, step: StepInputs, parameter: Tensor, gradient: Tensor, intended: Tensor) -> None:
-        composition, before = step.intent.composition, step.before
-        sum_components(before, stored.stored_parameter(before, composition), parameter)
+    def __init__(
+        self,
+        step: ObservedStep,
+        parameter: Tensor,
+        gradient: Tensor,
+        intended: Tensor,
+        scratch: Scratch | None = None,
+    ) -> None:
+        sum_components(step.before, step.layout.before.stored, parameter)
         _fill_gradient(step, gradient)
-        names = stored.average_names(before, composition)
-        self.averages = [name for name in names if before[name].is_floating_point()]
-        self.states = parameter.new_empty(3, len(self.averages), parameter.numel())
+        shape = (3, len(step.layout.names), parameter.numel())
+        self.states = parameter.new_empty(shape) if scratch is None else scratch.take("states", shape, parameter)
         self.known = self._intend(step, parameter, gradient, intended)
 
-    def _intend(self, step: StepInputs, parameter: Tensor, gradient: Tensor, intended: Tensor) -> bool:
-        composition = step.intent.composition
-        state: dict[str, Any] = clone_value(step.scalars)
-        for name in stored.average_names(step.before, composition):
-            if not step.before[name].is_floating_point():
-                state[name] = step.before[name].clone()
-        for index, name in enumerate(self.averages):
-            state[name] = sum_components(
-                step.before, stored.components(name, step.before, composition), self.states[1, index]
-            )
-        torch.abs(self.states[1], out=self.states[0])
+    def _intend(self, step: ObservedStep, parameter: Tensor, gradient: Tensor, intended: Tensor) -> bool:
+        layout, exact = step.layout, self.states[1]
+        state = clone_entries(step.scalars)
+        for average in layout.before.averages:
+            if not average.is_float:
+                state[average.name] = step.before[average.name].clone()
+        rows = dict(zip(layout.names, exact, strict=True))
+        for average in layout.averages:
+            state[average.name] = sum_components(step.before, average.components, rows[average.name])
+        torch.abs(exact, out=self.states[0])
         if not step.intent.displacement(step.group, state, parameter, gradient, intended):
             intended.zero_()
             return False
-        for index, name in enumerate(self.averages):
-            if state[name].data_ptr() != self.states[1, index].data_ptr():
-                self.states[1, index].copy_(state[name])
+        for name, row in rows.items():
+            if state[name] is not row and state[name].data_ptr() != row.data_ptr():
+                row.copy_(state[name])
         return True
 
 
-def _fill_gradient(step: StepInputs, target: Tensor) -> None:
-    gradient = step.before.get(stored.GRADIENT)
+def _fill_gradient(step: ObservedStep, target: Tensor) -> None:
+    gradient = step.before.get(GRADIENT)
     if gradient is None:
         target.zero_()
         return
@@ -87,7 +190,7 @@ def _fill_gradient(step: StepInputs, target: Tensor) -> None:
         target.div_(step.scale)
 
 
-def sum_components(values: Values, keys: list[str], target: Tensor) -> Tensor:
+def sum_components(values: Values, keys: Sequence[str], target: Tensor) -> Tensor:
     """The sum of the values under `keys`, written to `target` and returned."""
     target.copy_(values[keys[0]])
     for key in keys[1:]:
@@ -95,51 +198,27 @@ def sum_components(values: Values, keys: list[str], target: Tensor) -> Tensor:
     return target
 
 
-@dataclass(frozen=True)
-class ObservedStep(StepInputs):
-    """A tile of gathered slots before and after the live step.
-
-    `tensor_of_block` [blocks] int64: its place in `tensors`. `block_elements` fp64 [blocks] counts a block's slots
-    that hold an element, `padding` lists the others. `scales` fp64 [blocks]: of fp8, where counterfactuals are
-    asked for; `copies` in the formats that are asked for. `held` uint8 [slots]: 1 where the last measured step left
-    a residual, None: not known. `launch`, in the first step of a launch: whether the states were stepped since
-    residuals could be kept; None in others.
-    """
-
-    after: Values
-    block: int
-    tensor_of_block: Tensor
-    block_elements: Tensor
-    tensors: int
-    padding: Tensor
-    scales: Tensor | None
-    copies: Copies | None
-    held: Tensor | None = None
-    launch: bool | Tensor | None = None
-
-
-def view_of(step: ObservedStep) -> StepView:
-    """The step as measures read it. No synchronisation."""
-    registered = step.before[stored.PARAMETER]
-    stored_after = stored.stored_parameter(step.after, step.intent.composition)
+def view_of(step: ObservedStep, scratch: Scratch) -> StepView:
+    """The step as measures read it, for as long as `scratch` is not used again. No synchronisation."""
+    layout, tile, registered = step.layout, step.tile, step.before[PARAMETER]
     # e and eᵛ share a row where the registered parameter is all that is stored.
-    names = ROWS if stored_after != [stored.PARAMETER] else tuple(name for name in ROWS if name != "visible")
-    rows = torch.empty(len(names), registered.numel(), dtype=torch.float64, device=registered.device)
+    names = _VISIBLE_ROWS if layout.is_visible else ROWS
+    rows = scratch.take("rows", (len(names), registered.numel()), registered)
     row = dict(zip(names, rows, strict=True))
     parameter, effective = row["parameter"], row["effective"]
     visible = row.setdefault("visible", effective)
-    update = IntendedUpdate(step, parameter, row["gradient"], row["intended"])
-    visible_parameter = parameter if visible is effective else registered.to(torch.float64)
-    visible.copy_(step.after[stored.PARAMETER]).sub_(visible_parameter)
-    if visible is not effective:
-        _fill_effective(step, stored_after, parameter, visible, effective)
+    update = IntendedUpdate(step, parameter, row["gradient"], row["intended"], scratch)
+    visible_parameter = parameter if layout.is_visible else registered.to(torch.float64)
+    visible.copy_(step.after[PARAMETER]).sub_(visible_parameter)
+    if not layout.is_visible:
+        _fill_effective(step, parameter, visible, effective)
     squares, flags = _exclude_nonfinite(step, rows, row)
     squares_of = dict(zip(names, squares, strict=True))
     squares_of.setdefault("visible", squares_of["effective"])
-    updates = rows[names.index("effective") :]
+    updates = rows[2:]
     products = edq_products(row["intended"], updates[:-1])
     if flags is None:
-        update.states.index_fill_(2, step.padding, 0.0)
+        update.states.index_fill_(2, tile.padding, 0.0)
     return StepView(
         **row,
         excluded=_vacant(step) if flags is None else flags.excluded,
@@ -147,80 +226,67 @@ def view_of(step: ObservedStep) -> StepView:
         intended_known=update.known,
         registered=registered,
         block=step.block,
-        tensor_of_block=step.tensor_of_block,
+        tensor_of_block=tile.tensor_of_block,
         tensors=step.tensors,
-        block_elements=step.block_elements,
-        classes=class_counts(updates, products[0], flags, step.block, step.block_elements),
+        block_elements=tile.block_elements,
+        classes=class_counts(updates, products[0], flags, step.block, tile.block_elements),
         squares=squares_of,
         products=products,
         averages=_averages_of(step, update),
         visible_parameter=visible_parameter,
-        residual=_residual_of(step, stored_after),
-        residual_after=step.after[stored_after[-1]] if _is_sum(stored_after) else None,
-        held=_held_by(step, update, row["intended"]) if _is_sum(stored_after) else None,
+        residual=_residual_of(step),
+        residual_after=step.after[layout.after.stored[1]] if layout.after.is_sum else None,
+        held=_held_by(step, update, row["intended"]) if layout.after.is_sum else None,
         decay=step.decay,
         scales=step.scales,
-        copies=step.copies,
+        copies=_copies_of(step, parameter if flags is None else None) if step.formats else None,
     )
 
 
-def _exclude_nonfinite(step: ObservedStep, rows: Tensor, row: Mapping[str, Tensor]) -> tuple[Tensor, Flags | None]:
+def _exclude_nonfinite(step: ObservedStep, rows: Tensor, row: Values) -> tuple[Tensor, Flags | None]:
     """Σ x² of each row by block, after what is not finite was set to zero in all rows; None: all was finite.
 
     On the host the sums tell that, and spare an eighth of the measured step. Elsewhere each element is looked at:
     θ, e and eᵛ are finite where their components are, which are cheaper to check in their own dtype.
     """
+    padding = step.tile.padding
     if on_host(rows):
-        squares = squared_block_sums(rows.index_fill_(1, step.padding, 0.0), step.block)
+        squares = squared_block_sums(rows.index_fill_(1, padding, 0.0), step.block)
         if sum_is_finite(squares):
             return squares, None
-    bad_gradient = nonfinite(step.before.get(stored.GRADIENT, row["gradient"]))
-    bad_parameter = nonfinite(step.after[stored.PARAMETER])
+    bad_gradient = nonfinite(step.before.get(GRADIENT, row["gradient"]))
+    bad_parameter = nonfinite(step.after[PARAMETER])
     excluded = nonfinite(row["intended"]).bitwise_or_(bad_gradient).bitwise_or_(bad_parameter)
-    excluded.bitwise_or_(nonfinite(step.before[stored.PARAMETER]))
-    if len(rows) == len(ROWS):
-        for values in (step.before, step.after):
-            for key in stored.stored_parameter(values, step.intent.composition):
+    excluded.bitwise_or_(nonfinite(step.before[PARAMETER]))
+    if not step.layout.is_visible:
+        for values, layout in ((step.before, step.layout.before), (step.after, step.layout.after)):
+            for key in layout.stored:
                 excluded.bitwise_or_(nonfinite(values[key]))
-    zero_excluded(rows, excluded.index_fill_(0, step.padding, 1))
+    zero_excluded(rows, excluded.index_fill_(0, padding, 1))
     return squared_block_sums(rows, step.block), Flags(excluded, bad_gradient, bad_parameter)
 
 
 def _vacant(step: ObservedStep) -> Tensor:
     """uint8 [slots], 1 where a slot holds no element."""
-    found = torch.zeros_like(step.before[stored.PARAMETER], dtype=torch.uint8)
-    return found.index_fill_(0, step.padding, 1)
+    found = torch.zeros_like(step.before[PARAMETER], dtype=torch.uint8)
+    return found.index_fill_(0, step.tile.padding, 1)
 
 
-def _fill_effective(
-    step: ObservedStep, stored_after: list[str], parameter: Tensor, visible: Tensor, effective: Tensor
-) -> None:
-    if stored.PARAMETER not in stored_after:
-        effective.copy_(step.after[stored_after[0]]).sub_(parameter)
+def _fill_effective(step: ObservedStep, parameter: Tensor, visible: Tensor, effective: Tensor) -> None:
+    layout = step.layout.after
+    if not layout.is_sum:
+        effective.copy_(step.after[layout.stored[0]]).sub_(parameter)
         return
     effective.copy_(visible)
-    for key in stored_after[1:]:
-        change = step.after[key].to(torch.float64)
+    for key in layout.stored[1:]:
+        change = step.after[key].to(torch.float64, copy=True)
         effective.add_(change.sub_(step.before[key]) if key in step.before else change)
 
 
 def _averages_of(step: ObservedStep, update: IntendedUpdate) -> MovingAverages:
-    composition, after = step.intent.composition, step.after
-    decaying = tuple(
-        name
-        for name in stored.average_names(after, composition)
-        if stored.decaying(name, after[name].dtype) and (name in update.averages or name not in step.before)
-    )
-    present = {
-        name: [after[key] for key in stored.components(name, after, composition)]
-        for name in update.averages
-        if name in after
-    }
-    return MovingAverages(tuple(update.averages), update.states, decaying, present)
-
-
-def _is_sum(keys: list[str]) -> bool:
-    return keys[0] == stored.PARAMETER and len(keys) > 1
+    layout = step.layout
+    present = {name: [step.after[key] for key in keys] for name, keys in layout.present.items()}
+    return MovingAverages(layout.names, update.states, layout.decaying, present)
 
 
 def _held_by(step: ObservedStep, update: IntendedUpdate, intended: Tensor) -> Tensor | None:
@@ -229,8 +295,8 @@ def _held_by(step: ObservedStep, update: IntendedUpdate, intended: Tensor) -> Te
     In the first step of a launch the optimizer's averages are the witnesses: an element that was stepped and moves
     now has had a residual, unless none could be kept before.
     """
-    if step.launch is False or step.intent.composition.residual not in step.before:
-        return torch.zeros_like(step.before[stored.PARAMETER], dtype=torch.uint8)
+    if step.launch is False or not step.layout.before.is_sum:
+        return torch.zeros_like(step.before[PARAMETER], dtype=torch.uint8)
     if step.launch is None:
         return step.held
     witnessed = update.states[0].ne(0).any(0)
@@ -241,12 +307,24 @@ def _held_by(step: ObservedStep, update: IntendedUpdate, intended: Tensor) -> Te
     return witnessed.view(torch.uint8)
 
 
-def _residual_of(step: ObservedStep, stored_after: list[str]) -> Tensor | None:
+def _residual_of(step: ObservedStep) -> Tensor | None:
     """r before the step, fp64 [slots], 0 where it did not exist yet; None: the weight is not kept as a sum."""
-    if not _is_sum(stored_after):
+    layout = step.layout.after
+    if not layout.is_sum:
         return None
-    residual = torch.zeros_like(step.before[stored.PARAMETER], dtype=torch.float64)
-    for key in stored_after[1:]:
-        if key in step.before:
-            residual.add_(step.before[key])
-    return residual
+    kept = step.before.get(layout.stored[1])
+    if kept is None:
+        return torch.zeros_like(step.before[PARAMETER], dtype=torch.float64)
+    return kept.to(torch.float64)
+
+
+def _copies_of(step: ObservedStep, parameter: Tensor | None) -> Copies:
+    """The copies of the tile's weights, before and after; `parameter`: θ before, where all of it is finite."""
+    layout, tensor_of_block = step.layout, step.tile.tensor_of_block
+    before, after = KeptWeights(step.before, layout.before.stored), KeptWeights(step.after, layout.after.stored)
+    start = before.total() if parameter is None or len(before.stored) == 1 else parameter
+    ends = [
+        StoredWeights(values, None if found is None else found[tensor_of_block])
+        for values, found in zip((start, after.total()), step.largest, strict=True)
+    ]
+    return Copies(ends[0], ends[1], step.formats)

@@ -5,8 +5,7 @@ Keys are the catalogue's; the rows and columns of each part find their places by
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from collage_agent.sample.gather import BlockLayout
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.stats import classes, edq, updates
+from collage_agent.stats import MEASURES, OPTIONAL, StepView, Sums, classes, edq, updates
 from collage_agent.stats.blocks import Segments
 from collage_agent.stats.classes import active_elements
 from collage_agent.stats.intervals import (
@@ -27,18 +26,28 @@ from collage_agent.stats.intervals import (
     product_rows,
     ratio_variances,
 )
+from collage_agent.stats.view import table_of
 from collage_monitor.definitions import SAMPLE, Interval
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, statistic
 from collage_monitor.table import Axis, Table
 
-__all__ = ["BASE_STATISTICS", "SIZE_ROWS", "BlockTotals", "SampleSizes", "TableUnion", "estimated_totals"]
+__all__ = [
+    "BASE_STATISTICS",
+    "SIZE_ROWS",
+    "BlockTotals",
+    "SampleSizes",
+    "TableUnion",
+    "combine_tiles",
+    "estimated_totals",
+    "measure_tile",
+]
 
 _FIXED: Final = ("measured_steps", "elements", "sampled")
 SIZE_ROWS: Final = len(_FIXED)
 """The first rows of a table of totals: what is known of a tensor before anything is measured."""
 _PLACES: Final = 256
-_Part = tuple[tuple[str, ...], tuple[str, ...], torch.device]
+_Part = tuple[Axis, Axis, torch.device]
 
 
 def _ratios_of(keys: Collection[str]) -> dict[str, Interval]:
@@ -68,6 +77,39 @@ class BlockTotals:
 
     by_block: Sequence[Table[Tensor]]
     by_tensor: Sequence[Table[Tensor]]
+
+
+def measure_tile(view: StepView) -> list[Sums]:
+    """What each measure adds up of a tile, but for those of what its view does not have."""
+    found = []
+    for name, measure in MEASURES.items():
+        if name not in OPTIONAL or getattr(view, OPTIONAL[name]) is not None:
+            sums = measure(view)
+            found.append(sums if isinstance(sums, Sums) else Sums(sums))
+    return found
+
+
+def combine_tiles(tiles: Sequence[Sequence[Sums]]) -> BlockTotals:
+    """The tiles' sums together: those by block concatenated, those by tensor added; none of a failed measure."""
+    by_block: list[Table[Tensor]] = []
+    by_tensor: list[Table[Tensor]] = []
+    for same_measure in zip(*tiles, strict=True):
+        tables = [table_of(sums.by_block) for sums in same_measure if sums.by_block]
+        if tables and len(tables) == len(same_measure):
+            by_block.append(_concatenated(tables))
+        tables = [table_of(sums.by_tensor) for sums in same_measure if sums.by_tensor]
+        if tables and len(tables) == len(same_measure):
+            total = tables[0].array
+            for table in tables[1:]:
+                total = total + table.array
+            by_tensor.append(Table(tables[0].statistics, None, total))
+    return BlockTotals(by_block, by_tensor)
+
+
+def _concatenated(tables: Sequence[Table[Tensor]]) -> Table[Tensor]:
+    if len(tables) == 1:
+        return tables[0]
+    return Table(tables[0].statistics, None, torch.cat([table.array for table in tables], 1))
 
 
 @dataclass(frozen=True)
@@ -107,16 +149,18 @@ class SampleSizes:
         self.factor = population_factor(self.blocks, vector([sample.population_blocks for sample in samples]))
         self.scale = self.elements / self.sampled
         self.fixed = torch.stack((torch.ones_like(self.elements), self.elements, self.sampled))
-        self._rows: dict[tuple[tuple[str, ...], int, frozenset[str]], _Rows] = {}
+        self._rows: dict[tuple[tuple[Axis, ...], frozenset[str]], _Rows] = {}
 
-    def rows(self, keys: Sequence[str], by_block: int, missing: frozenset[str]) -> _Rows:
-        """The rows of a table with sums under these keys, the first of them by block.
-
-        `missing` is what the step lacked of what they need.
-        """
-        name = tuple(keys), by_block, missing
+    def rows(self, blocks: BlockTotals, missing: frozenset[str]) -> _Rows:
+        """The rows of a table of these sums; `missing` is what the step lacked of what they need."""
+        tables = (*blocks.by_block, *blocks.by_tensor)
+        name = tuple([table.statistics for table in tables]), missing
         known = self._rows.get(name)
         if known is None:
+            if len(self._rows) >= _PLACES:
+                self._rows.clear()
+            keys = [key for table in tables for key in table.statistics]
+            by_block = sum(len(table.statistics) for table in blocks.by_block)
             known = self._rows[name] = self._make_rows(keys, by_block, missing)
         return known
 
@@ -161,10 +205,9 @@ def estimated_totals(
     something that is `missing`, an intended update or a gradient, is NaN. missed: `missed_share` fp64 [tensors]. No
     synchronisation.
     """
-    keys = [key for table in (*blocks.by_block, *blocks.by_tensor) for key in table.statistics]
-    by_block: Mapping[str, Tensor] = ChainMap(*blocks.by_block)  # type: ignore[arg-type]
-    sampled = torch.cat((*(table.array for table in blocks.by_block), active_elements(by_block).unsqueeze(0)))
-    rows = sizes.rows(keys, len(sampled) - 1, missing)
+    rows = sizes.rows(blocks, missing)
+    counts = next(table for table in blocks.by_block if "lost" in table.statistics)
+    sampled = torch.cat([*[table.array for table in blocks.by_block], active_elements(counts).unsqueeze(0)])
     sums = sizes.segments.sums(sampled)
     parts, totals = rows.of_ratios(sampled), rows.of_ratios(sums)
     products = sizes.segments.sums(product_rows(*parts))
@@ -208,7 +251,7 @@ class TableUnion:
 
     def _place(self, part: Table[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
         assert part.layers is not None
-        name = tuple(part.statistics), tuple(part.layers), device
+        name = part.statistics, part.layers, device
         known = self._places.get(name)
         if known is None:
             if len(self._places) >= _PLACES:

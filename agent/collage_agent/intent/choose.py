@@ -21,7 +21,8 @@ from collage_agent.intent.selftest import SelfTestResult, run_selftest
 from collage_agent.intent.shadow import Shadow
 from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.optim import CollageOptimizer, known_strategy
-from collage_agent.optim.stepping import local_part
+from collage_agent.optim.arithmetic import WideArithmetic, shared_workspace
+from collage_agent.optim.stepping import local_part, longest_chunk
 from collage_agent.sample.stored import OURS, Composition
 
 __all__ = ["Intent", "IntentCache", "choose_intent"]
@@ -55,6 +56,13 @@ class Intent(Protocol):
         """Write u [n] fp64 to `out` and advance `state` in place; False where there is no u."""
 
 
+class _ExactArithmetic(WideArithmetic):
+    """fp64 in scratch, to the bits of `exact_displacement`."""
+
+    def square_root(self, a: Tensor) -> Tensor:
+        return torch.sqrt(a, out=self.take(a))
+
+
 class OwnRuleIntent:
     """u from `exact_displacement` of a CollageOptimizer; same calls as `Shadow`, no clone and no self-test."""
 
@@ -65,6 +73,9 @@ class OwnRuleIntent:
     def __init__(self, optimizer: CollageOptimizer, group: dict[str, Any]) -> None:
         self.stochastic: bool | None = _stochastic(group)
         self._displacement = optimizer.exact_rule()
+        exact = getattr(self._displacement, "__func__", None)
+        known = exact is CollageOptimizer.exact_displacement.__func__  # type: ignore[attr-defined]
+        self._kind = type(optimizer) if known else None
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Nothing is kept from one step to the next."""
@@ -78,10 +89,17 @@ class OwnRuleIntent:
         Synchronises only if `step` is a tensor on a device.
         """
         step = int(state.get("step", 0)) + 1
-        intended, after = self._displacement(group, state, parameter, gradient, step)
-        state.update(after)
+        if self._kind is None or not out.is_cpu or len(out) > longest_chunk(HOST):
+            intended, after = self._displacement(group, state, parameter, gradient, step)
+            state.update(after)
+            out.copy_(intended)
+        else:
+            # In the optimizer's own scratch: new memory for each operation costs more than the operations.
+            workspace = shared_workspace(HOST, torch.float64, longest_chunk(HOST))
+            workspace.restart(len(out))
+            arithmetic = _ExactArithmetic(workspace, torch.float64)
+            out.copy_(self._kind.exact_step(group, state, parameter, gradient, step, arithmetic))
         state["step"] = step
-        out.copy_(intended)
         return True
 
 

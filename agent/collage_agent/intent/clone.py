@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Final
@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 __all__ = [
+    "clone_entries",
     "clone_group",
     "clone_optimizer",
     "clone_value",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 _OF_OTHERS: Final = frozenset(("torch", *sys.stdlib_module_names))
+_PLAIN_VALUES: Final = frozenset((bool, int, float, str, type(None)))
 _LOSS_SCALING: Final = ("grad_scale", "found_inf")
 _NOT_COPIED: Final = ("state", "param_groups", *_LOSS_SCALING)
 _FUSED_ON_CPU: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -39,8 +41,19 @@ def clone_value(value: Any, *, objects: bool = True) -> Any:
     return _clone(value, {} if objects else None)
 
 
+def clone_entries(entries: Mapping[str, Any], *left_out: str) -> dict[str, Any]:
+    """Copies of all values but those under the keys that are left out."""
+    return {
+        key: value if type(value) in _PLAIN_VALUES else clone_value(value)
+        for key, value in entries.items()
+        if key not in left_out
+    }
+
+
 def _clone(value: Any, copies: dict[int, Any] | None) -> Any:
     """`copies`: objects that were met, by id, since they may refer to each other; None: objects are shared."""
+    if type(value) in _PLAIN_VALUES:
+        return value
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, defaultdict):
@@ -50,7 +63,7 @@ def _clone(value: Any, copies: dict[int, Any] | None) -> Any:
     if isinstance(value, deque):
         return deque((_clone(entry, copies) for entry in value), value.maxlen)
     if type(value) in (list, tuple, set):
-        return type(value)(_clone(entry, copies) for entry in value)
+        return type(value)([_clone(entry, copies) for entry in value])
     if copies is None or not holds_values(value):
         return value
     if id(value) not in copies:
@@ -78,7 +91,7 @@ def clone_group(group: dict[str, Any], kind: type[Optimizer], device: torch.devi
     Torch's own optimizers take their fused kernel on the CPU, which is the fastest on one flat tensor; options
     that need an accelerator are cleared there.
     """
-    cloned = {key: clone_value(value) for key, value in group.items() if key != "params"}
+    cloned = clone_entries(group, "params")
     if device.type == "cpu":
         if cloned.get("capturable"):
             cloned["capturable"] = False

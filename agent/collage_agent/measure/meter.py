@@ -9,10 +9,11 @@ from typing import Any, Final, Literal
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.plan import BucketPlan
-from collage_agent.buckets.touched_plan import TouchedPlan
+from collage_agent.buckets.bucket import Bucket
+from collage_agent.buckets.touched import TouchedBucket
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.oracle import Oracle
+from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.measure.oracles import Oracles
 from collage_agent.measure.planning import Planner, Signature
 from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation, nan_where_skipped
@@ -57,9 +58,10 @@ class Meter:
         self._oracles = Oracles(self._planner) if oracle else None
         self._versions: list[int] = []
         self._signature: Signature | None = None
-        self._plan: list[BucketPlan] = []
+        self._buckets: list[Bucket] = []
         self._first_of_launch = True
         self._rotation = Rotation(None if sample == "all" else ELEMENTS_A_STEP)
+        self._rotates = _rotates(intents)
         self._buffer_bytes: tuple[tuple[object, ...] | None, float] = (None, 0.0)
 
     @property
@@ -75,9 +77,9 @@ class Meter:
     def buffer_bytes(self) -> float:
         """Bytes of the buffers kept for this optimizer; counted anew when the buckets were planned anew."""
         counted_for, found = self._buffer_bytes
-        plans = (self._plan, self._rotation.kept, None if self.windows is None else self.windows.plan)
-        if counted_for is None or any(then is not now for then, now in zip(counted_for, plans, strict=True)):
-            ours = (self._plan, self._attached_oracles(), self.windows, self._rotation)
+        plans = (self._buckets, self._rotation.kept, None if self.windows is None else self.windows.buckets)
+        if counted_for != plans:
+            ours = (self._buckets, self._attached_oracles(), self.windows, self._rotation)
             found = float(buffer_bytes(ours, [watched.parameter for watched in self.watched]))
             self._buffer_bytes = plans, found
         return found
@@ -92,7 +94,8 @@ class Meter:
         Oracles go on with what is still stepped, unless parameters stand in the place of others.
         """
         replaced = any(new.parameter is not old.parameter for new, old in zip(watched, self.watched, strict=False))
-        self._planner.watched, self._planner.intents = list(watched), list(intents)
+        self._planner.regroup(watched, intents)
+        self._rotates = _rotates(intents)
         self._signature = None
         if self.windows is not None:
             self.windows.plan_anew()
@@ -106,7 +109,7 @@ class Meter:
             self._oracles.restart()
         if self.windows is not None:
             self.windows.discard()
-        self._signature, self._plan = None, []
+        self._signature, self._buckets = None, []
         self._rotation.forget()
         self._first_of_launch = True
 
@@ -137,12 +140,12 @@ class Meter:
         signature = self._planner.signature_of(optimizer, False)
         cap = self.sample if self.sample == "all" else min(self.sample, WINDOW_SAMPLE)
 
-        def plan() -> list[BucketPlan]:
+        def plan() -> list[Bucket]:
             planned = self._planner.plans(optimizer, signature, cap, ())
             return [
-                entry
-                for entry in planned
-                if entry.bucket.intent.kind != "before-after" and not isinstance(entry, TouchedPlan)
+                bucket
+                for bucket in planned
+                if bucket.intent.kind != "before-after" and not isinstance(bucket, TouchedBucket)
             ]
 
         self.windows.before(optimizer, step, doublings, (cap, signature), plan)
@@ -163,22 +166,20 @@ class Meter:
             if self._oracles is not None:
                 self._oracles.split_by_state(optimizer)
                 signature = self._signature_now(optimizer, closure)
-            before, self._plan = (
-                self._plan,
-                self._planner.plans(optimizer, signature, self.sample, self._attached_oracles()),
-            )
-            for old, new in product(before, self._plan):
-                new.bucket.take_over(old.bucket)
-            self._signature = signature
-        for planned in self._plan:
-            known = self._oracles is not None and self._oracles.weights_gathered(planned)
-            planned.bucket.first_of_launch = self._first_of_launch
-            planned.gather_before(optimizer, weights_gathered=known)
-            planned.look_at_whole(optimizer)
+            before, self._signature = self._buckets, signature
+            self._buckets = self._planner.plans(optimizer, signature, self.sample, self._attached_oracles())
+            for old, new in product(before, self._buckets):
+                new.take_over(old)
+        for bucket in self._buckets:
+            known = self._oracles is not None and self._oracles.weights_gathered(bucket)
+            bucket.first_of_launch = self._first_of_launch
+            bucket.gather_before(optimizer, weights_gathered=known)
+            bucket.look_at_whole(optimizer)
         if not closure:
             if self._oracles is not None:
-                self._oracles.step(optimizer, self._plan)
-            self._rotation.before(optimizer, self._planner, first_of_launch=self._first_of_launch)
+                self._oracles.step(optimizer, self._buckets)
+            if self._rotates:
+                self._rotation.before(optimizer, self._planner, first_of_launch=self._first_of_launch)
 
     def after(self, optimizer: Optimizer, *, counterfactuals: bool = False) -> list[Table[Tensor]]:
         """Estimated totals of the step, [statistic][layer], a table for each part of it. Inside `isolated`.
@@ -187,13 +188,16 @@ class Meter:
         """
         scale, skipped = loss_scaling(optimizer)
         found: list[Table[Tensor]] = []
-        for planned in self._plan:
-            parts = planned.measure(optimizer, scale, counterfactuals=counterfactuals)
-            found += [nan_where_skipped(skipped, part) for part in parts]
+        for bucket in self._buckets:
+            found += bucket.measure(optimizer, scale, counterfactuals=counterfactuals)
+        if skipped is not None:
+            found = [nan_where_skipped(skipped, part) for part in found]
         if self._oracles is not None:
-            self._oracles.keep_plans(self._plan)
-        found += self._rotation.after(optimizer, scale, skipped)
-        self.occasional = [COUNTERFACTUAL_SUMS] if any(COUNTERFACTUAL_SUMS[0] in part for part in found) else []
+            self._oracles.keep_buckets(self._buckets)
+        if self._rotates:
+            found += self._rotation.after(optimizer, scale, skipped)
+        kept = counterfactuals and any(COUNTERFACTUAL_SUMS[0] in part for part in found)
+        self.occasional = [COUNTERFACTUAL_SUMS] if kept else []
         if self.windows is not None:
             ended = self.windows.after(optimizer)
             self.occasional += dict.fromkeys(tuple(part.statistics) for part in ended)
@@ -212,6 +216,11 @@ class Meter:
             watched.parameter._version != version
             for watched, version in zip(self.watched, self._versions, strict=False)
         )
+
+
+def _rotates(intents: Sequence[Intent]) -> bool:
+    """Whether tensors of some group are stepped whole, in turns."""
+    return any(isinstance(intent, WholeTensor) for intent in intents)
 
 
 def buffer_bytes(root: object, parameters: Iterable[Tensor]) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.plan import BucketPlan
+from collage_agent.buckets.bucket import Bucket
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
 from collage_agent.measure.planning import Planner, step_counter_of
@@ -38,8 +38,8 @@ class Oracles:
         self._planner = planner
         self.attached: list[Oracle] | None = None
         self.restarts = 0
-        self._last_plans: list[BucketPlan] = []
-        self._compared: list[BucketPlan] = []
+        self._last_buckets: list[Bucket] = []
+        self._compared: list[Bucket] = []
 
     def restart(self) -> None:
         """Attach anew before the next step: the live weights and states were replaced."""
@@ -51,9 +51,9 @@ class Oracles:
             self.restart()
             self.restarts += 1
 
-    def keep_plans(self, plans: Sequence[BucketPlan]) -> None:
-        """Keep the plans of the step just measured: their buckets hold its weights, to notice later writes."""
-        self._last_plans = list(plans)
+    def keep_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Keep the buckets of the step just measured: they hold its weights, to notice later writes."""
+        self._last_buckets = list(buckets)
 
     def prepare(self, optimizer: Optimizer, sample: int | Literal["all"], *, written: bool) -> None:
         """Before `step`: attach if there are none, or if somebody has `written` to a weight since the last step."""
@@ -64,20 +64,18 @@ class Oracles:
             self.attached = self._attach(optimizer, sample)
         self._put_in_lock_step(self.attached)
 
-    def weights_gathered(self, planned: BucketPlan) -> bool:
+    def weights_gathered(self, bucket: Bucket) -> bool:
         """Whether `prepare` has gathered the weights of this bucket as they are before the step."""
-        return any(planned is compared for compared in self._compared)
+        return any(bucket is compared for compared in self._compared)
 
-    def step(self, optimizer: Optimizer, plans: Sequence[BucketPlan] = ()) -> None:
+    def step(self, optimizer: Optimizer, buckets: Sequence[Bucket] = ()) -> None:
         """Take the step that the optimizer is about to take.
 
-        plans: buckets that have gathered their gradients; an oracle that they follow takes its own out of these.
+        buckets: those that have gathered their gradients; an oracle that they follow takes its own out of these.
         """
         scale, skipped = loss_scaling(optimizer)
         known = {
-            id(view.oracle): planned.bucket.gradient_at(view.positions)
-            for planned in plans
-            for view in planned.oracles
+            id(view.oracle): bucket.gradient_at(view.positions) for bucket in buckets for view in bucket.oracles
         }
         for oracle in self.attached or ():
             watched = self._planner.watched[oracle.members[0]]
@@ -113,13 +111,13 @@ class Oracles:
         This notices a write through `.data`, which torch does not count. On the host only: comparing on a device
         would synchronise it.
         """
-        plans, self._last_plans, self._compared = self._last_plans, [], []
+        buckets, self._last_buckets, self._compared = self._last_buckets, [], []
         current = {id(oracle) for oracle in self.attached or ()}
-        for planned in plans:
-            followed = any(id(view.oracle) in current for view in planned.oracles)
-            if followed and on_host(planned.bucket.parameter_after):
-                self._compared.append(planned)
-                if planned.bucket.weights_moved(planned.states(optimizer)):
+        for bucket in buckets:
+            followed = any(id(view.oracle) in current for view in bucket.oracles)
+            if followed and on_host(bucket.parameter_after):
+                self._compared.append(bucket)
+                if bucket.weights_moved(optimizer):
                     return True
         return False
 

@@ -13,9 +13,9 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
+from collage_agent.buckets.observation import Scratch
 from collage_agent.buckets.oracle_view import OracleView
-from collage_agent.buckets.plan import BucketPlan
-from collage_agent.buckets.touched_plan import TouchedPlan
+from collage_agent.buckets.touched import TouchedBucket
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.oracle import Oracle
@@ -48,7 +48,8 @@ class Signature(NamedTuple):
 class Planner:
     """Gathers watched tensors that are stepped alike into buckets, and draws their samples.
 
-    `watched` and `intents`, one for each parameter group, are replaced when groups change; places stay.
+    `watched` and `intents`, one for each parameter group, are replaced when groups change; places stay. All buckets
+    share `scratch`.
     """
 
     def __init__(
@@ -60,45 +61,53 @@ class Planner:
         casts: Sequence[str] = (),
     ) -> None:
         """casts: the formats in which copies of the weights are looked at."""
-        self.watched = list(watched)
-        self.intents = list(intents)
+        self.scratch = Scratch()
         self._seed = seed
         self._casts = tuple(casts)
         self._least_block = max((CAST_FORMATS[key].block for key in casts), default=1)
+        self.regroup(watched, intents)
+
+    def regroup(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
+        """The parameter groups are others now: all parameters, those so far in their places, one intent a group."""
+        self.watched, self.intents = list(watched), list(intents)
+        self._stepped = [
+            (index, entry.parameter, entry.group, self.intents[entry.group].composition.gradient)
+            for index, entry in enumerate(self.watched)
+            if entry.stepped and entry.shard.elements
+        ]
 
     def signature_of(self, optimizer: Optimizer, closure: bool, oracles: Sequence[Oracle] = ()) -> Signature:
         """What decides which tensors are stepped alike; steps are counted from the first tensor's."""
         kinds: dict[_Kind, list[int]] = {}
         first: float | None = None
         state_of = optimizer.state.get
-        for index, watched in enumerate(self.watched):
-            if not watched.stepped:
-                continue
-            parameter = watched.parameter
-            gradient = self.intents[watched.group].composition.gradient_of(parameter)
-            if (gradient is None and not closure) or not watched.shard.elements:
+        for index, parameter, group, name in self._stepped:
+            gradient: Tensor | None = getattr(parameter, name, None)
+            if gradient is None and not closure:
                 continue
             own = state_of(parameter, _NO_STATE)
-            step = step_counter_of(own)
+            counter = own.get("step")
+            on_host = type(counter) is Tensor and counter.is_cpu
+            step = counter.item() if on_host else step_counter_of(own)
             if first is None:
                 first = step
             dtype = None if gradient is None else gradient.dtype
             sparse = gradient is not None and gradient.is_sparse
-            kinds.setdefault((watched.group, len(own), step - first, dtype, sparse), []).append(index)
+            kinds.setdefault((group, len(own), step - first, dtype, sparse), []).append(index)
         return Signature(closure, tuple(oracles), kinds)
 
     def plans(
         self, optimizer: Optimizer, signature: Signature, cap: int | Literal["all"], oracles: Sequence[Oracle]
-    ) -> list[BucketPlan]:
+    ) -> list[Bucket]:
         """A bucket for each kind of tensor in the signature; `oracles` are those that may look on."""
         kinds: dict[object, list[int]] = {}
         dtypes_of: dict[object, object] = {}
-        found: list[BucketPlan] = []
+        found: list[Bucket] = []
         for kind, index in ((kind, index) for kind, indices in signature.kinds.items() for index in indices):
             parameter = self.watched[index].parameter
             gradient = self.intents[self.watched[index].group].composition.gradient_of(parameter)
             if gradient is not None and gradient.is_sparse:
-                found += self._plan_touched(index, cap, gradient, optimizer)
+                found += self._touched(index, cap, gradient, optimizer)
                 continue
             if not placed_alike(parameter, gradient):
                 continue
@@ -108,12 +117,12 @@ class Planner:
             if dtypes is None:
                 dtypes = dtypes_of[form] = stored.elementwise_dtypes(parameter, state)
             kinds.setdefault((kind, local_part(parameter).device, parameter.dtype, dtypes), []).append(index)
-        return found + [self._plan_bucket(members, signature.closure, cap, oracles) for members in kinds.values()]
+        return found + [self._bucket(members, signature.closure, cap, oracles) for members in kinds.values()]
 
-    def _plan_touched(
+    def _touched(
         self, index: int, cap: int | Literal["all"], gradient: Tensor, optimizer: Optimizer
-    ) -> list[BucketPlan]:
-        """A plan of a tensor with a sparse gradient, none if it cannot be measured.
+    ) -> list[Bucket]:
+        """A bucket of a tensor with a sparse gradient, none if it cannot be measured.
 
         That is a tensor which is no plain one, a gradient sparse in more than rows, or a state that is sparse too.
         """
@@ -126,25 +135,39 @@ class Planner:
             return []
         most = min(parameter.numel(), _MOST_TOUCHED if cap == "all" else cap)
         seed = crc32(f"{self._seed}/{watched.name}".encode())
-        return [TouchedPlan(index, parameter, intent, most, seed, watched.group, self.names_of([index]))]
+        layers = self.names_of([index])
+        return [
+            TouchedBucket(
+                index, parameter, intent, watched.group, layers, cap=most, seed=seed, scratch=self.scratch
+            )
+        ]
 
-    def _plan_bucket(
+    def _bucket(
         self, members: list[int], closure: bool, cap: int | Literal["all"], oracles: Sequence[Oracle]
-    ) -> BucketPlan:
+    ) -> Bucket:
         watched = self.watched[members[0]]
         parameters = [self.watched[member].parameter for member in members]
         samples = [self.draw_sample(member, cap) for member in members]
         intent = _CLOSURE if closure else self.intents[watched.group]
-        copies = self.casts_known(members)
-        bucket = Bucket(members, parameters, samples, intent, knows_gradient=not closure, copies=copies)
-        views = [
+        bucket = Bucket(
+            members,
+            parameters,
+            samples,
+            intent,
+            watched.group,
+            self.names_of(members),
+            knows_gradient=not closure,
+            copies=self.casts_known(members),
+            scratch=self.scratch,
+        )
+        bucket.oracles = [
             OracleView(oracle, self.names_of(oracle.members), members, bucket.layout)
             for oracle in (() if intent.kind == "before-after" else oracles)
             if set(oracle.members) <= set(members)
         ]
         replicated = [self.watched[member].shard.replicated for member in members]
-        on_device = torch.tensor(replicated).to(bucket.layout.device) if any(replicated) else None
-        return BucketPlan(bucket, watched.group, self.names_of(members), views, on_device)
+        bucket.replicated = torch.tensor(replicated).to(bucket.layout.device) if any(replicated) else None
+        return bucket
 
     def names_of(self, members: Sequence[int]) -> Axis:
         """The layers that these watched parameters are."""

@@ -6,21 +6,17 @@ the model's numbers are never those of a part of its tensors. Each tensor's own 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.oracle_view import OracleView
-from collage_agent.buckets.plan import BucketPlan
-from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.whole_tensor import WholeTensor, WholeTensorStep
 from collage_agent.measure.planning import Planner
 from collage_agent.optim.stepping import local_part
-from collage_agent.sample.sampling import TensorSample
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Table
 
@@ -40,8 +36,8 @@ class Rotation:
     def __init__(self, bound: int | None = ELEMENTS_A_STEP) -> None:
         """bound: elements a step; None: no bound, every tensor at every measured step."""
         self._bound = bound
-        self.kept: tuple[BucketPlan, ...] = ()
-        self._turn: tuple[BucketPlan, ...] = ()
+        self.kept: tuple[_WholeBucket, ...] = ()
+        self._turn: tuple[_WholeBucket, ...] = ()
         self._made_for: list[tuple[int, WholeTensor]] = []
         self._held: dict[int, Table[Tensor]] = {}
         self._waiting: set[int] = set()
@@ -70,10 +66,10 @@ class Rotation:
             self._turn = tuple(_planned(index, planner, intent) for index, intent in chosen)
         else:
             self._turn = self.kept
-        for planned in self._turn:
-            planned.bucket.first_of_launch = first_of_launch
-            planned.gather_before(optimizer)
-            planned.look_at_whole(optimizer)
+        for bucket in self._turn:
+            bucket.first_of_launch = first_of_launch
+            bucket.gather_before(optimizer)
+            bucket.look_at_whole(optimizer)
 
     def after(self, optimizer: Optimizer, scale: Tensor | None, skipped: Tensor | None) -> list[Table[Tensor]]:
         """Totals of all tensors if this step ends the round, else none yet. Runs inside `isolated`.
@@ -82,9 +78,9 @@ class Rotation:
         in which case these tensors are not reported in this round.
         """
         turn, self._turn = self._turn, ()
-        for planned in turn:
-            (table,) = planned.measure(optimizer, scale)
-            index = planned.bucket.members[0]
+        for bucket in turn:
+            (table,) = bucket.measure(optimizer, scale)
+            (index,) = bucket.members
             self._held[index] = nan_where_skipped(skipped, table)
             self._waiting.discard(index)
         if self._bound is not None and not self._waiting and len(turn) == len(self._held):
@@ -109,40 +105,19 @@ class Rotation:
 class _WholeBucket(Bucket):
     """A bucket of one tensor, measured whole: what is known of u comes from its turn."""
 
-    def __init__(
-        self,
-        index: int,
-        parameter: Tensor,
-        sample: TensorSample,
-        turn: WholeTensorStep,
-        copies: Mapping[str, Sequence[bool]],
-    ) -> None:
-        super().__init__([index], [parameter], [sample], turn, copies=copies)
-        self._turn = turn
+    intent: WholeTensorStep
 
-    def gather_before(
-        self,
-        group: Mapping[str, Any],
-        states: Sequence[Mapping[str, Any]],
-        decay: float | Tensor | None = None,
-        *,
-        weights_gathered: bool = False,
-    ) -> None:
-        super().gather_before(group, states, decay, weights_gathered=weights_gathered)
-        self._turn.clone_inputs(group, states[0])
+    def gather_before(self, optimizer: Optimizer, *, weights_gathered: bool = False) -> None:
+        super().gather_before(optimizer, weights_gathered=weights_gathered)
+        self.intent.clone_inputs(optimizer.param_groups[self.group], self.states(optimizer)[0])
 
     def measure(
-        self,
-        states: Sequence[Mapping[str, Any]],
-        scale: Tensor | None,
-        followed: Sequence[OracleView],
-        *,
-        counterfactuals: bool = False,
-    ) -> BlockTotals:
-        self._turn.step_clones(self.layout, scale)
-        blocks = super().measure(states, scale, followed, counterfactuals=counterfactuals)
-        self._turn.release_clones()
-        return blocks
+        self, optimizer: Optimizer, scale: Tensor | None, *, counterfactuals: bool = False
+    ) -> list[Table[Tensor]]:
+        self.intent.step_clones(self.layout, scale)
+        found = super().measure(optimizer, scale, counterfactuals=counterfactuals)
+        self.intent.release_clones()
+        return found
 
 
 def too_large(entry: WatchedParameter, bound: int | None = ELEMENTS_A_STEP) -> bool:
@@ -169,9 +144,18 @@ def _is_dense(gradient: Tensor | None) -> bool:
     return gradient is not None and not gradient.is_sparse
 
 
-def _planned(index: int, planner: Planner, intent: WholeTensor) -> BucketPlan:
+def _planned(index: int, planner: Planner, intent: WholeTensor) -> _WholeBucket:
     entry = planner.watched[index]
     turn = WholeTensorStep(intent, entry.parameter)
     sample, copies = planner.draw_sample(index, "all"), planner.casts_known([index])
-    bucket = _WholeBucket(index, entry.parameter, sample, turn, copies)
-    return BucketPlan(bucket, entry.group, planner.names_of([index]))
+    layers = planner.names_of([index])
+    return _WholeBucket(
+        [index],
+        [entry.parameter],
+        [sample],
+        turn,
+        entry.group,
+        layers,
+        copies=copies,
+        scratch=planner.scratch,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.plan import BucketPlan
-from collage_agent.sample import stored
+from collage_agent.buckets.bucket import Bucket
+from collage_agent.buckets.observation import KeptWeights
+from collage_agent.sample.stored import PARAMETER
 from collage_agent.stats.blocks import nonfinite
 from collage_agent.stats.casts import cast_block_sums
 from collage_agent.stats.several_steps import window_block_sums
@@ -61,15 +62,15 @@ class _OpenWindow:
 
     span: WindowSpan
     intended: list[Tensor] = field(default_factory=list)
-    start: list[dict[str, Tensor]] = field(default_factory=list)
+    start: list[KeptWeights] = field(default_factory=list)
     largest: list[Tensor | None] = field(default_factory=list)
     invalid: Tensor | None = None
 
-    def totals(self, planned: BucketPlan, by_block: Table[Tensor]) -> Table[Tensor]:
+    def totals(self, bucket: Bucket, by_block: Table[Tensor]) -> Table[Tensor]:
         """Estimated totals of sums by block, not a number if the window is invalid."""
         keys = Axis(f"{key}/{self.span.length}" for key in by_block.statistics)
-        totals = planned.sizes.segments.sums(by_block.array) * planned.sizes.factors(keys)
-        return Table(keys, planned.layers, _nan_where(self.invalid, totals))
+        totals = bucket.sizes.segments.sums(by_block.array) * bucket.sizes.factors(keys)
+        return Table(keys, bucket.layers, _nan_where(self.invalid, totals))
 
 
 class Windows:
@@ -83,7 +84,7 @@ class Windows:
     def __init__(self, lengths: Sequence[int], every: int) -> None:
         self.schedule = WindowSchedule(lengths, every)
         self._open: dict[int, _OpenWindow] = {}
-        self.plan: list[BucketPlan] = []
+        self.buckets: list[Bucket] = []
         self._signature: object = None
         self._step = -1
 
@@ -107,7 +108,7 @@ class Windows:
         step: int,
         doublings: int,
         signature: object,
-        plan: Callable[[], list[BucketPlan]],
+        plan: Callable[[], list[Bucket]],
     ) -> None:
         """Add u of step number `step`, which the optimizer is about to take, to the windows that it belongs to.
 
@@ -123,21 +124,21 @@ class Windows:
             return
         if signature != self._signature:
             self.discard()
-            self.plan, self._signature = plan(), signature
+            self.buckets, self._signature = plan(), signature
         self._open.update({span.length: _OpenWindow(span) for span in starting})
         scale, skipped = loss_scaling(optimizer)
-        for index, planned in enumerate(self.plan):
-            planned.gather_before(optimizer)
-            largest = planned.bucket.largest_weights(planned.states(optimizer)) if starting else None
-            intended = planned.bucket.intended(scale)
+        for index, bucket in enumerate(self.buckets):
+            bucket.gather_before(optimizer)
+            largest = bucket.largest_weights(optimizer) if starting else None
+            intended = bucket.intended(scale)
             for window in self._open.values():
                 if index == len(window.intended):
                     window.intended.append(intended.clone())
-                    window.start.append(planned.bucket.weights_before())
+                    window.start.append(bucket.weights_before())
                     window.largest.append(largest)
                 else:
                     window.intended[index].add_(intended)
-                window.invalid = _any_set(window.invalid, planned.out_of_step)
+                window.invalid = _any_set(window.invalid, bucket.out_of_step)
         if skipped is not None:
             for window in self._open.values():
                 window.invalid = _any_set(window.invalid, skipped.ne(0))
@@ -145,42 +146,35 @@ class Windows:
     def after(self, optimizer: Optimizer) -> list[Table[Tensor]]:
         """The totals of the windows that the step just taken ends: estimated, not a number where invalid."""
         ending = [window for window in self._open.values() if window.span.end == self._step]
-        found: list[tuple[_OpenWindow, BucketPlan, Table[Tensor]]] = []
+        found: list[tuple[_OpenWindow, Bucket, Table[Tensor]]] = []
         for window in ending:
             del self._open[window.span.length]
-        for index, planned in enumerate(self.plan if ending else []):
-            bucket, states = planned.bucket, planned.states(optimizer)
-            after, largest, block = (
-                bucket.weights_after(states),
-                bucket.largest_weights(states),
-                bucket.layout.block,
-            )
+        for index, bucket in enumerate(self.buckets if ending else []):
+            after, largest = bucket.weights_after(optimizer), bucket.largest_weights(optimizer)
+            block = bucket.layout.block
             for window in ending:
                 start = window.start[index]
-                effective, visible = _changes(start, after, bucket.intent.composition)
+                effective, visible = _changes(start, after)
                 intended = bucket.without_padding(window.intended[index])
                 bad = nonfinite(intended) | nonfinite(effective) | nonfinite(visible)
                 window.invalid = _any_set(window.invalid, bad)
-                found.append((window, planned, window_block_sums(intended, effective, visible, block)))
+                found.append((window, bucket, window_block_sums(intended, effective, visible, block)))
                 copies = bucket.copies(start, after, (window.largest[index], largest))
                 if copies is not None:
                     sums = cast_block_sums(copies, intended, bucket.vacant(), block, "cast_window")
-                    found.append((window, planned, sums))
-        return [window.totals(planned, sums) for window, planned, sums in found]
+                    found.append((window, bucket, sums))
+        return [window.totals(bucket, sums) for window, bucket, sums in found]
 
 
-def _changes(
-    before: Mapping[str, Tensor], after: Mapping[str, Tensor], composition: stored.Composition
-) -> tuple[Tensor, Tensor]:
+def _changes(before: KeptWeights, after: KeptWeights) -> tuple[Tensor, Tensor]:
     """E and Eᵛ, fp64 [slots]: Σ over components of (after − before); a component that is new began at 0."""
     changes: dict[str, Tensor] = {}
-    for key, values in after.items():
-        change = values.to(torch.float64)
-        changes[key] = change.sub_(before[key]) if key in before else change
-    visible = changes[stored.PARAMETER]
-    keys = stored.stored_parameter(after, composition)
-    effective = changes[keys[0]]
-    for key in keys[1:]:
+    for key, values in after.values.items():
+        change = values.to(torch.float64, copy=True)
+        changes[key] = change.sub_(before.values[key]) if key in before.values else change
+    visible = changes[PARAMETER]
+    effective = changes[after.stored[0]]
+    for key in after.stored[1:]:
         effective = effective + changes[key]
     return effective, visible
 

@@ -340,19 +340,32 @@ class CollageOptimizer(Optimizer):
         the step), all fp64 and new: nothing passed in is changed. Elementwise: a sample of the elements gives a
         sample of the result.
         """
-        rule = cls.rule_of(group)
         value = parameter.to(torch.float64)
-        intended = gradient.to(torch.float64)
-        if group["maximize"]:
-            intended = -intended
         after = {
             moment.name: state[moment.name].to(torch.float64, copy=True)
+            for moment in cls.rule_of(group).moments(group)
             if moment.name in state
-            else torch.zeros_like(value)
-            for moment in rule.moments(group)
         }
-        scalars = rule.scalars(group, step)
-        return rule.displacement(WideArithmetic(), value, intended, after, scalars), after
+        return cls.exact_step(group, after, value, gradient.to(torch.float64), step, WideArithmetic()), after
+
+    @classmethod
+    def exact_step(
+        cls,
+        group: Group,
+        averages: State,
+        parameter: Tensor,
+        gradient: Tensor,
+        step: int,
+        arithmetic: WideArithmetic,
+    ) -> Tensor:
+        """The displacement of `exact_displacement`, from fp64 alone: `averages` are advanced in place, and made
+        where they are missing. The result is the arithmetic's scratch, if it has any."""
+        rule = cls.rule_of(group)
+        for moment in rule.moments(group):
+            if moment.name not in averages:
+                averages[moment.name] = torch.zeros_like(parameter)
+        intended = -gradient if group["maximize"] else gradient
+        return rule.displacement(arithmetic, parameter, intended, averages, rule.scalars(group, step))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this or another strategy, or of the torch optimizer with the same rule.

@@ -196,14 +196,14 @@ def _clamped(arithmetic: WideArithmetic, values: Tensor, low: int, high: int) ->
     return torch.clamp(values, low, high, out=arithmetic.take(values).view(values.dtype))
 
 
-def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor) -> Tensor:
-    """Values from 8-bit codes c [n] and their blocks' scales s [⌈n / 128⌉]: sign(c) (c / 127)² s for int8.
+def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor, block: int = BLOCK_ELEMENTS) -> Tensor:
+    """Values from 8-bit codes c [n] and their blocks' scales s [⌈n / block⌉]: sign(c) (c / 127)² s for int8.
 
     uint8 codes hold the root of what has no sign: ((c / 255)² s)². Small values of a block keep more digits than by
     equal steps: the smallest is 2^-16 of the largest for a root, 2^-32 for v.
     """
     flat, elements = code.reshape(-1), code.numel()
-    if elements % BLOCK_ELEMENTS:
+    if elements % block:
         value = load_blocks(WideArithmetic(), _padded(flat), scale)[:elements].view(code.shape)
         return value if arithmetic.keeps_new_tensors else arithmetic.load(value)
     signed = code.dtype == torch.int8
@@ -212,7 +212,7 @@ def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor) -> Tens
     squares = arithmetic.on(torch.mul, sizes, numbers)
     if signed:
         arithmetic.give_back(numbers)
-    squares.view(-1, BLOCK_ELEMENTS).mul_((scale * (1 / (127 if signed else 255) ** 2)).unsqueeze(1))
+    squares.view(-1, block).mul_((scale * (1 / (127 if signed else 255) ** 2)).unsqueeze(1))
     return (squares if signed else squares.square_()).view(code.shape)
 
 
@@ -360,11 +360,13 @@ def empty_low(storage: StateStorage, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
 
-def decoded(state: Mapping[str, Tensor], name: str, high: Tensor | None = None) -> Tensor | None:
+def decoded(
+    state: Mapping[str, Tensor], name: str, high: Tensor | None = None, *, block: int = BLOCK_ELEMENTS
+) -> Tensor | None:
     """What integers under `name`, or beside it, stand for: fp32 of its shape, new; None where there are none.
 
-    high: the weight itself, for name "parameter". The dtypes say what is stored: see `StateStorage`. Of a sharded
-    tensor the result is sharded alike.
+    high: the weight itself, for name "parameter". block: elements that share a scale, in a sample fewer than kept.
+    The dtypes say what is stored: see `StateStorage`. Of a sharded tensor the result is sharded alike.
     """
     first = (state[name] if high is None else high).detach()
     if hasattr(first, "to_local"):
@@ -375,7 +377,7 @@ def decoded(state: Mapping[str, Tensor], name: str, high: Tensor | None = None) 
         return None if found is None else sharded(found, *mesh, run_check=False)
     low, scale = state.get(name + LOW_COMPONENT_SUFFIX), state.get(name + SCALE_SUFFIX)
     if scale is not None:
-        return load_blocks(WideArithmetic(), first, scale)
+        return load_blocks(WideArithmetic(), first, scale, block)
     if first.dtype == torch.int16:
         return load_root(WideArithmetic(), first)
     if low is not None and not low.dtype.is_floating_point:

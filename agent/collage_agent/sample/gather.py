@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from math import inf
 from operator import is_
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,10 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
+from collage_agent.optim import SCALE_SUFFIX
+from collage_agent.optim.codes import BLOCK_ELEMENTS, decoded
 from collage_agent.optim.stepping import local_part
+from collage_agent.sample.layout import KeptState, StateLayout
+from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
+from collage_agent.sample.stored import GRADIENT, PARAMETER, Composition
 
-__all__ = ["BlockLayout", "Staging", "Views", "largest_magnitudes"]
+__all__ = ["BlockLayout", "GatheredSample", "Staging", "Views", "largest_magnitudes"]
 
 _PLAIN: Final = {Tensor, Parameter}
 _EMPTY: Final = np.empty(0, dtype=np.int64)
@@ -54,6 +60,7 @@ class BlockLayout:
         self._plain = {type(parameter) for parameter in parameters} <= _PLAIN
         self.row_major = all(order is None for order in self._orders)
         self._simple = self._plain and self.row_major and all(part is None for part in self._parts)
+        self._elements = [sample.elements for sample in samples]
         self.rows: list[Tensor] = []
         self._sampled: list[tuple[int, slice]] = []
         tensors, numbers = [_EMPTY], [_EMPTY]
@@ -169,6 +176,22 @@ class BlockLayout:
         if pieces:
             torch.cat(pieces, out=staging.tail)
 
+    def gather_scales(self, scales: Sequence[Tensor]) -> Tensor | None:
+        """Of each block the scale that its elements share with others of BLOCK_ELEMENTS, fp32 [blocks].
+
+        scales: of each tensor, in the order of its elements in memory; None: that is not the order here.
+        """
+        if not self._simple:
+            return None
+        return torch.cat([*scales]).index_select(0, self._places_of_scales)
+
+    @cached_property
+    def _places_of_scales(self) -> Tensor:
+        lengths = np.array([-(-elements // BLOCK_ELEMENTS) for elements in self._elements], dtype=np.int64)
+        numbers = self._keys % _MOST_BLOCKS * self.block // BLOCK_ELEMENTS
+        first = lengths.cumsum() - lengths
+        return torch.from_numpy(first[self.host_tensor_of_block] + numbers).to(self.device)
+
     def whole_squares(self, samples: Sequence[TensorSample], tensors: Sequence[Tensor]) -> Tensor:
         """Σ x² over all of each tensor that is not measured whole, and its largest x²: fp64 [2, tensors], else 0.
 
@@ -276,6 +299,73 @@ class Staging:
         self.alike = [self.values[where].view(-1, *shape[1:]) for _, where, shape in layout._alike]
         self.tail = self.values[layout._boundary :]
         self.target_records = [_records(target) for target in self.targets] if self.values.is_cpu else []
+
+
+class GatheredSample:
+    """The sample of a bucket's weights, states and gradients at one moment: values by key, in buffers made once.
+
+    `values` are flat [slots], in the dtypes of what is kept, or as numbers where codes are kept.
+    """
+
+    def __init__(self, layout: BlockLayout, composition: Composition) -> None:
+        self.values: dict[str, Tensor] = {}
+        self._layout = layout
+        self._composition = composition
+        self._stagings: dict[tuple[str, bool], Staging] = {}
+        self._others: Mapping[tuple[str, bool], Staging] = {}
+
+    @classmethod
+    def pair(cls, layout: BlockLayout, composition: Composition) -> tuple[GatheredSample, GatheredSample]:
+        """Before a step and after it. They share the views of tensors that come again."""
+        before, after = cls(layout, composition), cls(layout, composition)
+        before._others, after._others = after._stagings, before._stagings
+        return before, after
+
+    def gather_weights(
+        self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Any]], layout: StateLayout
+    ) -> None:
+        """The components of the weights, visible and stored. The registered one comes first: codes depend on it."""
+        self.values[PARAMETER] = self._gathered(PARAMETER, parameters)
+        self.gather_states(layout.weights, states)
+
+    def gather_states(self, kept: Iterable[KeptState], states: Sequence[Mapping[str, Any]]) -> None:
+        """These of the states, as numbers."""
+        for entry in kept:
+            key = entry.key
+            numbers = self._decoded(entry, states) if entry.parts else None
+            if numbers is None:
+                tensors = [state[key] if entry.plain else reading(state, key) for state in states]
+                numbers = self._gathered(key, tensors, lasting=entry.plain)
+            if entry.completes:
+                numbers = self._composition.residual_of(self.values[PARAMETER], numbers)
+            self.values[key] = numbers
+
+    def gather_gradients(self, gradients: Sequence[Any]) -> None:
+        """The gradients; these tensors do not come again."""
+        self.values[GRADIENT] = self._gathered(GRADIENT, gradients, lasting=False)
+
+    def _decoded(self, entry: KeptState, states: Sequence[Mapping[str, Any]]) -> Tensor | None:
+        """Numbers of gathered codes; None where the codes' scales do not follow the sample's blocks."""
+        found: dict[str, Tensor] = {}
+        for part in entry.parts:
+            tensors = [state[part] for state in states]
+            if not part.endswith(SCALE_SUFFIX):
+                found[part] = self._gathered(part, tensors, is_code=True)
+            elif (scales := self._layout.gather_scales(tensors)) is not None:
+                found[part] = scales
+            else:
+                return None
+        return decoded(found, entry.key, block=self._layout.block)
+
+    def _gathered(self, key: str, tensors: Sequence[Any], *, lasting: bool = True, is_code: bool = False) -> Tensor:
+        name, dtype = (key, is_code), tensors[0].dtype
+        staging = self._stagings.get(name)
+        if staging is None or staging.values.dtype != dtype:
+            known = self._others.get(name)
+            shared = known.views if known is not None and known.values.dtype == dtype else None
+            staging = self._stagings[name] = Staging(self._layout, dtype, shared)
+        self._layout.gather(tensors, staging, lasting=lasting)
+        return staging.values
 
 
 def _records(blocks: Tensor) -> NDArray[np.void]:

@@ -18,7 +18,16 @@ from collage_agent.optim import LOW_COMPONENT_SUFFIX, PARAMETER_LOW, SCALE_SUFFI
 from collage_agent.optim.codes import decoded
 from collage_agent.optim.stepping import local_part
 
-__all__ = ["completes_another", "dequantised", "is_quantised", "reading", "reading_dtype", "stored_tensors"]
+__all__ = [
+    "completes_another",
+    "dequantised",
+    "is_quantised",
+    "is_read_as_kept",
+    "own_parts",
+    "reading",
+    "reading_dtype",
+    "stored_tensors",
+]
 
 _PLAIN: Final = (Tensor, Parameter)
 _BLOCK: Final = 256
@@ -76,6 +85,21 @@ def reading_dtype(state: Mapping[str, Any], key: str) -> torch.dtype:
     table, scales = _table_and_scales(state, key)
     bytes_of_table = table is not None and scales is not None and tensor.dtype == torch.uint8
     return torch.float32 if bytes_of_table or is_quantised(local_part(tensor)) else tensor.dtype
+
+
+def is_read_as_kept(state: Mapping[str, Any], key: str) -> bool:
+    """Whether `reading` gives the tensor itself."""
+    tensor: Tensor = state[key]
+    table, scales = _table_and_scales(state, key)
+    of_table = table is not None and scales is not None and tensor.dtype == torch.uint8
+    return not (_is_coded(state, key) or of_table or is_quantised(local_part(tensor)))
+
+
+def own_parts(state: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """The keys of our own codes that keep an average, so that a sample of them can be decoded; none of others."""
+    parts = tuple(part for part in (key, key + LOW_COMPONENT_SUFFIX, key + SCALE_SUFFIX) if part in state)
+    alike = all(state[part].shape == state[key].shape for part in parts if not part.endswith(SCALE_SUFFIX))
+    return parts if alike and _is_coded(state, key) else ()
 
 
 def completes_another(state: Mapping[str, Any], key: str) -> bool:

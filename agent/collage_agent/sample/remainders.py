@@ -6,6 +6,7 @@ one unit of k is worth, and in whether it counts from zero outwards or upwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.numerics.formats import gap_towards
+from collage_agent.numerics.formats import gap_outwards
 
 __all__ = ["RemainderCode", "SIGNED_BITS", "SIGNED_BYTE", "codes_of"]
 
@@ -44,10 +45,19 @@ class RemainderCode:
             counts = integers.view(torch.int8 if integers.element_size() == 1 else torch.int16).to(torch.int32)
             if self.unsigned:
                 counts.bitwise_and_(2 ** (8 * integers.element_size()) - 1)
-        if self.outwards:
-            counts = torch.where(weight.signbit(), -counts, counts)
-            return gap_towards(weight, counts).mul_(counts).div_(self.units)
-        return gap_towards(weight, weight).mul_(counts).div_(self.units)
+        if not self.outwards:
+            away = torch.zeros((), dtype=torch.int32, device=weight.device)
+            return gap_outwards(weight, away).mul_(counts).div_(self.units)
+        value = weight.to(torch.float32)
+        if weight.is_cpu and weight.dtype == torch.bfloat16:
+            # The counts lengthen the bits. That fails only below zero itself, and where p is not finite.
+            joined = value.view(torch.int32).add(counts, alpha=2**16 // self.units).view(torch.float32)
+            found = joined.to(torch.float64).sub_(value)
+            if math.isfinite(found.sum().numpy()):
+                return found
+        gap = gap_outwards(weight, counts.bitwise_right_shift(31))
+        # Away from zero is upwards for one sign and downwards for the other.
+        return gap.mul_(torch.where(value.signbit(), -counts, counts)).div_(self.units)
 
 
 SIGNED_BITS: Final = RemainderCode("the signed remainder of rounding to nearest, 16 bits", 2**16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -65,6 +65,11 @@ class Composition:
         """The gradient that the optimizer steps by; None where there is none."""
         found: Tensor | None = getattr(parameter, self.gradient, None)
         return found
+
+    def gradients_of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """The same of several."""
+        name = self.gradient
+        return [getattr(parameter, name, None) for parameter in parameters]
 
     def give(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Have a clone's parameter hold the gradient as the optimizer wants it, every element of it."""

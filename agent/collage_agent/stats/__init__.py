@@ -22,7 +22,7 @@ from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 from collage_monitor.statistics.catalogue import DEFINITIONS, split_key
 
-__all__ = ["MEASURES", "Measure", "MovingAverages", "StepView", "Sums", "failures", "measures_of"]
+__all__ = ["MEASURES", "OPTIONAL", "Measure", "MovingAverages", "StepView", "Sums", "failures", "measures_of"]
 
 Measure = Callable[[StepView], Sums | Mapping[str, Tensor]]
 """Sums by statistic key; a plain mapping holds sums by block, fp64 [blocks]."""
@@ -38,6 +38,14 @@ _OWN: Final[Mapping[str, Measure]] = {
     "counterfactuals": counterfactuals.measure,
     "casts": casts.measure,
 }
+
+OPTIONAL: Final[Mapping[str, str]] = {
+    "decay": "decay",
+    "residuals": "residual",
+    "counterfactuals": "scales",
+    "casts": "copies",
+}
+"""Measures of what not every view has, and where it stands in one."""
 
 
 class AddedMeasure:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from collage_agent.numerics.formats import CAST_FORMATS, CastFormat, coded, scaled
 from collage_agent.sample.gather import largest_magnitudes
-from collage_agent.stats.blocks import block_sums, nonfinite, zero_excluded
+from collage_agent.stats.blocks import block_sums, flag_counts, nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.view import Copies, StepView, StoredWeights, Sums, named
 from collage_monitor.table import Table
 
@@ -41,19 +41,33 @@ def cast_block_sums(copies: Copies, intended: Tensor, excluded: Tensor, block: i
         number, value = _copy(copies.after, kind, block)
         number_before, value_before = _copy(copies.before, kind, block)
         change = value.to(torch.float64).sub_(value_before)
-        missing = nonfinite(change).bitwise_or_(excluded)
-        zero_excluded(change.unsqueeze(0), missing)
+        moved = [change] if kind.block == 1 else [change, number.to(torch.float64).sub_(number_before)]
+        sums, counts = _sums_and_counts(intended, moved, excluded, block)
+        found.append(torch.cat((counts[:2], sums, counts[2:])).mul_(nan_where_unknown))
         parts = _SUMS if kind.block == 1 else (*_SUMS, "recoded")
-        rows = torch.empty(len(parts), len(intended), dtype=torch.float64, device=intended.device)
-        torch.sub(1.0, missing, out=rows[0])
-        rows[1].copy_(change.ne(0))
-        torch.mul(intended, intended, out=rows[2]).mul_(rows[0])
-        torch.mul(intended, change, out=rows[3])
-        if kind.block > 1:
-            torch.ne(number, number_before, out=rows[4]).mul_(rows[0])
-        found.append(block_sums(rows, block).mul_(nan_where_unknown))
         keys += [f"{name}_{part}/{key}" for part in parts]
     return named(keys, torch.cat(found))
+
+
+def _sums_and_counts(
+    intended: Tensor, moved: Sequence[Tensor], excluded: Tensor, block: int
+) -> tuple[Tensor, Tensor]:
+    """Σ u² and Σ u·c by block, fp64 [2, blocks]; elements, then those where each of `moved` is not 0: [·, blocks].
+
+    The first of `moved` is c. An element where it is not finite counts as excluded.
+    """
+    change, missing = moved[0], excluded
+    rows = torch.stack((intended * intended, intended * change))
+    sums = block_sums(rows, block)
+    if not (on_host(sums) and sum_is_finite(sums)):
+        missing = nonfinite(change).bitwise_or_(excluded)
+        zero_excluded(rows, missing)
+        sums = block_sums(rows, block)
+    flags = torch.empty(1 + len(moved), len(intended), dtype=torch.bool, device=intended.device)
+    torch.logical_not(missing, out=flags[0])
+    for values, flag in zip(moved, flags[1:], strict=True):
+        torch.logical_not(values, out=flag).logical_not_().logical_and_(flags[0])
+    return sums, flag_counts(flags, block)
 
 
 def is_wider(dtypes: Sequence[torch.dtype], kind: CastFormat) -> bool:

@@ -30,6 +30,7 @@ def ulp_octave_counts(
     block: int,
     *,
     gaps: float = 1.0,
+    fields: Tensor | None = None,
 ) -> Tensor:
     """Elements by octave of |u| / gap: fp64 [BINS, count], bins in the order of HISTOGRAM_LABELS.
 
@@ -38,10 +39,11 @@ def ulp_octave_counts(
     exact in `dtype`, of at most 32 bits, in that or a wider format. `tensor_of_block` [blocks] int64 is of blocks
     of `block` slots, below `count`.
     u = 0 falls into the underflow: the caller takes it out. Gaps are powers of two, so the octave is a difference
-    of exponents and exact. `gaps`: a power of two, count octaves of |u| / (gaps · gap) instead. No synchronisation.
+    of exponents and exact. `gaps`: a power of two, count octaves of |u| / (gaps · gap) instead. `fields`:
+    the `binade_fields`, if they are known. No synchronisation.
     """
     shift = _BIAS - _BIAS_32 + exponent_of(torch.finfo(dtype).eps) + exponent_of(gaps)
-    exponent = binade_fields(intended, visible_parameter, dtype)
+    exponent = binade_fields(intended, visible_parameter, dtype) if fields is None else fields
     # The sign is masked away once the numbers are half as wide.
     field = intended.view(torch.int64).bitwise_right_shift(_FRACTION_BITS).to(torch.int32).bitwise_and_(_FIELD)
     octave = field.sub_(exponent)

@@ -188,11 +188,17 @@ def measure_residuals(step: StepView) -> Sums:
     if step.residual is None:
         return Sums()
     registered, dtype, block = step.registered, step.registered.dtype, step.block
-    bad = block_sums(nonfinite(step.residual).to(torch.float64), block)
-    residual = step.residual.clone()
-    residual.view(torch.int64).bitwise_and_(step.excluded.to(torch.int64).sub_(1))
-    sums = named(RESIDUAL_SUMS, residual_block_sums(residual, registered, dtype, step.excluded, block))
-    fills = ulp_octave_counts(residual, registered, dtype, step.tensor_of_block, step.tensors, block, gaps=0.5)
+    residual, bad = step.residual, torch.zeros_like(step.block_elements)
+    if not step.finite:
+        bad = block_sums(nonfinite(residual).to(torch.float64), block)
+        residual = residual.clone()
+        residual.view(torch.int64).bitwise_and_(step.excluded.to(torch.int64).sub_(1))
+    fields = binade_fields(residual, registered, dtype)
+    rows = residual_block_sums(residual, registered, dtype, step.excluded, block, fields=fields)
+    sums = named(RESIDUAL_SUMS, rows)
+    fills = ulp_octave_counts(
+        residual, registered, dtype, step.tensor_of_block, step.tensors, block, gaps=0.5, fields=fields
+    )
     # r = 0 was counted as underflow.
     filled = sums["residual_elements"] - sums["residual_zero"]
     fills[0].index_add_(0, step.tensor_of_block, filled.sub_(block))
@@ -209,7 +215,7 @@ def _dropped(step: StepView, residual: Tensor, held: Tensor) -> Tensor:
     least = _FEWEST_IN_HALF_A_GAP * 2 * torch.finfo(step.registered.dtype).smallest_normal
     gone = residual.logical_not().logical_and_(step.registered.abs().ge(least)).view(torch.uint8)
     gone.bitwise_and_(held).bitwise_and_(step.excluded.bitwise_xor(1))
-    return block_sums(gone.to(torch.float64), step.block)
+    return flag_counts(gone.unsqueeze(0), step.block)[0]
 
 
 def residuals_left(step: StepView) -> Tensor | None:
@@ -228,20 +234,27 @@ def residuals_left(step: StepView) -> Tensor | None:
 
 
 def residual_block_sums(
-    residual: Tensor, visible_parameter: Tensor, dtype: torch.dtype, excluded: Tensor, block: int
+    residual: Tensor,
+    visible_parameter: Tensor,
+    dtype: torch.dtype,
+    excluded: Tensor,
+    block: int,
+    *,
+    fields: Tensor | None = None,
 ) -> Tensor:
     """Elements, those with r = 0, and Σ |r| / ½gap(θᵛ), over each block: fp64 [3, blocks].
 
     r = residual: fp64 [slots], zero where `excluded` uint8 [slots] is 1; θᵛ = visible_parameter [slots], exact in
-    `dtype`, of at most 32 bits. The gap is that to θᵛ's neighbour in r's direction, so that a normalised pair is
-    at most 1 full; a division by a power of two, and exact. No synchronisation.
+    `dtype`, of at most 32 bits. `block` is that of `flag_counts`. The gap is that to θᵛ's neighbour in r's
+    direction, so that a normalised pair is at most 1 full; a division by a power of two, and exact. `fields`: the
+    `binade_fields`, if they are known. No synchronisation.
     """
-    taken = excluded.bitwise_xor(1)
-    zero = residual.logical_not().view(torch.uint8).bitwise_and(taken)
+    flags = torch.empty(2, len(residual), dtype=torch.bool, device=residual.device)
+    torch.logical_not(excluded, out=flags[0])
+    torch.logical_not(residual, out=flags[1]).logical_and_(flags[0])
     # Half a gap is 2^(field − 127) · eps / 2; its reciprocal is put together from its exponent.
     whole = _BIAS + _BIAS_32 - exponent_of(torch.finfo(dtype).eps / 2)
-    field = binade_fields(residual, visible_parameter, dtype).to(torch.int64)
-    reciprocal = field.neg_().add_(whole).bitwise_left_shift_(_FRACTION_BITS).view(torch.float64)
-    fill = reciprocal.mul_(residual).abs_()
-    fill.view(torch.int64).bitwise_and_(taken.to(torch.int64).neg_())
-    return block_sums(torch.stack((taken.to(torch.float64), zero.to(torch.float64), fill)), block)
+    field = binade_fields(residual, visible_parameter, dtype) if fields is None else fields
+    reciprocal = field.to(torch.int64).neg_().add_(whole).bitwise_left_shift_(_FRACTION_BITS).view(torch.float64)
+    fill = block_sums(reciprocal.mul_(residual).abs_(), block)
+    return torch.cat((flag_counts(flags, block), fill.unsqueeze(0)))

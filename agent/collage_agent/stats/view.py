@@ -113,11 +113,11 @@ class Sums:
     by_tensor: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def table_of(sums: Mapping[str, Tensor]) -> Table[Tensor] | None:
-    """The sums as one table, None where there are none."""
+def table_of(sums: Mapping[str, Tensor]) -> Table[Tensor]:
+    """The sums, one at least, as one table."""
     if isinstance(sums, Table):
         return sums
-    return Table(Axis(sums), None, torch.stack(list(sums.values()))) if sums else None
+    return Table(_axis(tuple(sums)), None, torch.stack(list(sums.values())))
 
 
 def named(keys: Sequence[str], rows: Tensor) -> Table[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.buckets.touched_plan import TouchedPlan
+from collage_agent.buckets.touched import TouchedBucket
 from collage_agent.handle import watch
 from collage_agent.intent.clone import isolated
 
@@ -100,18 +100,17 @@ def test_u_is_that_of_a_whole_rerun_in_fp64(entry, dtype):
     with isolated(torch.device("cpu")):
         meter.before(optimizer, closure=False)
         found = {}
-        for planned in meter._plan:
-            flat, position = planned.bucket.intended(None), 0
+        for bucket in meter._buckets:
+            flat, position = bucket.intended(None), 0
             if entry.sparse:
-                assert isinstance(planned, TouchedPlan)
-                rows = planned.bucket.rows
-                assert rows is not None
+                assert isinstance(bucket, TouchedBucket)
+                rows = bucket.rows
                 found[0] = torch.zeros_like(expected[0]).flatten()
                 found[0][rows.index[rows.held]] = flat[rows.held.view(-1)]
                 continue
-            for member, parameter in zip(planned.bucket.members, planned.bucket.parameters, strict=True):
+            for member, parameter in zip(bucket.members, bucket.parameters, strict=True):
                 found[member] = flat[position : position + parameter.numel()].clone()
-                position += -(-parameter.numel() // planned.bucket.layout.block) * planned.bucket.layout.block
+                position += -(-parameter.numel() // bucket.layout.block) * bucket.layout.block
     assert len(found) == len(expected)
     for member, u in enumerate(expected):
         difference = (found[member] - u.flatten()).abs().max()

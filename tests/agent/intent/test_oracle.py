@@ -128,7 +128,9 @@ def test_weights_written_between_steps_restart_the_oracle_and_are_counted(write)
     assert measurement.scalars["oracle_restarts"] == 1
 
 
-@pytest.mark.parametrize("strategy", ["plain", "stochastic", "light", "plus", "master-weights"])
+@pytest.mark.parametrize(
+    "strategy", ["plain", "stochastic", "light", "plus", "master-weights", "split-master", "split-24bit-8bit"]
+)
 def test_no_restart_without_a_write(strategy):
     model = mlp()
     optimizer = CollageAdamW(model.parameters(), lr=1e-2, strategy=strategy)

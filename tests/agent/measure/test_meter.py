@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.buckets.plan import differing_counters, out_of_lock_step
+from collage_agent.buckets.bucket import differing_counters, out_of_lock_step
 from collage_agent.handle import watch
 
 from collage_monitor.statistics import histogram_counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from collage_agent import guard
-from collage_agent.buckets.plan import BucketPlan
+from collage_agent.buckets.bucket import Bucket
 from collage_agent.handle import watch
 
 from tests.agent.test_watch import Recorder
@@ -21,7 +21,7 @@ def test_oracles_attach_anew_after_a_failure_before_the_step(monkeypatch):
         raise ValueError("no look at this step")
 
     with monkeypatch.context() as patched:
-        patched.setattr(BucketPlan, "gather_before", fails)
+        patched.setattr(Bucket, "gather_before", fails)
         guard.raise_in_tests(False)
         train(model, optimizer, 1, start=3)
     guard.raise_in_tests(True)

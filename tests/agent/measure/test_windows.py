@@ -189,3 +189,22 @@ def test_a_larger_step_shows_in_windows_of_a_sample_too():
     for key in ("edq_window_ratio/4", "edq_window_cosine/4", "lost_window_ratio/4"):
         assert few[key] == pytest.approx(all_of_them[key], abs=0.05)
         assert few[key] != all_of_them[key]
+
+
+@pytest.mark.parametrize("window", [2, 4])
+def test_windows_that_end_together_do_not_disturb_each_other(window):
+    def at_the_end(*windows):
+        model = mlp()
+        optimizer = CollageAdamW(model.parameters(), lr=1e-2, strategy="split-master", seed=3)
+        handle = watch(model, optimizer, every=1, windows=windows, budget=None)
+        train(model, optimizer, CYCLE)
+        return [
+            (layer, key, float(value))
+            for layer, totals in totals_of(handle).items()
+            for key, value in totals.items()
+            if key.startswith("window_") and key.endswith(f"/{window}")
+        ]
+
+    alone = at_the_end(window)
+    assert alone
+    assert at_the_end(2, 4) == alone

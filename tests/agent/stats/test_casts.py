@@ -120,7 +120,7 @@ def test_a_sample_counts_whole_blocks_of_the_formats(name):
     gradients(model, 0)
     before = model.weight.detach().numpy().copy()
     optimizer.step()
-    (sample,) = handle._hooks[0].meter._plan[0].bucket.samples
+    (sample,) = handle._hooks[0].meter._buckets[0].samples
     assert sample.block == 32
     changed = casts.copy_of(model.weight.detach().numpy(), name) != casts.copy_of(before, name)
     seen = changed.reshape(-1, 32)[sample.rows].sum()

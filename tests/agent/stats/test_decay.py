@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.buckets.plan import decoupled_rate
+from collage_agent.buckets.bucket import decoupled_rate
 from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
 from collage_agent.stats.optimizer_state import decay_block_sums, decay_is_lost
 

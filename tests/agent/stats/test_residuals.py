@@ -32,7 +32,7 @@ def test_residual_sums_and_histogram_equal_the_exact_ones(dtype):
 
 
 def test_what_is_left_out_is_no_element_and_no_zero():
-    values = torch.ones(4, dtype=torch.bfloat16)
-    excluded = torch.tensor([0, 1, 0, 1], dtype=torch.uint8)
-    found = residual_block_sums(torch.zeros(4, dtype=torch.float64), values, torch.bfloat16, excluded, 4)
-    assert found[:, 0].tolist() == [2, 2, 0]
+    values = torch.ones(8, dtype=torch.bfloat16)
+    excluded = torch.tensor([0, 1, 0, 1, 0, 1, 0, 0], dtype=torch.uint8)
+    found = residual_block_sums(torch.zeros(8, dtype=torch.float64), values, torch.bfloat16, excluded, 8)
+    assert found[:, 0].tolist() == [5, 5, 0]

@@ -1,0 +1,152 @@
+"""What an optimizer keeps for tensors that are stepped alike: decided at the plan, looked up at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_agent.sample import stored
+from collage_agent.sample.quantised import is_read_as_kept, own_parts, reading_dtype
+from collage_agent.sample.stored import PARAMETER, Composition
+
+__all__ = ["Average", "KeptState", "StateLayout", "StepLayout"]
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A state that holds one value for each element, and how its sample becomes numbers.
+
+    plain: the tensor is gathered as it is. parts: keys of the codes in which our own optimizers keep it; they are
+    gathered and then decoded. Neither: whole tensors are read as numbers first. completes: what is gathered stands
+    for the residual of the weight, and is not that itself. dtype: of the numbers.
+    """
+
+    key: str
+    dtype: torch.dtype
+    plain: bool
+    parts: tuple[str, ...]
+    completes: bool
+
+
+@dataclass(frozen=True)
+class Average:
+    """A moving average: the keys whose values add up to it, and whether it is kept as floats."""
+
+    name: str
+    components: tuple[str, ...]
+    is_float: bool
+    is_decaying: bool
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """What each entry of the states is, of all tensors of a bucket alike.
+
+    weights: states that are part of the stored weight; others: the rest of those that are elementwise. scalars:
+    entries kept once for a whole tensor. stored: the keys whose values add up to the stored weight.
+    """
+
+    form: tuple[object, ...]
+    weights: tuple[KeptState, ...]
+    others: tuple[KeptState, ...]
+    scalars: tuple[str, ...]
+    stored: tuple[str, ...]
+    averages: tuple[Average, ...]
+
+    @classmethod
+    def of(cls, parameter: Tensor, state: Mapping[str, Any], composition: Composition) -> StateLayout:
+        """The layout of one tensor's state, which stands for its bucket's."""
+        elementwise = stored.elementwise_state(parameter, state)
+        keys = (PARAMETER, *elementwise)
+        parts_of_weight = tuple(stored.stored_parameter(keys, composition))
+        kept = {key: _kept(state, key, composition) for key in elementwise}
+        averages = tuple(
+            Average(
+                name,
+                tuple(stored.components(name, keys, composition)),
+                kept[name].dtype.is_floating_point,
+                stored.decaying(name, kept[name].dtype),
+            )
+            for name in stored.average_names(keys, composition)
+        )
+        return cls(
+            _form_of(state),
+            tuple(entry for key, entry in kept.items() if key in parts_of_weight),
+            tuple(entry for key, entry in kept.items() if key not in parts_of_weight),
+            tuple(key for key in state if key not in elementwise),
+            parts_of_weight,
+            averages,
+        )
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether it is the layout of this state: the same keys, classes and dtypes."""
+        return self.form == _form_of(state)
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """What is gathered: the registered parameter and the elementwise states."""
+        return (PARAMETER, *(entry.key for entry in self.weights), *(entry.key for entry in self.others))
+
+    @cached_property
+    def weight_keys(self) -> tuple[str, ...]:
+        """The components of the weights, visible and stored."""
+        return (PARAMETER, *(entry.key for entry in self.weights))
+
+    @cached_property
+    def is_sum(self) -> bool:
+        """Whether the stored weight is the registered one with something beside it."""
+        return self.stored[0] == PARAMETER and len(self.stored) > 1
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The layouts of the states before a step and after it: the first step of an optimizer makes its states."""
+
+    before: StateLayout
+    after: StateLayout
+
+    @cached_property
+    def averages(self) -> tuple[Average, ...]:
+        """Those kept as floats before the step: what exact arithmetic is compared with."""
+        return tuple(entry for entry in self.before.averages if entry.is_float)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(entry.name for entry in self.averages)
+
+    @cached_property
+    def decaying(self) -> tuple[str, ...]:
+        """Averages after the step that can be judged by how they shrink; others than `names` are new."""
+        before = {entry.name for entry in self.before.averages}
+        return tuple(
+            entry.name
+            for entry in self.after.averages
+            if entry.is_decaying and (entry.name in self.names or entry.name not in before)
+        )
+
+    @cached_property
+    def present(self) -> dict[str, tuple[str, ...]]:
+        """The averages that are there after the step too, and their components then."""
+        after = {entry.name: entry.components for entry in self.after.averages}
+        return {name: after[name] for name in self.names if name in after}
+
+    @cached_property
+    def is_visible(self) -> bool:
+        """Whether the registered parameter is all that is stored: then eᵛ is e."""
+        return self.after.stored == (PARAMETER,)
+
+
+def _form_of(state: Mapping[str, Any]) -> tuple[object, ...]:
+    return tuple([(key, type(value), getattr(value, "dtype", None)) for key, value in state.items()])
+
+
+def _kept(state: Mapping[str, Any], key: str, composition: Composition) -> KeptState:
+    dtype = reading_dtype(state, key)
+    completes = key == composition.residual and (composition.sign < 0 or composition.holds_counts(dtype))
+    return KeptState(key, dtype, is_read_as_kept(state, key), own_parts(state, key), completes)
