@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW
-from collage_agent.optim.arithmetic import release_scratch
+from collage_optim import STRATEGIES, CollageAdamW
+from collage_optim.arithmetic import release_scratch
 from torch import Tensor
 
 from benchmarks._harness import Figure, Measuring, Options, main

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from collage_agent.optim import MASTER_PARAMETER
+from collage_optim import MASTER_PARAMETER
 from torch import Tensor, nn
 
 from collage_studies.adapters import adapt

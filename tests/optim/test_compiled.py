@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from collage_agent.optim import (
+from collage_optim import (
     STRATEGIES,
     CollageAdam,
     CollageAdamW,
@@ -13,9 +13,9 @@ from collage_agent.optim import (
     compiled,
     packed_words,
 )
-from collage_agent.optim.advance import advance_in_wide
-from collage_agent.optim.arithmetic import WideArithmetic
-from collage_agent.optim.codes import stored_value
+from collage_optim.advance import advance_in_wide
+from collage_optim.arithmetic import WideArithmetic
+from collage_optim.codes import stored_value
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES
+from collage_optim import STRATEGIES
 from collage_studies.corpus import batch, standard_library
 from collage_studies.training import ByteGPT, loss_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 from collage_studies.corpus import Corpus
 from collage_studies.pretrained import build_from_weights, checkpoint
 from collage_studies.recipe import Plan, Recipe

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from collage_optim.numerics.formats import CAST_FORMATS
+from collage_optim.stepping import local_part
 from torch import Tensor
 
 from collage_agent.buckets.observation import (
@@ -21,8 +23,6 @@ from collage_agent.buckets.oracle_view import OracleView
 from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
-from collage_agent.numerics.formats import CAST_FORMATS
-from collage_agent.optim.stepping import local_part
 from collage_agent.sample import stored
 from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.quantised import reading

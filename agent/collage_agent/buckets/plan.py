@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from collage_optim import CollageAdam, CollageAdamW, CollageLion
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
 from collage_agent.buckets.oracle_view import OracleView
 from collage_agent.buckets.totals import SIZE_ROWS, BlockTotals, SampleSizes, estimated_totals
-from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion
 from collage_agent.stats import replicas
 from collage_agent.stats.blocks import on_host
 from collage_agent.stats.intervals import missed_share

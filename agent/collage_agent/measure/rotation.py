@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -19,7 +20,6 @@ from collage_agent.buckets.plan import BucketPlan
 from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.whole_tensor import WholeTensor, WholeTensorStep
 from collage_agent.measure.planning import Planner
-from collage_agent.optim.stepping import local_part
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Table

@@ -9,11 +9,11 @@ from typing import Final
 
 import numpy as np
 import torch
+from collage_optim.stepping import local_part
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_agent.optim.stepping import local_part
 from collage_agent.sample.sampling import TensorSample
 
 __all__ = ["BlockLayout", "Staging", "Views", "largest_magnitudes"]

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from collage_optim.numerics.formats import gap_towards
 from torch import Tensor
-
-from collage_agent.numerics.formats import gap_towards
 
 __all__ = ["RemainderCode", "SIGNED_BITS", "SIGNED_BYTE", "codes_of"]
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from collage_optim.stepping import local_part
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.optim.stepping import local_part
 from collage_agent.training.subgroups import Fragment, SubGroup
 
 __all__ = ["Shard", "Sharding", "placed_alike", "stepping_optimizer"]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from collage_agent.optim import CollageAdamW, CollageLion, CollageSGD
+from collage_optim import CollageAdamW, CollageLion, CollageSGD
 from torch import nn
 from torch.optim import Optimizer
 

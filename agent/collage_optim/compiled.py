@@ -16,13 +16,13 @@ from typing import cast
 
 import torch
 
-from collage_agent.optim import codes, packed_words
-from collage_agent.optim.advance import Step, advance_in_wide
-from collage_agent.optim.arithmetic import Scalar, State, WideArithmetic, Workspace
-from collage_agent.optim.random_numbers import Noise, Seeding
-from collage_agent.optim.rules import Moment, UpdateRule
-from collage_agent.optim.stepping import Member, step_tensors, wide_dtype
-from collage_agent.optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
+from collage_optim import codes, packed_words
+from collage_optim.advance import Step, advance_in_wide
+from collage_optim.arithmetic import Scalar, State, WideArithmetic, Workspace
+from collage_optim.random_numbers import Noise, Seeding
+from collage_optim.rules import Moment, UpdateRule
+from collage_optim.stepping import Member, step_tensors, wide_dtype
+from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
 
 __all__ = [
     "Structure",
