@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW, Scalar
-from collage_agent.optim.rules import AdamRule, Group
+from collage_optim import STRATEGIES, CollageAdamW, Scalar
+from collage_optim.rules import AdamRule, Group
 from torch import Tensor
 
 from benchmarks._harness import machine, versions

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from collage_agent.buckets.bucket import LOOK_EVERY
 from collage_agent.handle import Watch, watch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 from torch import nn
 from torch.optim import Optimizer
 

@@ -38,7 +38,7 @@ TRAINING = (
     "torch.distributed.fsdp",
     "torch.distributed.device_mesh",
     "collage_agent.session",
-    "collage_agent.optim",
+    "collage_optim",
     "collage_monitor.command",
 )
 """What a training imports, in one process or in several."""

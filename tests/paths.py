@@ -1,10 +1,11 @@
 """The three paths of docs/architecture.md, traced as the code takes them: files entered, calls and SQL statements.
 
-`python -m tests.paths` prints them; `tests/end_to_end/test_paths.py` holds them to ceilings.
+`python -m tests.paths` draws them into the page; `tests/end_to_end/test_paths.py` holds page and ceilings to them.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import tempfile
 import threading
@@ -17,11 +18,12 @@ import torch
 from sqlalchemy import event
 from starlette.testclient import TestClient
 
-__all__ = ["PATHS", "QUESTIONS", "Trace", "statements_of", "traced"]
+__all__ = ["PAGE", "PATHS", "QUESTIONS", "Trace", "page_with", "statements_of", "traced"]
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
 ROOTS = (ROOT, ROOT / "agent", ROOT / "server")
-"""Where the packages that are traced lie; a file is named by its path in one of them."""
+"""Where the packages that are traced lie."""
 CLIENT = threading.main_thread().name
 PACKAGES = ("collage_agent", "collage_optim", "collage_monitor", "collage_server")
 
@@ -46,9 +48,8 @@ def tracing(threads=lambda name: True):
     def file_of(code):
         path = code.co_filename
         if path not in named:
-            within = [Path(path).relative_to(root) for root in ROOTS if Path(path).is_relative_to(root)]
-            shortest = min(within, key=lambda found: len(found.parts), default=None)
-            named[path] = None if shortest is None or shortest.parts[0] not in PACKAGES else str(shortest)
+            ours = any(Path(path).is_relative_to(root / package) for root in ROOTS for package in PACKAGES)
+            named[path] = str(Path(path).relative_to(ROOT)) if ours else None
         return named[path]
 
     def note(frame, kind, _):
@@ -185,10 +186,35 @@ def statements_of(folder):
         return found | {"overview": len(counted)}
 
 
+def purpose_of(file):
+    """The first sentence of a module's docstring."""
+    text = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or ""
+    return text.partition("\n\n")[0].replace("\n", " ").partition(". ")[0].removesuffix(".").replace("|", "\\|")
+
+
+def table_of(trace):
+    """The files of a path in order, and what each is for."""
+    rows = [f"| {number} | `{file}` | {purpose_of(file)} |" for number, file in enumerate(trace.files, start=1)]
+    return "\n".join(["| | file | what it is for |", "| --- | --- | --- |", *rows])
+
+
+def page_with(traces):
+    """The page with each trace's table between its markers."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, trace in traces.items():
+        before, begin, rest = text.partition(f"<!-- traced: {name} -->\n")
+        _, end, after = rest.partition("\n<!-- end -->")
+        assert begin, name
+        assert end, name
+        text = before + begin + table_of(trace) + end + after
+    return text
+
+
 def main():
-    for name, trace in {name: traced(name) for name in PATHS}.items():
-        files = "".join(f"{calls:6} {file}\n" for file, calls in trace.files.items())
-        sys.stdout.write(f"{name}: {len(trace.files)} files, {len(trace.calls)} calls\n{files}")
+    traces = {name: traced(name) for name in PATHS}
+    PAGE.write_text(page_with(traces), encoding="utf-8")
+    for name, trace in traces.items():
+        sys.stdout.write(f"{name}: {len(trace.files)} files, {len(trace.calls)} calls\n")
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.write(f"SQL statements: {statements_of(Path(folder))}\n")
 

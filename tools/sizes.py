@@ -14,6 +14,7 @@ FOLDERS = ("collage_monitor", "agent", "server", "dashboard", "studies", "benchm
 PACKAGES = {
     "collage_monitor": ".",
     "collage_agent": "agent",
+    "collage_optim": "agent",
     "collage_server": "server",
     "collage_dashboard": "dashboard",
     "collage_demo": "studies",

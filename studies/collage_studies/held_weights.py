@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from collage_agent.numerics import join, split, stochastic_round
+from collage_optim.numerics import join, split, stochastic_round
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from collage_agent.optim import MASTER_PARAMETER
 from collage_demo.corpus import Corpus, batch
 from collage_demo.recipe import Plan, Recipe
 from collage_demo.training import Build, loss_of, new_model, new_model_and_optimizer, new_optimizer
+from collage_optim import MASTER_PARAMETER
 from torch import Tensor, nn
 
 from collage_studies.adapters import adapt

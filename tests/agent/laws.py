@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from collage_agent.numerics import round_to
 from collage_agent.stats.blocks import Segments, block_sums
 from collage_agent.stats.intervals import (
     NOTHING_SEEN,
@@ -22,6 +21,7 @@ from collage_agent.stats.intervals import (
     product_rows,
     ratio_variances,
 )
+from collage_optim.numerics import round_to
 from torch import Tensor
 
 from collage_monitor.statistics import interval

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.optim import STRATEGIES, CollageAdamW
+from collage_optim import STRATEGIES, CollageAdamW
 
 from tests.agent.training import gpt_loss, small_gpt, train
 

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.optim import CollageAdamW
 from collage_agent.watching.governor import Governor
+from collage_optim import CollageAdamW
 
 from tests.agent.measure.test_meter import step_with_reference, totals_of
 from tests.agent.training import mlp, train

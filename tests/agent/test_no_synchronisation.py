@@ -9,8 +9,8 @@ import torch
 from collage_agent.buckets import observation
 from collage_agent.handle import watch
 from collage_agent.measure import oracles
-from collage_agent.optim import CollageAdamW
 from collage_agent.watching.hooks import OptimizerHooks, largest_step_count
+from collage_optim import CollageAdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.agent.training import mlp, train

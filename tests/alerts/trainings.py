@@ -22,8 +22,8 @@ from typing import Any
 
 import collage_agent as collage
 import torch
-from collage_agent.optim import CollageAdamW
 from collage_agent.transport import MemoryTransport
+from collage_optim import CollageAdamW
 from collage_server.alerts import AlertEvaluator
 from collage_server.app import create_app
 from collage_server.health import samples

@@ -13,7 +13,7 @@ from collage_agent.audit.conversion import convert_checkpoint
 from collage_agent.audit.reading import read_checkpoint
 from collage_agent.audit.report import audit_checkpoint
 from collage_agent.command.convert import convert
-from collage_agent.optim import STRATEGIES, CollageAdamW, CollageSGD
+from collage_optim import STRATEGIES, CollageAdamW, CollageSGD
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import state_dict as views
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from collage_agent.audit import audit_checkpoint
-from collage_agent.optim import STRATEGIES, CollageAdamW
+from collage_optim import STRATEGIES, CollageAdamW
 from safetensors.torch import save_file
 from torch import nn
 

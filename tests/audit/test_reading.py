@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as distributed_checkpoint
 from collage_agent.audit import CheckpointError, read_checkpoint
 from collage_agent.audit.parameters import checkpoint_parameters
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict

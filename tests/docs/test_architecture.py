@@ -18,6 +18,7 @@ def test_every_named_file_exists():
 def test_every_component_has_its_place():
     for component in ("agent", "server", "dashboard", "studies"):
         assert f"{component}/collage_{component}/" in TEXT
+    assert "agent/collage_optim/" in TEXT
     assert "collage_monitor/" in TEXT
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import collage_agent as collage
 import pytest
 import torch
-from collage_agent.optim import CollageAdamW
 from collage_dashboard.descriptions import describe
 from collage_dashboard.figures.heatmap import heatmap as heatmap_figure
 from collage_dashboard.view import View, read_address, write_address
+from collage_optim import CollageAdamW
 from torch import nn
 
 from collage_monitor.client import Client

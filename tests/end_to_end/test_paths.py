@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.paths import PATHS, statements_of, traced
+from tests.paths import PAGE, PATHS, page_with, statements_of, traced
 
 FILES_AND_CALLS = {"measured step": (26, 386), "report": (21, 180), "heatmap": (37, 495)}
 """Files entered and calls made: a path that becomes shorter lowers its ceiling."""
@@ -20,8 +20,12 @@ STATEMENTS = {
 
 
 @pytest.fixture(scope="module")
-def lengths():
-    traces = {name: traced(name) for name in PATHS}
+def traces():
+    return {name: traced(name) for name in PATHS}
+
+
+@pytest.fixture(scope="module")
+def lengths(traces):
     return {name: (len(trace.files), len(trace.calls)) for name, trace in traces.items()}
 
 
@@ -39,6 +43,10 @@ def test_ceilings_are_not_loose(path, lengths):
     most_files, most_calls = FILES_AND_CALLS[path]
     assert files >= most_files - 1, f"{path} enters {files} files: lower its ceiling"
     assert calls >= 0.9 * most_calls, f"{path} makes {calls} calls: lower its ceiling"
+
+
+def test_the_architecture_page_shows_them(traces):
+    assert PAGE.read_text(encoding="utf-8") == page_with(traces), "run python -m tests.paths"
 
 
 def test_a_question_takes_so_many_statements(tmp_path):

@@ -78,7 +78,7 @@ def test_the_run_carries_steps_scalars_and_configuration():
     transport = MemoryTransport()
     trained(CollageTracker("numbers", "first", run_options={"transport": transport}), watched=True, accumulated=2)
     assert current_run() is None
-    assert steps_of(transport) == [4, 8, 12, 16, 20]
+    assert steps_of(transport) == [1, 4, 8, 12, 16, 20]
     assert max(step for step, _ in scalars_of(transport)["loss"]) == 20
     assert begun(transport).name == "first"
     assert begun(transport).config == {"batches": BATCHES}

@@ -118,7 +118,7 @@ def test_the_run_carries_steps_scalars_and_configuration(tmp_path):
     transport = MemoryTransport()
     callback = CollageCallback("bytes", "first", run_options={"transport": transport}, every=10)
     trained(tmp_path, callback, validated=True, val_check_interval=10)
-    assert steps_of(transport) == [10, 20]
+    assert steps_of(transport) == [1, 10, 20]
     scalars = scalars_of(transport)
     assert {step for step, _ in scalars["loss"]} == {5, 10, 15, 20}
     assert {step for step, _ in scalars["validation_loss"]} == {10, 20}

@@ -84,7 +84,7 @@ def test_the_run_carries_steps_scalars_and_configuration(tmp_path, capsys):
     callback = CollageCallback("words", "first", run_options={"transport": transport}, every=8)
     trained(tmp_path, callback, eval_strategy="steps", eval_steps=12)
     assert current_run() is None
-    assert steps_of(transport) == [8, 16, 24]
+    assert steps_of(transport) == [1, 8, 16, 24]
     scalars = scalars_of(transport)
     assert {step for step, _ in scalars["loss"]} == {4, 8, 12, 16, 20, 24}
     assert {step for step, _ in scalars["validation_loss"]} == {12, 24}
@@ -110,7 +110,7 @@ def test_a_run_of_the_training_is_used_and_left_open(tmp_path):
     trained(tmp_path, CollageCallback("other", every=8))
     assert current_run() is mine
     finish()
-    assert steps_of(transport) == [8, 16, 24]
+    assert steps_of(transport) == [1, 8, 16, 24]
 
 
 def test_a_wrong_option_is_refused_where_it_is_written():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from collage_agent.audit.report import audit_checkpoint
 from collage_agent.handle import watch
-from collage_agent.optim import CollageAdamW, CollageLion, CollageSGD
+from collage_optim import CollageAdamW, CollageLion, CollageSGD
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

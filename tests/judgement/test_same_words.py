@@ -8,8 +8,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from collage_agent import init
-from collage_agent.optim import CollageAdamW
 from collage_agent.session import _SESSION
+from collage_optim import CollageAdamW
 from collage_server.app import create_app
 from collage_server.settings import Settings
 from starlette.testclient import TestClient

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from collage_agent.handle import watch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 from torch import nn
 
 from collage_monitor.judgement import Evidence

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
-from collage_agent.optim import CollageOptimizer
+from collage_optim import CollageOptimizer
 from torch import Tensor
 
 BAD_WORDS = {

@@ -13,7 +13,7 @@ import pytorch_optimizer
 import schedulefree
 import torch
 import torchao.optim
-from collage_agent.optim import STRATEGIES, CollageAdamW
+from collage_optim import STRATEGIES, CollageAdamW
 
 from tests.keepers import replicas
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 
 from tests.agent.measure.test_meter import step_with_reference, totals_of
 from tests.agent.test_watch import Recorder

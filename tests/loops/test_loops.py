@@ -11,8 +11,8 @@ import collage_agent as collage
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.optim import CollageAdamW
 from collage_agent.transport import MemoryTransport
+from collage_optim import CollageAdamW
 from torch import nn
 
 from collage_monitor.wire import StreamCreate

@@ -8,10 +8,10 @@ import pytest
 import torch
 from collage_agent.handle import watch
 from collage_agent.intent import choose
-from collage_agent.optim import CollageAdamW
 from collage_agent.transport import MemoryTransport
 from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.iterations import Iterations
+from collage_optim import CollageAdamW
 from torch import nn
 
 from collage_monitor.wire import StreamCreate

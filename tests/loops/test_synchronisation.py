@@ -8,8 +8,8 @@ import pytorch_optimizer
 import torch
 from collage_agent.handle import watch
 from collage_agent.measure.meter import Meter
-from collage_agent.optim import CollageAdamW, CollageSGD
 from collage_agent.transport import MemoryTransport
+from collage_optim import CollageAdamW, CollageSGD
 
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt
 from tests.loops.readers import AGENT, ReadBack, reading_is_forbidden

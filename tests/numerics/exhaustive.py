@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from collage_agent.numerics import fast_two_sum, two_sum, ulp
+from collage_optim.numerics import fast_two_sum, two_sum, ulp
 from torch import Tensor
 
 from tests.numerics.bits import finite_patterns

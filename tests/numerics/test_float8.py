@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_agent.numerics import fast_two_sum, round_to, two_product, two_sum
+from collage_optim.numerics import fast_two_sum, round_to, two_product, two_sum
 
 FORMATS = {torch.float8_e4m3fn: 254, torch.float8_e5m2: 248}
 PRODUCT_DOMAIN = {torch.float8_e4m3fn: 0.2198, torch.float8_e5m2: 3.75e-4}

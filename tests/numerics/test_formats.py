@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from collage_agent.numerics import gap_towards, neighbour, round_to, ulp
-from collage_agent.numerics.formats import format_of
+from collage_optim.numerics import gap_towards, neighbour, round_to, ulp
+from collage_optim.numerics.formats import format_of
 
 from tests.numerics.bits import finite_patterns, to_bits
 from tests.reference.expansions import LAYOUTS

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from collage_agent.numerics import compare_expansions, join, renormalise, scale_expansion, split, ulp
+from collage_optim.numerics import compare_expansions, join, renormalise, scale_expansion, split, ulp
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e5m2]
 COUNT = 400

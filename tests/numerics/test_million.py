@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_agent.numerics import fast_two_sum, two_product, two_sum, ulp
+from collage_optim.numerics import fast_two_sum, two_product, two_sum, ulp
 
 from tests.numerics.bits import random_finite, to_bits
 from tests.reference.expansions import LAYOUTS

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from collage_agent import numerics
+from collage_optim import numerics
 
 from tests.numerics.bits import random_finite, to_bits
 from tests.reference.expansions import LAYOUTS, OPERATIONS

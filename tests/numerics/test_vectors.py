@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from collage_agent import numerics
-from collage_agent.numerics.expansions import split_scalar
+from collage_optim import numerics
+from collage_optim.numerics.expansions import split_scalar
 
 from tests.numerics.bits import from_bits, to_hexadecimal
 from tests.reference.expansions import LAYOUTS, OPERATIONS

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW
+from collage_optim import STRATEGIES, CollageAdamW
 
 from benchmarks.accumulation import measure
 from collage_monitor.strategies import recommend

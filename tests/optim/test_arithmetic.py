@@ -6,9 +6,9 @@ from fractions import Fraction
 import numpy
 import pytest
 import torch
-from collage_agent.optim import CollageAdamW
-from collage_agent.optim.arithmetic import WideArithmetic, Workspace, release_scratch, shared_workspace
-from collage_agent.optim.stepping import chunks, longest_chunk
+from collage_optim import CollageAdamW
+from collage_optim.arithmetic import WideArithmetic, Workspace, release_scratch, shared_workspace
+from collage_optim.stepping import chunks, longest_chunk
 
 from tests.optim.models import parameters, train
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from collage_agent.optim import CollageAdamW, StateStorage, codes
-from collage_agent.optim.arithmetic import WideArithmetic
-from collage_agent.optim.random_numbers import Draws, Seeding
+from collage_optim import CollageAdamW, StateStorage, codes
+from collage_optim.arithmetic import WideArithmetic
+from collage_optim.random_numbers import Draws, Seeding
 
 from tests.reference.stored import reference_value
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW
+from collage_optim import STRATEGIES, CollageAdamW
 from schedulefree import ScheduleFreeWrapper
 from torch import nn
 

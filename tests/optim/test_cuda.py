@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from collage_agent import numerics
-from collage_agent.optim import STRATEGIES, CollageAdamW
+from collage_optim import STRATEGIES, CollageAdamW, numerics
 
 from tests.numerics.bits import finite_patterns, from_bits, to_hexadecimal
 from tests.optim.models import give_gradients, parameters, tensors_of

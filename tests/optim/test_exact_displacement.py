@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 
 from tests.optim.models import parameters
 from tests.reference.adamw import ReferenceAdamW

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from collage_agent.optim import (
+from collage_optim import (
     STRATEGIES,
     CollageAdamW,
     RuleOptimizer,

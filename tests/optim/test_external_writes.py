@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.optim import STRATEGIES, CollageAdamW, external_writes
-from collage_agent.optim.guards import DeferredReads
+from collage_optim import STRATEGIES, CollageAdamW, external_writes
+from collage_optim.guards import DeferredReads
 from torch.optim.swa_utils import AveragedModel
 
 from tests.agent.test_no_synchronisation import Listening
@@ -94,7 +94,7 @@ def test_a_write_survives_and_what_was_kept_beside_the_old_weight_goes(strategy,
         for member in members:
             WRITES[write](member)
     written = [member.detach().clone() for member in members]
-    with caplog.at_level(logging.WARNING, logger="collage_agent.optim"):
+    with caplog.at_level(logging.WARNING, logger="collage_optim"):
         step_without_moving(optimizer, members)
         assert_adopted(optimizer, members, before, written)
         train(optimizer, members, 2)

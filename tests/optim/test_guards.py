@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, StateStorage, codes
-from collage_agent.optim.codes import stored_value
-from collage_agent.optim.guards import DeferredReads, UpdateGuard, log_once
+from collage_optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, StateStorage, codes
+from collage_optim.codes import stored_value
+from collage_optim.guards import DeferredReads, UpdateGuard, log_once
 
 from tests.agent.test_no_synchronisation import Listening
 from tests.optim.models import give_gradients, parameters, train
@@ -24,7 +24,7 @@ def _nothing_said_before():
 
 def findings(caplog, make, steps=0):
     """What is logged while an optimizer is made, and takes steps."""
-    with caplog.at_level(logging.WARNING, logger="collage_agent.optim"):
+    with caplog.at_level(logging.WARNING, logger="collage_optim"):
         optimizer = make()
         if steps:
             train(optimizer, optimizer.param_groups[0]["params"], steps)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW
+from collage_optim import STRATEGIES, CollageAdamW
 
 from tests.optim.models import give_gradients, parameters, train
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
 

@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW
+from collage_optim import STRATEGIES, CollageAdamW
 from torch import nn
 
 from tests.optim.models import trained

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdam, CollageAdamW, CollageLion, CollageSGD
+from collage_optim import STRATEGIES, CollageAdam, CollageAdamW, CollageLion, CollageSGD
 
 from tests.optim.models import assert_same_bits
 

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES
 from collage_demo.corpus import batch, standard_library
 from collage_demo.training import ByteGPT, loss_of
+from collage_optim import STRATEGIES
 
 from tests.optim.models import assert_same_bits
 from tests.optim.test_resume import RULES, refusal

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from collage_agent.optim import CollageAdam, CollageLion, CollageSGD
+from collage_optim import CollageAdam, CollageLion, CollageSGD
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
 from tests.reference.rules import lion_weights, sgd_weights

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW, StateStorage
+from collage_optim import STRATEGIES, CollageAdamW, StateStorage
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of, train
 from tests.reference.stored import reference_value

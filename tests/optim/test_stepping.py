@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from collage_agent.numerics import grow, multiply_expansions, split
-from collage_agent.optim import STRATEGIES, CollageAdamW, stepping
-from collage_agent.optim.stepping import chunk_elements
+from collage_optim import STRATEGIES, CollageAdamW, stepping
+from collage_optim.numerics import grow, multiply_expansions, split
+from collage_optim.stepping import chunk_elements
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
 from tests.reference.stored import reference_value

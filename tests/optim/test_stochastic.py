@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from collage_agent.numerics import neighbour, round_to, stochastic_round
-from collage_agent.optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, random_numbers
-from collage_agent.optim.arithmetic import WideArithmetic, Workspace
-from collage_agent.optim.codes import stored_value
-from collage_agent.optim.random_numbers import Draws, Seeding, mixed_seed
+from collage_optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, random_numbers
+from collage_optim.arithmetic import WideArithmetic, Workspace
+from collage_optim.codes import stored_value
+from collage_optim.numerics import neighbour, round_to, stochastic_round
+from collage_optim.random_numbers import Draws, Seeding, mixed_seed
 
 from collage_monitor.strategies import STRATEGIES as CATALOGUE
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train

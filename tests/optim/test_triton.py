@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 
 from tests.waiting import PATIENCE_SECONDS
 

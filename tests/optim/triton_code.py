@@ -21,8 +21,8 @@ from unittest import mock
 
 import torch
 import triton
-from collage_agent.optim import CollageAdamW, compiled
-from collage_agent.optim.strategies import strategy_named
+from collage_optim import CollageAdamW, compiled
+from collage_optim.strategies import strategy_named
 from torch._functorch.aot_autograd import aot_function
 from torch._inductor import config
 from torch._inductor.compile_fx import _recursive_post_grad_passes

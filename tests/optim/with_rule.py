@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.optim import RuleOptimizer
+from collage_optim import RuleOptimizer
 
 from tests.agent.training import gpt_loss, small_gpt, train
 from tests.optim.models import assert_same_bits, give_gradients, parameters

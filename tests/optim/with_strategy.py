@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from collage_agent.audit import audit_checkpoint
 from collage_agent.handle import watch
-from collage_agent.optim import STRATEGIES, CollageAdamW
+from collage_optim import STRATEGIES, CollageAdamW
 
 from collage_monitor.strategies import strategy
 from tests.agent.training import gpt_loss, small_gpt, train

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from collage_agent.optim import STRATEGIES, CollageAdamW, StateStorage, load_distributed
+from collage_optim import STRATEGIES, CollageAdamW, StateStorage, load_distributed
 from torch.distributed.checkpoint import state_dict as views
 
 from tests.parallel.models import fsdp2, injected

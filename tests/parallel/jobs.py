@@ -8,8 +8,8 @@ from typing import Any
 import collage_agent as collage
 import torch
 from collage_agent.handle import watch
-from collage_agent.optim import CollageAdamW
 from collage_agent.training.ddp import stepping_optimizer
+from collage_optim import CollageAdamW
 from torch import distributed, nn
 
 from tests.agent.training import Block

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (

@@ -7,8 +7,8 @@ import functools
 from typing import Any
 
 import torch
-from collage_agent.optim import CollageAdamW, CollageLion, CollageSGD
-from collage_agent.optim.random_numbers import shard_number
+from collage_optim import CollageAdamW, CollageLion, CollageSGD
+from collage_optim.random_numbers import shard_number
 
 from tests.parallel.models import fsdp2, injected
 

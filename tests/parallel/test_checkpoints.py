@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW, CollageLion, load_distributed
+from collage_optim import STRATEGIES, CollageAdamW, CollageLion, load_distributed
 
 from tests.parallel.checkpoints import OPTIONS, SOURCES, expected, read_alone, targets_of
 from tests.parallel.launch import launch

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from collage_agent.optim import CollageAdamW
 from collage_demo.corpus import Corpus
 from collage_demo.recipe import Plan, Recipe
+from collage_optim import CollageAdamW
 from collage_studies.pretrained import build_from_weights, checkpoint
 
 RECIPE = Recipe(steps=4, batch_size=4, length=32, layers=1, width=32, warm_up_steps=2, learning_rate=1e-2)

@@ -11,6 +11,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from collage_optim import (
+    CONVERTED_FROM,
+    LOW_COMPONENT_SUFFIX,
+    MASTER_PARAMETER,
+    PARAMETER_LOW,
+    RESIDUALS_FROM,
+    Moment,
+    StorageStrategy,
+)
+from collage_optim.checkpoints import convert, note_conversion
+from collage_optim.codes import stored_value
+from collage_optim.stepping import component_names
+from collage_optim.strategies import SCALE_SUFFIX, check_dtype, strategy_named
 from msgspec import Struct
 from torch import Tensor
 
@@ -22,19 +35,6 @@ from collage_agent.audit.parameters import (
     place_of,
 )
 from collage_agent.audit.reading import Checkpoint, CheckpointError, _StandIn, read_checkpoint
-from collage_agent.optim import (
-    CONVERTED_FROM,
-    LOW_COMPONENT_SUFFIX,
-    MASTER_PARAMETER,
-    PARAMETER_LOW,
-    RESIDUALS_FROM,
-    Moment,
-    StorageStrategy,
-)
-from collage_agent.optim.checkpoints import convert, note_conversion
-from collage_agent.optim.codes import stored_value
-from collage_agent.optim.stepping import component_names
-from collage_agent.optim.strategies import SCALE_SUFFIX, check_dtype, strategy_named
 
 __all__ = ["Conversion", "ConvertedCheckpoint", "check_output", "convert_checkpoint", "render_conversion"]
 

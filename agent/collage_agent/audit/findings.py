@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Literal
 
 import torch
+from collage_optim import CONVERTED_FROM, LOW_COMPONENT_SUFFIX, PARAMETER_LOW, RESIDUALS_FROM
+from collage_optim.names import dtype_name
+from collage_optim.numerics.formats import format_of, ulp
 from msgspec import Struct
 from torch import Tensor
 
 from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, is_narrow, number_of
-from collage_agent.names import dtype_name
-from collage_agent.numerics.formats import format_of, ulp
-from collage_agent.optim import CONVERTED_FROM, LOW_COMPONENT_SUFFIX, PARAMETER_LOW, RESIDUALS_FROM
 
 __all__ = ["AuditFinding", "Severity", "findings_of"]
 

@@ -7,11 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor
-
-from collage_agent.audit.reading import Checkpoint
-from collage_agent.names import dtype_name
-from collage_agent.optim import (
+from collage_optim import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
     PARAMETER_LOW,
@@ -20,8 +16,12 @@ from collage_agent.optim import (
     StorageStrategy,
     known_strategy,
 )
-from collage_agent.optim.checkpoints import OF_WRAPPERS
-from collage_agent.optim.stepping import component_names
+from collage_optim.checkpoints import OF_WRAPPERS
+from collage_optim.names import dtype_name
+from collage_optim.stepping import component_names
+from torch import Tensor
+
+from collage_agent.audit.reading import Checkpoint
 from collage_agent.sample.quantised import reading, reading_dtype
 
 __all__ = [

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from collage_optim.names import dtype_name
+from collage_optim.numerics.formats import format_of, gap_towards
 from msgspec import Struct
 from torch import Tensor
 
 from collage_agent.audit.findings import AuditFinding, findings_of
 from collage_agent.audit.parameters import CheckpointParameter, checkpoint_parameters, number_of
 from collage_agent.audit.reading import read_checkpoint
-from collage_agent.names import dtype_name
-from collage_agent.numerics.formats import format_of, gap_towards
 
 __all__ = [
     "Audit",

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from collage_optim import RESIDUALS_FROM, CollageAdam, CollageAdamW, CollageLion
+from collage_optim.numerics.formats import CAST_FORMATS
+from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -29,9 +32,6 @@ from collage_agent.buckets.totals import (
 )
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_entries
-from collage_agent.numerics.formats import CAST_FORMATS
-from collage_agent.optim import RESIDUALS_FROM, CollageAdam, CollageAdamW, CollageLion
-from collage_agent.optim.stepping import local_part
 from collage_agent.sample.gather import BlockLayout, GatheredSample
 from collage_agent.sample.layout import StateLayout, StepLayout
 from collage_agent.sample.sampling import TensorSample

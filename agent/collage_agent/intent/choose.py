@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal, Protocol, cast
 
 import torch
+from collage_optim import CollageOptimizer, known_strategy
+from collage_optim.arithmetic import WideArithmetic, shared_workspace
+from collage_optim.stepping import local_part, longest_chunk
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -20,9 +23,6 @@ from collage_agent.intent.probing import HOST
 from collage_agent.intent.selftest import SelfTestResult, run_selftest
 from collage_agent.intent.shadow import Shadow
 from collage_agent.intent.whole_tensor import WholeTensor
-from collage_agent.optim import CollageOptimizer, known_strategy
-from collage_agent.optim.arithmetic import WideArithmetic, shared_workspace
-from collage_agent.optim.stepping import local_part, longest_chunk
 from collage_agent.sample.stored import OURS, Composition
 
 __all__ = ["Intent", "IntentCache", "choose_intent"]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, Final, Literal
 
+from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -18,7 +19,6 @@ from collage_agent.measure.oracles import Oracles
 from collage_agent.measure.planning import Kind, Planner, Signature, step_counter_of
 from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation, nan_where_skipped
 from collage_agent.measure.windows import Windows
-from collage_agent.optim.stepping import local_part
 from collage_agent.sample.gather import BlockLayout, Views
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
@@ -245,7 +245,7 @@ def _rotates(intents: Sequence[Intent]) -> bool:
 
 
 def buffer_bytes(root: object, parameters: Iterable[Tensor]) -> int:
-    """Bytes of the tensors reachable from `root` through the agent's objects, on whatever device they are.
+    """Bytes of the tensors reachable from `root` through our own objects, on whatever device they are.
 
     Memory is counted once, however many views share it, that of the training's `parameters` not at all. Reads sizes
     and addresses only: synchronises no device.
@@ -275,5 +275,5 @@ def _tensors(root: object, known: Iterable[int]) -> Iterator[Tensor]:
             waiting += (found.tensor_of_block, found.rows)
         elif isinstance(found, Views):
             waiting += (found.zeros, found.copies)
-        elif type(found).__module__.partition(".")[0] == "collage_agent":
+        elif type(found).__module__.partition(".")[0] in ("collage_agent", "collage_optim"):
             waiting += vars(found).values() if hasattr(found, "__dict__") else ()

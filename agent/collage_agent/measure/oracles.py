@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import torch
+from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -13,7 +14,6 @@ from collage_agent.buckets.bucket import Bucket
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
 from collage_agent.measure.planning import Planner, step_counter_of
-from collage_agent.optim.stepping import local_part
 from collage_agent.sample import stored
 from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.quantised import reading

@@ -8,6 +8,8 @@ from typing import Any, Final, Literal, NamedTuple
 from zlib import crc32
 
 import torch
+from collage_optim.numerics.formats import CAST_FORMATS, CastFormat
+from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
@@ -19,8 +21,6 @@ from collage_agent.buckets.touched import TouchedBucket
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.oracle import Oracle
-from collage_agent.numerics.formats import CAST_FORMATS, CastFormat
-from collage_agent.optim.stepping import local_part
 from collage_agent.sample import stored
 from collage_agent.sample.sampling import TensorSample, draw
 from collage_agent.training.dtensors import placed_alike

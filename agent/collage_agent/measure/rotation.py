@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
+from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
 from collage_agent.intent.whole_tensor import WholeTensor, WholeTensorStep
 from collage_agent.measure.planning import Planner
-from collage_agent.optim.stepping import local_part
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Table
 

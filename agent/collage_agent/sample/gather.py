@@ -10,13 +10,13 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from collage_optim import SCALE_SUFFIX
+from collage_optim.codes import BLOCK_ELEMENTS, decoded
+from collage_optim.stepping import local_part
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_agent.optim import SCALE_SUFFIX
-from collage_agent.optim.codes import BLOCK_ELEMENTS, decoded
-from collage_agent.optim.stepping import local_part
 from collage_agent.sample.layout import KeptState, StateLayout
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample

@@ -2,7 +2,7 @@
 
 Three forms: a tensor subclass that can `dequantize()` (torchao's 8-bit, 4-bit and FP8 states), bytes beside their
 table and their blocks' scales under the numbered keys of bitsandbytes (`state1`, `qmap1`, `absmax1`), and averages
-that our own optimizers keep as integers, wholly or in part (`collage_agent.optim.codes`).
+that our own optimizers keep as integers, wholly or in part (`collage_optim.codes`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
+from collage_optim import LOW_COMPONENT_SUFFIX, PARAMETER_LOW, SCALE_SUFFIX
+from collage_optim.codes import decoded
+from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.nn import Parameter
-
-from collage_agent.optim import LOW_COMPONENT_SUFFIX, PARAMETER_LOW, SCALE_SUFFIX
-from collage_agent.optim.codes import decoded
-from collage_agent.optim.stepping import local_part
 
 __all__ = [
     "completes_another",

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from collage_optim.numerics.formats import gap_outwards
 from torch import Tensor
-
-from collage_agent.numerics.formats import gap_outwards
 
 __all__ = ["RemainderCode", "SIGNED_BITS", "SIGNED_BYTE", "codes_of"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
+from collage_optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
+from collage_optim.stepping import local_part
 from torch import Tensor
 
-from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
-from collage_agent.optim.stepping import local_part
 from collage_agent.sample.quantised import completes_another, is_quantised, reading_dtype
 from collage_agent.sample.remainders import SIGNED_BITS, SIGNED_BYTE, RemainderCode
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 import torch
+from collage_optim.numerics.formats import round_to_grid
 from torch import Tensor
 
-from collage_agent.numerics.formats import round_to_grid
 from collage_agent.stats.blocks import block_sums
 from collage_agent.stats.view import StepView, Sums, named
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+from collage_optim.numerics.formats import round_to
 from torch import Tensor
 
-from collage_agent.numerics.formats import round_to
 from collage_agent.stats.blocks import block_sums, flag_counts, nonfinite, zero_excluded
 from collage_agent.stats.edq import squared_block_sums, squared_difference
 from collage_agent.stats.octaves import binade_fields, exponent_of, ulp_octave_counts

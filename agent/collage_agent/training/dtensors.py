@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from collage_optim.stepping import local_part
 from torch import Tensor
 
-from collage_agent.optim.stepping import local_part
 from collage_agent.training.shard import Shard
 
 __all__ = ["mesh_shard", "placed_alike"]

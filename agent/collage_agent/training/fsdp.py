@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
+from collage_optim.stepping import local_part
 from torch import Tensor, distributed, nn
 
-from collage_agent.optim.stepping import local_part
 from collage_agent.training.shard import Piece, Shard
 
 __all__ = ["FlatParameters"]

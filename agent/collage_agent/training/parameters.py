@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
+from collage_optim.names import plain_name
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.names import plain_name
 from collage_agent.options import WatchOptions
 from collage_agent.training.shard import Shard
 from collage_agent.training.shards import Sharding

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from collage_optim.stepping import local_part
 from torch import Tensor, distributed, nn
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.optim.stepping import local_part
 from collage_agent.training.ddp import DataParallel, stepping_optimizer
 from collage_agent.training.deepspeed import Partitions, SubGroup
 from collage_agent.training.dtensors import mesh_shard

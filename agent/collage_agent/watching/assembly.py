@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
+from collage_optim import CollageOptimizer
 from torch import Tensor
 
 from collage_agent.buckets.totals import TableUnion
 from collage_agent.guard import Guard
 from collage_agent.measurement import Layout, Measurement, Reporter
-from collage_agent.optim import CollageOptimizer
 from collage_agent.options import WatchOptions
 from collage_agent.stats import MEASURES, OWN, failures
 from collage_agent.training.parameters import WatchedParameter

@@ -10,6 +10,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 import torch
+from collage_optim import CONVERTED_FROM, RESIDUALS_FROM, CollageOptimizer
+from collage_optim.names import dtype_name
+from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -18,9 +21,6 @@ from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.measure.rotation import ELEMENTS_A_STEP, too_large
-from collage_agent.names import dtype_name
-from collage_agent.optim import CONVERTED_FROM, RESIDUALS_FROM, CollageOptimizer
-from collage_agent.optim.stepping import local_part
 from collage_agent.options import WatchOptions
 from collage_agent.sample.quantised import is_quantised, reading_dtype, stored_tensors
 from collage_agent.sample.remainders import codes_of

@@ -7,7 +7,7 @@ from typing import Final
 
 import collage_agent as collage
 import torch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 from torch import Tensor, nn
 
 from collage_monitor.seeds import Estimate, mean_over_seeds

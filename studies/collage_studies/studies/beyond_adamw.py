@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from collage_agent.optim import CollageAdamW, CollageLion, CollageSGD
 from collage_demo.recipe import Plan, Recipe
 from collage_demo.training import Build, new_model
+from collage_optim import CollageAdamW, CollageLion, CollageSGD
 from torch import nn
 from torch.optim import Optimizer
 

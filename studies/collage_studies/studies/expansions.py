@@ -7,7 +7,7 @@ from typing import Final
 
 import collage_agent as collage
 import torch
-from collage_agent.numerics import join, renormalise, round_to, split
+from collage_optim.numerics import join, renormalise, round_to, split
 from torch import Tensor
 
 from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial

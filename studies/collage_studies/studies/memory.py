@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import collage_agent as collage
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW
-from collage_agent.optim.compiled import TESTED_ELEMENTS
 from collage_demo.training import ByteGPT, loss_of
+from collage_optim import STRATEGIES, CollageAdamW
+from collage_optim.compiled import TESTED_ELEMENTS
 from torch import Tensor
 
 from collage_studies.study import Curve, MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial

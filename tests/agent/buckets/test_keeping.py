@@ -8,7 +8,7 @@ import optimi
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 
 from collage_monitor.metrics import HISTOGRAM_LABELS
 from tests.agent.measure.test_meter import totals_of

@@ -16,7 +16,7 @@ import pytorch_optimizer
 import schedulefree
 import torch
 import torchao.optim
-from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
+from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
 from torch import nn
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 
 from tests.agent.training import mlp, mlp_loss, train
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from collage_agent.handle import watch
 from collage_agent.measure.windows import WindowSchedule
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 
 from tests.agent.measure.test_meter import totals_of
 from tests.agent.training import mlp, mlp_loss, train

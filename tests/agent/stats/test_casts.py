@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 from torch import nn
 
 from collage_monitor.statistics.casts import FORMATS

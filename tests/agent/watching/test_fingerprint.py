@@ -10,7 +10,7 @@ import schedulefree
 import torch
 import torchao.optim
 from collage_agent.handle import watch
-from collage_agent.optim import CollageAdamW
+from collage_optim import CollageAdamW
 from torch import nn
 
 from collage_monitor import wire

@@ -7,8 +7,8 @@ import torch
 from collage_agent import guard
 from collage_agent.handle import watch
 from collage_agent.measure.meter import Meter
-from collage_agent.optim import CollageAdamW
 from collage_agent.watching.verdict import verdict
+from collage_optim import CollageAdamW
 
 from collage_monitor import wire
 from collage_monitor.judgement import Evidence

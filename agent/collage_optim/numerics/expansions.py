@@ -9,8 +9,8 @@ subnormal.
 import torch
 from torch import Tensor
 
-from collage_agent.numerics.formats import round_to
-from collage_agent.numerics.transformations import (
+from collage_optim.numerics.formats import round_to
+from collage_optim.numerics.transformations import (
     add,
     fast_two_sum,
     multiply,

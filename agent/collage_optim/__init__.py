@@ -1,12 +1,12 @@
 """Optimizers for low-precision training: an update rule times a way of keeping weights and averages."""
 
-from collage_agent.optim.arithmetic import Arithmetic, Scalar, State
-from collage_agent.optim.base import CollageOptimizer
-from collage_agent.optim.checkpoints import CONVERTED_FROM, RESIDUALS_FROM
-from collage_agent.optim.distributed import load_distributed
-from collage_agent.optim.optimizers import CollageAdam, CollageAdamW, CollageLion, CollageSGD, RuleOptimizer
-from collage_agent.optim.rules import Moment, UpdateRule
-from collage_agent.optim.strategies import (
+from collage_optim.arithmetic import Arithmetic, Scalar, State
+from collage_optim.base import CollageOptimizer
+from collage_optim.checkpoints import CONVERTED_FROM, RESIDUALS_FROM
+from collage_optim.distributed import load_distributed
+from collage_optim.optimizers import CollageAdam, CollageAdamW, CollageLion, CollageSGD, RuleOptimizer
+from collage_optim.rules import Moment, UpdateRule
+from collage_optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
     PARAMETER_LOW,

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from collage_agent.optim.arithmetic import Arithmetic, Scalar, State
-from collage_agent.optim.options import check_learning_rate, check_not_negative, checked_betas
 from collage_monitor.extensions import extensions
+from collage_optim.arithmetic import Arithmetic, Scalar, State
+from collage_optim.options import check_learning_rate, check_not_negative, checked_betas
 
 __all__ = ["AdamRule", "Group", "LionRule", "Moment", "SGDRule", "UpdateRule", "rule_named"]
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from collage_agent.names import plain_name
-from collage_agent.optim.base import CollageOptimizer
-from collage_agent.optim.strategies import MASTER_PARAMETER
+from collage_optim.base import CollageOptimizer
+from collage_optim.names import plain_name
+from collage_optim.strategies import MASTER_PARAMETER
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

@@ -15,8 +15,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from collage_agent.numerics.expansions import grow, multiply_expansions, split_scalar
-from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX
+from collage_optim.numerics.expansions import grow, multiply_expansions, split_scalar
+from collage_optim.strategies import LOW_COMPONENT_SUFFIX
 
 __all__ = [
     "INDEX_FACTOR",

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from collage_agent.numerics.expansions import grow
-from collage_agent.numerics.transformations import fast_two_sum, two_sum
-from collage_agent.optim import codes
-from collage_agent.optim.arithmetic import Scalar, State, StorageArithmetic, WideArithmetic, Workspace
-from collage_agent.optim.random_numbers import Draws, Noise, Seeding
-from collage_agent.optim.rules import Moment, UpdateRule
-from collage_agent.optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
+from collage_optim import codes
+from collage_optim.arithmetic import Scalar, State, StorageArithmetic, WideArithmetic, Workspace
+from collage_optim.numerics.expansions import grow
+from collage_optim.numerics.transformations import fast_two_sum, two_sum
+from collage_optim.random_numbers import Draws, Noise, Seeding
+from collage_optim.rules import Moment, UpdateRule
+from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
 
 __all__ = ["Step", "advance_in_storage", "advance_in_wide"]
 

@@ -1,6 +1,6 @@
 """Guards: refuse what a storage format cannot hold, and warn of what it holds badly.
 
-What torch itself accepts in silence is logged, once each, under `collage_agent.optim`: a warning that a test
+What torch itself accepts in silence is logged, once each, under `collage_optim`: a warning that a test
 suite turns into an error would forbid the very runs that people want to compare.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_agent.numerics.formats import format_of, gap_towards, round_to
-from collage_agent.optim.rules import Moment
-from collage_agent.optim.strategies import STRATEGIES, StateStorage, StorageStrategy
+from collage_optim.numerics.formats import format_of, gap_towards, round_to
+from collage_optim.rules import Moment
+from collage_optim.strategies import STRATEGIES, StateStorage, StorageStrategy
 
 __all__ = ["DeferredReads", "UpdateGuard", "check_moments", "check_range", "log_once", "range_findings"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collage_agent.optim.arithmetic import State
+from collage_optim.arithmetic import State
 
 __all__ = ["ELEMENTS", "packed", "unpacked", "words"]
 

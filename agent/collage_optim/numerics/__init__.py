@@ -1,6 +1,6 @@
 """Low-precision formats, error-free transformations and expansions: the arithmetic all else rests on."""
 
-from collage_agent.numerics.expansions import (
+from collage_optim.numerics.expansions import (
     add_expansions,
     compare_expansions,
     grow,
@@ -10,8 +10,8 @@ from collage_agent.numerics.expansions import (
     scale_expansion,
     split,
 )
-from collage_agent.numerics.formats import gap_towards, neighbour, round_to, stochastic_round, ulp
-from collage_agent.numerics.transformations import fast_two_sum, two_product, two_sum
+from collage_optim.numerics.formats import gap_towards, neighbour, round_to, stochastic_round, ulp
+from collage_optim.numerics.transformations import fast_two_sum, two_product, two_sum
 
 __all__ = [
     "add_expansions",

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_agent.optim import codes
-from collage_agent.optim.advance import Step, advance_in_storage, advance_in_wide
-from collage_agent.optim.arithmetic import State, WideArithmetic
-from collage_agent.optim.random_numbers import shard_number
-from collage_agent.optim.rules import Moment
-from collage_agent.optim.strategies import (
+from collage_optim import codes
+from collage_optim.advance import Step, advance_in_storage, advance_in_wide
+from collage_optim.arithmetic import State, WideArithmetic
+from collage_optim.random_numbers import shard_number
+from collage_optim.rules import Moment
+from collage_optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
     SCALE_SUFFIX,

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from collage_agent.optim import checkpoints, codes
-from collage_agent.optim.advance import Step
-from collage_agent.optim.arithmetic import State, WideArithmetic, constant, shared_workspace
-from collage_agent.optim.checkpoints import CONVERTED_FROM, RESIDUALS_FROM
-from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, packed_scalars
-from collage_agent.optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites
-from collage_agent.optim.guards import UpdateGuard, check_moments, check_range, log_once, range_findings
-from collage_agent.optim.options import TORCH_FORMS, check_torch_options
-from collage_agent.optim.random_numbers import Seeding, default_seed
-from collage_agent.optim.rules import Group, Moment, UpdateRule
-from collage_agent.optim.stepping import (
+from collage_optim import checkpoints, codes
+from collage_optim.advance import Step
+from collage_optim.arithmetic import State, WideArithmetic, constant, shared_workspace
+from collage_optim.checkpoints import CONVERTED_FROM, RESIDUALS_FROM
+from collage_optim.compiled import Structure, check_compiled, compiled_step, packed_scalars
+from collage_optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites
+from collage_optim.guards import UpdateGuard, check_moments, check_range, log_once, range_findings
+from collage_optim.options import TORCH_FORMS, check_torch_options
+from collage_optim.random_numbers import Seeding, default_seed
+from collage_optim.rules import Group, Moment, UpdateRule
+from collage_optim.stepping import (
     Member,
     component_names,
     longest_chunk,
@@ -27,7 +27,7 @@ from collage_agent.optim.stepping import (
     step_tensors,
     wide_dtype,
 )
-from collage_agent.optim.strategies import (
+from collage_optim.strategies import (
     MASTER_PARAMETER,
     PARAMETER_LOW,
     StorageStrategy,

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from collage_agent.numerics.formats import round_at
-from collage_agent.optim.arithmetic import State, WideArithmetic
-from collage_agent.optim.random_numbers import Draws
-from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, SCALE_SUFFIX, StateStorage
+from collage_optim.arithmetic import State, WideArithmetic
+from collage_optim.numerics.formats import round_at
+from collage_optim.random_numbers import Draws
+from collage_optim.strategies import LOW_COMPONENT_SUFFIX, SCALE_SUFFIX, StateStorage
 
 __all__ = [
     "BLOCK_ELEMENTS",
@@ -264,7 +264,7 @@ def _padded(flat: Tensor) -> Tensor:
 def round_at_random(arithmetic: WideArithmetic, value: Tensor, out: Tensor, draws: Draws) -> None:
     """Round fp32 `value`, used up, to out's format, up or down at random, so that the mean is right.
 
-    Where out is fp32, to bfloat16 (`collage_agent.optim.packed_words`).
+    Where out is fp32, to bfloat16 (`collage_optim.packed_words`).
     """
     if out.dtype == torch.float16:
         out.copy_(round_at(value, out.dtype, draws.uniform()))

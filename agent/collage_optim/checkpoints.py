@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.optim import codes
-from collage_agent.optim.options import TORCH_FORMS
-from collage_agent.optim.rules import Group, Moment
-from collage_agent.optim.strategies import (
+from collage_optim import codes
+from collage_optim.options import TORCH_FORMS
+from collage_optim.rules import Group, Moment
+from collage_optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
     PARAMETER_LOW,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from collage_agent.optim.arithmetic import INDEX_FACTOR, Scalar, WideArithmetic, signed
+from collage_optim.arithmetic import INDEX_FACTOR, Scalar, WideArithmetic, signed
 
 __all__ = ["Draws", "Noise", "Seeding", "default_seed", "mixed_seed", "shard_number"]
 

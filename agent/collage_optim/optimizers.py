@@ -5,15 +5,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from collage_agent.optim.base import CollageOptimizer
-from collage_agent.optim.options import (
+from collage_optim.base import CollageOptimizer
+from collage_optim.options import (
     check_learning_rate,
     check_not_negative,
     check_torch_options,
     checked_adam_options,
     checked_betas,
 )
-from collage_agent.optim.rules import AdamRule, Group, LionRule, SGDRule, UpdateRule, rule_named
+from collage_optim.rules import AdamRule, Group, LionRule, SGDRule, UpdateRule, rule_named
 
 __all__ = ["CollageAdam", "CollageAdamW", "CollageLion", "CollageSGD", "RuleOptimizer"]
 
