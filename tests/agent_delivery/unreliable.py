@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, defaultdict
-from typing import NoReturn
+from contextlib import contextmanager
+from typing import ClassVar, NoReturn
 
 from collage_agent.transport.envelope import Envelope
 
@@ -14,10 +15,11 @@ from collage_monitor.wire import BatchAnswer, RejectedReport, Report, ReportBatc
 
 __all__ = ["TROUBLES", "Deaths", "UnreliableServer"]
 
+LONG_SECONDS = 60.0
 _BEFORE = {
     "cut before": ServerUnreachable("connection lost"),
     "busy": Unavailable("busy", status=503),
-    "busy for long": Unavailable("too many requests", status=429, retry_after_seconds=60.0),
+    "busy for long": Unavailable("too many requests", status=429, retry_after_seconds=LONG_SECONDS),
     "unknown token": NotAuthorised("not now", status=401),
     "forbidden": NotAuthorised("not now", status=403),
 }
@@ -29,7 +31,7 @@ TROUBLES = (*_BEFORE, *_REFUSALS, *_AFTER, "die before", "forget", "older", "rej
 class Deaths:
     """The threads that have ended as a killed process would: nothing catches it, and nobody is told."""
 
-    threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+    threads: ClassVar[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
     @classmethod
     def die(cls) -> NoReturn:
@@ -48,9 +50,12 @@ class UnreliableServer:
         self.troubles: list[str] = []
         self.most_reports: int | None = None
         self.deleted = False
+        self.not_before: dict[str, float] = {}
+        """When a stream may send again."""
+        self.is_hurried = False
         self.broken: list[str] = []
         self.accepted: defaultdict[str, dict[int, Report]] = defaultdict(dict)
-        self.acknowledged: Counter[str] = Counter()
+        self.acknowledged: defaultdict[str, set[int]] = defaultdict(set)
         self.repeated: set[tuple[str, int]] = set()
         """Reports whose answer was lost, or that came again."""
         self.refused: set[tuple[str, int]] = set()
@@ -74,6 +79,10 @@ class UnreliableServer:
     def _send(self, envelope):
         trouble = self.troubles.pop(0) if self.troubles else "none"
         arrived = Envelope.from_bytes(envelope.to_bytes())
+        early = self._clock.now < self.not_before.get(arrived.stream_id, 0.0)
+        assert self.is_hurried or not early, "it was asked to wait"
+        if trouble == "busy for long":
+            self.not_before[arrived.stream_id] = self._clock.now + LONG_SECONDS
         if trouble in _BEFORE:
             raise _BEFORE[trouble]
         if trouble == "die before":
@@ -90,8 +99,17 @@ class UnreliableServer:
             if trouble == "die after":
                 Deaths.die()
             raise ServerUnreachable("the answer was lost")
-        self.acknowledged[arrived.stream_id] += answer.accepted + answer.duplicates
+        refused = {entry.seq for entry in answer.rejected}
+        self.acknowledged[arrived.stream_id] |= {seq for _, seq in _numbers(arrived)} - refused
         return answer
+
+    @contextmanager
+    def hurried(self):
+        """A run that ends need not wait, nor does the next process, which has not heard that it should."""
+        self.is_hurried = True
+        yield
+        self.is_hurried = False
+        self.not_before.clear()
 
     def close(self):
         """Nothing to let go of."""
