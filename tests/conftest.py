@@ -8,9 +8,17 @@ import socket
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.costs import CostRecorder, is_costly
 from tests.lanes import is_slow, starts_processes
+
+# Properties have no clock: on a busy machine a slow example is no failure. `make nightly` looks further, at random.
+settings.register_profile(
+    "steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("nightly", settings.get_profile("steady"), derandomize=False, max_examples=2_000)
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session", autouse=True)

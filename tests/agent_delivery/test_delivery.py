@@ -1,10 +1,9 @@
-"""Delivery under random trouble: whatever fails, each report arrives, in order, and counts once."""
+"""Delivery in trouble: what becomes of single messages. The law of all of them is in `test_laws.py`."""
 
-import random
 from dataclasses import replace
 
 import pytest
-from collage_agent.transport import MemoryTransport
+from collage_agent.transport import MemoryTransport, spool
 from collage_agent.transport.counts import ReportCounts
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Envelope
@@ -13,107 +12,61 @@ from collage_agent.transport.spool import SpoolFile
 
 from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable
 from collage_monitor.wire import (
-    AttemptCreate,
     Report,
     ReportBatch,
     ReportGap,
     RunCreate,
-    StreamCreate,
     decode_batch,
 )
-from tests.agent_delivery.doubles import QUICK, make_run, measurement
+from tests.agent_delivery.doubles import QUICK, make_run
+from tests.agent_delivery.stepped import RUN_ID, Clock, Disk, Process, patch_surroundings
+from tests.agent_delivery.unreliable import UnreliableServer
 from tests.waiting import until
 
 HASTY = replace(QUICK, first_pause_seconds=0.001, longest_pause_seconds=0.002, linger_seconds=0.0, batch_reports=3)
 
 
-class Troubled(MemoryTransport):
-    """Fails at random: before the message arrives, or after, so that the answer is lost."""
+def test_what_gave_way_to_a_record_that_could_not_be_written_is_counted(tmp_path, monkeypatch):
+    transport = MemoryTransport()
+    sender = Sender(tmp_path, transport, 0, spooled=True, spool_bytes=4_000)
+    sender.delivery.older_spools_first = True
+    shorten, write = SpoolFile._shorten, spool._write_all
 
-    def __init__(self, seed, share):
-        super().__init__()
-        self.random = random.Random(seed)
-        self.share = share
-        self.failures = 0
+    def full(descriptor, data, offset):
+        raise OSError("no space left")
 
-    def send(self, envelope, wait):
-        if self.random.random() >= self.share:
-            return super().send(envelope, wait)
-        self.failures += 1
-        if self.random.random() < 0.5:
-            super().send(envelope, wait)
-        raise self.random.choice(
-            [
-                ServerUnreachable("connection lost"),
-                Unavailable("busy", status=503, retry_after_seconds=0.01),
-                NotAuthorised("not now", status=401),
-            ]
-        )
+    def shorten_and_fill(spool_file):
+        gave_way = shorten(spool_file)
+        monkeypatch.setattr(spool, "_write_all", full)
+        return gave_way
 
-
-class Forgetful(Troubled):
-    """Also refuses a long batch at random, or forgets the stream, until that is registered again."""
-
-    knows_stream = newly_told = True
-
-    def send(self, envelope, wait):
-        if envelope.kind == "reports" and self.random.random() < 0.3:
-            if len(envelope.body.reports) > 1:
-                raise ServerRefusal("too long", status=413)
-            self.knows_stream = self.newly_told
-        if envelope.kind == "reports" and not self.knows_stream:
-            raise NotFound("no such stream", status=404)
-        answer = super().send(envelope, wait)
-        self.newly_told = envelope.kind == "stream"
-        self.knows_stream |= self.newly_told
-        return answer
+    monkeypatch.setattr(SpoolFile, "_shorten", shorten_and_fill)
+    seq = 0
+    while spool._write_all is write:
+        sender.report(seq)
+        seq += 1
+    dropped = sender.counts.dropped
+    assert dropped["spool_failed"] == 1
+    assert dropped["spool_full"] > 5
+    sender.delivery.older_spools_first = False
+    assert sender.delivery.drain(seq, now=True)
+    assert sender.arrived == list(range(dropped["spool_full"], seq - 1))
+    assert sender.places == {"pending": 0, "spooled": 0, "sent": len(sender.arrived), **dropped}
 
 
-def first_arrivals(transport):
-    seen: dict[int, int] = {}
-    for report in transport.reports:
-        seen.setdefault(report.seq, report.step)
-    return seen
-
-
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("kind", [Troubled, Forgetful])
-def test_every_report_arrives_once_and_in_order(tmp_path, seed, share, kind):
-    transport = kind(seed, share)
-    run = make_run(tmp_path, transport, limits=HASTY)
-    run.started(1)
-    for step in range(1, 101):
-        run.log({"loss": float(step)}, step=step)
-        if step % 10 == 0:
-            run.measured(measurement(step))
-    run.finish()
-    made = run.reports_sent + run.reports_spooled
-    assert run.reports_dropped == {}
-    # What the run had to leave, the next one sends.
-    calm = MemoryTransport()
-    calm.envelopes, calm._seen = list(transport.envelopes), set(transport._seen)
-    replay = Replay(tmp_path, tmp_path / "none", calm, HASTY, lambda seconds: True)
-    while replay.step(100):
-        pass
-    arrived = first_arrivals(calm)
-    assert list(arrived) == list(range(made))
-    assert list(arrived.values()) == sorted(arrived.values())
-    assert set(arrived.values()) == set(range(1, 101))
-    assert transport.failures > 0
-
-
-def test_introductions_always_precede_what_they_introduce(tmp_path):
-    for seed in range(5):
-        transport = Troubled(seed, 0.4)
-        run = make_run(tmp_path / str(seed), transport, limits=HASTY)
-        for step in range(1, 30):
-            run.measured(measurement(step))
-        run.finish()
-        kinds = [type(message) for message in transport.messages]
-        if ReportBatch in kinds:
-            firsts = [kinds.index(kind) for kind in (RunCreate, AttemptCreate, StreamCreate, ReportBatch)]
-            assert firsts == sorted(firsts)
+def test_torn_spools_of_the_same_run_do_not_keep_what_the_run_has(tmp_path, monkeypatch):
+    """A turn of the worker takes one of them away, the end of the run the other."""
+    clock = Clock()
+    patch_surroundings(monkeypatch, clock, Disk(), UnreliableServer(clock))
+    for stream_id in ("earlier", "earliest"):
+        path = spool.spool_path(tmp_path, RUN_ID, stream_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(spool._MAGIC + b"torn")
+    process = Process(tmp_path, offline=False)
+    process.begin(1)
+    process.log("item", 1)
+    process.finish("finished")
+    assert (process.run.reports_sent, process.run.reports_spooled) == (1, 0)
 
 
 def replayed(folder):
@@ -127,27 +80,6 @@ def replayed(folder):
 
 def gaps_of(transport):
     return [gap for message in transport.messages if isinstance(message, ReportBatch) for gap in message.gaps]
-
-
-def numbers_in(gaps, reason):
-    return [seq for gap in gaps if gap.reason == reason for seq in range(gap.first_seq, gap.last_seq + 1)]
-
-
-def test_a_full_spool_is_counted_and_sent_as_a_numbered_gap(tmp_path):
-    run = make_run(tmp_path, limits=replace(HASTY, spool_bytes=20_000), mode="offline")
-    run.started(1)
-    for step in range(1, 401):
-        run.log({"loss": 1.0}, step=step)
-        until(lambda step=step: len(run._pipeline.queue) <= 1)
-    run.finish()
-    dropped = run.reports_dropped["spool_full"]
-    calm = replayed(tmp_path)
-    lost = numbers_in(gaps_of(calm), "spool_full")
-    arrived = [report.seq for report in calm.reports]
-    assert len(lost) == dropped > 100
-    assert sorted(lost + arrived) == list(range(arrived[-1] + 1))
-    assert arrived == sorted(arrived)
-    assert max(report.scalars.get("reports_dropped", 0.0) for report in calm.reports) == dropped
 
 
 @pytest.mark.parametrize("status", [400, 422])
@@ -202,17 +134,23 @@ class Scripted(MemoryTransport):
 class Sender:
     """A delivery of `reports` reports in batches of four, and its accounts."""
 
-    def __init__(self, folder, transport, reports, *, spooled):
+    def __init__(self, folder, transport, reports, *, spooled, spool_bytes=2**30):
         self.transport = transport
         self.counts = ReportCounts()
         self.counts.add(reports)
-        self.delivery = Delivery(transport, SpoolFile(folder / "own.spool"), QUICK, self.counts, clock=lambda: 0.0)
+        self.delivery = Delivery(
+            transport, SpoolFile(folder / "own.spool", spool_bytes), QUICK, self.counts, clock=lambda: 0.0
+        )
         self.delivery.older_spools_first = spooled
         self.send(RunCreate(run_id="run"))
         for first in range(0, reports, 4):
             batch = [Report(seq=seq, step=seq, time=1.0, scalars={"loss": 1.0}) for seq in range(first, first + 4)]
             self.send(ReportBatch(reports=batch))
         self.delivery.older_spools_first = False
+
+    def report(self, seq):
+        self.counts.add()
+        self.send(ReportBatch(reports=[Report(seq=seq, step=seq, time=1.0, scalars={"loss": 1.0})]))
 
     def send(self, body):
         self.delivery.send(Envelope("project", "run", "stream", body))

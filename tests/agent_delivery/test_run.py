@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import random
 import threading
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from collage_agent.guard import raise_in_tests
 from collage_agent.transport import MemoryTransport
 
-from collage_monitor.errors import ServerRefusal, Unavailable
 from collage_monitor.wire import (
     AttemptCreate,
     ReportBatch,
@@ -335,55 +333,6 @@ def test_reports_that_fail_do_not_claim_that_measuring_stopped(tmp_path, caplog)
     assert told.startswith("reporting a measured step failed (")
     assert told.endswith("); training is not affected")
     assert [report.step for report in transport.reports] == [6]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_every_counter_together_is_what_was_made_at_any_moment(tmp_path, seed):
-    """Also while the server is slow, busy and refuses: no report is in two places, and none in none."""
-    random_choice = random.Random(seed)
-
-    class Busy(MemoryTransport):
-        def send(self, envelope, wait):
-            if envelope.kind == "reports" and random_choice.random() < 0.4:
-                raise random_choice.choice(
-                    [
-                        Unavailable("busy", status=503, retry_after_seconds=0.01),
-                        ServerRefusal("no", status=422),
-                        ServerRefusal("long", status=413),
-                    ]
-                )
-            return super().send(envelope, wait)
-
-    limits = dataclasses.replace(
-        QUICK, step_seconds=60.0, first_pause_seconds=0.001, longest_pause_seconds=0.002, spool_bytes=20_000
-    )
-    run = make_run(tmp_path, Busy(), limits=limits)
-    counts = run._pipeline.counts
-    run.started(1)
-    for step in range(1, 201):
-        run.measured(measurement(step))
-        run.log({"loss": 1.0}, step=step)
-        with counts._lock:
-            assert min(counts._places.values(), default=0) >= 0
-    run.finish()
-    assert run.reports_pending == 0
-    extra = run.reports_made - 200
-    assert extra in (0, 1), "the agent's own last word on its drops"
-    assert run.reports_sent + run.reports_spooled + sum(run.reports_dropped.values()) == run.reports_made
-
-
-def test_a_step_is_one_report_however_the_worker_is_scheduled(tmp_path):
-    """The worker may come between the measurement and the loss of one step: that made two reports of it."""
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport, limits=dataclasses.replace(QUICK, linger_seconds=0.0, step_seconds=60.0))
-    run.started(1)
-    for step in range(1, 41):
-        run.measured(measurement(step))
-        until(lambda step=step: len(run._pipeline.queue) <= 1)
-        run.log({"loss": 1.0}, step=step)
-    run.finish()
-    assert [report.step for report in transport.reports] == list(range(1, 41))
-    assert (run.reports_made, run.reports_sent) == (40, 40)
 
 
 def test_nothing_is_reported_after_the_end(tmp_path):

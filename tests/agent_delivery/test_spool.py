@@ -18,6 +18,13 @@ def reports(*seqs):
     return Envelope("project", "run", "stream", batch)
 
 
+def appended(spool, envelope):
+    """Append an envelope, and return what had to give way to it."""
+    spool.append(envelope)
+    gave_way, spool.gave_way = spool.gave_way, []
+    return gave_way
+
+
 def read_all(spool):
     envelopes = []
     while (envelope := spool.peek()) is not None:
@@ -121,7 +128,7 @@ def test_a_full_spool_gives_up_its_older_half_and_says_which(tmp_path):
         spool.append(envelope)
     lost: list[int] = []
     for seq in range(100):
-        for gap in spool.append(reports(seq)):
+        for gap in appended(spool, reports(seq)):
             assert gap.reason == "spool_full"
             lost += range(gap.first_seq, gap.last_seq + 1)
         assert path.stat().st_size <= 4_000
@@ -138,11 +145,11 @@ def test_a_full_spool_gives_up_its_older_half_and_says_which(tmp_path):
 def test_what_was_read_makes_room_before_anything_is_given_up(tmp_path):
     spool = SpoolFile(spool_path(tmp_path, "run", "stream"), limit_bytes=4_200)
     for seq in range(20):
-        assert spool.append(reports(seq)) == []
+        assert appended(spool, reports(seq)) == []
     for seq in range(15):
         assert spool.peek() == reports(seq)
         spool.advance()
-    assert [gap for seq in range(20, 32) for gap in spool.append(reports(seq))] == []
+    assert [gap for seq in range(20, 32) for gap in appended(spool, reports(seq))] == []
     assert read_all(spool) == [reports(seq) for seq in range(15, 32)]
     spool.close()
 
@@ -159,7 +166,7 @@ def test_what_is_left_of_a_record_is_read_again_and_alone_gives_way(tmp_path):
     spool.leave(reports(3, 4))
     assert spool.peek() == reports(3, 4)
     seq = 5
-    while not (gaps := spool.append(reports(seq))):
+    while not (gaps := appended(spool, reports(seq))):
         seq += 1
     lost = [number for gap in gaps for number in range(gap.first_seq, gap.last_seq + 1)]
     assert lost == list(range(3, lost[-1] + 1))
@@ -172,7 +179,7 @@ def test_what_is_left_of_a_record_is_read_again_and_alone_gives_way(tmp_path):
 def test_a_shortened_spool_stays_locked_and_outlives_its_process(tmp_path):
     path = spool_path(tmp_path, "run", "stream")
     spool = SpoolFile(path, limit_bytes=2_000)
-    gaps = [gap for seq in range(40) for gap in spool.append(reports(seq))]
+    gaps = [gap for seq in range(40) for gap in appended(spool, reports(seq))]
     other = spool_path(tmp_path, "other", "other")
     assert list(abandoned_spools(tmp_path, other)) == []
     spool.close()

@@ -216,14 +216,15 @@ class Delivery:
                 for known in self._registrations.values():
                     self.spool.append(_allowing_resume(known))
             if not (begins and envelope.kind in self._registrations):
-                gave_way = self.spool.append(self._with_gaps(envelope))
+                self.spool.append(self._with_gaps(envelope))
                 self._forget_gaps(envelope)
                 if self._source == "pending":
                     self.counts.move(envelope.report_count, "pending", "spooled")
-                # The spool keeps their numbers itself.
-                self._count_lost(gave_way, f"{self.spool.path} is full: its oldest reports gave way")
         except OSError as error:
             self._drop(envelope, "spool_failed", f"reports cannot be kept in {self.spool.path}: {error}")
+        # The spool keeps their numbers itself.
+        gave_way, self.spool.gave_way = self.spool.gave_way, []
+        self._count_lost(gave_way, f"{self.spool.path} is full: its oldest reports gave way")
 
     def _drop_damaged(self) -> None:
         if self.spool.damaged:

@@ -166,7 +166,8 @@ class DeliveryPipeline:
                 continue
             resumes_in_time = time.monotonic() + delivery.pause_seconds < self._deadline
             if not (isinstance(delivery.last_error, Unavailable) and resumes_in_time):
-                return False
+                # What was left may have been a torn end, of which nothing goes.
+                return delivery.spool.is_empty
             time.sleep(delivery.pause_seconds)
         return True
 

@@ -65,7 +65,7 @@ class SpoolFile:
     """Appends at the end, reads from the front. The file is made by the first append and removed once all is read.
 
     Reading again after a crash begins at the front: the server knows repeated reports by their seq. At the size
-    limit the older half gives way; `append` tells which reports went.
+    limit the older half gives way.
     """
 
     def __init__(self, path: Path, limit_bytes: int = 2**40) -> None:
@@ -82,6 +82,8 @@ class SpoolFile:
         """Whether another process wrote it."""
         self.damaged: list[tuple[str, ReportGap]] = []
         """Stream and reports of damaged records, as far as their neighbours tell; taken away by the reader."""
+        self.gave_way: list[ReportGap] = []
+        """Reports that had to give way to newer ones, as ranges of their seq; taken away by the writer."""
 
     @classmethod
     def take_over(cls, path: Path) -> SpoolFile | None:
@@ -110,22 +112,20 @@ class SpoolFile:
         """Bytes that wait to be read."""
         return max(0, self._end - self._read_at)
 
-    def append(self, envelope: Envelope) -> list[ReportGap]:
+    def append(self, envelope: Envelope) -> None:
         """Write one envelope at the end; survives the death of the process when this returns.
 
-        Returns the reports that had to give way to it, as ranges of their seq.
-
         Raises:
-            OSError: no space, no permission, or longer than the size limit; the file is as it was.
+            OSError: no space, no permission, or longer than the size limit; of the file only older reports may be
+                gone, which `gave_way` then tells all the same.
         """
         payload = envelope.to_bytes()
         record = _packed(payload)
         if len(payload) > _LONGEST_PAYLOAD or 2 * len(record) > self._limit_bytes:
             raise OSError(f"a message of {len(payload)} bytes is too long for it")
         descriptor = self._opened()
-        gaps = []
         if self._end + len(record) > self._limit_bytes:
-            gaps = self._shorten()
+            self.gave_way += self._shorten()
             descriptor = self._opened()
         try:
             _write_all(descriptor, record, self._end)
@@ -134,7 +134,6 @@ class SpoolFile:
                 os.ftruncate(descriptor, self._end)
             raise
         self._end += len(record)
-        return gaps
 
     def peek(self) -> Envelope | None:
         """The oldest envelope that was not read; None at the end. Damaged records are left out with a log line."""

@@ -218,6 +218,14 @@ class ReplicasContract:
             own = model_points(store, "r1", ["lost"], Selection(rank=rank))
             assert own.totals["lost"].tolist() == [60.0] * count
 
+    def test_a_rank_keeps_its_own_totals_when_a_replica_registers_after_it_was_sealed(self, store):
+        register(store, [0], ranks=2)
+        send(store, 0, *(told(step, GOOD) for step in range(1, 40)))
+        seal_all(store, now=AFTER_SILENCE)
+        register(store, [1], first=1, ranks=2)
+        own = model_points(store, "r1", ["lost"], Selection(rank=0))
+        assert own.totals["lost"].tolist() == [60.0] * 39
+
     def test_a_deleted_run_takes_its_findings_along(self, store):
         register(store, [0, 1])
         send(store, 0, told(1, GOOD))

@@ -23,6 +23,7 @@ from tests.server.samples import LAYERS, STATISTICS, report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
 from tests.server.store.incidents import IncidentsContract
+from tests.server.store.laws import LawsContract
 from tests.server.store.parts import PartsContract
 from tests.server.store.postgresql import SETTINGS, Cluster, programs_or_skip
 from tests.server.store.ranks import RanksContract
@@ -53,9 +54,9 @@ def reopen(store, database):
     again = []
 
     def reopened():
-        store.close()
+        (again or [store])[-1].close()
         again.append(opened(database))
-        return again[0]
+        return again[-1]
 
     yield reopened
     for entry in again:
@@ -72,6 +73,10 @@ class TestPostgresqlSealing(SealingContract):
 
 class TestPostgresqlSealed(SealedContract):
     """Sealed runs on PostgreSQL."""
+
+
+class TestPostgresqlLaws(LawsContract):
+    """The store's life on PostgreSQL."""
 
 
 class TestPostgresqlParts(PartsContract):

@@ -20,6 +20,7 @@ from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
 from tests.server.store.incidents import IncidentsContract
+from tests.server.store.laws import LawsContract
 from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
 from tests.server.store.replicas import ReplicasContract
@@ -45,9 +46,9 @@ def reopen(store):
     again = []
 
     def reopened():
-        store.close()
+        (again or [store])[-1].close()
         again.append(opened(store.path))
-        return again[0]
+        return again[-1]
 
     yield reopened
     for entry in again:
@@ -66,6 +67,10 @@ class TestSqliteSealing(SealingContract):
 @pytest.mark.slow
 class TestSqliteSealed(SealedContract):
     """Sealed runs on SQLite."""
+
+
+class TestSqliteLaws(LawsContract):
+    """The store's life on SQLite."""
 
 
 class TestSqliteParts(PartsContract):

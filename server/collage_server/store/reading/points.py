@@ -281,7 +281,8 @@ def _model_of_rank(
         start = points.where[view.run_id, attempt, chunk, part]
         place = slice(start, start + len(present))
         there[place] = present
-        if only_one and not view.replicated:
+        if only_one and np.isnan(values[:, place]).all():
+            # Sealed before another rank was known, its totals stand there as those of all.
             values[:, place] = merged[:, place]
     tables = []
     for table in _point_tables(views, 1, points, keys, values)[view.run_id]:

@@ -1,0 +1,327 @@
+"""The store's life as a law: whatever happened, readers get what was reported, merged by the definitions.
+
+Every backend runs it: reports in any order, twice and late, by shards, replicas and two processes of one rank;
+sealing, also killed at any transaction; resumed runs; levels that expire; deleted runs; servers that start anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+from collage_server.errors import Gone
+from collage_server.store import ReportGroup, Selection
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from collage_monitor import wire
+from collage_monitor.statistics import reduce_steps
+from tests.server.reads import layer_points, model_points, scalar_points
+from tests.server.samples import LAYERS, block, layer, report, stream_create
+from tests.server.store.contract import NOW
+from tests.server.store.naive import NaiveRun, NaiveStream
+from tests.server.store.seen import AFTER_SILENCE
+
+__all__ = ["LawsContract", "killed_after"]
+
+LATER = NOW + 1e9
+METRIC = "edq_ratio"
+ROOT = f"variance_product_root/{METRIC}"
+"""Made anew of single steps alone: of merged points it is right where it is asked for by its name."""
+WORLDS = st.sampled_from([(0,), (0, 0), (0, 1), (0, 0, 0)])
+"""The replica that each rank holds: one rank, shards, replicas."""
+KINDS = st.sampled_from(["whole", "halves", "every third"])
+ORDERS = st.sampled_from(["ascending", "descending", "some late"])
+TABLES = ("report", "layer_chunk", "model_chunk", "point_chunk", "scalar_chunk", "entry", "replica_mismatch")
+_run_numbers = itertools.count()
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """One run at a time; the deleted ones before it stay gone."""
+
+    store = None
+    reopen = None
+
+    def __init__(self):
+        super().__init__()
+        self.deleted: list[str] = []
+
+    @initialize(world=WORLDS)
+    def create(self, world):
+        self.run = NaiveRun(f"law-{next(_run_numbers)}")
+        self.world, self.next_step, self.frozen, self.held = world, 1, False, []
+        self.ids = itertools.count()
+        self.store.runs.create("p", wire.RunCreate(run_id=self.run.run_id), NOW)
+        self.begin_attempt(1)
+        self.stream_of(0)
+
+    @rule(ranks=st.sampled_from([(0,), (1,), (2,), (0, 1, 2)]), count=st.integers(1, 40), kind=KINDS, order=ORDERS)
+    def report(self, ranks, count, kind, order):
+        """The next steps of some ranks, each reported whole, in two parts, or measured at every third only."""
+        for stream in {rank % len(self.world): self.stream_of(rank) for rank in ranks}.values():
+            first = self.next_of.get(stream.number, self.run.first_steps[-1])
+            self.next_of[stream.number] = first + count
+            sent = [made for step in range(first, first + count) for made in self.reports_of(stream, step, kind)]
+            if order == "descending":
+                sent.reverse()
+            if order == "some late":
+                self.held += [(stream, made) for made in sent[1::3]]
+                sent = [made for number, made in enumerate(sent) if number % 3 != 1]
+            self.send(stream, sent)
+
+    @rule(count=st.integers(20, 80), sealed=st.booleans())
+    def report_much(self, count, sealed):
+        """Ranks that keep up with each other, and a server that does."""
+        self.report((0, 1, 2), count, "whole", "ascending")
+        if sealed:
+            self.seal(None, full=True)
+
+    @rule(all_of_them=st.booleans(), which=st.integers(0, 5))
+    def report_late(self, all_of_them, which):
+        """What was held back comes, and what a client did not hear an answer to comes again."""
+        held, self.held = self.held, []
+        if not all_of_them:
+            held, self.held = held[::2], held[1::2]
+        for stream in {made.stream_id: made for made, _ in held}.values():
+            self.send(stream, [made for of, made in held if of is stream])
+        stream = self.run.streams[which % len(self.run.streams)]
+        self.send(stream, list(stream.reports.values()))
+
+    @rule(share=st.integers(1, 2))
+    def report_as_another_process(self, share):
+        """A second process says that it is rank 0: what the first has told is not told twice."""
+        first = self.stream_of(0)
+        steps = sorted({made.step for made in first.reports.values() if made.statistics is not None})[::share]
+        if steps:
+            again = self.begin_stream(0)
+            self.send(again, [report(seq, step, rank=7, scalars={"loss": 99.0}) for seq, step in enumerate(steps)])
+
+    @rule(transactions=st.sampled_from([None, None, None, 0, 1, 2, 3, 5, 8, 13]), full=st.booleans())
+    def seal(self, transactions, full):
+        """Parts are made of what is whole; the server may be killed after any transaction."""
+        with killed_after(self.store, transactions):
+            while self.store.sealing.seal(self.run.run_id, NOW, journal_full=full):
+                pass
+
+    @rule(back=st.integers(-3, 40), count=st.integers(1, 40))
+    def resume(self, back, count):
+        """Another attempt, which measures at once."""
+        if self.frozen:
+            # What hides a part of a frozen point is told elsewhere.
+            back = min(back, 0)
+        first = max(1, max(self.run.steps(), default=0) + 1 - back)
+        self.begin_attempt(first)
+        self.report((0,), count, "whole", "ascending")
+
+    @rule(levels=st.sampled_from([(1,), (1, 16)]), steps=st.sampled_from([32, 64, 10**9]), kill=st.booleans())
+    def expire(self, levels, steps, kill):
+        """Fine points go, and their sums stay; the server may be killed meanwhile."""
+        before = dict.fromkeys(levels, NOW + steps + 0.5)
+        self.frozen |= kill
+        with killed_after(self.store, 4 if kill else None):
+            self.frozen |= self.store.retention.expire(self.run.run_id, before) > 0
+
+    @rule(finished=st.booleans())
+    def restart(self, finished):
+        """A server begins anew; maybe over a run that has ended, and is sealed whole once it is silent."""
+        type(self).store = self.reopen()
+        if finished:
+            self.store.runs.update(self.run.run_id, wire.RunUpdate(state="finished"), NOW)
+            while self.store.sealing.seal(self.run.run_id, AFTER_SILENCE):
+                pass
+
+    @precondition(lambda self: len(self.run.streams) > 3)
+    @rule(world=WORLDS)
+    def delete(self, world):
+        self.store.runs.delete(self.run.run_id, NOW)
+        self.deleted.append(self.run.run_id)
+        while self.store.retention.purge(10):
+            pass
+        self.create(world)
+
+    @rule(
+        points=st.sampled_from([None, None, 1, 2, 4]),
+        first=st.sampled_from([None, 1, 20]),
+        last=st.sampled_from([None, 40]),
+    )
+    def read(self, points, first, last):
+        """Totals, times, ranks and extremes, of the model and by layer, at any fineness."""
+        expected = {
+            step: rows
+            for step, rows in self.run.steps().items()
+            if (first is None or step >= first) and (last is None or step <= last)
+        }
+        if (first or last) and (points or self.frozen):
+            return  # Which merged points belong to a part of the steps is the reader's choice.
+        chosen = Selection(points=points, first_step=first, last_step=last, extremes_of=(METRIC,) if points else ())
+        model = model_points(self.store, self.run.run_id, None, chosen)
+        self.compare(model, expected, by_layer=False)
+        by_layer = layer_points(self.store, self.run.run_id, None, chosen)
+        self.compare(by_layer, expected, by_layer=True)
+        if points is None and not self.frozen:
+            assert model.counts.tolist() == by_layer.counts.tolist() == [1] * len(expected)
+
+    @rule(rank=st.integers(0, 2))
+    def read_rank_and_scalars(self, rank):
+        rank %= len(self.world)
+        if not self.frozen and rank in {stream.rank for stream in self.run.streams}:
+            found = model_points(self.store, self.run.run_id, None, Selection(rank=rank))
+            self.compare(found, self.run.steps(rank), by_layer=False)
+        found = scalar_points(self.store, self.run.run_id, None, Selection())
+        for name, (steps, values) in self.run.scalars().items():
+            assert found[name].steps.tolist() == steps
+            np.testing.assert_allclose(found[name].values, values, rtol=1e-12)
+
+    def teardown(self):
+        if hasattr(self, "run"):
+            self.read(None, None, None)
+            self.read(1, None, None)
+            self.read_rank_and_scalars(0)
+            told = {held.stream_id: held.reports for held in self.store.streams.of_run(self.run.run_id)}
+            assert told == {stream.stream_id: len(stream.reports) for stream in self.run.streams}
+            self.store.runs.delete(self.run.run_id, NOW)
+            self.deleted.append(self.run.run_id)
+        while self.store.retention.purge(10):
+            pass
+        for run_id in self.deleted:
+            with pytest.raises(Gone):
+                model_points(self.store, run_id, None, Selection())
+            with self.store.reading() as connection:
+                for table in TABLES:
+                    statement = f"SELECT count(*) FROM {table} WHERE run_id = '{run_id}'"
+                    assert connection.exec_driver_sql(statement).scalar() == 0, table
+
+    def compare(self, found, expected, *, by_layer):
+        """Each point is its steps merged: first over shards, then over steps. Nothing is lost or told twice."""
+        assert found.counts.sum() == len(expected)
+        if not expected:
+            return
+        steps = np.array(list(expected))
+        groups = [
+            [expected[step] for step in steps[(steps >= first) & (steps <= last)].tolist()]
+            for first, last in zip(found.first_steps, found.steps, strict=True)
+        ]
+        if [len(group) for group in groups] != found.counts.tolist():
+            # Late steps stand beside the coarse point in whose range they lie.
+            assert (found.counts > 1).any()
+            groups, found = [list(expected.values())], _as_one(found)
+        for number, group in enumerate(groups):
+            for key, total in self.run.over_steps(group, by_layer=by_layer).items():
+                if (np.isnan(total).all() and key not in found.totals) or (key == ROOT and len(group) > 1):
+                    continue
+                np.testing.assert_allclose(found.totals[key][number], total, rtol=1e-12, err_msg=key)
+            if len(group) == found.counts[number] and hasattr(found, "times"):
+                assert found.times[number] == max(row.report.time for rows in group for row in rows)
+                assert found.ranks[number] == min(map(self.run.ranks_at, group))
+            if len(group) > 1 and not by_layer and METRIC in getattr(found, "extremes", {}):
+                low, high = (bound[number] for bound in found.extremes[METRIC])
+                np.testing.assert_allclose((low, high), self.run.extremes(group, METRIC), rtol=1e-12)
+
+    def begin_attempt(self, first_step):
+        self.held, self.next_of = [], {}
+        self.run.first_steps.append(first_step)
+        launch = f"launch-{len(self.run.first_steps)}"
+        create = wire.AttemptCreate(launch_id=launch, first_step=first_step)
+        self.store.streams.create_attempt(self.run.run_id, create, NOW)
+        self.streams = {}
+
+    def begin_stream(self, rank):
+        number = next(self.ids)
+        made = NaiveStream(f"{self.run.run_id}-{number}", number, len(self.run.first_steps), rank, self.world[rank])
+        create = stream_create(
+            made.stream_id,
+            f"launch-{made.attempt}",
+            rank=rank,
+            world_size=len(self.world),
+            process_id=number,
+            layers=[layer(name, made.replica) for name in LAYERS],
+        )
+        self.store.streams.create_stream(self.run.run_id, create, NOW)
+        self.run.streams.append(made)
+        return made
+
+    def stream_of(self, rank):
+        rank %= len(self.world)
+        if rank not in self.streams:
+            self.streams[rank] = self.begin_stream(rank)
+        return self.streams[rank]
+
+    def reports_of(self, stream, step, kind):
+        """One report of a step, or one for each part of it. Replicas hold the same numbers; shards their own."""
+        shard = self.world[: stream.rank].count(stream.replica)
+        scalars = {"loss": float(step + stream.rank)}
+        if kind == "every third" and step % 3:
+            return [report(self.next_seq(stream), step, measured=False, scalars=scalars)]
+        if kind != "halves" or any(self.world):
+            return [report(self.next_seq(stream), step, rank=shard, scalars=scalars)]
+        parts = []
+        for left_out in ([1, 2], [0]):
+            values = block(step, shard)
+            values[:, left_out] = np.nan
+            part = report(self.next_seq(stream), step, values=values, scalars=scalars)
+            parts.append(msgspec.structs.replace(part, reports_of_step=2))
+        return parts
+
+    def next_seq(self, stream):
+        stream.next_seq += 1
+        return stream.next_seq
+
+    def send(self, stream, reports):
+        """Each seq counts once; totals of steps that are frozen are refused, and nothing else is."""
+        known = stream.reports
+        record = self.store.streams.stream_record(stream.stream_id)
+        outcome = self.store.journal.append([ReportGroup(record, list(reports))], NOW)[0]
+        fresh = [place for place, made in enumerate(reports) if made.seq not in known]
+        frozen = -1 if outcome.frozen_step is None else outcome.frozen_step
+        late = [n for n in fresh if reports[n].statistics is not None and reports[n].step <= frozen]
+        assert list(outcome.late) == late
+        assert self.frozen or not late
+        assert (outcome.accepted, outcome.duplicates) == (len(fresh) - len(late), len(reports) - len(fresh))
+        known.update({reports[n].seq: reports[n] for n in fresh if n not in late})
+
+
+def _as_one(points):
+    """All points merged, their counts and totals alone."""
+    merged = type("Merged", (), {})()
+    merged.counts = points.counts.sum(keepdims=True)
+    merged.totals = {key: values[None] for key, values in reduce_steps(points.totals).items()}
+    return merged
+
+
+@contextmanager
+def killed_after(store, transactions):
+    """A server that is killed after so many transactions (None: it lives)."""
+    if transactions is None:
+        yield
+        return
+    writing, left = store.writing, [transactions]
+
+    @contextmanager
+    def counted():
+        if left[0] == 0:
+            raise InterruptedError("killed")
+        left[0] -= 1
+        with writing() as connection:
+            yield connection
+
+    store.writing = counted
+    try:
+        yield
+    except InterruptedError:
+        pass
+    finally:
+        store.writing = writing
+
+
+class LawsContract:
+    """Subclasses give the fixtures `store` and `reopen`."""
+
+    def test_readers_get_what_was_reported(self, store, reopen):
+        machine = type("Machine", (StoreMachine,), {"store": store, "reopen": staticmethod(reopen)})
+        profile = settings()
+        bounded = settings(profile, max_examples=profile.max_examples // 5, stateful_step_count=25)
+        run_state_machine_as_test(machine, settings=bounded)
