@@ -33,8 +33,9 @@ def casts_in_registers() -> Iterator[None]:
             from torch._inductor.codegen.cpp import CppVecKernel, CppVecOverrides
             from torch._inductor.virtualized import V
 
-            overrides: Any = CppVecOverrides
-            by_memory, vectors_of = overrides.to_dtype_bitcast, CppVecKernel._get_num_vectors
+            written: Any = CppVecOverrides
+            by_memory = written.to_dtype_bitcast
+            vectors_of = CppVecKernel._get_num_vectors
         except (ImportError, AttributeError):
             yield
             return
@@ -44,8 +45,8 @@ def casts_in_registers() -> Iterator[None]:
                 return f"at::vec::cast<{_CAST[dtype]}>({x})"
             return by_memory(x, dtype, src_dtype)
 
-        overrides.to_dtype_bitcast = staticmethod(cast)
+        written.to_dtype_bitcast = staticmethod(cast)
         try:
             yield
         finally:
-            overrides.to_dtype_bitcast = staticmethod(by_memory)
+            written.to_dtype_bitcast = staticmethod(by_memory)
