@@ -3,15 +3,20 @@
 The stated ratios are those of 85 million parameters in 148 tensors, GPT-2 small's blocks. What a reader may want
 beside them is measured over 10 million in 76, where what each tensor costs, however small, counts for more. Every
 contender has its own copy of the parameters; rounds alternate between all of them. Compiled steps are compiled
-before the first round.
+before the first round. C++ compilers differ in how wide the vectors are that they prefer: where the processor has a
+choice, our compiled step meets both widths, each in a process of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import math
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,9 +41,12 @@ BASES = {"eager": "torch bf16 foreach", "compiled": "torch fp32 master fused"}
 """What our steps are compared with, by their form."""
 LIMITS: dict[Model, dict[str, float]] = {
     GPT2_SMALL: {"plus eager": 3.0, "split-master eager": 3.0, "plus compiled": 1.1, "split-master compiled": 1.1},
-    LITTLE: {"plus eager": 3.0, "plus compiled": 2.0},
+    LITTLE: {"plus eager": 3.0, "plus compiled": 2.0, "split-master compiled": 1.3},
 }
 """Of the median ratios to torch's steps."""
+WIDTHS = (256, 512)
+"""Bits of the vectors that a compiler may prefer on a processor that has both."""
+WIDE_STEP = "split-master compiled"
 COMPILED = ("plus", "split-master", "split-master-16bit")
 NOTICING_LIMIT = 0.01
 
@@ -166,6 +174,40 @@ def ratio(times: dict[str, list[float]], name: str, base: str) -> tuple[float, .
     return tuple(own / other for own, other in zip(times[name], times[base], strict=True))
 
 
+def at_width(seed: int, rounds: int) -> dict[str, tuple[float, ...]]:
+    """Ratios of our compiled step to torch's, by model size, in a process whose compiler prefers one width."""
+    torch.set_num_threads(1)
+    found = {}
+    for model in (GPT2_SMALL, LITTLE):
+        contenders = {
+            BASES["compiled"]: torch_master_step(model, seed, fused=True),
+            WIDE_STEP: own_step(model, seed, "split-master", compiled=True),
+        }
+        found[_size(model)] = ratio(alternate(contenders, rounds, seed), WIDE_STEP, BASES["compiled"])
+    return found
+
+
+def both_widths(seed: int, rounds: int) -> Iterator[Figure]:
+    """The compiled step of `split-master` under C++ compilers that prefer each width."""
+    code = f"import json, benchmarks.optimizer as o; print(json.dumps(o.at_width({seed}, {rounds})))"
+    with tempfile.TemporaryDirectory() as folder:
+        for width in WIDTHS:
+            compiler = Path(folder, f"c++-{width}")
+            real = os.environ.get("CXX", "g++")
+            compiler.write_text(f'#!/bin/sh\nexec {real} -mprefer-vector-width={width} "$@"\n', encoding="ascii")
+            compiler.chmod(0o755)
+            done = subprocess.run(
+                [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+                env={**os.environ, "CXX": str(compiler)},
+                stdout=subprocess.PIPE,
+                check=True,
+            )
+            values = json.loads(done.stdout)
+            for model in (GPT2_SMALL, LITTLE):
+                name = f"{WIDE_STEP}, vectors of {width} bits / {BASES['compiled']}, {_size(model)}"
+                yield Figure(name, "ratio", tuple(values[_size(model)]), LIMITS[model][WIDE_STEP])
+
+
 def noticing_share(step: Step, rounds: int) -> tuple[float, ...]:
     """The share of each step's CPU that goes into noticing that somebody else wrote to the weights."""
     optimizer = step.__self__  # type: ignore[attr-defined]
@@ -213,7 +255,7 @@ def _resident_kib(field: str) -> int:
 
 def compared(times: dict[str, list[float]], model: Model) -> Iterator[Figure]:
     """Each contender's milliseconds, and our steps' ratios to torch's. model: what they stepped."""
-    size = f"{sum(map(math.prod, shapes(model))) / 1e6:.0f} M"
+    size = _size(model)
     for name, values in times.items():
         yield Figure(f"{name}, {size}", "CPU ms", tuple(values))
     for name in times:
@@ -241,8 +283,16 @@ def measure(options: Options) -> Measuring:
         libraries, notes = library_contenders(options.seed)
         contenders = {**further_contenders(options.seed), **libraries}
     yield from compared(alternate(contenders, rounds, options.seed), LITTLE)
+    if "avx512f" in Path("/proc/cpuinfo").read_text(encoding="ascii"):
+        yield from both_widths(options.seed, rounds)
+    else:
+        notes.append("no AVX-512 here: vectors have one width")
     notes += [_described(GPT2_SMALL), f"then {_described(LITTLE)}"]
     return notes
+
+
+def _size(model: Model) -> str:
+    return f"{sum(map(math.prod, shapes(model))) / 1e6:.0f} M"
 
 
 def _described(model: Model) -> str:

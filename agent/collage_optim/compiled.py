@@ -20,8 +20,9 @@ from collage_optim import codes, packed_words
 from collage_optim.advance import Step, advance_in_wide
 from collage_optim.arithmetic import Scalar, State, WideArithmetic, Workspace
 from collage_optim.random_numbers import Noise, Seeding
+from collage_optim.register_casts import casts_in_registers
 from collage_optim.rules import Moment, UpdateRule
-from collage_optim.stepping import Member, step_tensors, wide_dtype
+from collage_optim.stepping import Member, component_names, step_tensors, wide_dtype
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
 
 __all__ = [
@@ -86,8 +87,7 @@ def compiled_step(structure: Structure) -> Advance | None:
     """The compiled form of a step, or None (after one warning) where it fails its self-test here."""
     try:
         # The compiler's modules warn about themselves while they load, which must not end a run under -W error.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), casts_in_registers():
             exact = _rounds_roots_correctly(structure.device_type)
             advance = _compile(structure, wide_dtype(structure.dtype) if exact else torch.float64)
             reason = _difference_from_eager(structure, advance)
@@ -226,7 +226,10 @@ def _step(structure: Structure, scalars: Mapping[str, Scalar]) -> Step:
 
 
 def _components(structure: Structure) -> State:
-    """Random components as a training leaves them: low parts below half an ulp, second moments positive."""
+    """Random components as a training leaves them: low parts below half an ulp, second moments positive.
+
+    In the order of a step: the compiler would compile once more for another.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> torch.Tensor:
@@ -243,7 +246,8 @@ def _components(structure: Structure) -> State:
         average = drawn().abs().mul_(1e-2) if moment.second else drawn()
         storage = strategy.moment_storage(moment.second)
         found.update(codes.state_of(moment.name, average, storage, moment.second, found["parameter"]))
-    return {name: tensor.to(structure.device_type) for name, tensor in found.items()}
+    names = ["parameter", "gradient", *component_names(strategy, structure.moments)]
+    return {name: found[name].to(structure.device_type) for name in names}
 
 
 def _difference_from_eager(structure: Structure, advance: Advance) -> str | None:
