@@ -19,8 +19,8 @@ from operator import truediv
 from typing import Any
 
 import torch
-from collage_agent.buckets.bucket import LOOK_EVERY
 from collage_agent.handle import Watch, watch
+from collage_agent.step.bucket import LOOK_EVERY
 from collage_optim import CollageAdamW
 from torch import nn
 from torch.optim import Optimizer

@@ -14,9 +14,9 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.guard import Guard
 from collage_agent.intent.choose import IntentCache
 from collage_agent.intent.foreign import ForeignOptimizer, is_foreign, only_passes_on
-from collage_agent.measure.windows import WindowSchedule
 from collage_agent.measurement import Measurement, Reporter
 from collage_agent.options import WatchArguments, WatchOptions
+from collage_agent.step.windows import WindowSchedule
 from collage_agent.training.deepspeed import SubGroup, showing_only, sub_groups
 from collage_agent.watching.assembly import Assembly
 from collage_agent.watching.governor import Governor

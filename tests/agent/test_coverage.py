@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.measure import oracles
+from collage_agent.step import oracles
 from collage_optim import CollageAdamW
 
 from tests.agent.coverage import INTERVALS, Coverage, byte_gpt, rare_rows, study

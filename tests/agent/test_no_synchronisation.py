@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from collage_agent.buckets import observation
 from collage_agent.handle import watch
-from collage_agent.measure import oracles
+from collage_agent.step import observe, oracles
 from collage_agent.watching.hooks import OptimizerHooks, largest_step_count
 from collage_optim import CollageAdamW
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +34,7 @@ class Listening(TorchDispatchMode):
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "as on a device"])
 def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypatch):
     monkeypatch.setattr(oracles, "on_host", lambda values: on_host)
-    monkeypatch.setattr(observation, "on_host", lambda values: on_host)
+    monkeypatch.setattr(observe, "on_host", lambda values: on_host)
     model = mlp()
     optimizer = make(model.parameters(), lr=1e-3)
     handle = watch(model, optimizer, every=1, sample=256, oracle=True, windows=(2,), budget=None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.sample.gather import BlockLayout
 from collage_agent.sample.touched import TouchedRows
+from collage_agent.step.gather import BlockLayout
 from torch import nn
 
-from tests.agent.measure.test_meter import totals_of
+from tests.agent.step.test_meter import totals_of
 
 ROWS, WIDTH = 5_000, 50
 OPTIMIZERS = {

@@ -13,8 +13,8 @@ import pytorch_optimizer
 import torch
 from collage_agent import guard, stats
 from collage_agent.handle import watch
-from collage_agent.measure.meter import Meter
 from collage_agent.options import Exclude, WatchArguments, WatchOptions
+from collage_agent.step.meter import Meter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train

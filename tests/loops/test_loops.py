@@ -254,7 +254,7 @@ def test_a_rate_schedule_is_no_reason_to_attach_anew():
 
 def test_an_allocation_that_fails_in_the_agent_switches_it_off_and_training_goes_on(monkeypatch):
     from collage_agent import guard
-    from collage_agent.sample.gather import Staging
+    from collage_agent.step.gather import Staging
 
     def full(*_):
         raise torch.OutOfMemoryError("no room for the sample")

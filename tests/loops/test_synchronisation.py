@@ -7,7 +7,7 @@ import pytest
 import pytorch_optimizer
 import torch
 from collage_agent.handle import watch
-from collage_agent.measure.meter import Meter
+from collage_agent.step.meter import Meter
 from collage_agent.transport import MemoryTransport
 from collage_optim import CollageAdamW, CollageSGD
 

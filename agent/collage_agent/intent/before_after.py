@@ -1,4 +1,4 @@
-"""No u: for optimizers whose elements act on each other, only what changed is known."""
+"""No u of a sample: for optimizers whose elements act on each other, only what changed is known of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from collage_agent.intent.shadow import Shadow
 from collage_agent.sample.stored import PLAIN, Composition
 
-__all__ = ["BeforeAfter"]
+__all__ = ["BeforeAfter", "WholeTensor"]
 
 
 class BeforeAfter:
@@ -37,3 +38,11 @@ class BeforeAfter:
     ) -> bool:
         """False: there is no intended update to compare with."""
         return False
+
+
+class WholeTensor(BeforeAfter):
+    """Before and after alone on a sample; a tensor whose turn it is in the rotation has u from `shadow`."""
+
+    def __init__(self, shadow: Shadow, reason: str) -> None:
+        super().__init__(reason, shadow.composition, shadow.stochastic, shadow.unexplained)
+        self.shadow = shadow

@@ -14,7 +14,7 @@ from collage_optim.stepping import local_part, longest_chunk
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.intent.before_after import BeforeAfter
+from collage_agent.intent.before_after import BeforeAfter, WholeTensor
 from collage_agent.intent.bitsandbytes_rule import BitsandbytesRule, follows_bitsandbytes_rule, rule_mismatch
 from collage_agent.intent.clone import isolated, without_output_or_warnings
 from collage_agent.intent.foreign import ForeignOptimizer, with_inner
@@ -22,7 +22,6 @@ from collage_agent.intent.observe import observe_storage
 from collage_agent.intent.probing import HOST
 from collage_agent.intent.selftest import SelfTestResult, run_selftest
 from collage_agent.intent.shadow import Shadow
-from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.sample.stored import OURS, Composition
 
 __all__ = ["Intent", "IntentCache", "choose_intent"]

@@ -9,8 +9,15 @@ import torch
 from collage_optim.numerics.formats import CAST_FORMATS, CastFormat, coded, scaled
 from torch import Tensor
 
-from collage_agent.sample.gather import largest_magnitudes
-from collage_agent.stats.blocks import block_sums, flag_counts, nonfinite, on_host, sum_is_finite, zero_excluded
+from collage_agent.stats.blocks import (
+    block_sums,
+    flag_counts,
+    largest_magnitudes,
+    nonfinite,
+    on_host,
+    sum_is_finite,
+    zero_excluded,
+)
 from collage_agent.stats.view import Copies, StepView, StoredWeights, Sums, named
 from collage_monitor.table import Table
 

@@ -11,11 +11,11 @@ import torch
 from collage_optim import CollageOptimizer
 from torch import Tensor
 
-from collage_agent.buckets.totals import TableUnion
 from collage_agent.guard import Guard
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import WatchOptions
 from collage_agent.stats import MEASURES, OWN, failures
+from collage_agent.step.totals import TableUnion
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import most_skipped
 from collage_agent.watching.description import bytes_per_parameter, joined

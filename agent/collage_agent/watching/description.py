@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 import collage_monitor
-from collage_agent.intent.before_after import BeforeAfter
+from collage_agent.intent.before_after import BeforeAfter, WholeTensor
 from collage_agent.intent.choose import Intent
-from collage_agent.intent.whole_tensor import WholeTensor
-from collage_agent.measure.rotation import ELEMENTS_A_STEP, too_large
 from collage_agent.options import WatchOptions
 from collage_agent.sample.quantised import is_quantised, reading_dtype, stored_tensors
 from collage_agent.sample.remainders import codes_of
 from collage_agent.sample.stored import OURS, PLAIN, Composition, elementwise_state, factored_state, form_of
+from collage_agent.step.rotation import ELEMENTS_A_STEP, too_large
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 from collage_monitor.strategies import STRATEGIES

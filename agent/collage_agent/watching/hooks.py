@@ -15,15 +15,14 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.guard import Guard
-from collage_agent.intent.before_after import BeforeAfter
+from collage_agent.intent.before_after import BeforeAfter, WholeTensor
 from collage_agent.intent.choose import Intent, IntentCache
 from collage_agent.intent.clone import isolated
 from collage_agent.intent.foreign import ForeignOptimizer
-from collage_agent.intent.whole_tensor import WholeTensor
-from collage_agent.measure.meter import Meter
-from collage_agent.measure.rotation import is_whole
-from collage_agent.measure.windows import Windows
 from collage_agent.options import WatchOptions
+from collage_agent.step.meter import Meter
+from collage_agent.step.rotation import is_whole
+from collage_agent.step.windows import Windows
 from collage_agent.training.ddp import stepping_optimizer
 from collage_agent.training.deepspeed import SubGroup
 from collage_agent.training.parameters import WatchedParameter, regrouped, watched_parameters

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.sampling import block_elements, draw
+from collage_agent.step.gather import BlockLayout, Staging
 
 
 @pytest.mark.parametrize(("itemsize", "block"), [(1, 32), (2, 32), (4, 16)])

@@ -13,8 +13,8 @@ from collage_optim import CollageAdamW
 from torch import nn
 
 from collage_monitor.statistics.casts import FORMATS
-from tests.agent.measure.test_meter import totals_of
-from tests.agent.measure.test_windows import CYCLE, reference_update
+from tests.agent.step.test_meter import totals_of
+from tests.agent.step.test_windows import CYCLE, reference_update
 from tests.reference import casts, diagnostics
 
 pytestmark = pytest.mark.slow

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.buckets.bucket import decoupled_rate
 from collage_agent.stats.optimizer_state import decay_block_sums, decay_is_lost
+from collage_agent.step.layout import decoupled_rate
 from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
 
 from tests.reference import diagnostics

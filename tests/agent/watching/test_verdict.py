@@ -6,7 +6,7 @@ import pytest
 import torch
 from collage_agent import guard
 from collage_agent.handle import watch
-from collage_agent.measure.meter import Meter
+from collage_agent.step.meter import Meter
 from collage_agent.watching.verdict import verdict
 from collage_optim import CollageAdamW
 

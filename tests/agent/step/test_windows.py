@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.measure.windows import WindowSchedule
+from collage_agent.step.windows import WindowSchedule
 from collage_optim import CollageAdamW
 
-from tests.agent.measure.test_meter import totals_of
+from tests.agent.step.test_meter import totals_of
 from tests.agent.training import mlp, mlp_loss, train
 from tests.reference import diagnostics
 from tests.reference.adamw import ReferenceAdamW

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.buckets.bucket import differing_counters, out_of_lock_step
 from collage_agent.handle import watch
+from collage_agent.step.layout import differing_counters, out_of_lock_step
 
 from collage_monitor.statistics import histogram_counts
 from tests.agent.training import mlp, mlp_loss, train

@@ -12,7 +12,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.sample.gather import BlockLayout
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import MEASURES, OPTIONAL, StepView, Sums, classes, edq, updates
 from collage_agent.stats.blocks import Segments
@@ -27,6 +26,7 @@ from collage_agent.stats.intervals import (
     ratio_variances,
 )
 from collage_agent.stats.view import table_of
+from collage_agent.step.gather import BlockLayout
 from collage_monitor.definitions import SAMPLE, Interval
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, statistic

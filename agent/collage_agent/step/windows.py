@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.observation import KeptWeights
 from collage_agent.sample.stored import PARAMETER
 from collage_agent.stats.blocks import nonfinite
 from collage_agent.stats.casts import cast_block_sums
 from collage_agent.stats.several_steps import window_block_sums
+from collage_agent.step.bucket import Bucket
+from collage_agent.step.observe import KeptWeights
 from collage_agent.training.scaling import loss_scaling
 from collage_monitor.table import Axis, Table
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import torch
+from collage_optim import RESIDUALS_FROM, CollageAdam, CollageAdamW, CollageLion
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from collage_agent.sample import stored
 from collage_agent.sample.quantised import is_read_as_kept, own_parts, reading_dtype
 from collage_agent.sample.stored import PARAMETER, Composition
 
-__all__ = ["Average", "KeptState", "StateLayout", "StepLayout"]
+__all__ = [
+    "Average",
+    "KeptState",
+    "StateLayout",
+    "StepLayout",
+    "decoupled_rate",
+    "differing_counters",
+    "out_of_lock_step",
+    "stepped_since_kept",
+]
+
+_ALWAYS_DECOUPLED: Final = (torch.optim.AdamW, CollageAdamW, CollageLion)
 
 
 @dataclass(frozen=True)
@@ -150,3 +163,54 @@ def _kept(state: Mapping[str, Any], key: str, composition: Composition) -> KeptS
     dtype = reading_dtype(state, key)
     completes = key == composition.residual and (composition.sign < 0 or composition.holds_counts(dtype))
     return KeptState(key, dtype, is_read_as_kept(state, key), own_parts(state, key), completes)
+
+
+def out_of_lock_step(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """bool [tensors]: which step counters differ from the first; None where counters are on the host.
+
+    Counters on the host separate tensors into buckets. Reading counters on a device would synchronise it: there the
+    shadow steps a tensor that missed a step with a wrong counter, so that tensor is not reported.
+    """
+    counters = []
+    for state in states:
+        step = state.get("step")
+        if not isinstance(step, Tensor) or step.is_cpu:
+            return None
+        counters.append(step.reshape(()))
+    return differing_counters(counters)
+
+
+def differing_counters(counters: Sequence[Tensor]) -> Tensor:
+    """bool [n]: which of n counters [()] differ from the first. No synchronisation."""
+    stacked = torch.stack(list(counters))
+    return stacked.ne(stacked[0])
+
+
+def decoupled_rate(optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor | None:
+    """lr·λ of a parameter group, a tensor where the learning rate is one on a device; None: coupled, or not known.
+
+    Torch says so in the group (`decoupled_weight_decay`); of other classes only ours are known. Synchronises
+    nothing: tensors on the host are read, others not.
+    """
+    always = isinstance(optimizer, _ALWAYS_DECOUPLED) and not isinstance(optimizer, CollageAdam)
+    if not group.get("decoupled_weight_decay", always):
+        return None
+    rate, decay = _number(group.get("lr")), _number(group.get("weight_decay"))
+    return None if rate is None or decay is None else rate * decay
+
+
+def _number(value: Any) -> float | Tensor | None:
+    if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
+        return float(value)
+    return value if isinstance(value, Tensor | float | int) else None
+
+
+def stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool | Tensor:
+    """Whether a tensor took a step that could leave a residual: a bool, or bool [()] on the counter's device.
+
+    Ours say since when; of others the first step may have had a rate of 0, as warm-ups do.
+    """
+    count, since = state.get("step", group.get("step")), group.get(RESIDUALS_FROM, 1)
+    if isinstance(count, Tensor) and not count.is_cpu:
+        return count.reshape(-1)[0].gt(since)
+    return count is None or bool(count > since)

@@ -10,18 +10,18 @@ from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.touched import TouchedBucket
+from collage_agent.intent.before_after import WholeTensor
 from collage_agent.intent.choose import Intent
-from collage_agent.intent.oracle import Oracle
-from collage_agent.intent.whole_tensor import WholeTensor
-from collage_agent.measure.oracles import Oracles
-from collage_agent.measure.planning import Kind, Planner, Signature, step_counter_of
-from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation, nan_where_skipped
-from collage_agent.measure.windows import Windows
-from collage_agent.sample.gather import BlockLayout, Views
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
+from collage_agent.step.bucket import Bucket
+from collage_agent.step.gather import BlockLayout, Views
+from collage_agent.step.oracle import Oracle
+from collage_agent.step.oracles import Oracles
+from collage_agent.step.plan import Kind, Planner, Signature, step_counter_of
+from collage_agent.step.rotation import ELEMENTS_A_STEP, Rotation, nan_where_skipped
+from collage_agent.step.touched import TouchedBucket
+from collage_agent.step.windows import Windows
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import loss_scaling
 from collage_monitor.table import Table

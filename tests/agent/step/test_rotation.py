@@ -9,7 +9,7 @@ import pytest
 import pytorch_optimizer
 import torch
 from collage_agent.handle import watch
-from collage_agent.measure import rotation
+from collage_agent.step import rotation
 from torch import nn
 
 from collage_monitor import wire

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from collage_agent import guard
-from collage_agent.buckets.bucket import Bucket
 from collage_agent.handle import watch
+from collage_agent.step.bucket import Bucket
 
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, train

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from math import inf
 from operator import is_
 from typing import Any, Final
 
@@ -17,26 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_agent.sample.layout import KeptState, StateLayout
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored import GRADIENT, PARAMETER, Composition
+from collage_agent.stats.blocks import largest_magnitudes
+from collage_agent.step.layout import KeptState, StateLayout
 
-__all__ = ["BlockLayout", "GatheredSample", "Staging", "Views", "largest_magnitudes"]
+__all__ = ["BlockLayout", "GatheredSample", "Staging", "Views"]
 
 _PLAIN: Final = {Tensor, Parameter}
 _EMPTY: Final = np.empty(0, dtype=np.int64)
 _MOST_BLOCKS: Final = 2**40
 _MANY: Final = 16
 """Tensors of one shape that are joined as they are: below that, a call for them costs more than views of them."""
-
-
-def largest_magnitudes(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """The largest |x| of each tensor, [()] in its own dtype, NaN if one is. No synchronisation."""
-    if not tensors[0].is_cpu:
-        return torch._foreach_norm(tensors, inf)
-    # On the host that norm takes twenty times as long.
-    return [torch.stack(torch.aminmax(tensor)).abs_().amax() for tensor in tensors]
 
 
 class BlockLayout:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.observation import Scratch, Tile
-from collage_agent.buckets.totals import SampleSizes
 from collage_agent.intent.choose import Intent
-from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.sampling import TensorSample, block_elements
 from collage_agent.sample.touched import TouchedRows, blocks_within
 from collage_agent.stats.intervals import population_factor
 from collage_agent.stats.view import StepView
+from collage_agent.step.bucket import Bucket
+from collage_agent.step.gather import BlockLayout, Staging
+from collage_agent.step.observe import Scratch, Tile
+from collage_agent.step.totals import SampleSizes
 from collage_monitor.table import Axis, Table
 
 __all__ = ["TouchedBucket"]

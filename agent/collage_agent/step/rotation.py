@@ -6,17 +6,22 @@ the model's numbers are never those of a part of its tensors. Each tensor's own 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.bucket import Bucket
-from collage_agent.intent.whole_tensor import WholeTensor, WholeTensorStep
-from collage_agent.measure.planning import Planner
+from collage_agent.intent.before_after import WholeTensor
+from collage_agent.intent.clone import clone_entries, clone_value
+from collage_agent.intent.widen import widened
+from collage_agent.sample import stored
+from collage_agent.sample.quantised import reading
+from collage_agent.step.bucket import Bucket
+from collage_agent.step.gather import BlockLayout, Staging
+from collage_agent.step.plan import Planner
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Table
 
@@ -102,10 +107,85 @@ class Rotation:
                 yield index
 
 
+class _WholeTensorStep:
+    """u of a tensor at one step: `clone_inputs` before it, `step_clones` and `displacement` after it."""
+
+    kind: Final = "whole-tensor"
+
+    def __init__(self, whole: WholeTensor, parameter: Tensor) -> None:
+        self.composition = whole.composition
+        self.stochastic = whole.stochastic
+        self.unexplained = whole.unexplained
+        self._shadow = whole.shadow
+        self._parameter = parameter
+        self._group: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
+        self._weight = self._gradient = parameter
+        self._flat: dict[str, Tensor] = {}
+        self._position = 0
+
+    def refresh(self, optimizer: Optimizer) -> None:
+        """Take over what the live instance keeps on itself, before its step."""
+        self._shadow.refresh(optimizer)
+
+    def clone_inputs(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Clone weight, gradient, state and the group's numbers before the live step. Synchronises nothing."""
+        parameter, composition = self._parameter, self.composition
+        gradient = composition.gradient_of(parameter)
+        assert gradient is not None
+        elementwise = stored.elementwise_state(parameter, state)
+        self._group = clone_entries(group, "params")
+        self._state = {
+            key: reading(state, key).clone() if key in elementwise else clone_value(value)
+            for key, value in state.items()
+        }
+        self._gradient = gradient.detach().clone()
+        self._weight = parameter.detach().to(torch.float64, copy=True)
+        if composition.master in elementwise:
+            self._weight = self._state[str(composition.master)].double()
+        elif composition.residual in elementwise:
+            self._weight.add_(composition.residual_of(parameter.detach(), self._state[str(composition.residual)]))
+
+    def step_clones(self, layout: BlockLayout, scale: Tensor | None) -> None:
+        """Step the clones in fp64 and lay u and the stepped states out as `layout` does. Runs inside `isolated`.
+
+        `scale`: what the gradient is to be divided by. Synchronises only if the optimizer's own step does.
+        """
+        state, moved = widened(self._state), self._weight.clone()
+        gradient = self._gradient.double()
+        if scale is not None:
+            gradient.div_(scale)
+        self._shadow.step(self._group, state, moved, gradient, self._gradient.dtype)
+        self._flat = {
+            key: _in_layout(value, layout)
+            for key, value in stored.elementwise_state(moved, state).items()
+            if value.is_floating_point()
+        }
+        self._flat[stored.PARAMETER] = _in_layout(moved.sub_(self._weight), layout)
+        self._position = 0
+
+    def displacement(
+        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
+    ) -> bool:
+        """Write u of the next `len(out)` slots to `out`, and the stepped states of these to `state`. True."""
+        slots = slice(self._position, self._position + out.numel())
+        self._position = slots.stop
+        for key, values in self._flat.items():
+            if key in state:
+                state[key] = values[slots]
+        out.copy_(self._flat[stored.PARAMETER][slots])
+        return True
+
+    def release_clones(self) -> None:
+        """Release the clones; the next `clone_inputs` makes new ones."""
+        self._weight = self._gradient = self._parameter
+        self._state, self._flat = {}, {}
+
+
 class _WholeBucket(Bucket):
     """A bucket of one tensor, measured whole: what is known of u comes from its turn."""
 
-    intent: WholeTensorStep
+    intent: _WholeTensorStep
 
     def gather_before(self, optimizer: Optimizer, *, weights_gathered: bool = False) -> None:
         super().gather_before(optimizer, weights_gathered=weights_gathered)
@@ -140,13 +220,19 @@ def nan_where_skipped(skipped: Tensor | None, part: Table[Tensor]) -> Table[Tens
     return Table(part.statistics, part.layers, torch.where(skip, torch.nan, part.array))
 
 
+def _in_layout(tensor: Tensor, layout: BlockLayout) -> Tensor:
+    staging = Staging(layout, torch.float64)
+    layout.gather([tensor.double()], staging, lasting=False)
+    return staging.values
+
+
 def _is_dense(gradient: Tensor | None) -> bool:
     return gradient is not None and not gradient.is_sparse
 
 
 def _planned(index: int, planner: Planner, intent: WholeTensor) -> _WholeBucket:
     entry = planner.watched[index]
-    turn = WholeTensorStep(intent, entry.parameter)
+    turn = _WholeTensorStep(intent, entry.parameter)
     sample, copies = planner.draw_sample(index, "all"), planner.casts_known([index])
     layers = planner.names_of([index])
     return _WholeBucket(

@@ -10,14 +10,14 @@ from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.bucket import Bucket
 from collage_agent.intent.clone import clone_value
-from collage_agent.intent.oracle import Oracle
-from collage_agent.measure.planning import Planner, step_counter_of
 from collage_agent.sample import stored
-from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.quantised import reading
 from collage_agent.stats.blocks import on_host
+from collage_agent.step.bucket import Bucket
+from collage_agent.step.gather import BlockLayout, Staging
+from collage_agent.step.oracle import Oracle
+from collage_agent.step.plan import Planner, step_counter_of
 from collage_agent.training.dtensors import placed_alike
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import loss_scaling

@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.observation import Scratch
-from collage_agent.buckets.oracle_view import OracleView
-from collage_agent.buckets.touched import TouchedBucket
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
-from collage_agent.intent.oracle import Oracle
 from collage_agent.sample import stored
 from collage_agent.sample.sampling import TensorSample, draw
+from collage_agent.step.bucket import Bucket
+from collage_agent.step.observe import Scratch
+from collage_agent.step.oracle import Oracle, OracleView
+from collage_agent.step.touched import TouchedBucket
 from collage_agent.training.dtensors import placed_alike
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Axis

@@ -6,34 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from collage_optim import RESIDUALS_FROM, CollageAdam, CollageAdamW, CollageLion
 from collage_optim.numerics.formats import CAST_FORMATS
 from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.observation import (
-    IntendedUpdate,
-    KeptWeights,
-    ObservedStep,
-    Scratch,
-    Tile,
-    tiles_of,
-    view_of,
-)
-from collage_agent.buckets.oracle_view import OracleView
-from collage_agent.buckets.totals import (
-    SIZE_ROWS,
-    BlockTotals,
-    SampleSizes,
-    combine_tiles,
-    estimated_totals,
-    measure_tile,
-)
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_entries
-from collage_agent.sample.gather import BlockLayout, GatheredSample
-from collage_agent.sample.layout import StateLayout, StepLayout
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored import GRADIENT, PARAMETER
 from collage_agent.stats import replicas
@@ -44,12 +23,37 @@ from collage_agent.stats.edq import squared_block_sums
 from collage_agent.stats.intervals import missed_share
 from collage_agent.stats.optimizer_state import residuals_left
 from collage_agent.stats.view import Copies, StepView, StoredWeights
+from collage_agent.step.gather import BlockLayout, GatheredSample
+from collage_agent.step.layout import (
+    StateLayout,
+    StepLayout,
+    decoupled_rate,
+    out_of_lock_step,
+    stepped_since_kept,
+)
+from collage_agent.step.observe import (
+    IntendedUpdate,
+    KeptWeights,
+    ObservedStep,
+    Scratch,
+    Tile,
+    tiles_of,
+    view_of,
+)
+from collage_agent.step.oracle import OracleView
+from collage_agent.step.totals import (
+    SIZE_ROWS,
+    BlockTotals,
+    SampleSizes,
+    combine_tiles,
+    estimated_totals,
+    measure_tile,
+)
 from collage_monitor.definitions import Need
 from collage_monitor.table import Axis, Table
 
-__all__ = ["Bucket", "decoupled_rate", "differing_counters", "out_of_lock_step"]
+__all__ = ["Bucket"]
 
-_ALWAYS_DECOUPLED: Final = (torch.optim.AdamW, CollageAdamW, CollageLion)
 _CHECKSUMS: Final = Axis(replicas.KEYS)
 _INTENDED: Final = "intended_squared_sum"
 LOOK_EVERY: Final = 10
@@ -143,7 +147,7 @@ class Bucket:
         first, layout = states[0], self._layout_of(states[0])
         self._states = layout
         self._scalars = clone_entries({key: first[key] for key in layout.scalars})
-        self._launch = _stepped_since_kept(group, first) if self.first_of_launch else None
+        self._launch = stepped_since_kept(group, first) if self.first_of_launch else None
         if not weights_gathered:
             self._before.gather_weights(self.parameters, states, layout)
         self._before.gather_states(layout.others, states)
@@ -416,57 +420,6 @@ class Bucket:
             for sampled, whole in looked_at
         ]
         return torch.stack(found or [torch.zeros_like(sizes.elements)])
-
-
-def out_of_lock_step(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """bool [tensors]: which step counters differ from the first; None where counters are on the host.
-
-    Counters on the host separate tensors into buckets. Reading counters on a device would synchronise it: there the
-    shadow steps a tensor that missed a step with a wrong counter, so that tensor is not reported.
-    """
-    counters = []
-    for state in states:
-        step = state.get("step")
-        if not isinstance(step, Tensor) or step.is_cpu:
-            return None
-        counters.append(step.reshape(()))
-    return differing_counters(counters)
-
-
-def differing_counters(counters: Sequence[Tensor]) -> Tensor:
-    """bool [n]: which of n counters [()] differ from the first. No synchronisation."""
-    stacked = torch.stack(list(counters))
-    return stacked.ne(stacked[0])
-
-
-def decoupled_rate(optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor | None:
-    """lr·λ of a parameter group, a tensor where the learning rate is one on a device; None: coupled, or not known.
-
-    Torch says so in the group (`decoupled_weight_decay`); of other classes only ours are known. Synchronises
-    nothing: tensors on the host are read, others not.
-    """
-    always = isinstance(optimizer, _ALWAYS_DECOUPLED) and not isinstance(optimizer, CollageAdam)
-    if not group.get("decoupled_weight_decay", always):
-        return None
-    rate, decay = _number(group.get("lr")), _number(group.get("weight_decay"))
-    return None if rate is None or decay is None else rate * decay
-
-
-def _number(value: Any) -> float | Tensor | None:
-    if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
-        return float(value)
-    return value if isinstance(value, Tensor | float | int) else None
-
-
-def _stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool | Tensor:
-    """Whether a tensor took a step that could leave a residual: a bool, or bool [()] on the counter's device.
-
-    Ours say since when; of others the first step may have had a rate of 0, as warm-ups do.
-    """
-    count, since = state.get("step", group.get("step")), group.get(RESIDUALS_FROM, 1)
-    if isinstance(count, Tensor) and not count.is_cpu:
-        return count.reshape(-1)[0].gt(since)
-    return count is None or bool(count > since)
 
 
 def _bits(values: Tensor) -> Tensor:

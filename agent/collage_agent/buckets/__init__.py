@@ -1,1 +1,0 @@
-"""Tensors that are stepped alike, measured as one flat sample: from gathered values to estimated totals."""
