@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.sample.touched import TouchedRows
 from collage_agent.step.gather import BlockLayout
+from collage_agent.step.touched import TouchedRows
 from torch import nn
 
 from tests.agent.step.test_meter import totals_of

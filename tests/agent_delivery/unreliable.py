@@ -157,7 +157,7 @@ class UnreliableServer:
             for index, report in enumerate(body.reports)
             if reject and index % 2 == 0
         ]
-        self.refused |= {(stream, entry.seq) for entry in rejected}
+        self.refused |= {(stream, entry.seq) for entry in rejected if entry.seq is not None}
         refused = {entry.seq for entry in rejected}
         kept = [report for report in body.reports if report.seq not in refused]
         fresh = [report for report in kept if self._accept(stream, report)]

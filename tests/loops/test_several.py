@@ -236,7 +236,7 @@ def test_a_parameter_of_two_optimizers_is_refused():
 
 
 def test_iterations_are_counted_in_any_order():
-    over = []
+    over: list[int] = []
     iterations = Iterations(3, lambda: 10, over.append)
     seen = []
     for member in (0, 1, 2, 2, 0, 1, 1, 1, 2):

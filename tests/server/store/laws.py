@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,8 +44,8 @@ _run_numbers = itertools.count()
 class StoreMachine(RuleBasedStateMachine):
     """One run at a time; the deleted ones before it stay gone."""
 
-    store = None
-    reopen = None
+    store: Any
+    reopen: Any
 
     def __init__(self):
         super().__init__()

@@ -35,6 +35,7 @@ class _Row:
     def totals(self, *, by_layer):
         """By statistic, of the model or [layer]; a layer that the report leaves out is NaN."""
         data, shape = (self.report.statistics, (len(STATISTICS), -1)) if by_layer else (self.report.model, -1)
+        assert data is not None
         return dict(zip(STATISTICS, np.frombuffer(data).reshape(shape), strict=True))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import tempfile
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def store(database):
 
 @pytest.fixture
 def reopen(store, database):
-    again = []
+    again: list[Any] = []
 
     def reopened():
         (again or [store])[-1].close()

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import typing
 from contextlib import closing
+from typing import Any
 
 import pytest
 from collage_server.errors import StoreUnusable
@@ -43,7 +44,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def reopen(store):
-    again = []
+    again: list[Any] = []
 
     def reopened():
         (again or [store])[-1].close()
