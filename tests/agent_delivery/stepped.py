@@ -67,8 +67,8 @@ class Disk:
 class SteppedQueue(BoundedQueue):
     """The worker waits here for its next turn."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.turn = threading.Semaphore(0)
         self.killed = False
         self.idle = threading.Event()
@@ -128,7 +128,7 @@ class Process:
             server_url="http://127.0.0.1:1",
         )
         self.pipeline = self.run._pipeline
-        self.queue = self.pipeline._queue
+        self.queue = self.pipeline.queue
         self.index = self.run.attach(self.handle)
         self.streams = [self.run._identity.stream_id]
         self.launches = [self.run._identity.launch_id]

@@ -25,7 +25,7 @@ _BEFORE = {
 }
 _REFUSALS = {f"refuse {status}": ServerRefusal("no", status=status) for status in (400, 409, 422)}
 _AFTER = ("cut after", "die after")
-TROUBLES = (*_BEFORE, *_REFUSALS, *_AFTER, "die before", "forget", "older", "reject", "slow", "none")
+TROUBLES = (*_BEFORE, *_REFUSALS, *_AFTER, "die before", "forget", "reject", "slow", "none")
 
 
 class Deaths:
@@ -123,8 +123,6 @@ class UnreliableServer:
         if trouble in _REFUSALS and envelope.kind not in {"run", "reports"}:
             self.may_lack_registrations = True
             raise _REFUSALS[trouble]
-        if trouble == "older" and envelope.kind == "stream":
-            raise ServerRefusal("no statistic is called 'new'", status=422, field="statistics")
         needed = {"attempt": [("run", envelope.run_id)], "update": [("run", envelope.run_id)]}
         if envelope.kind == "stream":
             needed["stream"] = [("attempt", body.launch_id)]
