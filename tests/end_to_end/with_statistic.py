@@ -65,7 +65,7 @@ def train() -> tuple[collage.Watch, dict[int, float], dict[int, float]]:
             agreement(p.detach().double() - weight, gradient)
             for p, (weight, gradient) in zip(model.parameters(), before, strict=True)
         ]
-        if step % 4 == 0:
+        if step == 1 or step % 4 == 0:
             of_model[step] = sum(agreed for agreed, _ in counted) / sum(compared for _, compared in counted)
             of_layer[step] = counted[0][0] / counted[0][1]
     return handle, of_model, of_layer

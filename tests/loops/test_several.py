@@ -74,7 +74,7 @@ def test_steps_within_the_backward_pass_report_what_the_plain_loop_does(name):
     for step in range(6):
         gpt_loss(model, step).backward()
         assert handle.step == step + 1
-    assert [measurement.step for measurement in found.measurements] == [2, 4, 6]
+    assert [measurement.step for measurement in found.measurements] == [1, 2, 4, 6]
     for mine, theirs in zip(found.measurements, expected.measurements, strict=True):
         assert_same_totals(mine, theirs)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -89,7 +89,10 @@ def test_a_call_that_is_not_measured_looks_at_nothing(monkeypatch):
     watch(model, list(optimizers.values()), every=5)
     looks = []
     monkeypatch.setattr(OptimizerHooks, "_gather_before", lambda *arguments, **_: looks.append(arguments))
-    for step in range(4):
+    mlp_loss(model, 0).backward()
+    assert len(looks) == len(optimizers)
+    looks.clear()
+    for step in range(1, 4):
         mlp_loss(model, step).backward()
     assert looks == []
     mlp_loss(model, 4).backward()
@@ -133,7 +136,7 @@ def test_two_kinds_of_optimizers_share_one_watch(tmp_path):
     assert seen.parameters == {"bfloat16": sum(parameter.numel() for parameter in model.parameters())}
     assert {"momentum_buffer", "exp_avg"} <= seen.states.keys()
     reports = [report for report in transport.reports if report.statistics is not None]
-    assert [report.step for report in reports] == [2, 4, 6]
+    assert [report.step for report in reports] == [1, 2, 4, 6]
     stream = [message for message in transport.messages if isinstance(message, StreamCreate)][-1]
     assert {layer.name for layer in stream.layers} == {name for name, _ in model.named_parameters()}
     layers = handle.summary()["layers"]
@@ -152,12 +155,12 @@ def test_an_optimizer_that_has_no_gradient_ends_the_iteration_late():
         for optimizer in optimizers if step % 2 else optimizers[:2]:
             optimizer.step()
         assert handle.step == step + 1
-    assert [measurement.step for measurement in recorder.measurements] == [2, 4, 6]
+    assert [measurement.step for measurement in recorder.measurements] == [1, 2, 4, 6]
     for optimizer in optimizers[:2]:
         optimizer.step()
     optimizers[0].step()
     optimizers[1].step()
-    assert (handle.step, len(recorder.measurements)) == (8, 3)
+    assert (handle.step, len(recorder.measurements)) == (8, 4)
     handle.remove()
     assert recorder.measurements[-1].step == 8
     assert np.isnan(totals_by_layer(recorder.measurements[-1])["4.weight"]["elements"])

@@ -40,6 +40,8 @@ _RESIDUAL_KEYS = (*RESIDUAL_SUMS, "residual_nonfinite", "residual_dropped")
 _FILLS = tuple(f"residual_fill_histogram/{label}" for label in HISTOGRAM_LABELS)
 _FRACTION_BITS = 52
 _FEWEST_IN_HALF_A_GAP: Final = 16
+_LEAST_OWED: Final = 2**-5
+"""Of an update: a step that is worked out in bfloat16 is itself off by up to a few parts in 2⁸."""
 _BIAS = 1023
 _BIAS_32 = 127
 
@@ -210,23 +212,30 @@ def measure_residuals(step: StepView) -> Sums:
 def _dropped(step: StepView, residual: Tensor, held: Tensor) -> Tensor:
     """Residuals that should be there and are 0, by block.
 
-    Where few numbers lie within half a gap, 0 is one of them and says nothing: small weights in fp16.
+    Where few numbers lie within half a gap, 0 is one of them and says nothing: small weights in fp16. Steps between
+    may have brought residuals back to 0, as two of Lion's do that go to and fro: there only what exceeds those that
+    still hold something counts.
     """
     least = _FEWEST_IN_HALF_A_GAP * 2 * torch.finfo(step.registered.dtype).smallest_normal
     gone = residual.logical_not().logical_and_(step.registered.abs().ge(least)).view(torch.uint8)
     gone.bitwise_and_(held).bitwise_and_(step.excluded.bitwise_xor(1))
-    return flag_counts(gone.unsqueeze(0), step.block)[0]
+    dropped = flag_counts(gone.unsqueeze(0), step.block)[0]
+    if step.adjacent:
+        return dropped
+    filled = held.bitwise_and(residual.ne(0).view(torch.uint8)).bitwise_and_(step.excluded.bitwise_xor(1))
+    return dropped.sub(flag_counts(filled.unsqueeze(0), step.block)[0]).clamp_(min=0)
 
 
 def residuals_left(step: StepView) -> Tensor | None:
     """uint8 [slots], 1 where the step left a residual, or should have; None: the weight is not kept as a sum.
 
-    It should have where the stored weight moved, and what it was to become is not the visible weight. No
-    synchronisation.
+    It should have where the stored weight moved, and what it was to become is not the visible weight: by more than
+    an optimizer's own arithmetic, in 16 bits, takes from a step. No synchronisation.
     """
     if step.residual_after is None:
         return None
     owed = (step.parameter + step.intended).sub_(step.visible_parameter).sub_(step.visible).abs_()
+    owed.sub_(step.intended.abs(), alpha=_LEAST_OWED)
     finest = torch.finfo(step.registered.dtype)
     left = owed.ge(finest.smallest_normal * finest.eps).logical_and_(step.effective)
     left.logical_or_(step.residual_after)

@@ -74,7 +74,8 @@ class StepView:
     The rest is for the project's own statistics: `squares`, sums of squares by block of each of ROWS; `products`,
     u·e and, where it is another, u·eᵛ of each element: fp64 [1 or 2, slots]; averages; `visible_parameter` θᵛ in
     fp64; `residual` r before the step, fp64 (None: the weight is not kept as a sum), and `residual_after` in its
-    own dtype; `held` uint8 [slots], 1 where r should not be 0 (None: not known); `decay` lr·λ of decoupled decay;
+    own dtype; `held` uint8 [slots], 1 where r was not 0 (None: not known), when the step before was over if
+    `adjacent`, else some steps sooner; `decay` lr·λ of decoupled decay;
     `scales` fp64 [blocks] of fp8 where counterfactuals are asked for; `copies` where weights are kept wider than a
     copy of them that is asked for.
     """
@@ -100,6 +101,7 @@ class StepView:
     residual: Tensor | None
     residual_after: Tensor | None
     held: Tensor | None
+    adjacent: bool
     decay: float | Tensor | None
     scales: Tensor | None
     copies: Copies | None

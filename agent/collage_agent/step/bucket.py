@@ -32,6 +32,7 @@ from collage_agent.step.layout import (
     stepped_since_kept,
 )
 from collage_agent.step.observe import (
+    Follows,
     IntendedUpdate,
     KeptWeights,
     ObservedStep,
@@ -116,7 +117,7 @@ class Bucket:
         self._scalars: dict[str, Any] = {}
         self._decay: float | Tensor | None = None
         self._largest: Tensor | None = None
-        self.first_of_launch = False
+        self.follows: Follows = "other steps"
         self._held: Tensor | None = None
         self._launch: bool | Tensor | None = None
         self._measured = 0
@@ -147,7 +148,7 @@ class Bucket:
         first, layout = states[0], self._layout_of(states[0])
         self._states = layout
         self._scalars = clone_entries({key: first[key] for key in layout.scalars})
-        self._launch = stepped_since_kept(group, first) if self.first_of_launch else None
+        self._launch = stepped_since_kept(group, first) if self.follows == "nothing" else None
         if not weights_gathered:
             self._before.gather_weights(self.parameters, states, layout)
         self._before.gather_states(layout.others, states)
@@ -351,6 +352,7 @@ class Bucket:
             largest=largest,
             held=None if self._held is None else self._held[tile.slots],
             launch=self._launch,
+            adjacent=self.follows != "other steps",
         )
 
     def _remember(self, view: StepView, tile: Tile) -> None:

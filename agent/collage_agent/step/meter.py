@@ -16,6 +16,7 @@ from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.gather import BlockLayout, Views
+from collage_agent.step.observe import Follows
 from collage_agent.step.oracle import Oracle
 from collage_agent.step.oracles import Oracles
 from collage_agent.step.plan import Kind, Planner, Signature, step_counter_of
@@ -60,7 +61,7 @@ class Meter:
         self._versions: list[int] = []
         self._signature: Signature | None = None
         self._buckets: list[Bucket] = []
-        self._first_of_launch = True
+        self._follows: Follows = "nothing"
         self._rotation = Rotation(None if sample == "all" else ELEMENTS_A_STEP)
         self._rotates = _rotates(intents)
         self._buffer_bytes: tuple[tuple[object, ...] | None, float] = (None, 0.0)
@@ -112,7 +113,7 @@ class Meter:
             self.windows.discard()
         self._signature, self._buckets = None, []
         self._rotation.forget()
-        self._first_of_launch = True
+        self._follows = "nothing"
 
     def step_raised(self) -> None:
         """The live step raised: oracles and windows counted a step that did not complete, and start again."""
@@ -120,7 +121,7 @@ class Meter:
             self._oracles.step_raised()
         if self.windows is not None:
             self.windows.discard()
-        self._signature = None
+        self._signature, self._follows = None, "other steps"
 
     def step_oracles(self, optimizer: Optimizer, *, measured: bool) -> None:
         """Have the oracles take the step that the optimizer is about to take. Inside `isolated`.
@@ -156,7 +157,7 @@ class Meter:
 
         O(1) a tensor.
         """
-        self._first_of_launch = False
+        self._follows = "other steps"
         if self._oracles is not None or (self.windows is not None and self.windows.is_open):
             self._versions = [watched.parameter._version for watched in self.watched]
 
@@ -173,14 +174,14 @@ class Meter:
                 new.take_over(old)
         for bucket in self._buckets:
             known = self._oracles is not None and self._oracles.weights_gathered(bucket)
-            bucket.first_of_launch = self._first_of_launch
+            bucket.follows = self._follows
             bucket.gather_before(optimizer, weights_gathered=known)
             bucket.look_at_whole(optimizer)
         if not closure:
             if self._oracles is not None:
                 self._oracles.step(optimizer, self._buckets)
             if self._rotates:
-                self._rotation.before(optimizer, self._planner, first_of_launch=self._first_of_launch)
+                self._rotation.before(optimizer, self._planner, self._follows)
 
     def after(self, optimizer: Optimizer, *, counterfactuals: bool = False) -> list[Table[Tensor]]:
         """Estimated totals of the step, [statistic][layer], a table for each part of it. Inside `isolated`.
@@ -188,6 +189,7 @@ class Meter:
         `counterfactuals`: also measure how much other storage strategies would have kept.
         """
         scale, skipped = loss_scaling(optimizer)
+        self._follows = "measured step"
         found: list[Table[Tensor]] = []
         for bucket in self._buckets:
             found += bucket.measure(optimizer, scale, counterfactuals=counterfactuals)

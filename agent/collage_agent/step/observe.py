@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from collage_agent.step.gather import BlockLayout
 from collage_agent.step.layout import StepLayout
 
 __all__ = [
+    "Follows",
     "TILE_SLOTS",
     "IntendedUpdate",
     "KeptWeights",
@@ -35,6 +36,8 @@ __all__ = [
 TILE_SLOTS: Final = 196_608
 """Slots of a tile, which are worked on together: the fp64 rows then stay in the cache."""
 Values = Mapping[str, Tensor]
+Follows = Literal["nothing", "measured step", "other steps"]
+"""What came before a measured step, since the launch began or states were loaded: directly before it, or at all."""
 _VISIBLE_ROWS: Final = tuple(name for name in ROWS if name != "visible")
 
 
@@ -118,8 +121,8 @@ class ObservedStep:
     [blocks] are those of fp8, where counterfactuals are asked for. `formats` of copies that are asked for: fp64
     [blocks], NaN where one is not known; `largest` |θ| of each tensor before and after, where they need it. `held`
     uint8 [slots]: 1 where the last measured step left a residual, None: not known. `launch`, in the first step of a
-    launch: whether the states were stepped since residuals could be kept; None in others. Where only u is asked
-    for, `after` is empty.
+    launch: whether the states were stepped since residuals could be kept; None in others. `adjacent`: see
+    `StepView.adjacent`. Where only u is asked for, `after` is empty.
     """
 
     before: Values
@@ -137,6 +140,7 @@ class ObservedStep:
     formats: Values
     largest: tuple[Tensor | None, Tensor | None]
     held: Tensor | None
+    adjacent: bool
     launch: bool | Tensor | None
 
 
@@ -236,6 +240,7 @@ def view_of(step: ObservedStep, scratch: Scratch) -> StepView:
         visible_parameter=visible_parameter,
         residual=_residual_of(step),
         residual_after=step.after[layout.after.stored[1]] if layout.after.is_sum else None,
+        adjacent=step.adjacent,
         held=_held_by(step, update, row["intended"]) if layout.after.is_sum else None,
         decay=step.decay,
         scales=step.scales,

@@ -21,6 +21,7 @@ from collage_agent.sample import stored
 from collage_agent.sample.quantised import reading
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.gather import BlockLayout, Staging
+from collage_agent.step.observe import Follows
 from collage_agent.step.plan import Planner
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Table
@@ -51,7 +52,7 @@ class Rotation:
         """The live weights and states were replaced: what was kept of them is void."""
         self.kept = ()
 
-    def before(self, optimizer: Optimizer, planner: Planner, *, first_of_launch: bool = False) -> None:
+    def before(self, optimizer: Optimizer, planner: Planner, follows: Follows = "other steps") -> None:
         """Copy the tensors whose turn it is, before the live step. Runs inside `isolated`; synchronises nothing."""
         eligible = {
             index: intent
@@ -72,7 +73,7 @@ class Rotation:
         else:
             self._turn = self.kept
         for bucket in self._turn:
-            bucket.first_of_launch = first_of_launch
+            bucket.follows = follows
             bucket.gather_before(optimizer)
             bucket.look_at_whole(optimizer)
 
