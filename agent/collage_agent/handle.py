@@ -105,6 +105,8 @@ class Watch:
         if not names and all(hooks.stepping is hooks.optimizer for hooks in self._hooks):
             raise ValueError(_nothing_to_watch(options, [name for hooks in self._hooks for name in hooks.left_out]))
         self._assembly = Assembly(self._hooks, options, self._governor, self._guard, reporter, last_step_shown)
+        # While the hooks are on, the watch lives, also where the training keeps no handle: a later run reports it.
+        self._assembly.watch = self
         self._iterations = Iterations(len(self._hooks), self._assembly.steps_before, self._assembly.take)
         for hooks in self._hooks:
             hooks.begin(self._iterations)

@@ -1,5 +1,6 @@
 """The public face with a real training: init, watch, log, finish, and what a process does around them."""
 
+import gc
 import os
 import textwrap
 import threading
@@ -57,6 +58,17 @@ def of_kind(transport, kind):
     return [message for message in transport.messages if isinstance(message, kind)]
 
 
+def test_a_watch_whose_handle_nobody_keeps_reports_to_a_run_that_begins_later():
+    transport = MemoryTransport()
+    model, optimizer = small_training()
+    collage.watch(model, optimizer, every=1, budget=None)
+    gc.collect()
+    collage.init("project", "name", transport=transport)
+    train(model, optimizer, 2, lambda loss: None)
+    collage.finish()
+    assert [report.step for report in reports_of(transport) if report.statistics is not None] == [1, 2]
+
+
 def test_a_training_from_init_to_finish(capsys):
     transport = MemoryTransport()
     model, optimizer = small_training()
@@ -70,7 +82,7 @@ def test_a_training_from_init_to_finish(capsys):
     stream = of_kind(transport, StreamCreate)[-1]
     assert [layer.name for layer in stream.layers] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     measured = [report for report in reports_of(transport) if report.statistics is not None]
-    assert [report.step for report in measured] == [2, 4, 6]
+    assert [report.step for report in measured] == [1, 2, 4, 6]
     logged = {report.step: report.scalars["loss"] for report in transport.reports if "loss" in report.scalars}
     assert sorted(logged) == [1, 2, 3, 4, 5, 6]
     totals = array_from_bytes(measured[-1].model, (measured[-1].statistic_count,))

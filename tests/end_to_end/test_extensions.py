@@ -47,7 +47,7 @@ def test_a_server_without_the_package_leaves_the_statistic_out_and_says_so(serve
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("does not know these statistics") == 1
     with Client(server.url, token) as client:
-        assert client.series("without", "edq_ratio").steps == [4, 8, 12]
+        assert client.series("without", "edq_ratio").steps == [1, 4, 8, 12]
         (stream,) = client.streams("without").streams
         assert stream.unknown_statistics == ["sign_compared", "sign_agreement"]
         assert "lost" in stream.statistics

@@ -135,7 +135,7 @@ def test_kill_of_the_trainer_and_its_resumption_from_a_checkpoint(server, tmp_pa
 
 def test_a_queue_that_overflows(double, tmp_path):
     double.always = "hang"
-    process = start_training("--extra-scalars", 6000, server_url=double.url, dir=tmp_path, token="t")
+    process = start_training("--extra-scalars", 25_000, server_url=double.url, dir=tmp_path, token="t")
     assert process.stdout is not None
     assert "all logged\n" in iter(process.stdout.readline, "")
     double.always = None
@@ -148,7 +148,7 @@ def test_a_queue_that_overflows(double, tmp_path):
     assert told > 3000
     with_values = {report.step for report in stored if report.scalars.keys() & {"extra", "loss"}}
     # What is measured and logged of one step counts once.
-    assert len(with_values) + told == 40 + 6000
+    assert len(with_values) + told == 40 + 25_000
     assert max(with_values) == 6040
 
 

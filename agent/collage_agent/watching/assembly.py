@@ -48,6 +48,7 @@ class Assembly:
         reporter: Reporter | None,
         last_step_shown: Callable[[], int | None] | None,
     ) -> None:
+        self.watch: object = None
         self.last: Measurement | None = None
         self.last_occasional: dict[tuple[str, ...], Measurement] = {}
         self.history = StepHistory()
