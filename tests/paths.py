@@ -99,7 +99,7 @@ def _of_reports(name):
 
 @contextmanager
 def serving(folder, threads=_of_requests):
-    """A server on a folder with one run of five sealed steps and one that is not; its threads are traced."""
+    """A server on a folder with one run of five sealed steps and one that is not, a second later; it is traced."""
     from collage_server.app import create_app
     from collage_server.settings import Settings
 
@@ -119,6 +119,7 @@ def serving(folder, threads=_of_requests):
         while app.state.components.store.sealing.seal("r1", clock.now, journal_full=True):
             pass
         server.reports([report(9, step=60)])
+        app.state.components.newest.do_due_work()
         yield server, trace
 
 

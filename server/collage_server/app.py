@@ -32,6 +32,7 @@ from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
+from collage_server.newest import NewestKeeper
 from collage_server.overviews import OverviewKeeper
 from collage_server.settings import Settings
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
@@ -95,6 +96,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     for thread in app.state.alert_threads:
         thread.start()
     await asyncio.to_thread(components.maintenance.start)
+    components.newest.start()
     components.overviews.start()
     try:
         yield
@@ -105,6 +107,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             return max(ends - time.monotonic(), 0.0)
 
         await components.writer.stop(left())
+        await asyncio.to_thread(components.newest.stop, left())
         await asyncio.to_thread(components.overviews.stop, left())
         await asyncio.to_thread(components.sealer.stop, left())
         await asyncio.to_thread(components.maintenance.stop, left())
@@ -140,6 +143,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
             event_days=settings.retention_event_days,
             audit_days=settings.retention_audit_days,
         ),
+        newest=NewestKeeper(store),
         overviews=OverviewKeeper(store),
         guard=guard,
         registry=StreamRegistry(store.streams.stream_record),

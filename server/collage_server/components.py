@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
@@ -16,6 +16,7 @@ from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
+from collage_server.newest import NewestKeeper
 from collage_server.overviews import OverviewKeeper
 from collage_server.settings import Settings
 from collage_server.store import Store
@@ -33,6 +34,7 @@ class Components:
     writer: Writer
     sealer: Sealer
     maintenance: Maintenance
+    newest: NewestKeeper
     overviews: OverviewKeeper
     guard: DiskGuard
     registry: StreamRegistry
@@ -43,8 +45,6 @@ class Components:
     quotas: Quotas
     answers: AnswerCache
     clock: Callable[[], float]
-    unreadable_runs: set[str] = field(default_factory=set)
-    """Runs that /metrics leaves out because reading them failed: the log has said so."""
 
 
 def components_of(connection: HTTPConnection) -> Components:

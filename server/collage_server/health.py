@@ -1,15 +1,13 @@
 """/healthz, /readyz and /metrics.
 
 The page of metrics has the running runs in the Prometheus text format, at most fifteen series each while all is
-well, and the server about itself. Values are those of the newest measured step, read from the store, so that every
-process answers the same.
+well, and the server about itself. Values are those of the newest measured step as the background thread has written
+it (`collage_server.newest`), so that every process answers the same. A run that it has not come to is not shown.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from fastapi import APIRouter
@@ -25,24 +23,20 @@ from collage_server.alerts.evaluation import Sample
 from collage_server.api.answers import answer, describes
 from collage_server.auth.bearer import principal_of
 from collage_server.components import Components, components_of
-from collage_server.errors import Busy, Gone, NotFound
+from collage_server.errors import Busy
+from collage_server.newest import kept_newest
 from collage_server.run_gauges import (
-    LAYER_STATISTICS,
     MODEL_GAUGES,
     RUN_GAUGES,
     SCALAR_GAUGES,
     RunGauges,
-    RunValues,
     add_defined,
-    values_of_reports,
-    values_of_run,
 )
 from collage_server.store import RunQuery, RunRecord
 
 __all__ = ["MODEL_GAUGES", "RUN_GAUGES", "SCALAR_GAUGES", "exposition", "router", "samples"]
 
 router = APIRouter(tags=["operation"])
-_LOG: Final = logging.getLogger(__name__)
 _PAGE: Final = 500
 
 
@@ -98,48 +92,18 @@ class _RunCollector(Collector):
         self._projects = projects
 
     def collect(self) -> Iterable[Metric]:
-        families, clock = RunGauges(), self._components.clock
-        mismatches = self._components.store.sealing.mismatches_by_run()
+        families, store, now = RunGauges(), self._components.store, self._components.clock()
+        mismatches = store.sealing.mismatches_by_run()
         for records in self._running():
             run_ids = [record.run_id for record in records]
-            findings = self._components.store.overviews.findings(run_ids)
-            known = self._read_together(run_ids)
+            findings = store.overviews.findings(run_ids)
+            with store.points.snapshot() as snapshot:
+                points = kept_newest(snapshot, run_ids)
             for record in records:
                 run_id = record.run_id
-                with self._left_out_alone(run_id):
-                    values = known.get(run_id) or self._put_together(record)
-                    families.add(record, values, clock(), mismatches.get(run_id, 0), findings.get(run_id, {}))
+                if run_id in points:
+                    families.add(record, points[run_id], now, mismatches.get(run_id, 0), findings.get(run_id, {}))
         return families.all()
-
-    def _read_together(self, run_ids: Sequence[str]) -> Mapping[str, RunValues]:
-        """Values of those runs that are read together; of none where one of them cannot be read."""
-        try:
-            with self._components.store.points.snapshot() as now:
-                return values_of_reports(now.newest_reports(run_ids, LAYER_STATISTICS))
-        except Busy:  # The database, not a run: the whole page fails.
-            raise
-        except Exception:  # Which run it is shows when each is read alone.
-            return {}
-
-    @contextmanager
-    def _left_out_alone(self, run_id: str) -> Iterator[None]:
-        """A run that was deleted, or cannot be read, is not shown; the log says the latter once."""
-        unreadable = self._components.unreadable_runs
-        try:
-            yield
-            unreadable.discard(run_id)
-        except (Gone, NotFound):
-            unreadable.discard(run_id)
-        except Busy:  # The database, not a run: the whole page fails.
-            raise
-        except Exception:
-            if run_id not in unreadable:
-                _LOG.exception("run %s cannot be read: /metrics and alerts go on without it", run_id)
-            unreadable.add(run_id)
-
-    def _put_together(self, record: RunRecord) -> RunValues:
-        with self._components.store.points.snapshot() as now:
-            return values_of_run(now, record)
 
     def _running(self) -> Iterator[list[RunRecord]]:
         cursor: str | None = None

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from collage_monitor.judgement import longest_window
 from collage_monitor.metrics import preferred_state
-from collage_monitor.statistics import metric_keys, statistics_for
 from collage_monitor.strategies import STRATEGIES
 from collage_monitor.wire import Number
-from collage_server.api.reading import worst_of
-from collage_server.queries.finished import finished
-from collage_server.queries.layers import worst_order
-from collage_server.queries.runs import WORST_LAYERS, latest_answer
-from collage_server.store import NewestReport, RunRecord, Snapshot
+from collage_server.store import NewestPoint, RunRecord
 
 __all__ = [
-    "LAYER_STATISTICS",
     "MODEL_GAUGES",
     "RUN_GAUGES",
     "SCALAR_GAUGES",
     "RunGauges",
-    "RunValues",
     "add_defined",
-    "values_of_reports",
-    "values_of_run",
 ]
 
 _LABELS: Final = ("project", "run_id", "run", "strategy")
@@ -41,9 +28,6 @@ _WINDOW: Final = "lost_window_ratio"
 _LOST: Final = "lost_update_ratio"
 """Shown as a finding, too: its gauge is one step's, and does not know who rounds at random."""
 _LABELLED: Final = (_DECREMENT, _WINDOW)
-_WORST: Final = "edq_ratio"
-LAYER_STATISTICS: Final = statistics_for(_WORST, intervals=False)
-"""What the gauges need by layer."""
 MODEL_GAUGES: Final = {
     "edq_ratio": "Share of the intended descent that arrived at the newest measured step.",
     "edq_visible_ratio": "As collage_edq_ratio, for the registered parameter.",
@@ -68,55 +52,6 @@ RUN_GAUGES: Final = {
     "unmeasured_seconds": "Age of a run of which no step was measured; absent for all others.",
     "replica_mismatches": "Layers and steps of the newest attempt at which replicas differ; absent where none do.",
 }
-
-
-@dataclass(frozen=True, eq=False)
-class RunValues:
-    """What a run's newest measured step says: metrics by key, and the EDQ of its worst layers, worst first."""
-
-    measured: bool
-    model: Mapping[str, Number | None] = field(default_factory=dict)
-    worst: list[Number | None] = field(default_factory=list)
-
-
-def values_of_run(now: Snapshot, record: RunRecord) -> RunValues:
-    """Of any run, put together from all that is stored of its newest measured step.
-
-    Raises:
-        NotFound, Gone: it was deleted.
-    """
-    point = now.latest(record.run_id)
-    worst = worst_of(now, record.run_id, point, _WORST, WORST_LAYERS)
-    latest = latest_answer(record, point, worst)
-    return RunValues(point is not None, latest.model, [layer.value for layer in latest.worst])
-
-
-def values_of_reports(reports: Mapping[str, NewestReport]) -> dict[str, RunValues]:
-    """The same by run from the report that says it all: runs that declare the same are finished together."""
-    groups: dict[tuple[tuple[str, ...], int], list[str]] = defaultdict(list)
-    for run_id, report in reports.items():
-        groups[report.statistics, report.layers.shape[1]].append(run_id)
-    found: dict[str, RunValues] = {}
-    for (statistics, width), run_ids in groups.items():
-        model = np.array([reports[run_id].model for run_id in run_ids])
-        layers = np.array([reports[run_id].layers for run_id in run_ids])
-        exposed = [key for key in metric_keys(statistics) if key in MODEL_GAUGES or key.startswith(_LABELLED)]
-        totals = {name: model[:, i] for i, name in enumerate(statistics)}
-        shown = {key: _numbers(finished(key, totals, (len(run_ids),))) for key in exposed}
-        by_layer = {name: layers[:, i] for i, name in enumerate(statistics)}
-        edq = finished(_WORST, by_layer, (len(run_ids), width))
-        for row, run_id in enumerate(run_ids):
-            found[run_id] = RunValues(True, {key: values[row] for key, values in shown.items()}, _worst(edq[row]))
-    return found
-
-
-def _numbers(values: NDArray[np.float64]) -> list[float | None]:
-    return [None if value != value else value for value in values.tolist()]
-
-
-def _worst(values: NDArray[np.float64]) -> list[Number | None]:
-    order = worst_order(_WORST, values)[:WORST_LAYERS]
-    return [float(values[index]) for index in order if not np.isnan(values[index])]
 
 
 class RunGauges:
@@ -149,29 +84,35 @@ class RunGauges:
         )
 
     def add(
-        self, record: RunRecord, values: RunValues, now: float, mismatches: int, findings: Mapping[str, float]
+        self,
+        record: RunRecord,
+        point: NewestPoint | None,
+        now: float,
+        mismatches: int,
+        findings: Mapping[str, float],
     ) -> None:
-        """One run's series at the time `now`."""
+        """One run's series at the time `now`; `point`: its newest measured step, None where nothing is measured."""
+        model = {} if point is None else point.model
         labels = [record.project, record.run_id, record.name, record.strategy or "unknown"]
         for name in MODEL_GAUGES:
-            self._set(name, labels, values.model.get(name))
+            self._set(name, labels, model.get(name))
         for name in SCALAR_GAUGES:
             if name in record.scalars:
                 self._set(name, labels, record.scalars[name].value)
-        for name, value in _of_run(record, now, measured=values.measured).items():
+        for name, value in _of_run(record, now, measured=point is not None).items():
             self._set(name, labels, value)
         self._set("replica_mismatches", labels, mismatches or None)
-        state = preferred_state(values.model)
+        state = preferred_state(model)
         if state is not None:
-            add_defined(self._decrement, [*labels, state.removeprefix(_DECREMENT)], values.model[state])
-        window = longest_window(values.model, _WINDOW)
+            add_defined(self._decrement, [*labels, state.removeprefix(_DECREMENT)], model[state])
+        window = longest_window(model, _WINDOW)
         if window is not None and record.strategy in STRATEGIES and STRATEGIES[record.strategy].stochastic:
             add_defined(self._window, [*labels, str(window[0])], window[1])
         for key, value in findings.items():
             if key == _LOST or (key not in MODEL_GAUGES and not key.startswith(_DECREMENT)):
                 add_defined(self._finding, [*labels, key], value)
-        for place, layer in enumerate(values.worst, start=1):
-            add_defined(self._worst, [*labels, str(place)], layer)
+        for place, layer in enumerate([] if point is None else point.worst, start=1):
+            add_defined(self._worst, [*labels, str(place)], layer.value)
 
     def all(self) -> list[Metric]:
         """Every family, in a fixed order."""

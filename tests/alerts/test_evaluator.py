@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from collage_server.alerts import AlertEvaluator
 from collage_server.alerts.evaluation import identity_labels
-from collage_server.health import samples
 from collage_server.overviews import keep_overview
 from collage_server.queries.overview import held_against
 from collage_server.store.runs.incidents import alert_key
@@ -17,6 +16,7 @@ from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, alert
 from collage_monitor.judgement import Finding, Judgement
 from tests.server.guarded import guarded_server
+from tests.server.reads import current_samples
 from tests.server.samples import report
 from tests.waiting import PATIENCE_SECONDS
 
@@ -28,7 +28,7 @@ def evaluator(server, *names, **more):
     components = server.app.state.components
     return AlertEvaluator(
         components.store,
-        lambda: samples(components),
+        lambda: current_samples(components),
         [alert(name) for name in names] or ALERTS.values(),
         clock=server.clock,
         interval_seconds=SECONDS,
@@ -108,7 +108,9 @@ def test_what_the_judgement_holds_against_a_run_is_shown_and_fires(low):
     store, work = components.store, evaluator(low, "CollageNotFinite")
 
     def held():
-        return {dict(entry.labels)["key"]: entry.value for entry in samples(components) if entry.name == FINDING}
+        return {
+            dict(entry.labels)["key"]: entry.value for entry in current_samples(components) if entry.name == FINDING
+        }
 
     (due,) = store.overviews.due(10)
     store.overviews.put(due, store.runs.get("r1"), wire.Overview(run_id="r1", findings={"nonfinite_params": 3.0}))
@@ -212,7 +214,7 @@ def test_an_alert_of_an_expression_alone_is_left_to_prometheus_and_named(low, ca
     entry = replace(alert("CollageEdqLow"), name="Mine", conditions=())
     components = low.app.state.components
     work = AlertEvaluator(
-        components.store, lambda: samples(components), [entry], clock=low.clock, interval_seconds=SECONDS
+        components.store, lambda: current_samples(components), [entry], clock=low.clock, interval_seconds=SECONDS
     )
     assert "Prometheus alone evaluates Mine" in caplog.text
     rounds(low, work, 11 * 60)
@@ -261,7 +263,7 @@ def test_the_evaluation_tells_series_apart_as_the_store_does(low):
     """Were it otherwise, one series' end would resolve what another one fires."""
     rounds(low, evaluator(low), SECONDS)
     asked = {condition.series for entry in ALERTS.values() for condition in entry.conditions}
-    labels = [sample.labels for sample in samples(low.app.state.components) if sample.name in asked]
+    labels = [sample.labels for sample in current_samples(low.app.state.components) if sample.name in asked]
     by_store = {alert_key("", dict(own)) for own in labels}
     assert len(by_store) == len({identity_labels(own) for own in labels}) > 1
 

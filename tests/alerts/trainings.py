@@ -26,7 +26,6 @@ from collage_agent.transport import MemoryTransport
 from collage_optim import CollageAdamW
 from collage_server.alerts import AlertEvaluator
 from collage_server.app import create_app
-from collage_server.health import samples
 from collage_server.overviews import keep_overview
 from collage_server.settings import Settings
 from starlette.testclient import TestClient
@@ -36,6 +35,7 @@ from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from tests.parallel.launch import launch
 from tests.server.conftest import Clock, Server
+from tests.server.reads import current_samples
 from tests.waiting import PATIENCE_SECONDS
 
 STEPS = 1000
@@ -235,7 +235,7 @@ def _replay(server, trace, seconds_a_step):
     components = server.app.state.components
     work = AlertEvaluator(
         components.store,
-        lambda: samples(components),
+        lambda: current_samples(components),
         ALERTS.values(),
         clock=server.clock,
         interval_seconds=ROUND_SECONDS,

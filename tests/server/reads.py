@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-__all__ = ["latest_point", "layer_points", "model_points", "scalar_points"]
+from collage_server.health import samples
+
+__all__ = ["current_samples", "latest_point", "layer_points", "model_points", "scalar_points"]
 
 
 def model_points(store, run_id, keys, selection):
@@ -24,4 +26,10 @@ def scalar_points(store, run_id, names, selection):
 
 def latest_point(store, run_id):
     with store.points.snapshot() as snapshot:
-        return snapshot.latest(run_id)
+        return snapshot.latest_of([run_id])[run_id]
+
+
+def current_samples(components):
+    """What /metrics shows and alerts read, the newest of every run being written first."""
+    components.newest.do_due_work()
+    return samples(components)

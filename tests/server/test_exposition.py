@@ -11,8 +11,8 @@ import pytest
 from collage_server.disk import DiskGuard
 from collage_server.errors import Busy, Gone
 from collage_server.health import MODEL_GAUGES, exposition
+from collage_server.newest import kept_newest, newest_points
 from collage_server.store.reading import snapshot
-from collage_server.store.reading.points import read_latest
 from collage_server.store.reading.snapshot import Snapshot
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import event
@@ -112,14 +112,14 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
     store = server.app.state.components.store
-    read = Snapshot.newest_reports
+    read = snapshot.read_latest
 
-    def deleted_first(now, run_ids, layer_keys):
+    def deleted_first(*asked):
         with contextlib.suppress(Gone):
             store.runs.delete("r1", clock())
-        return read(now, run_ids, layer_keys)
+        return read(*asked)
 
-    monkeypatch.setattr(Snapshot, "newest_reports", deleted_first)
+    monkeypatch.setattr(snapshot, "read_latest", deleted_first)
     page = server.get("/metrics")
     assert ('run_id="r1"' in page, 'run_id="r2"' in page) == (False, True)
     monkeypatch.undo()
@@ -136,19 +136,18 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
 def test_a_run_that_cannot_be_read_takes_no_other_with_it(server, monkeypatch, caplog):
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
+    assert 'run_id="r1"' in server.get("/metrics")
 
-    def together(*_):
-        raise ValueError("r1")
-
-    def alone(connection, views, *more):
+    def broken(connection, views, *more):
         if "r1" in views:
             raise ValueError("r1")
         return read(connection, views, *more)
 
-    read = read_latest
-    monkeypatch.setattr(snapshot, "read_newest_reports", together)
-    monkeypatch.setattr(snapshot, "read_latest", alone)
-    for _ in range(2):
+    read = snapshot.read_latest
+    monkeypatch.setattr(snapshot, "read_latest", broken)
+    for step in (100, 110):
+        for run_id in ("r1", "r2"):
+            server.reports([report(step, step)], f"{run_id}-s")
         page = server.get("/metrics")
         assert ('run_id="r1"' in page, 'run_id="r2"' in page) == (False, True)
         assert [record.getMessage() for record in caplog.records if "r1" in record.getMessage()] == [
@@ -164,9 +163,13 @@ def test_a_database_that_does_not_answer_is_no_run_s_failure(server, monkeypatch
     def lost(*_):
         raise OperationalError(None, None, Exception("gone"))
 
-    monkeypatch.setattr(snapshot, "read_newest_reports", lost)
+    monkeypatch.setattr(snapshot, "read_newest", lost)
     with pytest.raises(Busy):
         exposition(server.app.state.components)
+    monkeypatch.undo()
+    monkeypatch.setattr(snapshot, "read_latest", lost)
+    with pytest.raises(Busy):
+        server.app.state.components.newest.do_due_work()
 
 
 def delete_after(store, page, clock):
@@ -174,15 +177,8 @@ def delete_after(store, page, clock):
     return page
 
 
-def put_together(server, monkeypatch):
-    """The page with every run's newest step put together as `latest` does it."""
-    with monkeypatch.context() as only:
-        only.setattr(Snapshot, "newest_reports", lambda *_: {})
-        return stable(server.get("/metrics"))
-
-
-def test_the_newest_report_says_what_the_newest_step_says(server, monkeypatch):
-    """Of one process or several, shown and hidden, sealed and not: read together or one by one, the page is one."""
+def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatch):
+    """Of one process or several, shown and hidden, sealed and not: the page is one, and that of exact answers."""
     # What others leave of the disk changes between two pages.
     monkeypatch.setattr(DiskGuard, "left_ratio", 0.5)
     server.app.state.components.overviews.stop(PATIENCE_SECONDS)
@@ -203,8 +199,38 @@ def test_the_newest_report_says_what_the_newest_step_says(server, monkeypatch):
     several_ranks(server)
     ends_sealed(server)
     page = stable(server.get("/metrics"))
-    assert page == put_together(server, monkeypatch)
     assert page.count("collage_edq_ratio{") == 15
+    store = server.app.state.components.store
+    run_ids = [run.run_id for run in server.get("/runs?limit=100", wire.RunPage).runs]
+    with store.points.snapshot() as now:
+        kept = kept_newest(now, run_ids)
+        assert kept == newest_points(now, now.records(run_ids))
+        monkeypatch.setattr(Snapshot, "newest_kept", lambda *_: {})
+        for run_id in run_ids:
+            assert newest_points(now, now.records([run_id])) == {run_id: kept[run_id]}
+
+
+def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):
+    components = server.app.state.components
+    components.newest.stop(PATIENCE_SECONDS)
+    server.filled(steps=[10])
+    server.get("/metrics")
+    server.reports([report(1, 20)])
+    with components.store.points.snapshot() as now:
+        assert kept_newest(now, ["r1"])["r1"].step == 10
+    assert server.get("/runs/r1/latest", wire.Latest).step == 20
+
+
+def test_a_run_that_logs_alone_costs_what_an_empty_one_does(server):
+    """Nothing of it is read but its record."""
+    server.app.state.components.sealer.stop(PATIENCE_SECONDS)
+    server.run("empty")
+    alone = statements_of(server)
+    server.filled("logs", "s1", steps=[])
+    server.reports([report(i, i, measured=False, scalars={"loss": 1.0}) for i in range(50)], "s1")
+    assert statements_of(server) <= alone
+    with server.app.state.components.store.points.snapshot() as now:
+        assert kept_newest(now, ["empty", "logs"]) == {"empty": None, "logs": None}
 
 
 def ends_sealed(server):
@@ -258,13 +284,14 @@ def several_ranks(server):
 
 
 def statements_of(server):
-    """How many statements a page takes, beside those that the server's own threads happen to make meanwhile."""
+    """How many statements a page takes, and the rows behind it, without those that other threads make meanwhile."""
     counted = []
 
     def count(*told):
         if not threading.current_thread().name.startswith("collage-"):
             counted.append(told)
 
+    server.app.state.components.newest.stop(PATIENCE_SECONDS)
     engine = server.app.state.components.store.engine
     event.listen(engine, "before_cursor_execute", count)
     server.get("/metrics")
@@ -275,14 +302,12 @@ def statements_of(server):
 
 def test_many_runs_take_as_many_statements_as_one(server):
     """A page of a thousand runs took twenty statements for each of them."""
-
     server.app.state.components.overviews.stop(PATIENCE_SECONDS)
     server.app.state.components.sealer.stop(PATIENCE_SECONDS)
     server.filled("r0", "s0")
     alone = statements_of(server)
     for i in range(1, 20):
-        server.filled(f"r{i}", f"s{i}")
-    several_ranks(server)
+        server.filled(f"r{i}", f"s{i}", steps=[10 * i])
     assert statements_of(server) == alone
 
 

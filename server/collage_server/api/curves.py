@@ -240,8 +240,8 @@ class FollowedCurve:
         """The newest step that every rank has reached; None: whatever was read is as complete as it gets."""
         if not self.asked.measured:
             return None
-        point = self.snapshot.latest(self.run_id)
-        return -1 if point is None else point.step
+        step = self.snapshot.newest_step(self.run_id)
+        return -1 if step is None else step
 
 
 class _Cursor(msgspec.Struct, frozen=True, array_like=True):

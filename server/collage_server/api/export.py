@@ -15,6 +15,7 @@ from collage_server.api.routing import resource
 from collage_server.components import Components, components_of
 from collage_server.export.formats import csv_bytes, jsonl_bytes, parquet_bytes
 from collage_server.export.steps import ExportPlan, plan_export
+from collage_server.newest import newest_points
 from collage_server.queries.runs import run_answer
 
 __all__ = ["router"]
@@ -62,6 +63,6 @@ def _content(components: Components, plan: ExportPlan, export_format: str) -> It
     if export_format == "parquet":
         return parquet_bytes(store, plan)
     with store.points.snapshot() as snapshot:
-        point = snapshot.latest(plan.run.run_id)
+        point = newest_points(snapshot, {plan.run.run_id: plan.run})[plan.run.run_id]
     run = run_answer(plan.run, point, components.clock(), components.settings.stale_after_seconds)
     return jsonl_bytes(store, plan, run)

@@ -9,10 +9,10 @@ from collage_monitor import wire
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
-from collage_server.api.reading import worst_of
 from collage_server.api.routing import resource
 from collage_server.components import components_of
-from collage_server.queries.runs import WORST_LAYERS, latest_answer
+from collage_server.newest import newest_points
+from collage_server.queries.runs import latest_answer
 
 __all__ = ["router"]
 
@@ -26,8 +26,7 @@ def get_latest(request: Request, run_id: parameters.Id) -> Response:
 
     def make() -> wire.Latest:
         with store.points.snapshot() as snapshot:
-            point = snapshot.latest(run_id)
-            worst = worst_of(snapshot, run_id, point, "edq_ratio", WORST_LAYERS)
-            return latest_answer(snapshot.records([run_id])[run_id], point, worst)
+            records = snapshot.records([run_id])
+            return latest_answer(records[run_id], newest_points(snapshot, records)[run_id])
 
     return respond(request, [run_id], make)

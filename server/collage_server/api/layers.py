@@ -16,7 +16,7 @@ from collage_monitor.statistics import statistics_for
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
-from collage_server.api.reading import LayerChoice, measured_at, points_of, positions_of, worst_of
+from collage_server.api.reading import LayerChoice, measured_step, points_of, positions_of, worst_of
 from collage_server.api.routing import resource
 from collage_server.components import components_of
 from collage_server.errors import Unprocessable
@@ -94,7 +94,7 @@ def get_histogram(
         selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=1)
         with store.points.snapshot() as snapshot:
             if step is not None:
-                selection = measured_at(snapshot, run_id, step, rank)
+                selection = Selection(rank=rank, at={run_id: measured_step(snapshot, run_id, step, rank)})
             measured = points_of(snapshot, [run_id], keys, selection, layers)[run_id]
         return histogram(run_id, name, measured, layers.label, merged=step is None)
 
@@ -121,7 +121,7 @@ def get_worst(
     def make() -> list[wire.WorstLayer]:
         with store.points.snapshot() as snapshot:
             chosen = LayerChoice(None, pattern, module_type).names(snapshot, run_id)
-            at = snapshot.latest(run_id) if step is None else measured_at(snapshot, run_id, step)
+            at = snapshot.newest_step(run_id) if step is None else measured_step(snapshot, run_id, step)
             return worst_of(snapshot, run_id, at, key, k, chosen)
 
     return respond(request, [run_id], make)

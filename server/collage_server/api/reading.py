@@ -13,12 +13,12 @@ from collage_server.api.parameters import checked_metric
 from collage_server.errors import NotFound, Unprocessable
 from collage_server.queries.curves import CLIP_RATIO, UNCLIPPED, AxisName, Positions, clip_ratio, concatenated
 from collage_server.queries.layers import worst_layers
-from collage_server.store import LatestPoint, Points, ScalarPoints, Selection, Snapshot
+from collage_server.store import Points, ScalarPoints, Selection, Snapshot
 
 __all__ = [
     "LayerChoice",
     "check_scalar_exists",
-    "measured_at",
+    "measured_step",
     "points_of",
     "positions_of",
     "scalars_of",
@@ -162,8 +162,8 @@ def _layers_as_one(points: Points) -> Points:
     return dataclasses.replace(points, totals=totals, extremes=extremes, layers=[])
 
 
-def measured_at(snapshot: Snapshot, run_id: str, step: int, rank: int | None = None) -> Selection:
-    """The newest measured step at or before `step`, alone.
+def measured_step(snapshot: Snapshot, run_id: str, step: int, rank: int | None = None) -> int:
+    """The newest measured step at or before `step`.
 
     Raises:
         NotFound: there is none.
@@ -171,21 +171,20 @@ def measured_at(snapshot: Snapshot, run_id: str, step: int, rank: int | None = N
     steps = snapshot.points([run_id], ("measured_steps",), Selection(rank=rank, last_step=step))[run_id].steps
     if not len(steps):
         raise NotFound(f"run {run_id!r} has no measured step at or before {step}; leave step out", field="step")
-    return Selection(rank=rank, first_step=int(steps[-1]), last_step=int(steps[-1]))
+    return int(steps[-1])
 
 
 def worst_of(
     snapshot: Snapshot,
     run_id: str,
-    at: LatestPoint | Selection | None,
+    step: int | None,
     key: str,
     k: int,
     layers: tuple[str, ...] | None = None,
 ) -> list[wire.WorstLayer]:
     """The k layers worst in a metric at one measured step (None: there is none), of these (None: of all)."""
-    if at is None:
+    if step is None:
         return []
-    chosen = at if isinstance(at, Selection) else Selection(first_step=at.step, last_step=at.step)
     keys = statistics_for(key, intervals=False)
-    points = snapshot.points([run_id], keys, dataclasses.replace(chosen, by_layer=True, layers=layers))
+    points = snapshot.points([run_id], keys, Selection(at={run_id: step}, by_layer=True, layers=layers))
     return worst_layers(key, points[run_id], k)

@@ -20,8 +20,9 @@ from collage_server.auth.bearer import audit_fields, principal_of
 from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
+from collage_server.newest import newest_points
 from collage_server.queries.runs import run_answer
-from collage_server.store import LatestPoint, RunQuery, RunRecord
+from collage_server.store import NewestPoint, RunQuery, RunRecord
 
 __all__ = ["router"]
 
@@ -32,12 +33,12 @@ def _answer(components: Components, record: RunRecord, reader: Principal) -> wir
     point = None
     if reader.may("read"):
         with components.store.points.snapshot() as snapshot:
-            point = snapshot.latest(record.run_id)
+            point = newest_points(snapshot, {record.run_id: record})[record.run_id]
     return _as_seen(record, point, reader, components.clock(), components.settings.stale_after_seconds)
 
 
 def _as_seen(
-    record: RunRecord, point: LatestPoint | None, reader: Principal, now: float, stale_after_seconds: float
+    record: RunRecord, point: NewestPoint | None, reader: Principal, now: float, stale_after_seconds: float
 ) -> wire.Run:
     """The run as this principal may see it: who only sends learns nothing of what others sent."""
     if not reader.may("read"):
@@ -85,7 +86,8 @@ def list_runs(
     reader, now, stale_after = principal_of(request), components.clock(), components.settings.stale_after_seconds
     with components.store.points.snapshot() as snapshot:
         page = snapshot.run_page(query, now)
-        latest = snapshot.latest_of([record.run_id for record in page.runs] if reader.may("read") else [])
+        shown = {record.run_id: record for record in page.runs} if reader.may("read") else {}
+        latest = newest_points(snapshot, shown)
     runs = [_as_seen(record, latest.get(record.run_id), reader, now, stale_after) for record in page.runs]
     return answer(wire.RunPage(runs=runs, cursor=page.cursor))
 

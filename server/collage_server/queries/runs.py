@@ -7,19 +7,14 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import msgspec
-import numpy as np
 
 from collage_monitor import wire
-from collage_monitor.statistics import finish_all
-from collage_monitor.wire import Number
-from collage_server.queries.finished import json_numbers
-from collage_server.store.records import LatestPoint, NewEvent, NewIncident, RunRecord
+from collage_server.store import NewestPoint
+from collage_server.store.records import NewEvent, NewIncident, RunRecord
 
 __all__ = [
-    "WORST_LAYERS",
     "alert_event",
     "latest_answer",
-    "model_metrics",
     "new_incident",
     "run_answer",
     "run_row",
@@ -28,7 +23,6 @@ __all__ = [
     "with_lag",
 ]
 
-WORST_LAYERS: Final = 3
 _ROW_SCALARS: Final = ("loss", "validation_loss", "bytes_per_parameter", "tokens_per_second")
 State = Literal["running", "finished", "failed", "stale"]
 
@@ -47,31 +41,23 @@ def state_at(state: str, updated_at: float, now: float, stale_after_seconds: flo
     return "running" if updated_at >= now - stale_after_seconds else "stale"
 
 
-def model_metrics(point: LatestPoint | None) -> dict[str, Number | None]:
-    """Every metric that the model's totals can make, with intervals."""
-    if point is None:
-        return {}
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return json_numbers(finish_all(point.model))
-
-
-def latest_answer(record: RunRecord, point: LatestPoint | None, worst: list[wire.WorstLayer]) -> wire.Latest:
+def latest_answer(record: RunRecord, point: NewestPoint | None) -> wire.Latest:
     """The newest measured step and the newest scalars."""
     return wire.Latest(
         run_id=record.run_id,
         step=None if point is None else point.step,
         time=None if point is None else point.time,
-        model=model_metrics(point),
+        model={} if point is None else point.model,
         scalars=record.scalars,
-        worst=worst,
+        worst=[] if point is None else point.worst,
     )
 
 
-def run_answer(record: RunRecord, point: LatestPoint | None, now: float, stale_after_seconds: float) -> wire.Run:
+def run_answer(record: RunRecord, point: NewestPoint | None, now: float, stale_after_seconds: float) -> wire.Run:
     """The run with the metrics of its newest measured step."""
     computed: dict[str, Any] = {
         "state": state_of(record, now, stale_after_seconds),
-        "latest": model_metrics(point),
+        "latest": {} if point is None else point.model,
     }
     stored = (name for name in wire.Run.__struct_fields__ if name not in computed)
     return wire.Run(**computed, **{name: getattr(record, name) for name in stored})

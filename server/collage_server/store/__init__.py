@@ -10,7 +10,6 @@ from collage_server.store.records import (
     GroupQuery,
     IncidentQuery,
     LatestPoint,
-    NewestReport,
     NewEvent,
     NewIncident,
     Points,
@@ -25,6 +24,7 @@ from collage_server.store.records import (
     StreamRecord,
     TableQuery,
 )
+from collage_server.store.runs.newest import KeptNewest, NewestPoint, RunProgress
 from collage_server.store.runs.overviews import DueRun
 from collage_server.store.runs.runs import QuotaName
 from collage_server.store.sqlite import SqliteStore
@@ -36,10 +36,11 @@ __all__ = [
     "GroupOutcome",
     "GroupQuery",
     "IncidentQuery",
+    "KeptNewest",
     "LatestPoint",
     "NewEvent",
     "NewIncident",
-    "NewestReport",
+    "NewestPoint",
     "Points",
     "PostgresqlStore",
     "QuotaName",
@@ -47,6 +48,7 @@ __all__ = [
     "ReportGroup",
     "ReportJournal",
     "RunFilter",
+    "RunProgress",
     "RunQuery",
     "RunRecord",
     "RunRevision",

@@ -19,7 +19,6 @@ __all__ = [
     "LatestPoint",
     "NewEvent",
     "NewIncident",
-    "NewestReport",
     "Points",
     "READERS",
     "ROW_BYTES",
@@ -113,15 +112,6 @@ class GroupOutcome:
     late: tuple[int, ...] = ()
     too_many_names: tuple[int, ...] = ()
     frozen_step: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class NewestReport:
-    """A run's newest measured step, its ranks merged: totals `model` [statistic], `layers` [statistic][layer]."""
-
-    statistics: tuple[str, ...]
-    model: FloatArray
-    layers: FloatArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +229,8 @@ class Selection:
     Both ends are inclusive, None is open. `rank` None merges all ranks. Without `by_layer` totals are those of the
     whole model; with it those of each of `layers` (None: of all). `points` is how many are wanted at most: points
     that are merged already may then stand for several measured ones, never so many that fewer than half of those
-    wanted are left. `extremes_of` names metrics whose extremes over the single steps are needed beside them.
+    wanted are left. `extremes_of` names metrics whose extremes over the single steps are needed beside them. `at`
+    has the one step that is read of each run, in place of first and last.
     """
 
     rank: int | None = None
@@ -249,6 +240,11 @@ class Selection:
     by_layer: bool = False
     layers: tuple[str, ...] | None = None
     extremes_of: tuple[str, ...] = ()
+    at: Mapping[str, int] | None = None
+
+    def of(self, run_id: str) -> Selection:
+        """What is read of one run."""
+        return self if self.at is None else replace(self, first_step=self.at[run_id], last_step=self.at[run_id])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

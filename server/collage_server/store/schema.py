@@ -42,6 +42,7 @@ __all__ = [
     "report",
     "run",
     "run_latest",
+    "run_newest",
     "run_overview",
     "run_overview_narrow",
     "run_tag",
@@ -229,6 +230,18 @@ run_latest: Final = Table(
 ranges [[first_seq, last_seq], …] that have left the journal for chunks; `given_up`, those that will never come;
 `frozen_step`, up to which the attempt takes no more totals; `unfinished` {step: [parts that came, parts there are]}
 of the newest steps that were sent in several reports and are not whole yet."""
+
+run_newest: Final = Table(
+    "run_newest",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("updated_at", Double, nullable=False),
+    Column("reports", BigInteger, nullable=False),
+    Column("made_by", _ID, nullable=False),
+    Column("point", LargeBinary),
+)
+"""Per run, written in the background after its reports: `point`, the newest measured step as msgpack, null where
+nothing is measured. The other columns are those of `run_overview`."""
 
 entry: Final = Table(
     "entry",

@@ -10,6 +10,7 @@ from collage_server.store.reading.snapshot import PointStore
 from collage_server.store.records import SealLimits
 from collage_server.store.runs.events import EventStore
 from collage_server.store.runs.incidents import IncidentStore
+from collage_server.store.runs.newest import NewestStore
 from collage_server.store.runs.old_rows import OldRowRemover
 from collage_server.store.runs.overviews import OverviewStore
 from collage_server.store.runs.runs import RunStore
@@ -38,5 +39,6 @@ class Store(Database):
         self.sealing = Sealing(self, self.journal, limits, stale_after_seconds)
         self.retention = Retention(self, self.sealing.seal_late_reports)
         self.runs = RunStore(self, self.retention.begin_purge)
+        self.newest = NewestStore(self)
         self.overviews = OverviewStore(self)
         self.table = TableStore(self)

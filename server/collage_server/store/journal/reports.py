@@ -405,6 +405,9 @@ def read_reports(
         .where(table.c.run_id.in_(run_ids), table.c[present].is_not(None))
         .execution_options(blobs=True)
     )
+    if selection.at is not None:
+        places = [(run_id, selection.at[run_id]) for run_id in run_ids]
+        statement = statement.where(tuple_(table.c.run_id, table.c.step).in_(places))
     if selection.first_step is not None:
         statement = statement.where(table.c.step >= selection.first_step)
     if selection.last_step is not None:

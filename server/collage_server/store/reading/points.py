@@ -34,6 +34,7 @@ from collage_server.store.records import FloatArray, IntArray, LatestPoint, Poin
 from collage_server.store.runs.latest import newest_measured_step
 
 __all__ = [
+    "newest_step",
     "points_of_views",
     "read_latest",
     "read_points",
@@ -53,10 +54,7 @@ def read_points(
     selection: Selection,
     cache: ColumnCache,
 ) -> dict[str, Points]:
-    """Totals by run: only those of `wanted` (None: all), of the model or by layer as the selection says.
-
-    Several runs are read by layer together only where the selection names the layers.
-    """
+    """Totals by run: only those of `wanted` (None: all), of the model or by layer as the selection says."""
     if selection.by_layer and not all(map(has_layer_extremes, selection.extremes_of)):
         selection = replace(selection, points=None, extremes_of=())
     return points_of_views(connection, views.of(run_ids, _needed(wanted, selection)), wanted, selection, cache)
@@ -106,7 +104,7 @@ def _layer_points(
             tables[run_id] += more
     for run_id, plan in plans.items():
         tables[run_id] += _unsealed_layers(views[run_id], plan, wanted, selection, positions[run_id])
-    return _joined(views, tables, selection, list(next(iter(chosen.values()))))
+    return _joined(views, tables, selection, chosen)
 
 
 def _cached_model(
@@ -145,10 +143,16 @@ def _cached_model(
 
 
 def _joined(
-    views: Views, tables: Tables, selection: Selection, layers: Sequence[str] | None = None
+    views: Views, tables: Tables, selection: Selection, layers: Mapping[str, Collection[str]] | None = None
 ) -> dict[str, Points]:
     return {
-        run_id: join(tables[run_id], view.first_hidden_step, selection, view.world_sizes, layers)
+        run_id: join(
+            tables[run_id],
+            view.first_hidden_step,
+            selection.of(run_id),
+            view.world_sizes,
+            None if layers is None else list(layers[run_id]),
+        )
         for run_id, view in views.items()
     }
 
@@ -178,7 +182,10 @@ def _plans(
     others = {run_id: view for run_id, view in views.items() if run_id in layerwise}
     reports = unsealed.read_unsealed(connection, plain, selection, layers=False)
     reports |= unsealed.read_unsealed(connection, others, selection, layers=True)
-    return {run_id: plan_read(view, reports[run_id], selection, infos[run_id]) for run_id, view in views.items()}
+    return {
+        run_id: plan_read(view, reports[run_id], selection.of(run_id), infos[run_id])
+        for run_id, view in views.items()
+    }
 
 
 def _chunk_infos(connection: Connection, views: Views) -> dict[str, Sequence[ChunkInfo]]:
@@ -361,23 +368,29 @@ def _point_tables(views: Views, level: int, points: PointRows, keys: Sequence[st
 def read_latest(
     connection: Connection, views: Views, stale_after_seconds: float, cache: ColumnCache
 ) -> dict[str, LatestPoint | None]:
-    """By run the newest measured step that every live rank has reached and reported whole, with the model's totals.
-
-    Runs that stand at the same step are read together.
-    """
-    standing: dict[int, dict[str, RunView]] = defaultdict(dict)
-    for run_id, view in views.items():
-        step = newest_measured_step(connection, run_id, view.first_hidden_steps, stale_after_seconds)
-        if step is None:
-            found = points_of_views(connection, {run_id: view}, ("measured_steps",), Selection(), cache)[run_id]
-            step = max(found.steps[found.ranks > 0].tolist(), default=None)
-        if step is not None:
-            standing[step][run_id] = view
+    """By run the newest measured step that every live rank has reached whole, with the model's totals."""
+    steps = {
+        run_id: step
+        for run_id, view in views.items()
+        if (step := newest_step(connection, view, stale_after_seconds, cache)) is not None
+    }
     latest: dict[str, LatestPoint | None] = dict.fromkeys(views)
-    for step, some in standing.items():
-        at = Selection(first_step=step, last_step=step)
-        for run_id, points in points_of_views(connection, some, None, at, cache).items():
-            if len(points.steps):
-                totals = {key: values[0] for key, values in points.totals.items()}
-                latest[run_id] = LatestPoint(step, float(points.times[0]), totals)
+    standing = {run_id: views[run_id] for run_id in steps}
+    for run_id, points in points_of_views(connection, standing, None, Selection(at=steps), cache).items():
+        if len(points.steps):
+            totals = {key: values[0] for key, values in points.totals.items()}
+            latest[run_id] = LatestPoint(steps[run_id], float(points.times[0]), totals)
     return latest
+
+
+def newest_step(
+    connection: Connection, view: RunView, stale_after_seconds: float, cache: ColumnCache
+) -> int | None:
+    """The newest measured step that every live rank has reached; None where nothing is measured."""
+    step = newest_measured_step(
+        connection, view.run_id, view.latest_rows, view.first_hidden_steps, stale_after_seconds
+    )
+    if step is not None or not view.is_measured:
+        return step
+    found = points_of_views(connection, {view.run_id: view}, ("measured_steps",), Selection(), cache)[view.run_id]
+    return max(found.steps[found.ranks > 0].tolist(), default=None)

@@ -35,6 +35,7 @@ class _Rows:
     """What the database holds of a run's streams and attempts."""
 
     streams: list[StreamRecord] = field(default_factory=list)
+    latest: list[Row[Any]] = field(default_factory=list)
     attempts: list[Row[Any]] = field(default_factory=list)
     sealed: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, str] = field(default_factory=dict)
@@ -48,6 +49,8 @@ class RunView:
         self.connection = connection
         self.run_id = run_id
         self.streams = {record.stream_id: record for record in rows.streams}
+        self.latest_rows = rows.latest
+        """Its streams with their places in `run_latest`, and the run's `state`."""
         self.attempt_rows = rows.attempts
         self.attempts = [(row.attempt, row.measured_from) for row in rows.attempts]
         self.first_hidden_steps = first_hidden_steps(self.attempts)
@@ -146,14 +149,15 @@ class RunView:
         """The number of each entry that chunks hold, by its key."""
         return read_entries(self.connection, [self.run_id])[self.run_id]
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether any stream has sent a measured step."""
+        return any(row.measured_step is not None for row in self.latest_rows)
+
     @cached_property
     def layers(self) -> dict[str, int]:
         """The dictionary of layers, in its order."""
-        table = schema.layer
-        rows = self.connection.execute(
-            select(table.c.name, table.c.layer).where(table.c.run_id == self.run_id).order_by(table.c.layer)
-        )
-        return {row.name: row.layer for row in rows}
+        return _layers_of(self.connection, [self.run_id])[self.run_id]
 
 
 @lru_cache(maxsize=10_000)
@@ -175,6 +179,9 @@ def chosen_layers(
         NotFound: a run has no layer of some name.
     """
     if names is None:
+        unread = [run_id for run_id, view in views.items() if "layers" not in vars(view)]
+        for run_id, held in (_layers_of(connection, unread) if unread else {}).items():
+            views[run_id].layers = held
         return {run_id: view.layers for run_id, view in views.items()}
     table = schema.layer
     found: dict[str, dict[str, int]] = {run_id: {} for run_id in views}
@@ -192,6 +199,19 @@ def chosen_layers(
                     field="layer",
                 )
     return {run_id: {name: held[name] for name in names} for run_id, held in found.items()}
+
+
+def _layers_of(connection: Connection, run_ids: Sequence[str]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {run_id: {} for run_id in run_ids}
+    for run_id, name, layer in connection.execute(_layers_of_runs(), {"run_ids": run_ids}):
+        found[run_id][name] = layer
+    return found
+
+
+@cache
+def _layers_of_runs() -> Select[Any]:
+    table = schema.layer
+    return select(table.c.run_id, table.c.name, table.c.layer).where(among(table.c.run_id)).order_by(table.c.layer)
 
 
 class RunViews:
@@ -254,6 +274,7 @@ def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
     rows: Sequence[Any] = connection.execute(_streams_of_runs(), {"run_ids": run_ids}).all()
     for row in rows:
         found[row.run_id].streams.append(stream_record(row))
+        found[row.run_id].latest.append(row)
         found[row.run_id].sealed[row.stream_id] = row.sealed
         found[row.run_id].scalars[row.stream_id] = row.scalars
     require_runs(connection, [run_id for run_id, rows in found.items() if not rows.streams])
@@ -268,7 +289,8 @@ def _streams_of_runs() -> Select[Any]:
     there = stream.join(run, run.c.run_id == stream.c.run_id).join(
         latest, (latest.c.run_id == stream.c.run_id) & (latest.c.stream_id == stream.c.stream_id)
     )
-    streams = select(*stream.c, latest.c.sealed, latest.c.scalars).select_from(there).where(among(stream.c.run_id))
+    places = (latest.c[name] for name in ("sealed", "scalars", "measured_step", "last_step", "last_report_at"))
+    streams = select(*stream.c, *places, run.c.state).select_from(there).where(among(stream.c.run_id))
     return streams.order_by(stream.c.stream)
 
 

@@ -19,12 +19,11 @@ from sqlalchemy import Connection, Row, TextClause, select, text
 
 from collage_server.store import schema
 from collage_server.store.reading.assemble import RowOrigins, group_steps, visible
-from collage_server.store.reading.newest import sealed_steps
 from collage_server.store.reading.run_view import UNBOUNDED, RunView
 from collage_server.store.reading.unsealed import ScalarRow, unsealed_rows
 from collage_server.store.records import FloatArray, ScalarPoints, Selection, StreamRecord
 from collage_server.store.rows import scalars_from_json
-from collage_server.store.runs.latest import first_hidden_steps
+from collage_server.store.runs.latest import first_hidden_steps, last_sealed_steps
 
 __all__ = ["read_newest_scalars", "read_scalar_points"]
 
@@ -133,7 +132,7 @@ def _runs_to_read_whole(
         elif spans[-1][1] != newest[run_id, key[0], key[1]]:
             ends[run_id] = min(spans[-1][1], ends.get(run_id, UNBOUNDED))
     # The newest value waits in the journal or stands in an earlier part: not there if nothing later is sealed.
-    sealed = {run_id: step for (run_id, _), step in sealed_steps(connection, ends).items()} if ends else {}
+    sealed = {run_id: step for (run_id, _), step in last_sealed_steps(connection, ends).items()} if ends else {}
     return short | {run_id for run_id, end in ends.items() if end < sealed.get(run_id, UNBOUNDED)}
 
 

@@ -100,7 +100,8 @@ def read_unsealed(
     for by_attempt in found.values():
         for rows in by_attempt.values():
             rows.sort(key=attrgetter("seq"))
-    if selection.first_step is selection.last_step is selection.rank is None and len(views) == 1:
+    whole = selection.first_step is selection.last_step is selection.rank is None and selection.at is None
+    if whole and len(views) == 1:
         for run_id, view in unread.items():
             view.unsealed[kind] = found[run_id]
     return found | known
@@ -108,6 +109,7 @@ def read_unsealed(
 
 def _selected(view: RunView, kind: type, selection: Selection) -> dict[int, list[Any]]:
     """Of the reports that the view has read already those that the selection is about."""
+    selection = selection.of(view.run_id)
     first, rank = selection.first_step or 0, selection.rank
     last = UNBOUNDED if selection.last_step is None else selection.last_step
     found: dict[int, list[Any]] = defaultdict(list)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache
 from operator import itemgetter
 from typing import Any, Final
 
@@ -15,15 +13,16 @@ from sqlalchemy import Connection, Row, Select, func, select
 from collage_monitor import wire
 from collage_monitor.wire import LoggedScalar
 from collage_server.store import schema
-from collage_server.store.rows import among, scalars_from_json
+from collage_server.store.rows import scalars_from_json
 
 __all__ = [
     "all_ranks_are_through",
     "first_hidden_steps",
-    "measured_states",
+    "last_sealed_steps",
     "newest_logged_steps",
     "newest_measured_step",
     "newest_scalars",
+    "reports_of_runs",
     "sum_of_newest",
     "awaited_streams",
 ]
@@ -115,17 +114,20 @@ def sum_of_newest(name: str, latest: Sequence[Row[Any]], attempt: int) -> float 
 
 
 def newest_measured_step(
-    connection: Connection, run_id: str, first_hidden: Mapping[int, int], stale_after_seconds: float
+    connection: Connection,
+    run_id: str,
+    rows: Sequence[Row[Any]],
+    first_hidden: Mapping[int, int],
+    stale_after_seconds: float,
 ) -> int | None:
     """The newest measured step that every one of the `awaited_streams` of the newest measured attempt has reached.
 
     Of a run that is over the newest that any rank has reached, whatever is sealed by then: none is waited for.
+    `rows`: the run's streams with what `run_latest` has of them, and the run's `state`.
 
     None when nothing was measured, or a newer attempt hides that step: the caller must then read the points.
     """
-    table, run = schema.run_latest, schema.run
-    statement = select(table, run.c.state).join(run, run.c.run_id == table.c.run_id)
-    rows = connection.execute(statement.where(table.c.run_id == run_id, table.c.measured_step.is_not(None))).all()
+    rows = [row for row in rows if row.measured_step is not None]
     attempt = max((row.attempt for row in rows), default=0)
     rows = [row for row in rows if row.attempt == attempt]
     if not rows:
@@ -175,7 +177,7 @@ def awaited_streams(
     ahead = max(measuring, key=lambda row: row.measured_step, default=None)
     if first is None or ahead is None or first.measured_step == ahead.measured_step:
         return live
-    sealed = _last_sealed(connection, run_id, attempt)
+    sealed = last_sealed_steps(connection, [run_id]).get((run_id, attempt), -1)
     others = _measured_steps(connection, run_id, ahead.stream_id, first.measured_step)
 
     def goes_on(row: Row[Any]) -> bool:
@@ -187,14 +189,6 @@ def awaited_streams(
     return live if len(given_up) == len(measuring) else [row for row in live if row not in given_up]
 
 
-def _last_sealed(connection: Connection, run_id: str, attempt: int) -> int:
-    """The last step that is sealed of the attempt; −1 where none is."""
-    table = schema.point_chunk
-    mine = (table.c.run_id == run_id, table.c.attempt == attempt, table.c.level == 1)
-    step: int | None = connection.execute(select(func.max(table.c.last_step)).where(*mine)).scalar()
-    return -1 if step is None else step
-
-
 def _measured_steps(connection: Connection, run_id: str, stream_id: str, after: int) -> list[int]:
     """The stream's newest measured steps in the journal beyond `after`, so many at most as are needed."""
     table = schema.report
@@ -203,38 +197,20 @@ def _measured_steps(connection: Connection, run_id: str, stream_id: str, after: 
     return list(connection.execute(statement.order_by(table.c.seq.desc()).limit(4 * _PASSED)).scalars())
 
 
-def measured_states(
-    connection: Connection, run_ids: Sequence[str], stale_after_seconds: float
-) -> dict[str, object]:
-    """By run a value that changes whenever its newest measured step may have changed."""
-    measured, begun = _measured_and_begun()
-    places: dict[str, list[Row[Any]]] = defaultdict(list)
-    launches: dict[str, list[Row[Any]]] = defaultdict(list)
-    for rows, statement in ((places, measured), (launches, begun)):
-        for row in connection.execute(statement, {"run_ids": list(run_ids)}):
-            rows[row.run_id].append(row)
-    return {run_id: _state(places[run_id], launches[run_id], stale_after_seconds) for run_id in run_ids}
+def reports_of_runs() -> Select[Any]:
+    """How many reports each run has, of all ranks, and when the last one came."""
+    latest = schema.run_latest
+    return select(
+        latest.c.run_id,
+        func.sum(latest.c.reports).label("reports"),
+        func.max(latest.c.last_report_at).label("last_report_at"),
+    ).group_by(latest.c.run_id)
 
 
-@cache
-def _measured_and_begun() -> tuple[Select[Any], Select[Any]]:
-    table, attempt, run = schema.run_latest, schema.measured_attempt, schema.run
-    names = ("stream_id", "measured_seq", "measured_step", "attempt", "last_step", "last_report_at", "run_id")
-    there = select(*(table.c[name] for name in names), run.c.state).join(run, run.c.run_id == table.c.run_id)
-    measured = there.where(among(table.c.run_id), table.c.measured_step.is_not(None))
-    begun = select(attempt.c.attempt, attempt.c.measured_from, attempt.c.run_id).where(among(attempt.c.run_id))
-    return measured, begun
-
-
-def _state(places: Sequence[Row[Any]], launches: Sequence[Row[Any]], stale_after_seconds: float) -> object:
-    newest = max((row.measured_step for row in places), default=0)
-    freshest: dict[int, float] = {}
-    for row in places:
-        freshest[row.attempt] = max(row.last_report_at, freshest.get(row.attempt, 0.0))
-
-    def lagging(row: Row[Any]) -> object:
-        """A rank's last step, whether it is silent, the run's state: they matter only where the rank lags."""
-        return row.last_step, row.state, row.last_report_at >= freshest[row.attempt] - stale_after_seconds
-
-    seen = [(*row[:4], lagging(row) if row.measured_step < newest else None) for row in places]
-    return sorted(seen), sorted(tuple(row)[:2] for row in launches)
+def last_sealed_steps(connection: Connection, run_ids: Collection[str]) -> dict[tuple[str, int], int]:
+    """(run, attempt) → the last step that is sealed."""
+    table = schema.point_chunk
+    statement = select(table.c.run_id, table.c.attempt, func.max(table.c.last_step))
+    statement = statement.where(table.c.run_id.in_(run_ids), table.c.level == 1)
+    rows = connection.execute(statement.group_by(table.c.run_id, table.c.attempt)).all()
+    return {(run_id, attempt): step for run_id, attempt, step in rows}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, and_, delete, false, func, insert, or_, select
+from sqlalchemy import ColumnElement, and_, delete, false, func, insert, or_, select
 
 from collage_monitor import wire
 from collage_monitor.metrics import preferred_state
@@ -20,6 +20,7 @@ from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord
 from collage_server.store.rows import from_json, later, to_json
+from collage_server.store.runs.latest import reports_of_runs
 
 __all__ = ["DECODE_OVERVIEW", "DueRun", "OverviewStore"]
 
@@ -56,7 +57,7 @@ class OverviewStore:
 
         Last come those of which nothing is new, but which other code than `made_by` has evaluated (None: any).
         """
-        latest = _reported().subquery()
+        latest = reports_of_runs().subquery()
         updated = later(_RUN.c.updated_at, latest.c.last_report_at)
         reports = func.coalesce(latest.c.reports, 0)
         old = or_(_OVERVIEW.c.reports != reports, _OVERVIEW.c.updated_at != updated)
@@ -148,15 +149,6 @@ class OverviewStore:
                 tag=counted(schema.run_tag.c.tag, (schema.run_tag, schema.run_tag.c.run_id == _RUN.c.run_id)),
                 health=counted(_OVERVIEW.c.health, (_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)),
             )
-
-
-def _reported() -> Select[Any]:
-    latest = schema.run_latest
-    return select(
-        latest.c.run_id,
-        func.sum(latest.c.reports).label("reports"),
-        func.max(latest.c.last_report_at).label("last_report_at"),
-    ).group_by(latest.c.run_id)
 
 
 def _numbers(record: RunRecord, overview: wire.Overview) -> dict[str, float | None]:

@@ -44,6 +44,7 @@ _AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"co
 _OWNED: Final = (
     schema.entry,
     schema.run_latest,
+    schema.run_newest,
     schema.run_overview,
     schema.event,
     schema.incident,

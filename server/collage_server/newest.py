@@ -1,0 +1,123 @@
+"""Keeps the newest measured step of each run, in the background: /metrics and alerts then only look it up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from collage_monitor import __version__
+from collage_monitor.statistics import finish_all, statistics_for
+from collage_server.background import BackgroundThread
+from collage_server.errors import Busy, Gone, NotFound
+from collage_server.queries.finished import json_numbers
+from collage_server.queries.layers import worst_layers
+from collage_server.store import KeptNewest, NewestPoint, RunProgress, RunRecord, Selection, Snapshot, Store
+
+__all__ = ["NewestKeeper", "kept_newest", "newest_points"]
+
+_LOG: Final = logging.getLogger(__name__)
+_A_ROUND: Final = 10_000
+_AT_ONCE: Final = 64
+"""Of so many runs totals are in memory at a time."""
+_SHARE_OF_TIME: Final = 0.25
+"""The most of its time that the thread works: with many live runs, rows are older than `interval_seconds`."""
+_WORST: Final = "edq_ratio"
+_WORST_LAYERS: Final = 3
+
+
+def newest_points(now: Snapshot, records: Mapping[str, RunRecord]) -> dict[str, NewestPoint | None]:
+    """The newest measured step of each of these runs, None where nothing is measured."""
+    kept = now.newest_kept(list(records), __version__)
+    found, unknown = {}, []
+    for run_id, record in records.items():
+        row = kept.get(run_id)
+        if row is not None and row.progress == RunProgress(record.updated_at, record.reports):
+            found[run_id] = row.point
+        else:
+            unknown.append(run_id)
+    return found | _evaluated(now, unknown)
+
+
+def kept_newest(now: Snapshot, run_ids: Sequence[str]) -> dict[str, NewestPoint | None]:
+    """As the background thread has written it, seconds ago at most; runs that it has not come to are left out."""
+    return {run_id: row.point for run_id, row in now.newest_kept(run_ids, __version__).items()}
+
+
+def _evaluated(now: Snapshot, run_ids: Sequence[str]) -> dict[str, NewestPoint | None]:
+    """The same, of what is stored.
+
+    Raises:
+        NotFound, Gone: one of the runs is not there.
+    """
+    found: dict[str, NewestPoint | None] = {}
+    for some in _batches(run_ids):
+        points = now.latest_of(some)
+        steps = {run_id: point.step for run_id, point in points.items() if point is not None}
+        by_layer = now.points(
+            list(steps), statistics_for(_WORST, intervals=False), Selection(by_layer=True, at=steps)
+        )
+        for run_id, point in points.items():
+            if point is None:
+                found[run_id] = None
+                continue
+            with np.errstate(divide="ignore", invalid="ignore"):
+                metrics = json_numbers(finish_all(point.model))
+            worst = worst_layers(_WORST, by_layer[run_id], _WORST_LAYERS)
+            found[run_id] = NewestPoint(step=point.step, time=point.time, model=metrics, worst=worst)
+    return found
+
+
+def _batches(run_ids: Iterable[str]) -> Iterable[list[str]]:
+    ids = list(run_ids)
+    return (ids[start : start + _AT_ONCE] for start in range(0, len(ids), _AT_ONCE))
+
+
+class NewestKeeper(BackgroundThread):
+    """Writes the row of each run of which something has come since, every `interval_seconds`."""
+
+    def __init__(
+        self, store: Store, *, interval_seconds: float = 1.0, share_of_time: float = _SHARE_OF_TIME
+    ) -> None:
+        super().__init__("newest", interval_seconds=interval_seconds)
+        self._store = store
+        self._share_of_time = share_of_time
+        self._unreadable: set[str] = set()
+
+    def do_due_work(self) -> None:
+        """Go once over the runs that are due; one that cannot be read takes no other with it."""
+        due = self._store.newest.due(_A_ROUND, __version__)
+        for some in _batches(due):
+            began = time.thread_time()
+            self._keep({run_id: due[run_id] for run_id in some})
+            if len(due) > _AT_ONCE:
+                self.stopping.wait((time.thread_time() - began) / self._share_of_time)
+            if self.stopping.is_set():
+                return
+
+    def _keep(self, due: Mapping[str, RunProgress]) -> None:
+        try:
+            with self._store.points.snapshot() as now:
+                points = _evaluated(now, list(due))
+        except Busy:  # The database, not a run.
+            raise
+        except Exception as error:
+            if len(due) > 1:
+                for run_id, progress in due.items():
+                    self._keep({run_id: progress})
+            elif not isinstance(error, Gone | NotFound):
+                self._leave_out(*due)
+            return
+        self._unreadable -= points.keys()
+        rows = {run_id: KeptNewest(due[run_id], point) for run_id, point in points.items()}
+        self._store.newest.put(rows, __version__)
+
+    def _leave_out(self, run_id: str) -> None:
+        """Without its row the run is not shown, rather than with old numbers; the log says so once."""
+        if run_id not in self._unreadable:
+            self._unreadable.add(run_id)
+            _LOG.exception("run %s cannot be read: /metrics and alerts go on without it", run_id)
+        self._store.newest.put({run_id: None}, __version__)

@@ -1,0 +1,107 @@
+"""The newest measured step of each run, finished: a row a run, so that a page about many runs only looks it up.
+
+A row tells what the run had when it was made. Where reports have come since, it is as old as the background thread
+is late (`collage_server.newest`), and a reader who needs the newest computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from sqlalchemy import Connection, delete, func, insert, or_, select
+
+from collage_monitor import wire
+from collage_server.store import schema
+from collage_server.store.engine.database import Database
+from collage_server.store.rows import later
+from collage_server.store.runs.latest import reports_of_runs
+
+__all__ = ["KeptNewest", "NewestPoint", "NewestStore", "RunProgress", "read_newest"]
+
+_RUN, _NEWEST = schema.run, schema.run_newest
+
+
+class NewestPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest measured step of a run: its metrics with intervals, undefined ones None, and its worst layers."""
+
+    step: int
+    time: float
+    model: dict[str, wire.Number | None]
+    worst: list[wire.WorstLayer]
+
+
+class RunProgress(msgspec.Struct, frozen=True):
+    """How far a run was when something was made of it: its last sign of life and the reports of all its ranks."""
+
+    updated_at: float
+    reports: int
+
+
+class KeptNewest(msgspec.Struct, frozen=True):
+    """A row: `point` is None where nothing was measured yet."""
+
+    progress: RunProgress
+    point: NewestPoint | None
+
+
+_DECODE = msgspec.msgpack.Decoder(NewestPoint).decode
+
+
+class NewestStore:
+    """The rows, and which of them are out of date. `made_by` names the code that finishes metrics."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def due(self, limit: int, made_by: str) -> dict[str, RunProgress]:
+        """Runs whose row is missing or out of date, running ones first, and what they have now."""
+        reported = reports_of_runs().subquery()
+        updated_at = later(_RUN.c.updated_at, reported.c.last_report_at)
+        reports = func.coalesce(reported.c.reports, 0)
+        differs = or_(
+            _NEWEST.c.run_id.is_(None),
+            _NEWEST.c.reports != reports,
+            _NEWEST.c.updated_at != updated_at,
+            _NEWEST.c.made_by != made_by,
+        )
+        statement = (
+            select(_RUN.c.run_id, updated_at.label("updated_at"), reports.label("reports"))
+            .select_from(_RUN)
+            .outerjoin(reported, reported.c.run_id == _RUN.c.run_id)
+            .outerjoin(_NEWEST, _NEWEST.c.run_id == _RUN.c.run_id)
+            .where(differs)
+            .order_by(_RUN.c.state != "running", updated_at.desc())
+            .limit(limit)
+        )
+        with self._database.reading() as connection:
+            rows = connection.execute(statement).all()
+        return {row.run_id: RunProgress(row.updated_at, int(row.reports)) for row in rows}
+
+    def put(self, found: Mapping[str, KeptNewest | None], made_by: str) -> None:
+        """Keep the rows of several runs; of one that was deleted meanwhile, or has none now, nothing is kept."""
+        ids = sorted(found)
+        with self._database.writing() as connection:
+            there = select(_RUN.c.run_id).where(_RUN.c.run_id.in_(ids)).order_by(_RUN.c.run_id)
+            kept = connection.execute(there.with_for_update()).scalars().all()
+            connection.execute(delete(_NEWEST).where(_NEWEST.c.run_id.in_(ids)))
+            rows = [_row(run_id, row, made_by) for run_id in kept if (row := found[run_id]) is not None]
+            if rows:
+                connection.execute(insert(_NEWEST), rows)
+
+
+def _row(run_id: str, kept: KeptNewest, made_by: str) -> dict[str, object]:
+    point = None if kept.point is None else msgspec.msgpack.encode(kept.point)
+    progress = {"updated_at": kept.progress.updated_at, "reports": kept.progress.reports}
+    return {"run_id": run_id, **progress, "made_by": made_by, "point": point}
+
+
+def read_newest(connection: Connection, run_ids: Sequence[str], made_by: str) -> dict[str, KeptNewest]:
+    """The rows of these runs, as far as there are any, made by this code."""
+    chosen = select(_NEWEST).where(_NEWEST.c.run_id.in_(run_ids), _NEWEST.c.made_by == made_by)
+    return {
+        row.run_id: KeptNewest(
+            RunProgress(row.updated_at, row.reports), None if row.point is None else _DECODE(row.point)
+        )
+        for row in connection.execute(chosen)
+    }
