@@ -146,6 +146,7 @@ def measure_page(store: Store, folder: Path, rounds: int, seed: int, *, sealed: 
     copy_runs(store, "r0", RUNS)
     app = create_app(Settings(folder=folder, no_auth=True), store=store, clock=lambda: NOW + 10)
     components = app.state.components
+    kept_up, _ = cpu_of(components.newest.do_due_work)
     kept = list(health._RunCollector(components, None).collect())
 
     class Kept:
@@ -165,6 +166,7 @@ def measure_page(store: Store, folder: Path, rounds: int, seed: int, *, sealed: 
     return [
         Figure(f"{what}, CPU / its samples written once", "×", tuple(ratios), 12.0),
         Figure(what, "CPU-s", tuple(seconds)),
+        Figure(f"the newest steps of {RUNS} runs{', sealed' if sealed else ''}, written", "CPU-s", (kept_up,)),
         Figure(f"{what}, size", "MB", (len(page) / 1e6,), 2.0),
     ]
 

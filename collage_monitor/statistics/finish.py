@@ -12,7 +12,16 @@ from collage_monitor.statistics.catalogue import METRICS, STATISTICS, metric, sp
 from collage_monitor.statistics.merge import Totals
 from collage_monitor.statistics.updates import histogram_counts
 
-__all__ = ["finish", "finish_all", "has_interval", "interval", "metric_keys", "statistics_for"]
+__all__ = [
+    "finish",
+    "finish_all",
+    "finished",
+    "finished_interval",
+    "has_interval",
+    "interval",
+    "metric_keys",
+    "statistics_for",
+]
 
 
 def finish(key: str, totals: Totals) -> Array:
@@ -102,3 +111,17 @@ def _keys_of(need: str, entry: Metric, label: str | None) -> list[str]:
 
 def _shares_label(need: str, entry: Metric) -> bool:
     return entry.label is not None and STATISTICS[need].label == entry.label
+
+
+def finished(key: str, totals: Totals, shape: tuple[int, ...]) -> Array:
+    """`finish`, also where the totals are empty: the run then cannot make the metric, and it is undefined."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.array(np.broadcast_to(finish(key, totals), shape))
+
+
+def finished_interval(key: str, totals: Totals) -> tuple[Array, Array] | None:
+    """(low, high) of a metric that has an interval and whose variances were reported, else None."""
+    if not has_interval(key, totals):
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return interval(key, totals)

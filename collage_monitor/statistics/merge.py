@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from collage_monitor.statistics.catalogue import split_key, statistic
 
-__all__ = ["Totals", "merge", "merge_shards", "merge_steps", "reduce_shards", "reduce_steps"]
+__all__ = ["Totals", "merge", "merge_shards", "merge_starts", "merge_steps", "reduce_shards", "reduce_steps"]
 
 Array = NDArray[np.float64]
 Totals = Mapping[str, Array]
@@ -123,3 +123,24 @@ def _last(values: Array, missing: NDArray[np.bool_], bounds: NDArray[np.intp], a
     newest = np.maximum.reduceat(np.where(missing, -1, order), bounds, axis=axis)
     picked = np.take_along_axis(values, np.maximum(newest, 0), axis=axis)
     return np.where(newest < 0, np.nan, picked)
+
+
+def merge_width(counts: NDArray[np.int64], points: int) -> int:
+    """Measured steps in each merged point, so that there are at most `points`."""
+    size = max(-(-int(counts.sum()) // points), 1)
+    # Frozen points are far coarser than asked: each stays one point, and does not coarsen the others.
+    coarsest = int(counts[counts <= 2 * size].max(initial=1))
+    return -(-size // coarsest) * coarsest
+
+
+def merge_starts(counts: NDArray[np.int64], points: int) -> NDArray[np.intp]:
+    """Where each of at most `points` merged points begins: all hold equally many steps, the last maybe fewer.
+
+    `counts` says how many measured steps each point merges already; points are never split. Merging twice gives the
+    same points as merging once.
+    """
+    if not len(counts):
+        return np.zeros(0, dtype=np.intp)
+    before = np.cumsum(counts) - counts
+    merged = before // merge_width(counts, points)
+    return np.append(0, np.flatnonzero(merged[1:] != merged[:-1]) + 1)

@@ -18,6 +18,7 @@ __all__ = [
     "Number",
     "array_from_bytes",
     "array_to_bytes",
+    "defined",
     "from_number",
     "to_number",
     "undefined_to_none",
@@ -35,6 +36,11 @@ def to_number(value: float) -> Number:
     if math.isnan(value):
         return "NaN"
     return "Infinity" if value > 0 else "-Infinity"
+
+
+def defined(value: float) -> Number | None:
+    """A metric's value as JSON can carry it: NaN means undefined, so null."""
+    return None if math.isnan(value) else to_number(value)
 
 
 def from_number(value: Number) -> float:

@@ -9,11 +9,10 @@ from typing import Final
 
 import numpy as np
 
-from collage_monitor import __version__
+from collage_monitor import __version__, wire
 from collage_monitor.statistics import finish_all, statistics_for
 from collage_server.background import BackgroundThread
 from collage_server.errors import Busy, Gone, NotFound
-from collage_server.queries.finished import json_numbers
 from collage_server.queries.layers import worst_layers
 from collage_server.store import KeptNewest, NewestPoint, RunProgress, RunRecord, Selection, Snapshot, Store
 
@@ -65,7 +64,7 @@ def _evaluated(now: Snapshot, run_ids: Sequence[str]) -> dict[str, NewestPoint |
                 found[run_id] = None
                 continue
             with np.errstate(divide="ignore", invalid="ignore"):
-                metrics = json_numbers(finish_all(point.model))
+                metrics = {key: wire.defined(float(value)) for key, value in finish_all(point.model).items()}
             worst = worst_layers(_WORST, by_layer[run_id], _WORST_LAYERS)
             found[run_id] = NewestPoint(step=point.step, time=point.time, model=metrics, worst=worst)
     return found

@@ -15,8 +15,7 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.components import components_of
-from collage_server.queries.runs import state_at
-from collage_server.store import RunRevision
+from collage_server.store import RunRevision, state_at
 
 __all__ = ["Revisions", "respond", "revisions_of"]
 

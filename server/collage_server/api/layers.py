@@ -58,8 +58,10 @@ def get_heatmap(
                 first_step=first_step, last_step=last_step, points=points, by_layer=True, layers=chosen
             )
             measured = snapshot.points([run_id], keys, selection)[run_id]
-            positions = positions_of(snapshot, [run_id], axis)[run_id]
+            positions = None if axis == "step" else positions_of(snapshot, [run_id], axis)[run_id]
         found = heatmap(run_id, metric, measured, points, order)
+        if positions is None:
+            return msgspec.structs.replace(found, axis=axis, positions=found.steps)
         times = measured.times[np.searchsorted(measured.steps, found.steps)]
         places = positions.of(np.array(found.steps), times)
         return msgspec.structs.replace(found, axis=axis, positions=wire.undefined_to_none(places))

@@ -20,8 +20,7 @@ from collage_server.api.parameters import LONGEST_ID, Id
 from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
-from collage_server.ingest.check import check_batch
-from collage_server.ingest.decode import LARGE_BYTES, accepted_indices, merge_rejected
+from collage_server.ingest.check import LARGE_BYTES, accepted_indices, check_batch, merge_rejected
 from collage_server.store import GroupOutcome, ReportGroup, StreamRecord
 
 __all__ = ["router"]

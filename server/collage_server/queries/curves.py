@@ -12,9 +12,8 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from collage_monitor import wire
-from collage_monitor.statistics import finish_all, reduce_steps
+from collage_monitor.statistics import finish_all, finished, finished_interval, merge_starts, reduce_steps
 from collage_monitor.wire import Number
-from collage_server.queries.finished import finished, finished_interval, json_list, json_number
 from collage_server.store.records import FloatArray, IntArray, Points, RunRecord, ScalarPoints
 
 __all__ = [
@@ -25,8 +24,6 @@ __all__ = [
     "StackedPoints",
     "UNCLIPPED",
     "stack_by_statistics",
-    "merge_starts",
-    "merge_width",
     "clip_ratio",
     "compared_run",
     "concatenated",
@@ -35,27 +32,6 @@ __all__ = [
     "run_summary",
     "scalar_series",
 ]
-
-
-def merge_width(counts: NDArray[np.int64], points: int) -> int:
-    """Measured steps in each merged point, so that there are at most `points`."""
-    size = max(-(-int(counts.sum()) // points), 1)
-    # Frozen points are far coarser than asked: each stays one point, and does not coarsen the others.
-    coarsest = int(counts[counts <= 2 * size].max(initial=1))
-    return -(-size // coarsest) * coarsest
-
-
-def merge_starts(counts: NDArray[np.int64], points: int) -> NDArray[np.intp]:
-    """Where each of at most `points` merged points begins: all hold equally many steps, the last maybe fewer.
-
-    `counts` says how many measured steps each point merges already; points are never split. Merging twice gives the
-    same points as merging once.
-    """
-    if not len(counts):
-        return np.zeros(0, dtype=np.intp)
-    before = np.cumsum(counts) - counts
-    merged = before // merge_width(counts, points)
-    return np.append(0, np.flatnonzero(merged[1:] != merged[:-1]) + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,11 +146,15 @@ def _series_of(
     whole = {name for name, column in columns.items() if np.isfinite(column).all()}
     for run_id, sizes, a, b in zip(group.run_ids, group.world_sizes, [0, *last], last, strict=False):
         own: dict[str, Any] = {
-            name: column[a:b].tolist() if name in whole else json_list(column[a:b])
+            name: column[a:b].tolist() if name in whole else wire.undefined_to_none(column[a:b])
             for name, column in columns.items()
         }
         axis = positions[run_id].axis
-        placed = own["steps"] if axis == "step" else json_list(positions[run_id].of(steps[a:b], times[a:b]))
+        placed = (
+            own["steps"]
+            if axis == "step"
+            else (wire.undefined_to_none(positions[run_id].of(steps[a:b], times[a:b])))
+        )
         known: dict[str, Any] = {"run_id": run_id, "metric": metric, "layer": layer, "world_size": sizes[-1][1]}
         yield run_id, wire.Series(axis=axis, positions=placed, **known, **own)
 
@@ -205,7 +185,7 @@ def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, posi
         axis=positions.axis,
         first_steps=points.steps[starts].tolist(),
         steps=points.steps[ends].tolist(),
-        positions=json_list(positions.of(points.steps[ends], points.times[ends])),
+        positions=wire.undefined_to_none(positions.of(points.steps[ends], points.times[ends])),
         values=_logged(means),
         minimum=_logged(_reduce(np.fmin, points.values, starts)),
         maximum=_logged(_reduce(np.fmax, points.values, starts)),
@@ -271,7 +251,7 @@ def merged_metrics(points: Mapping[str, Points]) -> dict[str, dict[str, Number |
             table = finish_all(reduce_steps(group.points.totals, axis=0, starts=starts))
         for key, array in table.items():
             for run_id, value in zip(group.run_ids, array.tolist(), strict=True):
-                found[run_id][key] = json_number(value)
+                found[run_id][key] = wire.defined(value)
     return found
 
 

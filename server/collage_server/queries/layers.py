@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 
 from collage_monitor import wire
 from collage_monitor.metrics import HISTOGRAM_LABELS, metric, split_key
-from collage_monitor.statistics import histogram_counts, reduce_steps
-from collage_server.queries.curves import merge_starts
-from collage_server.queries.finished import finished, json_list, json_number
+from collage_monitor.statistics import finished, histogram_counts, merge_starts, reduce_steps
 from collage_server.store.records import Points
 
 __all__ = [
@@ -47,7 +45,7 @@ def worst_layers(key: str, points: Points, k: int) -> list[wire.WorstLayer]:
     values = finished(key, {name: array[-1] for name, array in points.totals.items()}, (len(layers),))
     order = [index for index in worst_order(key, values) if not np.isnan(values[index])]
     return [
-        wire.WorstLayer(layer=layers[index], metric=key, value=json_number(float(values[index])))
+        wire.WorstLayer(layer=layers[index], metric=key, value=wire.defined(float(values[index])))
         for index in order[:k]
     ]
 
@@ -69,7 +67,7 @@ def heatmap(run_id: str, key: str, points: Points, count: int, order: Literal["d
         layers=[points.layers[row] for row in rows],
         first_steps=points.first_steps[starts].tolist(),
         steps=points.steps[ends].tolist(),
-        values=[json_list(table[row]) for row in rows],
+        values=[wire.undefined_to_none(table[row]) for row in rows],
     )
 
 
@@ -92,5 +90,5 @@ def histogram(run_id: str, name: str, points: Points, layer: str | None, *, merg
         first_step=int(points.first_steps[0 if merged else -1]) if size else None,
         step=int(points.steps[-1]) if size else None,
         labels=list(HISTOGRAM_LABELS),
-        counts=json_list(counts),
+        counts=wire.undefined_to_none(counts),
     )

@@ -21,8 +21,7 @@ from collage_monitor.judgement import (
 )
 from collage_monitor.metrics import split_key
 from collage_monitor.onset import Onset, find_onset, first_step_if_always_below
-from collage_monitor.statistics import reduce_steps
-from collage_server.queries.finished import finished, json_number
+from collage_monitor.statistics import finished, reduce_steps
 from collage_server.queries.headline import headline
 from collage_server.store import Points, RunRecord, ScalarPoints
 
@@ -210,8 +209,8 @@ def _worst(layers: Points) -> list[wire.LayerLoss]:
         wire.LayerLoss(
             layer=layers.layers[place],
             share=float(lost[place] / whole),
-            edq_ratio=json_number(float(edq[place])),
-            lost_update_ratio=json_number(float(share[place])),
+            edq_ratio=wire.defined(float(edq[place])),
+            lost_update_ratio=wire.defined(float(share[place])),
         )
         for place in np.argsort(-lost)[:WORST].tolist()
         if lost[place] > 0
@@ -223,4 +222,4 @@ def _trend(history: Points) -> list[wire.Number | None]:
     if not len(series):
         return []
     places = np.unique(np.linspace(0, len(series) - 1, _TREND_POINTS).astype(int))
-    return [json_number(float(f"{series[place]:.4g}")) for place in places]
+    return [wire.defined(float(f"{series[place]:.4g}")) for place in places]

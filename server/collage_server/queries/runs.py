@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
 from collage_monitor import wire
 from collage_server.store import NewestPoint
-from collage_server.store.records import NewEvent, NewIncident, RunRecord
+from collage_server.store.records import NewEvent, NewIncident, RunRecord, State, state_at
 
 __all__ = [
     "alert_event",
@@ -18,27 +18,16 @@ __all__ = [
     "new_incident",
     "run_answer",
     "run_row",
-    "state_at",
     "state_of",
     "with_lag",
 ]
 
 _ROW_SCALARS: Final = ("loss", "validation_loss", "bytes_per_parameter", "tokens_per_second")
-State = Literal["running", "finished", "failed", "stale"]
 
 
 def state_of(record: RunRecord, now: float, stale_after_seconds: float) -> State:
     """The run's state at this moment."""
     return state_at(record.state, record.updated_at, now, stale_after_seconds)
-
-
-def state_at(state: str, updated_at: float, now: float, stale_after_seconds: float) -> State:
-    """The stored state; a running run without a sign of life for too long is stale."""
-    if state == "finished":
-        return "finished"
-    if state == "failed":
-        return "failed"
-    return "running" if updated_at >= now - stale_after_seconds else "stale"
 
 
 def latest_answer(record: RunRecord, point: NewestPoint | None) -> wire.Latest:

@@ -23,6 +23,7 @@ from collage_server.store.records import (
     Sizes,
     StreamRecord,
     TableQuery,
+    state_at,
 )
 from collage_server.store.runs.newest import KeptNewest, NewestPoint, RunProgress
 from collage_server.store.runs.overviews import DueRun
@@ -60,4 +61,5 @@ __all__ = [
     "Store",
     "StreamRecord",
     "TableQuery",
+    "state_at",
 ]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from operator import itemgetter
+from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from sqlalchemy import Row
 
 from collage_monitor import wire
+from collage_server.store.rows import from_json, int_array
 
 __all__ = [
     "CONNECTIONS",
@@ -34,8 +38,13 @@ __all__ = [
     "Selection",
     "Sizes",
     "StreamRecord",
+    "State",
     "TableQuery",
+    "UNBOUNDED",
+    "first_hidden_steps",
     "report_bytes",
+    "state_at",
+    "stream_record",
 ]
 
 CONNECTIONS: Final = 40
@@ -43,6 +52,10 @@ CONNECTIONS: Final = 40
 READERS: Final = 32
 """How many threads may ask a store at once: the other connections are for writing, sealing and upkeep."""
 
+UNBOUNDED: Final = 2**62
+"""Later than any step."""
+
+State = Literal["running", "finished", "failed", "stale"]
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
@@ -376,3 +389,42 @@ class Sizes:
 
     used_bytes: int
     free_bytes: int | None
+
+
+def state_at(state: str, updated_at: float, now: float, stale_after_seconds: float) -> State:
+    """The stored state; a running run without a sign of life for too long is stale."""
+    if state == "finished":
+        return "finished"
+    if state == "failed":
+        return "failed"
+    return "running" if updated_at >= now - stale_after_seconds else "stale"
+
+
+def first_hidden_steps(attempts: Iterable[tuple[int, int | None]]) -> dict[int, int]:
+    """Attempt → the step from which newer attempts hide it, from pairs (attempt, the step from which it hides).
+
+    None: it hides nothing.
+    """
+    first_hidden = {}
+    bound = UNBOUNDED
+    for attempt, begin in sorted(attempts, key=itemgetter(0), reverse=True):
+        first_hidden[attempt] = bound
+        bound = bound if begin is None else min(bound, begin)
+    return first_hidden
+
+
+def stream_record(row: Row[Any]) -> StreamRecord:
+    """The record behind a row of `stream`."""
+    return StreamRecord(
+        run_id=row.run_id,
+        stream_id=row.stream_id,
+        attempt=row.attempt,
+        rank=row.rank,
+        world_size=row.world_size,
+        process_id=row.process_id,
+        number=row.stream,
+        statistics=tuple(from_json(row.statistics)),
+        layers=int_array(row.layers),
+        replicas=int_array(row.replicas),
+        watch=None if row.watch is None else msgspec.json.decode(row.watch, type=wire.WatchInfo),
+    )

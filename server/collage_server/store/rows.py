@@ -1,9 +1,10 @@
-"""What several parts of the store do with rows: conversions, small expressions, and what must be there or go."""
+"""What several parts of the store do with rows: conversions, sets of report numbers, what must be there or go."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,13 +17,20 @@ from collage_server.errors import Gone, NotFound, unknown_run
 from collage_server.store import schema
 
 __all__ = [
+    "Ranges",
+    "add_numbers",
+    "add_ranges",
     "among",
+    "contains",
+    "count_numbers",
     "delete_slice",
     "from_json",
     "int_array",
     "int_bytes",
     "later",
     "missing_run",
+    "ranges_from_json",
+    "ranges_to_json",
     "require_run",
     "require_runs",
     "scalars_from_json",
@@ -110,3 +118,49 @@ def require_runs(connection: Connection, run_ids: Collection[str]) -> None:
     for run_id in run_ids:
         if run_id not in there:
             raise missing_run(connection, run_id)
+
+
+Ranges = Sequence[tuple[int, int]]
+"""Sets of report numbers, such as those that left the journal for chunks: sorted, disjoint, not
+adjacent (first, last), both inclusive."""
+
+_DECODE_RANGES = msgspec.json.Decoder(list[tuple[int, int]]).decode
+
+
+def ranges_from_json(text: str) -> list[tuple[int, int]]:
+    """The ranges behind their text."""
+    return _DECODE_RANGES(text)
+
+
+def ranges_to_json(ranges: Ranges) -> str:
+    """Ranges as text, [[first, last], …]."""
+    return msgspec.json.encode(ranges).decode()
+
+
+def contains(ranges: Ranges, number: int) -> bool:
+    """Whether one of the ranges holds the number."""
+    if not ranges or number > ranges[-1][1]:
+        return False
+    index = bisect_left(ranges, (number + 1,)) - 1
+    return index >= 0 and number <= ranges[index][1]
+
+
+def add_numbers(ranges: Ranges, numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The ranges with these numbers added."""
+    return add_ranges(ranges, ((number, number) for number in numbers))
+
+
+def add_ranges(ranges: Ranges, added: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges with others added, which may overlap."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted([*ranges, *added]):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def count_numbers(ranges: Ranges) -> int:
+    """How many numbers the ranges hold."""
+    return sum(last - first + 1 for first, last in ranges)

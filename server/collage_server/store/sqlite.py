@@ -13,8 +13,7 @@ from sqlalchemy import URL, Connection, Engine, FromClause, create_engine, event
 from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 
 from collage_server.errors import StoreUnusable
-from collage_server.store.engine.database import POOL
-from collage_server.store.engine.driver import driver_cursor
+from collage_server.store.engine.database import POOL, driver_cursor
 from collage_server.store.engine.files import (
     Ballast,
     checkpoint_log,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from collage_server.errors import Gone
 from collage_server.store import Selection, schema
-from collage_server.store.chunks.index import read_chunk_infos
+from collage_server.store.chunks.blobs import read_chunk_infos
 from collage_server.store.sealing import retention
 from collage_server.store.sealing.retention import _Pace
 from sqlalchemy import insert

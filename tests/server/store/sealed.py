@@ -46,21 +46,6 @@ class SealedContract(Senders):
         assert seal_all(store) == 0
         assert rows(store, schema.report) == 48
 
-    @pytest.mark.parametrize("count", [1, 2])
-    def test_a_newest_step_leaves_out_what_a_newer_server_has_taken(self, store, count):
-        streams = self.ranks(store, count)
-        with store.engine.begin() as connection:
-            connection.execute(update(schema.stream).values(statistics=to_json([*STATISTICS, "future_sum"])))
-        for rank, stream in enumerate(streams):
-            declared = store.streams.stream_record(stream.stream_id)
-            self.append(store, declared, with_one_more(report(0, 10, rank=rank)))
-        with store.points.snapshot() as now:
-            found = now.newest_reports(["r1"], ())["r1"]
-        model = dict(zip(found.statistics, found.model.tolist(), strict=True))
-        expected = latest_point(store, "r1").model
-        assert model == {key: float(value) for key, value in expected.items() if key in model}
-        assert {*STATISTICS} <= model.keys()
-
     def test_a_label_with_a_line_break_that_an_older_server_took_is_read(self, store):
         """A label may hold any separator, so none stands between what is read of the dictionary."""
         self.fill(store)
@@ -76,8 +61,7 @@ class SealedContract(Senders):
         self.append(store, stream, *reports[32:])
         assert seal_all(store) == 1
         assert model_points(store, "r1", [keys[-1]], ALL).totals[keys[-1]].tolist() == [21.0] * 64
-        with store.points.snapshot() as now:
-            assert keys[-1] in now.newest_reports(["r1"], ())["r1"].statistics
+        assert keys[-1] in latest_point(store, "r1").model
 
     def test_scalars_between_measured_steps_and_beyond(self, store):
         stream = self.fill(store)

@@ -39,23 +39,6 @@ class SealingContract(Senders):
         assert seal_all(store) == 0
         assert rows(store, schema.report) == 31
 
-    def test_the_newest_steps_of_many_runs_are_found_at_the_end_of_their_parts(self, store):
-        """What they say is what is read of each run alone."""
-        for rank, stream in enumerate(self.ranks(store, 2)):
-            self.send(store, stream, range(1, 33), rank)
-        assert seal_all(store) == 1
-        assert rows(store, schema.report) == 0
-        keys = ("intended_effective_sum", "intended_squared_sum")
-        with store.points.snapshot() as now:
-            found = now.newest_reports(["r1"], keys)["r1"]
-            latest = now.latest("r1")
-            layers = now.points(["r1"], keys, Selection(first_step=latest.step, by_layer=True))["r1"]
-        model = dict(zip(found.statistics, found.model.tolist(), strict=True))
-        assert model == {key: float(value) for key, value in latest.model.items() if key in model}
-        for key in keys:
-            held = found.layers[found.statistics.index(key)]
-            np.testing.assert_array_equal(held, layers.totals[key][-1])
-
     def test_readers_see_no_difference(self, store):
         self.send(store, self.fill(store), range(1, 81))
         before = seen(store)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from collage_server.store.ranges import add_numbers, contains, ranges_from_json, ranges_to_json
+from collage_server.store.rows import add_numbers, contains, ranges_from_json, ranges_to_json
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -10,25 +10,29 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, TextClause, text
+from sqlalchemy import Connection, Select, TextClause, case, func, select, text
 
+from collage_server.store import schema
 from collage_server.store.records import FloatArray, IntArray
-from collage_server.store.rows import int_array, int_bytes
+from collage_server.store.rows import among, int_array, int_bytes
 
 __all__ = [
     "ALL_RANKS",
+    "LEVELS",
+    "ChunkInfo",
     "Chunks",
     "PointRows",
     "maximum_key",
     "minimum_key",
     "pack_points",
     "pack_totals",
+    "read_chunk_infos",
     "read_layer_data",
     "read_model_data",
     "read_point_rows",
@@ -43,6 +47,12 @@ Chunks = Mapping[tuple[str, int], Sequence[int]]
 Part = tuple[str, int, int, int]
 """(run_id, attempt, chunk, part)"""
 
+LEVELS: Final = (1, 16, 256)
+"""Measured points that one point of a level merges."""
+_LEVELS_OF: Final = {
+    held: frozenset(level for level, there in zip(LEVELS, held, strict=True) if there)
+    for held in itertools.product((False, True), repeat=len(LEVELS))
+}
 ALL_RANKS: Final = -1
 _FLOAT: Final = np.dtype("<f8")
 _LEAST_PACKED_BYTES: Final = 2**13
@@ -299,3 +309,49 @@ def _statement(table: str, columns: Sequence[str], condition: str, spans: Sequen
         "WHERE t.run_id = w.run_id AND t.attempt = w.attempt AND t.level = :level "
         f"AND t.chunk BETWEEN w.first_chunk AND w.last_chunk AND {condition}"
     ).execution_options(blobs=True)
+
+
+class ChunkInfo(NamedTuple):
+    """One chunk of an attempt, all parts together; `levels` are those that it has.
+
+    `point_count` is what its coarse points stand for; before it has some, points of late parts count again. A
+    frozen chunk has lost its level 1 to retention: `parts` is 0.
+    """
+
+    attempt: int
+    chunk: int
+    parts: int
+    point_count: int
+    first_step: int
+    last_step: int
+    levels: frozenset[int]
+
+    @property
+    def frozen(self) -> bool:
+        """Whether only coarse levels are left."""
+        return 1 not in self.levels
+
+
+@cache
+def _chunks_of_runs() -> Select[Any]:
+    table = schema.point_chunk
+    held = [func.sum(case((table.c.level == level, table.c.point_count), else_=0)) for level in LEVELS]
+    columns = (
+        func.sum(case((table.c.level == 1, 1), else_=0)),
+        func.min(table.c.first_step),
+        func.max(table.c.last_step),
+        *held,
+    )
+    place = (table.c.run_id, table.c.attempt, table.c.chunk)
+    return select(*place, *columns).where(among(table.c.run_id)).group_by(*place).order_by(*place)
+
+
+def read_chunk_infos(connection: Connection, run_ids: Sequence[str]) -> dict[str, list[ChunkInfo]]:
+    """What chunks each run has, oldest first."""
+    rows = connection.execute(_chunks_of_runs(), {"run_ids": list(run_ids)}).all()
+    found: dict[str, list[ChunkInfo]] = {run_id: [] for run_id in run_ids}
+    for run_id, attempt, chunk, parts, first_step, last_step, fine, middle, coarse in rows:
+        count = int(LEVELS[1] * middle or fine or LEVELS[2] * coarse)
+        levels = _LEVELS_OF[fine > 0, middle > 0, coarse > 0]
+        found[run_id].append(ChunkInfo(attempt, chunk, int(parts), count, first_step, last_step, levels))
+    return found

@@ -13,7 +13,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Dialect,
-    Row,
     bindparam,
     exists,
     func,
@@ -26,29 +25,28 @@ from sqlalchemy import (
 
 from collage_monitor import wire
 from collage_server.store import schema
-from collage_server.store.engine.database import Database
-from collage_server.store.engine.driver import Statement, driver_cursor
-from collage_server.store.ranges import (
-    Ranges,
-    add_ranges,
-    contains,
-    count_numbers,
-    ranges_from_json,
-    ranges_to_json,
-)
+from collage_server.store.engine.database import Database, Statement, driver_cursor
 from collage_server.store.records import (
     ROW_BYTES,
     SCALAR_BYTES,
     GroupOutcome,
     NewEvent,
     ReportGroup,
-    Selection,
     StreamRecord,
 )
-from collage_server.store.rows import scalars_to_json, to_json
+from collage_server.store.rows import (
+    Ranges,
+    add_ranges,
+    contains,
+    count_numbers,
+    ranges_from_json,
+    ranges_to_json,
+    scalars_to_json,
+    to_json,
+)
 from collage_server.store.runs.events import COUNTS_WITH_EVENTS, add_events, count_event
 
-__all__ = ["REPORT_BYTES", "ReportJournal", "read_reports"]
+__all__ = ["REPORT_BYTES", "ReportJournal"]
 
 _MARK: Final = '":'
 """Stands after each name in a report's scalars, as JSON text."""
@@ -391,28 +389,6 @@ def _row(stream: StreamRecord, report: wire.Report) -> dict[str, Any]:
 
 def _highest(known: int | None, value: int) -> int:
     return value if known is None or value > known else known
-
-
-def read_reports(
-    connection: Connection, run_ids: Sequence[str], columns: Sequence[str], present: str, selection: Selection
-) -> Iterator[Row[Any]]:
-    """The journal's rows of these runs in which column `present` is not null, in no particular order."""
-    if not run_ids:
-        return
-    table = schema.report
-    statement = (
-        select(*(table.c[name] for name in columns))
-        .where(table.c.run_id.in_(run_ids), table.c[present].is_not(None))
-        .execution_options(blobs=True)
-    )
-    if selection.at is not None:
-        places = [(run_id, selection.at[run_id]) for run_id in run_ids]
-        statement = statement.where(tuple_(table.c.run_id, table.c.step).in_(places))
-    if selection.first_step is not None:
-        statement = statement.where(table.c.step >= selection.first_step)
-    if selection.last_step is not None:
-        statement = statement.where(table.c.step <= selection.last_step)
-    yield from connection.execute(statement)
 
 
 def _gap_event(stream: StreamRecord, gaps: Sequence[wire.ReportGap], before: Ranges, merged: Ranges) -> NewEvent:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
@@ -19,9 +18,15 @@ from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_str
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import frozen_step
-from collage_server.store.ranges import count_numbers, ranges_from_json
-from collage_server.store.records import IntArray, StreamRecord
-from collage_server.store.rows import from_json, int_array, int_bytes, require_run, to_json
+from collage_server.store.records import IntArray, StreamRecord, stream_record
+from collage_server.store.rows import (
+    count_numbers,
+    from_json,
+    int_bytes,
+    ranges_from_json,
+    require_run,
+    to_json,
+)
 from collage_server.store.runs.events import (
     add_events,
     attempt_event,
@@ -36,7 +41,6 @@ __all__ = [
     "read_layers",
     "read_stream_records",
     "read_streams",
-    "stream_record",
     "unknown_statistics",
 ]
 
@@ -342,18 +346,6 @@ def read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
         raise unknown_stream(stream_id)
     require_run(connection, row.run_id)
     return stream_record(row)
-
-
-def stream_record(row: Row[Any]) -> StreamRecord:
-    """The record behind a row of `stream`."""
-    return StreamRecord(
-        **{name: getattr(row, name) for name in _IDENTITY},
-        number=row.stream,
-        statistics=tuple(from_json(row.statistics)),
-        layers=int_array(row.layers),
-        replicas=int_array(row.replicas),
-        watch=None if row.watch is None else msgspec.json.decode(row.watch, type=wire.WatchInfo),
-    )
 
 
 def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:

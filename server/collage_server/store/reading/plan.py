@@ -10,12 +10,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from collage_server.store.chunks.blobs import minimum_key
+from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, minimum_key
 from collage_server.store.chunks.contributors import Contributors, read_contributors
-from collage_server.store.chunks.index import LEVELS, ChunkInfo
-from collage_server.store.reading.run_view import UNBOUNDED, RunView
+from collage_server.store.reading.run_view import RunView
 from collage_server.store.reading.unsealed import UnsealedReports
-from collage_server.store.records import IntArray, Selection
+from collage_server.store.records import UNBOUNDED, IntArray, Selection
 
 __all__ = ["ReadPlan", "plan_read"]
 

@@ -15,17 +15,18 @@ from sqlalchemy import Connection
 
 from collage_server.errors import Unprocessable
 from collage_server.store.chunks.blobs import (
+    ChunkInfo,
     Chunks,
     PointRows,
     maximum_key,
     minimum_key,
+    read_chunk_infos,
     read_layer_data,
     read_model_data,
     read_point_rows,
 )
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
-from collage_server.store.chunks.index import ChunkInfo, read_chunk_infos
 from collage_server.store.chunks.join import AttemptPoints, has_layer_extremes, join, select_points
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.plan import ReadPlan, plan_read

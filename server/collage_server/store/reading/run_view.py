@@ -16,17 +16,15 @@ from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
 from collage_server.errors import NotFound
 from collage_server.store import schema
-from collage_server.store.chunks.index import ChunkInfo
-from collage_server.store.journal.streams import stream_record, unknown_statistics
-from collage_server.store.ranges import contains, ranges_from_json
-from collage_server.store.records import StreamRecord
-from collage_server.store.rows import among, require_runs
-from collage_server.store.runs.latest import first_hidden_steps, newest_logged_steps
+from collage_server.store.chunks.blobs import ChunkInfo
+from collage_server.store.journal.streams import unknown_statistics
+from collage_server.store.records import UNBOUNDED, StreamRecord, first_hidden_steps, stream_record
+from collage_server.store.rows import among, contains, ranges_from_json, require_runs
+from collage_server.store.runs.latest import newest_logged_steps
 from collage_server.store.runs.runs import attempts_of_runs, rows_by_run
 
-__all__ = ["UNBOUNDED", "RunView", "RunViews", "chosen_layers", "is_known", "read_entries", "read_views"]
+__all__ = ["RunView", "RunViews", "chosen_layers", "is_known", "read_entries", "read_views"]
 
-UNBOUNDED: Final = 2**62
 _NAMES_A_STATEMENT: Final = 10_000
 
 

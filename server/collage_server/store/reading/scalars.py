@@ -19,11 +19,18 @@ from sqlalchemy import Connection, Row, TextClause, select, text
 
 from collage_server.store import schema
 from collage_server.store.reading.assemble import RowOrigins, group_steps, visible
-from collage_server.store.reading.run_view import UNBOUNDED, RunView
+from collage_server.store.reading.run_view import RunView
 from collage_server.store.reading.unsealed import ScalarRow, unsealed_rows
-from collage_server.store.records import FloatArray, ScalarPoints, Selection, StreamRecord
+from collage_server.store.records import (
+    UNBOUNDED,
+    FloatArray,
+    ScalarPoints,
+    Selection,
+    StreamRecord,
+    first_hidden_steps,
+)
 from collage_server.store.rows import scalars_from_json
-from collage_server.store.runs.latest import first_hidden_steps, last_sealed_steps
+from collage_server.store.runs.latest import last_sealed_steps
 
 __all__ = ["read_newest_scalars", "read_scalar_points"]
 

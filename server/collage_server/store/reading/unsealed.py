@@ -15,17 +15,17 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-from sqlalchemy import Connection, Row
+from sqlalchemy import Connection, Row, select, tuple_
 
 from collage_monitor.statistics import Totals, reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
+from collage_monitor.table import Axis, Table
+from collage_server.store import schema
 from collage_server.store.chunks.contributors import Contributors, StepReports
 from collage_server.store.chunks.join import AttemptPoints, merged_to_one
-from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas, model_replica
-from collage_server.store.journal.reports import read_reports
 from collage_server.store.reading.assemble import RowOrigins, group_steps, merge_rows, visible
-from collage_server.store.reading.run_view import UNBOUNDED, RunView
-from collage_server.store.records import FloatArray, IntArray, Selection, StreamRecord
+from collage_server.store.reading.run_view import RunView
+from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Selection, StreamRecord
 
 __all__ = [
     "ScalarRow",
@@ -37,6 +37,10 @@ __all__ = [
     "read_unsealed",
     "visible_rows",
     "count_step_reports",
+    "decode_layers",
+    "decode_model",
+    "layer_replicas",
+    "read_reports",
     "unsealed_rows",
 ]
 
@@ -79,6 +83,9 @@ class ScalarRow(NamedTuple):
     scalars: str
 
 
+Streams = Mapping[str, StreamRecord]
+_DECODED_AT_ONCE: Final = 2**22
+"""Bytes of totals by layer, side by side: all at once they would stand in memory twice."""
 _MOST_BYTES: Final = 2**26
 """Of totals of single steps that stand in memory; of more, where few points are wanted, steps are merged first."""
 _BYTES_AT_ONCE: Final = 2**23
@@ -334,3 +341,89 @@ def _exclude_replicas(
         lowest = np.fmin.reduce([replicas_of(name) for name in sealed], axis=0)
         for values in totals.values():
             values[index] = np.where((replicas[index] != lowest) & ~np.isnan(lowest), np.nan, values[index])
+
+
+def read_reports(
+    connection: Connection, run_ids: Sequence[str], columns: Sequence[str], present: str, selection: Selection
+) -> Iterator[Row[Any]]:
+    """The journal's rows of these runs in which column `present` is not null, in no particular order."""
+    if not run_ids:
+        return
+    table = schema.report
+    statement = (
+        select(*(table.c[name] for name in columns))
+        .where(table.c.run_id.in_(run_ids), table.c[present].is_not(None))
+        .execution_options(blobs=True)
+    )
+    if selection.at is not None:
+        places = [(run_id, selection.at[run_id]) for run_id in run_ids]
+        statement = statement.where(tuple_(table.c.run_id, table.c.step).in_(places))
+    if selection.first_step is not None:
+        statement = statement.where(table.c.step >= selection.first_step)
+    if selection.last_step is not None:
+        statement = statement.where(table.c.step <= selection.last_step)
+    yield from connection.execute(statement)
+
+
+def decode_model(streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str]) -> Table[FloatArray]:
+    """Model totals [rows] by key; NaN where a row's stream does not declare the key."""
+    values = np.full((len(keys), len(rows)), np.nan)
+    declared: dict[tuple[str, ...], list[IntArray]] = defaultdict(list)
+    for (stream_id, count), members in _rows_by_shape(rows, "statistic_count"):
+        declared[streams[stream_id].statistics[:count]].append(members)
+    for statistics, parts in declared.items():
+        members = np.concatenate(parts)
+        data = b"".join(rows[i].model for i in members.tolist())
+        totals = np.frombuffer(data, dtype="<f8").reshape(len(members), len(statistics))
+        for target, source in _columns(keys, statistics):
+            values[target, members] = totals[:, source]
+    return Table(Axis(keys), None, values)
+
+
+def decode_layers(
+    streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str], positions: IntArray
+) -> Table[FloatArray]:
+    """Layer totals [rows, layers] by key, of the layers at these positions of the run's dictionary."""
+    values = np.full((len(keys), len(rows), len(positions)), np.nan)
+    target_of = {position: target for target, position in enumerate(positions.tolist())}
+    for (stream_id, statistic_count, layer_count), members in _rows_by_shape(
+        rows, "statistic_count", "layer_count"
+    ):
+        stream = streams[stream_id]
+        held = [(target_of[p], i) for i, p in enumerate(stream.layers[:layer_count].tolist()) if p in target_of]
+        targets = np.array([target for target, _ in held], dtype=np.int64)
+        sources = np.array([source for _, source in held], dtype=np.int64)
+        columns = _columns(keys, stream.statistics[:statistic_count])
+        width = max(_DECODED_AT_ONCE // max(8 * statistic_count * layer_count, 1), 1)
+        for start in range(0, len(members), width):
+            some = members[start : start + width]
+            data = b"".join(rows[i].statistics for i in some.tolist())
+            totals = np.frombuffer(data, dtype="<f8").reshape(len(some), statistic_count, layer_count)
+            for target, source in columns:
+                values[target, some[:, None], targets[None, :]] = totals[:, source][:, sources]
+    return Table(Axis(keys), None, values)
+
+
+def model_replica(stream: StreamRecord) -> float:
+    """The replica number of all the stream's layers, where it is one number."""
+    return float(stream.replicas[0]) if len(stream.replicas) else 0.0
+
+
+def layer_replicas(stream: StreamRecord, positions: IntArray) -> FloatArray:
+    """Replica numbers of the layers at these positions; NaN where the stream does not hold the layer."""
+    placed = np.full(max(int(stream.layers.max(initial=-1)), int(positions.max(initial=-1))) + 1, np.nan)
+    placed[stream.layers] = stream.replicas
+    return placed[positions]
+
+
+def _rows_by_shape(rows: Sequence[Row[Any]], *shape: str) -> list[tuple[tuple[Any, ...], IntArray]]:
+    """Indices of rows that can be decoded together: same stream, same counts."""
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[(row.stream_id, *(getattr(row, name) for name in shape))].append(index)
+    return [(key, np.array(members, dtype=np.int64)) for key, members in groups.items()]
+
+
+def _columns(keys: Sequence[str], declared: Sequence[str]) -> list[tuple[int, int]]:
+    sources = {key: index for index, key in enumerate(declared)}
+    return [(target, sources[key]) for target, key in enumerate(keys) if key in sources]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -13,11 +12,11 @@ from sqlalchemy import Connection, Row, Select, func, select
 from collage_monitor import wire
 from collage_monitor.wire import LoggedScalar
 from collage_server.store import schema
+from collage_server.store.records import UNBOUNDED
 from collage_server.store.rows import scalars_from_json
 
 __all__ = [
     "all_ranks_are_through",
-    "first_hidden_steps",
     "last_sealed_steps",
     "newest_logged_steps",
     "newest_measured_step",
@@ -29,21 +28,7 @@ __all__ = [
 
 _PASSED: Final = 64
 """A rank is no longer waited for after passing so many measured steps of another rank without one of its own."""
-_UNBOUNDED: Final = 2**62
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
-
-
-def first_hidden_steps(attempts: Iterable[tuple[int, int | None]]) -> dict[int, int]:
-    """Attempt → the step from which newer attempts hide it, from pairs (attempt, the step from which it hides).
-
-    None: it hides nothing.
-    """
-    first_hidden = {}
-    bound = _UNBOUNDED
-    for attempt, begin in sorted(attempts, key=itemgetter(0), reverse=True):
-        first_hidden[attempt] = bound
-        bound = bound if begin is None else min(bound, begin)
-    return first_hidden
 
 
 def newest_scalars(
@@ -63,7 +48,7 @@ def newest_scalars(
             found[name] = (place, LoggedScalar(step=step, value=value))
 
     for row in latest:
-        bound, held = first_hidden.get(row.attempt, _UNBOUNDED), _DECODE(row.scalars)
+        bound, held = first_hidden.get(row.attempt, UNBOUNDED), _DECODE(row.scalars)
         for name, (step, value) in held.items():
             if step < bound:
                 offer(row, name, step, value)
@@ -137,7 +122,7 @@ def newest_measured_step(
         step: int = min(row.measured_step for row in rows)
     else:
         step = max(row.measured_step for row in rows)
-    return step if step < first_hidden.get(attempt, _UNBOUNDED) else None
+    return step if step < first_hidden.get(attempt, UNBOUNDED) else None
 
 
 def all_ranks_are_through(connection: Connection, run_id: str) -> bool:

@@ -18,9 +18,16 @@ from collage_server.errors import Conflict, NotFound, Unprocessable
 from collage_server.store import schema
 from collage_server.store.access.tokens import append_to_audit_log
 from collage_server.store.engine.database import Database
-from collage_server.store.records import RunFilter, RunPageRecord, RunQuery, RunRecord, RunRevision
+from collage_server.store.records import (
+    RunFilter,
+    RunPageRecord,
+    RunQuery,
+    RunRecord,
+    RunRevision,
+    first_hidden_steps,
+)
 from collage_server.store.rows import among, from_json, later, missing_run, require_run, require_runs, to_json
-from collage_server.store.runs.latest import first_hidden_steps, newest_scalars, sum_of_newest
+from collage_server.store.runs.latest import newest_scalars, sum_of_newest
 
 __all__ = [
     "QuotaCheck",

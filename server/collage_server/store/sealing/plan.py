@@ -12,8 +12,7 @@ import numpy as np
 from sqlalchemy import Connection, select
 
 from collage_server.store import schema
-from collage_server.store.chunks.blobs import read_point_rows
-from collage_server.store.chunks.index import LEVELS, ChunkInfo, read_chunk_infos
+from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, read_chunk_infos, read_point_rows
 from collage_server.store.journal.reports import REPORT_BYTES
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import SealLimits

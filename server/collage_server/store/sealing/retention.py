@@ -19,8 +19,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Row, Table, delete, exists, or_, select
 
 from collage_server.store import schema
-from collage_server.store.chunks.blobs import read_point_rows
-from collage_server.store.chunks.index import LEVELS
+from collage_server.store.chunks.blobs import LEVELS, read_point_rows
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import freeze
 from collage_server.store.journal.reports import ReportJournal

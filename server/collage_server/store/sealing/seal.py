@@ -22,9 +22,8 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from collage_server.errors import Gone
 from collage_server.store import schema
-from collage_server.store.chunks.blobs import ALL_RANKS, pack_points, pack_totals
+from collage_server.store.chunks.blobs import ALL_RANKS, LEVELS, pack_points, pack_totals
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
-from collage_server.store.chunks.index import LEVELS
 from collage_server.store.chunks.join import (
     POINT_COLUMNS,
     AttemptPoints,
@@ -33,12 +32,11 @@ from collage_server.store.chunks.join import (
     layer_extremes,
     model_extremes,
 )
-from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to_json
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.points import sealed_layers, sealed_model
-from collage_server.store.reading.run_view import UNBOUNDED, RunView
-from collage_server.store.records import FloatArray, IntArray, Points, SealLimits, Selection
-from collage_server.store.rows import int_bytes, scalars_from_json
+from collage_server.store.reading.run_view import RunView
+from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Points, SealLimits, Selection
+from collage_server.store.rows import add_numbers, int_bytes, ranges_from_json, ranges_to_json, scalars_from_json
 from collage_server.store.sealing.plan import SealPlan, plan_seal, read_journal
 from collage_server.store.sealing.replicas import ReplicaComparison, keep_mismatches
 
