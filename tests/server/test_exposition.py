@@ -13,6 +13,7 @@ from collage_server.errors import Busy, Gone
 from collage_server.health import MODEL_GAUGES, exposition
 from collage_server.newest import kept_newest, newest_points
 from collage_server.store.reading import snapshot
+from collage_server.store.reading.points import read_latest
 from collage_server.store.reading.snapshot import Snapshot
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import event
@@ -112,7 +113,7 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
     store = server.app.state.components.store
-    read = snapshot.read_latest
+    read = read_latest
 
     def deleted_first(*asked):
         with contextlib.suppress(Gone):
@@ -143,7 +144,7 @@ def test_a_run_that_cannot_be_read_takes_no_other_with_it(server, monkeypatch, c
             raise ValueError("r1")
         return read(connection, views, *more)
 
-    read = snapshot.read_latest
+    read = read_latest
     monkeypatch.setattr(snapshot, "read_latest", broken)
     for step in (100, 110):
         for run_id in ("r1", "r2"):
@@ -217,7 +218,9 @@ def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):
     server.get("/metrics")
     server.reports([report(1, 20)])
     with components.store.points.snapshot() as now:
-        assert kept_newest(now, ["r1"])["r1"].step == 10
+        point = kept_newest(now, ["r1"])["r1"]
+        assert point is not None
+        assert point.step == 10
     assert server.get("/runs/r1/latest", wire.Latest).step == 20
 
 

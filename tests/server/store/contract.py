@@ -14,7 +14,7 @@ from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
 from collage_server.overviews import keep_overview
 from collage_server.store import READERS, GroupQuery, ReportGroup, RunQuery, Selection, TableQuery
 from collage_server.store.journal import streams
-from collage_server.store.records import CONNECTIONS, SealLimits
+from collage_server.store.records import CONNECTIONS, SealLimits, stream_record
 
 from collage_monitor import metrics, wire
 from tests.server.reads import latest_point, layer_points, model_points, scalar_points
@@ -324,7 +324,7 @@ class StoreContract:
         for rank in range(1, 5):
             store.streams.create_stream("r1", stream_create(stream_id=f"s{rank}", rank=rank), NOW)
         read = []
-        record = streams.stream_record
+        record = stream_record
 
         def noted(row):
             read.append(row.stream_id)
