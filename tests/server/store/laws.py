@@ -2,42 +2,50 @@
 
 Every backend runs it: reports in any order, twice and late, by shards, replicas and two processes of one rank;
 sealing, also killed at any transaction; resumed runs; levels that expire; deleted runs; servers that start anew.
+What one attempt, rank and step says differs from what any other says, so that no row can stand for another.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Gone
-from collage_server.store import ReportGroup, Selection
+from collage_server.store import ReportGroup, Selection, schema
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
-from tests.server.reads import layer_points, model_points, scalar_points
+from tests.server.reads import latest_point, layer_points, model_points, scalar_points
 from tests.server.samples import LAYERS, block, layer, report, stream_create
-from tests.server.store.contract import NOW
+from tests.server.store.contract import LIMITS, NOW
 from tests.server.store.naive import NaiveRun, NaiveStream
 from tests.server.store.seen import AFTER_SILENCE
 
 __all__ = ["LawsContract", "killed_after"]
 
-LATER = NOW + 1e9
 METRIC = "edq_ratio"
 ROOT = f"variance_product_root/{METRIC}"
 """Made anew of single steps alone: of merged points it is right where it is asked for by its name."""
 WORLDS = st.sampled_from([(0,), (0, 0), (0, 1), (0, 0, 0)])
 """The replica that each rank holds: one rank, shards, replicas."""
-KINDS = st.sampled_from(["whole", "halves", "every third"])
+KINDS = st.sampled_from(["whole", "halves", "every third", "logged"])
 ORDERS = st.sampled_from(["ascending", "descending", "some late"])
-TABLES = ("report", "layer_chunk", "model_chunk", "point_chunk", "scalar_chunk", "entry", "replica_mismatch")
+PARTS = st.sampled_from(
+    [{}, {"slice_rows": 3}, {"part_points": 8, "coarse_bytes": 1}, {"rows": 50}, {"bytes": 50_000}]
+)
+"""What bounds a part: a whole chunk, some points, some rows of the journal, some bytes."""
+STAY = ("deleted_run", "stream")
+"""What answers that a run is gone."""
+TABLES = [table for table in schema.metadata.sorted_tables if "run_id" in table.c and table.name not in STAY]
 _run_numbers = itertools.count()
 
 
@@ -51,10 +59,13 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.deleted: list[str] = []
 
-    @initialize(world=WORLDS)
-    def create(self, world):
+    @initialize(world=WORLDS, parts=PARTS)
+    def create(self, world, parts):
+        limits = dataclasses.replace(LIMITS, slice_rows=12, delete_rows=40)
+        self.limits = self.store.sealing.limits = dataclasses.replace(limits, **parts)
         self.run = NaiveRun(f"law-{next(_run_numbers)}")
-        self.world, self.next_step, self.frozen, self.held = world, 1, False, []
+        self.world, self.frozen, self.held = world, False, []
+        self.horizons = {1: 0.0, 16: 0.0}
         self.ids = itertools.count()
         self.store.runs.create("p", wire.RunCreate(run_id=self.run.run_id), NOW)
         self.begin_attempt(1)
@@ -62,7 +73,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(ranks=st.sampled_from([(0,), (1,), (2,), (0, 1, 2)]), count=st.integers(1, 40), kind=KINDS, order=ORDERS)
     def report(self, ranks, count, kind, order):
-        """The next steps of some ranks, each reported whole, in two parts, or measured at every third only."""
+        """The next steps of some ranks, each measured and reported whole or in two parts, every third, or none."""
         for stream in {rank % len(self.world): self.stream_of(rank) for rank in ranks}.values():
             first = self.next_of.get(stream.number, self.run.first_steps[-1])
             self.next_of[stream.number] = first + count
@@ -108,20 +119,25 @@ class StoreMachine(RuleBasedStateMachine):
             while self.store.sealing.seal(self.run.run_id, NOW, journal_full=full):
                 pass
 
-    @rule(back=st.integers(-3, 40), count=st.integers(1, 40))
-    def resume(self, back, count):
-        """Another attempt, which measures at once."""
+    @rule(back=st.integers(-3, 60), count=st.integers(0, 40), kind=KINDS)
+    def resume(self, back, count, kind):
+        """Another attempt; it may measure less than it hides, and not at its first step."""
+        first = max(1, max(self.run.steps(), default=0) + 1 - back)
         if self.frozen:
             # What hides a part of a frozen point is told elsewhere.
-            back = min(back, 0)
-        first = max(1, max(self.run.steps(), default=0) + 1 - back)
+            found = model_points(self.store, self.run.run_id, ["lost"], Selection())
+            first = max(first, int(found.steps[found.counts > 1].max(initial=0)) + 1)
         self.begin_attempt(first)
-        self.report((0,), count, "whole", "ascending")
+        self.stream_of(0)
+        if count:
+            self.report((0,), count, kind, "ascending")
+        self.read(None, None, None)
 
     @rule(levels=st.sampled_from([(1,), (1, 16)]), steps=st.sampled_from([32, 64, 10**9]), kill=st.booleans())
     def expire(self, levels, steps, kill):
         """Fine points go, and their sums stay; the server may be killed meanwhile."""
         before = dict.fromkeys(levels, NOW + steps + 0.5)
+        self.horizons |= {level: max(moment, self.horizons[level]) for level, moment in before.items()}
         self.frozen |= kill
         with killed_after(self.store, 4 if kill else None):
             self.frozen |= self.store.retention.expire(self.run.run_id, before) > 0
@@ -130,19 +146,21 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(self, finished):
         """A server begins anew; maybe over a run that has ended, and is sealed whole once it is silent."""
         type(self).store = self.reopen()
+        self.store.sealing.limits = self.limits
         if finished:
             self.store.runs.update(self.run.run_id, wire.RunUpdate(state="finished"), NOW)
             while self.store.sealing.seal(self.run.run_id, AFTER_SILENCE):
                 pass
+            assert self.run.run_id not in self.store.journal.runs()
 
     @precondition(lambda self: len(self.run.streams) > 3)
-    @rule(world=WORLDS)
-    def delete(self, world):
+    @rule(world=WORLDS, parts=PARTS)
+    def delete(self, world, parts):
         self.store.runs.delete(self.run.run_id, NOW)
         self.deleted.append(self.run.run_id)
         while self.store.retention.purge(10):
             pass
-        self.create(world)
+        self.create(world, parts)
 
     @rule(
         points=st.sampled_from([None, None, 1, 2, 4]),
@@ -163,8 +181,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.compare(model, expected, by_layer=False)
         by_layer = layer_points(self.store, self.run.run_id, None, chosen)
         self.compare(by_layer, expected, by_layer=True)
+        if points is None:
+            self.check_levels(model)
+            self.check_levels(by_layer)
         if points is None and not self.frozen:
-            assert model.counts.tolist() == by_layer.counts.tolist() == [1] * len(expected)
+            self.check_newest(expected)
 
     @rule(rank=st.integers(0, 2))
     def read_rank_and_scalars(self, rank):
@@ -176,6 +197,20 @@ class StoreMachine(RuleBasedStateMachine):
         for name, (steps, values) in self.run.scalars().items():
             assert found[name].steps.tolist() == steps
             np.testing.assert_allclose(found[name].values, values, rtol=1e-12)
+
+    def check_levels(self, found):
+        """Points are merged where single steps were old enough to go, and only as far."""
+        assert (found.times[found.counts > 1] < self.horizons[1]).all()
+        assert (found.times[found.counts > 16] < self.horizons[16]).all()
+
+    def check_newest(self, expected):
+        """The newest point is that of one of the steps that are seen; there is one where one is whole."""
+        newest = latest_point(self.store, self.run.run_id)
+        if newest is None:
+            assert not any(len(self.world) == self.run.ranks_at(rows) for rows in expected.values())
+            return
+        for key, total in self.run.totals(expected[newest.step], by_layer=False).items():
+            np.testing.assert_allclose(newest.model.get(key, np.nan), total, rtol=1e-12, err_msg=key)
 
     def teardown(self):
         if hasattr(self, "run"):
@@ -193,8 +228,7 @@ class StoreMachine(RuleBasedStateMachine):
                 model_points(self.store, run_id, None, Selection())
             with self.store.reading() as connection:
                 for table in TABLES:
-                    statement = f"SELECT count(*) FROM {table} WHERE run_id = '{run_id}'"
-                    assert connection.exec_driver_sql(statement).scalar() == 0, table
+                    assert not connection.execute(table.select().where(table.c.run_id == run_id)).first(), table
 
     def compare(self, found, expected, *, by_layer):
         """Each point is its steps merged: first over shards, then over steps. Nothing is lost or told twice."""
@@ -210,17 +244,21 @@ class StoreMachine(RuleBasedStateMachine):
             # Late steps stand beside the coarse point in whose range they lie.
             assert (found.counts > 1).any()
             groups, found = [list(expected.values())], _as_one(found)
-        for number, group in enumerate(groups):
-            for key, total in self.run.over_steps(group, by_layer=by_layer).items():
-                if (np.isnan(total).all() and key not in found.totals) or (key == ROOT and len(group) > 1):
-                    continue
-                np.testing.assert_allclose(found.totals[key][number], total, rtol=1e-12, err_msg=key)
-            if len(group) == found.counts[number] and hasattr(found, "times"):
-                assert found.times[number] == max(row.report.time for rows in group for row in rows)
-                assert found.ranks[number] == min(map(self.run.ranks_at, group))
-            if len(group) > 1 and not by_layer and METRIC in getattr(found, "extremes", {}):
-                low, high = (bound[number] for bound in found.extremes[METRIC])
-                np.testing.assert_allclose((low, high), self.run.extremes(group, METRIC), rtol=1e-12)
+        single = np.array([len(group) == 1 for group in groups])
+        merged = [self.run.over_steps(group, by_layer=by_layer) for group in groups]
+        for key in merged[0]:
+            total = np.array([totals[key] for totals in merged])
+            held = found.totals.get(key, np.full_like(total, np.nan))
+            of = single if key == ROOT else slice(None)
+            np.testing.assert_allclose(held[of], total[of], rtol=1e-12, err_msg=key)
+        if isinstance(found, _Merged):
+            return
+        assert found.times.tolist() == [max(row.report.time for rows in group for row in rows) for group in groups]
+        assert found.ranks.tolist() == [min(map(self.run.ranks_at, group)) for group in groups]
+        if not by_layer and METRIC in found.extremes:
+            extremes = [self.run.extremes(group, METRIC) for group in groups]
+            for bound, of in zip(found.extremes[METRIC], zip(*extremes, strict=True), strict=True):
+                np.testing.assert_allclose(bound[~single], np.array(of)[~single], rtol=1e-12)
 
     def begin_attempt(self, first_step):
         self.held, self.next_of = [], {}
@@ -253,17 +291,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     def reports_of(self, stream, step, kind):
         """One report of a step, or one for each part of it. Replicas hold the same numbers; shards their own."""
-        shard = self.world[: stream.rank].count(stream.replica)
-        scalars = {"loss": float(step + stream.rank)}
-        if kind == "every third" and step % 3:
+        scale = self.world[: stream.rank].count(stream.replica) + 3 * stream.attempt
+        scalars = {"loss": step + stream.rank + 1000.0 * stream.attempt}
+        if kind == "logged" or (kind == "every third" and step % 3):
             return [report(self.next_seq(stream), step, measured=False, scalars=scalars)]
         if kind != "halves" or any(self.world):
-            return [report(self.next_seq(stream), step, rank=shard, scalars=scalars)]
+            said = _numbers(step, scale)
+            return [msgspec.structs.replace(said, seq=self.next_seq(stream), scalars=scalars)]
         parts = []
-        for left_out in ([1, 2], [0]):
-            values = block(step, shard)
+        for number, left_out in enumerate(([1, 2], [0])):
+            values = block(step, scale)
             values[:, left_out] = np.nan
-            part = report(self.next_seq(stream), step, values=values, scalars=scalars)
+            logged = {"loss": scalars["loss"] + number / 2, f"part {number}": 1.0 + number}
+            part = report(self.next_seq(stream), step, values=values, scalars=logged)
             parts.append(msgspec.structs.replace(part, reports_of_step=2))
         return parts
 
@@ -285,12 +325,21 @@ class StoreMachine(RuleBasedStateMachine):
         known.update({reports[n].seq: reports[n] for n in fresh if n not in late})
 
 
+@dataclasses.dataclass(frozen=True)
+class _Merged:
+    """All points merged, their totals alone."""
+
+    totals: dict[str, Any]
+
+
 def _as_one(points):
-    """All points merged, their counts and totals alone."""
-    merged = type("Merged", (), {})()
-    merged.counts = points.counts.sum(keepdims=True)
-    merged.totals = {key: values[None] for key, values in reduce_steps(points.totals).items()}
-    return merged
+    return _Merged({key: values[None] for key, values in reduce_steps(points.totals).items()})
+
+
+@lru_cache(maxsize=4096)
+def _numbers(step, scale):
+    """As `report` says them; to merge the layers takes longest."""
+    return report(0, step, rank=scale)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collage_server.store.sealing.retention import _Pace
 from sqlalchemy import insert
 
 from collage_monitor import wire
-from tests.server.reads import latest_point, layer_points, model_points, scalar_points
+from tests.server.reads import layer_points, model_points
 from tests.server.samples import STATISTICS, report, stream_create
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.waiting import PATIENCE_SECONDS
@@ -83,23 +83,6 @@ class LifeContract:
         monkeypatch.setattr(retention, "_last_point", read)
         assert store.retention.expire("r1", NEVER) == 0
 
-    def test_scalars_the_newest_step_and_the_count_of_reports_stay(self, store):
-        filled(store)
-        before = scalar_points(store, "r1", None, ALL)["loss"].values.tolist()
-        latest = latest_point(store, "r1")
-        store.retention.expire("r1", NEVER)
-        assert scalar_points(store, "r1", None, ALL)["loss"].values.tolist() == before
-        assert latest_point(store, "r1").step == latest.step
-        assert latest_point(store, "r1").model["lost"] == latest.model["lost"]
-        assert store.streams.of_run("r1")[0].reports == 4 * CHUNK
-
-    def test_what_is_young_stays(self, store):
-        filled(store)
-        # Reports carry the time 1_700_000_000 + step; the attempt was created at NOW, which is 1_700_000_000.
-        assert store.retention.expire("r1", {1: NOW}) == 0
-        assert store.retention.expire("r1", {1: NOW + 2 * CHUNK + 0.5}) == 2
-        assert [sorted(info.levels) for info in infos(store)] == [[16, 256]] * 2 + [[1, 16, 256]] * 2
-
     def test_a_chunk_that_is_not_whole_stays(self, store):
         filled(store, steps=CHUNK + 5)
         store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
@@ -117,32 +100,6 @@ class LifeContract:
         assert few.counts.sum() == 4 * CHUNK
         assert not np.isnan(few.extremes["edq_ratio"][0][:3]).any()
 
-    def test_totals_that_come_after_the_freeze_are_refused_and_change_nothing(self, store, reopen):
-        stream = filled(store)
-        store.retention.expire("r1", {1: NOW + 1e9})
-        before = model_points(store, "r1", STATISTICS, ALL)
-        for _ in range(2):
-            outcome = StoreContract.append(store, stream, report(1000, 200), report(1001, 5), report(3, 4))
-            assert (outcome.late, outcome.frozen_step) == ((1,), 3 * CHUNK)
-            assert outcome.accepted + outcome.duplicates == 2
-            store = reopen()
-        assert store.streams.of_run("r1")[0].reports == 4 * CHUNK + 1
-        after = model_points(store, "r1", STATISTICS, ALL)
-        assert after.steps.tolist() == [*before.steps.tolist(), 200]
-        for key, values in before.totals.items():
-            np.testing.assert_array_equal(after.totals[key][:-1], values)
-
-    def test_scalars_that_come_after_the_freeze_are_kept(self, store):
-        stream = filled(store)
-        store.retention.expire("r1", {1: NOW + 1e9})
-        late = report(1000, 5, scalars={"loss": 77.0}, measured=False)
-        assert StoreContract.append(store, stream, late).accepted == 1
-        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-        while store.sealing.seal("r1", NOW):
-            pass
-        assert not store.journal.runs()
-        assert scalar_points(store, "r1", ["loss"], ALL)["loss"].values[4] == 77.0
-
     def test_a_stream_that_joins_later_knows_the_horizon(self, store):
         filled(store)
         store.retention.expire("r1", {1: NOW + 1e9})
@@ -155,17 +112,6 @@ class LifeContract:
         store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=1), NOW)
         store.streams.create_stream("r1", stream_create("s-2", "launch-2"), NOW)
         assert StoreContract.append(store, store.streams.stream_record("s-2"), report(0, 5)).accepted == 1
-
-    def test_late_totals_acknowledged_before_the_freeze_are_sealed_first(self, store):
-        filled(store)
-        store.streams.create_stream("r1", stream_create("slow", rank=1), NOW)
-        stream = store.streams.stream_record("slow")
-        assert StoreContract.append(store, stream, report(0, 5, rank=1)).accepted == 1
-        whole = model_points(store, "r1", ["lost"], ALL).totals["lost"]
-        assert store.retention.expire("r1", {1: NOW + 1e9}) == 3
-        points = model_points(store, "r1", ["lost"], ALL)
-        assert points.totals["lost"][0] == whole[:16].sum()
-        assert points.counts[0] == 16
 
     def test_totals_that_arrive_between_look_and_freeze_put_it_off(self, store, monkeypatch):
         stream = filled(store)

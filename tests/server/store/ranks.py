@@ -15,7 +15,7 @@ from collage_monitor.statistics import finish
 from tests.server.reads import latest_point, layer_points, model_points
 from tests.server.samples import STATISTICS, block, report, stream_create
 from tests.server.store.contract import NOW, StoreContract
-from tests.server.store.seen import AFTER_SILENCE, ALL, plain, rows, seal_all, seen, unchanged
+from tests.server.store.seen import AFTER_SILENCE, ALL, plain, rows, seal_all
 
 __all__ = ["RanksContract", "Senders"]
 
@@ -44,19 +44,6 @@ class Senders:
 class RanksContract(Senders):
     """Subclasses give the fixtures `store` and `reopen`, with the contract's small limits."""
 
-    def test_ranks_are_merged_and_kept_one_by_one(self, store):
-        streams = self.ranks(store, 3)
-        for rank, stream in enumerate(streams):
-            self.send(store, stream, range(1, 41), rank)
-        before = seen(store, ranks=(None, 0, 1, 2))
-        with pytest.raises(Unprocessable, match="3 ranks"):
-            layer_points(store, "r1", ["lost"], Selection(rank=1))
-        assert seal_all(store) == 1
-        after = seen(store, ranks=(None, 0, 1, 2))
-        unchanged(before, after)
-        with pytest.raises(Unprocessable, match="3 ranks"):
-            layer_points(store, "r1", ["lost"], Selection(rank=1))
-
     def test_the_slowest_live_rank_is_waited_for(self, store):
         first, second = self.ranks(store, 2)
         self.send(store, first, range(1, 41), 0)
@@ -65,23 +52,8 @@ class RanksContract(Senders):
         self.send(store, second, range(11, 33), 1, first_seq=10)
         assert seal_all(store) == 1
         assert model_points(store, "r1", ["lost"], ALL).ranks.tolist() == [2] * 32 + [1] * 8
-
-    def test_sealing_goes_past_a_gap_that_may_still_be_filled(self, store):
-        stream = self.fill(store)
-        held = [report(i, i + 1) for i in range(64)]
-        self.append(store, stream, *held[:10], *held[20:])
-        assert seal_all(store) == 1
-        assert rows(store, schema.report) == 64 - 10 - 32
-        gap = wire.ReportGap(first_seq=10, last_seq=14, reason="spool_full")
-        store.journal.record_gaps(stream, [gap], NOW)
-        outcome = self.append(store, stream, *held)
-        assert (outcome.accepted, outcome.duplicates) == (10, 54)
-        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-        seal_all(store)
-        points = model_points(store, "r1", ["lost"], ALL)
-        assert points.steps.tolist() == list(range(1, 65))
-        assert points.totals["lost"].tolist() == [60.0] * 64
-        assert model_points(store, "r1", ["lost"], Selection(points=1)).counts.sum() == 64
+        with pytest.raises(Unprocessable, match="2 ranks"):
+            layer_points(store, "r1", ["lost"], Selection(rank=1))
 
     def test_a_rank_that_has_fallen_silent_holds_nobody_back(self, store):
         first, second = self.ranks(store, 2)
@@ -166,28 +138,6 @@ class RanksContract(Senders):
             assert seal_all(store) > 0
         assert newest_of(store) == found | {"loss": (900, 1.0)}
 
-    def late_rank(self, store, replica=lambda rank: 0):
-        first, second = self.ranks(store, 2, replica)
-        self.send(store, first, range(1, 41), 0)
-        seal_all(store)
-        assert rows(store, schema.report) == 8
-        self.send(store, second, range(1, 41), 1)
-        return second
-
-    def test_a_late_rank_joins_its_steps_before_and_after_it_is_sealed(self, store):
-        self.late_rank(store)
-        points = model_points(store, "r1", None, ALL)
-        assert points.ranks.tolist() == [2] * 40
-        expected = [60.0 + 120.0] * 40
-        assert points.totals["lost"].tolist() == expected
-        before = seen(store, ranks=(None, 0, 1))
-        assert seal_all(store) == 1
-        unchanged(before, seen(store, ranks=(None, 0, 1)))
-        coarse = model_points(store, "r1", None, Selection(points=2))
-        assert coarse.counts.tolist()[:2] == [16, 16]
-        assert coarse.totals["lost"].tolist()[:2] == [16 * 180.0] * 2
-        assert coarse.ranks.tolist() == [2] * len(coarse.ranks)
-
     def test_columns_kept_in_memory_are_let_go_when_their_chunk_changes(self, store, reopen, monkeypatch):
         first, second = self.ranks(store, 2)
         self.send(store, first, range(1, 65), 0)
@@ -230,61 +180,6 @@ class RanksContract(Senders):
             assert high[:4].tolist() == single.max(axis=1).tolist(), metric
         layers = layer_points(store, "r1", STATISTICS, Selection(points=2, extremes_of=("edq_ratio",)))
         assert not np.isnan(layers.extremes["edq_ratio"][0][:4]).any()
-
-    def test_a_late_replica_is_not_added(self, store):
-        self.late_rank(store, replica=lambda rank: rank)
-        for _ in range(2):
-            points = model_points(store, "r1", None, ALL)
-            assert points.totals["lost"].tolist() == [60.0] * 40
-            assert layer_points(store, "r1", ["lost"], ALL).totals["lost"].tolist() == [[10.0, 20.0, 30.0]] * 40
-            seal_all(store)
-
-    def test_a_late_second_process_of_a_rank_is_not_added(self, store):
-        stream = self.fill(store)
-        self.send(store, stream, range(1, 41))
-        seal_all(store)
-        store.streams.create_stream("r1", stream_create("again", process_id=99), NOW)
-        self.send(store, store.streams.stream_record("again"), range(1, 41), 3)
-        for _ in range(2):
-            assert model_points(store, "r1", ["lost"], ALL).totals["lost"].tolist() == [60.0] * 40
-            store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-            seal_all(store)
-        assert rows(store, schema.report) == 0
-
-    def parts_of(self, steps, rank=0, first_seq=0):
-        """Of each step two reports: of the first layer, and of the others, as of two watched models."""
-        told = []
-        for number, columns in enumerate((slice(1, None), slice(0, 1))):
-            for i, step in enumerate(steps):
-                values = block(step, rank)
-                values[:, columns] = np.nan
-                told.append(report(first_seq + number * len(steps) + i, step, rank=rank, values=values))
-        return told[: len(steps)], told[len(steps) :]
-
-    def test_reports_of_one_step_merge_when_the_first_of_them_are_sealed(self, store):
-        """Another watched model of the rank, or the rest of a large report, may come late."""
-        first, second = self.ranks(store, 2)
-        sent = {stream: self.parts_of(range(1, 41), rank) for rank, stream in enumerate((first, second))}
-        for stream, (early, _) in sent.items():
-            self.append(store, stream, *early)
-        assert seal_all(store) == 1
-        for stream, (_, late) in sent.items():
-            self.append(store, stream, *late)
-        looks = [seen(store, ranks=(None, 0, 1))]
-        assert model_points(store, "r1", ["lost"], ALL).totals["lost"].tolist() == [60.0 + 120.0] * 40
-        assert layer_points(store, "r1", ["lost"], ALL).totals["lost"].tolist() == [[30.0, 60.0, 90.0]] * 40
-        for rank in (None, 0, 1):
-            assert set(model_points(store, "r1", ["lost"], Selection(rank=rank)).ranks) == {
-                2 if rank is None else 1
-            }
-        seal_all(store)
-        looks.append(seen(store, ranks=(None, 0, 1)))
-        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-        seal_all(store)
-        assert rows(store, schema.report) == 0
-        looks.append(seen(store, ranks=(None, 0, 1)))
-        unchanged(looks[0], looks[1])
-        unchanged(looks[0], looks[2])
 
     def test_late_parts_of_a_chunk_that_is_open_do_not_fill_it(self, store):
         """A chunk is whole when it has its measured points, however many parts told of them."""

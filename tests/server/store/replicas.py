@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from collage_server.store import ReportGroup, Selection
+from collage_server.store import ReportGroup
 from sqlalchemy import text
 
 from collage_monitor import wire
-from tests.server.reads import layer_points, model_points
 from tests.server.samples import LAYERS, STATISTICS, block, layer, model_of, stream_create
 from tests.server.store.contract import NOW
-from tests.server.store.seen import AFTER_SILENCE, seal_all
 
 KEYS = ["replica_checksum", "replica_checksum_elements"]
 
@@ -169,62 +167,6 @@ class ReplicasContract:
         store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
         assert not store.sealing.seal("r1", NOW + 599)
         assert store.sealing.seal("r1", NOW + 601) == 1
-
-    def test_totals_are_those_of_one_replica_and_survive_sealing(self, store):
-        register(store, [0, 1])
-        for rank in range(2):
-            send(store, rank, *(told(step, GOOD) for step in range(1, 40)))
-        before = layer_points(store, "r1", KEYS, Selection()).totals
-        while store.sealing.seal("r1", NOW):
-            pass
-        after = layer_points(store, "r1", KEYS, Selection()).totals
-        for key in KEYS:
-            assert np.array_equal(before[key], after[key])
-        assert after["replica_checksum"][0].tolist() == GOOD
-
-    @pytest.mark.parametrize("late", [0, 1])
-    def test_a_replica_that_comes_after_another_was_sealed_is_not_added(self, store, late):
-        register(store, [0, 1])
-        reports = [told(step, GOOD) for step in range(1, 40)]
-        send(store, 1 - late, *reports)
-        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-        before = self.totals(store)
-        seal_all(store, now=AFTER_SILENCE)
-        send(store, late, *reports)
-        assert self.totals(store) == before
-        seal_all(store, now=AFTER_SILENCE)
-        assert self.totals(store) == before
-        assert model_points(store, "r1", ["lost"], Selection()).ranks.tolist() == [2] * 39
-
-    @staticmethod
-    def totals(store):
-        layers = layer_points(store, "r1", ["lost", *KEYS], Selection()).totals
-        model = model_points(store, "r1", ["lost"], Selection()).totals
-        return {key: values.tolist() for key, values in (*layers.items(), ("model", model["lost"]))}
-
-    def test_single_ranks_are_their_own_wherever_their_replicas_stand(self, store):
-        register(store, [0, 1])
-        reports = [told(step, GOOD) for step in range(1, 40)]
-        for first, second in ((0, 1), (1, 0)):
-            send(store, first, *reports[first::2])
-            send(store, second, *reports[first::2])
-        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-        seal_all(store, now=AFTER_SILENCE)
-        late = [told(step, GOOD, seq=100 + step) for step in range(40, 60)]
-        send(store, 1, *late)
-        seal_all(store, now=AFTER_SILENCE)
-        send(store, 0, *late[:3])
-        for rank, count in ((0, 42), (1, 59)):
-            own = model_points(store, "r1", ["lost"], Selection(rank=rank))
-            assert own.totals["lost"].tolist() == [60.0] * count
-
-    def test_a_rank_keeps_its_own_totals_when_a_replica_registers_after_it_was_sealed(self, store):
-        register(store, [0], ranks=2)
-        send(store, 0, *(told(step, GOOD) for step in range(1, 40)))
-        seal_all(store, now=AFTER_SILENCE)
-        register(store, [1], first=1, ranks=2)
-        own = model_points(store, "r1", ["lost"], Selection(rank=0))
-        assert own.totals["lost"].tolist() == [60.0] * 39
 
     def test_a_deleted_run_takes_its_findings_along(self, store):
         register(store, [0, 1])

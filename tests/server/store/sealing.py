@@ -9,19 +9,19 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Gone, Unprocessable
-from collage_server.store import ReportGroup, Selection, schema
+from collage_server.store import Selection, schema
 from collage_server.store.chunks.blobs import read_layer_data
 from collage_server.store.reading import points as reading
 from collage_server.store.records import SealLimits
 from sqlalchemy import func, select
 
 from collage_monitor import wire
-from collage_monitor.statistics import finish, reduce_steps
+from collage_monitor.statistics import reduce_steps
 from tests.server.reads import layer_points, model_points, scalar_points
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
 from tests.server.store.contract import LIMITS, NOW
 from tests.server.store.ranks import Senders
-from tests.server.store.seen import AFTER_SILENCE, ALL, plain, rows, seal_all, seen, unchanged
+from tests.server.store.seen import ALL, plain, rows, seal_all, seen, unchanged
 
 CHUNKS = (schema.point_chunk, schema.model_chunk, schema.layer_chunk, schema.scalar_chunk, schema.entry)
 
@@ -38,79 +38,6 @@ class SealingContract(Senders):
         self.send(store, self.fill(store), range(1, 32))
         assert seal_all(store) == 0
         assert rows(store, schema.report) == 31
-
-    def test_readers_see_no_difference(self, store):
-        self.send(store, self.fill(store), range(1, 81))
-        before = seen(store)
-        assert seal_all(store) == 2
-        assert rows(store, schema.report) == 80 - 64
-        unchanged(before, seen(store))
-
-    def test_a_queue_longer_than_one_look(self, store):
-        """Ranks at different places, one with much that was not measured: nothing comes late, nothing is left."""
-        store.sealing.limits = dataclasses.replace(LIMITS, rows=20)
-        streams = self.ranks(store, 3)
-        for rank, stream in enumerate(streams[:2]):
-            self.send(store, stream, range(1, 201 - 50 * rank), rank)
-        self.append(store, streams[2], *(report(i, i + 1, rank=2, measured=i % 10 == 9) for i in range(300)))
-        before = seen(store, ranks=(None, 0, 1, 2))
-        seal_all(store)
-        unchanged(before, seen(store, ranks=(None, 0, 1, 2)))
-        parts = rows(store, schema.point_chunk)
-        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-        over = seen(store, ranks=(None, 0, 1, 2))
-        assert [name for name, held in before.items() if over[name] != held] == ["latest"], "no rank is waited for"
-        seal_all(store, now=AFTER_SILENCE)
-        assert rows(store, schema.report) == 0
-        unchanged(over, seen(store, ranks=(None, 0, 1, 2)))
-        assert parts > 3
-
-    def test_a_finished_run_is_sealed_whole(self, store):
-        self.send(store, self.fill(store), range(1, 41))
-        before = seen(store)
-        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-        seal_all(store)
-        assert rows(store, schema.report) == 0
-        unchanged(before, seen(store))
-
-    def test_so_is_a_run_that_has_been_silent_for_long(self, store):
-        self.send(store, self.fill(store), range(1, 6))
-        assert seal_all(store) == 0
-        assert seal_all(store, now=NOW + 601) == 1
-        assert rows(store, schema.report) == 0
-
-    def test_sealed_reports_are_still_duplicates(self, store, reopen):
-        stream = self.fill(store)
-        self.send(store, stream, range(1, 41))
-        seal_all(store)
-        again = self.send(store, stream, range(1, 45))
-        assert (again.accepted, again.duplicates) == (4, 40)
-        store = reopen()
-        again = self.send(store, stream, range(1, 45))
-        assert (again.accepted, again.duplicates) == (0, 44)
-        assert store.streams.of_run("r1")[0].reports == 44
-
-    def test_a_step_reported_twice_across_the_seam(self, store):
-        """Scalars and statistics of one step may come apart, before and after sealing."""
-        stream = self.fill(store)
-        self.send(store, stream, range(1, 41))
-        seal_all(store)
-        self.append(store, stream, report(40, 32, measured=False, scalars={"loss": 9.0, "validation_loss": 1.0}))
-        assert scalar_points(store, "r1", ("loss",), ALL)["loss"].values[31] == 9.0
-        before = seen(store)
-        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-        seal_all(store)
-        assert rows(store, schema.report) == 0
-        unchanged(before, seen(store))
-
-    def test_runs_of_scalars_alone(self, store):
-        stream = self.fill(store)
-        self.append(store, stream, *(report(i, i + 1, measured=False) for i in range(20)))
-        before = seen(store)
-        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-        assert seal_all(store) == 1
-        assert rows(store, schema.report) == 0
-        unchanged(before, seen(store))
 
     def test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers(self, store, monkeypatch):
         """What is small waits for the whole chunk, which then is one commit, and one that empties the journal."""
@@ -141,26 +68,6 @@ class SealingContract(Senders):
                 for column in (schema.model_chunk.c.data, schema.point_chunk.c.points)
             )
         assert stored <= 8 * sums.size, "all levels and points, in what the totals of single steps would take"
-
-    def test_coarse_levels_are_the_same_merge(self, store):
-        self.send(store, self.fill(store), range(1, 81))
-        fine = model_points(store, "r1", None, ALL)
-        fine_layers = layer_points(store, "r1", STATISTICS, ALL)
-        seal_all(store)
-        coarse = model_points(store, "r1", None, Selection(points=5, extremes_of=("edq_ratio",)))
-        assert coarse.counts.tolist() == [16] * 4 + [1] * 16
-        assert (coarse.first_steps[0], coarse.steps[0]) == (1, 16)
-        whole, merged = reduce_steps(fine.totals), reduce_steps(coarse.totals)
-        for key, value in whole.items():
-            assert merged[key] == pytest.approx(value, rel=1e-12), key
-        single = finish("edq_ratio", fine.totals)[:16]
-        low, high = coarse.extremes["edq_ratio"]
-        assert (low[0], high[0]) == (single.min(), single.max())
-        layers = layer_points(store, "r1", STATISTICS, Selection(points=1, extremes_of=("edq_ratio",)))
-        assert layers.counts.tolist() == [32, 32] + [1] * 16 or layers.counts.tolist() == [16] * 4 + [1] * 16
-        whole, merged = reduce_steps(fine_layers.totals), reduce_steps(layers.totals)
-        for key in STATISTICS:
-            assert merged[key] == pytest.approx(whole[key], rel=1e-12), key
 
     def test_labels_are_as_long_as_what_is_sealed_under_them_may_be(self, store):
         self.fill(store)
@@ -218,18 +125,6 @@ class SealingContract(Senders):
         points = layer_points(store, "r1", STATISTICS, Selection(points=2, extremes_of=("edq_ratio",)))
         assert points.counts.tolist() == [16] * 4
 
-    def test_a_newer_attempt_hides_part_of_a_chunk(self, store):
-        self.send(store, self.fill(store), range(1, 65))
-        seal_all(store)
-        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=41), NOW)
-        store.streams.create_stream("r1", stream_create("s1", launch_id="launch-2"), NOW)
-        self.send(store, store.streams.stream_record("s1"), range(41, 43), 3)
-        for chosen in (ALL, Selection(points=2)):
-            points = model_points(store, "r1", ["lost"], chosen)
-            assert int(points.counts.sum()) == 42
-            assert reduce_steps(points.totals)["lost"] == 40 * 60.0 + 2 * 240.0
-        assert scalar_points(store, "r1", ("loss",), ALL)["loss"].steps.tolist() == list(range(1, 43))
-
     def test_an_older_attempt_is_sealed_to_its_end(self, store):
         self.send(store, self.fill(store), range(1, 6))
         store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=6), NOW)
@@ -265,42 +160,6 @@ class SealingContract(Senders):
         stray = layer_points(store, "r1", ["stray"], ALL).totals["stray"]
         assert np.isnan(stray[:39]).all()
         assert stray[-1].tolist() == [7.0] * 4
-
-    def test_a_chunk_grows_by_parts(self, store):
-        store.sealing.limits = dataclasses.replace(store.sealing.limits, part_points=8)
-        stream = self.fill(store)
-        for start in range(0, 70, 7):
-            self.send(store, stream, range(start + 1, start + 8), first_seq=start)
-            before = seen(store)
-            seal_all(store)
-            unchanged(before, seen(store))
-        assert rows(store, schema.report) == 70 % 8
-        coarse = model_points(store, "r1", ["lost"], Selection(points=2))
-        assert coarse.counts.tolist() == [16] * 4 + [1] * 6
-
-    def test_by_bytes_a_chunk_has_several_parts(self, store):
-        store.sealing.limits = dataclasses.replace(store.sealing.limits, bytes=5000)
-        self.send(store, self.fill(store), range(1, 41))
-        before = seen(store)
-        assert seal_all(store) > 2
-        unchanged(before, seen(store))
-        coarse = model_points(store, "r1", ["lost"], Selection(points=2))
-        assert coarse.counts.tolist()[:2] == [16, 16]
-
-    def test_an_interrupted_sealing_harms_nobody(self, store):
-        """Stopped after any of its transactions, readers see what they saw, and the next one completes it."""
-        self.send(store, self.fill(store), range(1, 41))
-        before = seen(store)
-        for allowed in range(40):
-            sealed = sealed_until(store, allowed)
-            unchanged(before, seen(store))
-            if sealed is not None and not store.sealing.seal("r1", NOW):
-                break
-        assert allowed > 5
-        assert rows(store, schema.report) == 8
-        unchanged(before, seen(store))
-        again = self.send(store, store.streams.stream_record("s0"), range(1, 41))
-        assert (again.accepted, again.duplicates) == (0, 40)
 
     def test_no_transaction_writes_more_blocks_than_a_slice_has(self, store):
         """Coarse levels, too: acknowledgements wait for none of them."""
@@ -365,15 +224,6 @@ class SealingContract(Senders):
         assert scalar_points(store, "r1", ("extra",), ALL)["extra"].steps.tolist() == [20]
         assert rows(store, schema.report) == 2
 
-    def test_a_deleted_run_leaves_no_chunks(self, store):
-        self.send(store, self.fill(store), range(1, 81))
-        seal_all(store)
-        assert all(rows(store, table) for table in CHUNKS)
-        store.runs.delete("r1", NOW)
-        assert not any(rows(store, table) for table in CHUNKS)
-        with pytest.raises(Gone):
-            store.sealing.seal("r1", NOW)
-
     def test_a_run_deleted_while_it_is_sealed_leaves_no_chunks(self, store):
         stream = self.fill(store)
         self.send(store, stream, range(1, 41))
@@ -428,15 +278,6 @@ class SealingContract(Senders):
         done.set()
         reader.join()
         assert wrong == []
-
-    def test_groups_for_two_streams_after_sealing(self, store):
-        first, second = self.ranks(store, 2)
-        for rank, stream in enumerate((first, second)):
-            self.send(store, stream, range(1, 41), rank)
-        seal_all(store)
-        groups = [ReportGroup(first, [report(0, 1), report(40, 41)]), ReportGroup(second, [report(39, 40, rank=1)])]
-        outcomes = store.journal.append(groups, NOW)
-        assert [(outcome.accepted, outcome.duplicates) for outcome in outcomes] == [(1, 1), (0, 1)]
 
 
 def sealed_until(store, allowed):
