@@ -128,6 +128,7 @@ class Strategy:
 
     `bytes_per_parameter` counts weights, AdamW's states and the gradient, for 16-bit storage; None if it depends.
     `stochastic` means that updates arrive only on average, so the lost share of one step misjudges it.
+    `moment_bytes`: of it, those of the first and of the second moment; None if it depends.
     """
 
     name: str
@@ -135,6 +136,14 @@ class Strategy:
     keeps: str
     bytes_per_parameter: int | None
     stochastic: bool = False
+    moment_bytes: tuple[int, int] | None = None
+
+    def bytes_of(self, first_moments: int, second_moments: int) -> int | None:
+        """Bytes a parameter under a rule that keeps so many moments of each kind, the gradient included."""
+        if self.bytes_per_parameter is None or self.moment_bytes is None:
+            return self.bytes_per_parameter if (first_moments, second_moments) == (1, 1) else None
+        first, second = self.moment_bytes
+        return self.bytes_per_parameter + (first_moments - 1) * first + (second_moments - 1) * second
 
 
 def sums(

@@ -6,33 +6,53 @@ How weights are kept that way stands under the same name in the agent (`collage_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any, Final, Literal
 
 from collage_monitor.definitions import Strategy
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 
-__all__ = ["STRATEGIES", "advice", "catalogue_of", "recommend", "strategy", "strategy_title"]
+__all__ = ["STRATEGIES", "better", "catalogue_of", "recommend", "strategy", "strategy_title"]
 
 
 _STRATEGIES = (
-    Strategy("plain", "Plain", "weights and states, rounded to nearest", 8),
-    Strategy("stochastic", "Stochastic rounding", "weights and states, rounded stochastically", 8, True),
-    Strategy("kahan", "Kahan", "weights with a running compensation, states", 10),
-    Strategy("light", "Collage light", "weights as (θ, δθ), states", 10),
+    Strategy("plain", "Plain", "weights and states, rounded to nearest", 8, moment_bytes=(2, 2)),
     Strategy(
-        "light-stochastic", "Collage light, stochastic", "as light; δθ and v rounded stochastically", 10, True
+        "stochastic",
+        "Stochastic rounding",
+        "weights and states, rounded stochastically",
+        8,
+        True,
+        moment_bytes=(2, 2),
     ),
-    Strategy("plus", "Collage plus", "weights as (θ, δθ), second moment as (v, δv), β₂ as (β₂, δβ₂)", 12),
-    Strategy("full", "Collage full", "weights and both moments as pairs", 14),
-    Strategy("fp32-states", "fp32 states", "weights, both moments in fp32", 12),
+    Strategy("kahan", "Kahan", "weights with a running compensation, states", 10, moment_bytes=(2, 2)),
+    Strategy("light", "Collage light", "weights as (θ, δθ), states", 10, moment_bytes=(2, 2)),
+    Strategy(
+        "light-stochastic",
+        "Collage light, stochastic",
+        "as light; δθ and v rounded stochastically",
+        10,
+        True,
+        moment_bytes=(2, 2),
+    ),
+    Strategy(
+        "plus",
+        "Collage plus",
+        "weights as (θ, δθ), second moment as (v, δv), β₂ as (β₂, δβ₂)",
+        12,
+        moment_bytes=(2, 4),
+    ),
+    Strategy("full", "Collage full", "weights and both moments as pairs", 14, moment_bytes=(4, 4)),
+    Strategy("fp32-states", "fp32 states", "weights, both moments in fp32", 12, moment_bytes=(4, 4)),
     Strategy(
         "split-master",
         "Split fp32 master",
         "fp32 weights as bfloat16 and 16 bits below; both moments in 24 bits; all rounded stochastically",
         12,
         True,
+        moment_bytes=(3, 3),
     ),
     Strategy(
         "split-master-16bit",
@@ -40,6 +60,7 @@ _STRATEGIES = (
         "fp32 weights as bfloat16 and 16 bits below; m and √v in 16 bits; all rounded stochastically",
         10,
         True,
+        moment_bytes=(2, 2),
     ),
     Strategy(
         "split-master-8bit",
@@ -47,6 +68,7 @@ _STRATEGIES = (
         "fp32 weights as bfloat16 and 16 bits below; m and √v in 8-bit blocks of 128; all rounded stochastically",
         8,
         True,
+        moment_bytes=(1, 1),
     ),
     Strategy(
         "split-24bit-8bit",
@@ -54,6 +76,7 @@ _STRATEGIES = (
         "weights as bfloat16 and 8 bits below; m and √v in 8-bit blocks of 128; all rounded stochastically",
         7,
         True,
+        moment_bytes=(1, 1),
     ),
     Strategy(
         "integer-remainder",
@@ -61,7 +84,13 @@ _STRATEGIES = (
         "weights with the bits below as integers, rounded to nearest or truncated: other libraries' optimizers",
         None,
     ),
-    Strategy("master-weights", "fp32 master weights", "weights with an fp32 copy, both moments in fp32", 16),
+    Strategy(
+        "master-weights",
+        "fp32 master weights",
+        "weights with an fp32 copy, both moments in fp32",
+        16,
+        moment_bytes=(4, 4),
+    ),
     Strategy("unknown", "Unknown", "not recognised", None),
 )
 
@@ -87,42 +116,56 @@ STRATEGIES: Final = catalogue_of(_STRATEGIES, extensions("collage_monitor.strate
 
 _RECOMMENDED: Final = ("split-master", "split-master-16bit", "split-master-8bit", "split-24bit-8bit")
 """One for each number of bytes, the most exact first: `python -m benchmarks.accumulation`, docs/numerics.md."""
-_NOTHING_BETTER: Final = ("split-master", "integer-remainder", "master-weights")
+_WHOLE_WEIGHTS: Final = (
+    "split-master",
+    "split-master-16bit",
+    "split-master-8bit",
+    "integer-remainder",
+    "master-weights",
+)
+"""Weights kept as exactly as anything here keeps them."""
 
 
-def recommend(bytes_per_parameter: float = 12) -> Strategy | None:
+def recommend(
+    bytes_per_parameter: float = inf, *, first_moments: int = 1, second_moments: int = 1
+) -> Strategy | None:
     """The strategy to train bfloat16 weights with in so many bytes a parameter, states and gradient included.
 
-    The most exact of those that need no more, by the largest error of the displacement after 10,000 steps on the
-    courses of `benchmarks.accumulation`; None where nothing here fits. The scales of 8-bit blocks, a sixteenth of
-    a byte a parameter, are not counted.
+    The most exact of those that need no more under a rule of so many moments (AdamW's are one and one), by the
+    largest error of the displacement after 10,000 steps on the courses of `benchmarks.accumulation`; None where
+    nothing here fits. The scales of 8-bit blocks, 1/32 of a byte a moment, are not counted.
     """
     for name in _RECOMMENDED:
-        entry = STRATEGIES[name]
-        if entry.bytes_per_parameter is not None and entry.bytes_per_parameter <= bytes_per_parameter:
-            return entry
+        size = STRATEGIES[name].bytes_of(first_moments, second_moments)
+        if size is not None and size <= bytes_per_parameter:
+            return STRATEGIES[name]
     return None
 
 
-def advice(present: str | None, dtypes: Collection[str] = ()) -> str | None:
-    """What to try where weights are kept as `present` and lose updates; None where nothing here keeps more.
+def better(
+    present: str | None,
+    lacking: Literal["weights", "states"],
+    *,
+    float16: bool = False,
+    first_moments: int = 1,
+    second_moments: int = 1,
+) -> tuple[Strategy, ...]:
+    """What keeps more than `present` does of what is lacking, and no less of the rest; empty where nothing does.
 
-    dtypes: those of the weights, by name. Named are the most exact strategy, and the most exact that needs no more
-    bytes than the present one. float16 is no leading part of fp32: only fp32 weights keep more beside it.
+    The most exact strategy, and the most exact that needs no more bytes than the present one under a rule of so
+    many moments. float16: float16 is no leading part of fp32, only fp32 weights keep more beside it.
     """
-    if present in _NOTHING_BETTER:
-        return None
-    if "float16" in dtypes:
-        named = [STRATEGIES["master-weights"]]
-    else:
-        known = STRATEGIES.get(present or "unknown")
-        held = None if known is None else known.bytes_per_parameter
-        named = [found for found in (recommend(), recommend(held or 0)) if found is not None and found is not known]
-    first, *others = dict.fromkeys(named)
-    words = (
-        f'collage_agent.optim.CollageAdamW(strategy="{first.name}") ({first.bytes_per_parameter} bytes a parameter)'
-    )
-    return "try " + " or ".join([words, *(f'"{other.name}" ({other.bytes_per_parameter})' for other in others)])
+    if present == "split-master" or (lacking == "weights" and present in _WHOLE_WEIGHTS):
+        return ()
+    if float16:
+        return () if present == "master-weights" else (STRATEGIES["master-weights"],)
+    known = STRATEGIES.get(present or "unknown")
+    held = None if known is None else known.bytes_of(first_moments, second_moments)
+    in_no_more = recommend(held or 0, first_moments=first_moments, second_moments=second_moments)
+    if present == "fp32-states" or (present == "master-weights" and lacking == "states"):
+        in_no_more = None
+    found = dict.fromkeys((recommend(), in_no_more))
+    return tuple(entry for entry in found if entry is not None and entry is not known)
 
 
 def strategy(name: str) -> Strategy:

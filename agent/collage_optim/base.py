@@ -1,9 +1,9 @@
 """What all our optimizers share: groups, states, steps and checkpoints, whatever the rule and the strategy."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ __all__ = ["ARITHMETICS", "CollageOptimizer"]
 
 ARITHMETICS = ("fp32", "storage")
 _LOOKED_AT = 64
+_RULES_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _OPTIONS_CHECKED = ("strategy", "arithmetic", "compiled", "on_external_write", *TORCH_FORMS)
 
 
@@ -69,6 +70,53 @@ class CollageOptimizer(Optimizer):
         self._update_guard = UpdateGuard()
         self._accepted: list[tuple[Any, ...]] = []
         self._forms: dict[Tensor, tuple[torch.dtype, torch.Size, torch.device]] = {}
+
+    @classmethod
+    def from_optimizer(cls, optimizer: Optimizer, *, strategy: str, **options: Any) -> Self:
+        """This class over another optimizer's groups: its options, those by name that both have, and its states.
+
+        For an optimizer of the same update rule; decay that it does not have is 0. A group's weights in 16 bits are
+        kept as `strategy` says; the others, which need no help, become a group of their own that is `plain`.
+        options: others of this class, for all groups. Raises ValueError for options or states that are known to be
+        another rule's, and as the class does for what `strategy` cannot keep.
+        """
+        if type(optimizer).__module__.startswith("torch.optim.") and type(optimizer) not in _RULES_OF_TORCH:
+            raise ValueError(f"{type(optimizer).__name__} is of another update rule than {cls.__name__}")
+        groups = [part for group in optimizer.param_groups for part in cls._groups_like(group, strategy)]
+        rule = {"rule": groups[0]["rule"]} if "rule" in groups[0] else {}
+        made = cls(groups, strategy=strategy, **rule, **options)
+        checkpoints.take_over(made, optimizer)
+        return made
+
+    @classmethod
+    def options_like(cls, group: Group) -> dict[str, Any]:
+        """The options of another optimizer's group that this class has too.
+
+        A switch or a decay that it does not have is off. Raises ValueError for options of another update rule.
+        """
+        rule = {"rule": group["rule"]} if "rule" in group else {}
+        defaults = cls([torch.zeros(1)], strategy="plain", **rule).defaults
+        own = {name: value for name, value in defaults.items() if name not in checkpoints.NOT_OF_THE_RULE}
+        off = {"weight_decay": 0.0} if "weight_decay" in own else {}
+        off.update({name: value for name, value in own.items() if value is False or name == "dampening"})
+        missing = sorted(own.keys() - off.keys() - group.keys() - {"decoupled_weight_decay"})
+        decoupled = own.get("decoupled_weight_decay")
+        if missing or group.get("decoupled_weight_decay", decoupled) != decoupled:
+            told = f"no {', '.join(missing)}" if missing else "decay of another kind"
+            raise ValueError(f"its groups have {told}, unlike {cls.__name__}: it is of another update rule")
+        return {**off, **{name: value for name, value in group.items() if name in own}, **rule}
+
+    @classmethod
+    def _groups_like(cls, group: dict[str, Any], strategy: str) -> Iterator[dict[str, Any]]:
+        options, names = cls.options_like(group), group.get("param_names")
+        options.update({"initial_lr": group["initial_lr"]} if "initial_lr" in group else {})
+        narrow = [parameter.dtype.itemsize < 4 for parameter in group["params"]]
+        for kept in (True, False):
+            chosen = [index for index, own in enumerate(narrow) if own is kept]
+            if chosen or (kept and not narrow):
+                part = {"params": [group["params"][index] for index in chosen], **options}
+                part["strategy"] = strategy if kept else "plain"
+                yield part if names is None else {**part, "param_names": [names[index] for index in chosen]}
 
     @classmethod
     def rule_of(cls, group: Group) -> UpdateRule:
@@ -236,7 +284,7 @@ class CollageOptimizer(Optimizer):
             moments = self._moments(group)
             sample = sampled(alike, component_names(strategy, moments), [moment.name for moment in moments])
             displacement, _ = self.exact_rule()(group, sample, sample["weight"], sample["gradient"], step + 1)
-            self._update_guard.look(number, group, strategy, sample["parameter"], displacement)
+            self._update_guard.look(number, group, strategy, moments, sample["parameter"], displacement)
 
     def _planned(self, group: dict[str, Any], members: list[Member]) -> list[tuple[Step, list[Member]]]:
         """Count the step of each member and group those that take the same one; torch's own steps are made here."""

@@ -22,7 +22,7 @@ from collage_optim.strategies import (
     strategy_named,
 )
 
-__all__ = ["CONVERTED_FROM", "RESIDUALS_FROM", "convert", "load", "note_conversion"]
+__all__ = ["CONVERTED_FROM", "RESIDUALS_FROM", "convert", "load", "note_conversion", "take_over"]
 
 BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled", "on_external_write", "rule")
 """Group options that belong to this optimizer: a checkpoint does not change them."""
@@ -35,6 +35,11 @@ CONVERTED_FROM = "converted_from"
 
 OF_WRAPPERS = ("z",)
 """States that a wrapper keeps beside ours: schedulefree's its weight."""
+
+NOT_OF_THE_RULE = frozenset(
+    ("strategy", "arithmetic", "compiled", "on_external_write", "seed", RESIDUALS_FROM, CONVERTED_FROM)
+)
+"""Group options that say how a rule's numbers are kept and computed."""
 
 _SUFFIXES = (LOW_COMPONENT_SUFFIX, SCALE_SUFFIX)
 _KEPT_BESIDE = (PARAMETER_LOW, MASTER_PARAMETER)
@@ -81,6 +86,22 @@ def load(
         for parameter, original in zip(group["params"], states, strict=True):
             if original:
                 optimizer.state[parameter] = _loaded(moments_of(group), group, parameter, original)
+
+
+def take_over(made: Optimizer, other: Optimizer) -> None:
+    """Give `made` the states that `other` has of the same parameters, converted as those of a checkpoint are."""
+    states: dict[int, Any] = {}
+    loaded = made.state_dict()
+    groups_of = {parameter: group for group in other.param_groups for parameter in group["params"]}
+    for group, saved in zip(made.param_groups, loaded["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            held = {key: value for key, value in other.state.get(parameter, {}).items() if value is not None}
+            states.update({number: held} if any(isinstance(value, Tensor) for value in held.values()) else {})
+            source = groups_of[parameter]
+            saved["strategy"] = source.get("strategy")
+            saved.update({key: source[key] for key in (RESIDUALS_FROM, CONVERTED_FROM) if key in source})
+    if states:
+        made.load_state_dict({"state": states, "param_groups": loaded["param_groups"]})
 
 
 def _merged(built: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:

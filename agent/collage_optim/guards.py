@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from collage_monitor.strategies import better
 from collage_optim.numerics.formats import format_of, gap_towards, round_to
 from collage_optim.rules import Moment
 from collage_optim.strategies import STRATEGIES, StateStorage, StorageStrategy
@@ -90,7 +91,7 @@ def check_range(
     if strategy.second_moment is StateStorage.PAIR:
         raise ValueError(
             f"strategy {strategy.name!r} keeps the second moment as a pair, which float16's range makes no better "
-            "than one number: use bfloat16 parameters, or strategy 'fp32-states' or 'master-weights'"
+            f"than one number: use bfloat16 parameters, or {_advised(strategy, 'states', moments, dtype)}"
         )
     eps = float(group.get("eps", 0.0))
     if group["arithmetic"] == "storage" and not strategy.keeps_wide:
@@ -115,13 +116,13 @@ def range_findings(strategy: StorageStrategy, moments: Sequence[Moment], dtype: 
             yield (
                 f"{moment.name} with decay {moment.decay} is more than {strategy.name!r} can hold in {dtype}: "
                 f"it decays too little or not at all below 1 - decay = 2**{math.log2(limit):.0f}; "
-                f"use {_better(storage, moment.second, dtype)}"
+                f"use {_advised(strategy, 'states', moments, dtype)}"
             )
         if moment.second and dtype == torch.float16:
             smallest = math.sqrt(2.0**-25 / (1 - moment.decay))
             yield (
                 f"{moment.name} in float16 is zero for gradients below {smallest:.1e} (decay {moment.decay}): "
-                "use bfloat16 parameters, or strategy 'fp32-states' or 'master-weights'"
+                f"use bfloat16 parameters, or {_advised(strategy, 'states', moments, dtype)}"
             )
 
 
@@ -136,14 +137,24 @@ def _smallest_forgetting(storage: StateStorage, dtype: torch.dtype) -> float:
     return 2.0 ** -(2 * bits - 1) if storage in (StateStorage.PAIR, StateStorage.SPLIT_24) else 2.0**-bits
 
 
-def _better(storage: StateStorage, second: bool, dtype: torch.dtype) -> str:
-    if storage in (StateStorage.PAIR, StateStorage.SPLIT_24) or dtype == torch.float16:
-        return "strategy 'fp32-states' or 'master-weights'"
-    return (
-        "strategy 'split-master', 'split-master-16bit' or 'fp32-states'"
-        if second
-        else "strategy 'split-master' or 'fp32-states'"
+def _advised(
+    strategy: StorageStrategy,
+    lacking: Literal["weights", "states"],
+    moments: Sequence[Moment],
+    dtype: torch.dtype,
+) -> str:
+    """What keeps more of what is lacking and no less of the rest, with its bytes under a rule of these moments."""
+    second = sum(moment.second for moment in moments)
+    counts = len(moments) - second, second
+    found = better(
+        strategy.name,
+        lacking,
+        float16=dtype == torch.float16,
+        first_moments=counts[0],
+        second_moments=counts[1],
     )
+    told = " or ".join(f"{entry.name!r} ({entry.bytes_of(*counts)} bytes a parameter)" for entry in found)
+    return f"strategy {told}" if told else "fp32 parameters"
 
 
 @dataclass
@@ -194,10 +205,14 @@ class UpdateGuard:
         number: int,
         group: Mapping[str, Any],
         strategy: StorageStrategy,
+        moments: Sequence[Moment],
         weight: Tensor,
         displacement: Tensor,
     ) -> None:
-        """Judge a sample: `weight` as it is visible, [n] in its own dtype, `displacement` [n] fp64."""
+        """Judge a sample: `weight` as it is visible, [n] in its own dtype, `displacement` [n] fp64.
+
+        moments: those of the rule, by which the bytes of what is advised are counted.
+        """
         history, size = self._histories[number], displacement.abs()
         lost = size.lt(stored_half_gap(strategy, weight, displacement)).logical_and_(size.isfinite())
         sums = torch.stack((size.nan_to_num_(0.0, 0.0, 0.0).sum(), size.mul_(lost).sum()))
@@ -206,13 +221,16 @@ class UpdateGuard:
         # A rate that stays is looked at again after as many steps, one that falls after about as many as before.
         ahead = since if falls else self._steps
         history.step, history.looked_at = self._steps, float(group["lr"])
-        judge = functools.partial(self._judge, history, strategy, history.looked_at, since, ahead, weight.dtype)
+        judge = functools.partial(
+            self._judge, history, strategy, moments, history.looked_at, since, ahead, weight.dtype
+        )
         self._reads.add(sums, judge)
 
     def _judge(
         self,
         history: _UpdateHistory,
         strategy: StorageStrategy,
+        moments: Sequence[Moment],
         rate: float,
         since: int,
         ahead: int,
@@ -234,10 +252,7 @@ class UpdateGuard:
                 100 * now,
                 strategy.name,
                 dtype,
-                # What a strategy needs stands beside it; float16 is no leading part of fp32, which cannot be split.
-                "use strategy 'master-weights' (16 bytes a parameter)"
-                if dtype == torch.float16
-                else "use strategy 'split-master' or 'master-weights' (12 or 16 bytes a parameter)",
+                f"use {_advised(strategy, 'weights', moments, dtype)}",
             )
 
 

@@ -77,6 +77,8 @@ def show(server_url: str, token: str | None, as_json: bool, run_id: str) -> None
         return
     click.echo(f"run {run_id}, step {latest.step}: {found.health}")
     click.echo(f"  {printable(found.text)}")
+    if found.advised:
+        click.echo(f"  {printable(found.advised)}")
     if since is not None:
         click.echo(f"  since when: {printable(since)}")
     for key, value in latest.model.items():

@@ -9,6 +9,7 @@ Whoever holds a run's totals makes `evidence_of` them; who reads them over HTTP 
 Both give `judge` the same, and so it says the same.
 """
 
+from collage_monitor.judgement.advice import Lacking, advice_for, most_exact
 from collage_monitor.judgement.case import EDQ_TOLERANCE
 from collage_monitor.judgement.evidence import (
     RECENT_SHARE,
@@ -24,26 +25,40 @@ from collage_monitor.judgement.evidence import (
 )
 from collage_monitor.judgement.judge import judge
 from collage_monitor.judgement.rules import STATE_TOLERANCE, loses_most
-from collage_monitor.judgement.words import CAVEATS, WORDS_VERSION, Finding, Health, Judgement, percent
+from collage_monitor.judgement.words import (
+    CAVEATS,
+    WORDS_VERSION,
+    Advice,
+    Choice,
+    Finding,
+    Health,
+    Judgement,
+    percent,
+)
 
 __all__ = [
+    "Advice",
+    "Choice",
     "CAVEATS",
     "EDQ_TOLERANCE",
     "Evidence",
     "Finding",
     "Health",
     "Judgement",
+    "Lacking",
     "RECENT_SHARE",
     "RECENT_STEPS",
     "STATE_TOLERANCE",
     "Values",
     "WORDS_VERSION",
+    "advice_for",
     "evidence_of",
     "finite",
     "judge",
     "labelled",
     "longest_window",
     "loses_most",
+    "most_exact",
     "percent",
     "recent_points",
     "state_decrements",

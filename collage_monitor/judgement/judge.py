@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from collage_monitor.judgement.advice import advice_of
 from collage_monitor.judgement.case import Case
 from collage_monitor.judgement.doubts import doubts, nothing_intended, witnesses
 from collage_monitor.judgement.evidence import Evidence
@@ -24,7 +27,7 @@ def judge(evidence: Evidence) -> Judgement:
         return judgement_of(case, [Finding("unknown", unexplained, "unexplained", None)])
     against = sorted(findings_against(case), key=lambda finding: GRAVITY.index(finding.health))
     if against:
-        return judgement_of(case, against)
+        return replace(judgement_of(case, against), advice=advice_of(against, case.watch))
     if not case.active:
         return judgement_of(case, [nothing_intended(case)])
     return judgement_of(case, list(doubts(case)) or list(witnesses(case)))

@@ -11,6 +11,8 @@ from collage_monitor.judgement.evidence import labelled
 
 __all__ = [
     "CAVEATS",
+    "Advice",
+    "Choice",
     "Finding",
     "GRAVITY",
     "Health",
@@ -20,7 +22,7 @@ __all__ = [
     "percent",
 ]
 
-WORDS_VERSION: Final = 1
+WORDS_VERSION: Final = 2
 """Raise it when a run may be judged or headlined otherwise than before while the package's version stays: what
 servers keep is then made anew."""
 Health = Literal[
@@ -64,9 +66,34 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """One thing to try.
+
+    strategy: None where the weights become fp32. code: lines to paste, in which `model` and `optimizer` are what
+    they are called: where a strategy is named, once the optimizer is built, before a scheduler, a checkpoint and
+    the watch; else before the optimizer is built. bytes_per_parameter: of weights, states and gradients then;
+    None: not known.
+    """
+
+    code: str
+    bytes_per_parameter: float | None
+    strategy: str | None = None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A sentence about one optimizer, without a full stop, and what it names, the most exact first."""
+
+    optimizer: str
+    text: str
+    choices: tuple[Choice, ...] = ()
+
+
+@dataclass(frozen=True)
 class Judgement:
     """A run's health, the sentence that gives the reasons, and the findings behind it, the deciding one first.
 
+    advice: what to try, an entry for each optimizer that can do better.
     measured: share of the elements of stepped layers whose intended update is known; None: nothing was measured.
     """
 
@@ -76,6 +103,19 @@ class Judgement:
     measured: float | None = None
     first_step: int | None = None
     last_step: int | None = None
+    advice: tuple[Advice, ...] = ()
+
+    @property
+    def advice_lines(self) -> list[str]:
+        """What to try, a clause for each optimizer that can do better."""
+        several = len(self.advice) > 1
+        return [f"{entry.optimizer}: {entry.text}" if several else entry.text for entry in self.advice]
+
+    @property
+    def advised(self) -> str:
+        """What to try, in one sentence; "" where there is nothing."""
+        text = "; ".join(self.advice_lines)
+        return f"{text[0].upper()}{text[1:]}." if text else ""
 
     @property
     def deciding(self) -> Finding | None:

@@ -72,6 +72,7 @@ from collage_monitor.wire.messages import (
     RunUpdate,
     Stream,
     StreamCreate,
+    Trained,
     WatchInfo,
 )
 from collage_monitor.wire.numbers import (
@@ -166,6 +167,7 @@ __all__ = [
     "TokenCreate",
     "TokenCreated",
     "TokenList",
+    "Trained",
     "WatchInfo",
     "WorstLayer",
     "array_from_bytes",

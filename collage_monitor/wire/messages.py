@@ -25,6 +25,7 @@ __all__ = [
     "RunUpdate",
     "Stream",
     "StreamCreate",
+    "Trained",
     "WatchInfo",
 ]
 
@@ -152,12 +153,35 @@ class Conversion(Struct, kw_only=True, frozen=True):
         )
 
 
+class Trained(Struct, kw_only=True, frozen=True):
+    """What one optimizer trains, as far as advice needs it.
+
+    `strategy` is how it is seen to keep that. `fitting` is the class of `collage_agent.optim` that was seen to take
+    the same steps; None: none here does, or it is not known. `first_moments` and `second_moments` are the numbers a
+    parameter that this rule averages. `parameters` maps dtype to elements, `sparse` counts those with sparse
+    gradients. `sharded`: weights are distributed tensors. `float32_bytes`: bytes a parameter of weights, gradients
+    and states, were the 16-bit ones among them in float32; None before there are states. `device` is its type.
+    """
+
+    optimizer: Name
+    strategy: Name = "unknown"
+    fitting: Name | None = None
+    first_moments: Index = 0
+    second_moments: Index = 0
+    parameters: dict[Name, Index] = field(default_factory=dict)
+    sparse: Index = 0
+    sharded: bool = False
+    float32_bytes: float | None = None
+    device: Name = "cpu"
+
+
 class WatchInfo(Struct, kw_only=True, frozen=True):
     """What the agent watches, and how: shown with the run, not needed to read its numbers.
 
     `intent` says where u comes from: "shadow" (fp64 shadow step on samples), "rule" (the optimizer's update rule,
     ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), or "before-after" (no u:
-    only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights.
+    only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights. `trained`
+    says what each optimizer trains.
     """
 
     optimizer: Name
@@ -174,6 +198,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     host: Annotated[str, Meta(max_length=255)] = ""
     fingerprint: Fingerprint | None = None
     conversion: Conversion | None = None
+    trained: list[Trained] = field(default_factory=list)
 
 
 class StreamCreate(Struct, kw_only=True, frozen=True):

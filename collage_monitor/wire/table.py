@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from collage_monitor.wire.answers import LoggedScalar
+from collage_monitor.wire.messages import Trained
 from collage_monitor.wire.numbers import Number
 
 __all__ = [
@@ -63,7 +64,8 @@ class Overview(Struct, kw_only=True, frozen=True):
 
     first_step … last_step: the recent past, `measured_steps` in it; `numbers` are the model's metrics over it, with
     their intervals. `headline` says in one sentence what is wrong, where and since when; `verdict` gives the
-    reasons, and `findings` the metrics that are held against the run, with their values. `since`: the first step at
+    reasons, `advice` what to try, "" where there is nothing, and `findings` the metrics that are held against the
+    run, with their values. `since`: the first step at
     which EDQ was different, null if it never changed. `worst`: up to five layers. `trend`: EDQ over the whole run.
     """
 
@@ -75,6 +77,7 @@ class Overview(Struct, kw_only=True, frozen=True):
     health: str = "unknown"
     headline: str = ""
     verdict: str = ""
+    advice: str = ""
     findings: dict[str, float] = field(default_factory=dict)
     since: int | None = None
     worst: list[LayerLoss] = field(default_factory=list)
@@ -102,6 +105,7 @@ class RunRow(Struct, kw_only=True, frozen=True):
     overview: Overview | None
     seed: int | None = None
     changed_at: float | None = None
+    trained: list[Trained] = field(default_factory=list)
 
 
 class RunTable(Struct, kw_only=True, frozen=True):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from collage_dashboard.strategy_results import StrategyResult
-from collage_monitor.judgement import percent
+from collage_monitor.judgement import most_exact, percent
 from collage_monitor.seeds import Estimate
-from collage_monitor.strategies import recommend
+from collage_monitor.strategies import strategy_title
 
 __all__ = ["NOTICEABLE_LOSS_SHARE", "Recommendation", "recommendation", "signed"]
 
@@ -116,17 +116,17 @@ def _none_fits(results: Sequence[StrategyResult]) -> str:
         return "No run to compare yet."
     if all(result.health == "unknown" for result in results):
         return "No strategy can be named yet: no run is known to keep its updates."
-    best = recommend()
-    more = f" Try {best.name} ({best.bytes_per_parameter} bytes a parameter)." if best else ""
-    tried = any(best is not None and result.strategy == best.name for result in results)
-    return f"None of the compared strategies is known to keep its updates.{'' if tried else more}"
+    told = dict.fromkeys(run.advice for result in results for run in result.runs if run.advice)
+    return " ".join(["None of the compared strategies is known to keep its updates.", *told])
 
 
 def _not_compared(chosen: StrategyResult, results: Sequence[StrategyResult]) -> list[str]:
-    """The most exact strategy of no more bytes, if nobody has tried it here."""
-    size = chosen.bytes_per_parameter
-    best = recommend(round(size.value, 1)) if size and chosen.dtype != "float16" else None
-    if best is None or any(result.strategy == best.name for result in results):
+    """The most exact strategy of no more bytes for what is trained, if nobody has tried it here."""
+    size, trained = chosen.bytes_per_parameter, chosen.runs[0].trained
+    best = most_exact(trained[0], round(size.value, 1)) if size and len(trained) == 1 else None
+    if best is None or any(result.strategy == best.strategy for result in results):
         return []
-    known = f"{best.title}: not compared here; in {best.bytes_per_parameter} bytes a parameter the most exact"
-    return [f"{known} on given gradients (docs/numerics.md). Try CollageAdamW(strategy={best.name!r})"]
+    known = (
+        f"{strategy_title(best.strategy)}: not compared here; in {best.bytes_per_parameter:.3g} bytes a parameter"
+    )
+    return [f"{known} the most exact on given gradients (docs/numerics.md). Try {best.code.splitlines()[-1]}"]

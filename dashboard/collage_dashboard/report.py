@@ -165,7 +165,9 @@ def _about_run(reader: Reader, run_id: str) -> str:
     sections.append(Section("About the run", rows=[Row(name, [(text, "")]) for name, text in facts]))
     kept = strategy_title(strategy, watch.dtype) if watch else "not watched"
     subtitle = f"{run.project} · {kept} · {run.state}, {step} · updated {when(run.updated_at)}"
-    return _rendered(run.name, subtitle, overview.headline, [overview.verdict], sections)
+    return _rendered(
+        run.name, subtitle, overview.headline, [*filter(None, [overview.verdict, overview.advice])], sections
+    )
 
 
 _WORST_HEADS = ("Layer", "Share of the lost energy", "EDQ", "Updates lost")

@@ -27,7 +27,8 @@ _NO_STRATEGY: Final = frozenset({None, "plain", "unknown"})
 class RunResult:
     """A run in the numbers by which strategies are compared. None: not known.
 
-    `loss` is read at `loss_step`; `health` and `headline` are its verdict's, `numbers` those that it rests on.
+    `loss` is read at `loss_step`; `health` and `headline` are its verdict's, `numbers` those that it rests on,
+    `advice` what it says to try. `trained`: what its optimizers train.
     """
 
     run_id: str
@@ -43,6 +44,8 @@ class RunResult:
     bytes_per_parameter: float | None
     tokens_per_second: float | None
     numbers: Mapping[str, float]
+    advice: str
+    trained: Sequence[wire.Trained]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +128,8 @@ def _result(row: wire.RunRow, run: wire.ComparedRun | None, loss: float | None, 
         bytes_per_parameter=size if size is not None or wide or known is None else known.bytes_per_parameter,
         tokens_per_second=finite(speed if speed is not None else logged.get("tokens_per_second")),
         numbers={key: value for key, value in numbers.items() if value is not None},
+        advice=overview.advice if overview else "",
+        trained=row.trained,
     )
 
 

@@ -6,6 +6,7 @@ from collage_dashboard.recommendation import recommendation, signed
 from collage_dashboard.strategy_results import loss_name, results_of, run_results
 
 from collage_monitor import wire
+from collage_monitor.judgement import advice_for
 
 BYTES = {"plain": 8.0, "light": 10.0, "plus": 12.0, "split-master": 12.0, "master-weights": 16.0}
 STUCK = "Exp_avg_sq stuck since step 10."
@@ -18,6 +19,15 @@ def row(strategy, loss, *, dtype="bfloat16", health="healthy", headline="Updates
     scalars |= {"validation_loss": wire.LoggedScalar(step=step, value=loss)}
     scalars |= {"tokens_per_second": wire.LoggedScalar(step=step, value=1000.0)}
     run_id = f"{strategy}-{dtype}-{seed}"
+    adamw = wire.Trained(
+        optimizer="AdamW",
+        strategy=strategy,
+        fitting="CollageAdamW",
+        first_moments=1,
+        second_moments=1,
+        parameters={dtype: 100},
+    )
+    told = advice_for(adamw, "weights") if health == "losing updates" else None
     return wire.RunRow(
         run_id=run_id,
         project="p",
@@ -33,8 +43,15 @@ def row(strategy, loss, *, dtype="bfloat16", health="healthy", headline="Updates
         updated_at=0.0,
         last_step=step,
         scalars=scalars,
-        overview=wire.Overview(run_id=run_id, health=health, headline=headline, numbers={"edq_ratio": 0.9}),
+        overview=wire.Overview(
+            run_id=run_id,
+            health=health,
+            headline=headline,
+            numbers={"edq_ratio": 0.9},
+            advice=told.text if told else "",
+        ),
         seed=seed,
+        trained=[adamw],
     )
 
 
@@ -100,7 +117,8 @@ def test_the_cheapest_that_nothing_speaks_against_is_recommended_and_each_has_it
         "fp32 master weights · bfloat16: 16 bytes a parameter, loss 0 (0 %), nothing speaks against it",
         "Plain · float32: 16 bytes a parameter, the reference, nothing speaks against it",
         "Split fp32 master: not compared here; in 12 bytes a parameter the most exact on given gradients "
-        "(docs/numerics.md). Try CollageAdamW(strategy='split-master')",
+        "(docs/numerics.md). Try optimizer = collage_agent.optim.CollageAdamW.from_optimizer(optimizer, "
+        'strategy="split-master")',
     )
 
 
@@ -157,7 +175,7 @@ def test_nothing_is_recommended_that_is_not_known_to_be_well():
     assert found(unknown).text == "No strategy can be named yet: no run is known to keep its updates."
     losing = found([DEMO[1]])
     assert losing.chosen is None
-    assert losing.text.endswith("Try split-master (12 bytes a parameter).")
+    assert losing.text.endswith('strategy="split-master") (12 bytes a parameter) or "split-master-8bit" (8)')
     assert found([]).text == "No run to compare yet."
 
 

@@ -12,7 +12,7 @@ from collage_optim.numerics.formats import format_of, ulp
 from msgspec import Struct
 from torch import Tensor
 
-from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, is_narrow, number_of
+from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, advised, is_narrow, number_of
 
 __all__ = ["AuditFinding", "Severity", "findings_of"]
 
@@ -248,7 +248,7 @@ def _stale_masters(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditF
 
 def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     """A decay below half a gap of every number of the format: rounding to nearest gives the old value back."""
-    stuck: dict[tuple[str, float], dict[str, None]] = {}
+    stuck: dict[tuple[str, float], list[CheckpointParameter]] = {}
     for entry in parameters:
         decay = _second_decay(entry)
         for name, average in entry.averages.items():
@@ -260,35 +260,36 @@ def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator
                 and not stochastic
                 and decay < 2.0 ** -(format_of(average.dtype).mantissa_bits + 2)
             ):
-                stuck.setdefault((dtype_name(average.dtype), 1 - decay), {})[entry.name] = None
-    for (dtype, beta2), names in stuck.items():
-        layers = list(names)
+                stuck.setdefault((dtype_name(average.dtype), 1 - decay), []).append(entry)
+    for (dtype, beta2), entries in stuck.items():
+        layers = list(dict.fromkeys(entry.name for entry in entries))
         yield AuditFinding(
             "problem",
             "second-moment-stuck",
             f"the second moment is one {dtype} number with beta2 = {beta2:.6g} in {len(layers)} parameters: it can "
             f"grow but not decay, so that steps become too small once gradients fall: {_some(layers)}",
             layers,
-            'keep it in 24 bits (strategy="split-master") or in fp32, round it stochastically, or lower beta2',
+            f"lower beta2, or {advised(entries, 'states', 'round the second moment stochastically')}",
         )
 
 
 def _zero_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
-    zeroed = []
+    zeroed, entries = [], []
     for entry in parameters:
         first, second = entry.numbers("exp_avg"), entry.numbers("exp_avg_sq")
         if first is not None and second is not None:
             share = _share(_zero_where_moving, second, first)
             if share > _SHARE_THAT_MATTERS:
                 zeroed.append(f"{entry.name} ({share:.0%})")
+                entries.append(entry)
     if zeroed:
         yield AuditFinding(
             "problem",
             "second-moment-zero",
             f"exp_avg_sq is 0 where exp_avg is not, in {len(zeroed)} parameters: {_some(zeroed)}",
             zeroed,
-            "squares of small gradients fell below the format's range, so that eps alone bounds the step: keep the "
-            "second moment in bfloat16 pairs or fp32",
+            "squares of small gradients fell below the format's range, so that eps alone bounds the step: "
+            + advised(entries, "states", "keep the second moment in fp32"),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,10 +24,13 @@ from torch import Tensor
 
 from collage_agent.audit.reading import Checkpoint
 from collage_agent.sample.quantised import reading, reading_dtype
+from collage_monitor import wire
+from collage_monitor.judgement import Lacking, advice_for
 
 __all__ = [
     "SECOND_MOMENTS",
     "CheckpointParameter",
+    "advised",
     "checkpoint_parameters",
     "is_narrow",
     "number_of",
@@ -51,6 +55,7 @@ _NESTED: Final = "__bnb_optimizer_quant_state__"
 _MATCHES: Final = 0.99
 _LOOKED_AT: Final = 2**16
 _BUFFERS: Final = ("running_mean", "running_var")
+_RULES: Final = {"CollageAdamW": "AdamW", "CollageAdam": "Adam", "CollageLion": "Lion", "CollageSGD": "SGD"}
 _LOW_SUFFIXES: Final = (LOW_COMPONENT_SUFFIX, "_accounted")
 SECOND_MOMENTS: Final = frozenset({"exp_avg_sq", "exp_avg_var", "square_avg", "max_exp_avg_sq", "exp_inf"})
 
@@ -181,6 +186,54 @@ class CheckpointParameter:
         if average in self.average_lows:
             return StateStorage.PAIR
         return StateStorage.SINGLE if is_narrow(self.averages[average].dtype) else StateStorage.WIDE
+
+
+def advised(parameters: Sequence[CheckpointParameter], lacking: Lacking, otherwise: str) -> str:
+    """What to try for parameters that keep too little of their weights or states; `otherwise` where nothing fits.
+
+    A checkpoint names options and states, not the optimizer: the rule is that which has these.
+    """
+    first, dtypes, states, weights = parameters[0], Counter[str](), 0, 0
+    for entry in parameters:
+        kept = entry.weight if entry.weight is not None else next(iter(entry.averages.values()))
+        dtypes[dtype_name(kept.dtype)] += entry.elements
+        weights += 8 * entry.elements
+        states += sum(
+            state.numel() * (4 if state.dtype == kept.dtype else state.dtype.itemsize)
+            for state in entry.averages.values()
+        )
+    fitting = _fitting(first)
+    seconds = sum(name in SECOND_MOMENTS for name in first.averages)
+    found = advice_for(
+        wire.Trained(
+            optimizer="this rule",
+            strategy="light" if first.strategy == "light or kahan" else first.strategy,
+            fitting=fitting,
+            first_moments=len(first.averages) - seconds,
+            second_moments=seconds,
+            parameters=dict(dtypes),
+            float32_bytes=(weights + states) / max(dtypes.total(), 1),
+        ),
+        lacking,
+    )
+    return (
+        otherwise
+        if found is None
+        else found.text
+        if fitting is None
+        else f"if this is {_RULES[fitting]}, {found.text}"
+    )
+
+
+def _fitting(entry: CheckpointParameter) -> str | None:
+    """The class of ours whose rule has these options and keeps these averages."""
+    averages, group = {*entry.averages} - {*OF_WRAPPERS}, entry.group
+    if {"exp_avg", "exp_avg_sq"} <= averages <= {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"} and "eps" in group:
+        coupled = group.get("decoupled_weight_decay") is False
+        return None if "momentum_decay" in group else "CollageAdam" if coupled else "CollageAdamW"
+    if averages == {"exp_avg"} and len(group.get("betas", ())) == 2 and "eps" not in group:
+        return "CollageLion"
+    return "CollageSGD" if averages <= {"momentum_buffer"} and "dampening" in group else None
 
 
 def is_narrow(dtype: torch.dtype) -> bool:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from collage_agent.audit.findings import AuditFinding, findings_of
-from collage_agent.audit.parameters import CheckpointParameter, checkpoint_parameters, number_of
+from collage_agent.audit.parameters import CheckpointParameter, advised, checkpoint_parameters, number_of
 from collage_agent.audit.reading import read_checkpoint
 
 __all__ = [
@@ -228,7 +228,7 @@ def audit_checkpoint(path: Path, learning_rate: float | None = None) -> Audit:
     if learning_rate is None:
         learning_rate, origin = _learning_rate_of(parameters)
     losses, told = _losses(parameters, learning_rate)
-    findings = [*findings_of(parameters), *_of_rate(losses, learning_rate)]
+    findings = [*findings_of(parameters), *_of_rate(parameters, losses, learning_rate)]
     findings.sort(key=lambda finding: ("problem", "warning", "note").index(finding.severity))
     return Audit(
         path=str(path),
@@ -302,7 +302,9 @@ def _is_like_adam(entry: CheckpointParameter) -> bool:
     return "betas" in entry.group or "exp_avg" in entry.averages
 
 
-def _of_rate(losses: dict[str, LostAtRate], learning_rate: float | None) -> Iterator[AuditFinding]:
+def _of_rate(
+    parameters: Sequence[CheckpointParameter], losses: dict[str, LostAtRate], learning_rate: float | None
+) -> Iterator[AuditFinding]:
     if not losses or learning_rate is None:
         return
     total = _sum(losses.values())
@@ -316,8 +318,7 @@ def _of_rate(losses: dict[str, LostAtRate], learning_rate: float | None) -> Iter
         f"at learning rate {learning_rate:g}, {ratio:.0%} of the updates stand below half a gap of their weights: "
         "rounding to nearest gives the old weights back",
         worst,
-        "keep the bits below the weights or a master weight (CollageAdamW, strategy 'split-master'), or round "
-        "stochastically",
+        advised([entry for entry in parameters if entry.name in worst], "weights", "round stochastically"),
     )
 
 

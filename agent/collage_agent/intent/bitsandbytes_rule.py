@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from collage_optim import CollageAdamW, CollageLion, CollageOptimizer
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -87,6 +88,10 @@ class BitsandbytesRule:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._rule = _RULES[_rule_name(optimizer)]
+
+    def follows(self, kind: type[CollageOptimizer]) -> bool:
+        """Whether it is the rule of that class of ours, with the same options."""
+        return self._rule is {CollageAdamW: _adam, CollageLion: _lion}.get(kind)
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Nothing is kept from one step to the next."""

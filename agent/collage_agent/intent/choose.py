@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal, Protocol, cast
 
 import torch
-from collage_optim import CollageOptimizer, known_strategy
+from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageOptimizer, CollageSGD, known_strategy
 from collage_optim.arithmetic import WideArithmetic, shared_workspace
 from collage_optim.stepping import local_part, longest_chunk
 from torch import Tensor
@@ -19,12 +19,16 @@ from collage_agent.intent.bitsandbytes_rule import BitsandbytesRule, follows_bit
 from collage_agent.intent.clone import isolated, without_output_or_warnings
 from collage_agent.intent.foreign import ForeignOptimizer, with_inner
 from collage_agent.intent.observe import observe_storage
-from collage_agent.intent.probing import HOST
+from collage_agent.intent.probing import HOST, ProbeRun, gradients_of, same_displacements
 from collage_agent.intent.selftest import SelfTestResult, run_selftest
 from collage_agent.intent.shadow import Shadow
+from collage_agent.intent.widen import Widening
 from collage_agent.sample.stored import OURS, Composition
 
-__all__ = ["Intent", "IntentCache", "choose_intent"]
+__all__ = ["Intent", "IntentCache", "choose_intent", "fitting_class"]
+
+_CLASSES: Final = (CollageAdamW, CollageAdam, CollageSGD, CollageLion)
+_STEPS_ALIKE: Final = 4
 
 
 class Intent(Protocol):
@@ -156,6 +160,48 @@ def _choose(optimizer: Optimizer) -> list[Intent]:
         if kind not in chosen:
             chosen[kind] = _intent_of_group(optimizer, group)
     return [chosen[_kind_of(group)] for group in optimizer.param_groups]
+
+
+def fitting_class(optimizer: Optimizer, intents: Sequence[Intent]) -> type[CollageOptimizer] | None:
+    """The class of ours whose steps move probe tensors as this optimizer's do in fp64, in all of its groups.
+
+    None where no class does, or where a clone of the optimizer cannot tell: it mixes elements, or steps only rows.
+    On the host, without a trace in the optimizer.
+    """
+    if isinstance(optimizer, CollageOptimizer):
+        return type(optimizer)
+    kinds = {
+        _kind_of(group): (group, intent) for group, intent in zip(optimizer.param_groups, intents, strict=True)
+    }
+    if any(intent.kind not in ("shadow", "rule") or intent.composition.sparse for _, intent in kinds.values()):
+        return None
+    named = f"Collage{type(optimizer).__name__}"
+    with without_output_or_warnings(), isolated(HOST):
+        # Adam is AdamW where nothing decays.
+        for kind in sorted(_CLASSES, key=lambda kind: kind.__name__ != named):
+            if all(_steps_alike(optimizer, group, intent, kind) for group, intent in kinds.values()):
+                return kind
+    return None
+
+
+def _steps_alike(optimizer: Optimizer, group: dict[str, Any], intent: Intent, kind: type[CollageOptimizer]) -> bool:
+    try:
+        if isinstance(intent, BitsandbytesRule):
+            return intent.follows(kind) and bool(kind.options_like(group))
+        generator = torch.Generator().manual_seed(0)
+        gradients = gradients_of([(24,)], generator)
+        start = torch.randn(24, generator=generator, dtype=torch.float64)
+        run, state = ProbeRun(optimizer, group, [start], Widening(), intent.composition), dict[str, Any]()
+        options = kind([torch.zeros(1)], strategy="plain").defaults | kind.options_like(run.group)
+        for step in range(1, _STEPS_ALIKE + 1):
+            [gradient] = next(gradients)
+            before = run.parameters[0].clone()
+            expected, state = kind.exact_displacement(options, state, before, gradient, step)
+            if not same_displacements(run.step([gradient]), [expected]):
+                return False
+    except Exception:
+        return False
+    return True
 
 
 def _intent_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, Final, Literal
 
@@ -70,6 +70,11 @@ class Meter:
     def watched(self) -> Sequence[WatchedParameter]:
         """The parameters that are watched, in places that stay theirs; a new list when groups have changed."""
         return self._planner.watched
+
+    @property
+    def sparse(self) -> Collection[str]:
+        """The tensors whose gradients were seen to be sparse, by name."""
+        return self._planner.sparse
 
     @property
     def oracle_restarts(self) -> int:

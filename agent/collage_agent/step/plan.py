@@ -64,6 +64,8 @@ class Planner:
         self._seed = seed
         self._casts = tuple(casts)
         self._least_block = max((CAST_FORMATS[key].block for key in casts), default=1)
+        self.sparse: set[str] = set()
+        """The tensors whose gradients were seen to be sparse, by name."""
         self.regroup(watched, intents)
 
     def regroup(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
@@ -86,6 +88,7 @@ class Planner:
             parameter = self.watched[index].parameter
             gradient = self.intents[self.watched[index].group].composition.gradient_of(parameter)
             if gradient is not None and gradient.is_sparse:
+                self.sparse.add(self.watched[index].name)
                 found += self._touched(index, cap, gradient, optimizer)
                 continue
             if not placed_alike(parameter, gradient):

@@ -18,10 +18,11 @@ from collage_agent.stats import MEASURES, OWN, failures
 from collage_agent.step.totals import TableUnion
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import most_skipped
-from collage_agent.watching.description import bytes_per_parameter, joined
+from collage_agent.watching.description import joined
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.history import StepHistory
 from collage_agent.watching.hooks import OptimizerHooks, largest_step_count
+from collage_agent.watching.trained import bytes_per_parameter
 from collage_monitor import wire
 from collage_monitor.table import Table
 

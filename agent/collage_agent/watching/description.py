@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 import torch
 from collage_optim import CONVERTED_FROM, RESIDUALS_FROM, CollageOptimizer
 from collage_optim.names import dtype_name
@@ -20,15 +19,16 @@ import collage_monitor
 from collage_agent.intent.before_after import BeforeAfter, WholeTensor
 from collage_agent.intent.choose import Intent
 from collage_agent.options import WatchOptions
-from collage_agent.sample.quantised import is_quantised, reading_dtype, stored_tensors
+from collage_agent.sample.quantised import is_quantised, reading_dtype
 from collage_agent.sample.remainders import codes_of
 from collage_agent.sample.stored import OURS, PLAIN, Composition, elementwise_state, factored_state, form_of
 from collage_agent.step.rotation import ELEMENTS_A_STEP, too_large
 from collage_agent.training.parameters import WatchedParameter
+from collage_agent.watching.trained import trained
 from collage_monitor import wire
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["bytes_per_parameter", "describe", "joined"]
+__all__ = ["describe", "joined"]
 
 _UNKNOWN: Final = "unknown"
 _SCALAR: Final = torch.Size([])
@@ -44,8 +44,13 @@ def describe(
     *,
     notes: Sequence[str],
     closure: bool,
+    fitting: type[CollageOptimizer] | None = None,
+    sparse: Collection[str] = (),
 ) -> wire.WatchInfo:
-    """One optimizer, for `joined`; where groups differ, the larger part speaks and the reason names the rest."""
+    """One optimizer, for `joined`; where groups differ, the larger part speaks and the reason names the rest.
+
+    fitting: the class of ours that takes the same steps. sparse: names of what has sparse gradients.
+    """
     dtypes: Counter[str] = Counter()
     sources: Counter[str] = Counter()
     reasons: dict[str, None] = {}
@@ -84,6 +89,7 @@ def describe(
             layer_rounds_at_random=_layer_rounds_at_random(watched, intents),
         ),
         conversion=_conversion(optimizer),
+        trained=[trained(optimizer, watched, _observed_strategy(optimizer, kinds, intents), fitting, sparse)],
     )
 
 
@@ -130,6 +136,7 @@ def joined(infos: Sequence[wire.WatchInfo]) -> wire.WatchInfo:
         parameters=sum(info.parameters for info in infos),
         fingerprint=_together([info.fingerprint for info in by_size if info.fingerprint is not None]),
         conversion=next((info.conversion for info in by_size if info.conversion is not None), None),
+        trained=[entry for info in infos for entry in info.trained],
     )
 
 
@@ -174,56 +181,6 @@ def _together(known: Sequence[wire.Fingerprint]) -> wire.Fingerprint | None:
 def _most_common(counted: Counter[str], otherwise: str) -> str:
     """What most elements have; a rank may hold none."""
     return counted.most_common(1)[0][0] if counted else otherwise
-
-
-def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
-    """Bytes of weights, optimizer states and gradients over the number of weights; None while there is no state.
-
-    From where they lie in memory, each byte once. Numbers kept once for a tensor, such as step counters, are left
-    out. No synchronisation.
-    """
-    states: dict[Tensor, dict[str, Any]] = {
-        parameter: optimizer.state.get(parameter, {})
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    if not any(states.values()):
-        return None
-    places: dict[torch.device, list[int]] = {}
-    for parameter, state in states.items():
-        for tensor in _tensors_of(parameter, state):
-            for part in stored_tensors(tensor):
-                places.setdefault(part.device, []).extend((part.data_ptr(), _bytes_spanned(part)))
-    elements = sum([local_part(parameter).numel() for parameter in states])
-    return sum(map(_bytes_covered, places.values())) / elements if elements else None
-
-
-def _bytes_covered(places: Sequence[int]) -> int:
-    """Bytes in which any tensor lies, of address and length of each; an object for each storage takes longer."""
-    starts, lengths = np.array(places, dtype=np.uint64).reshape(-1, 2).T
-    order = np.argsort(starts)
-    starts, ends = starts[order], (starts + lengths)[order]
-    reached = np.maximum.accumulate(ends)
-    starts[1:] = np.maximum(starts[1:], reached[:-1])
-    return int((reached - np.minimum(starts, reached)).sum())
-
-
-def _bytes_spanned(tensor: Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size() if tensor.numel() else 0
-
-
-def _tensors_of(parameter: Tensor, state: dict[str, Any]) -> Iterator[Tensor]:
-    yield parameter
-    for gradient in (parameter.grad, vars(parameter).get("decoupled_grad")):
-        if gradient is not None and not gradient.is_sparse:
-            yield gradient
-    for value in state.values():
-        if isinstance(value, Tensor) and (value.numel() > 1 or value.shape == parameter.shape != _SCALAR):
-            yield value
 
 
 def _fingerprint(

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.guard import Guard
 from collage_agent.intent.before_after import BeforeAfter, WholeTensor
-from collage_agent.intent.choose import Intent, IntentCache
+from collage_agent.intent.choose import Intent, IntentCache, fitting_class
 from collage_agent.intent.clone import isolated
 from collage_agent.intent.foreign import ForeignOptimizer
 from collage_agent.options import WatchOptions
@@ -83,6 +83,7 @@ class OptimizerHooks:
         watched, self.left_out = watched_parameters(model, self.stepping, options, sharding)
         with governor.timing():
             self._intents = _intents_on_this_rank(intents.of(self.foreign or self.stepping), watched)
+            self._fitting = None if self.foreign else fitting_class(self.stepping, self._intents)
         self._members = _members_of(self.stepping)
         self._windows = Windows(options.windows, options.every) if options.windows else None
         self._step = 0
@@ -145,6 +146,8 @@ class OptimizerHooks:
             self._intents,
             notes=[*self._notes(), *notes],
             closure=self.closure_seen,
+            fitting=self._fitting,
+            sparse=self.meter.sparse,
         )
         return described if self.foreign is None else replace_fields(described, optimizer=self.foreign.named)
 
@@ -277,6 +280,7 @@ class OptimizerHooks:
         kept, new = regrouped(self.meter.watched, found, members)
         self.meter.regroup([*kept, *_with_unique_names(new, self._number, self._names_used)], intents)
         self._members, self._intents, self.left_out = members, intents, left_out
+        self._fitting = None if self.foreign else fitting_class(optimizer, intents)
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
         self._governor.measure_next_step()

@@ -30,7 +30,7 @@ from collage_monitor.judgement import (
 )
 from collage_monitor.onset import find_onset, since_in_words
 from collage_monitor.statistics import finish, finish_all, reduce_shards
-from collage_monitor.strategies import STRATEGIES, advice
+from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["edq_change", "evidence_of_past", "summarise", "verdict"]
 
@@ -135,7 +135,7 @@ def _body(evidence: Evidence, last: Values, found: Judgement) -> Iterator[str]:
     yield from _oracle(model)
     if info.observed_strategy in ("plain", "unknown"):
         yield from _grid(last)
-    yield from _advice(found, info)
+    yield from _advice(found)
 
 
 def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
@@ -222,17 +222,13 @@ def _grid(model: Values) -> Iterator[str]:
     )
 
 
-def _advice(found: Judgement, info: wire.WatchInfo) -> Iterator[str]:
+def _advice(found: Judgement) -> Iterator[str]:
     deciding = found.deciding
     if found.health == "unknown" and deciding is not None and deciding.key == "edq_ratio":
         yield "EDQ alone proves nothing: watch with oracle=True to know"
     elif found.health == "steps are off" and deciding is not None and deciding.key.startswith(_STEPS_KEPT):
         yield "each step keeps what it intends, but not what fp64 would do: look at states and learning rate"
-    elif found.health in ("losing updates", "states are stuck", "decay is lost"):
-        weights = info.fingerprint.parameters if info.fingerprint else {}
-        tried = advice(info.observed_strategy, weights)
-        if tried is not None:
-            yield tried
+    yield from found.advice_lines
 
 
 def _interval(model: Values, name: str, form: str = ".4f") -> str:

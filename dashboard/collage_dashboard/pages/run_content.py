@@ -111,6 +111,7 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
         [
             html.Div(headline_line(overview), className="answer"),
             html.P(overview.verdict, className="reasons"),
+            *([html.P(overview.advice, className="reasons")] if overview.advice else []),
             html.Div(cards, className="four"),
         ]
     )

@@ -127,5 +127,9 @@ class AlertEvaluator(BackgroundThread):
                 with self._store.points.snapshot() as snapshot:
                     record = snapshot.records([run_id])[run_id]
                     step, found = record.last_step, evaluate(snapshot, record)
-                parts += [beyond_verdict(found.headline, found.verdict), f"Judged {found.health}: {found.verdict}"]
+                parts += [
+                    beyond_verdict(found.headline, found.verdict),
+                    f"Judged {found.health}: {found.verdict}",
+                    found.advice,
+                ]
         return " ".join(filter(None, parts)), step

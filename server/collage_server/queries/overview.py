@@ -102,6 +102,7 @@ def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
         health="not finite" if points.logged_losses else found.health,
         headline=sentence,
         verdict=found.text,
+        advice=found.advised,
         findings=held_against(found),
         since=since,
         worst=_worst(points.layers),

@@ -61,6 +61,7 @@ def run_row(
         "observed_strategy": record.watch.observed_strategy if record.watch else None,
         "scalars": {name: record.scalars[name] for name in _ROW_SCALARS if name in record.scalars},
         "overview": overview,
+        "trained": record.watch.trained if record.watch else [],
     }
     stored = (name for name in wire.RunRow.__struct_fields__ if name not in computed)
     return wire.RunRow(**computed, **{name: getattr(record, name) for name in stored})

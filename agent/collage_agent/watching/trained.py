@@ -1,0 +1,121 @@
+"""What an optimizer trains, and the bytes that its weights, states and gradients take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from collage_optim import CollageOptimizer, Moment
+from collage_optim.names import dtype_name
+from collage_optim.stepping import local_part
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from collage_agent.sample.quantised import stored_tensors
+from collage_agent.training.parameters import WatchedParameter
+from collage_monitor import wire
+
+__all__ = ["bytes_per_parameter", "trained"]
+
+_SCALAR: Final = torch.Size([])
+
+
+def trained(
+    optimizer: Optimizer,
+    watched: Sequence[WatchedParameter],
+    strategy: str,
+    fitting: type[CollageOptimizer] | None,
+    sparse: Collection[str],
+) -> wire.Trained:
+    """What an optimizer trains, for advice. strategy: how that is seen to be kept. fitting, sparse: see `describe`.
+
+    Bytes are counted from the states that there are. No synchronisation.
+    """
+    parameters: Counter[str] = Counter()
+    states, size = False, 0.0
+    for entry in watched:
+        parameter, state = entry.parameter, optimizer.state.get(entry.parameter, {})
+        parameters[dtype_name(parameter.dtype)] += entry.shard.elements
+        states |= bool(state) or (fitting is not None and not _moments(optimizer, fitting))
+        dense = entry.name not in sparse
+        size += 4 * entry.shard.elements * (1 + dense)
+        kept = (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
+        size += sum(value.numel() * _bytes_beside_float32(value, parameter) for value in map(local_part, kept))
+    moments = [] if fitting is None else [moment.second for moment in _moments(optimizer, fitting)]
+    return wire.Trained(
+        optimizer=type(optimizer).__name__,
+        strategy=strategy,
+        fitting=None if fitting is None else fitting.__name__,
+        first_moments=moments.count(False),
+        second_moments=moments.count(True),
+        parameters=dict(parameters),
+        sparse=sum(entry.shard.elements for entry in watched if entry.name in sparse),
+        sharded=any(local_part(entry.parameter) is not entry.parameter for entry in watched),
+        float32_bytes=size / parameters.total() if states and parameters.total() else None,
+        device=watched[0].parameter.device.type if watched else "cpu",
+    )
+
+
+def _moments(optimizer: Optimizer, fitting: type[CollageOptimizer]) -> tuple[Moment, ...]:
+    """The averages that the rule keeps under the options of the first group."""
+    group = optimizer.param_groups[0]
+    options = group if isinstance(optimizer, CollageOptimizer) else fitting.options_like(group)
+    return fitting.rule_of(options).moments(options)
+
+
+def _bytes_beside_float32(state: Tensor, parameter: Tensor) -> int:
+    """Bytes of a state's number, beside a weight in fp32: those in the dtype of the weight follow it."""
+    return 4 if state.dtype == parameter.dtype else state.dtype.itemsize
+
+
+def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
+    """Bytes of weights, optimizer states and gradients over the number of weights; None while there is no state.
+
+    From where they lie in memory, each byte once. Numbers kept once for a tensor, such as step counters, are left
+    out. No synchronisation.
+    """
+    states: dict[Tensor, dict[str, Any]] = {
+        parameter: optimizer.state.get(parameter, {})
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    if not any(states.values()):
+        return None
+    places: dict[torch.device, list[int]] = {}
+    for parameter, state in states.items():
+        for tensor in _tensors_of(parameter, state):
+            for part in stored_tensors(tensor):
+                places.setdefault(part.device, []).extend((part.data_ptr(), _bytes_spanned(part)))
+    elements = sum([local_part(parameter).numel() for parameter in states])
+    return sum(map(_bytes_covered, places.values())) / elements if elements else None
+
+
+def _bytes_covered(places: Sequence[int]) -> int:
+    """Bytes in which any tensor lies, of address and length of each; an object for each storage takes longer."""
+    starts, lengths = np.array(places, dtype=np.uint64).reshape(-1, 2).T
+    order = np.argsort(starts)
+    starts, ends = starts[order], (starts + lengths)[order]
+    reached = np.maximum.accumulate(ends)
+    starts[1:] = np.maximum(starts[1:], reached[:-1])
+    return int((reached - np.minimum(starts, reached)).sum())
+
+
+def _bytes_spanned(tensor: Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+def _tensors_of(parameter: Tensor, state: dict[str, Any]) -> Iterator[Tensor]:
+    yield parameter
+    for gradient in (parameter.grad, vars(parameter).get("decoupled_grad")):
+        if gradient is not None and not gradient.is_sparse:
+            yield gradient
+    for value in state.values():
+        if isinstance(value, Tensor) and (value.numel() > 1 or value.shape == parameter.shape != _SCALAR):
+            yield value

@@ -1,0 +1,142 @@
+"""What to try where a run loses something: by the rule, the dtype, the sparsity and the states of what is trained.
+
+Whoever advises takes it from here: terminal, notebook, page, report and audit. Nothing is named that cannot be
+built on what is trained, that its rule has no use for, or that keeps less of anything than what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from collage_monitor.judgement.words import Advice, Choice, Finding
+from collage_monitor.strategies import better, recommend
+from collage_monitor.wire import Trained, WatchInfo
+
+__all__ = ["Lacking", "advice_for", "advice_of", "most_exact"]
+
+Lacking = Literal["weights", "states"]
+_LACKING: Final[dict[str, Lacking]] = {
+    "losing updates": "weights",
+    "decay is lost": "weights",
+    "states are stuck": "states",
+}
+_NARROW: Final = ("bfloat16", "float16")
+_DENSE: Final = 'model.apply(lambda module: setattr(module, "sparse", False))'
+_STATE: Final = "state_decrement_ratio/"
+
+
+def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> tuple[Advice, ...]:
+    """What to try against the findings, the deciding one first; an entry for each optimizer that can do better."""
+    lacking = _LACKING.get(findings[0].health) if findings else None
+    if lacking is None or watch is None:
+        return ()
+    stuck = [finding.key.removeprefix(_STATE) for finding in findings if finding.key.startswith(_STATE)]
+    kept = watch.fingerprint.states if watch.fingerprint else {}
+    wide = bool(stuck) and all(kept.get(name) == "float32" for name in stuck)
+    told = [advice_for(entry, lacking, wide_states=wide) for entry in watch.trained]
+    named = any(entry.choices for entry in told if entry is not None)
+    return tuple(entry for entry in told if entry is not None and (entry.choices or not named))
+
+
+def advice_for(trained: Trained, lacking: Lacking, *, wide_states: bool = False) -> Advice | None:
+    """What to try for one optimizer that keeps too little of its weights or states; None where nothing keeps more.
+
+    wide_states: the states that are lacking are in fp32 already.
+    """
+    narrow = [dtype for dtype in trained.parameters if dtype in _NARROW]
+    if lacking == "states" and wide_states:
+        return None
+    if not narrow:
+        return _of_wide_weights(trained, lacking)
+    if trained.fitting is None or 0 < trained.sparse == sum(trained.parameters.values()):
+        return _wide_weights(trained, narrow)
+    named = better(
+        trained.strategy,
+        lacking,
+        float16="float16" in narrow,
+        first_moments=trained.first_moments,
+        second_moments=trained.second_moments,
+    )
+    if not named:
+        return None
+    choices = tuple(
+        Choice(_code(trained, entry.name), _bytes(trained, entry.bytes_of(*_moments(trained))), entry.name)
+        for entry in named
+    )
+    first, *others = choices
+    words = [f"try {_one_line(first.code)} ({_size(first)})"]
+    words += [f'"{other.strategy}" ({other.bytes_per_parameter:.3g})' for other in others]
+    return Advice(trained.optimizer, " or ".join(words), choices)
+
+
+def most_exact(trained: Trained, bytes_per_parameter: float) -> Choice | None:
+    """The most exact way to train this in no more bytes; None where optimizer or dtype are none for a strategy."""
+    if trained.fitting is None or trained.sparse or set(trained.parameters) != {"bfloat16"}:
+        return None
+    first, second = _moments(trained)
+    found = recommend(bytes_per_parameter, first_moments=first, second_moments=second)
+    return None if found is None else Choice(_code(trained, found.name), found.bytes_of(first, second), found.name)
+
+
+def _moments(trained: Trained) -> tuple[int, int]:
+    return trained.first_moments, trained.second_moments
+
+
+def _code(trained: Trained, strategy: str) -> str:
+    lines = ["import collage_agent.optim"]
+    lines += [_DENSE] if trained.sparse else []
+    fitting = f"collage_agent.optim.{trained.fitting}"
+    return "\n".join([*lines, f'optimizer = {fitting}.from_optimizer(optimizer, strategy="{strategy}")'])
+
+
+def _one_line(code: str) -> str:
+    """The code as it stands in a sentence; what it imports says itself."""
+    return "; ".join(line for line in code.splitlines() if not line.startswith(("import ", "from ")))
+
+
+def _size(choice: Choice) -> str:
+    size = choice.bytes_per_parameter
+    return "its bytes are not known" if size is None else f"{size:.3g} bytes a parameter"
+
+
+def _bytes(trained: Trained, narrow: float | None) -> float | None:
+    """Bytes over all weights, of which those that are not in 16 bits stay as they are."""
+    if narrow is None:
+        return None
+    elements = sum(trained.parameters.values())
+    wide = sum(count for dtype, count in trained.parameters.items() if dtype not in _NARROW)
+    return (narrow * (elements - wide) + (8 + 4 * sum(_moments(trained))) * wide) / elements
+
+
+def _of_wide_weights(trained: Trained, lacking: Lacking) -> Advice | None:
+    """Nothing here keeps more than an fp32 weight; narrower states beside it can be as wide."""
+    if set(trained.parameters) != {"float32"}:
+        return None
+    if lacking == "weights":
+        text = "no strategy keeps more than fp32 weights do: such updates are below what fp32 can hold"
+        return Advice(trained.optimizer, text)
+    if trained.fitting is None:
+        return Advice(trained.optimizer, "keep the states in float32, as the weights are")
+    choice = Choice(_code(trained, "plain"), 8.0 + 4 * sum(_moments(trained)), "plain")
+    text = f"keep the states in float32, as the weights are: {_one_line(choice.code)} ({_size(choice)})"
+    return Advice(trained.optimizer, text, (choice,))
+
+
+def _wide_weights(trained: Trained, narrow: Sequence[str]) -> Advice | None:
+    """fp32 weights keep what any rule makes of them, under autocast at the speed of 16 bits."""
+    if trained.strategy == "master-weights":
+        return None
+    dtype = f"torch.{narrow[0]}"
+    if trained.sharded:
+        made = f"fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype={dtype}))"
+        lines = ["import torch", "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"]
+        lines += ["model.float()", made]
+    else:
+        cast = f'torch.autocast("{trained.device}", dtype={dtype})'
+        lines = ["import torch", "model.float()", f"model.forward = {cast}(model.forward)"]
+    choice = Choice("\n".join(lines), trained.float32_bytes)
+    why = "its gradients are sparse" if trained.sparse else f"no strategy here is for {trained.optimizer}"
+    before = "before the model is sharded" if trained.sharded else "before the optimizer is built"
+    text = f"{why}: try fp32 weights, {before}: {_one_line(choice.code)} ({_size(choice)})"
+    return Advice(trained.optimizer, text, (choice,))
