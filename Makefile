@@ -64,6 +64,7 @@ format: $(VENV)/.stamp-dev
 
 nightly: $(VENV)/.stamp-dev exhaustive  ## The long lanes
 	$(BIN)/python -m pytest -m nightly
+	$(BIN)/python -m pytest --hypothesis-profile=nightly tests/server/store tests/agent_delivery/test_laws.py -k "Laws or laws"
 
 exhaustive: $(VENV)/.stamp-dev  ## Error-free transformations over all pairs of 16-bit numbers
 	$(BIN)/python -m tests.numerics.exhaustive

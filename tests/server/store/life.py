@@ -113,6 +113,17 @@ class LifeContract:
         store.streams.create_stream("r1", stream_create("s-2", "launch-2"), NOW)
         assert StoreContract.append(store, store.streams.stream_record("s-2"), report(0, 5)).accepted == 1
 
+    def test_late_totals_acknowledged_before_the_freeze_are_sealed_first(self, store):
+        filled(store)
+        store.streams.create_stream("r1", stream_create("slow", rank=1), NOW)
+        stream = store.streams.stream_record("slow")
+        assert StoreContract.append(store, stream, report(0, 5, rank=1)).accepted == 1
+        whole = model_points(store, "r1", ["lost"], ALL).totals["lost"]
+        assert store.retention.expire("r1", {1: NOW + 1e9}) == 3
+        points = model_points(store, "r1", ["lost"], ALL)
+        assert points.totals["lost"][0] == whole[:16].sum()
+        assert points.counts[0] == 16
+
     def test_totals_that_arrive_between_look_and_freeze_put_it_off(self, store, monkeypatch):
         stream = filled(store)
         seal_late_reports = store.retention._seal_late_reports
