@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from collage_server import health
+from collage_server import exposition
 from collage_server.app import create_app
 from collage_server.export.formats import column_names, csv_bytes, parquet_bytes
 from collage_server.export.steps import ExportPlan, plan_export
@@ -147,7 +147,7 @@ def measure_page(store: Store, folder: Path, rounds: int, seed: int, *, sealed: 
     app = create_app(Settings(folder=folder, no_auth=True), store=store, clock=lambda: NOW + 10)
     components = app.state.components
     kept_up, _ = cpu_of(components.newest.do_due_work)
-    kept = list(health._RunCollector(components, None).collect())
+    kept = list(exposition._RunCollector(components, None).collect())
 
     class Kept:
         def collect(self) -> Any:
@@ -158,7 +158,7 @@ def measure_page(store: Store, folder: Path, rounds: int, seed: int, *, sealed: 
     ratios, seconds, page = [], [], b""
     for number in range(rounds + 1):
         known, _ = cpu_of(lambda: generate_latest(registry))
-        took, page = cpu_of(lambda: health.exposition(components))
+        took, page = cpu_of(lambda: exposition.exposition(components))
         if number:
             ratios.append(took / known)
             seconds.append(took)

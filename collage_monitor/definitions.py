@@ -89,7 +89,7 @@ class Metric:
 
     `finish` makes it, elementwise, of the totals that `needs` names, one argument each: a total labelled as the
     metric is comes under the same label, a histogram comes as [HISTOGRAM_LABELS, …]. Undefined is NaN.
-    `helpful` names further totals, which `finish` takes after those, as NaN where nobody reported them.
+    `optional` names further totals, which `finish` takes after those, as NaN where nobody reported them.
     `unit` is one of "ratio", "elements", "weight", "gradient", "octaves", "factor", "steps".
     `ideal` is the value of a run that loses nothing (None: there is no such value).
     `exposed` puts the model's value on `/metrics`.
@@ -106,7 +106,7 @@ class Metric:
     ideal: float | None = None
     interval: Interval | None = None
     exposed: bool = False
-    helpful: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
     def described(self) -> dict[str, Any]:
         """The entry as plain values, for the catalogue's readers; `interval` says whether there is one."""

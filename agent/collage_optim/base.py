@@ -84,7 +84,8 @@ class CollageOptimizer(Optimizer):
             raise ValueError(f"{type(optimizer).__name__} is of another update rule than {cls.__name__}")
         groups = [part for group in optimizer.param_groups for part in cls._groups_like(group, strategy)]
         rule = {"rule": groups[0]["rule"]} if "rule" in groups[0] else {}
-        made = cls(groups, strategy=strategy, **rule, **options)
+        build: Callable[..., Self] = cls
+        made = build(groups, strategy=strategy, **rule, **options)
         checkpoints.take_over(made, optimizer)
         return made
 
@@ -95,7 +96,8 @@ class CollageOptimizer(Optimizer):
         A switch or a decay that it does not have is off. Raises ValueError for options of another update rule.
         """
         rule = {"rule": group["rule"]} if "rule" in group else {}
-        defaults = cls([torch.zeros(1)], strategy="plain", **rule).defaults
+        build: Callable[..., CollageOptimizer] = cls
+        defaults = build([torch.zeros(1)], strategy="plain", **rule).defaults
         own = {name: value for name, value in defaults.items() if name not in checkpoints.NOT_OF_THE_RULE}
         off = {"weight_decay": 0.0} if "weight_decay" in own else {}
         off.update({name: value for name, value in own.items() if value is False or name == "dampening"})

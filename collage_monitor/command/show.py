@@ -9,10 +9,10 @@ import click
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.evidence import read_edq_since, read_evidence
 from collage_monitor.judgement import judge
 from collage_monitor.local import find_token, server_address
 from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.run_evidence import read_edq_since, read_evidence
 
 __all__ = ["list_runs", "printable", "server_options", "show"]
 

@@ -48,7 +48,7 @@ DEFINITION = Definition(
             "Share of the intended updates that were rounded away in this step. "
             "Misjudges stochastic rounding, whose updates arrive in the mean.",
             needs=("lost", *_FEWEST),
-            helpful=_CLASSES,
+            optional=_CLASSES,
             finish=_share_of_active,
             ideal=0.0,
             interval=Interval("lost", "active", share=True),
@@ -61,7 +61,7 @@ DEFINITION = Definition(
             "lost_visible / (lost + distorted + faithful)",
             "Share of the intended updates that did not move the registered parameter.",
             needs=("lost_visible", *_FEWEST),
-            helpful=_CLASSES,
+            optional=_CLASSES,
             finish=_share_of_active,
             ideal=0.0,
             interval=Interval("lost_visible", "active", share=True),

@@ -89,7 +89,7 @@ EDQ = Definition(
             "Σ u·e / √(Σ u² · Σ e²)",
             "Direction of the effective update against the intended one.",
             needs=("intended_effective_sum", "intended_squared_sum", "effective_squared_sum"),
-            helpful=("effective_squared_sum_without_u",),
+            optional=("effective_squared_sum_without_u",),
             finish=_cosine,
             ideal=1.0,
         ),
@@ -113,7 +113,7 @@ EDQ = Definition(
             "an overshoot does not make up for a loss, as it does in edq_ratio. Stochastic rounding adds noise to "
             "it that evens out.",
             needs=("intended_effective_sum", "intended_squared_sum", "effective_squared_sum"),
-            helpful=("effective_squared_sum_without_u",),
+            optional=("effective_squared_sum_without_u",),
             finish=_error,
             ideal=0.0,
         ),

@@ -37,7 +37,7 @@ def finish(key: str, totals: Totals) -> Array:
         shape = np.shape(next(iter(totals.values()))) if totals else ()
         return np.full(shape, np.nan)
     missing = np.full(np.shape(amounts[0]), np.nan)
-    return entry.finish(*amounts, *(totals.get(name, missing) for name in entry.helpful))
+    return entry.finish(*amounts, *(totals.get(name, missing) for name in entry.optional))
 
 
 def interval(key: str, totals: Totals) -> tuple[Array, Array]:
@@ -68,7 +68,7 @@ def statistics_for(key: str, *, intervals: bool = True) -> tuple[str, ...]:
         CatalogueError: no such metric, or a wrong label.
     """
     entry, (name, label) = metric(key), split_key(key)
-    keys = [found for need in (*entry.needs, *entry.helpful) for found in _keys_of(need, entry, label)]
+    keys = [found for need in (*entry.needs, *entry.optional) for found in _keys_of(need, entry, label)]
     if intervals and entry.interval is not None:
         keys += estimates.needed_for(name, entry.interval)
     return tuple(dict.fromkeys(keys))

@@ -84,7 +84,7 @@ from collage_monitor.wire.numbers import (
     to_number,
     undefined_to_none,
 )
-from collage_monitor.wire.table import (
+from collage_monitor.wire.run_table import (
     GroupBy,
     GroupValue,
     LayerLoss,

@@ -16,10 +16,10 @@ from collage_monitor.alerts import ALERTS, Alert, Condition
 from collage_monitor.alerts.causes import IncidentEvidence, Span
 from collage_monitor.client import Client
 from collage_monitor.errors import NotFound
-from collage_monitor.evidence import read_onset
 from collage_monitor.judgement import EDQ_TOLERANCE, finite
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import Onset
+from collage_monitor.run_evidence import read_onset
 from collage_monitor.wire import Number, from_number
 
 __all__ = ["COMPARED_METRICS", "STEPS_AFTER_ALERT", "read_incident"]

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from collage_monitor import __version__
 from collage_monitor.alerts import enabled_alerts
-from collage_server import health
+from collage_server import exposition
 from collage_server.alerts import AlertEvaluator, Messenger, targets_of
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
@@ -77,7 +77,7 @@ def create_app(
     # As a flat list: an included router is matched twice for each request, and those around it once more.
     # A redirect would have no shape, and the name in Host for its address.
     app.router.redirect_slashes = False
-    app.router.routes += [*api_routes(), *health.router.routes]
+    app.router.routes += [*api_routes(), *exposition.router.routes]
     add_description(app)
     return app
 
@@ -166,7 +166,7 @@ def _alert_threads(components: Components) -> list[BackgroundThread]:
     alerts = enabled_alerts(None if settings.alerts == "default" else settings.alerts)
     evaluator = AlertEvaluator(
         store,
-        lambda: health.samples(components),
+        lambda: exposition.samples(components),
         alerts,
         clock=clock,
         interval_seconds=interval,

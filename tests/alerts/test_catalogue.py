@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from collage_server.alerting import rules, runbook
-from collage_server.health import MODEL_GAUGES, RUN_GAUGES, SCALAR_GAUGES
+from collage_server.exposition import MODEL_GAUGES, RUN_GAUGES, SCALAR_GAUGES
 
 from collage_monitor.alerts import ALERTS, RECORDED, alert, duration, enabled_alerts
 from collage_monitor.errors import CatalogueError

@@ -9,7 +9,7 @@ from collage_dashboard.incident_evidence import read_incident
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
-from collage_monitor.evidence import read_edq_since, read_onset
+from collage_monitor.run_evidence import read_edq_since, read_onset
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until

@@ -75,7 +75,7 @@ def test_each_declared_statistic_changes_the_metric(entry):
         np.linspace(1.0, 3.0, 34).reshape(shape) if STATISTICS[need].label == "octave" else np.array([float(10**i)])
         for i, need in enumerate(entry.needs, start=1)
     ]
-    unreported = [np.full_like(amounts[0], np.nan)] * len(entry.helpful)
+    unreported = [np.full_like(amounts[0], np.nan)] * len(entry.optional)
     whole = entry.finish(*amounts, *unreported)
     for index in range(len(amounts)):
         changed = [

@@ -16,8 +16,8 @@ from starlette.testclient import TestClient
 
 from collage_monitor.client import Client
 from collage_monitor.command import root, show
-from collage_monitor.evidence import read_evidence
 from collage_monitor.judgement import finite, judge
+from collage_monitor.run_evidence import read_evidence
 from tests.agent.training import mlp, train
 from tests.agent_delivery.test_attempts import Application
 from tests.waiting import PATIENCE_SECONDS

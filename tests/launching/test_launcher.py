@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from collage_agent import current_run, finish, init, watch
-from collage_agent.integrations import launcher
+from collage_agent.integrations import attach
 from collage_agent.transport import MemoryTransport
 from torch import nn
 
@@ -172,17 +172,17 @@ def test_the_outermost_module_that_holds_the_parameters_is_found():
     inner = nn.Linear(3, 3)
     outer = nn.ModuleDict({"body": nn.Sequential(inner, nn.Linear(3, 1))})
     other = nn.Linear(3, 3)
-    assert launcher.find_model(torch.optim.SGD(outer.parameters())) is outer
-    assert launcher.find_model(torch.optim.SGD(inner.parameters())) is outer
-    assert launcher.find_model(torch.optim.SGD(other.parameters())) is other
+    assert attach.find_model(torch.optim.SGD(outer.parameters())) is outer
+    assert attach.find_model(torch.optim.SGD(inner.parameters())) is outer
+    assert attach.find_model(torch.optim.SGD(other.parameters())) is other
 
 
 def test_without_a_module_names_come_from_the_groups():
     weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))]
     named = torch.optim.SGD([("block.0.weight", weights[0]), ("block.0.bias", weights[1])], lr=0.1)
-    names = [name for name, _ in launcher.find_model(named).named_parameters()]
+    names = [name for name, _ in attach.find_model(named).named_parameters()]
     assert names == ["block.0.weight", "block.0.bias"]
-    assert list(launcher.find_model(torch.optim.SGD(weights)).parameters()) == []
+    assert list(attach.find_model(torch.optim.SGD(weights)).parameters()) == []
 
 
 class Container(torch.optim.Optimizer):
@@ -199,7 +199,7 @@ class Container(torch.optim.Optimizer):
 
 @pytest.fixture
 def fresh(monkeypatch):
-    monkeypatch.setattr(launcher, "_AUTOMATIC", launcher._AutomaticWatches())
+    monkeypatch.setattr(attach, "_AUTOMATIC", attach._AutomaticWatches())
     transport = MemoryTransport()
     init("tests", transport=transport)
     yield transport
@@ -210,7 +210,7 @@ def stepped(optimizer):
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
-    launcher.step_begins(optimizer)
+    attach.step_begins(optimizer)
     optimizer.step()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.integrations.launcher import find_model
+from collage_agent.integrations.attach import find_model
 from torch import distributed, nn
 
 from tests.parallel.jobs import Recorder

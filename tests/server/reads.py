@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from collage_server.health import samples
+from collage_server.exposition import samples
 
 __all__ = ["current_samples", "latest_point", "layer_points", "model_points", "scalar_points"]
 

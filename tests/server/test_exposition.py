@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from collage_server.disk import DiskGuard
 from collage_server.errors import Busy, Gone
-from collage_server.health import MODEL_GAUGES, exposition
+from collage_server.exposition import MODEL_GAUGES, exposition
 from collage_server.newest import kept_newest, newest_points
 from collage_server.store.reading import snapshot
 from collage_server.store.reading.points import read_latest
@@ -331,7 +331,7 @@ def test_many_runs_whose_newest_step_is_sealed_take_as_many_statements_as_one(se
 
 
 def test_many_runs_are_all_shown(server, monkeypatch):
-    monkeypatch.setattr("collage_server.health._PAGE", 2)
+    monkeypatch.setattr("collage_server.exposition._PAGE", 2)
     for i in range(5):
         server.filled(f"r{i}", f"s{i}", steps=[10])
     text = server.get("/metrics")

@@ -10,7 +10,7 @@ from tests.waiting import PATIENCE_SECONDS
 CHECK = """
 import logging, sys, threading
 before = threading.active_count(), len(logging.root.handlers)
-import collage_server.app, collage_server.command.serve, collage_server.health
+import collage_server.app, collage_server.command.serve, collage_server.exposition
 assert (threading.active_count(), len(logging.root.handlers)) == before
 assert "torch" not in sys.modules and "dash" not in sys.modules
 import prometheus_client

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal, Protocol, cast
 
@@ -192,7 +192,8 @@ def _steps_alike(optimizer: Optimizer, group: dict[str, Any], intent: Intent, ki
         gradients = gradients_of([(24,)], generator)
         start = torch.randn(24, generator=generator, dtype=torch.float64)
         run, state = ProbeRun(optimizer, group, [start], Widening(), intent.composition), dict[str, Any]()
-        options = kind([torch.zeros(1)], strategy="plain").defaults | kind.options_like(run.group)
+        build: Callable[..., CollageOptimizer] = kind
+        options = build([torch.zeros(1)], strategy="plain").defaults | kind.options_like(run.group)
         for step in range(1, _STEPS_ALIKE + 1):
             [gradient] = next(gradients)
             before = run.parameters[0].clone()

@@ -9,13 +9,14 @@ from collage_server.api import (
     catalogue,
     curves,
     export,
+    health,
     incidents,
     latest,
     layers,
     reports,
+    run_table,
     runs,
     streams,
-    table,
 )
 
 __all__ = ["api_routes"]
@@ -26,7 +27,7 @@ def api_routes() -> list[BaseRoute]:
     routers = (
         reports.router,
         runs.router,
-        table.router,
+        run_table.router,
         streams.attempts_router,
         streams.router,
         curves.router,
@@ -37,5 +38,6 @@ def api_routes() -> list[BaseRoute]:
         streams.alerts_router,
         incidents.router,
         access.router,
+        health.router,
     )
     return [route for router in routers for route in router.routes]

@@ -26,7 +26,7 @@ from collage_server.store import GroupOutcome, ReportGroup, StreamRecord
 __all__ = ["router"]
 
 
-class _Direct(APIRoute):
+class _ReportRoute(APIRoute):
     """An ordinary Starlette route: FastAPI's resolving of arguments would take a quarter of a report's CPU."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,7 +39,7 @@ class _Direct(APIRoute):
         await response(scope, receive, send)
 
 
-router = APIRouter(prefix=PREFIX, tags=["reports"], route_class=_Direct)
+router = APIRouter(prefix=PREFIX, tags=["reports"], route_class=_ReportRoute)
 
 
 @router.post("/streams/{stream_id}/reports", **describes(wire.BatchAnswer, bytes))

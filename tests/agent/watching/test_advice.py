@@ -26,7 +26,7 @@ class SignedMomentum(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "power": power})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in (own for own in group["params"] if own.grad is not None):
                 state = self.state[parameter]
@@ -42,7 +42,7 @@ class OwnAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             (one, two), rate = group["betas"], group["lr"]
             for parameter in (own for own in group["params"] if own.grad is not None):
@@ -78,7 +78,9 @@ IN_12_AND_8 = ("split-master", "split-master-8bit")
 WITHOUT_SECOND = ("split-master", "split-24bit-8bit")
 
 
-def ours(kind: type[CollageOptimizer], strategy: str, **options: Any) -> Callable[[Any], torch.optim.Optimizer]:
+def ours(
+    kind: Callable[..., CollageOptimizer], strategy: str, **options: Any
+) -> Callable[[Any], torch.optim.Optimizer]:
     def make(params: Any) -> torch.optim.Optimizer:
         params = list(params)
         kept = "plain" if params[0].dtype.itemsize > 2 else strategy

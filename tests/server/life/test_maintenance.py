@@ -205,7 +205,7 @@ class Worn(Disk):
         super().__init__()
         self.retention = Life()
         self.events = NoEvents()
-        self.old_rows = self.retention
+        self.history = self.retention
 
     def release_space(self):
         return False

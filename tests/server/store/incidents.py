@@ -248,7 +248,7 @@ class IncidentsContract:
 def expire(store, before, owed_before=NOW + 1e9):
     """How many rows went in all."""
     gone = 0
-    while some := store.old_rows.expire(before, owed_before):
+    while some := store.history.expire(before, owed_before):
         gone += some
     return gone
 

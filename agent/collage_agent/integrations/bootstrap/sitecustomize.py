@@ -66,9 +66,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         # Modules that are imported here draw random numbers at import, which are the training's.
         drawn = random.getstate()
         try:
-            from collage_agent.integrations import launcher
+            from collage_agent.integrations import attach
 
-            _step_begins = launcher.step_begins
+            _step_begins = attach.step_begins
         except Exception as error:
             _say(f"collage_agent cannot be imported by {sys.executable} ({error}); install it there")
             _step_begins = _nothing

@@ -27,7 +27,7 @@ from collage_server.store.chunks.blobs import (
 )
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
-from collage_server.store.chunks.join import AttemptPoints, has_layer_extremes, join, select_points
+from collage_server.store.chunks.merge import AttemptPoints, has_layer_extremes, join, select_points
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.plan import ReadPlan, plan_read
 from collage_server.store.reading.run_view import RunView, RunViews, chosen_layers, is_known

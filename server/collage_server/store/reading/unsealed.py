@@ -22,7 +22,7 @@ from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_monitor.table import Axis, Table
 from collage_server.store import schema
 from collage_server.store.chunks.contributors import Contributors, StepReports
-from collage_server.store.chunks.join import AttemptPoints, merged_to_one
+from collage_server.store.chunks.merge import AttemptPoints, merged_to_one
 from collage_server.store.reading.assemble import RowOrigins, group_steps, merge_rows, visible
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Selection, StreamRecord

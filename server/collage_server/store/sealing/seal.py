@@ -24,7 +24,7 @@ from collage_server.errors import Gone
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import ALL_RANKS, LEVELS, pack_points, pack_totals
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
-from collage_server.store.chunks.join import (
+from collage_server.store.chunks.merge import (
     POINT_COLUMNS,
     AttemptPoints,
     coarsen,

@@ -10,7 +10,7 @@ from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.rows import delete_slice
 
-__all__ = ["OldRowRemover"]
+__all__ = ["HistoryRetention"]
 
 _INCIDENT: Final = schema.incident
 _EVENT: Final = schema.event
@@ -18,7 +18,7 @@ _SILENCE: Final = schema.silence
 _SLICE_ROWS: Final = 500
 
 
-class OldRowRemover:
+class HistoryRetention:
     """Removes old incidents and events, in short transactions that may be cut off anywhere without harm."""
 
     def __init__(self, database: Database) -> None:
