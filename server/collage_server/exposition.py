@@ -1,7 +1,7 @@
 """/metrics: the page that Prometheus reads, and the samples that the server's own alerts evaluate.
 
-It has the running runs, at most fifteen series each while all is well, and the server about itself. Values are those
-of the newest measured step as the background thread has written it (`collage_server.newest`), so that every process
+It has the running runs, at most fifteen series each while all is well, and the server about itself. Values are of
+the newest measured step as the background thread has written it (`collage_server.newest`), so that every process
 answers the same. A run that it has not come to is not shown.
 """
 
