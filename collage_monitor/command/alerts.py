@@ -33,8 +33,9 @@ def _local_dashboard() -> str | None:
 @click.option(
     "--silence-hours",
     type=click.FloatRange(0, 8760, min_open=True),
-    help="Send nothing for so long of what --project and --run choose.",
+    help="Send nothing for so long of what --alert, --project and --run choose; one of them is needed.",
 )
+@click.option("--alert", help="With --silence-hours: this alert alone, by its name.")
 def alerts(
     server_url: str,
     token: str | None,
@@ -46,15 +47,18 @@ def alerts(
     dashboard_url: str | None,
     incident_id: str | None,
     silence_hours: float | None,
+    alert: str | None,
 ) -> None:
     """List alerts, newest first: when they fired and ended, on which run, and why."""
+    if silence_hours is not None and alert is project is run_id is None:
+        raise click.UsageError("--silence-hours needs --alert, --project or --run: name what is to be silent")
+    if alert is not None and silence_hours is None:
+        raise click.UsageError("--alert says what --silence-hours silences: give both, or neither")
     with Client(server_url, token or find_token(server_url)) as client:
         if incident_id is not None:
             client.acknowledge(incident_id)
         if silence_hours is not None:
-            client.silence(
-                wire.SilenceCreate(seconds=3600 * silence_hours, project=project, run_id=run_id, comment="command")
-            )
+            _silence(client, silence_hours, alert, project, run_id)
         page = client.incidents(project=project, run_id=run_id, state=state, limit=limit)
     if as_json:
         click.echo(wire.encode_json(page).decode())
@@ -63,6 +67,16 @@ def alerts(
         click.echo("no alerts: none of the conditions that this server evaluates held")
     for incident in page.events:
         _print(incident, dashboard_url)
+
+
+def _silence(client: Client, hours: float, alert: str | None, project: str | None, run_id: str | None) -> None:
+    """Make the silence, and say on stderr what it covers and until when."""
+    made = client.silence(
+        wire.SilenceCreate(seconds=3600 * hours, alert=alert, project=project, run_id=run_id, comment="command")
+    )
+    named = (("alert", made.alert), ("project", made.project), ("run", made.run_id))
+    covered = ", ".join(f"{kind} {name}" for kind, name in named if name is not None)
+    click.echo(printable(f"silenced until {_clock(made.ends_at)}: {covered}"), err=True)
 
 
 def _print(incident: wire.Incident, dashboard_url: str | None) -> None:

@@ -198,6 +198,8 @@ def test_routes_of_incidents(low):
     assert low.get("/silences", wire.SilenceList).silences == [silence]
     assert incidents(low)[0].silenced
     assert low.post("/silences", wire.SilenceCreate(seconds=0.0), status=422).field == "seconds"
+    refused = low.post("/silences", wire.SilenceCreate(seconds=60.0, comment="all"), status=422)
+    assert (refused.field, "every alert" in refused.message) == ("project", True)
 
 
 def test_a_token_silences_its_own_projects_alone(tmp_path):

@@ -86,7 +86,12 @@ def test_a_training_hears_of_each_alert_once_and_survives_its_callback(client, t
     led = CliRunner().invoke(alerts, [*own, "--dashboard-url", "http://box.lan"])
     assert led.output.count("  http://box.lan/incident/") == 2
     options = ["--run", run.run_id, "--silence-hours", "1", "--json"]
-    silenced = json.loads(CliRunner().invoke(alerts, [*own, *options]).output)["events"]
+    without_scope = CliRunner().invoke(alerts, [*own, "--silence-hours", "1"])
+    assert (without_scope.exit_code, "name what is to be silent" in without_scope.output) == (2, True)
+    told = CliRunner().invoke(alerts, [*own, *options])
+    assert told.stderr.startswith("silenced until 20")
+    assert told.stderr.endswith(f"UTC: run {run.run_id}\n")
+    silenced = json.loads(told.stdout)["events"]
     assert [entry["silenced"] for entry in silenced] == [True, True]
     taken = CliRunner().invoke(alerts, [*own, "--acknowledge", silenced[0]["incident_id"]])
     assert "acknowledged by server-token, silenced" in taken.output

@@ -68,8 +68,7 @@ class AlertEvaluator(BackgroundThread):
     def do_due_work(self) -> None:
         """Evaluate the alerts once, if no other server does."""
         now = self._clock()
-        ends_at = now + _LEASE_ROUNDS * self._round_seconds
-        if not self._store.incidents.take_lease(_LEASE, self._holder, now, ends_at):
+        if not self._store.incidents.take_lease(_LEASE, self._holder, now, _LEASE_ROUNDS * self._round_seconds):
             self._evaluation = None
             return
         if self._evaluation is None:

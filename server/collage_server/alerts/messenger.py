@@ -45,7 +45,7 @@ class Messenger(BackgroundThread):
     def do_due_work(self) -> None:
         """Send what is owed, if no other server does."""
         now = self._clock()
-        if not self._store.incidents.take_lease(_LEASE, self._holder, now, now + _LEASE_SECONDS):
+        if not self._store.incidents.take_lease(_LEASE, self._holder, now, _LEASE_SECONDS):
             return
         for incident, sent in self._store.incidents.unsettled(now):
             if self.stopping.is_set():

@@ -17,7 +17,7 @@ from collage_server.api.parameters import Filter, Id
 from collage_server.api.routing import resource
 from collage_server.auth.bearer import principal_of
 from collage_server.components import components_of
-from collage_server.errors import Forbidden
+from collage_server.errors import Forbidden, Unprocessable
 from collage_server.store import IncidentQuery
 
 __all__ = ["router"]
@@ -94,6 +94,11 @@ async def create_silence(request: Request) -> Response:
     if not principal.owns(create.project):
         raise Forbidden(
             f"this token is for {', '.join(sorted(principal.projects or ()))}; name one of them as project",
+            field="project",
+        )
+    if create.alert is create.project is create.run_id is None:
+        raise Unprocessable(
+            "this would silence every alert of every project: name an alert, a project or a run_id",
             field="project",
         )
     now = components.clock()

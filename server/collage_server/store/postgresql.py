@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, make_url, select, text
+from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, func, make_url, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError
 
@@ -120,6 +120,10 @@ class PostgresqlStore(Store):
             f"the database has schema revision {current}, this server needs {head_revision()}; "
             "run `collage-monitor migrate` with the same --database first"
         )
+
+    def time(self, connection: Connection, now: float) -> float:
+        """The database's own: servers stand on machines whose clocks may differ by days."""
+        return float(connection.execute(select(func.extract("epoch", func.clock_timestamp()))).scalar_one())
 
     @contextmanager
     def _begin_reading(self) -> Iterator[Connection]:

@@ -451,8 +451,9 @@ lease: Final = Table(
     Column("name", _ID, primary_key=True),
     Column("holder", _ID, nullable=False),
     Column("ends_at", Double, nullable=False),
+    Column("seconds", Double, nullable=False, server_default="0"),
 )
-"""Work that one of several servers does: whose it is, and until when."""
+"""Work that one of several servers does: whose it is, until when, and how long it was taken for."""
 
 
 def _on_postgresql(table: Table, statement: str) -> None:

@@ -137,17 +137,44 @@ class IncidentsContract:
         store.incidents.mark_sent(ended, [*sent, "webhook/resolved"], settled=True)
         assert store.incidents.unsettled(NOW) == []
 
-    def test_one_holder_of_a_lease(self, store):
+    def test_one_holder_of_a_lease(self, store, monkeypatch):
+        monkeypatch.setattr(store, "time", lambda _, now: now)
         take = store.incidents.take_lease
-        assert take("alerts", "a", NOW, NOW + 10)
-        assert not take("alerts", "b", NOW + 9, NOW + 19)
-        assert take("alerts", "a", NOW + 9, NOW + 19)
-        assert take("alerts", "b", NOW + 20, NOW + 30)
-        assert not take("alerts", "a", NOW + 21, NOW + 31)
+        assert take("alerts", "a", NOW, 10)
+        assert not take("alerts", "b", NOW + 9, 10)
+        assert take("alerts", "a", NOW + 9, 10)
+        assert take("alerts", "b", NOW + 20, 10)
+        assert not take("alerts", "a", NOW + 21, 10)
         store.incidents.give_up_lease("alerts", "a")
-        assert not take("alerts", "a", NOW + 21, NOW + 31)
+        assert not take("alerts", "a", NOW + 21, 10)
         store.incidents.give_up_lease("alerts", "b")
-        assert take("alerts", "a", NOW + 21, NOW + 31)
+        assert take("alerts", "a", NOW + 21, 10)
+
+    def test_a_lease_of_a_clock_that_was_ahead_is_void(self, store, monkeypatch, caplog):
+        """A server whose clock was three days ahead was killed: no alert was evaluated for three days."""
+        monkeypatch.setattr(store, "time", lambda _, now: now)
+        take = store.incidents.take_lease
+        assert take("alerts", "ahead", NOW + 3 * 86400, 60)
+        assert take("alerts", "right", NOW, 60)
+        assert "its clock was ahead" in caplog.text
+        assert not take("alerts", "other", NOW + 1, 10), "whoever asks for less waits as long"
+        assert not take("alerts", "behind", NOW - 5, 60)
+        assert take("alerts", "behind", NOW - 3 * 86400, 60), "it cannot know whose clock is wrong, and evaluates"
+
+    def test_a_silence_of_a_clock_that_was_ahead_holds_nothing_back(self, store):
+        made = wire.Silence(
+            silence_id="s",
+            alert="CollageNotFinite",
+            project=None,
+            run_id=None,
+            comment="",
+            made_by="t",
+            made_at=NOW + 3 * 86400,
+            ends_at=NOW + 3 * 86400 + 60,
+        )
+        store.incidents.silence(made)
+        assert store.incidents.silences(NOW) == []
+        assert store.incidents.silences(NOW + 3 * 86400) == [made]
 
     def test_a_deleted_run_takes_its_incidents_and_findings_along(self, store):
         StoreContract.fill(store)

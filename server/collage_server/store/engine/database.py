@@ -106,6 +106,10 @@ class Database(ABC):
     def _prepare_schema(self) -> None:
         """Bring the schema up to date, or refuse to work on another one."""
 
+    def time(self, connection: Connection, now: float) -> float:
+        """The time by which servers on this database agree: `now`, where all of them share one machine's clock."""
+        return now
+
     @abstractmethod
     def _begin_reading(self) -> AbstractContextManager[Connection]:
         """A read transaction on one snapshot."""

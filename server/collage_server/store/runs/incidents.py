@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -20,7 +21,9 @@ from collage_server.store.runs.events import add_events
 
 __all__ = ["IncidentStore", "alert_key", "incident_id_of"]
 
+_LOG: Final = logging.getLogger(__name__)
 _INCIDENT: Final = schema.incident
+_CLOCK_SLACK_SECONDS: Final = 5.0
 _INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _TELLING: Final = frozenset({"run_id", "key", "state", "worst", "window", "outcome"})
 _MOST_UNSETTLED: Final = 1000
@@ -155,7 +158,7 @@ class IncidentStore:
             connection.execute(insert(schema.silence).values(msgspec.structs.asdict(silence)))
 
     def silences(self, now: float) -> list[wire.Silence]:
-        """Those that have not ended, newest first."""
+        """Those that have not ended, newest first; none that a clock which was ahead has made in the future."""
         with self._database.reading() as connection:
             return _silences(connection, now)
 
@@ -176,15 +179,26 @@ class IncidentStore:
             connection.execute(update(table).where(mine).values(sent=to_json(list(sent))))
             connection.execute(update(table).where(and_(mine, ended)).values(settled=settled))
 
-    def take_lease(self, name: str, holder: str, now: float, ends_at: float) -> bool:
-        """Whether the work called `name` is this holder's until `ends_at`: nobody has it, or its time is over."""
+    def take_lease(self, name: str, holder: str, now: float, seconds: float) -> bool:
+        """Whether the work called `name` is this holder's for so long: nobody has it, or its time is over.
+
+        On PostgreSQL the time is the database's, the same for all servers; on SQLite it is `now`. A lease that ends
+        further away than it was taken for is void: whoever took it had a clock that was ahead.
+        """
         table = schema.lease
-        free = and_(table.c.name == name, (table.c.holder == holder) | (table.c.ends_at < now))
         with self._database.writing() as connection:
-            row = _INSERT[connection.dialect.name](table).values(name=name, holder=holder, ends_at=ends_at)
+            now = self._database.time(connection, now)
+            mine = {"holder": holder, "ends_at": now + seconds, "seconds": seconds}
+            row = _INSERT[connection.dialect.name](table).values(name=name, **mine)
             if connection.execute(row.on_conflict_do_nothing().returning(table.c.name)).first() is not None:
                 return True
-            return connection.execute(update(table).where(free).values(holder=holder, ends_at=ends_at)).rowcount > 0
+            known = connection.execute(select(table).where(table.c.name == name).with_for_update()).first()
+            void = known is not None and known.ends_at > now + known.seconds + _CLOCK_SLACK_SECONDS
+            if known is not None and known.holder != holder and known.ends_at >= now and not void:
+                return False
+            if void:
+                _LOG.warning("the lease %r of another server ends too late: its clock was ahead; taken over", name)
+            return connection.execute(update(table).where(table.c.name == name).values(mine)).rowcount > 0
 
     def give_up_lease(self, name: str, holder: str) -> None:
         """Let another server take the work at once."""
@@ -226,7 +240,8 @@ def _filters(query: IncidentQuery) -> list[ColumnElement[bool]]:
 
 def _silences(connection: Connection, now: float) -> list[wire.Silence]:
     table = schema.silence
-    rows = connection.execute(select(table).where(table.c.ends_at > now).order_by(table.c.made_at.desc())).all()
+    holds = (table.c.ends_at > now, table.c.made_at <= now + _CLOCK_SLACK_SECONDS)
+    rows = connection.execute(select(table).where(*holds).order_by(table.c.made_at.desc())).all()
     return [wire.Silence(**{name: getattr(row, name) for name in wire.Silence.__struct_fields__}) for row in rows]
 
 
