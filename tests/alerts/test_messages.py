@@ -116,7 +116,18 @@ def test_a_redirect_is_a_failure_and_not_followed():
 
 
 @pytest.mark.parametrize(
-    "host", ["169.254.169.254", "[fe80::1]", "[::ffff:169.254.169.254]", "0.0.0.0", "224.0.0.1", "2852039166"]
+    "host",
+    [
+        "169.254.169.254",
+        "[fe80::1]",
+        "[::ffff:169.254.169.254]",
+        "[64:ff9b::169.254.169.254]",
+        "[64:ff9b:1::a9fe:a9fe]",
+        "[2002:a9fe:a9fe::1]",
+        "0.0.0.0",
+        "224.0.0.1",
+        "2852039166",
+    ],
 )
 def test_no_message_goes_to_a_link_local_address(host):
     with pytest.raises((UnsafeAddress, httpx.InvalidURL)):

@@ -25,6 +25,8 @@ from collage_server.settings import Settings
 __all__ = ["EmailTarget", "SlackTarget", "Target", "WebhookTarget", "targets_of"]
 
 _TIMEOUT_SECONDS: Final = 10.0
+_NAT64: Final = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+"""RFC 6052, RFC 8215: the last 32 bits are an IPv4 address."""
 
 
 class Target(ABC):
@@ -145,6 +147,16 @@ def _as_text(incident: wire.Incident, dashboard_url: str | None = None) -> str:
     return "\n\n".join(lines)
 
 
+def _carried(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """The IPv4 addresses that an IPv6 address leads to."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    if any(address in network for network in _NAT64):
+        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return [one for one in found if one is not None]
+
+
 def _post(url: str, body: dict[str, Any]) -> None:
     asked = httpx.URL(url)
     address = _checked_address(asked.host, asked.port or (443 if asked.scheme == "https" else 80))
@@ -165,12 +177,14 @@ def _checked_address(host: str, port: int) -> str:
     """An address of the host that a message may go to.
 
     Raises:
-        UnsafeAddress: one of its addresses is link-local (a cloud's metadata), multicast or unspecified.
+        UnsafeAddress: one of its addresses is link-local (a cloud's metadata), multicast or unspecified, also where
+            IPv6 carries it: mapped, 6to4, Teredo, or through NAT64.
     """
     found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for text in found:
         address = ipaddress.ip_address(text.partition("%")[0])
-        mapped = getattr(address, "ipv4_mapped", None) or address
-        if mapped.is_link_local or mapped.is_multicast or mapped.is_unspecified:
+        if any(
+            one.is_link_local or one.is_multicast or one.is_unspecified for one in (address, *_carried(address))
+        ):
             raise UnsafeAddress(f"{host} leads to {text}, where no message may go; set another address")
     return found[0]

@@ -28,7 +28,8 @@ _HEADER: Final = b"x-request-id"
 _LONGEST_ID: Final = 64
 _LOG: Final = logging.getLogger("collage_server.requests")
 _GOING_DOWN: Final = Busy("the server is going down; send this request again later", retry_after_seconds=1)
-_WRITES: Final = ("/runs", "/attempts", "/streams", "/reports")
+_STORES_NOTHING_NEW: Final = ("GET", "HEAD", "OPTIONS", "PATCH", "DELETE")
+_ACKNOWLEDGES: Final = "/acknowledge"
 
 
 class RequestIdentity:
@@ -122,7 +123,7 @@ class AccessControl:
 
 
 class ReadOnlyGate:
-    """While the server is read-only, refuses new runs, attempts, streams and reports."""
+    """While the server is read-only, refuses whatever adds rows: a new route does until it says otherwise."""
 
     def __init__(self, app: ASGIApp, guard: DiskGuard) -> None:
         self.app = app
@@ -135,4 +136,4 @@ class ReadOnlyGate:
 
 
 def _stores(scope: Scope) -> bool:
-    return scope["method"] == "POST" and str(scope["path"]).endswith(_WRITES)
+    return scope["method"] not in _STORES_NOTHING_NEW and not str(scope["path"]).endswith(_ACKNOWLEDGES)

@@ -78,6 +78,13 @@ def test_read_only_refuses_what_would_be_stored_and_answers_the_rest(server):
     assert error.request_id
     answer = server.client.post("/api/v1/projects/p/runs", json={"run_id": "r2"})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
+    for path, message in (
+        ("/runs/r1/notes", wire.NoteCreate(text="a note")),
+        ("/silences", wire.SilenceCreate(seconds=60.0, run_id="r1")),
+        ("/tokens", wire.TokenCreate(name="t", role="read")),
+        ("/alerts/alertmanager", b"{}"),
+    ):
+        assert server.post(path, message, status=503).code == "busy"
     ready = server.get("/readyz", wire.Health)
     assert ready.status.startswith("read-only: the disk has 5 bytes left")
     assert server.series("loss").steps == [10, 20, 30, 40, 50]

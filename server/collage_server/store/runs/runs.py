@@ -251,9 +251,7 @@ def _resume(
 
 
 def _taken(run_id: str) -> Conflict:
-    return Conflict(
-        f"run_id {run_id!r} is taken by another project; leave run_id out to get a new one", field="run_id"
-    )
+    return Conflict(f"run_id {run_id!r} is taken by another project; choose another run_id", field="run_id")
 
 
 def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now: float) -> None:
