@@ -81,7 +81,7 @@ def test_read_only_refuses_what_would_be_stored_and_answers_the_rest(server):
     for path, message in (
         ("/runs/r1/notes", wire.NoteCreate(text="a note")),
         ("/silences", wire.SilenceCreate(seconds=60.0, run_id="r1")),
-        ("/tokens", wire.TokenCreate(name="t", role="read")),
+        ("/tokens", wire.TokenCreate(name="t", role="read", projects=None)),
         ("/alerts/alertmanager", b"{}"),
     ):
         assert server.post(path, message, status=503).code == "busy"
