@@ -37,8 +37,8 @@ from collage_monitor import wire
 from tests.server.store.postgresql import Cluster, find_programs
 
 __all__ = [
-    "KINDS",
     "Connection",
+    "KINDS",
     "NullStore",
     "ServerProcess",
     "cpu_seconds",

@@ -29,10 +29,10 @@ from collage_monitor.errors import ServerUnreachable
 from collage_monitor.local import data_folder, find_token, server_address, token_path
 
 __all__ = [
-    "TRIED_LIBRARIES",
     "Check",
-    "Status",
     "LibraryTrial",
+    "Status",
+    "TRIED_LIBRARIES",
     "delivery_checks",
     "machine_checks",
     "optimizer_checks",

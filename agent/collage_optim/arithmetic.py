@@ -19,8 +19,8 @@ from collage_optim.numerics.expansions import grow, multiply_expansions, split_s
 from collage_optim.strategies import LOW_COMPONENT_SUFFIX
 
 __all__ = [
-    "INDEX_FACTOR",
     "Arithmetic",
+    "INDEX_FACTOR",
     "Scalar",
     "State",
     "StorageArithmetic",

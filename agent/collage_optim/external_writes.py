@@ -34,7 +34,7 @@ from collage_optim.numerics.formats import format_of
 from collage_optim.stepping import Member, local_part
 from collage_optim.strategies import MASTER_PARAMETER, StateStorage, StorageStrategy, strategy_named
 
-__all__ = ["ON_EXTERNAL_WRITE", "ExternalWrites"]
+__all__ = ["ExternalWrites", "ON_EXTERNAL_WRITE"]
 
 ON_EXTERNAL_WRITE = ("adopt", "raise")
 

@@ -38,8 +38,8 @@ from collage_monitor.judgement.words import (
 
 __all__ = [
     "Advice",
-    "Choice",
     "CAVEATS",
+    "Choice",
     "EDQ_TOLERANCE",
     "Evidence",
     "Finding",

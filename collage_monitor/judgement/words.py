@@ -10,8 +10,8 @@ from collage_monitor.judgement.case import Case
 from collage_monitor.judgement.evidence import labelled
 
 __all__ = [
-    "CAVEATS",
     "Advice",
+    "CAVEATS",
     "Choice",
     "Finding",
     "GRAVITY",

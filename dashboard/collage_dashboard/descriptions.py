@@ -16,9 +16,9 @@ from collage_monitor.wire import Number, from_number
 
 __all__ = [
     "AXIS_TITLES",
+    "Description",
     "STATE",
     "UNDEFINED",
-    "Description",
     "byte_count",
     "count",
     "describe",

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from collage_agent.optim import Arithmetic, Moment, Scalar, State, UpdateRule
 from torch import Tensor
 
-__all__ = ["RULE", "AdaBelief"]
+__all__ = ["AdaBelief", "RULE"]
 
 
 class AdaBelief(UpdateRule):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["DOCUMENTATION", "MASK", "NO_TARGET", "Corpus", "batch", "documentation", "masked", "standard_library"]
+__all__ = ["Corpus", "DOCUMENTATION", "MASK", "NO_TARGET", "batch", "documentation", "masked", "standard_library"]
 
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _HELD_OUT_EVERY = 16

@@ -4,4 +4,4 @@ from collage_agent.audit.findings import AuditFinding
 from collage_agent.audit.reading import CheckpointError, read_checkpoint
 from collage_agent.audit.report import Audit, audit_checkpoint, render
 
-__all__ = ["Audit", "CheckpointError", "AuditFinding", "audit_checkpoint", "read_checkpoint", "render"]
+__all__ = ["Audit", "AuditFinding", "CheckpointError", "audit_checkpoint", "read_checkpoint", "render"]

@@ -28,8 +28,8 @@ from collage_monitor import wire
 from collage_monitor.judgement import Lacking, advice_for
 
 __all__ = [
-    "SECOND_MOMENTS",
     "CheckpointParameter",
+    "SECOND_MOMENTS",
     "advised",
     "checkpoint_parameters",
     "is_narrow",

@@ -23,8 +23,8 @@ from collage_agent.audit.reading import read_checkpoint
 __all__ = [
     "Audit",
     "KeptSummary",
-    "ParameterLost",
     "LostAtRate",
+    "ParameterLost",
     "SAFE_LOST_RATIO",
     "add_lost",
     "audit_checkpoint",

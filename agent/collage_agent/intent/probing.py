@@ -16,7 +16,7 @@ from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value
 from collage_agent.intent.widen import Widening, uncompiled
 from collage_agent.sample.stored import PLAIN, Composition
 
-__all__ = ["HOST", "STEPS", "TOLERANCE", "ProbeRun", "gradients_of", "same_displacements", "same_scalars"]
+__all__ = ["HOST", "ProbeRun", "STEPS", "TOLERANCE", "gradients_of", "same_displacements", "same_scalars"]
 
 HOST: Final = torch.device("cpu")
 STEPS: Final = 16

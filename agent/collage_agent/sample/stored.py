@@ -15,11 +15,11 @@ from collage_agent.sample.quantised import completes_another, is_quantised, read
 from collage_agent.sample.remainders import SIGNED_BITS, SIGNED_BYTE, RemainderCode
 
 __all__ = [
+    "Composition",
     "GRADIENT",
     "OURS",
     "PARAMETER",
     "PLAIN",
-    "Composition",
     "average_names",
     "components",
     "decaying",

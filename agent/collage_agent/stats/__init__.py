@@ -24,10 +24,10 @@ from collage_monitor.statistics.catalogue import DEFINITIONS, split_key
 
 __all__ = [
     "MEASURES",
-    "OPTIONAL",
-    "OWN",
     "Measure",
     "MovingAverages",
+    "OPTIONAL",
+    "OWN",
     "StepView",
     "Sums",
     "failures",

@@ -16,7 +16,7 @@ from collage_agent.stats.blocks import flag_counts
 from collage_agent.stats.view import StepView, Sums, named
 from collage_monitor.table import Table
 
-__all__ = ["CLASS_COUNTS", "KEYS", "Flags", "active_elements", "class_counts", "measure"]
+__all__ = ["CLASS_COUNTS", "Flags", "KEYS", "active_elements", "class_counts", "measure"]
 
 CLASS_COUNTS: Final = (
     "lost",

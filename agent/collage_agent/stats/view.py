@@ -12,7 +12,7 @@ from torch import Tensor
 
 from collage_monitor.table import Axis, Table
 
-__all__ = ["Copies", "StoredWeights", "MovingAverages", "ROWS", "StepView", "Sums", "named", "table_of"]
+__all__ = ["Copies", "MovingAverages", "ROWS", "StepView", "StoredWeights", "Sums", "named", "table_of"]
 
 ROWS: Final = ("parameter", "gradient", "effective", "visible", "intended")
 """What is kept of an element: θ before the step, g, e, eᵛ, u."""

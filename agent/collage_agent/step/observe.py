@@ -22,11 +22,11 @@ from collage_agent.step.layout import StepLayout
 
 __all__ = [
     "Follows",
-    "TILE_SLOTS",
     "IntendedUpdate",
     "KeptWeights",
     "ObservedStep",
     "Scratch",
+    "TILE_SLOTS",
     "Tile",
     "sum_components",
     "tiles_of",

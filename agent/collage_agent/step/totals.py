@@ -34,8 +34,8 @@ from collage_monitor.table import Axis, Table
 
 __all__ = [
     "BASE_STATISTICS",
-    "SIZE_ROWS",
     "BlockTotals",
+    "SIZE_ROWS",
     "SampleSizes",
     "TableUnion",
     "combine_tiles",

@@ -24,7 +24,7 @@ from collage_monitor.wire import (
     encode_message,
 )
 
-__all__ = ["WORKER_THREAD_NAME", "Body", "Envelope", "Kind", "MemoryTransport", "Transport"]
+__all__ = ["Body", "Envelope", "Kind", "MemoryTransport", "Transport", "WORKER_THREAD_NAME"]
 
 WORKER_THREAD_NAME: Final = "collage-agent"
 """The one thread that sends."""

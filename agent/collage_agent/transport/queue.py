@@ -16,13 +16,13 @@ from collage_agent.measurement import Measurement
 from collage_agent.transport.counts import ReportCounts
 
 __all__ = [
+    "AttemptStart",
     "BoundedQueue",
     "Item",
-    "TensorSnapshot",
     "LoggedScalars",
     "MeasuredStep",
-    "AttemptStart",
     "StepItems",
+    "TensorSnapshot",
     "cuda_event_on",
 ]
 

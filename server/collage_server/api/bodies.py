@@ -20,10 +20,10 @@ from collage_server.ingest.check import LARGE_BYTES, decoded_batch, decoded_mess
 
 __all__ = [
     "batch_in",
+    "body_lease",
     "content_type_of",
     "declared_size",
     "decompress",
-    "body_lease",
     "message",
     "read_body",
 ]

@@ -17,7 +17,7 @@ from collage_server.auth.roles import GRANTS, Capability
 from collage_server.errors import Busy
 from collage_server.store import AccessStore
 
-__all__ = ["LOOPBACK", "SERVER_TOKEN", "Principal", "TokenDirectory", "digest_of", "new_secret"]
+__all__ = ["LOOPBACK", "Principal", "SERVER_TOKEN", "TokenDirectory", "digest_of", "new_secret"]
 
 _LOG: Final = logging.getLogger(__name__)
 _PREFIX: Final = "collage_"

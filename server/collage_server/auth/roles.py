@@ -14,7 +14,7 @@ from starlette.routing import compile_path
 
 from collage_monitor.wire import ROLES, Role
 
-__all__ = ["GRANTS", "RULES", "Capability", "matched_rule", "matrix"]
+__all__ = ["Capability", "GRANTS", "RULES", "matched_rule", "matrix"]
 
 Capability = Literal["open", "any", "ingest", "read", "operate", "admin"]
 """What a route needs: nothing, any valid token, or a role that grants it."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from collage_monitor import wire
 from collage_server.store import Points, RunRecord, ScalarPoints, Selection, Snapshot, Store
 
-__all__ = ["ExportPlan", "StepBatch", "plan_export", "read_ranks", "read_batches"]
+__all__ = ["ExportPlan", "StepBatch", "plan_export", "read_batches", "read_ranks"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

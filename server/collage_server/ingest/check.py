@@ -20,8 +20,8 @@ from collage_server.errors import BadRequest, TooLarge, Unprocessable
 from collage_server.store.records import StreamRecord
 
 __all__ = [
-    "LARGE_BYTES",
     "Body",
+    "LARGE_BYTES",
     "StreamRegistry",
     "accepted_indices",
     "check_batch",

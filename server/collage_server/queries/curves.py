@@ -23,7 +23,6 @@ __all__ = [
     "Positions",
     "StackedPoints",
     "UNCLIPPED",
-    "stack_by_statistics",
     "clip_ratio",
     "compared_run",
     "concatenated",
@@ -31,6 +30,7 @@ __all__ = [
     "metric_series",
     "run_summary",
     "scalar_series",
+    "stack_by_statistics",
 ]
 
 

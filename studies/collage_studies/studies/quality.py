@@ -17,7 +17,7 @@ from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, 
 from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, estimate, listed, share
 
-__all__ = ["LOST", "STEP", "STUDY", "WINDOW", "Configuration", "configurations"]
+__all__ = ["Configuration", "LOST", "STEP", "STUDY", "WINDOW", "configurations"]
 
 REFERENCE: Final = Plan("plain", "float32")
 PLANS: Final = (REFERENCE, *(Plan(name, "bfloat16") for name in ("plain", "light", "kahan", "stochastic")))

@@ -24,9 +24,9 @@ from collage_server.store.rows import among, int_array, int_bytes
 
 __all__ = [
     "ALL_RANKS",
-    "LEVELS",
     "ChunkInfo",
     "Chunks",
+    "LEVELS",
     "PointRows",
     "maximum_key",
     "minimum_key",

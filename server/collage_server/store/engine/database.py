@@ -16,7 +16,7 @@ from sqlalchemy.sql.expression import ClauseElement
 from collage_server.errors import Busy, StoreUnusable, Unprocessable
 from collage_server.store.records import CONNECTIONS, Sizes
 
-__all__ = ["POOL", "Database", "Statement", "driver_cursor", "reads_only"]
+__all__ = ["Database", "POOL", "Statement", "driver_cursor", "reads_only"]
 
 _LOG: Final = logging.getLogger(__name__)
 _READS_ONLY: Final = "25006"

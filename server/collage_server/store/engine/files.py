@@ -20,8 +20,8 @@ from collage_server.store.records import Sizes
 
 __all__ = [
     "Ballast",
-    "file_identity",
     "checkpoint_log",
+    "file_identity",
     "folder_lock",
     "log_bytes",
     "make_private",

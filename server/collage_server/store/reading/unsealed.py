@@ -30,18 +30,18 @@ from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Select
 __all__ = [
     "ScalarRow",
     "UnsealedReports",
-    "layer_table",
-    "merged_tables",
-    "model_of",
-    "model_table",
-    "read_unsealed",
-    "visible_rows",
     "count_step_reports",
     "decode_layers",
     "decode_model",
     "layer_replicas",
+    "layer_table",
+    "merged_tables",
+    "model_of",
+    "model_table",
     "read_reports",
+    "read_unsealed",
     "unsealed_rows",
+    "visible_rows",
 ]
 
 

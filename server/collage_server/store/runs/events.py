@@ -18,12 +18,12 @@ from collage_server.store.rows import from_json, require_run, to_json
 
 __all__ = [
     "COUNTS_WITH_EVENTS",
-    "MOST_LAYERS",
     "EventStore",
+    "MOST_LAYERS",
     "add_events",
     "attempt_event",
-    "count_event",
     "correct_event",
+    "count_event",
     "rank_twice",
     "unknown_statistics_event",
 ]

@@ -17,13 +17,13 @@ from collage_server.store.rows import scalars_from_json
 
 __all__ = [
     "all_ranks_are_through",
+    "awaited_streams",
     "last_sealed_steps",
     "newest_logged_steps",
     "newest_measured_step",
     "newest_scalars",
     "reports_of_runs",
     "sum_of_newest",
-    "awaited_streams",
 ]
 
 _PASSED: Final = 64

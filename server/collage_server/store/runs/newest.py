@@ -7,6 +7,7 @@ is late (`collage_server.newest`), and a reader who needs the newest computes it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from sqlalchemy import Connection, delete, func, insert, or_, select
@@ -31,14 +32,16 @@ class NewestPoint(msgspec.Struct, frozen=True, kw_only=True):
     worst: list[wire.WorstLayer]
 
 
-class RunProgress(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class RunProgress:
     """How far a run was when something was made of it: its last sign of life and the reports of all its ranks."""
 
     updated_at: float
     reports: int
 
 
-class KeptNewest(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class KeptNewest:
     """A row: `point` is None where nothing was measured yet."""
 
     progress: RunProgress

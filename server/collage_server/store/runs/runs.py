@@ -33,12 +33,12 @@ __all__ = [
     "QuotaCheck",
     "QuotaName",
     "RunStore",
+    "attempts_of_runs",
     "matching",
     "note_change",
     "read_page",
     "read_records",
     "read_run",
-    "attempts_of_runs",
     "rows_by_run",
 ]
 
