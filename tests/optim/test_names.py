@@ -25,5 +25,6 @@ def test_the_agent_offers_the_same_objects(name):
 def test_the_optimizers_load_neither_agent_nor_web():
     code = LOADED.format(package="collage_optim", watched=WATCHED)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    loaded = ["collage_monitor", "collage_monitor.errors", "collage_monitor.extensions"]
+    catalogue = ["definitions", "errors", "extensions", "strategies"]
+    loaded = ["collage_monitor", *(f"collage_monitor.{name}" for name in catalogue)]
     assert (done.returncode, done.stdout.split()) == (0, loaded), done.stderr
