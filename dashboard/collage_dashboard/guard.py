@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 from urllib.parse import urlsplit
 
+from dash.exceptions import DependencyException
 from flask import Flask, Response, request
 from flask_compress import Compress
 from flask_talisman import DENY, Talisman
@@ -24,6 +25,10 @@ def install_guard(server: Flask, allowed_hosts: frozenset[str] | None) -> None:
 
     Every answer says what the browser may do with it.
     """
+
+    @server.errorhandler(DependencyException)
+    def no_such_file(error: Exception) -> Response:
+        return Response("no component has this file\n", 404, mimetype="text/plain")
 
     @server.before_request
     def check() -> Response | None:

@@ -117,6 +117,14 @@ def test_every_file_of_the_page_is_local_and_there(http):
     assert "connect-src 'self'" in http.get("/").headers["Content-Security-Policy"]
 
 
+@pytest.mark.parametrize(
+    "path", ["../secret", "none/x.js", "dash/none.js", "%2e%2e/%2e%2e/etc/passwd", "dash/../x"]
+)
+def test_a_file_that_no_component_has_is_not_found(http, path):
+    """Dash raised, which was answered 500, with a traceback in the log for each."""
+    assert http.get(f"/_dash-component-suites/{path}").status_code == 404
+
+
 @pytest.mark.parametrize(("path", "host"), [("/", "localhost"), ("/healthz", "127.0.0.1"), ("/", "evil.example")])
 def test_every_answer_says_what_a_browser_may_do_with_it(http, path, host):
     answer = http.get(path, headers={"Host": host, "X-Forwarded-Proto": "https"})

@@ -89,6 +89,8 @@ def test_a_wrong_method_is_405_in_the_shape(server):
     assert response.status_code == 405
     assert "GET" in response.headers["allow"]
     assert shape(response)["code"] == "method_not_allowed"
+    of_one_run = server.client.put("/api/v1/runs/r1").headers["allow"]
+    assert of_one_run == "DELETE, GET, PATCH"
 
 
 def test_a_bug_is_500_in_the_shape_without_its_text(settings, clock, monkeypatch):

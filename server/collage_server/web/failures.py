@@ -10,6 +10,7 @@ from urllib.parse import quote
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from collage_monitor import wire
@@ -51,7 +52,17 @@ def _routing(error: HTTPException, scope: Scope, request_id: str | None) -> Resp
     asked = f"{scope['method']} {quote(scope['path'])}"
     message = f"{asked}: {status.phrase.lower()}; GET /openapi.json lists the routes"
     body = wire.ErrorBody(code=status.name.lower(), message=message, request_id=request_id)
-    return error_response(error.status_code, body, dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(_methods(scope))
+    return error_response(error.status_code, body, headers)
+
+
+def _methods(scope: Scope) -> list[str]:
+    """All that the path can be asked by: a router names those of the first route alone."""
+    routes = [route for route in scope["app"].router.routes if isinstance(route, Route)]
+    there = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+    return sorted({method for route in there for method in route.methods or ()})
 
 
 def _parameters(error: RequestValidationError, request_id: str | None) -> Response:
