@@ -1,7 +1,8 @@
 """Logs of a server process: one line a record on standard error, as text or JSON, without secrets.
 
 Nothing is set up at import; `serve` calls `configure`. Requests are logged by `collage_server.web.middleware`:
-refused ones at INFO, failed ones at WARNING, all others at DEBUG.
+refused ones at INFO, failed ones at WARNING, all others at DEBUG. Of refusals so many a second are written, the others
+counted: whoever has no token could fill a disk with them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ REQUEST_ID: Final[ContextVar[str | None]] = ContextVar("collage_request_id", def
 FIELDS: Final = ("method", "path", "status", "duration_seconds", "actor", "client")
 """What a record about a request carries beside its message."""
 _SECRETS: Final = re.compile(r"collage_[A-Za-z0-9_-]{43}|(?i:bearer)\s+[^\s\"',]+")
+_REFUSALS: Final = ("collage_server.requests", "collage_server.web.protocol")
+_REFUSALS_A_SECOND: Final = 20
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]")
 
 
@@ -36,6 +39,7 @@ def configure(form: str, level: str, secrets: Iterable[str] = (), stream: TextIO
     """
     mask = _masking([secret for secret in secrets if secret])
     handler = logging.StreamHandler(stream or sys.stderr)
+    handler.addFilter(_RefusalLimit())
     handler.setFormatter(
         ProcessorFormatter(
             processors=[
@@ -62,6 +66,29 @@ def configure(form: str, level: str, secrets: Iterable[str] = (), stream: TextIO
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+
+
+class _RefusalLimit(logging.Filter):
+    """Lets so many refusals a second through, by the records' own times; the next one says how many were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._second, self._written, self._left_out = 0, 0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written."""
+        if record.levelno != logging.INFO or record.name not in _REFUSALS:
+            return True
+        if int(record.created) != self._second:
+            self._second, self._written = int(record.created), 0
+        if self._written >= _REFUSALS_A_SECOND:
+            self._left_out += 1
+            return False
+        self._written += 1
+        if self._left_out:
+            record.msg = f"{record.msg} ({self._left_out} refusals before it are left out)"
+            self._left_out = 0
+        return True
 
 
 def _moment_and_request(_logger: Any, _level: str, entry: EventDict) -> EventDict:

@@ -79,6 +79,23 @@ def test_nor_can_an_exception(written):
     assert all(line.startswith("  ") for line in others)
 
 
+def test_of_many_refusals_some_are_written_and_all_are_counted(written):
+    """One client without a token made 2,120 lines a second."""
+    buffer = written("text")
+    logger = logging.getLogger("collage_server.requests")
+    for number in range(5000):
+        about = {"name": logger.name, "levelno": logging.INFO, "levelname": "INFO", "msg": "refused"}
+        logger.handle(logging.makeLogRecord(about | {"created": 1.7e9 + number / 2000}))
+        if number == 100:
+            logger.warning("a failure is written whatever is refused")
+    found = buffer.getvalue().splitlines()
+    assert len(found) == 3 * 20 + 1
+    assert [line.rpartition("(")[2] for line in found if "left out" in line] == [
+        "1980 refusals before it are left out)",
+        "1980 refusals before it are left out)",
+    ]
+
+
 def test_json_lines_carry_the_request(written):
     buffer = written("json")
     token = REQUEST_ID.set("req-1")
