@@ -1,8 +1,8 @@
 """Logs of a server process: one line a record on standard error, as text or JSON, without secrets.
 
 Nothing is set up at import; `serve` calls `configure`. Requests are logged by `collage_server.web.middleware`:
-refused ones at INFO, failed ones at WARNING, all others at DEBUG. Of refusals so many a second are written, the others
-counted: whoever has no token could fill a disk with them.
+refused ones at INFO, failed ones at WARNING, all others at DEBUG. Of refusals so many a second are written, the
+others counted: whoever has no token could fill a disk with them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def configure(form: str, level: str, secrets: Iterable[str] = (), stream: TextIO
 
 
 class _RefusalLimit(logging.Filter):
-    """Lets so many refusals a second through, by the records' own times; the next one says how many were left out."""
+    """Lets so many refusals a second through, by the records' times; the next one says how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()
