@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from collage_monitor.client import Client
-from collage_monitor.judgement import EDQ_TOLERANCE, Evidence, finite, recent_points
+from collage_monitor.judgement import EDQ_TOLERANCE, OF_LAYERS, Evidence, finite, recent_points
 from collage_monitor.metrics import METRICS, is_metric, split_key
 from collage_monitor.onset import Onset, find_onset, since_in_words
 from collage_monitor.statistics import metric_keys
@@ -23,19 +23,9 @@ __all__ = ["read_edq_since", "read_evidence", "read_onset"]
 
 _POINTS: Final = 2000
 _HEATMAP_POINTS: Final = 128
-_OF_LAYERS: Final = (
-    "elements",
-    "measured_ratio",
-    "intended_norm",
-    "edq_ratio",
-    "lost_update_ratio",
-    "update_error_ratio",
-    "residual_dropped_ratio",
-)
-"""What is read of each layer: a question each."""
 _OF_MODEL: Final = frozenset(
     {
-        *_OF_LAYERS,
+        *OF_LAYERS,
         "cast_changed_ratio",
         "decay_ratio",
         "distorted",
@@ -48,8 +38,9 @@ _OF_MODEL: Final = frozenset(
         "idle",
         "lost",
         "lost_visible_ratio",
+        "lost_window_ratio",
         "nonfinite",
-        "nonfinite_params",
+        "nonfinite_grads",
         "residual_fill_ratio",
         "residual_nonfinite",
         "residual_zero_ratio",
@@ -88,7 +79,7 @@ def read_evidence(client: Client, run_id: str) -> Evidence:
             if values:
                 model[f"{own.metric}_{bound}"] = values[-1]
     layers: dict[str, dict[str, Number | None]] = {}
-    for key in (key for key in _OF_LAYERS if key in keys):
+    for key in (key for key in OF_LAYERS if key in keys):
         heatmap = client.heatmap(run_id, key, points=1, first_step=first)
         for name, row in zip(heatmap.layers, heatmap.values, strict=True):
             layers.setdefault(name, {})[key] = row[-1] if row else None

@@ -12,6 +12,7 @@ Both give `judge` the same, and so it says the same.
 from collage_monitor.judgement.advice import Lacking, advice_for, most_exact
 from collage_monitor.judgement.case import EDQ_TOLERANCE
 from collage_monitor.judgement.evidence import (
+    OF_LAYERS,
     RECENT_SHARE,
     RECENT_STEPS,
     Evidence,
@@ -46,6 +47,7 @@ __all__ = [
     "Health",
     "Judgement",
     "Lacking",
+    "OF_LAYERS",
     "RECENT_SHARE",
     "RECENT_STEPS",
     "STATE_TOLERANCE",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from collage_monitor.judgement.evidence import Evidence, finite
+from collage_monitor.judgement.evidence import Evidence, finite, longest_window
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["Case", "EDQ_TOLERANCE", "LAYER_TOLERANCE"]
+__all__ = ["Case", "EDQ_TOLERANCE", "LAYER_TOLERANCE", "LOST_TOLERANCE"]
 
 EDQ_TOLERANCE: Final = 0.05
+LOST_TOLERANCE: Final = 0.05
+LONG_WINDOW: Final = 10
+"""Steps: a window of fewer may hold the same roundings as one."""
 LAYER_TOLERANCE: Final = 1e-5
 """Layers with no larger share of Σ u² were not to move."""
 
@@ -48,6 +51,16 @@ class Case:
     def rounds_at_random(self, layer: str) -> bool | None:
         """Whether the layer's weights are rounded at random; None: not known."""
         return self._of_layers.get(layer, self._otherwise)
+
+    def trains(self, dtype: str) -> bool:
+        """Whether weights of this dtype are trained, as far as the agent told."""
+        return any(dtype in entry.parameters for entry in (self.watch.trained if self.watch else ()))
+
+    @property
+    def arrives_later(self) -> bool:
+        """Whether what single steps lose has arrived after several: over a long window next to nothing is lost."""
+        window = longest_window(self.model, "lost_window_ratio")
+        return window is not None and window[0] >= LONG_WINDOW and window[1] <= LOST_TOLERANCE
 
     def lost_where(self, at_random: bool | None) -> tuple[float | None, float | None]:
         """Share of updates lost, and their error, over weights rounded this way.

@@ -13,6 +13,7 @@ from collage_monitor.statistics import Totals, finish_all, reduce_steps
 from collage_monitor.wire import Number, WatchInfo
 
 __all__ = [
+    "OF_LAYERS",
     "Evidence",
     "Values",
     "evidence_of",
@@ -26,6 +27,17 @@ __all__ = [
 Values = Mapping[str, Number | None]
 """Metrics by key. None, or what is not finite, is undefined."""
 
+OF_LAYERS: Final = (
+    "elements",
+    "measured_ratio",
+    "intended_norm",
+    "edq_ratio",
+    "lost_update_ratio",
+    "update_error_ratio",
+    "residual_dropped_ratio",
+    "nonfinite_params",
+)
+"""What is read of each layer; over HTTP a question each."""
 RECENT_STEPS: Final = 32
 """Measured steps that the recent past has at least."""
 RECENT_SHARE: Final = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from collage_monitor.judgement.case import EDQ_TOLERANCE, LAYER_TOLERANCE, Case
+from collage_monitor.judgement.case import EDQ_TOLERANCE, LAYER_TOLERANCE, LOST_TOLERANCE, Case
 from collage_monitor.judgement.evidence import Values, finite, longest_window, state_decrements
 from collage_monitor.judgement.words import Finding, percent
 
@@ -19,7 +19,6 @@ __all__ = [
     "loses_most",
 ]
 
-LOST_TOLERANCE: Final = 0.05
 ERROR_TOLERANCE: Final = 0.05
 LAYER_LOST: Final = 0.5
 STATE_TOLERANCE: Final = 0.1
@@ -28,6 +27,7 @@ OWN_DECAY: Final = frozenset({"foreach", "for-loop"})
 """Implementations of a step that decay weights by an operation of its own."""
 ORACLE_TOLERANCE: Final = 0.05
 FILL_TOLERANCE: Final = 2.0
+_SMALL_EPS: Final = " (in float16 an eps below 3e-8 is 0: raise it, or keep the weights in float32)"
 DROPPED_TOLERANCE: Final = 0.4
 """Below a half, of which chance leaves some at 0. Updates of one size, as Lion's, add up to 0 now and then."""
 
@@ -51,11 +51,23 @@ def findings_against(case: Case) -> Iterator[Finding]:
 
 
 def _not_finite(case: Case) -> Iterator[Finding]:
-    """NaN and infinity never leave a weight or a residual again."""
-    for key, what in (("nonfinite_params", "weights"), ("residual_nonfinite", "residuals")):
-        count = case.number(key)
-        if count:
-            yield Finding("not finite", f"{count:,.0f} {what} are NaN or infinite", key, count, 0.0)
+    """NaN and infinity never leave a weight or a residual again. Whether a gradient brought them is told, too."""
+    count, key = case.number("nonfinite_params"), "nonfinite_params"
+    if count:
+        held = {name: case.number(key, name) or 0.0 for name in case.evidence.layers}
+        worst = max(held, key=lambda name: held[name], default=None)
+        text = f"{count:,.0f} weights are NaN or infinite"
+        if worst is not None and held[worst]:
+            others = sum(map(bool, held.values())) - 1
+            more = f" and {others} more layers" if others > 1 else " and another layer" if others else ""
+            text += f", in {worst}{more}"
+        if case.number("nonfinite_grads") == 0:
+            narrow = case.trains("float16")
+            text += "; the gradients were finite, so the step made them" + (_SMALL_EPS if narrow else "")
+        yield Finding("not finite", text, key, count, 0.0, worst if worst and held[worst] else None)
+    if count := case.number("residual_nonfinite"):
+        text = f"{count:,.0f} residuals are NaN or infinite"
+        yield Finding("not finite", text, "residual_nonfinite", count, 0.0)
 
 
 def _descent(case: Case) -> Iterator[Finding]:
@@ -79,7 +91,10 @@ def _descent(case: Case) -> Iterator[Finding]:
 
 
 def _loss(case: Case) -> Iterator[Finding]:
-    """The share lost, where rounding is to nearest: what one step loses then no other brings back."""
+    """The share lost, where rounding is to nearest: what one step loses then no other brings back, unless several
+    steps were watched and say otherwise, as where the optimizer feeds its rounding errors back."""
+    if case.arrives_later:
+        return
     lost, error = case.lost_where(at_random=False)
     if lost is not None and lost > LOST_TOLERANCE and (error is None or error > ERROR_TOLERANCE):
         where = " of the layers that round to nearest" if case.differing else ""
@@ -89,6 +104,8 @@ def _loss(case: Case) -> Iterator[Finding]:
 
 def _layers(case: Case) -> Iterator[Finding]:
     """Layers that round to nearest and lose most of their updates, if their share of Σ u² is not next to 0."""
+    if case.arrives_later:
+        return
     squares = {name: (case.number("intended_norm", name) or 0.0) ** 2 for name in case.evidence.layers}
     sizes = {name: case.number("elements", name) or 0.0 for name, square in squares.items() if square}
     to_nearest = [name for name in sizes if case.rounds_at_random(name) is False]

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from collage_monitor import __version__, wire
-from collage_monitor.judgement import WORDS_VERSION
+from collage_monitor.judgement import OF_LAYERS, WORDS_VERSION
 from collage_monitor.statistics import statistics_for
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
@@ -28,15 +28,6 @@ _SHARE_OF_TIME: Final = 0.1
 """The most of its time that the thread works while nobody waits: live runs come round the less often the more."""
 _HISTORY_POINTS: Final = 128
 _RECENT_POINTS: Final = 2000
-_OF_LAYERS: Final = (
-    "elements",
-    "measured_ratio",
-    "intended_norm",
-    "edq_ratio",
-    "lost_update_ratio",
-    "update_error_ratio",
-    "residual_dropped_ratio",
-)
 _LOSSES: Final = ("loss", "validation_loss")
 
 
@@ -95,7 +86,7 @@ def evaluate(now: Snapshot, record: RunRecord) -> wire.Overview:
 
     recent = read(("measured_steps", "intended_squared_sum"), Selection(points=_RECENT_POINTS))
     past = Selection(first_step=begin_of_recent_past(recent), points=1)
-    layers = tuple(dict.fromkeys(key for metric in _OF_LAYERS for key in statistics_for(metric, intervals=False)))
+    layers = tuple(dict.fromkeys(key for metric in OF_LAYERS for key in statistics_for(metric, intervals=False)))
     edq = statistics_for("edq_ratio", intervals=False)
     model = read(None, past)
     states = tuple(key for key in model.totals if key.startswith("state_decrement_"))

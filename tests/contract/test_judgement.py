@@ -72,6 +72,57 @@ def test_the_deciding_number_is_there_to_be_read_by_programs():
     assert (found.measured, found.first_step, found.last_step) == (1.0, 1, 100)
 
 
+NARROW = wire.Trained(optimizer="Adam", strategy="plain", parameters={"float16": 16})
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "trained", "expected", "named"),
+    [
+        ({"nonfinite_grads": 3.0}, {}, [], "8 weights are NaN or infinite", None),
+        ({}, {"a": 0.0, "b": 8.0}, [], "8 weights are NaN or infinite, in b", "b"),
+        ({}, {"a": 3.0, "b": 5.0}, [], "8 weights are NaN or infinite, in b and another layer", "b"),
+        (
+            {"nonfinite_grads": 0.0},
+            {"a": 1.0, "b": 5.0, "c": 2.0, "d": 0.0},
+            [NARROW],
+            "8 weights are NaN or infinite, in b and 2 more layers; the gradients were finite, so the step made "
+            "them (in float16 an eps below 3e-8 is 0: raise it, or keep the weights in float32)",
+            "b",
+        ),
+    ],
+)
+def test_weights_that_are_not_finite_are_named_with_their_layer_and_what_made_them(
+    model, layers, trained, expected, named
+):
+    """Told was a number alone, and of the layers the first that was finite."""
+    found = judged(
+        {**GOOD, "nonfinite_params": 8.0, **model},
+        {name: layer(nonfinite_params=count) for name, count in layers.items()},
+        trained=trained,
+    )
+    assert found.deciding is not None
+    assert (found.health, found.deciding.text, found.deciding.layer) == ("not finite", expected, named)
+
+
+@pytest.mark.parametrize(
+    ("window", "share", "health"),
+    [
+        (64, 0.018, "healthy"),
+        (64, 0.3, "losing updates"),
+        (4, 0.018, "losing updates"),
+        (None, 0.0, "losing updates"),
+    ],
+)
+def test_a_long_window_overrules_what_single_steps_lose(window, share, health):
+    """Rounding errors that are fed back arrive later: a run that moved as far as fp32 was told it loses half."""
+    model = {**GOOD, "lost_update_ratio": 0.494, "update_error_ratio": 0.6}
+    if window is not None:
+        model |= {f"lost_window_ratio/{window}": share, f"edq_window_ratio/{window}": 1.0}
+    losing = layer(lost_update_ratio=0.9, update_error_ratio=0.9)
+    found = judged(model, {"a": losing, "b": layer()})
+    assert found.health == health
+
+
 @given(values, values, values, values)
 def test_a_good_word_always_has_two_witnesses_and_no_contradiction(edq, state, oracle, lost):
     model = {"edq_ratio": edq, STATE: state, "edq_oracle_ratio": oracle, "lost_update_ratio": lost}
