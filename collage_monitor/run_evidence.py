@@ -41,6 +41,7 @@ _OF_MODEL: Final = frozenset(
         "lost_window_ratio",
         "nonfinite",
         "nonfinite_grads",
+        "oracle_displacement_ratio",
         "residual_fill_ratio",
         "residual_nonfinite",
         "residual_zero_ratio",

@@ -58,9 +58,15 @@ class Case:
 
     @property
     def arrives_later(self) -> bool:
-        """Whether what single steps lose has arrived after several: over a long window next to nothing is lost."""
-        window = longest_window(self.model, "lost_window_ratio")
-        return window is not None and window[0] >= LONG_WINDOW and window[1] <= LOST_TOLERANCE
+        """Whether what single steps lose has arrived after several: over a long window next to nothing stands still,
+        and the weights have gone as far as the oracle's.
+
+        Either alone would not do: large steps move each weight now and then though the small ones are lost.
+        """
+        window, moved = longest_window(self.model, "lost_window_ratio"), self.number("oracle_displacement_ratio")
+        if window is None or window[0] < LONG_WINDOW or window[1] > LOST_TOLERANCE:
+            return False
+        return moved is not None and moved >= 1 - EDQ_TOLERANCE
 
     def lost_where(self, at_random: bool | None) -> tuple[float | None, float | None]:
         """Share of updates lost, and their error, over weights rounded this way.

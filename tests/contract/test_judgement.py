@@ -105,17 +105,19 @@ def test_weights_that_are_not_finite_are_named_with_their_layer_and_what_made_th
 
 
 @pytest.mark.parametrize(
-    ("window", "share", "health"),
+    ("window", "share", "moved", "health"),
     [
-        (64, 0.018, "healthy"),
-        (64, 0.3, "losing updates"),
-        (4, 0.018, "losing updates"),
-        (None, 0.0, "losing updates"),
+        (64, 0.018, 1.045, "healthy"),
+        (64, 0.018, 0.56, "losing updates"),
+        (64, 0.018, None, "losing updates"),
+        (64, 0.3, 1.0, "losing updates"),
+        (4, 0.018, 1.0, "losing updates"),
+        (None, 0.0, 1.0, "losing updates"),
     ],
 )
-def test_a_long_window_overrules_what_single_steps_lose(window, share, health):
+def test_what_has_arrived_after_many_steps_overrules_what_single_steps_lose(window, share, moved, health):
     """Rounding errors that are fed back arrive later: a run that moved as far as fp32 was told it loses half."""
-    model = {**GOOD, "lost_update_ratio": 0.494, "update_error_ratio": 0.6}
+    model = {**GOOD, "lost_update_ratio": 0.494, "update_error_ratio": 0.6, "oracle_displacement_ratio": moved}
     if window is not None:
         model |= {f"lost_window_ratio/{window}": share, f"edq_window_ratio/{window}": 1.0}
     losing = layer(lost_update_ratio=0.9, update_error_ratio=0.9)
