@@ -58,7 +58,7 @@ class Case:
 
     @property
     def arrives_later(self) -> bool:
-        """Whether what single steps lose has arrived after several: over a long window next to nothing stands still,
+        """Whether what single steps lose has arrived after several: over a long window little stands still,
         and the weights have gone as far as the oracle's.
 
         Either alone would not do: large steps move each weight now and then though the small ones are lost.
