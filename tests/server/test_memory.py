@@ -23,8 +23,8 @@ from collage_server.store.journal.decode import decode_layers
 from collage_server.store.records import SealLimits
 from starlette.testclient import TestClient
 
-from benchmarks._reports import SMALL, register
-from benchmarks.load import serving
+from benchmarks._population import SMALL, register
+from benchmarks._serving import serving
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, Server
 from tests.server.holding import holding
