@@ -26,7 +26,7 @@ import uvicorn
 from collage_server.app import make_store
 from collage_server.command.serve import Server
 from collage_server.ingest import writer
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 from collage_server.store import GroupOutcome, PostgresqlStore, ReportGroup, SqliteStore, Store
 from collage_server.store.journal.reports import ReportJournal
 from starlette.applications import Starlette
@@ -311,8 +311,6 @@ def serve(kind: str, folder: Path, database: str | None = None) -> None:
         no_auth=True,
         seal_interval_seconds=_NEVER,
         idle_seconds=_NEVER,
-        journal_run_bytes=_NO_BOUND,
-        journal_bytes=_NO_BOUND,
     )
     if kind == "single":
         writer.COMMIT_BYTES = 1
@@ -320,7 +318,8 @@ def serve(kind: str, folder: Path, database: str | None = None) -> None:
     if kind == "null":
         store = NullStore(folder / "collage.sqlite", stale_after_seconds=settings.stale_after_seconds)
     threading.Thread(target=_seal_when_told, args=(store,), daemon=True).start()
-    Server(settings, store, as_json=True).run()
+    limits = FixedLimits(journal_run_bytes=_NO_BOUND, journal_bytes=_NO_BOUND)
+    Server(settings, store, as_json=True, limits=limits).run()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from msgspec import Meta
 from collage_monitor.local import LOOPBACK_HOSTS, SERVER_PORT, data_folder
 from collage_monitor.settings import SettingsError, WebAddress, kinds_of, masked, read_setting
 
-__all__ = ["Settings", "SettingsError", "settings_from_environment"]
+__all__ = ["FIXED_LIMITS", "FixedLimits", "Settings", "SettingsError", "settings_from_environment"]
 
 _PREFIX = "COLLAGE_SERVER_"
 _NOT_OURS = "COLLAGE_SERVER_URL"
@@ -66,6 +66,24 @@ _LogLevel = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
+class FixedLimits:
+    """Bounds of which no operator has a reason to want others; what tests the server beyond one makes it small.
+
+    `journal_run_bytes` and `journal_bytes` bound the reports of one run, and of all, that wait to be sealed into
+    chunks: beyond them the answer is 429. A reader takes all that waits of a run into memory. `tags_per_project`
+    and `layers_per_project` stop a script that runs away sooner than `runs_per_project` would.
+    """
+
+    journal_run_bytes: int = 128 * 2**20
+    journal_bytes: int = 2**30
+    tags_per_project: int = 10_000
+    layers_per_project: int = 5_000_000
+
+
+FIXED_LIMITS: Final = FixedLimits()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything that can be set, with its default. Sizes in bytes, times in seconds.
 
@@ -77,9 +95,6 @@ class Settings:
 
     `connections` bounds those open at a time, `idle_seconds` the wait for a whole head. `in_flight_bytes` bounds
     report bodies that are read but not yet acknowledged: beyond it the answer is 503.
-
-    `journal_run_bytes` and `journal_bytes` bound the reports of one run, and of all, that wait to be sealed into
-    chunks: beyond them the answer is 429. A reader takes all that waits of a run into memory.
 
     `alerts` says which entries of the catalogue this server evaluates, every `alert_interval_seconds`: those on by
     default, these and all from a severity on, or none. Messages go to `alert_webhook` (JSON), `alert_slack`, and by
@@ -105,14 +120,10 @@ class Settings:
     connections: _Count = 1000
     idle_seconds: _Number = 10.0
     in_flight_bytes: _Count = 128 * 2**20
-    journal_run_bytes: _Count = 128 * 2**20
-    journal_bytes: _Count = 2**30
     stale_after_seconds: _Number = 600.0
     seal_interval_seconds: _Number = 5.0
     shutdown_seconds: _Number = 10.0
     runs_per_project: _Count = 10_000
-    tags_per_project: _Count = 10_000
-    layers_per_project: _Count = 5_000_000
     retention_raw_days: _Number | None = None
     retention_coarse_days: _Number | None = None
     retention_event_days: _Number | None = None
