@@ -1,59 +1,201 @@
-"""Runs for benchmarks: one of each kind goes through journal and sealer, the others hold its rows again.
+"""What benchmarks send and store: reports of a few shapes, and runs of them, over HTTP or in a store itself.
 
-A copied run has rows of its own under its own ids, as large and as many as if it had been sealed itself.
+One run of each kind goes through journal and sealer, the others hold its rows again, under their own ids: as large
+and as many as if they had been sealed themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
+from collage_server.overviews import MADE_BY, keep_overview
 from collage_server.store import ReportGroup, SqliteStore, Store
 from collage_server.store.schema import metadata
-from sqlalchemy import Connection, Engine, String, Table, cast, event, insert, literal, select, true
+from sqlalchemy import Engine, String, cast, event, func, insert, literal, select, true
 
+from benchmarks._serving import Connection, request_of
 from collage_monitor import wire
+from collage_monitor.metrics import HISTOGRAM_LABELS
 
 __all__ = [
-    "LAYERED",
-    "LAYERS",
-    "MODELS",
-    "STATISTICS",
+    "EDQ",
+    "FAMILIES",
+    "LARGE",
+    "NOW",
+    "SMALL",
+    "TWENTY",
+    "Shape",
     "UnsyncedStore",
+    "batches",
     "copy_often",
-    "copy_run",
+    "declare",
+    "evaluate",
+    "numbers_in",
     "populate",
+    "register",
+    "report",
+    "requests",
     "seal_run",
+    "twenty",
 ]
 
-LAYERS: Final = 200
-STATISTICS: Final = (
+NOW: Final = 1.7e9
+_POINTS_A_BATCH: Final = 256
+_TOTALS: Final = (
     "measured_steps",
     "elements",
     "sampled",
-    "active_blocks",
     "nonfinite",
     "idle",
     "lost",
-    "distorted",
-    "faithful",
-    "lost_visible",
-    "unchanged",
     "intended_squared_sum",
     "intended_effective_sum",
     "effective_squared_sum",
-    "intended_visible_sum",
     "gradient_squared_sum",
-    "parameter_squared_sum",
-    "variance_numerator/edq_ratio",
-    "variance_denominator/edq_ratio",
-    "covariance/edq_ratio",
 )
-"""Twenty, with all that the interval of `edq_ratio` needs."""
-LAYERED: Final = {**{f"layers-{i}": 2_000 for i in range(10)}, "layers-long": 10_000}
-MODELS: Final = {**{f"model-{i}": 10_000 for i in range(50)}, "model-long": 100_000}
-_POINTS_A_BATCH: Final = 256
-_NOW: Final = 1.7e9
+_MORE: Final = (
+    "active_blocks",
+    "stray",
+    "distorted",
+    "reversed",
+    "faithful",
+    "lost_visible",
+    "unchanged",
+    "intended_visible_sum",
+    "visible_squared_sum",
+    "parameter_squared_sum",
+    "nonfinite_gradients",
+    "nonfinite_parameters",
+    "oracle_steps",
+    "oracle_sampled",
+    "oracle_elements",
+    "oracle_active_blocks",
+    "oracle_squared_sum",
+    "oracle_effective_sum",
+    "oracle_intended_squared_sum",
+    "oracle_displacement_squared_sum",
+    "oracle_displacement_effective_sum",
+    "oracle_drift_squared_sum",
+)
+_STATES: Final = tuple(
+    f"state_decrement_{kind}_sum/state_{number}" for number in range(14) for kind in ("observed", "intended")
+)
+_BINS: Final = tuple(f"update_ulp_histogram/{label}" for label in HISTOGRAM_LABELS)
+EDQ: Final = ("measured_steps", "intended_effective_sum", "intended_squared_sum")
+_OF_INTERVAL: Final = ("variance_numerator/edq_ratio", "variance_denominator/edq_ratio", "covariance/edq_ratio")
+TWENTY: Final = (
+    *_TOTALS,
+    *(name for name in _MORE[:10] if name not in {"stray", "reversed", "visible_squared_sum"}),
+    *_OF_INTERVAL,
+)
+"""Twenty statistics, with all that the interval of `edq_ratio` needs."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What every report of a stream holds: values from so many random `patterns`, and `fixed` ones."""
+
+    name: str
+    layers: int
+    statistics: tuple[str, ...]
+    patterns: int = 16
+    fixed: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers a report, the model's totals beside them not counted."""
+        return self.layers * len(self.statistics)
+
+
+SMALL: Final = Shape("small", 50, _TOTALS)
+LARGE: Final = Shape("large", 200, (*_TOTALS, *_MORE, *_STATES, *_BINS), fixed={"measured_steps": 1.0})
+
+
+def twenty(layers: int) -> Shape:
+    """Reports of TWENTY that are judged like those of a training; without layers, of the model alone."""
+    fixed = {"measured_steps": 1.0, "elements": 4096.0, "sampled": 1024.0, "active_blocks": 128.0}
+    return Shape("twenty", layers, TWENTY, 64, fixed)
+
+
+@cache
+def _patterns(shape: Shape, seed: int) -> list[tuple[bytes | None, bytes]]:
+    """Encoded totals of the layers, and of the model."""
+    tables = np.random.default_rng(seed).random((shape.patterns, len(shape.statistics), max(shape.layers, 1)))
+    for name, value in shape.fixed.items():
+        tables[:, shape.statistics.index(name)] = value
+    models = tables.sum(axis=2)
+    if "measured_steps" in shape.fixed:
+        models[:, shape.statistics.index("measured_steps")] = 1.0
+    pairs = zip(tables, models, strict=True)
+    return [(wire.array_to_bytes(table) if shape.layers else None, wire.array_to_bytes(m)) for table, m in pairs]
+
+
+def report(shape: Shape, seq: int, seed: int = 0) -> wire.Report:
+    """One report; its step is its number."""
+    statistics, model = _patterns(shape, seed)[seq % shape.patterns]
+    return wire.Report(
+        seq=seq,
+        step=seq,
+        time=NOW + seq,
+        scalars={"loss": 4.0 - seq * 1e-5, "tokens": 1024.0 * seq},
+        statistic_count=len(shape.statistics),
+        layer_count=shape.layers,
+        statistics=statistics,
+        model=model,
+    )
+
+
+def batches(shape: Shape, first_seq: int, count: int, batch: int, seed: int) -> Iterator[wire.ReportBatch]:
+    """Batches of `batch` reports each, `count` reports in all."""
+    end = first_seq + count
+    for start in range(first_seq, end, batch):
+        seqs = range(start, min(start + batch, end))
+        yield wire.ReportBatch(reports=[report(shape, seq, seed) for seq in seqs])
+
+
+def requests(stream_id: str, shape: Shape, first_seq: int, count: int, batch: int, seed: int = 0) -> list[bytes]:
+    """The same as whole HTTP requests of a stream."""
+    path = f"/streams/{stream_id}/reports"
+    return [request_of(path, wire.encode_batch(entry)) for entry in batches(shape, first_seq, count, batch, seed)]
+
+
+def _streams(run_id: str, shape: Shape, ranks: int) -> Iterator[wire.StreamCreate]:
+    layers = [
+        wire.Layer(name=f"layer.{i}", shape=[64, 64], dtype="bfloat16", elements=4096) for i in range(shape.layers)
+    ]
+    for rank in range(ranks):
+        yield wire.StreamCreate(
+            stream_id=f"{run_id}-{rank}",
+            launch_id="l",
+            rank=rank,
+            world_size=ranks,
+            layers=layers,
+            statistics=list(shape.statistics),
+        )
+
+
+def register(port: int, run_id: str, shape: Shape, streams: int) -> None:
+    """A run with one attempt and so many streams, RUN_ID-0, RUN_ID-1, …, one a rank."""
+    with Connection(port) as connection:
+        connection.post("/projects/p/runs", wire.encode_message(wire.RunCreate(run_id=run_id)))
+        attempt = wire.AttemptCreate(launch_id="l", first_step=0)
+        connection.post(f"/runs/{run_id}/attempts", wire.encode_message(attempt))
+        for stream in _streams(run_id, shape, streams):
+            connection.post(f"/runs/{run_id}/streams", wire.encode_message(stream))
+
+
+def declare(store: Store, run_id: str, shape: Shape, streams: int = 1) -> list[str]:
+    """The same in a store itself; the streams' ids."""
+    store.runs.create("p", wire.RunCreate(run_id=run_id), NOW)
+    store.streams.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=0), NOW)
+    created = list(_streams(run_id, shape, streams))
+    for stream in created:
+        store.streams.create_stream(run_id, stream, NOW)
+    return [stream.stream_id for stream in created]
 
 
 class UnsyncedStore(SqliteStore):
@@ -65,69 +207,33 @@ class UnsyncedStore(SqliteStore):
         return engine
 
 
-def populate(store: Store, seed: int) -> int:
-    """Fill with LAYERED and MODELS; the number of numbers stored."""
-    numbers = 0
-    for runs, layers in ((LAYERED, LAYERS), (MODELS, 0)):
-        first: dict[int, str] = {}
-        for run_id, points in runs.items():
-            if points in first:
-                copy_run(store, first[points], run_id)
-            else:
-                first[points] = run_id
-                seal_run(store, run_id, points, layers, seed)
-            numbers += points * len(STATISTICS) * (layers + 1)
-    return numbers
-
-
-def seal_run(store: Store, run_id: str, points: int, layers: int, seed: int) -> None:
-    """One run, sent through journal and sealer."""
-    generator = np.random.default_rng(seed)
-    names = [wire.Layer(name=f"layer.{i}", shape=[64, 64], dtype="bfloat16", elements=4096) for i in range(layers)]
-    tables = generator.random((64, len(STATISTICS), max(layers, 1)))
-    tables[:, 0] = 1.0
-    tables[:, STATISTICS.index("elements")] = 4096.0
-    tables[:, STATISTICS.index("sampled")] = 1024.0
-    tables[:, STATISTICS.index("active_blocks")] = 128.0
-    store.runs.create("p", wire.RunCreate(run_id=run_id), _NOW)
-    store.streams.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=0), _NOW)
-    create = wire.StreamCreate(
-        stream_id=run_id, launch_id="l", layers=names, statistics=list(STATISTICS), watch=None
-    )
-    store.streams.create_stream(run_id, create, _NOW)
-    stream = store.streams.stream_record(run_id)
-    for start in range(0, points, _POINTS_A_BATCH):
-        seqs = range(start, min(start + _POINTS_A_BATCH, points))
-        store.journal.append([ReportGroup(stream, [_report(seq, tables[seq % 64], layers) for seq in seqs])], _NOW)
-        while store.sealing.seal(run_id, _NOW):
-            pass
-
-
-def _report(seq: int, table: np.ndarray, layers: int) -> wire.Report:
-    model = table.sum(axis=1)
-    model[0] = 1.0
-    return wire.Report(
-        seq=seq,
-        step=10 * (seq + 1),
-        time=_NOW + seq,
-        scalars={"loss": 4.0 - seq * 1e-5, "tokens": 1024.0 * seq},
-        statistic_count=len(STATISTICS),
-        layer_count=layers,
-        statistics=wire.array_to_bytes(table) if layers else None,
-        model=wire.array_to_bytes(model),
-    )
+def seal_run(
+    store: Store, run_id: str, shape: Shape, points: int, streams: int = 1, *, seed: int = 0, sealed: bool = True
+) -> None:
+    """One run, sent through the journal, and unless `sealed` is False through the sealer."""
+    for stream_id in declare(store, run_id, shape, streams):
+        stream = store.streams.stream_record(stream_id)
+        for batch in batches(shape, 0, points, _POINTS_A_BATCH, seed):
+            store.journal.append([ReportGroup(stream, batch.reports)], NOW)
+            while sealed and store.sealing.seal(run_id, NOW):
+                pass
 
 
 def copy_often(store: Store, source: str, count: int) -> None:
-    """More runs like `source`, called `source`-1, `source`-2, …, with rows of their own; a second between them."""
+    """More runs like `source`, called `source`-1, `source`-2, …, with rows of their own; a second between them.
+
+    Those of SOURCE-0 are called SOURCE-1 and so on.
+    """
     numbers = select(literal(1).label("number")).cte("numbers", recursive=True)
     numbers = numbers.union_all(select(numbers.c.number + 1).where(numbers.c.number < count))
-    run_id = literal(f"{source}-", String) + cast(numbers.c.number, String)
+    run_id = literal(f"{source.removesuffix('-0')}-", String) + cast(numbers.c.number, String)
     with store.engine.begin() as connection:
         for table in metadata.sorted_tables:
             if "run_id" not in table.c or table.name == "deleted_run":
                 continue
-            own: dict[str, Any] = {"run_id": run_id, "stream_id": run_id}
+            own: dict[str, Any] = {"run_id": run_id}
+            if "stream_id" in table.c:
+                own["stream_id"] = run_id + func.substr(table.c.stream_id, len(source) + 1)
             if table.name == "run":
                 own |= {"name": run_id, "created_at": table.c.created_at + numbers.c.number}
             columns = [own.get(column.name, column).label(column.name) for column in table.c]
@@ -135,19 +241,38 @@ def copy_often(store: Store, source: str, count: int) -> None:
             connection.execute(insert(table).from_select([column.name for column in table.c], rows))
 
 
-def copy_run(store: Store, source: str, run_id: str) -> None:
-    """Another run with rows of its own, as many and as large as those of `source`."""
-    with store.engine.begin() as connection:
-        for table in metadata.sorted_tables:
-            if "run_id" in table.c and table.name != "deleted_run":
-                _copy_rows(connection, table, source, run_id)
+def evaluate(store: Store, runs: int = 1) -> None:
+    """Make the overviews of so many runs: what a server does in the background is not what is measured."""
+    for due in store.overviews.due(runs, MADE_BY):
+        keep_overview(store, due)
 
 
-def _copy_rows(connection: Connection, table: Table, source: str, run_id: str) -> None:
-    """A stream is called as its run is, so both ids are replaced alike."""
-    columns = [
-        literal(run_id).label(column.name) if column.name in {"run_id", "stream_id"} else column
-        for column in table.columns
-    ]
-    rows = select(*columns).where(table.c.run_id == source)
-    connection.execute(insert(table).from_select([column.name for column in table.columns], rows))
+Family = tuple[str, int, int, int]
+"""Name, runs, points of each, layers."""
+FAMILIES: Final[tuple[Family, ...]] = (
+    ("layers", 10, 2_000, 200),
+    ("layers-long", 1, 10_000, 200),
+    ("model", 50, 10_000, 0),
+    ("model-long", 1, 100_000, 0),
+)
+
+
+def populate(
+    store: Store, families: Iterable[Family], seed: int, then: Callable[[Store, str], None] | None = None
+) -> None:
+    """Fill with runs of `twenty` statistics: NAME-0, NAME-1, …, where there is one NAME.
+
+    then: called with the first run of each family, before that is copied.
+    """
+    for name, runs, points, layers in families:
+        first = name if runs == 1 else f"{name}-0"
+        seal_run(store, first, twenty(layers), points, seed=seed)
+        if then is not None:
+            then(store, first)
+        if runs > 1:
+            copy_often(store, first, runs - 1)
+
+
+def numbers_in(families: Iterable[Family]) -> int:
+    """Numbers that these hold."""
+    return sum(runs * points * len(TWENTY) * (layers + 1) for _, runs, points, layers in families)

@@ -7,6 +7,7 @@ standard input; the CPU seconds that sealing took are printed when all is sealed
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,7 @@ import uvicorn
 from collage_server.app import make_store
 from collage_server.command.serve import Server
 from collage_server.ingest import writer
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 from collage_server.store import GroupOutcome, PostgresqlStore, ReportGroup, SqliteStore, Store
 from collage_server.store.journal.reports import ReportJournal
 from starlette.applications import Starlette
@@ -41,12 +42,15 @@ __all__ = [
     "KINDS",
     "NullStore",
     "ServerProcess",
+    "check",
     "cpu_seconds",
     "request_of",
     "run_cluster",
     "run_server",
+    "serving",
 ]
 
+SERVE: Final = (sys.executable, "-c", "from collage_monitor.command import main; main()", "serve", "--json")
 _SOCKET_SECONDS: Final = 60.0
 _CLOSED: Final = "the server closed the connection in the middle of an answer"
 
@@ -89,6 +93,23 @@ class Connection:
             raise RuntimeError(f"{path}: {status} {answer[:300]!r}")
         return answer
 
+    def get(self, path: str) -> bytes | bytearray:
+        """The answer to a GET; anything but 200 is an error."""
+        status, answer = self.exchange(f"GET /api/v1{path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        if status != 200:
+            raise RuntimeError(f"{path}: {status} {answer[:300]!r}")
+        return answer
+
+    def send(self, encoded: Iterable[bytes], reports: int | None = None) -> list[float]:
+        """Seconds that each whole request took; an error, if one is refused or fewer `reports` are taken."""
+        waits = []
+        for request in encoded:
+            started = time.perf_counter()
+            status, answer = self.exchange(request)
+            waits.append(time.perf_counter() - started)
+            check(status, answer, reports)
+        return waits
+
     def _receive_rest(self, start: bytes, size: int) -> bytearray:
         """Into one place: parts added one by one would cost the square of their number."""
         body = bytearray(size)
@@ -106,6 +127,15 @@ class Connection:
         if not part:
             raise ConnectionError(_CLOSED)
         return part
+
+
+def check(status: int, answer: bytes | bytearray, reports: int | None = None) -> None:
+    """An answer that acknowledges so many reports, or an error."""
+    taken = None
+    if status == 200 and reports is not None:
+        taken = msgspec.json.decode(answer, type=wire.BatchAnswer).accepted
+    if status != 200 or taken != reports:
+        raise RuntimeError(f"{status}: {answer[:300]!r}")
 
 
 def _head_of(head: bytes) -> tuple[int, int]:
@@ -177,6 +207,24 @@ def run_server(
         finally:
             process.terminate()
             process.wait(30)
+
+
+@contextmanager
+def serving(folder: Path, **settings: object) -> Iterator[tuple[int, int]]:
+    """(process id, port) of `collage-monitor serve`, as anybody would start it; ended by SIGTERM."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
+    environment |= {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
+    # A line a refusal is nothing to read here; what fails the server is an error all the same.
+    command = [*SERVE, "--dir", str(folder), "--port", "0", "--no-auth", "--log-level", "error"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        if process.stdout is None:
+            raise RuntimeError("the server process has no standard output")
+        try:
+            address = json.loads(process.stdout.readline())["server_url"]
+            yield process.pid, int(address.rpartition(":")[2])
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 @contextmanager
@@ -263,8 +311,6 @@ def serve(kind: str, folder: Path, database: str | None = None) -> None:
         no_auth=True,
         seal_interval_seconds=_NEVER,
         idle_seconds=_NEVER,
-        journal_run_bytes=_NO_BOUND,
-        journal_bytes=_NO_BOUND,
     )
     if kind == "single":
         writer.COMMIT_BYTES = 1
@@ -272,7 +318,8 @@ def serve(kind: str, folder: Path, database: str | None = None) -> None:
     if kind == "null":
         store = NullStore(folder / "collage.sqlite", stale_after_seconds=settings.stale_after_seconds)
     threading.Thread(target=_seal_when_told, args=(store,), daemon=True).start()
-    Server(settings, store, as_json=True).run()
+    limits = FixedLimits(journal_run_bytes=_NO_BOUND, journal_bytes=_NO_BOUND)
+    Server(settings, store, as_json=True, limits=limits).run()
 
 
 if __name__ == "__main__":

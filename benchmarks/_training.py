@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["BATCH", "CONTEXT", "HistogramLoop", "ItemLoop", "Method", "Training", "WandbWatch", "adamw"]
+__all__ = ["BATCH", "CONTEXT", "HistogramLoop", "ItemLoop", "Method", "Training", "adamw"]
 
 CONTEXT, BATCH, VOCABULARY = 128, 8, 256
 WIDTH, LAYERS, HEADS = 384, 6, 6
@@ -135,30 +133,3 @@ class HistogramLoop:
             self.seen[name] = torch.histc(parameter.float(), 64).tolist()
             if parameter.grad is not None:
                 self.seen[f"{name}.grad"] = torch.histc(parameter.grad.float(), 64).tolist()
-
-
-class WandbWatch:
-    """`wandb.watch` of gradients and weights at every step, its run kept on this machine.
-
-    Raises:
-        ImportError: wandb is not installed.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        import wandb  # type: ignore[import-not-found, unused-ignore]
-
-        os.environ.setdefault("WANDB_SILENT", "true")
-        self._wandb: Any = wandb
-        self._folder = tempfile.TemporaryDirectory()
-        self._run: Any = wandb.init(project="benchmark", mode="offline", dir=self._folder.name)
-        self._model = model
-        wandb.watch(model, log="all", log_freq=1)
-        # The histograms leave with the next logged step.
-        self._handle = optimizer.register_step_post_hook(lambda *_: self._run.log({"step": 1}))
-
-    def remove(self) -> None:
-        """End the run and take the hooks off."""
-        self._handle.remove()
-        self._wandb.unwatch(self._model)
-        self._run.finish()
-        self._folder.cleanup()

@@ -2,14 +2,13 @@
 
 `python -m benchmarks.accumulation` runs 37 courses of training under several β₂ and prints the largest errors of
 each kind of course, then all of them; `--write docs/numerics.md` puts both between that page's markers; `--gate`
-ends with 1 when a stated error is exceeded. `--json` keeps what was found, `--read` prints such files together.
+ends with 1 when a stated error is exceeded.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +176,6 @@ def main() -> int:
     parser.add_argument("--beta2", nargs="+", type=float, default=list(BETA2))
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES))
     parser.add_argument("--write", type=Path, help="a Markdown page with the two markers")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--read", nargs="+", type=Path, default=[], help="files of --json: nothing is run")
     parser.add_argument("--gate", action="store_true", help="only what is stated, and fail when it is exceeded")
     arguments = parser.parse_args()
     if arguments.gate:
@@ -186,11 +183,7 @@ def main() -> int:
     torch.set_num_threads(1)
     results: list[Result] = []
     sizes: dict[str, float] = {}
-    for path in arguments.read:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        results += [Result(**row) for row in record["results"]]
-        sizes.update(record["bytes"])
-    for beta2 in () if arguments.read else arguments.beta2:
+    for beta2 in arguments.beta2:
         found, more = measure(Courses(COURSES, arguments.elements, arguments.steps), beta2, arguments.strategies)
         results += found
         sizes.update(more)
@@ -201,14 +194,6 @@ def main() -> int:
     print(text)
     if arguments.write:
         put_between_markers(arguments.write, text)
-    if arguments.json:
-        record = {
-            "machine": machine(),
-            "versions": versions(),
-            "bytes": sizes,
-            "results": list(map(asdict, results)),
-        }
-        arguments.json.write_text(json.dumps(record, indent=1), encoding="utf-8")
     missed = exceeded(results) if arguments.gate else []
     for line in missed:
         print(f"missed: {line}")

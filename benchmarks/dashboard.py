@@ -8,8 +8,6 @@ share of a core that one open tab costs. Bytes and CPU do not depend on what els
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,15 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
-from collage_server.overviews import keep_overview
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from benchmarks._harness import Figure, Options, main
-from benchmarks._population import UnsyncedStore, copy_run, seal_run
+from benchmarks._population import NOW, UnsyncedStore, evaluate, populate
+from benchmarks._serving import cpu_seconds
 from collage_monitor import wire
 from collage_monitor.client import Client
-from tests.ports import free_port
+from tests.ports import command, free_port, running
 from tests.system import find_chromium
 
 LARGE, STEPS, LAYERS = 60, 2_000, 100
@@ -34,7 +31,6 @@ SMALL: Final = 5_000
 ROUNDS, GATE_ROUNDS = 7, 3
 TAB_SECONDS: Final = 30.0
 TABS: Final = 3
-_TICK: Final = os.sysconf("SC_CLK_TCK")
 _LIVE: Final = "large-0"
 _PAGES: Final = {
     "runs": ("/", ".run-cell"),
@@ -67,62 +63,27 @@ def measure(options: Options) -> Generator[Figure, None, list[str]]:
 def _populate(folder: Path, seed: int) -> None:
     store = UnsyncedStore(folder / "collage.sqlite", stale_after_seconds=1e9)
     store.open()
-    try:
-        for family, count, steps, layers in (("large", LARGE, STEPS, LAYERS), ("small", SMALL, 8, 0)):
-            seal_run(store, f"{family}-0", steps, layers, seed)
-            # Evaluated once, and copied with the rest: what the background does is not what is measured.
-            for due in store.overviews.due(1):
-                keep_overview(store, due)
-            for place in range(1, count):
-                copy_run(store, f"{family}-0", f"{family}-{place}")
-                if place % 2:
-                    store.runs.update(f"{family}-{place}", wire.RunUpdate(state="finished"), 1.7e9)
-    finally:
-        store.close()
+    families = (("large", LARGE, STEPS, LAYERS), ("small", SMALL, 8, 0))
+    # Evaluated once, and copied with the rest.
+    populate(store, families, seed, lambda store, _: evaluate(store))
+    for name, runs, *_ in families:
+        for place in range(1, runs, 2):
+            store.runs.update(f"{name}-{place}", wire.RunUpdate(state="finished"), NOW)
+    store.close()
 
 
 @contextmanager
 def _running(folder: Path) -> Iterator[tuple[int, int, str, str]]:
     """(process of the server, of the dashboard, address of the server, of the dashboard)."""
-    ports = {name: free_port() for name in ("serve", "dashboard")}  # type: ignore[no-untyped-call]
-    serve = [*_command("serve"), "--dir", str(folder), "--port", str(ports["serve"])]
-    address, url = (f"http://127.0.0.1:{ports[name]}" for name in ("serve", "dashboard"))
-    server = subprocess.Popen(serve, stdout=subprocess.DEVNULL)
-    try:
-        _wait(f"{address}/healthz")
-        more = ["--port", str(ports["dashboard"]), "--server-url", address, "--token-file", str(folder / "token")]
-        dashboard = subprocess.Popen([*_command("dashboard"), *more], stdout=subprocess.DEVNULL)
-        try:
-            _wait(f"{url}/healthz")
-            yield server.pid, dashboard.pid, address, url
-        finally:
-            dashboard.terminate()
-            dashboard.wait()
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _command(verb: str) -> list[str]:
-    return [sys.executable, "-c", "from collage_monitor.command import main; main()", verb]
-
-
-def _wait(address: str) -> None:
-    for _ in range(1200):
-        try:
-            if httpx.get(address, trust_env=False).is_success:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.05)
-    raise RuntimeError(f"no answer at {address}")
-
-
-def _cpu_seconds(*processes: int) -> float:
-    spent = 0
-    for process in processes:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        spent += int(fields[11]) + int(fields[12])
-    return spent / _TICK
+    ports = free_port(), free_port()  # type: ignore[no-untyped-call]
+    address, url = (f"http://127.0.0.1:{port}" for port in ports)
+    serve = command("serve", "--dir", folder, "--port", ports[0])  # type: ignore[no-untyped-call]
+    look = ("--port", ports[1], "--server-url", address, "--token-file", folder / "token")
+    with (
+        running(serve, f"{address}/healthz", folder / "server.log") as server,
+        running(command("dashboard", *look), f"{url}/healthz", folder / "dashboard.log") as dashboard,  # type: ignore[no-untyped-call]
+    ):
+        yield server.pid, dashboard.pid, address, url
 
 
 def _table_pages(client: Client, server: int, rounds: int) -> list[Figure]:
@@ -137,17 +98,17 @@ def _table_pages(client: Client, server: int, rounds: int) -> list[Figure]:
     groups = [entry.group for entry in client.run_groups("strategy").rows if entry.group is not None]
     largest = max(groups, key=lambda group: group.count).key
     for _ in range(rounds):
-        before, asked = _cpu_seconds(server), 0
+        before, asked = cpu_seconds(server), 0
         for sort in ("updated_at", "edq_ratio", "name", "loss"):
             for offset in (0, 50, 2_500, SMALL - 50):
                 client.run_table(sort=sort, offset=offset, limit=50)
                 asked += 1
-        single.append(1e3 * (_cpu_seconds(server) - before) / asked)
+        single.append(1e3 * (cpu_seconds(server) - before) / asked)
         for spent, keys in ((grouped, ()), (opened, (largest,))):
-            before = _cpu_seconds(server)
+            before = cpu_seconds(server)
             for _ in range(asked):
                 client.run_groups("strategy", sort="loss", opened=keys)
-            spent.append(1e3 * (_cpu_seconds(server) - before) / asked)
+            spent.append(1e3 * (cpu_seconds(server) - before) / asked)
     return [
         Figure("a page of 50 of 5,060 runs, CPU of the server", "ms", tuple(single), limit=50.0),
         Figure("5,060 runs grouped by strategy, CPU of the server", "ms", tuple(grouped), limit=50.0),
@@ -157,9 +118,9 @@ def _table_pages(client: Client, server: int, rounds: int) -> list[Figure]:
 
 def _busy(server: int) -> bool:
     """Whether the server still evaluates or seals in the background, over more than the interval of either."""
-    before = _cpu_seconds(server)
+    before = cpu_seconds(server)
     time.sleep(12.0)
-    return _cpu_seconds(server) - before > 1.2
+    return cpu_seconds(server) - before > 1.2
 
 
 def _paints(browser: Browser, url: str, rounds: int) -> list[Figure]:
@@ -255,9 +216,9 @@ def _live_page(browser: Browser, url: str) -> Page:
 def _spending(processes: tuple[int, int]) -> Iterator[list[float]]:
     """At the end holds the share of a core that the processes took meanwhile."""
     found: list[float] = []
-    began, spent = time.monotonic(), _cpu_seconds(*processes)
+    began, spent = time.monotonic(), sum(map(cpu_seconds, processes))
     yield found
-    found.append((_cpu_seconds(*processes) - spent) / (time.monotonic() - began))
+    found.append((sum(map(cpu_seconds, processes)) - spent) / (time.monotonic() - began))
 
 
 def _next_tick(page: Page) -> int:

@@ -98,7 +98,11 @@ def sent_by_the_caller() -> float:
 
 def _in_a_run(report: Callable[[Run, int], None]) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(_settings(Path(folder)), make_identity("benchmark", environment={}), MemoryTransport())
+        run = Run(
+            Settings(project="benchmark", run_id="benchmark", folder=Path(folder)),
+            make_identity("benchmark", environment={}),
+            MemoryTransport(),
+        )
         run.started(1)
         taken = []
         for step in range(1, STEPS + 1):
@@ -110,24 +114,6 @@ def _in_a_run(report: Callable[[Run, int], None]) -> float:
         run.finish()
         assert run.reports_sent == STEPS, run.reports_dropped
     return median(taken)
-
-
-def _settings(folder: Path) -> Settings:
-    return Settings(
-        project="benchmark",
-        name=None,
-        run_id="benchmark",
-        resume="allow",
-        group=None,
-        tags=(),
-        notes="",
-        seed=None,
-        config={},
-        server_url=None,
-        explicit_token=None,
-        mode="online",
-        folder=folder,
-    )
 
 
 def _layout() -> Layout:

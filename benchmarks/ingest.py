@@ -17,21 +17,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import numpy as np
 
 from benchmarks._harness import Figure, Measuring, Options, main
 from benchmarks._peers import peer_figures
-from benchmarks._reports import LARGE, SMALL, Shape, register, requests
+from benchmarks._population import LARGE, SMALL, Shape, register, requests
 from benchmarks._serving import Connection, ServerProcess, run_cluster, run_server
-from collage_monitor import wire
 
-__all__ = ["Case", "Round", "check"]
+__all__ = ["Case", "Round"]
 
 ROUNDS, GATE_ROUNDS = 9, 5
 WARM_UP_REQUESTS = 200
@@ -89,31 +89,14 @@ class Target:
             for i in range(case.connections)
         ]
         self.next_seq += share * case.batch
-        waits: list[float] = []
-        threads = [threading.Thread(target=self._post, args=(entry, waits)) for entry in encoded]
         started = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        elapsed = time.perf_counter() - started
-        if len(waits) != share * case.connections:
-            raise RuntimeError(f"{case.name} on {self.server.kind}: only {len(waits)} requests were answered")
-        return waits, elapsed
+        with ThreadPoolExecutor(case.connections) as threads:
+            waits = list(threads.map(self._post, encoded))
+        return list(chain.from_iterable(waits)), time.perf_counter() - started
 
-    def _post(self, encoded: Sequence[bytes], waits: list[float]) -> None:
+    def _post(self, encoded: Sequence[bytes]) -> list[float]:
         with Connection(self.server.port) as connection:
-            for request in encoded:
-                started = time.perf_counter()
-                status, answer = connection.exchange(request)
-                waits.append(time.perf_counter() - started)
-                check(status, answer, self.case.batch)
-
-
-def check(status: int, answer: bytes | bytearray, reports: int) -> None:
-    """An answer that acknowledges them all, or an error."""
-    if status != 200 or msgspec.json.decode(answer, type=wire.BatchAnswer).accepted != reports:
-        raise RuntimeError(f"{status}: {answer[:300]!r}")
+            return connection.send(encoded, self.case.batch)
 
 
 def measure_round(target: Target, folder: Path) -> Round:
@@ -287,53 +270,37 @@ class _Sender:
     """One connection that posts on one stream until told to stop."""
 
     def __init__(self, server: ServerProcess, run_id: str, rank: int) -> None:
-        self.waits: list[float] = []
         self._server = server
         self._stream_id = f"{run_id}-{rank}"
         self._next_seq = 0
 
-    def send(self, stop: threading.Event, least: int) -> None:
-        """Post until told to stop, and `least` times at least."""
-        self.waits = []
+    def send(self, stop: threading.Event, least: int) -> list[float]:
+        """Post until told to stop, and `least` times at least; seconds of every answer."""
+        waits: list[float] = []
         with Connection(self._server.port) as connection:
-            while len(self.waits) < least or not stop.is_set():
-                for request in requests(self._stream_id, SMALL, self._next_seq, 50, 1):
-                    self._next_seq += 1
-                    started = time.perf_counter()
-                    status, answer = connection.exchange(request)
-                    self.waits.append(time.perf_counter() - started)
-                    if status != 200:
-                        raise RuntimeError(f"{status}: {answer[:300]!r}")
-
-
-def _fill(server: ServerProcess, run_id: str, shape: Shape, count: int) -> None:
-    register(server.port, run_id, shape, 1)
-    _post(server, requests(f"{run_id}-0", shape, 0, count, 16))
+            while len(waits) < least or not stop.is_set():
+                waits += connection.send(requests(self._stream_id, SMALL, self._next_seq, 50, 1))
+                self._next_seq += 50
+        return waits
 
 
 def _post(server: ServerProcess, encoded: list[bytes]) -> None:
     with Connection(server.port) as connection:
-        for request in encoded:
-            status, answer = connection.exchange(request)
-            if status != 200:
-                raise RuntimeError(f"{status}: {answer[:300]!r}")
+        connection.send(encoded)
 
 
 def _round(senders: list[_Sender], server: ServerProcess | None) -> list[float]:
     """Seconds of every answer; with a server, as long as it seals."""
     stop = threading.Event()
     least = -(-LEAST // len(senders))
-    threads = [threading.Thread(target=sender.send, args=(stop, least)) for sender in senders]
     if server is not None:
         server.start_sealing()
-    for thread in threads:
-        thread.start()
-    if server is not None:
-        server.wait_sealed()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    return [wait for sender in senders for wait in sender.waits]
+    with ThreadPoolExecutor(len(senders)) as threads:
+        sent = [threads.submit(sender.send, stop, least) for sender in senders]
+        if server is not None:
+            server.wait_sealed()
+        stop.set()
+    return [wait for sender in sent for wait in sender.result()]
 
 
 def p99(waits: list[float]) -> float:
@@ -349,7 +316,8 @@ def sealing_figures(server: ServerProcess, rounds: int) -> list[Figure]:
     quiet: list[list[float]] = []
     sealing: list[list[float]] = []
     for number in range(rounds):
-        _fill(server, f"sealed-{number}", WIDE, BACKLOG)
+        register(server.port, f"sealed-{number}", WIDE, 1)
+        _post(server, requests(f"sealed-{number}-0", WIDE, 0, BACKLOG, 16))
         quiet.append(_round(senders, None))
         sealing.append(_round(senders, server))
     ratios = tuple(p99(a) / p99(b) for a, b in zip(sealing, quiet, strict=True))

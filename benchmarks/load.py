@@ -11,16 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -29,11 +26,11 @@ import msgspec
 import numpy as np
 
 from benchmarks._harness import Figure, Measuring, Options, main
-from benchmarks._reports import SMALL, Shape, register
-from benchmarks._serving import cpu_seconds, request_of
+from benchmarks._population import SMALL, Shape, register, requests
+from benchmarks._serving import cpu_seconds, serving
 from collage_monitor import wire
 
-__all__ = ["Load", "Outcome", "run_load", "serving", "stored"]
+__all__ = ["Load", "Outcome", "run_load", "stored"]
 
 BATCH_REPORTS: Final = 500
 QUEUE_REPORTS: Final = 2000
@@ -54,7 +51,7 @@ class Tally:
 
 
 class Agent:
-    """One stream's sender. Report `seq` is given when a report leaves the queue, its step is the time's."""
+    """One stream's sender. A report gets its number when it leaves the queue."""
 
     def __init__(self, port: int, stream_id: str, shape: Shape, rate: float, seed: int, tally: Tally) -> None:
         self.stream_id = stream_id
@@ -62,12 +59,9 @@ class Agent:
         self._rate = rate
         self._tally = tally
         self._random = random.Random(seed)
-        totals = np.random.default_rng(seed).random((len(shape.statistics), shape.layers))
         self._shape = shape
-        self._statistics = wire.array_to_bytes(totals)
-        self._model = wire.array_to_bytes(totals.sum(axis=1))
-        self._next_seq = 0
-        self._next_step = 0
+        self._sent = 0
+        self._dropped = 0
         tally.acknowledged[stream_id] = 0
 
     async def run(self, seconds: float) -> None:
@@ -88,15 +82,16 @@ class Agent:
 
     def _take(self, elapsed: float) -> int:
         """How many reports go with the next batch; the oldest of too many are dropped."""
-        waiting = int(elapsed * self._rate) - self._next_step
+        waiting = int(elapsed * self._rate) - self._sent - self._dropped
         lost = max(waiting - QUEUE_REPORTS, 0)
-        self._next_step += lost
+        self._dropped += lost
         self._tally.dropped += lost
         return min(waiting - lost, BATCH_REPORTS)
 
     async def _deliver(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: int) -> None:
         """Send one batch until it is acknowledged."""
-        request = self._encoded(count)
+        [request] = requests(self.stream_id, self._shape, self._sent, count, count)
+        self._sent += count
         while True:
             began = time.perf_counter()
             writer.write(request)
@@ -119,26 +114,6 @@ class Agent:
             raise RuntimeError(f"{self.stream_id}: {count} sent, {answer}")
         self._tally.acknowledged[self.stream_id] += count
 
-    def _encoded(self, count: int) -> bytes:
-        reports = [
-            wire.Report(
-                seq=self._next_seq + i,
-                step=self._next_step + i,
-                time=time.time(),
-                scalars={"loss": 2.5},
-                statistic_count=len(self._shape.statistics),
-                layer_count=self._shape.layers,
-                statistics=self._statistics,
-                model=self._model,
-            )
-            for i in range(count)
-        ]
-        self._next_seq += count
-        self._next_step += count
-        return request_of(
-            f"/streams/{self.stream_id}/reports", wire.encode_batch(wire.ReportBatch(reports=reports))
-        )
-
 
 async def _answer_of(reader: asyncio.StreamReader) -> tuple[int, float | None, bytes]:
     """Status, Retry-After and body."""
@@ -151,7 +126,6 @@ async def _answer_of(reader: asyncio.StreamReader) -> tuple[int, float | None, b
 
 
 RANKS_A_RUN: Final = 8
-SERVE: Final = (sys.executable, "-c", "from collage_monitor.command import main; main()", "serve", "--json")
 MOST_GROWTH: Final = 1.1
 
 
@@ -179,24 +153,6 @@ class Outcome:
     missing: int = 0
     unexpected: int = 0
     unsealed: int = 0
-
-
-@contextmanager
-def serving(folder: Path, **settings: object) -> Iterator[tuple[int, int]]:
-    """(process id, port) of `collage-monitor serve`, as anybody would start it; ended by SIGTERM."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
-    environment |= {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
-    # A line a refusal is nothing to read here; what fails the server is an error all the same.
-    command = [*SERVE, "--dir", str(folder), "--port", "0", "--no-auth", "--log-level", "error"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        if process.stdout is None:
-            raise RuntimeError("the server process has no standard output")
-        try:
-            address = json.loads(process.stdout.readline())["server_url"]
-            yield process.pid, int(address.rpartition(":")[2])
-        finally:
-            process.terminate()
-            process.wait(60)
 
 
 def run_load(load: Load, folder: Path, seed: int = 0, **settings: object) -> Outcome:

@@ -35,18 +35,17 @@ from collage_server.store.chunks.blobs import unpack_numbers
 from sqlalchemy import text
 
 from benchmarks._harness import Figure, Measuring, Options, main
-from benchmarks._population import LAYERED, MODELS, UnsyncedStore, populate
+from benchmarks._population import EDQ, FAMILIES, UnsyncedStore, numbers_in, populate
 from benchmarks._serving import Connection, ServerProcess, cpu_seconds, run_cluster, run_server
 
 ROUNDS, GATE_ROUNDS = 15, 9
 COLD_ROUNDS, GATE_COLD_ROUNDS = 5, 3
-_TEN: Final = [run for run in LAYERED if run != "layers-long"][:10]
-_FIFTY: Final = [run for run in MODELS if run != "model-long"]
+_TEN: Final = [f"layers-{i}" for i in range(10)]
+_FIFTY: Final = [f"model-{i}" for i in range(50)]
 _POINTS: Final = "points={points}"
 _EDQ: Final = f"metric=edq_ratio&{_POINTS}"
-_RATIO: Final = ("measured_steps", "intended_effective_sum", "intended_squared_sum")
 _INTERVAL: Final = (
-    *_RATIO,
+    *EDQ,
     "active_blocks",
     "variance_numerator/edq_ratio",
     "variance_denominator/edq_ratio",
@@ -193,7 +192,7 @@ def questions() -> list[Question]:
     layer = f"{_EDQ}&layer=layer.{_LAYER}"
 
     def layered(run: str) -> list[StoredColumns]:
-        return [StoredColumns("point_chunk", [run], 16), StoredColumns("layer_chunk", [run], 16, _RATIO)]
+        return [StoredColumns("point_chunk", [run], 16), StoredColumns("layer_chunk", [run], 16, EDQ)]
 
     def model(runs: Sequence[str]) -> list[StoredColumns]:
         return [StoredColumns("point_chunk", runs, 16), StoredColumns("model_chunk", runs, 16)]
@@ -238,18 +237,16 @@ def ask(connection: Connection, question: Question, fewer: int = 0) -> tuple[flo
     """(milliseconds from asking to the last byte, the answers); `fewer` points make it a new question."""
     started, bodies = time.perf_counter(), []
     for path in question.paths:
-        target = f"/api/v1{path}".format(points=question.points - fewer)
-        status, body = connection.exchange(f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-        if status != 200:
-            raise RuntimeError(f"{path}: {status} {body[:300]!r}")
-        bodies.append(body)
+        bodies.append(connection.get(path.format(points=question.points - fewer)))
     return 1e3 * (time.perf_counter() - started), [msgspec.json.decode(body) for body in bodies]
 
 
 def measure(options: Options) -> Measuring:
     """Populate, then ask every question of both databases, warm and cold."""
-    notes = yield from measure_answers(options, questions(), partial(populate, seed=options.seed))
-    return [f"{_numbers() / 1e6:.0f} M numbers on each", *notes]
+    notes = yield from measure_answers(
+        options, questions(), partial(populate, families=FAMILIES, seed=options.seed)
+    )
+    return [f"{numbers_in(FAMILIES) / 1e6:.0f} M numbers on each", *notes]
 
 
 def measure_answers(options: Options, asked: Sequence[Question], fill: Callable[[Store], Any]) -> Measuring:
@@ -258,10 +255,13 @@ def measure_answers(options: Options, asked: Sequence[Question], fill: Callable[
     asked = [question for question in asked if question.limits is not None or not options.gate]
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sides = [_sqlite(root, fill)]
+        file = root / "collage.sqlite"
+        sides = [_filled("SQLite", UnsyncedStore(file, stale_after_seconds=600.0), fill, root, file)]
         found = stack.enter_context(run_cluster())
         if found is not None:
-            sides.append(_postgresql(root, fill, *found))
+            data = Path(found[0].partition("host=")[2]) / "data"
+            store = PostgresqlStore(found[0], stale_after_seconds=600.0)
+            sides.append(_filled("PostgreSQL", store, fill, root, data, *found))
         _warm(sides, asked, rounds)
         for place, side in enumerate(sides):
             yield from _ratios(side, place, asked, "CPU of a warm answer")
@@ -280,29 +280,18 @@ def measure_answers(options: Options, asked: Sequence[Question], fill: Callable[
     return notes
 
 
-def _sqlite(root: Path, fill: Callable[[Store], Any]) -> MeasuredDatabase:
+def _filled(
+    kind: str, store: Store, fill: Callable[[Store], Any], folder: Path, data: Path, *postgres: Any
+) -> MeasuredDatabase:
     started = time.perf_counter()
-    store = UnsyncedStore(root / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
     fill(store)
+    if postgres:
+        with store.engine.begin() as connection:
+            connection.execute(text("ANALYZE"))
     store.close()
-    return MeasuredDatabase("SQLite", root, root / "collage.sqlite", seconds=time.perf_counter() - started)
-
-
-def _postgresql(root: Path, fill: Callable[[Store], Any], url: str, process_id: int) -> MeasuredDatabase:
-    started = time.perf_counter()
-    store = PostgresqlStore(url, stale_after_seconds=600.0)
-    store.open()
-    fill(store)
-    with store.engine.begin() as connection:
-        connection.execute(text("ANALYZE"))
-    store.close()
-    data = Path(url.partition("host=")[2]) / "data"
-    return MeasuredDatabase("PostgreSQL", root, data, url, process_id, time.perf_counter() - started)
-
-
-def _numbers() -> int:
-    return 20 * (201 * sum(LAYERED.values()) + sum(MODELS.values()))
+    database, number = postgres or (None, None)
+    return MeasuredDatabase(kind, folder, data, database, number, time.perf_counter() - started)
 
 
 def _serve(stack: ExitStack, side: MeasuredDatabase) -> tuple[ServerProcess, Connection]:

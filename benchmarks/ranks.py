@@ -25,9 +25,8 @@ import msgspec
 import numpy as np
 
 from benchmarks._harness import Figure, Measuring, Options, main
-from benchmarks._reports import LARGE, register
-from benchmarks._serving import Connection, cpu_seconds, request_of, run_cluster
-from benchmarks.load import serving
+from benchmarks._population import LARGE, register, requests
+from benchmarks._serving import Connection, check, cpu_seconds, run_cluster, serving
 from collage_monitor import wire
 
 __all__ = ["Job", "Outcome", "run_job"]
@@ -72,10 +71,6 @@ class Ranks:
     def __init__(self, job: Job, port: int) -> None:
         self._parts = np.array_split(np.arange(job.ranks), CONNECTIONS)
         self._port = port
-        totals = np.random.default_rng(0).random((len(LARGE.statistics), LARGE.layers))
-        totals[0] = 1.0
-        self._statistics = wire.array_to_bytes(totals)
-        self._model = wire.array_to_bytes(totals.sum(axis=1))
 
     def send(self, point: int) -> Iterator[float]:
         """One report of every rank; seconds until each was acknowledged, refusals and waits included."""
@@ -87,27 +82,13 @@ class Ranks:
         waits = []
         with Connection(self._port) as connection:
             for rank in ranks:
-                request = self._request(int(rank), point)
+                [request] = requests(f"{RUN}-{rank}", LARGE, point, 1, 1)
                 began = time.perf_counter()
-                while (status := (answer := connection.exchange(request))[0]) == 503:
+                while (answer := connection.exchange(request))[0] == 503:
                     time.sleep(1.0)
-                if status != 200 or msgspec.json.decode(answer[1], type=wire.BatchAnswer).accepted != 1:
-                    raise RuntimeError(f"rank {rank}: {status} {answer[1][:300]!r}")
                 waits.append(time.perf_counter() - began)
+                check(*answer, reports=1)
         return waits
-
-    def _request(self, rank: int, point: int) -> bytes:
-        report = wire.Report(
-            seq=point,
-            step=10 * (point + 1),
-            time=time.time(),
-            scalars={"loss": 2.5},
-            statistic_count=len(LARGE.statistics),
-            layer_count=LARGE.layers,
-            statistics=self._statistics,
-            model=self._model,
-        )
-        return request_of(f"/streams/{RUN}-{rank}/reports", wire.encode_batch(wire.ReportBatch(reports=[report])))
 
 
 def run_job(job: Job, folder: Path, postgres: int | None = None, **settings: object) -> Outcome:
@@ -140,9 +121,7 @@ def _ask(port: int, path: str) -> tuple[float, bytes | bytearray]:
     """(seconds, body) of an answer."""
     with Connection(port) as connection:
         began = time.perf_counter()
-        status, body = connection.exchange(f"GET /api/v1{path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-        if status != 200:
-            raise RuntimeError(f"{path}: {status} {body[:300]!r}")
+        body = connection.get(path)
         return time.perf_counter() - began, body
 
 

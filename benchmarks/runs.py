@@ -13,11 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from collage_server.overviews import MADE_BY, keep_overview
 from collage_server.store import Store
 
 from benchmarks._harness import Measuring, Options, main
-from benchmarks._population import copy_often, seal_run
+from benchmarks._population import EDQ, NOW, evaluate, populate
 from benchmarks.query import Question, StoredColumns, StoredRows, measure_answers
 from collage_monitor import wire
 
@@ -25,21 +24,20 @@ RUNS: Final = 10_000
 STEPS, LAYERS = 32, 4
 _PAGE: Final = 50
 _DEEP: Final = 5_000
-_NOW: Final = 1.7e9
 _TABLES: Final = ("run", "run_tag", "attempt", "run_latest", "stream")
 _TABLE_LIMITS: Final = ((10.0, 8.0), (10.0, 12.0))
-_EDQ: Final = ("measured_steps", "intended_effective_sum", "intended_squared_sum")
 
 
 def fill(store: Store, seed: int, runs: int = RUNS) -> None:
     """One run as if it had been sent, and the others like it."""
-    seal_run(store, "run", STEPS, LAYERS, seed)
-    store.runs.update("run", wire.RunUpdate(state="finished", group="sweep", tags=["a", "b"]), _NOW)
-    while store.sealing.seal("run", _NOW):
+    populate(store, [("run", runs, STEPS, LAYERS)], seed, _finish)
+
+
+def _finish(store: Store, run_id: str) -> None:
+    store.runs.update(run_id, wire.RunUpdate(state="finished", group="sweep", tags=["a", "b"]), NOW)
+    while store.sealing.seal(run_id, NOW):
         pass
-    for due in store.overviews.due(1, MADE_BY):
-        keep_overview(store, due)
-    copy_often(store, "run", runs - 1)
+    evaluate(store)
 
 
 def _newest(place: int, count: int = _PAGE) -> list[str]:
@@ -78,7 +76,7 @@ def questions() -> list[Question]:
             "newest values of a run",
             ["/runs/run-{points}/latest"],
             _DEEP,
-            [_rows([one]), StoredColumns("model_chunk", [one]), StoredColumns("layer_chunk", [one], 1, _EDQ)],
+            [_rows([one]), StoredColumns("model_chunk", [one]), StoredColumns("layer_chunk", [one], 1, EDQ)],
             # One run's rows are read in a tenth of a millisecond: beside them even 23 statements by key are many.
             ((150, 80), (25, 25)),
         ),

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks._harness import Figure, Measuring, Options, main
-from benchmarks._training import BATCH, CONTEXT, HistogramLoop, ItemLoop, Method, Training, WandbWatch
+from benchmarks._training import BATCH, CONTEXT, HistogramLoop, ItemLoop, Method, Training
 from benchmarks.deliver import handing_over
 
 __all__ = ["ALTERNATIVES", "measure"]
@@ -41,7 +41,7 @@ BUDGET, WATCHED_STEPS = 0.01, 20
 MANY_TENSORS, MANY_ROUNDS = 20_000, 5
 LOOK_ROUNDS, LOOK_NORMS = 3, 7.0
 MANY_LIMITS = {"the first measured step": 2.0, "a later measured step": 2.0, "an unmeasured step": 1.2}
-TAIL_ROUNDS, TAIL_STEPS, HEAVY_STEPS = 10, 10, 2
+MEMORY_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -349,15 +349,14 @@ def _warm_up(training: Training, method: Method) -> None:
         training.optimizer.step()
 
 
-def further_figures(options: Options, training: Training) -> list[Figure]:
-    """The gated figures, and without --gate whole steps beside what people do today."""
-    figures = [
-        handing_over(REPORT_ROUNDS)[0],
-        Figure("buffers on the model's device, defaults", "MB", (kept_on_device(training),), DEVICE_MEGABYTES),
-        Figure("process memory added by the agent, every 2nd step", "MB", memory_added(), MEMORY_MEGABYTES),
-        Figure("our optimizer, defaults: agent CPU / rest", "ratio", (within_budget(options.seed),), BUDGET),
-    ]
-    return figures if options.gate else figures + whole_steps(training)
+def further_figures(options: Options, training: Training) -> Iterator[Figure]:
+    """What a watch holds, and costs beside our own optimizer."""
+    yield handing_over(REPORT_ROUNDS)[0]
+    device = kept_on_device(training)
+    yield Figure("buffers on the model's device, defaults", "MB", (device,), DEVICE_MEGABYTES)
+    memory = tuple(memory_added() for _ in range(MEMORY_ROUNDS))
+    yield Figure("process memory added by the agent, every 2nd step", "MB", memory, MEMORY_MEGABYTES)
+    yield Figure("our optimizer, defaults: agent CPU / rest", "ratio", (within_budget(options.seed),), BUDGET)
 
 
 def within_budget(seed: int) -> float:
@@ -415,10 +414,11 @@ os._exit(0)
 """
 
 
-def memory_added() -> tuple[float, ...]:
+def memory_added() -> float:
     """Megabytes that a process's resident memory grows by: the agent's import, run, watch and measured steps.
 
-    What the same training without the agent grows by in as many steps is taken off. Linux only.
+    What the same training without the agent grows by in as many steps is taken off. Either differs from one process
+    to the next by what the allocator happens to keep of the training's own: by 10 MB and more. Linux only.
     """
 
     def grown(how: str) -> float:
@@ -426,54 +426,7 @@ def memory_added() -> tuple[float, ...]:
         answer = subprocess.run(program, capture_output=True, text=True, check=True, timeout=600)
         return float(answer.stdout.splitlines()[-1])
 
-    return (grown("watched") - grown("alone"),)
-
-
-def whole_steps(training: Training) -> list[Figure]:
-    """CPU that each way adds to a step, in turns with steps without it; and the tails of the steps' durations."""
-    ways: dict[str, tuple[Callable[[], Method], int]] = {
-        "watch(), defaults": (lambda: watch(training.model, training.optimizer), TAIL_STEPS),
-        "a loop of .item(), every step": (lambda: ItemLoop(training.model, training.optimizer), HEAVY_STEPS),
-        "wandb.watch of all, every step": (lambda: WandbWatch(training.model, training.optimizer), HEAVY_STEPS),
-    }
-    figures = []
-    tails: dict[str, list[float]] = {"without": [], "watch(), defaults": []}
-    for name, (attach, steps) in ways.items():
-        added: list[float] = []
-        for _ in range(TAIL_ROUNDS if steps == TAIL_STEPS else 3):
-            alone, walls = _timed(training, steps)
-            try:
-                method = attach()
-            except ImportError:
-                break
-            training.step()
-            with_it, with_walls = _timed(training, steps)
-            method.remove()
-            added.append(with_it / alone - 1)
-            if name in tails:
-                tails["without"] += walls
-                tails[name] += with_walls
-        label = f"whole step with {name}, CPU added"
-        figures.append(
-            Figure(label if added else f"{label}: not installed", "ratio", tuple(added or [float("nan")]))
-        )
-    for name, walls in tails.items():
-        percentiles = statistics.quantiles(walls, n=100)
-        for percentile in (50, 99):
-            label = f"step {name}, percentile {percentile} of {len(walls)}"
-            figures.append(Figure(label, "ms", (1e3 * percentiles[percentile - 1],)))
-    return figures
-
-
-def _timed(training: Training, steps: int) -> tuple[float, list[float]]:
-    """(CPU seconds, duration of each step in seconds)."""
-    gc.collect()
-    cpu, walls = time.process_time(), []
-    for _ in range(steps):
-        started = time.perf_counter()
-        training.step()
-        walls.append(time.perf_counter() - started)
-    return time.process_time() - cpu, walls
+    return grown("watched") - grown("alone")
 
 
 if __name__ == "__main__":

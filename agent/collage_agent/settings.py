@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, cast
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from collage_agent.options import WatchOptions
 from collage_monitor.environment import VARIABLES
-from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, find_token, server_address
+from collage_monitor.local import data_folder, find_token, server_address
+from collage_monitor.settings import WebAddress, kinds_of, read_setting
 from collage_monitor.wire import LIMITS
 
 __all__ = ["DeliveryLimits", "Mode", "Resume", "Settings", "read_settings", "watch_defaults"]
@@ -31,52 +32,32 @@ Resume = Literal["allow", "must", "never"]
 _LOG = logging.getLogger("collage_agent")
 
 
-@dataclass(frozen=True)
-class _Argument:
-    """What an argument of `init` must be, what to pass where it is not, and what stands for it if it is left out.
-
-    read: how the text of its environment variable is read, if it has one.
-    """
-
-    kind: Any
-    wanted: str
-    default: Any = None
-    read: Callable[[str], Any] = str
-
-
-def _tags(text: str) -> tuple[str, ...]:
-    return tuple(tag.strip() for tag in text.split(",") if tag.strip())
-
-
-_NAME: Final = Meta(min_length=1, max_length=LIMITS["name_characters"])
-_WORDS: Final = f"pass a text of 1 to {LIMITS['name_characters']} characters"
-_ARGUMENTS: Final = {
-    "project": _Argument(Annotated[str, _NAME, Meta(pattern=r"^(?!\.{1,2}\Z)")], _WORDS, default="default"),
-    "name": _Argument(Annotated[str, _NAME], _WORDS),
-    "run_id": _Argument(
-        Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}\Z")],
-        "pass 1 to 64 letters, digits, '_', '.', ':' or '-', the first a letter or digit",
+_CHARACTERS: Final = LIMITS["name_characters"]
+_Name = Annotated[
+    str, Meta(min_length=1, max_length=_CHARACTERS, description=f"a text of 1 to {_CHARACTERS} characters")
+]
+_Project = Annotated[_Name, Meta(pattern=r"^(?!\.{1,2}\Z)")]
+_RunId = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}\Z",
+        description="1 to 64 letters, digits, '_', '.', ':' or '-', the first a letter or digit",
     ),
-    "group": _Argument(Annotated[str, _NAME], _WORDS),
-    "tags": _Argument(
-        Annotated[tuple[Annotated[str, _NAME], ...], Meta(max_length=LIMITS["tags_per_run"])],
-        f"pass a list of at most {LIMITS['tags_per_run']} texts",
-        default=(),
-        read=_tags,
-    ),
-    "mode": _Argument(Mode, "choose one of 'online', 'offline', 'disabled'", default="online"),
-    "server_url": _Argument(str, f"pass an address such as {DEFAULT_SERVER_URL}"),
-    "token": _Argument(
-        Annotated[str, Meta(pattern=r"^[!-~]+\Z")],
-        "pass the printable ASCII text that the server gave out, without spaces",
-    ),
-    "resume": _Argument(Resume, "choose one of 'allow', 'must', 'never'", default="allow"),
-    "notes": _Argument(
-        Annotated[str, Meta(max_length=65_536)], "pass a text of at most 65536 characters", default=""
-    ),
-    "seed": _Argument(Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], "pass a 64-bit integer or None"),
-}
-"""Of `init`, all but `config`, `dir` and `transport`."""
+]
+_Tags = Annotated[
+    tuple[_Name, ...],
+    Meta(max_length=LIMITS["tags_per_run"], description=f"a list of at most {LIMITS['tags_per_run']} texts"),
+]
+_Notes = Annotated[str, Meta(max_length=65_536, description="a text of at most 65536 characters")]
+_Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="a 64-bit integer or None")]
+_Token = Annotated[
+    str,
+    Meta(pattern=r"^[!-~]+\Z", description="the printable ASCII text that the server gave out, without spaces"),
+]
+_Mode = Annotated[Mode, Meta(description="one of 'online', 'offline', 'disabled'")]
+_Resume = Annotated[Resume, Meta(description="one of 'allow', 'must', 'never'")]
+_OTHERS: Final = ("config", "folder", "limits")
+"""Of `Settings`, what is read in a way of its own."""
 _WATCH_ARGUMENTS: Final[dict[str, Callable[[str], Any]]] = {
     "every": int,
     "sample": lambda text: "all" if text == "all" else int(text),
@@ -108,23 +89,23 @@ class DeliveryLimits:
     finish_seconds: float = 20.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """All settings of one run, frozen; `repr` leaves the token out."""
 
-    project: str
-    name: str | None
-    run_id: str | None
-    resume: Resume
-    group: str | None
-    tags: tuple[str, ...]
-    notes: str
-    seed: int | None
-    config: dict[str, Any]
-    server_url: str | None
+    project: _Project = "default"
+    name: _Name | None = None
+    run_id: _RunId | None = None
+    resume: _Resume = "allow"
+    group: _Name | None = None
+    tags: _Tags = ()
+    notes: _Notes = ""
+    seed: _Seed | None = None
+    server_url: WebAddress | None = None
     """None: a local server, if one answers."""
-    explicit_token: str | None = field(repr=False)
-    mode: Mode
+    explicit_token: _Token | None = field(default=None, repr=False)
+    mode: _Mode = "online"
+    config: dict[str, Any] = field(default_factory=dict)
     folder: Path
     limits: DeliveryLimits = DeliveryLimits()
 
@@ -147,78 +128,49 @@ def read_settings(environment: Mapping[str, str] | None = None, **given: Any) ->
     """
     values = os.environ if environment is None else environment
     config, folder = _config(given.pop("config", None)), data_folder(given.pop("dir", None), values)
-    found: dict[str, Any] = {}
-    for name, entry in _ARGUMENTS.items():
+    readers = {name: partial(_read, name, kind) for name, kind in _KINDS.items()}
+    found = _from_environment(values, {name: readers[name] for name in VARIABLES if name in readers})
+    for name, read in readers.items():
         value = given.pop(name, None)
         if value is not None:
-            found[name] = _checked(name, value)
-        elif name not in VARIABLES:
-            found[name] = entry.default
-        else:
-            found[name] = _from(values, name, entry.read, _checked, entry.default)
+            several = name == "tags" and isinstance(value, Iterable) and not isinstance(value, str)
+            found[name] = read(tuple(value) if several else value, is_text=False)
     if given:
         raise TypeError(f"init() has no argument {', '.join(given)}")
-    return Settings(explicit_token=found.pop("token"), config=config, folder=folder, **found)
+    return Settings(explicit_token=found.pop("token", None), config=config, folder=folder, **found)
+
+
+_KINDS: Final = {name.removeprefix("explicit_"): kind for name, kind in kinds_of(Settings, _OTHERS).items()}
+
+
+def _read(name: str, kind: Any, value: Any, *, is_text: bool = True) -> Any:
+    # A token's value is a secret and stays out of messages, as does who asks in an address.
+    is_address = name == "server_url" and isinstance(value, str)
+    secret = name == "token" or (is_address and "@" in value)
+    value = read_setting(name, value, kind, is_text=is_text, secret=secret)
+    return value.rstrip("/") if is_address else value
 
 
 def watch_defaults(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What COLLAGE_EVERY, COLLAGE_SAMPLE and COLLAGE_BUDGET ("none": no governor) put in the place of defaults."""
+
+    def checked(name: str, text: str) -> Any:
+        return getattr(WatchOptions(**{name: _WATCH_ARGUMENTS[name](text)}), name)
+
     values = os.environ if environment is None else environment
-    default = WatchOptions()
-
-    def checked(name: str, value: Any) -> Any:
-        return getattr(WatchOptions(**{name: value}), name)
-
-    return {
-        name: _from(values, name, read, checked, getattr(default, name)) for name, read in _WATCH_ARGUMENTS.items()
-    }
+    return _from_environment(values, {name: partial(checked, name) for name in _WATCH_ARGUMENTS})
 
 
-def _from(
-    values: Mapping[str, str],
-    name: str,
-    read: Callable[[str], Any],
-    check: Callable[[str, Any], Any],
-    otherwise: Any,
-) -> Any:
-    """The value that the environment has for an argument; `otherwise` where it has none that can be used."""
-    text = values.get(VARIABLES[name], "").strip()
-    if not text:
-        return otherwise
-    try:
-        return check(name, read(text))
-    except ValueError as error:
-        _LOG.warning("environment variable %s ignored: %s", VARIABLES[name], error)
-        return otherwise
-
-
-def _checked(name: str, value: Any) -> Any:
-    """The value, if it is what the table says.
-
-    Raises:
-        ValueError: it is not.
-    """
-    entry = _ARGUMENTS[name]
-    if name == "server_url":
-        return _url(value, entry.wanted)
-    try:
-        if name == "tags" and not isinstance(value, str):
-            value = tuple(value)
-        return msgspec.convert(value, entry.kind)
-    except (msgspec.ValidationError, TypeError):
-        # A token's value is a secret and stays out of messages.
-        shown = name if name == "token" else f"{name}={value!r:.200}"
-        raise ValueError(f"{shown}: {entry.wanted}") from None
-
-
-def _url(value: object, wanted: str) -> str:
-    parts = urlsplit(value) if isinstance(value, str) else urlsplit("")
-    if parts.username is not None or parts.password is not None:
-        # Addresses are printed, secrets are not.
-        raise ValueError("server_url: leave user and password out of the address, and pass token=")
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"server_url={value!r}: {wanted}")
-    return cast(str, value).rstrip("/")
+def _from_environment(values: Mapping[str, str], readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+    """What the environment has for these arguments; what cannot be used is named in a log line, and left out."""
+    found: dict[str, Any] = {}
+    for name, read in readers.items():
+        text = values.get(VARIABLES[name], "").strip()
+        try:
+            found.update({name: read(text)} if text else {})
+        except ValueError as error:
+            _LOG.warning("environment variable %s ignored: %s", VARIABLES[name], error)
+    return found
 
 
 def _config(value: object) -> dict[str, Any]:

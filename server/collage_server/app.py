@@ -34,7 +34,7 @@ from collage_server.ingest.check import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.newest import NewestKeeper
 from collage_server.overviews import OverviewKeeper
-from collage_server.settings import Settings
+from collage_server.settings import FIXED_LIMITS, FixedLimits, Settings
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
 from collage_server.web.failures import answer_to
 from collage_server.web.middleware import AccessControl, ReadOnlyGate, RequestIdentity
@@ -47,14 +47,18 @@ _ANSWER_CACHE_BYTES: Final = 64 * 2**20
 
 
 def create_app(
-    settings: Settings, *, store: Store | None = None, clock: Callable[[], float] = time.time
+    settings: Settings,
+    *,
+    store: Store | None = None,
+    clock: Callable[[], float] = time.time,
+    limits: FixedLimits = FIXED_LIMITS,
 ) -> FastAPI:
-    """The server on `settings`. `store` replaces the database, `clock` (Unix seconds) the time.
+    """The server on `settings`. `store` replaces the database, `clock` (Unix seconds) the time, `limits` bounds.
 
     The store is opened and the writer started when the application starts, and both are closed when it stops:
     what waits is committed first.
     """
-    components = _components(settings, store or make_store(settings), clock)
+    components = _components(settings, store or make_store(settings), clock, limits)
     app = FastAPI(
         title="Collage Monitor",
         version=__version__,
@@ -118,10 +122,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(components.store.close)
 
 
-def _components(settings: Settings, store: Store, clock: Callable[[], float]) -> Components:
+def _components(settings: Settings, store: Store, clock: Callable[[], float], limits: FixedLimits) -> Components:
     counters = IngestCounters()
     guard = DiskGuard(store, budget_bytes=settings.disk_budget_bytes, reserve_bytes=settings.disk_reserve_bytes)
-    bounds = JournalBounds(settings.journal_run_bytes, settings.journal_bytes)
+    bounds = JournalBounds(limits.journal_run_bytes, limits.journal_bytes)
     return Components(
         settings=settings,
         store=store,
@@ -151,7 +155,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         in_flight=InFlightBudget(settings.in_flight_bytes),
         decoding=asyncio.Semaphore(),
         directory=TokenDirectory(store.access, settings.token, clock=clock),
-        quotas=Quotas(settings, store.access),
+        quotas=Quotas(settings.runs_per_project, limits, store.access),
         answers=AnswerCache(_ANSWER_CACHE_BYTES),
         clock=clock,
     )

@@ -5,38 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import sys
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-import msgspec
 from msgspec import Meta
 
-from collage_monitor.errors import CollageError
 from collage_monitor.local import LOOPBACK_HOSTS, SERVER_PORT, data_folder
+from collage_monitor.settings import SettingsError, WebAddress, kinds_of, masked, read_setting
 
-__all__ = ["Settings", "SettingsError", "settings_from_environment"]
+__all__ = ["FIXED_LIMITS", "FixedLimits", "Settings", "SettingsError", "settings_from_environment"]
 
 _PREFIX = "COLLAGE_SERVER_"
 _NOT_OURS = "COLLAGE_SERVER_URL"
 _SECRET = frozenset({"token", "alert_webhook", "alert_slack", "alert_smtp"})
 _LEAST_BITS: Final = 72
-_IN_ADDRESS = re.compile(r"(://[^/@\s:]*:)\S*@")
-_IN_QUERY = re.compile(r"(\b(?:ssl)?password=)[^&\s]*", re.IGNORECASE)
-_YES_OR_NO: Final = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off", ""), False),
-}
-
-
-class SettingsError(CollageError, ValueError):
-    """A setting that is missing, malformed, or unsafe in its combination."""
-
-
 _Flag = Annotated[bool, Meta(description="yes or no; set 1 or 0")]
 _Count = Annotated[int, Meta(gt=0, description="a positive whole number; unset it for the default")]
 _Number = Annotated[
@@ -57,9 +42,6 @@ _Token = Annotated[
         pattern=r"^[!-~]*\Z",
         description="one word of ASCII characters, without white space around it: no request could carry it",
     ),
-]
-_WebAddress = Annotated[
-    str, Meta(pattern=r"^https?://[^/\s@]+(/\S*)?$", description="an http:// or https:// address")
 ]
 _MailServer = Annotated[
     str, Meta(pattern=r"^smtps?://\S+$", description="smtp://USER:PASSWORD@HOST:PORT, or smtps:// for TLS at once")
@@ -84,6 +66,24 @@ _LogLevel = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
+class FixedLimits:
+    """Bounds of which no operator has a reason to want others; what tests the server beyond one makes it small.
+
+    `journal_run_bytes` and `journal_bytes` bound the reports of one run, and of all, that wait to be sealed into
+    chunks: beyond them the answer is 429. A reader takes all that waits of a run into memory. `tags_per_project`
+    and `layers_per_project` stop a script that runs away sooner than `runs_per_project` would.
+    """
+
+    journal_run_bytes: int = 128 * 2**20
+    journal_bytes: int = 2**30
+    tags_per_project: int = 10_000
+    layers_per_project: int = 5_000_000
+
+
+FIXED_LIMITS: Final = FixedLimits()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything that can be set, with its default. Sizes in bytes, times in seconds.
 
@@ -95,9 +95,6 @@ class Settings:
 
     `connections` bounds those open at a time, `idle_seconds` the wait for a whole head. `in_flight_bytes` bounds
     report bodies that are read but not yet acknowledged: beyond it the answer is 503.
-
-    `journal_run_bytes` and `journal_bytes` bound the reports of one run, and of all, that wait to be sealed into
-    chunks: beyond them the answer is 429. A reader takes all that waits of a run into memory.
 
     `alerts` says which entries of the catalogue this server evaluates, every `alert_interval_seconds`: those on by
     default, these and all from a severity on, or none. Messages go to `alert_webhook` (JSON), `alert_slack`, and by
@@ -123,14 +120,10 @@ class Settings:
     connections: _Count = 1000
     idle_seconds: _Number = 10.0
     in_flight_bytes: _Count = 128 * 2**20
-    journal_run_bytes: _Count = 128 * 2**20
-    journal_bytes: _Count = 2**30
     stale_after_seconds: _Number = 600.0
     seal_interval_seconds: _Number = 5.0
     shutdown_seconds: _Number = 10.0
     runs_per_project: _Count = 10_000
-    tags_per_project: _Count = 10_000
-    layers_per_project: _Count = 5_000_000
     retention_raw_days: _Number | None = None
     retention_coarse_days: _Number | None = None
     retention_event_days: _Number | None = None
@@ -139,17 +132,17 @@ class Settings:
     disk_reserve_bytes: _Count = 512 * 2**20
     alerts: _Alerts = "default"
     alert_interval_seconds: _Number = 15.0
-    alert_webhook: _WebAddress | None = field(default=None, repr=False)
-    alert_slack: _WebAddress | None = field(default=None, repr=False)
+    alert_webhook: WebAddress | None = field(default=None, repr=False)
+    alert_slack: WebAddress | None = field(default=None, repr=False)
     alert_smtp: _MailServer | None = field(default=None, repr=False)
     alert_email: _MailAddresses | None = None
-    dashboard_url: _WebAddress | None = None
+    dashboard_url: WebAddress | None = None
     log_format: _LogFormat = "text"
     log_level: _LogLevel = "info"
 
     def __post_init__(self) -> None:
-        for name in _KINDS:
-            object.__setattr__(self, name, _checked(name, getattr(self, name)))
+        for name, kind in _KINDS.items():
+            object.__setattr__(self, name, _read(name, getattr(self, name), kind))
         if not self.token and not self.no_auth:
             raise SettingsError("no token: pass --token-file, or --no-auth to serve this machine alone without one")
         if self.no_auth and self.host not in LOOPBACK_HOSTS:
@@ -182,15 +175,8 @@ class Settings:
 
     def masked(self) -> dict[str, Any]:
         """Every setting as plain JSON values; secrets are masked."""
-        return {name: _shown(name, value) for name, value in dataclasses.asdict(self).items()}
-
-
-def _shown(name: str, value: Any) -> Any:
-    if name in _SECRET and value:
-        return "***"
-    if isinstance(value, str):
-        return _IN_QUERY.sub(r"\1***", _IN_ADDRESS.sub(r"\1***@", value))
-    return str(value) if isinstance(value, Path) else value
+        values = dataclasses.asdict(self)
+        return {name: "***" if name in _SECRET and value else masked(value) for name, value in values.items()}
 
 
 def _most_bits(token: str) -> float:
@@ -198,29 +184,13 @@ def _most_bits(token: str) -> float:
     return len(token) * math.log2(max(len(set(token)), 1))
 
 
-_KINDS: Final[dict[str, Any]] = typing.get_type_hints(Settings, include_extras=True)
+_KINDS: Final = kinds_of(Settings)
 
 
-def _checked(name: str, value: Any) -> Any:
-    """The value as its setting's type; texts are read.
-
-    Raises:
-        SettingsError: it is not what the setting must be.
-    """
-    kind = _KINDS[name]
-    try:
-        if kind is _Flag and isinstance(value, str):
-            value = _YES_OR_NO.get(value.lower(), value)
-        if kind is _Names and isinstance(value, str):
-            value = tuple(filter(None, (name.strip() for name in value.split(","))))
-        return msgspec.convert(value, kind, strict=kind is _Flag, dec_hook=lambda made, given: made(given))
-    except msgspec.ValidationError as error:
-        parts = (kind, *typing.get_args(kind))
-        metas = (meta for part in parts for meta in getattr(part, "__metadata__", ()))
-        wanted = next((meta.description for meta in metas), str(error))
-        # Either value may hold a secret and stays out of messages.
-        shown = "" if name in {*_SECRET, "database"} else f"={value!r}"
-        raise SettingsError(f"{_variable(name)}{shown} must be {wanted}") from None
+def _read(name: str, value: Any, kind: Any, *, is_text: bool = False) -> Any:
+    # A database's address may hold a password, too.
+    secret = name in _SECRET or name == "database"
+    return read_setting(_variable(name), value, kind, is_text=is_text, secret=secret)
 
 
 def _variable(name: str) -> str:
@@ -244,7 +214,7 @@ def settings_from_environment(
     for variable, text in values.items():
         if variable in known:
             name = known[variable]
-            given[name] = _checked(name, text if name == "token" else text.strip())
+            given[name] = _read(name, text if name == "token" else text.strip(), _KINDS[name], is_text=True)
         elif variable.startswith(_PREFIX) and variable != _NOT_OURS:
             raise SettingsError(
                 f"{variable} is no setting; unset it, then `collage-monitor serve --print-settings` lists them all"

@@ -3,9 +3,8 @@
 import re
 
 import pytest
-from collage_server.overviews import MADE_BY, keep_overview
 
-from benchmarks._population import UnsyncedStore, copy_often, seal_run
+from benchmarks._population import UnsyncedStore, copy_often, evaluate, seal_run, twenty
 from collage_monitor import wire
 from tests.system import chromium
 
@@ -27,23 +26,18 @@ def server_url(served, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     store = UnsyncedStore(folder / "collage.sqlite", stale_after_seconds=1e9)
     store.open()
-    seal_run(store, "run", points=8, layers=0, seed=0)
+    seal_run(store, "run", twenty(0), 8)
     store.runs.update("run", wire.RunUpdate(state="finished"), NOW)
-    _evaluate(store)
+    evaluate(store)
     copy_often(store, "run", RUNS - 2)
     store.runs.create(PROJECT, wire.RunCreate(run_id=APART), NOW)
     store.runs.update(APART, wire.RunUpdate(state="finished"), NOW)
     store.runs.update(TAGGED, wire.RunUpdate(tags=[TAG]), NOW)
-    _evaluate(store)
+    # What is evaluated already changes no more, and the table is not read anew.
+    evaluate(store, RUNS)
     store.close()
     with served(folder) as server:
         yield server
-
-
-def _evaluate(store):
-    """What is evaluated already changes no more, and the table is not read anew."""
-    for due in store.overviews.due(RUNS, MADE_BY):
-        keep_overview(store, due)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from collage_server.settings import Settings
 
-from benchmarks._reports import LARGE
+from benchmarks._population import LARGE
 
 TEXT = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
 

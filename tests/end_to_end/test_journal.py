@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import uvicorn
 from collage_server.app import create_app
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 
 from collage_monitor.client import Client
 from tests.agent_delivery.doubles import QUICK, make_run, measurement
@@ -35,8 +35,8 @@ def served(app):
 
 
 def test_what_finds_no_room_is_spooled_and_stored_once_sealing_goes_on(tmp_path):
-    settings = Settings(folder=tmp_path / "data", no_auth=True, journal_run_bytes=BOUND, seal_interval_seconds=1e6)
-    app = create_app(settings)
+    settings = Settings(folder=tmp_path / "data", no_auth=True, seal_interval_seconds=1e6)
+    app = create_app(settings, limits=FixedLimits(journal_run_bytes=BOUND))
     components = app.state.components
     sealer = components.sealer
     work, sealer.do_due_work = sealer.do_due_work, lambda: None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 from collage_server.app import create_app
-from collage_server.settings import Settings
+from collage_server.settings import FIXED_LIMITS, Settings
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
@@ -59,10 +59,10 @@ class GuardedServer:
 
 
 @contextmanager
-def guarded_server(folder, **settings):
+def guarded_server(folder, limits=FIXED_LIMITS, **settings):
     """A guarded application on a fresh folder."""
     clock = Clock()
     put_migrated(folder)
-    app = create_app(Settings(folder=folder, token=OWN, **settings), clock=clock)
+    app = create_app(Settings(folder=folder, token=OWN, **settings), clock=clock, limits=limits)
     with TestClient(app) as client:
         yield GuardedServer(client, clock, app)

@@ -10,9 +10,8 @@ import pytest
 from collage_server.store import ReportGroup, Selection
 from collage_server.store.schema import metadata
 
-from benchmarks import _population
 from benchmarks._harness import Figure
-from benchmarks._reports import LARGE, SMALL, batches, requests
+from benchmarks._population import LARGE, SMALL, UnsyncedStore, batches, numbers_in, populate, requests
 from benchmarks._serving import NullStore
 from benchmarks.query import StoredColumns, StoredRows, questions, read_by_key
 from benchmarks.runs import fill
@@ -69,18 +68,18 @@ def test_a_gate_judges_the_median(bounds, missed):
     assert Figure("f", "×", (1.0, 2.0, 9.0), **bounds).missed == missed
 
 
-def test_a_copied_run_of_the_query_benchmark_is_as_if_it_had_been_sealed(tmp_path, monkeypatch):
-    monkeypatch.setattr(_population, "LAYERED", {"layers-0": 300, "layers-1": 300})
-    monkeypatch.setattr(_population, "MODELS", {"model-0": 256})
-    store = _population.UnsyncedStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
+def test_a_copied_run_of_the_query_benchmark_is_as_if_it_had_been_sealed(tmp_path):
+    families = (("layers", 2, 300, 200), ("model", 1, 256, 0))
+    assert numbers_in(families) == 20 * (600 * 201 + 256)
+    store = UnsyncedStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
-    assert _population.populate(store, 0) == 20 * (600 * 201 + 256)
+    populate(store, families, 0)
     found = {
         run: layer_points(store, run, ("lost",), Selection(), ["layer.100"]) for run in ("layers-0", "layers-1")
     }
     assert len(found["layers-0"].steps) == 300
     assert found["layers-0"].totals["lost"].tolist() == found["layers-1"].totals["lost"].tolist()
-    assert store.streams.of_run("layers-1")[0].stream_id == "layers-1"
+    assert store.streams.of_run("layers-1")[0].stream_id == "layers-1-0"
     store.close()
     with closing(sqlite3.connect(tmp_path / "collage.sqlite")) as connection:
         # Of each run 256 points are sealed, a whole chunk.
@@ -88,9 +87,9 @@ def test_a_copied_run_of_the_query_benchmark_is_as_if_it_had_been_sealed(tmp_pat
         assert read_by_key(connection.cursor(), [layer], "?") == 2 * 2 * 256
         for blocks, numbers in (
             (StoredColumns("layer_chunk", ["layers-1"], 1, ["lost"]), 256 * 200),
-            (StoredColumns("model_chunk", ["model-0"], 1), 20 * 256),
-            (StoredColumns("point_chunk", ["model-0"], 1), 5 * 256),
-            (StoredColumns("scalar_chunk", ["model-0"]), 3 * 256),
+            (StoredColumns("model_chunk", ["model"], 1), 20 * 256),
+            (StoredColumns("point_chunk", ["model"], 1), 5 * 256),
+            (StoredColumns("scalar_chunk", ["model"]), 3 * 256),
         ):
             assert read_by_key(connection.cursor(), [blocks], "?") == numbers
 
@@ -114,7 +113,7 @@ def test_the_documented_limits_are_those_that_are_held():
 def test_many_runs_are_told_apart_and_answered_alike(server):
     store = server.app.state.components.store
     fill(store, 0, runs=6)
-    names = ["run", *(f"run-{place}" for place in range(1, 6))]
+    names = [f"run-{place}" for place in range(6)]
     listed = server.get("/runs", wire.RunPage).runs
     assert sorted(run.run_id for run in listed) == names
     assert {run.name for run in listed} == set(names)

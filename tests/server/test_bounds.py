@@ -9,7 +9,7 @@ import pytest
 from collage_server.app import create_app
 from collage_server.errors import JournalFull
 from collage_server.ingest.backpressure import JournalBounds
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 from collage_server.store import SqliteStore, records
 from collage_server.store.records import report_bytes
 from msgspec.structs import replace
@@ -73,6 +73,7 @@ def test_small_runs_are_left_alone_where_all_together_hold_too_much():
     assert [bounds.must_seal(run_id) for run_id in ("a", "b", "c")] == [True, True, False]
 
 
+SMALL = FixedLimits(journal_run_bytes=20_000)
 SENT = {
     "tiny": lambda seq: report(seq, seq + 1),
     "of one step": lambda seq: report(seq, 1),
@@ -88,7 +89,7 @@ def sent(client, batch):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sealing_is_due_whenever_the_bound_is_reached(tmp_path, kind, ranks):
     """Whoever is waited for: of two ranks one never reports; what was refused comes in after a look."""
-    app = create_app(Settings(folder=tmp_path, no_auth=True, journal_run_bytes=20_000, seal_interval_seconds=1e6))
+    app = create_app(Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=1e6), limits=SMALL)
     with TestClient(app, base_url="http://127.0.0.1") as client:
         server = Server(client, Clock(), app)
         server.run()
@@ -121,11 +122,10 @@ def bounded(tmp_path):
     chosen = Settings(
         folder=tmp_path,
         no_auth=True,
-        journal_run_bytes=20_000,
         seal_interval_seconds=1e6,
     )
     store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0, busy_timeout_seconds=0.05)
-    app = create_app(chosen, store=store)
+    app = create_app(chosen, store=store, limits=SMALL)
     with TestClient(app, base_url="http://127.0.0.1") as client:
         server = Server(client, Clock(), app)
         server.run()

@@ -35,7 +35,7 @@ def test_beyond_loopback_names_must_be_stated(tmp_path):
 
 
 def test_only_stated_names_are_answered(tmp_path):
-    with listening(tmp_path, host="0.0.0.0", token=OWN, allowed_hosts="box.lan, Other.lan") as server:
+    with listening(tmp_path, host="0.0.0.0", token=OWN, allowed_hosts=("box.lan", "Other.lan")) as server:
         for host, status in (
             ("evil.example", 403),
             ("box.lan", 200),
@@ -62,7 +62,7 @@ def test_a_token_that_can_be_guessed_is_refused_and_not_named(tmp_path, weak):
 
 
 def test_unknown_tokens_are_limited_by_address_and_known_ones_pass(tmp_path):
-    with listening(tmp_path, token=OWN, trusted_proxies="127.0.0.1") as server:
+    with listening(tmp_path, token=OWN, trusted_proxies=("127.0.0.1",)) as server:
         vain = [
             status_of(
                 asked(server, "/api/v1/runs", Authorization=f"Bearer guess-{i}", **{"X-Forwarded-For": "10.9.9.9"})
@@ -80,7 +80,7 @@ def test_unknown_tokens_are_limited_by_address_and_known_ones_pass(tmp_path):
 def test_log_and_audit_name_who_asks(tmp_path, caplog, proxies, client):
     caplog.set_level(logging.DEBUG, "collage_server.requests")
     forwarded = {"X-Forwarded-For": "10.1.2.3", "Authorization": f"Bearer {OWN}"}
-    with listening(tmp_path, token=OWN, trusted_proxies=proxies) as server:
+    with listening(tmp_path, token=OWN, trusted_proxies=tuple(filter(None, [proxies]))) as server:
         body = wire.encode_message(wire.TokenCreate(name="n", role="read", projects=None), wire.JSON)
         lines = ["POST /api/v1/tokens HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in forwarded.items()]

@@ -11,9 +11,8 @@ from collage_server.overviews import evaluate
 from collage_server.store import ReportGroup, Selection, SqliteStore
 from collage_server.store.reading import unsealed
 
-from benchmarks._reports import Shape, batches, register
-from benchmarks._serving import Connection
-from benchmarks.load import serving
+from benchmarks._population import Shape, batches, register
+from benchmarks._serving import Connection, serving
 from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
 from tests.server.conftest import NOW

@@ -17,14 +17,14 @@ import pytest
 from collage_server.app import create_app
 from collage_server.errors import TooLarge
 from collage_server.ingest.check import decoded_batch
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 from collage_server.store import ReportGroup, Selection, SqliteStore
 from collage_server.store.reading.unsealed import decode_layers
 from collage_server.store.records import SealLimits
 from starlette.testclient import TestClient
 
-from benchmarks._reports import SMALL, register
-from benchmarks.load import serving
+from benchmarks._population import SMALL, register
+from benchmarks._serving import serving
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, Server
 from tests.server.holding import holding
@@ -105,7 +105,10 @@ def test_of_a_long_journal_what_is_not_asked_for_stands_in_memory_once(store):
 
 def test_a_run_whose_scalars_fill_the_journal_is_told_to_wait(tmp_path):
     """Two megabytes on the wire are more than the bound once they are read."""
-    app = create_app(Settings(folder=tmp_path, no_auth=True, journal_run_bytes=2**22, seal_interval_seconds=1e6))
+    app = create_app(
+        Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=1e6),
+        limits=FixedLimits(journal_run_bytes=2**22),
+    )
     with TestClient(app, base_url="http://127.0.0.1") as client:
         server = Server(client, Clock(), app)
         server.run()

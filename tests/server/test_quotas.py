@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from collage_server.settings import FixedLimits
 
 from collage_monitor import wire
 from tests.server.guarded import guarded_server
@@ -31,7 +32,7 @@ def test_runs(tmp_path):
 
 
 def test_tags_count_once_however_many_runs_bear_them(tmp_path):
-    with guarded_server(tmp_path, tags_per_project=3) as guarded:
+    with guarded_server(tmp_path, FixedLimits(tags_per_project=3)) as guarded:
         assert create(guarded, "a", tags=["x", "y"]).status_code == 201
         assert create(guarded, "b", tags=["x", "y", "z"]).status_code == 201
         assert limit_of(create(guarded, "c", tags=["w"])) == ("tags_per_project", 3)
@@ -42,17 +43,24 @@ def test_tags_count_once_however_many_runs_bear_them(tmp_path):
 
 
 def test_layers(tmp_path):
-    with guarded_server(tmp_path, layers_per_project=5) as guarded:
+    with guarded_server(tmp_path, FixedLimits(layers_per_project=5)) as guarded:
         guarded.fill("p", "a")
         assert create(guarded, "b").status_code == 201
         guarded.fill("p", "b")
         assert limit_of(create(guarded, "c")) == ("layers_per_project", 5)
 
 
-@pytest.mark.parametrize("name", ["runs_per_project", "tags_per_project", "layers_per_project"])
-def test_the_message_names_the_setting(tmp_path, name):
-    with guarded_server(tmp_path, **{name: 1}) as guarded:
+@pytest.mark.parametrize(
+    ("bounds", "advice"),
+    [
+        ({"runs_per_project": 1}, "start the server with a higher COLLAGE_SERVER_RUNS_PER_PROJECT"),
+        ({"limits": FixedLimits(tags_per_project=1)}, "put new ones into another project"),
+        ({"limits": FixedLimits(layers_per_project=1)}, "put new ones into another project"),
+    ],
+)
+def test_the_message_says_what_to_do(tmp_path, bounds, advice):
+    with guarded_server(tmp_path, **bounds) as guarded:
         guarded.fill("p", "a")
         create(guarded, "b")
         message = create(guarded, "c", tags=["x", "y"]).json()["error"]["message"]
-        assert "COLLAGE_SERVER_" in message
+        assert message.endswith(f"delete runs of it, or {advice}")

@@ -142,3 +142,9 @@ def test_texts_are_read_as_what_their_setting_is():
 def test_bad_values_are_named(name, value, message):
     with pytest.raises(SettingsError, match=message):
         settings_from_environment({**BASE, f"COLLAGE_SERVER_{name}": value})
+
+
+def test_an_address_is_refused_without_the_password_in_it():
+    with pytest.raises(SettingsError, match="must be an http:// or https:// address") as refused:
+        settings_from_environment({**BASE, "COLLAGE_SERVER_DASHBOARD_URL": "http://me:hush@box.lan"})
+    assert "hush" not in str(refused.value)

@@ -29,8 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks._reports import SMALL, register
-from benchmarks.load import Agent, Tally, serving, stored
+from benchmarks._population import SMALL, register
+from benchmarks._serving import serving
+from benchmarks.load import Agent, Tally, stored
 from collage_monitor import wire
 from tests.ports import free_port
 from tests.waiting import until

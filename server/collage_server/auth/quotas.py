@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collage_monitor import wire
 from collage_server.errors import Unprocessable
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits
 from collage_server.store import AccessStore, QuotaName
 
 __all__ = ["Quotas"]
@@ -17,8 +17,8 @@ class Quotas:
     what requests in flight and its running runs still add, each run at most the wire's `layers_per_run`.
     """
 
-    def __init__(self, settings: Settings, store: AccessStore) -> None:
-        self._settings = settings
+    def __init__(self, runs: int, limits: FixedLimits, store: AccessStore) -> None:
+        self._most = {"runs": runs, "tags": limits.tags_per_project, "layers": limits.layers_per_project}
         self._store = store
 
     def check_layers(self, project: str, create: wire.RunCreate) -> None:
@@ -28,7 +28,7 @@ class Quotas:
             Unprocessable: too many layers.
         """
         if self._store.project_of(create.run_id) is None:
-            _check(project, "layers", self._store.count_layers(project), self._settings.layers_per_project)
+            self._check(project, "layers", self._store.count_layers(project))
 
     def check(self, project: str, what: QuotaName, count: int) -> None:
         """For the store: judge what the project holds with a change that is not committed yet.
@@ -36,15 +36,15 @@ class Quotas:
         Raises:
             Unprocessable: too many; the change is undone.
         """
-        limits = {"runs": self._settings.runs_per_project, "tags": self._settings.tags_per_project}
-        _check(project, what, count, limits[what])
+        self._check(project, what, count)
 
-
-def _check(project: str, what: str, count: int, limit: int) -> None:
-    if count > limit:
-        raise Unprocessable(
-            f"project {project!r} would hold {count} {what}, at most {limit}; delete runs of it, or start the "
-            f"server with a higher COLLAGE_SERVER_{what.upper()}_PER_PROJECT",
-            field=f"{what}_per_project",
-            limit=limit,
-        )
+    def _check(self, project: str, what: str, count: int) -> None:
+        most = self._most[what]
+        if count > most:
+            higher = "start the server with a higher COLLAGE_SERVER_RUNS_PER_PROJECT"
+            raise Unprocessable(
+                f"project {project!r} would hold {count} {what}, at most {most}; delete runs of it, or "
+                f"{higher if what == 'runs' else 'put new ones into another project'}",
+                field=f"{what}_per_project",
+                limit=most,
+            )

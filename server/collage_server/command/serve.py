@@ -21,7 +21,7 @@ from collage_monitor.local import LOOPBACK_HOSTS, ensure_token, web_address
 from collage_server.app import create_app, make_store
 from collage_server.errors import StoreUnusable
 from collage_server.logs import configure
-from collage_server.settings import Settings, settings_from_environment
+from collage_server.settings import FIXED_LIMITS, FixedLimits, Settings, settings_from_environment
 from collage_server.store import Store
 from collage_server.web.protocol import BoundedProtocol, ConnectionLimits
 
@@ -149,10 +149,10 @@ def _connections(wanted: int) -> int:
 class Server(uvicorn.Server):
     """The process that serves: uvicorn that says where it listens once it does."""
 
-    def __init__(self, settings: Settings, store: Store, as_json: bool) -> None:
+    def __init__(self, settings: Settings, store: Store, as_json: bool, limits: FixedLimits = FIXED_LIMITS) -> None:
         self.settings = settings
         self._as_json = as_json
-        super().__init__(uvicorn_config(create_app(settings, store=store), settings))
+        super().__init__(uvicorn_config(create_app(settings, store=store, limits=limits), settings))
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         await super().startup(sockets)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from collage_server.store.backup import back_up
 from collage_server.store.engine.files import Ballast
 from starlette.testclient import TestClient
 
-from benchmarks._reports import LARGE, batches
+from benchmarks._population import LARGE, batches
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, Server
 from tests.server.life.test_maintenance import Disk, guard_of
