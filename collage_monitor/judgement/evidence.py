@@ -13,8 +13,8 @@ from collage_monitor.statistics import Totals, finish_all, reduce_steps
 from collage_monitor.wire import Number, WatchInfo
 
 __all__ = [
-    "OF_LAYERS",
     "Evidence",
+    "OF_LAYERS",
     "Values",
     "evidence_of",
     "finite",

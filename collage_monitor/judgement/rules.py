@@ -64,7 +64,7 @@ def _not_finite(case: Case) -> Iterator[Finding]:
         if case.number("nonfinite_grads") == 0:
             narrow = case.trains("float16")
             text += "; the gradients were finite, so the step made them" + (_SMALL_EPS if narrow else "")
-        yield Finding("not finite", text, key, count, 0.0, worst if worst and held[worst] else None)
+        yield Finding("not finite", text, key, count, 0.0)
     if count := case.number("residual_nonfinite"):
         text = f"{count:,.0f} residuals are NaN or infinite"
         yield Finding("not finite", text, "residual_nonfinite", count, 0.0)
