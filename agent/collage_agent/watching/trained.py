@@ -34,6 +34,8 @@ def trained(
 
     Bytes are counted from the states that there are. No synchronisation.
     """
+    if not optimizer.param_groups:  # Somebody took them all away.
+        fitting = None
     parameters: Counter[str] = Counter()
     states, size = False, 0.0
     for entry in watched:
