@@ -32,7 +32,7 @@ def refusal(rule, strategy, dtype, arithmetic):
         return "has none: use 'light'"
     if dtype == torch.float16 and rule in ("AdamW", "Adam"):
         if strategy in ("plus", "full"):
-            return "use bfloat16 parameters, or strategy 'fp32-states' or 'master-weights'"
+            return "use bfloat16 parameters, or strategy 'master-weights'"
         if arithmetic == "storage" and strategy not in ("fp32-states", "master-weights"):
             return "eps=1e-08 rounds to zero in float16"
     return None
