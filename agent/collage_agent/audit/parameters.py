@@ -193,6 +193,8 @@ def advised(parameters: Sequence[CheckpointParameter], lacking: Lacking, otherwi
 
     A checkpoint names options and states, not the optimizer: the rule is that which has these.
     """
+    if not parameters:
+        return otherwise
     first, dtypes, states, weights = parameters[0], Counter[str](), 0, 0
     for entry in parameters:
         kept = entry.weight if entry.weight is not None else next(iter(entry.averages.values()))
