@@ -287,8 +287,8 @@ ALERTS: Final = (
         ),
         checks=(_attached_late, _oracle_restarted),
         first_step=(
-            "Read state_decrement_ratio and oracle_step_norm_ratio. If a state does not decay, keep it wider "
-            "(plus, full or fp32-states)."
+            "Read state_decrement_ratio and oracle_step_norm_ratio. If a state does not decay, do what the run's "
+            "advice says."
         ),
     ),
 )

@@ -111,8 +111,8 @@ ALERTS: Final = (
         ),
         checks=(_gradients_grow,),
         first_step=(
-            "Keep the second moment wider (plus, full or fp32-states), round it stochastically (light-stochastic), "
-            "or lower β₂ to what its format can decay."
+            "Do what the run's advice says: it names a way to keep the second moment that fits the optimizer. Or "
+            "lower β₂ to what its format can decay."
         ),
     ),
     about_runs(

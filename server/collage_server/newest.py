@@ -30,11 +30,11 @@ _WORST_LAYERS: Final = 3
 
 def newest_points(now: Snapshot, records: Mapping[str, RunRecord]) -> dict[str, NewestPoint | None]:
     """The newest measured step of each of these runs, None where nothing is measured."""
-    kept = now.newest_kept(list(records), __version__)
+    kept = now.newest_kept(list(records))
     found, unknown = {}, []
     for run_id, record in records.items():
-        row = kept.get(run_id)
-        if row is not None and row.progress == RunProgress(record.updated_at, record.reports):
+        row, progress = kept.get(run_id), RunProgress(record.updated_at, record.reports)
+        if row is not None and (row.progress, row.made_by) == (progress, __version__):
             found[run_id] = row.point
         else:
             unknown.append(run_id)
@@ -43,7 +43,7 @@ def newest_points(now: Snapshot, records: Mapping[str, RunRecord]) -> dict[str, 
 
 def kept_newest(now: Snapshot, run_ids: Sequence[str]) -> dict[str, NewestPoint | None]:
     """As the background thread has written it, seconds ago at most; runs that it has not come to are left out."""
-    return {run_id: row.point for run_id, row in now.newest_kept(run_ids, __version__).items()}
+    return {run_id: row.point for run_id, row in now.newest_kept(run_ids).items()}
 
 
 def _evaluated(now: Snapshot, run_ids: Sequence[str]) -> dict[str, NewestPoint | None]:
@@ -111,12 +111,12 @@ class NewestKeeper(BackgroundThread):
                 self._leave_out(*due)
             return
         self._unreadable -= points.keys()
-        rows = {run_id: KeptNewest(due[run_id], point) for run_id, point in points.items()}
-        self._store.newest.put(rows, __version__)
+        rows = {run_id: KeptNewest(due[run_id], __version__, point) for run_id, point in points.items()}
+        self._store.newest.put(rows)
 
     def _leave_out(self, run_id: str) -> None:
         """Without its row the run is not shown, rather than with old numbers; the log says so once."""
         if run_id not in self._unreadable:
             self._unreadable.add(run_id)
             _LOG.exception("run %s cannot be read: /metrics and alerts go on without it", run_id)
-        self._store.newest.put({run_id: None}, __version__)
+            self._store.newest.put({run_id: None})

@@ -12,11 +12,13 @@ from collage_server.disk import DiskGuard
 from collage_server.errors import Busy, Gone
 from collage_server.exposition import MODEL_GAUGES, exposition
 from collage_server.newest import kept_newest, newest_points
+from collage_server.store import schema
 from collage_server.store.reading import snapshot
 from collage_server.store.reading.points import read_latest
 from collage_server.store.reading.snapshot import Snapshot
+from msgspec.structs import replace as replace_fields
 from prometheus_client.parser import text_string_to_metric_families
-from sqlalchemy import event
+from sqlalchemy import event, update
 from sqlalchemy.exc import OperationalError
 
 from collage_monitor import wire
@@ -222,6 +224,25 @@ def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):
         assert point is not None
         assert point.step == 10
     assert server.get("/runs/r1/latest", wire.Latest).step == 20
+
+
+def test_servers_of_two_releases_do_not_take_turns(server):
+    """Each would have written the rows of all runs anew, every second, for as long as both serve."""
+    components = server.app.state.components
+    components.newest.stop(PATIENCE_SECONDS)
+    server.filled(steps=[10])
+    server.get("/metrics")
+    store = components.store
+    with store.points.snapshot() as now:
+        (kept,) = now.newest_kept(["r1"]).values()
+    assert kept.point is not None
+    store.newest.put({"r1": replace(kept, made_by="other", point=replace_fields(kept.point, step=9))})
+    assert store.newest.due(10, kept.made_by) == {}
+    assert "collage_edq_ratio{" in server.get("/metrics")
+    assert server.get("/runs/r1/latest", wire.Latest).step == 10, "what one run is asked for is this release's"
+    with store.engine.begin() as connection:
+        connection.execute(update(schema.run_newest).values(made_at=0.0))
+    assert list(store.newest.due(10, kept.made_by)) == ["r1"], "an upgrade makes them anew"
 
 
 def test_a_run_that_logs_alone_costs_what_an_empty_one_does(server):

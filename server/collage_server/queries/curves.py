@@ -151,9 +151,7 @@ def _series_of(
         }
         axis = positions[run_id].axis
         placed = (
-            own["steps"]
-            if axis == "step"
-            else (wire.undefined_to_none(positions[run_id].of(steps[a:b], times[a:b])))
+            own["steps"] if axis == "step" else wire.undefined_to_none(positions[run_id].of(steps[a:b], times[a:b]))
         )
         known: dict[str, Any] = {"run_id": run_id, "metric": metric, "layer": layer, "world_size": sizes[-1][1]}
         yield run_id, wire.Series(axis=axis, positions=placed, **known, **own)

@@ -98,9 +98,9 @@ class Snapshot:
         """The last `count` logged values by run and name, oldest first."""
         return read_newest_scalars(self._connection, self._views.of(run_ids, keys=()), count)
 
-    def newest_kept(self, run_ids: Sequence[str], made_by: str) -> dict[str, KeptNewest]:
-        """The newest measured steps that this code has written, of those runs that have one."""
-        return read_newest(self._connection, run_ids, made_by)
+    def newest_kept(self, run_ids: Sequence[str]) -> dict[str, KeptNewest]:
+        """The newest measured steps as they were written, of those runs that have a row."""
+        return read_newest(self._connection, run_ids)
 
     def newest_step(self, run_id: str) -> int | None:
         """The newest measured step that every live rank has reached; None where nothing is measured."""

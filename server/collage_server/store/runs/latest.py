@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from sqlalchemy import Connection, Row, Select, func, select
+from sqlalchemy import Connection, Row, func, select
 
 from collage_monitor import wire
 from collage_monitor.wire import LoggedScalar
@@ -22,7 +22,6 @@ __all__ = [
     "newest_logged_steps",
     "newest_measured_step",
     "newest_scalars",
-    "reports_of_runs",
     "sum_of_newest",
 ]
 
@@ -180,16 +179,6 @@ def _measured_steps(connection: Connection, run_id: str, stream_id: str, after: 
     mine = (table.c.run_id == run_id, table.c.stream_id == stream_id)
     statement = select(table.c.step).where(*mine, table.c.model.is_not(None), table.c.step > after)
     return list(connection.execute(statement.order_by(table.c.seq.desc()).limit(4 * _PASSED)).scalars())
-
-
-def reports_of_runs() -> Select[Any]:
-    """How many reports each run has, of all ranks, and when the last one came."""
-    latest = schema.run_latest
-    return select(
-        latest.c.run_id,
-        func.sum(latest.c.reports).label("reports"),
-        func.max(latest.c.last_report_at).label("last_report_at"),
-    ).group_by(latest.c.run_id)
 
 
 def last_sealed_steps(connection: Connection, run_ids: Collection[str]) -> dict[tuple[str, int], int]:

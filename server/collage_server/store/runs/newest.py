@@ -6,17 +6,17 @@ is late (`collage_server.newest`), and a reader who needs the newest computes it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from sqlalchemy import Connection, delete, func, insert, or_, select
+from sqlalchemy import Connection, delete, insert, select
 
 from collage_monitor import wire
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
-from collage_server.store.rows import later
-from collage_server.store.runs.latest import reports_of_runs
+from collage_server.store.runs.kept import KeptRows
 
 __all__ = ["KeptNewest", "NewestPoint", "NewestStore", "RunProgress", "read_newest"]
 
@@ -42,69 +42,54 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class KeptNewest:
-    """A row: `point` is None where nothing was measured yet."""
+    """A row, and which code finished it: `point` is None where nothing was measured yet."""
 
     progress: RunProgress
+    made_by: str
     point: NewestPoint | None
 
 
 _DECODE = msgspec.msgpack.Decoder(NewestPoint).decode
 
 
-class NewestStore:
-    """The rows, and which of them are out of date. `made_by` names the code that finishes metrics."""
+class NewestStore(KeptRows):
+    """The rows, and which of them are out of date."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        super().__init__(database, _NEWEST)
 
     def due(self, limit: int, made_by: str) -> dict[str, RunProgress]:
         """Runs whose row is missing or out of date, running ones first, and what they have now."""
-        reported = reports_of_runs().subquery()
-        updated_at = later(_RUN.c.updated_at, reported.c.last_report_at)
-        reports = func.coalesce(reported.c.reports, 0)
-        differs = or_(
-            _NEWEST.c.run_id.is_(None),
-            _NEWEST.c.reports != reports,
-            _NEWEST.c.updated_at != updated_at,
-            _NEWEST.c.made_by != made_by,
-        )
-        statement = (
-            select(_RUN.c.run_id, updated_at.label("updated_at"), reports.label("reports"))
-            .select_from(_RUN)
-            .outerjoin(reported, reported.c.run_id == _RUN.c.run_id)
-            .outerjoin(_NEWEST, _NEWEST.c.run_id == _RUN.c.run_id)
-            .where(differs)
-            .order_by(_RUN.c.state != "running", updated_at.desc())
-            .limit(limit)
-        )
+        due = self._due(made_by)
+        has = due.selected_columns
+        order = ((has.state == "running").desc(), has.updated_at.desc())
         with self._database.reading() as connection:
-            rows = connection.execute(statement).all()
+            rows = connection.execute(due.order_by(*order).limit(limit)).all()
         return {row.run_id: RunProgress(row.updated_at, int(row.reports)) for row in rows}
 
-    def put(self, found: Mapping[str, KeptNewest | None], made_by: str) -> None:
+    def put(self, found: Mapping[str, KeptNewest | None]) -> None:
         """Keep the rows of several runs; of one that was deleted meanwhile, or has none now, nothing is kept."""
         ids = sorted(found)
         with self._database.writing() as connection:
             there = select(_RUN.c.run_id).where(_RUN.c.run_id.in_(ids)).order_by(_RUN.c.run_id)
             kept = connection.execute(there.with_for_update()).scalars().all()
             connection.execute(delete(_NEWEST).where(_NEWEST.c.run_id.in_(ids)))
-            rows = [_row(run_id, row, made_by) for run_id in kept if (row := found[run_id]) is not None]
+            rows = [_row(run_id, row) for run_id in kept if (row := found[run_id]) is not None]
             if rows:
                 connection.execute(insert(_NEWEST), rows)
 
 
-def _row(run_id: str, kept: KeptNewest, made_by: str) -> dict[str, object]:
+def _row(run_id: str, kept: KeptNewest) -> dict[str, object]:
     point = None if kept.point is None else msgspec.msgpack.encode(kept.point)
     progress = {"updated_at": kept.progress.updated_at, "reports": kept.progress.reports}
-    return {"run_id": run_id, **progress, "made_by": made_by, "point": point}
+    return {"run_id": run_id, **progress, "made_by": kept.made_by, "made_at": time.time(), "point": point}
 
 
-def read_newest(connection: Connection, run_ids: Sequence[str], made_by: str) -> dict[str, KeptNewest]:
-    """The rows of these runs, as far as there are any, made by this code."""
-    chosen = select(_NEWEST).where(_NEWEST.c.run_id.in_(run_ids), _NEWEST.c.made_by == made_by)
+def read_newest(connection: Connection, run_ids: Sequence[str]) -> dict[str, KeptNewest]:
+    """The rows of these runs, as far as there are any, whatever code made them."""
     return {
         row.run_id: KeptNewest(
-            RunProgress(row.updated_at, row.reports), None if row.point is None else _DECODE(row.point)
+            RunProgress(row.updated_at, row.reports), row.made_by, None if row.point is None else _DECODE(row.point)
         )
-        for row in connection.execute(chosen)
+        for row in connection.execute(select(_NEWEST).where(_NEWEST.c.run_id.in_(run_ids)))
     }

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import ColumnElement, and_, delete, false, func, insert, or_, select
+from sqlalchemy import delete, func, insert, select
 
 from collage_monitor import wire
 from collage_monitor.metrics import preferred_state
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord
-from collage_server.store.rows import from_json, later, to_json
-from collage_server.store.runs.latest import reports_of_runs
+from collage_server.store.rows import from_json, to_json
+from collage_server.store.runs.kept import KeptRows
 
 __all__ = ["DECODE_OVERVIEW", "DueRun", "OverviewStore"]
 
@@ -45,33 +45,20 @@ class DueRun:
     is_reworded: bool = False
 
 
-class OverviewStore:
+class OverviewStore(KeptRows):
     """Overviews: which are due, and what they say."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
-        self._began_at = time.time()
+        super().__init__(database, _OVERVIEW)
 
     def due(self, limit: int, made_by: str | None = None) -> list[DueRun]:
         """Runs whose overview is missing or out of date: new ones first, then those that ended.
 
         Last come those of which nothing is new, but which other code than `made_by` has evaluated (None: any).
         """
-        latest = reports_of_runs().subquery()
-        updated = later(_RUN.c.updated_at, latest.c.last_report_at)
-        reports = func.coalesce(latest.c.reports, 0)
-        old = or_(_OVERVIEW.c.reports != reports, _OVERVIEW.c.updated_at != updated)
-        reworded = and_(~old, self._is_made_by_others(made_by))
-        statement = (
-            select(_RUN.c.run_id, _RUN.c.state, updated.label("updated_at"), reports.label("reports"))
-            .add_columns(_OVERVIEW.c.run_id.is_(None).label("is_new"), reworded.label("is_reworded"))
-            .select_from(_RUN)
-            .outerjoin(latest, latest.c.run_id == _RUN.c.run_id)
-            .outerjoin(_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)
-            .where(or_(_OVERVIEW.c.run_id.is_(None), old, reworded))
-            .order_by(_OVERVIEW.c.run_id.is_not(None), ~old, _RUN.c.state == "running", updated.desc())
-            .limit(limit)
-        )
+        due = self._due(made_by)
+        has = due.selected_columns
+        order = (has.is_new.desc(), has.is_reworded, has.state == "running", has.updated_at.desc())
         with self._database.reading() as connection:
             return [
                 DueRun(
@@ -82,15 +69,8 @@ class OverviewStore:
                     bool(row.is_new),
                     bool(row.is_reworded),
                 )
-                for row in connection.execute(statement)
+                for row in connection.execute(due.order_by(*order).limit(limit))
             ]
-
-    def _is_made_by_others(self, made_by: str | None) -> ColumnElement[bool]:
-        """Only what was made before this process began: servers of two releases would take turns for ever."""
-        if made_by is None:
-            return false()
-        earlier = func.coalesce(_OVERVIEW.c.made_at, 0.0) < self._began_at
-        return and_(func.coalesce(_OVERVIEW.c.made_by, "") != made_by, earlier)
 
     def put(self, due: DueRun, record: RunRecord, overview: wire.Overview, made_by: str | None = None) -> None:
         """Keep an overview and which code made it; of a run deleted meanwhile nothing is kept."""

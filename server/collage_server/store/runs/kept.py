@@ -1,0 +1,60 @@
+"""Rows that the background makes of each run: which are missing, out of date, or made by other code."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, Table, and_, false, func, or_, select
+
+from collage_server.store import schema
+from collage_server.store.engine.database import Database
+from collage_server.store.rows import later
+
+__all__ = ["KeptRows"]
+
+
+class KeptRows:
+    """One row a run in `table`: its `updated_at` and `reports` are the run's when `made_by`, the code, made it."""
+
+    def __init__(self, database: Database, table: Table) -> None:
+        self._database = database
+        self._table = table
+        self._began_at = time.time()
+
+    def _due(self, made_by: str | None) -> Select[Any]:
+        """The runs whose row is due, and what each has now: its state, last sign of life, and reports of all ranks.
+
+        `is_new`: it has no row. `is_reworded`: nothing came since, but other code than `made_by` made it; None:
+        any code will do.
+        """
+        run, kept, latest = schema.run, self._table, schema.run_latest
+        reported = (
+            select(
+                latest.c.run_id,
+                func.sum(latest.c.reports).label("reports"),
+                func.max(latest.c.last_report_at).label("last_report_at"),
+            )
+            .group_by(latest.c.run_id)
+            .subquery()
+        )
+        updated_at = later(run.c.updated_at, reported.c.last_report_at)
+        reports = func.coalesce(reported.c.reports, 0)
+        is_new, is_old = kept.c.run_id.is_(None), or_(kept.c.reports != reports, kept.c.updated_at != updated_at)
+        is_reworded = and_(~is_old, self._is_made_by_others(made_by))
+        return (
+            select(run.c.run_id, run.c.state, updated_at.label("updated_at"), reports.label("reports"))
+            .add_columns(is_new.label("is_new"), is_reworded.label("is_reworded"))
+            .select_from(run)
+            .outerjoin(reported, reported.c.run_id == run.c.run_id)
+            .outerjoin(kept, kept.c.run_id == run.c.run_id)
+            .where(or_(is_new, is_old, is_reworded))
+        )
+
+    def _is_made_by_others(self, made_by: str | None) -> ColumnElement[bool]:
+        """Only what was made before this process began: servers of two releases would take turns for ever."""
+        if made_by is None:
+            return false()
+        kept = self._table
+        earlier = func.coalesce(kept.c.made_at, 0.0) < self._began_at
+        return and_(func.coalesce(kept.c.made_by, "") != made_by, earlier)
