@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from collage_server.overviews import MADE_BY, keep_overview
 from collage_server.store import ReportGroup, SqliteStore, Store
-from collage_server.store.schema import metadata
+from collage_server.store.server_tables import metadata
 from sqlalchemy import Engine, String, cast, event, func, insert, literal, select, true
 
 from benchmarks._serving import Connection, request_of

@@ -88,17 +88,8 @@ class Client:
         limit: int = 100,
     ) -> wire.RunPage:
         """A page of runs, newest first; `q` searches names, ids, projects, groups, tags and notes."""
-        query = {
-            "project": project,
-            "strategy": strategy,
-            "group": group,
-            "tag": tag,
-            "state": state,
-            "q": q,
-            "cursor": cursor,
-            "limit": limit,
-        }
-        return self._get("/runs", wire.RunPage, query)
+        filters = {"project": project, "strategy": strategy, "group": group, "tag": tag, "state": state, "q": q}
+        return self._get("/runs", wire.RunPage, {**filters, "cursor": cursor, "limit": limit})
 
     def all_runs(self, **filters: Any) -> Iterable[wire.Run]:
         """Every run that the filters of `runs` leave, page by page."""

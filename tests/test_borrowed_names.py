@@ -17,6 +17,8 @@ import pytest
 
 PROTOCOL = "uvicorn.protocols.http.httptools_impl"
 SERVER = "uvicorn.server"
+FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
+FLAT = "torch.distributed.fsdp._flat_param"
 BORROWED = [  # module, attribute, why
     (PROTOCOL, "HttpToolsProtocol.connection_made", "makes room, or refuses"),
     (PROTOCOL, "HttpToolsProtocol.connection_lost", "forgets the deadlines"),
@@ -58,6 +60,33 @@ BORROWED = [  # module, attribute, why
     ("flask_session.base", "ServerSideSessionInterface.regenerate", "a new session id at sign-in"),
     ("flask_session.base", "ServerSideSessionInterface.get_cookie_secure", "Secure where HTTPS was used"),
     ("starlette.routing", "compile_path", "access rules are matched as routes are"),
+    ("torch", "Tensor._version", "a write in place raises it"),
+    ("torch", "Tensor._values", "the rows of a sparse gradient, without a copy"),
+    ("torch", "_foreach_norm", "one call for many tensors"),
+    ("torch", "_foreach_copy_", "the same"),
+    ("torch", "_foreach_add_", "the same"),
+    ("torch.nn", "Module._modules", "tells a module from a proxy of one"),
+    ("torch.optim", "Optimizer._optimizer_step_pre_hooks", "whether a watch hooks it"),
+    ("torch.optim", "Optimizer._optimizer_load_state_dict_post_hooks", "the constructor was called"),
+    ("torch.distributed.distributed_c10d", "_get_default_store", "ranks agree on a run"),
+    ("torch.distributed.checkpoint._traverse", "get_element", "paths in a state dict"),
+    ("torch.distributed.checkpoint._traverse", "set_element", "the same"),
+    ("torch.distributed.checkpoint.default_planner", "_EmptyStateDictLoadPlanner", "reads all that is there"),
+    ("torch.distributed.checkpoint.state_dict_loader", "_load_state_dict", "the same, without a process group"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo", "stands in an index"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "the same"),
+    ("torch.serialization", "_get_layout", "the same"),
+    (FSDP, "FullyShardedDataParallel._handle", "the flat parameter of a wrapper"),
+    (FSDP, "FullyShardedDataParallel._fsdp_wrapped_module", "left out of names"),
+    (FLAT, "FlatParameter._fqns", "the tensors that it holds pieces of"),
+    (FLAT, "FlatParameter._params", "the same, registered"),
+    (FLAT, "FlatParameter._shapes", "the same"),
+    (FLAT, "FlatParameter._param_infos", "the same"),
+    (FLAT, "FlatParameter._shard_param_infos", "the same"),
+    ("torch.distributed.fsdp", "FSDPModule._get_fsdp_state", "dtypes that shards are cast to"),
+    ("torch._inductor.codegen.cpp", "CppVecOverrides.to_dtype_bitcast", "casts in registers"),
+    ("torch._inductor.codegen.cpp", "CppVecKernel._get_num_vectors", "the same"),
+    ("torch._inductor.virtualized", "_V.kernel", "the same"),
 ]
 BORROWERS = [
     ("collage_server.web.protocol", "BoundedProtocol"),
@@ -67,22 +96,27 @@ BORROWERS = [
 ]
 DASH_ROUTES = {"/_dash-layout", "/_dash-dependencies", "/_dash-update-component"}
 OWN = ("self", "super")
-BOUNDED = {"dash", "flask-session", "httptools", "uvicorn"}
+BOUNDED = {"dash", "flask-session", "httptools", "torch", "uvicorn"}
 """starlette comes with fastapi."""
 
 
 def names_of(kind):
-    """The names of a class: its attributes, and what its methods set on `self`."""
+    """The names of a class: its attributes, those that it declares, and what its methods set on `self`."""
     found = {name for name in dir(kind) if not name.startswith("__")}
     for base in kind.__mro__:
+        found |= vars(base).get("__annotations__", {}).keys()
         if any(inspect.isfunction(member) for member in vars(base).values()):
             found |= {node.attr for node in own_attributes(base) if isinstance(node.ctx, ast.Store)}
     return found
 
 
 def own_attributes(kind):
-    """Each place of a class's source that names an attribute of `self` or `super()`."""
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
+    """Each place of a class's source, where there is one, that names an attribute of `self` or `super()`."""
+    try:
+        source = inspect.getsource(kind)
+    except OSError:  # A class of torch's that gives another module for its own.
+        return
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, ast.Attribute) and getattr(getattr(node.value, "func", node.value), "id", "") in OWN:
             yield node
 

@@ -44,11 +44,9 @@ _SMALL_ELEMENTS = 1 << 14
 _WRITES_BEFORE_COPY = 2
 _NEVER_STEPPED = -1
 _version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-_NOWHERE: _Place = (0, ())
-
-
 _Place = tuple[int, tuple[int, ...]]
 """Where a weight's elements lie: the address of the first one, and the strides."""
+_NOWHERE: _Place = (0, ())
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from collage_server.store import ReportGroup, Selection
-from collage_server.store.schema import metadata
+from collage_server.store.server_tables import metadata
 
 from benchmarks._harness import Figure
 from benchmarks._population import LARGE, SMALL, UnsyncedStore, batches, numbers_in, populate, requests

@@ -25,9 +25,9 @@ from collage_server.store.records import (
     TableQuery,
     state_at,
 )
+from collage_server.store.runs.changes import QuotaName
 from collage_server.store.runs.newest import KeptNewest, NewestPoint, RunProgress
 from collage_server.store.runs.overviews import DueRun
-from collage_server.store.runs.runs import QuotaName
 from collage_server.store.sqlite import SqliteStore
 from collage_server.store.store import Store
 

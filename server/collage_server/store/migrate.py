@@ -12,7 +12,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 
 from collage_server.errors import StoreUnusable
-from collage_server.store.schema import metadata
+from collage_server.store.server_tables import metadata
 
 __all__ = ["LAST_BEFORE", "check_revision", "current_revision", "head_revision", "migrate"]
 

@@ -1,4 +1,4 @@
-"""The tables. Every unique key of a run's begins with run_id; columns are called as their fields on the wire."""
+"""The tables of runs. Every unique key begins with run_id; columns are called as their fields on the wire."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Final
 from sqlalchemy import (
     DDL,
     BigInteger,
-    Boolean,
     Column,
     Double,
     Index,
@@ -22,18 +21,16 @@ from sqlalchemy import (
 from sqlalchemy.event import listen
 
 __all__ = [
+    "LONGEST_ID",
+    "LONGEST_NAME",
     "OVERVIEW_NUMBERS",
-    "SERVER_TABLES",
-    "act",
     "attempt",
     "attempts",
     "deleted_run",
     "entry",
     "event",
-    "incident",
     "layer",
     "layer_chunk",
-    "lease",
     "measured_attempt",
     "metadata",
     "model_chunk",
@@ -48,9 +45,7 @@ __all__ = [
     "run_tag",
     "scalar_chunk",
     "seal_claim",
-    "silence",
     "stream",
-    "token",
 ]
 
 metadata: Final = MetaData()
@@ -66,8 +61,10 @@ OVERVIEW_NUMBERS: Final = (
 )
 """Columns of `run_overview`: metrics over the recent past, and the newest logged values."""
 
-_ID = String(64)
-_NAME = String(512)
+LONGEST_ID: Final = 64
+LONGEST_NAME: Final = 512
+_ID = String(LONGEST_ID)
+_NAME = String(LONGEST_NAME)
 
 run: Final = Table(
     "run",
@@ -374,88 +371,6 @@ deleted_run: Final = Table(
 )
 """Tombstones: a deleted run's id answers 410 for good."""
 
-token: Final = Table(
-    "token",
-    metadata,
-    Column("token_id", _ID, primary_key=True),
-    Column("digest", LargeBinary(32), nullable=False),
-    Column("name", _NAME, nullable=False),
-    Column("role", String(16), nullable=False),
-    Column("projects", Text),
-    Column("created_at", Double, nullable=False),
-    Column("created_by", _ID, nullable=False),
-    Column("last_used_at", Double),
-    Column("revoked_at", Double),
-    UniqueConstraint("digest"),
-)
-"""`digest` is the secret's SHA-256; `projects` a JSON list, null for every project. Revoked tokens stay."""
-
-act: Final = Table(
-    "act",
-    metadata,
-    Column("act_id", _ID, primary_key=True),
-    Column("time", Double, nullable=False),
-    Column("actor", _ID, nullable=False),
-    Column("action", String(64), nullable=False),
-    Column("subject", _NAME, nullable=False),
-    Column("project", _NAME),
-    Column("request_id", _ID),
-    Column("details", Text, nullable=False),
-)
-"""The audit log: only ever appended to. `act_id` sorts by time."""
-Index("act_by_time", act.c.time, act.c.act_id)
-
-incident: Final = Table(
-    "incident",
-    metadata,
-    Column("incident_id", _ID, primary_key=True),
-    Column("open_key", _ID, unique=True),
-    Column("run_id", _ID, nullable=False),
-    Column("project", _NAME, nullable=False),
-    Column("alert", _NAME, nullable=False),
-    Column("severity", String(16), nullable=False),
-    Column("source", String(16), nullable=False),
-    Column("labels", Text, nullable=False),
-    Column("text", Text, nullable=False),
-    Column("value", Double),
-    Column("step", BigInteger),
-    Column("started_at", Double, nullable=False),
-    Column("resolved_at", Double),
-    Column("acknowledged_at", Double),
-    Column("acknowledged_by", _ID),
-    Column("sent", Text, nullable=False),
-    Column("settled", Boolean, nullable=False),
-)
-"""One alert from when it fires until it ends. `open_key` tells alert and series while it fires, then null: what
-fires stands here once, whoever noticed. `run_id` and `project` are empty for the server's own. `sent` lists
-TARGET/STATE of delivered messages; `settled`: no message is owed any more."""
-Index("incident_by_time", incident.c.started_at, incident.c.incident_id)
-Index("incident_by_run", incident.c.run_id)
-
-silence: Final = Table(
-    "silence",
-    metadata,
-    Column("silence_id", _ID, primary_key=True),
-    Column("alert", _NAME),
-    Column("project", _NAME),
-    Column("run_id", _ID),
-    Column("comment", Text, nullable=False),
-    Column("made_by", _ID, nullable=False),
-    Column("made_at", Double, nullable=False),
-    Column("ends_at", Double, nullable=False),
-)
-"""Incidents that match what is not null are not sent until `ends_at`."""
-
-lease: Final = Table(
-    "lease",
-    metadata,
-    Column("name", _ID, primary_key=True),
-    Column("holder", _ID, nullable=False),
-    Column("ends_at", Double, nullable=False),
-    Column("seconds", Double, nullable=False, server_default="0"),
-)
-"""Work that one of several servers does: whose it is, until when, and how long it was taken for."""
-
 
 def _on_postgresql(table: Table, statement: str) -> None:
     """What follows the table's creation there."""
@@ -481,6 +396,3 @@ for _chunk in (model_chunk, layer_chunk, scalar_chunk):
     _keep_blobs_plain(_chunk, "data")
 for _chunk in (point_chunk, model_chunk, layer_chunk, scalar_chunk):
     _partition(_chunk)
-
-SERVER_TABLES: Final = (token, act, incident, silence, lease)
-"""Those that belong to the server, not to a run: no run_id leads them."""

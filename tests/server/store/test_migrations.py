@@ -7,7 +7,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from collage_server.errors import StoreUnusable
 from collage_server.store.migrate import head_revision
-from collage_server.store.schema import SERVER_TABLES, metadata
+from collage_server.store.server_tables import SERVER_TABLES, metadata
 from collage_server.store.sqlite import SqliteStore
 from sqlalchemy import UniqueConstraint, text
 

@@ -15,7 +15,7 @@ from alembic.runtime.migration import MigrationContext
 from collage_server.errors import Busy, Gone, StoreUnusable, Unprocessable
 from collage_server.store import PostgresqlStore, ReportGroup, Selection, schema
 from collage_server.store.migrate import head_revision
-from collage_server.store.schema import metadata
+from collage_server.store.server_tables import metadata
 from sqlalchemy import event, text
 
 from collage_monitor import wire

@@ -15,8 +15,8 @@ from collage_monitor import wire
 from collage_server.errors import NotFound, Unprocessable
 from collage_server.store import schema
 from collage_server.store.rows import from_json, to_json
-from collage_server.store.schema import act as ACT
-from collage_server.store.schema import token as TOKEN
+from collage_server.store.server_tables import act as ACT
+from collage_server.store.server_tables import token as TOKEN
 
 __all__ = ["AccessStore", "append_to_audit_log"]
 

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from collage_server.store.schema import metadata
+from collage_server.store.server_tables import metadata
 
 context.configure(
     connection=context.config.attributes["connection"], target_metadata=metadata, transaction_per_migration=False

@@ -29,10 +29,10 @@ from collage_server.store.records import (
     StreamRecord,
     first_hidden_steps,
 )
-from collage_server.store.rows import scalars_from_json
+from collage_server.store.rows import int_bytes, scalars_from_json
 from collage_server.store.runs.latest import last_sealed_steps
 
-__all__ = ["read_newest_scalars", "read_scalar_points"]
+__all__ = ["pack_scalars", "read_newest_scalars", "read_scalar_points"]
 
 _NEWEST_PARTS: Final = 2
 _KEYS_A_STATEMENT: Final = 1000
@@ -251,3 +251,21 @@ def _begins(view: RunView, tables: Sequence[tuple[StreamRecord, FloatArray]]) ->
     for stream, table in tables:
         begins[stream.attempt] = min(begins[stream.attempt], int(table[0].min(initial=UNBOUNDED)))
     return list(begins.items())
+
+
+def pack_scalars(rows: Sequence[Row[Any]]) -> dict[tuple[str, str], tuple[int, bytes]]:
+    """(stream_id, name) → (count, packed values) of all scalars in these rows; the last word on a step counts."""
+    found: dict[tuple[str, str], array[float]] = defaultdict(lambda: array("d"))
+    for row in sorted(rows, key=lambda row: row.seq):
+        for name, value in scalars_from_json(row.scalars).items() if row.scalars else ():
+            found[row.stream_id, name].extend((row.step, row.time, value))
+    packed = {}
+    for key in list(found):
+        values = np.frombuffer(found.pop(key), dtype=np.float64).reshape(-1, 3)[::-1]
+        _, last = np.unique(values[:, 0], return_index=True)
+        table = values[last]
+        packed[key] = (
+            len(last),
+            int_bytes(table[:, 0].astype(np.int64)) + np.ascontiguousarray(table[:, 1:].T, dtype="<f8").tobytes(),
+        )
+    return packed

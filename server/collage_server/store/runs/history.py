@@ -6,15 +6,15 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Table, exists, func, select
 
-from collage_server.store import schema
+from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.rows import delete_slice
 
 __all__ = ["HistoryRetention"]
 
-_INCIDENT: Final = schema.incident
+_INCIDENT: Final = server_tables.incident
 _EVENT: Final = schema.event
-_SILENCE: Final = schema.silence
+_SILENCE: Final = server_tables.silence
 _SLICE_ROWS: Final = 500
 
 
@@ -34,7 +34,7 @@ class HistoryRetention:
 
     def expire_audit_log(self, before: float) -> int:
         """Remove a slice of the audit log from before a moment (Unix seconds); how many entries went."""
-        return self._remove(schema.act, schema.act.c.time < before)
+        return self._remove(server_tables.act, server_tables.act.c.time < before)
 
     def _remove(self, table: Table, *old: ColumnElement[bool]) -> int:
         with self._database.freeing() as connection:

@@ -13,7 +13,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor import wire
 from collage_server.errors import NotFound, Unprocessable
-from collage_server.store import schema
+from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.records import IncidentQuery, NewEvent, NewIncident
 from collage_server.store.rows import from_json, to_json
@@ -22,7 +22,7 @@ from collage_server.store.runs.events import add_events
 __all__ = ["IncidentStore", "alert_key", "incident_id_of"]
 
 _LOG: Final = logging.getLogger(__name__)
-_INCIDENT: Final = schema.incident
+_INCIDENT: Final = server_tables.incident
 _CLOCK_SLACK_SECONDS: Final = 5.0
 _INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _TELLING: Final = frozenset({"run_id", "key", "state", "worst", "window", "outcome"})
@@ -155,7 +155,7 @@ class IncidentStore:
     def silence(self, silence: wire.Silence) -> None:
         """Keep matching incidents from being sent until it ends."""
         with self._database.writing() as connection:
-            connection.execute(insert(schema.silence).values(msgspec.structs.asdict(silence)))
+            connection.execute(insert(server_tables.silence).values(msgspec.structs.asdict(silence)))
 
     def silences(self, now: float) -> list[wire.Silence]:
         """Those that have not ended, newest first; none that a clock which was ahead has made in the future."""
@@ -185,7 +185,7 @@ class IncidentStore:
         On PostgreSQL the time is the database's, the same for all servers; on SQLite it is `now`. A lease that ends
         further away than it was taken for is void: whoever took it had a clock that was ahead.
         """
-        table = schema.lease
+        table = server_tables.lease
         with self._database.writing() as connection:
             now = self._database.time(connection, now)
             mine = {"holder": holder, "ends_at": now + seconds, "seconds": seconds}
@@ -202,7 +202,7 @@ class IncidentStore:
 
     def give_up_lease(self, name: str, holder: str) -> None:
         """Let another server take the work at once."""
-        table = schema.lease
+        table = server_tables.lease
         with self._database.writing() as connection:
             connection.execute(delete(table).where(table.c.name == name, table.c.holder == holder))
 
@@ -239,7 +239,7 @@ def _filters(query: IncidentQuery) -> list[ColumnElement[bool]]:
 
 
 def _silences(connection: Connection, now: float) -> list[wire.Silence]:
-    table = schema.silence
+    table = server_tables.silence
     holds = (table.c.ends_at > now, table.c.made_at <= now + _CLOCK_SLACK_SECONDS)
     rows = connection.execute(select(table).where(*holds).order_by(table.c.made_at.desc())).all()
     return [wire.Silence(**{name: getattr(row, name) for name in wire.Silence.__struct_fields__}) for row in rows]

@@ -7,15 +7,15 @@ import binascii
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
-from collage_server.errors import Conflict, NotFound, Unprocessable
-from collage_server.store import schema
+from collage_server.errors import Unprocessable
+from collage_server.store import schema, server_tables
 from collage_server.store.access.tokens import append_to_audit_log
 from collage_server.store.engine.database import Database
 from collage_server.store.records import (
@@ -26,25 +26,20 @@ from collage_server.store.records import (
     RunRevision,
     first_hidden_steps,
 )
-from collage_server.store.rows import among, from_json, later, missing_run, require_run, require_runs, to_json
+from collage_server.store.rows import among, from_json, later, missing_run, require_runs
+from collage_server.store.runs.changes import QuotaCheck, check_quotas, create_run, update_run
 from collage_server.store.runs.latest import newest_scalars, sum_of_newest
 
 __all__ = [
-    "QuotaCheck",
-    "QuotaName",
     "RunStore",
     "attempts_of_runs",
     "matching",
-    "note_change",
     "read_page",
     "read_records",
     "read_run",
     "rows_by_run",
 ]
 
-QuotaName = Literal["runs", "tags"]
-QuotaCheck = Callable[[str, QuotaName, int], None]
-"""(project, what, how many there would be): raises where that is too many, which undoes the change."""
 
 _RUN: Final = schema.run
 _AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"config", "updated_at"}]
@@ -54,8 +49,8 @@ _OWNED: Final = (
     schema.run_newest,
     schema.run_overview,
     schema.event,
-    schema.incident,
-    schema.silence,
+    server_tables.incident,
+    server_tables.silence,
     schema.replica_mismatch,
     schema.layer,
     schema.measured_attempt,
@@ -90,7 +85,7 @@ class RunStore:
                 self._database.lock_project(connection, project)
             is_new = create_run(connection, project, create, now)
             if check is not None:
-                _check_quotas(connection, project, check, runs=is_new, tags=bool(create.tags))
+                check_quotas(connection, project, check, runs=is_new, tags=bool(create.tags))
             return read_run(connection, create.run_id), is_new
 
     def page(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
@@ -147,7 +142,7 @@ class RunStore:
                 self._database.lock_project(connection, counted)
             update_run(connection, run_id, update, now)
             if check is not None and counted is not None:
-                _check_quotas(connection, counted, check, runs=False, tags=True)
+                check_quotas(connection, counted, check, runs=False, tags=True)
             return read_run(connection, run_id)
 
     def delete(self, run_id: str, now: float, audit_entries: Sequence[wire.AuditLogEntry] = ()) -> None:
@@ -171,111 +166,6 @@ class RunStore:
             connection.execute(insert(schema.deleted_run).values(run_id=run_id, project=project, deleted_at=now))
             append_to_audit_log(connection, audit_entries)
         self._begin_purge(run_id)
-
-
-def _check_quotas(connection: Connection, project: str, check: QuotaCheck, *, runs: bool, tags: bool) -> None:
-    """Show `check` what this transaction has made of the project. The caller keeps others from adding meanwhile."""
-    run, tag = schema.run, schema.run_tag
-    if runs:
-        count = select(func.count()).select_from(run).where(run.c.project == project)
-        check(project, "runs", connection.execute(count).scalar_one())
-    if tags:
-        mine = select(run.c.run_id).where(run.c.project == project)
-        count = select(func.count(tag.c.tag.distinct())).where(tag.c.run_id.in_(mine))
-        check(project, "tags", connection.execute(count).scalar_one())
-
-
-def create_run(connection: Connection, project: str, create: wire.RunCreate, now: float) -> bool:
-    """Insert the run, or resume the one with this id; True when it is new."""
-    known = (
-        connection.execute(select(_RUN).where(_RUN.c.run_id == create.run_id).with_for_update()).mappings().first()
-    )
-    if known is not None:
-        _resume(connection, dict(known), project, create, now)
-        return False
-    tomb = schema.deleted_run
-    buried = connection.execute(select(tomb.c.project).where(tomb.c.run_id == create.run_id)).scalar()
-    if buried is not None and buried != project:
-        raise _taken(create.run_id)
-    missing = missing_run(connection, create.run_id)
-    if not isinstance(missing, NotFound):
-        raise missing
-    if create.resume == "must":
-        raise missing
-    connection.execute(
-        insert(_RUN).values(
-            run_id=create.run_id,
-            project=project,
-            name=create.name or create.run_id,
-            group=create.group,
-            notes=create.notes,
-            seed=create.seed,
-            config=to_json(create.config),
-            state="running",
-            created_at=now,
-            updated_at=now,
-        )
-    )
-    _set_tags(connection, create.run_id, create.tags)
-    return True
-
-
-def _resume(
-    connection: Connection, known: dict[str, Any], project: str, create: wire.RunCreate, now: float
-) -> None:
-    """Set the run running again; what the request states replaces what is stored."""
-    if known["project"] != project:
-        raise _taken(create.run_id)
-    launched = select(schema.attempt.c.attempt).where(schema.attempt.c.run_id == create.run_id)
-    if create.resume == "never" and connection.execute(launched.limit(1)).first():
-        raise Conflict(
-            f"run {create.run_id!r} exists and resume is 'never'; choose another run_id or resume='allow'",
-            field="resume",
-        )
-    stated: dict[str, Any] = {
-        name: value
-        for name, value in (
-            ("name", create.name),
-            ("group", create.group),
-            ("notes", create.notes or None),
-            ("seed", create.seed),
-            ("config", to_json(create.config) if create.config else None),
-        )
-        if value is not None
-    }
-    connection.execute(
-        update(_RUN).where(_RUN.c.run_id == create.run_id).values(state="running", updated_at=now, **stated)
-    )
-    if create.tags:
-        _set_tags(connection, create.run_id, create.tags)
-
-
-def _taken(run_id: str) -> Conflict:
-    return Conflict(f"run_id {run_id!r} is taken by another project; choose another run_id", field="run_id")
-
-
-def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now: float) -> None:
-    """Change the stated fields, if any. A stated state is a sign of life; name, group, tags and notes are none."""
-    require_run(connection, run_id, lock=True)
-    stated = {
-        name: getattr(change, name)
-        for name in ("state", "name", "group", "notes")
-        if getattr(change, name) is not None
-    }
-    if change.state is not None:
-        stated["updated_at"] = now
-    if stated:
-        connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(**stated))
-    if not stated and change.tags is None:
-        return
-    note_change(connection, run_id, now)
-    if change.tags is not None:
-        _set_tags(connection, run_id, change.tags)
-
-
-def note_change(connection: Connection, run_id: str, now: float) -> None:
-    """Give the run another revision, where nothing else of it tells the change. The caller has locked the run."""
-    connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(changed_at=now))
 
 
 def read_run(connection: Connection, run_id: str) -> RunRecord:
@@ -366,13 +256,6 @@ def _after(statement: Select[Any], cursor: str) -> Select[Any]:
 
 def _cursor(created_at: float, run_id: str) -> str:
     return base64.urlsafe_b64encode(f"{created_at.hex()} {run_id}".encode()).decode()
-
-
-def _set_tags(connection: Connection, run_id: str, tags: Sequence[str]) -> None:
-    connection.execute(delete(schema.run_tag).where(schema.run_tag.c.run_id == run_id))
-    rows = [{"run_id": run_id, "tag": tag, "position": i} for i, tag in enumerate(dict.fromkeys(tags))]
-    if rows:
-        connection.execute(insert(schema.run_tag), rows)
 
 
 def _records(

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
+from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Row, select
 
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, read_chunk_infos, read_point_rows
@@ -18,7 +19,20 @@ from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import SealLimits
 from collage_server.store.runs.latest import awaited_streams
 
-__all__ = ["JournalContents", "SealPlan", "plan_seal", "read_journal"]
+__all__ = ["JournalContents", "SealPlan", "plan_seal", "read_journal", "read_planned"]
+
+_COLUMNS: Final = (
+    "stream_id",
+    "seq",
+    "step",
+    "time",
+    "scalars",
+    "statistic_count",
+    "layer_count",
+    "parts",
+    "model",
+    "statistics",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,3 +231,15 @@ def _plan(
         reports=frozenset((report.stream_id, report.seq) for report in chosen),
         info=info,
     )
+
+
+def read_planned(connection: Connection, view: RunView, plan: SealPlan) -> list[Row[Any]]:
+    """The plan's journal rows, read by key, so that the rest of the journal is not scanned."""
+    table = schema.report
+    statement = select(*(table.c[name] for name in _COLUMNS)).where(table.c.run_id == view.run_id)
+    found: list[Row[Any]] = []
+    for stream_id, seqs in plan.seqs_by_stream().items():
+        mine = statement.where(table.c.stream_id == stream_id, table.c.seq.between(seqs[0], seqs[-1]))
+        wanted = set(seqs)
+        found += [row for row in connection.execute(mine) if row.seq in wanted]
+    return found

@@ -8,7 +8,6 @@ the next sealing deletes.
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,27 +34,16 @@ from collage_server.store.chunks.merge import (
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.points import sealed_layers, sealed_model
 from collage_server.store.reading.run_view import RunView
+from collage_server.store.reading.scalars import pack_scalars
 from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Points, SealLimits, Selection
-from collage_server.store.rows import add_numbers, int_bytes, ranges_from_json, ranges_to_json, scalars_from_json
-from collage_server.store.sealing.plan import SealPlan, plan_seal, read_journal
+from collage_server.store.rows import add_numbers, int_bytes, ranges_from_json, ranges_to_json
+from collage_server.store.sealing.plan import SealPlan, plan_seal, read_journal, read_planned
 from collage_server.store.sealing.replicas import ReplicaComparison, keep_mismatches
 
 __all__ = ["seal"]
 
 Transaction = Callable[[], AbstractContextManager[Connection]]
 _BlobRow = tuple[Any, dict[str, Any]]
-_COLUMNS: Final = (
-    "stream_id",
-    "seq",
-    "step",
-    "time",
-    "scalars",
-    "statistic_count",
-    "layer_count",
-    "parts",
-    "model",
-    "statistics",
-)
 _FLOAT: Final = np.dtype("<f8")
 _PARTS_AT_ONCE: Final = 16
 _NOBODY: Final = MappingProxyType({"contributor_ranks": b"", "contributors": b""})
@@ -141,10 +129,10 @@ def seal(
 
 
 def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLimits) -> _PartContents:
-    rows = _rows(connection, view, plan)
+    rows = read_planned(connection, view, plan)
     frozen = plan.info is not None and plan.info.frozen
     measured = [] if frozen else [row for row in rows if row.model is not None]
-    scalars = _scalars(rows)
+    scalars = pack_scalars(rows)
     part = _part(connection, view, plan, measured) if measured else None
     if part is not None and not len(part.points.steps):
         part = None
@@ -159,18 +147,6 @@ def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLi
         scalars={key: data for key, (_, data) in scalars.items()},
         counts={key: count for key, (count, _) in scalars.items()},
     )
-
-
-def _rows(connection: Connection, view: RunView, plan: SealPlan) -> list[Row[Any]]:
-    """The plan's journal rows, read by key, so that the rest of the journal is not scanned."""
-    table = schema.report
-    statement = select(*(table.c[name] for name in _COLUMNS)).where(table.c.run_id == view.run_id)
-    found: list[Row[Any]] = []
-    for stream_id, seqs in plan.seqs_by_stream().items():
-        mine = statement.where(table.c.stream_id == stream_id, table.c.seq.between(seqs[0], seqs[-1]))
-        wanted = set(seqs)
-        found += [row for row in connection.execute(mine) if row.seq in wanted]
-    return found
 
 
 def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[Row[Any]]) -> _ChunkLevel:
@@ -284,21 +260,6 @@ def _coarse_layers(
         level: _reported({key: np.concatenate(parts, axis=1) for key, parts in stored.items()})
         for level, stored in found.items()
     }
-
-
-def _scalars(rows: Sequence[Row[Any]]) -> dict[tuple[str, str], tuple[int, bytes]]:
-    """(stream_id, name) → (count, packed values) of all scalars in these rows; the last word on a step counts."""
-    found: dict[tuple[str, str], array[float]] = defaultdict(lambda: array("d"))
-    for row in sorted(rows, key=lambda row: row.seq):
-        for name, value in scalars_from_json(row.scalars).items() if row.scalars else ():
-            found[row.stream_id, name].extend((row.step, row.time, value))
-    packed = {}
-    for key in list(found):
-        values = np.frombuffer(found.pop(key), dtype=np.float64).reshape(-1, 3)[::-1]
-        _, last = np.unique(values[:, 0], return_index=True)
-        table = values[last]
-        packed[key] = (len(last), int_bytes(table[:, 0].astype(np.int64)) + _float_bytes(table[:, 1:].T))
-    return packed
 
 
 def _write(run_id: str, writing: Transaction, built: _PartContents, limits: SealLimits) -> None:

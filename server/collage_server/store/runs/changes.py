@@ -1,0 +1,133 @@
+"""Changes of a run: it is created or resumed, renamed, tagged, ended, within its project's quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+from sqlalchemy import Connection, delete, func, insert, select, update
+
+from collage_monitor import wire
+from collage_server.errors import Conflict, NotFound
+from collage_server.store import schema
+from collage_server.store.rows import missing_run, require_run, to_json
+
+__all__ = ["QuotaCheck", "QuotaName", "check_quotas", "create_run", "note_change", "update_run"]
+
+QuotaName = Literal["runs", "tags"]
+QuotaCheck = Callable[[str, QuotaName, int], None]
+"""(project, what, how many there would be): raises where that is too many, which undoes the change."""
+
+_RUN: Final = schema.run
+
+
+def check_quotas(connection: Connection, project: str, check: QuotaCheck, *, runs: bool, tags: bool) -> None:
+    """Show `check` what this transaction has made of the project. The caller keeps others from adding meanwhile."""
+    run, tag = schema.run, schema.run_tag
+    if runs:
+        count = select(func.count()).select_from(run).where(run.c.project == project)
+        check(project, "runs", connection.execute(count).scalar_one())
+    if tags:
+        mine = select(run.c.run_id).where(run.c.project == project)
+        count = select(func.count(tag.c.tag.distinct())).where(tag.c.run_id.in_(mine))
+        check(project, "tags", connection.execute(count).scalar_one())
+
+
+def create_run(connection: Connection, project: str, create: wire.RunCreate, now: float) -> bool:
+    """Insert the run, or resume the one with this id; True when it is new."""
+    known = (
+        connection.execute(select(_RUN).where(_RUN.c.run_id == create.run_id).with_for_update()).mappings().first()
+    )
+    if known is not None:
+        _resume(connection, dict(known), project, create, now)
+        return False
+    tomb = schema.deleted_run
+    buried = connection.execute(select(tomb.c.project).where(tomb.c.run_id == create.run_id)).scalar()
+    if buried is not None and buried != project:
+        raise _taken(create.run_id)
+    missing = missing_run(connection, create.run_id)
+    if not isinstance(missing, NotFound):
+        raise missing
+    if create.resume == "must":
+        raise missing
+    connection.execute(
+        insert(_RUN).values(
+            run_id=create.run_id,
+            project=project,
+            name=create.name or create.run_id,
+            group=create.group,
+            notes=create.notes,
+            seed=create.seed,
+            config=to_json(create.config),
+            state="running",
+            created_at=now,
+            updated_at=now,
+        )
+    )
+    _set_tags(connection, create.run_id, create.tags)
+    return True
+
+
+def _resume(
+    connection: Connection, known: dict[str, Any], project: str, create: wire.RunCreate, now: float
+) -> None:
+    """Set the run running again; what the request states replaces what is stored."""
+    if known["project"] != project:
+        raise _taken(create.run_id)
+    launched = select(schema.attempt.c.attempt).where(schema.attempt.c.run_id == create.run_id)
+    if create.resume == "never" and connection.execute(launched.limit(1)).first():
+        raise Conflict(
+            f"run {create.run_id!r} exists and resume is 'never'; choose another run_id or resume='allow'",
+            field="resume",
+        )
+    stated: dict[str, Any] = {
+        name: value
+        for name, value in (
+            ("name", create.name),
+            ("group", create.group),
+            ("notes", create.notes or None),
+            ("seed", create.seed),
+            ("config", to_json(create.config) if create.config else None),
+        )
+        if value is not None
+    }
+    connection.execute(
+        update(_RUN).where(_RUN.c.run_id == create.run_id).values(state="running", updated_at=now, **stated)
+    )
+    if create.tags:
+        _set_tags(connection, create.run_id, create.tags)
+
+
+def _taken(run_id: str) -> Conflict:
+    return Conflict(f"run_id {run_id!r} is taken by another project; choose another run_id", field="run_id")
+
+
+def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now: float) -> None:
+    """Change the stated fields, if any. A stated state is a sign of life; name, group, tags and notes are none."""
+    require_run(connection, run_id, lock=True)
+    stated = {
+        name: getattr(change, name)
+        for name in ("state", "name", "group", "notes")
+        if getattr(change, name) is not None
+    }
+    if change.state is not None:
+        stated["updated_at"] = now
+    if stated:
+        connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(**stated))
+    if not stated and change.tags is None:
+        return
+    note_change(connection, run_id, now)
+    if change.tags is not None:
+        _set_tags(connection, run_id, change.tags)
+
+
+def note_change(connection: Connection, run_id: str, now: float) -> None:
+    """Give the run another revision, where nothing else of it tells the change. The caller has locked the run."""
+    connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(changed_at=now))
+
+
+def _set_tags(connection: Connection, run_id: str, tags: Sequence[str]) -> None:
+    connection.execute(delete(schema.run_tag).where(schema.run_tag.c.run_id == run_id))
+    rows = [{"run_id": run_id, "tag": tag, "position": i} for i, tag in enumerate(dict.fromkeys(tags))]
+    if rows:
+        connection.execute(insert(schema.run_tag), rows)
