@@ -23,6 +23,8 @@ VARIABLES: Final = {
     "every": "COLLAGE_EVERY",
     "sample": "COLLAGE_SAMPLE",
     "budget": "COLLAGE_BUDGET",
+    "expect": "COLLAGE_EXPECT",
+    "on_breach": "COLLAGE_ON_BREACH",
 }
 """The variable of each argument of the agent's `init` and `watch` that has one."""
 ATTACH: Final = "COLLAGE_ATTACH"

@@ -129,6 +129,13 @@ _SCALARS = (
         "How often one of our optimizers found a weight changed by somebody else, and dropped what it kept "
         "beside it.",
     ),
+    Scalar(
+        "expectations_broken",
+        "Expectations broken",
+        "expectations",
+        "agent",
+        "Expectations of watch(expect=…) that do not hold in this launch.",
+    ),
     Scalar("skipped_steps", "Skipped steps", "steps", "agent", "Steps that the loss scaler skipped, since attach."),
     Scalar(
         "reports_dropped",

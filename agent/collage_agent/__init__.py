@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collage_agent.expectations import ExpectationBroken
     from collage_agent.options import Exclude
     from collage_agent.run import Run
     from collage_agent.session import Watch, current_run, finish, init, log, on_alert, watch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Exclude",
+    "ExpectationBroken",
     "Mode",
     "Resume",
     "Run",
@@ -37,6 +39,7 @@ __all__ = [
 
 _MODULES = {
     "Exclude": "options",
+    "ExpectationBroken": "expectations",
     "Run": "run",
     "Mode": "settings",
     "Resume": "settings",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypedDict, TypeVar
+from typing import Any, Final, Literal, TypedDict, TypeVar, get_args
 
+from collage_agent.expectations import Expectations, OnBreach
 from collage_monitor.statistics.casts import FORMATS
 from collage_monitor.strategies import STRATEGIES
 
@@ -44,6 +45,8 @@ class WatchArguments(TypedDict, total=False):
     budget: float | None
     first_step: int | None
     casts: Sequence[str]
+    expect: str | Mapping[str, Any] | Expectations | None
+    on_breach: OnBreach
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,15 @@ class WatchOptions:
     budget: float | None = 0.01
     first_step: int | None = None
     casts: Sequence[str] = ("bf16",)
+    expect: str | Mapping[str, Any] | Expectations | None = None
+    on_breach: OnBreach = "warn"
 
     def __post_init__(self) -> None:
         for name in ("windows", "casts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "expect", Expectations.of(self.expect))
+        if self.on_breach not in get_args(OnBreach):
+            raise ValueError(f"on_breach={self.on_breach!r}; choose one of {', '.join(get_args(OnBreach))}")
         _whole_number("every", self.every, at_least=1)
         if self.sample == "all":
             object.__setattr__(self, "budget", None)

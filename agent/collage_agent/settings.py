@@ -62,6 +62,8 @@ _WATCH_ARGUMENTS: Final[dict[str, Callable[[str], Any]]] = {
     "every": int,
     "sample": lambda text: "all" if text == "all" else int(text),
     "budget": lambda text: None if text.lower() == "none" else float(text),
+    "expect": str,
+    "on_breach": str,
 }
 """Of `watch`, with how the text of COLLAGE_EVERY and so on is read."""
 
@@ -152,7 +154,8 @@ def _read(name: str, kind: Any, value: Any, *, is_text: bool = True) -> Any:
 
 
 def watch_defaults(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What COLLAGE_EVERY, COLLAGE_SAMPLE and COLLAGE_BUDGET ("none": no governor) put in the place of defaults."""
+    """What the environment puts in the place of defaults: COLLAGE_EVERY, _SAMPLE, _BUDGET ("none": no governor),
+    _EXPECT and _ON_BREACH."""
 
     def checked(name: str, text: str) -> Any:
         return getattr(WatchOptions(**{name: _WATCH_ARGUMENTS[name](text)}), name)

@@ -94,7 +94,44 @@ def _average_swapped(_evidence: IncidentEvidence) -> CauseVerdict:
     return left_open("what writes the weights is not reported")
 
 
+def _expected_of_another(evidence: IncidentEvidence) -> CauseVerdict:
+    broken = evidence.watch.broken if evidence.watch else []
+    if not broken:
+        return left_open("which expectation does not hold was not reported")
+    return left_open(f"{'; '.join(map(str, broken))}; whether that is meant is not reported")
+
+
+def _not_recognised(evidence: IncidentEvidence) -> CauseVerdict:
+    if evidence.watch is None:
+        return left_open("how weights are kept was not reported")
+    clause = f"weights are seen to be kept as {evidence.watch.observed_strategy}"
+    return supported(clause) if evidence.watch.observed_strategy == "unknown" else ruled_out(clause)
+
+
 ALERTS: Final = (
+    about_runs(
+        "CollageExpectationBroken",
+        Condition("collage_expectations_broken"),
+        for_seconds=0.0,
+        warm_up_steps=0,
+        settle_steps=0,
+        severity="critical",
+        on_by_default=True,
+        summary="the training does not keep what it was expected to",
+        meaning=(
+            "By watch(expect=…) weights or states were to be kept in a certain way, or so much of the updates was "
+            "to arrive, and in this launch it is otherwise: a resume cast states, or the optimizer is another one."
+        ),
+        other_causes=(
+            "an expectation that was written for another training",
+            "an optimizer that keeps what is expected in a way that is not recognised",
+        ),
+        checks=(_expected_of_another, _not_recognised),
+        first_step=(
+            "The run's timeline says what was expected, what is seen, and at which step. Stop the training if the "
+            "expectation is right: what is lost from here on does not come back."
+        ),
+    ),
     about_runs(
         "CollageSecondMomentStuck",
         Condition("collage_state_decrement_ratio", "<", 0.5, labels=(("state", "=", "exp_avg_sq"),)),

@@ -28,6 +28,8 @@ __all__ = ["run"]
 @click.option("--every", type=click.IntRange(min=1), help="Measure the steps divisible by it; default: 10.")
 @click.option("--sample", help="Elements looked at in each tensor, or 'all'; default: 4096.")
 @click.option("--budget", help="The agent's share of CPU, or 'none'; default: 0.01.")
+@click.option("--expect", help="What must be kept: a strategy, or weights=float32,states=float32,min_edq=0.95.")
+@click.option("--on-breach", type=click.Choice(["warn", "raise", "exit"]), help="What then; default: warn.")
 @click.option("--print-environment", is_flag=True, help="Print the variables that do the same, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --print-environment: as JSON.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)

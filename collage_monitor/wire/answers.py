@@ -275,6 +275,7 @@ class Health(Struct, kw_only=True, frozen=True):
 EventKind = Literal[
     "attempt",
     "conversion",
+    "expectation",
     "rank_twice",
     "gap",
     "reports_dropped",
@@ -294,6 +295,7 @@ class Event(Struct, kw_only=True, frozen=True):
     """Something that happened to a run. `event` counts from 1 within the run, in the order of the server's clock.
 
     `attempt`: the job was launched. `conversion`: weights without residuals were given some, which began empty.
+    `expectation`: something that the training was expected to keep is not kept.
     `rank_twice`: a second process reported for a rank of the same launch; only
     the first is shown. `gap`: reports were dropped for good. `reports_dropped`, `skipped_steps`: a rank's count
     reached 1, 2, 4, 8 … `replica_mismatch`: ranks that should hold the same weights do not. `unknown_statistics`:

@@ -153,6 +153,17 @@ class Conversion(Struct, kw_only=True, frozen=True):
         )
 
 
+class Breach(Struct, kw_only=True, frozen=True):
+    """An expectation that does not hold: which one, what was seen, as a sentence, and at which step."""
+
+    expectation: Name
+    text: Text
+    step: Index
+
+    def __str__(self) -> str:
+        return f"{self.text}, at step {self.step:,}"
+
+
 class Trained(Struct, kw_only=True, frozen=True):
     """What one optimizer trains, as far as advice needs it.
 
@@ -181,7 +192,8 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     `intent` says where u comes from: "shadow" (fp64 shadow step on samples), "rule" (the optimizer's update rule,
     ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), or "before-after" (no u:
     only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights. `trained`
-    says what each optimizer trains.
+    says what each optimizer trains. `expected` is what was expected of it, as text, and `broken` says which of it
+    does not hold.
     """
 
     optimizer: Name
@@ -199,6 +211,8 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     fingerprint: Fingerprint | None = None
     conversion: Conversion | None = None
     trained: list[Trained] = field(default_factory=list)
+    expected: Text = ""
+    broken: list[Breach] = field(default_factory=list)
 
 
 class StreamCreate(Struct, kw_only=True, frozen=True):

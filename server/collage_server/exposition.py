@@ -54,6 +54,7 @@ SCALAR_GAUGES: Final = {
     "agent_overhead_ratio": "CPU of the agent over the rest of the training process's CPU.",
     "grad_norm_unclipped": "Norm of the gradient before clipping, where the loop logs it.",
     "external_writes": "How often our optimizer found a weight changed by somebody else; absent where never.",
+    "expectations_broken": "Expectations of this launch that do not hold; absent where nothing is expected.",
     "skipped_steps": "Steps that the loss scaler skipped; absent without a scaler.",
 }
 RUN_GAUGES: Final = {

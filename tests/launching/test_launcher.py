@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from collage_agent import current_run, finish, init, watch
+from collage_agent.expectations import BREACH_EXIT_STATUS
 from collage_agent.integrations import attach
 from collage_agent.transport import MemoryTransport
 from torch import nn
@@ -62,6 +63,23 @@ def test_the_status_of_the_program_is_passed_on(tmp_path):
     failing = launched(tmp_path, *python(write(tmp_path, TRAINING + "raise KeyError('mine')")))
     assert failing.returncode == 1
     assert "KeyError: 'mine'" in failing.stderr
+
+
+def test_a_program_that_does_not_keep_what_was_expected_ends_where_that_was_asked_for(tmp_path):
+    script = write(tmp_path, TRAINING)
+    expecting = ["--expect", "weights=float32,states=float32", "--on-breach"]
+    ended = launched(tmp_path, *python(script), options=[*expecting, "exit"])
+    assert ended.returncode == BREACH_EXIT_STATUS, ended.stderr
+    assert "digest" not in ended.stdout
+    broken = "expectation broken: expected weights in float32, kept are bfloat16 (weights and states, rounded to "
+    assert broken in ended.stderr
+    assert "expected states in float32, kept are exp_avg in bfloat16 and exp_avg_sq in bfloat16" in ended.stdout
+    warned = launched(tmp_path, *python(script), options=[*expecting, "warn"])
+    assert digest_of(warned) == digest_of(launched(tmp_path, *python(script), watched=False))
+    assert warned.stderr.count("expectation broken") == 1
+    held = launched(tmp_path, *python(script), options=["--expect", "plain", "--on-breach", "exit"])
+    assert held.returncode == 0
+    assert "broken" not in held.stdout + held.stderr
 
 
 def test_a_signal_reaches_the_program(tmp_path):

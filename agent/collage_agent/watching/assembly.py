@@ -9,8 +9,10 @@ from typing import Final
 
 import torch
 from collage_optim import CollageOptimizer
+from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
+from collage_agent.expectations import Contract, Expectations
 from collage_agent.guard import Guard
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import WatchOptions
@@ -63,13 +65,20 @@ class Assembly:
         self._union = TableUnion()
         self._bytes_per_parameter: float | None = None
         self._laid_out: list[Sequence[WatchedParameter]] = []
-        self._described: tuple[list[str], bool] = [], False
+        self._described: tuple[object, ...] = ()
+        self._looked_at: Layout | None = None
+        self._contract: Contract | None = None
+        if isinstance(options.expect, Expectations):
+            self._contract = Contract(options.expect, options.on_breach, options.windows)
 
     @property
     def info(self) -> wire.WatchInfo:
         """What is watched and how, as it travels."""
         notes = [*([self._guard.reason] if self._guard.reason else []), *failures()]
-        return joined([hooks.info(notes) for hooks in self._hooks])
+        info = joined([hooks.info(notes) for hooks in self._hooks])
+        if self._contract is None:
+            return info
+        return replace_fields(info, expected=str(self._options.expect), broken=self._contract.broken)
 
     @property
     def watched(self) -> dict[str, WatchedParameter]:
@@ -142,10 +151,15 @@ class Assembly:
         if self._governor.adjust():
             for hooks in self._hooks:
                 hooks.meter.shrink_sample(int(self._governor.sample))
+        if self._contract is not None:
+            self._contract.enforce()
 
     def _hand_over(self, step: int, table: Table[Tensor]) -> None:
-        scalars = self._scalars()
-        last = self.last = Measurement(self._current_layout(), step, time.time(), table.array, scalars)
+        scalars, layout = self._scalars(), self._current_layout()
+        if self._contract is not None:
+            layout = self._held_to(self._contract, layout, step, table)
+            scalars["expectations_broken"] = float(len(self._contract.broken))
+        last = self.last = Measurement(layout, step, time.time(), table.array, scalars)
         self.history.add(last)
         # The watch and its history hold this step now, too.
         kept = float(table.array.nbytes + self.history.bytes)
@@ -156,6 +170,14 @@ class Assembly:
         scalars["agent_memory_bytes"] = kept
         if self._reporter is not None:
             self._reporter.measured(last)
+
+    def _held_to(self, contract: Contract, layout: Layout, step: int, table: Table[Tensor]) -> Layout:
+        """The step beside what is expected; the layout, made anew where it now has to tell of a breach."""
+        if self._looked_at is not layout:
+            contract.look_at(layout.watch, step)
+        contract.measured(Measurement(layout, step, 0.0, table.array))
+        self._looked_at = self._current_layout()
+        return self._looked_at
 
     def _scalars(self) -> dict[str, float | Tensor]:
         """The agent's own numbers."""
@@ -185,10 +207,12 @@ class Assembly:
 
     def _current_layout(self) -> Layout:
         """What rows and columns mean now: made anew only where something has come, or is said, since."""
-        layout, union, closures = self.layout, self._union, False
+        layout, union, closures, changes = self.layout, self._union, False, 0
         for hooks in self._hooks:
             closures = closures or hooks.closure_seen
-        described = failures() if len(MEASURES) > len(OWN) else [], closures
+            changes += hooks.changes
+        broken = () if self._contract is None else (*self._contract.broken, changes)
+        described = failures() if len(MEASURES) > len(OWN) else [], closures, broken
         if (
             layout is None
             or self._described != described

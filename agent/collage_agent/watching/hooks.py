@@ -72,6 +72,8 @@ class OptimizerHooks:
         self.options = options
         self.totals: list[Table[Tensor]] | None = None
         self.closure_seen = False
+        self.changes = 0
+        """How often states were loaded, or what the groups hold was changed."""
         self._model = model
         self._number = number
         self._names_used = names_used
@@ -279,10 +281,12 @@ class OptimizerHooks:
         intents = _intents_on_this_rank(IntentCache().of(self.foreign or optimizer), found)
         kept, new = regrouped(self.meter.watched, found, members)
         self.meter.regroup([*kept, *_with_unique_names(new, self._number, self._names_used)], intents)
+        self.changes += 1
         self._members, self._intents, self.left_out = members, intents, left_out
         self._fitting = None if self.foreign else fitting_class(optimizer, intents)
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
+        self.changes += 1
         self._governor.measure_next_step()
         self.meter.state_was_loaded()
 

@@ -105,6 +105,7 @@ def verdict(evidence: Evidence, summary: Mapping[str, Any], changed: str | None 
     believed = f", believed to be {info.strategy}" if info.strategy not in (None, info.observed_strategy) else ""
     head = f"{info.optimizer}, {info.dtype}, strategy {info.observed_strategy}{believed}"
     notes = [f"  finding: {found}" for found in (info.fingerprint.findings if info.fingerprint else ())]
+    notes += [f"  expectation broken: {breach}" for breach in info.broken]
     notes += [f"  note: {info.intent_reason}"] if info.intent_reason else []
     notes += [f"  note: {info.conversion}"] if info.conversion is not None else []
     if not evidence.model:

@@ -33,6 +33,7 @@ _SEVERITIES: Final = {"info": "blue", "warning": "orange", "critical": "red"}
 _KINDS: Final = {
     "attempt": "Attempt",
     "conversion": "Weights converted",
+    "expectation": "Expectation broken",
     "rank_twice": "Rank reported twice",
     "gap": "Gap",
     "reports_dropped": "Reports dropped",

@@ -198,6 +198,8 @@ def _watch_facts(watch: wire.WatchInfo) -> list[tuple[str, str]]:
         ("Intended update from", _INTENT[watch.intent]),
     ]
     facts += [("Because", watch.intent_reason)] if watch.intent_reason else []
+    facts += [("Expected", watch.expected)] if watch.expected else []
+    facts += [("Expectation broken", str(breach)) for breach in watch.broken]
     if watch.fingerprint is not None:
         facts += _fingerprint_facts(watch.fingerprint)
     facts += [("Oracle", "on" if watch.oracle else "off: watch(…, oracle=True) attaches one")]

@@ -18,6 +18,7 @@ _MOST_MARKS: Final = 12
 _UNMARKED: Final = frozenset({"retention", "alert_resolved"})
 _EVENTS: Final = {
     "conversion": "weights converted",
+    "expectation": "expectation broken",
     "rank_twice": "rank reported twice",
     "gap": "reports lost",
     "replica_mismatch": "replicas differ",

@@ -60,6 +60,16 @@ class EventsContract:
         text = "weights were converted from plain to light after step 50, where their residuals began empty"
         assert store.events.read("r1", 1, 10).events[0].text == text
 
+    def test_a_broken_expectation_is_told_once_a_launch(self, store):
+        StoreContract.fill(store)
+        breach = wire.Breach(expectation="weights", text="expected weights in float32, kept are bfloat16", step=11)
+        watch = wire.WatchInfo(optimizer="A", expected="weights=float32", broken=[breach])
+        for stream, rank in (("s7", 2), ("s8", 3), ("s7", 2)):
+            create = msgspec.structs.replace(stream_create(stream, rank=rank), watch=watch)
+            store.streams.create_stream("r1", create, NOW)
+        assert told(store)[1:] == [(2, "expectation", 11)]
+        assert store.events.read("r1", 1, 10).events[0].text == breach.text
+
     def test_gaps_are_told_when_they_are_new(self, store):
         stream = StoreContract.fill(store)
         full = [wire.ReportGap(first_seq=1, last_seq=2, reason="spool full")]

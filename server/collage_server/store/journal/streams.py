@@ -32,6 +32,7 @@ from collage_server.store.runs.events import (
     attempt_event,
     conversion_event,
     correct_event,
+    expectation_event,
     rank_twice,
     unknown_statistics_event,
 )
@@ -144,6 +145,9 @@ def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate
             add_events(connection, run_id, [unknown_statistics_event(unknown, attempt.attempt)], now)
     if create.watch is not None and create.watch.conversion is not None:
         add_events(connection, run_id, [conversion_event(attempt.attempt, create.watch.conversion)], now)
+    if create.watch is not None and create.watch.broken:
+        broken = [expectation_event(attempt.attempt, breach) for breach in create.watch.broken]
+        add_events(connection, run_id, broken, now)
 
 
 def _read_attempt(connection: Connection, *which: ColumnElement[bool]) -> Row[Any] | None:

@@ -24,6 +24,7 @@ __all__ = [
     "attempt_event",
     "correct_event",
     "count_event",
+    "expectation_event",
     "rank_twice",
     "unknown_statistics_event",
 ]
@@ -170,6 +171,12 @@ def conversion_event(attempt: int, conversion: wire.Conversion) -> NewEvent:
     """Weights that were given residuals, told once a run, whichever launches come after it."""
     origin = f"conversion/{conversion.step}/{conversion.target}"[:64]
     return NewEvent(origin=origin, kind="conversion", text=str(conversion), attempt=attempt, step=conversion.step)
+
+
+def expectation_event(attempt: int, breach: wire.Breach) -> NewEvent:
+    """An expectation that does not hold, told once a launch, as the first rank saw it."""
+    origin = f"expectation/{attempt}/{breach.expectation}"[:64]
+    return NewEvent(origin=origin, kind="expectation", text=breach.text, attempt=attempt, step=breach.step)
 
 
 def rank_twice(stream_id: str, attempt: int, rank: int, process_id: int) -> NewEvent:

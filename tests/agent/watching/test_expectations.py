@@ -1,0 +1,231 @@
+"""What a training is expected to keep: said right it is silent, said wrong it is known at the first step."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from collage_agent import ExpectationBroken
+from collage_agent.expectations import BREACH_EXIT_STATUS, Expectations
+from collage_agent.handle import watch
+from collage_agent.settings import watch_defaults
+from collage_optim import CollageAdamW
+from torch import nn
+
+from tests.keepers.table import steps
+from tests.keepers.ways import BF16, FP32, RATES, ways
+
+WAYS = [way for way in ways() if way.seen != "unknown"]
+WHOLE = ("master-weights", "integer-remainder", "split-master", "split-master-16bit", "split-master-8bit")
+BITS = {"torch.bfloat16": 8, "torch.float16": 11, "torch.float32": 24}
+
+
+def keeps_float32(way, dtype):
+    """Whether every bit of an fp32 weight is kept: 16 or more beside a weight of 16."""
+    return (way.weights or dtype) == FP32 or (way.seen in WHOLE and "24 bits" not in way.who)
+
+
+class Training:
+    """A way to keep weights, trained a little, and perhaps saved and loaded before it is watched."""
+
+    def __init__(self, way, resumed):
+        self.way = way
+        self.model, self.visible, self.optimizer = self._built()
+        if resumed:
+            with torch.compiler.set_stance("force_eager"):
+                steps(way, self.model, self.visible, self.optimizer, 0, 3)
+            earlier, visible, states = self.model, self.visible, self.optimizer.state
+            self.model, self.visible, self.optimizer = self._built()
+            self.model.load_state_dict(earlier.state_dict())
+            self.visible.load_state_dict(visible.state_dict())
+            # As those load who know that torch's own loading casts what stands beside a 16-bit weight.
+            for parameter, before in zip(self.model.parameters(), earlier.parameters(), strict=True):
+                self.optimizer.state[parameter] = states[before]
+        self.steps_before = 3 if resumed else 0
+
+    def _built(self):
+        way, dtype = self.way, self.way.dtypes[0]
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 256), nn.GELU(), nn.Linear(256, 24)).to(way.weights or dtype)
+        visible = copy.deepcopy(model).to(dtype) if way.masters else model
+        betas = None if "Lion" in way.name else (0.9, 0.95)
+        return model, visible, way.make(model.parameters(), RATES.get(dtype, 1e-4), betas)
+
+    def broken(self, **expected):
+        """What is broken after one watched step."""
+        handle = watch(
+            self.model, self.optimizer, expect=expected, every=10, budget=None, first_step=1 + self.steps_before
+        )
+        with torch.compiler.set_stance("force_eager"):
+            steps(self.way, self.model, self.visible, self.optimizer, self.steps_before, self.steps_before + 1)
+        handle.remove()
+        self.steps_before += 1
+        return {breach.expectation: breach for breach in handle.info.broken}
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
+@pytest.mark.parametrize("way", WAYS, ids=[f"{way.who}, {way.name}" for way in WAYS])
+def test_what_is_kept_is_known_at_the_first_step(way, resumed):
+    training = Training(way, resumed)
+    dtype = way.dtypes[0]
+    at = training.steps_before + 1
+    whole = keeps_float32(way, dtype)
+    assert training.broken(strategy=way.seen, weights="float32" if whole else str(dtype)[6:]) == {}
+    other = "plain" if way.seen != "plain" else "master-weights"
+    broken = training.broken(strategy=other, weights="float64" if whole else "float32")
+    assert broken.keys() == {"strategy", "weights"}
+    assert broken["strategy"].step == at + 1
+    assert f"seen is {way.seen}" in broken["strategy"].text
+
+
+@pytest.mark.parametrize("strategy", ["plain", "fp32-states", "plus", "split-master-8bit", "master-weights"])
+def test_states_are_held_to_what_they_should_be(strategy):
+    def broken(**expected):
+        torch.manual_seed(0)
+        model = nn.Linear(32, 32).to(BF16)
+        optimizer = CollageAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), strategy=strategy)
+        handle = watch(model, optimizer, expect=expected, budget=None)
+        model(torch.randn(4, 32).to(BF16)).float().square().sum().backward()
+        optimizer.step()
+        return [breach.expectation for breach in handle.info.broken]
+
+    wide = strategy in ("fp32-states", "master-weights")
+    assert broken(states="float32") == ([] if wide else ["states."])
+    assert broken(states={"exp_avg_sq": "float32"}) == ([] if wide else ["states.exp_avg_sq"])
+    assert broken(states={"momentum_buffer": "float32"}) == []
+
+
+def trained(optimizer_of, count=2, **options):
+    """A watch whose training took steps of a bf16 model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(BF16)
+    optimizer = optimizer_of(model)
+    handle = watch(model, optimizer, every=1, budget=None, **options)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(16, 64).to(BF16)).float().square().mean().backward()
+        optimizer.step()
+    return handle
+
+
+def plain(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+
+def split(model):
+    return CollageAdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), strategy="split-master")
+
+
+def test_what_arrives_is_held_to_its_bounds():
+    broken = trained(plain, expect={"min_edq": 0.95, "max_lost": 0.05}).info.broken
+    assert [(breach.expectation, breach.step) for breach in broken] == [("min_edq", 1), ("max_lost", 1)]
+    assert "edq_ratio of at least 0.95" in broken[0].text
+    assert trained(split, 8, expect={"min_edq": 0.95}).info.broken == []
+
+
+def test_what_is_lost_is_not_asked_of_single_steps_that_round_at_random(caplog):
+    with caplog.at_level(logging.WARNING, "collage_agent"):
+        assert trained(split, 3, expect={"max_lost": 0.05}).info.broken == []
+    assert caplog.text.count("max_lost is not looked at") == 1
+    lossy = trained(
+        lambda model: CollageAdamW(model.parameters(), lr=1e-9, strategy="stochastic"),
+        40,
+        expect={"max_lost": 1e-4},
+        windows=(8,),
+    )
+    assert [breach.expectation for breach in lossy.info.broken] == ["max_lost"]
+    assert "lost_window_ratio/8" in lossy.info.broken[0].text
+
+
+def test_a_breach_is_said_once_and_counted(caplog):
+    with caplog.at_level(logging.ERROR, "collage_agent"):
+        handle = trained(plain, 4, expect="master-weights")
+    assert caplog.text.count("expectation broken: expected strategy master-weights, seen is plain") == 1
+    assert "expectation broken: expected strategy master-weights" in str(handle)
+    assert handle.info.expected == "strategy=master-weights"
+
+
+def test_a_training_ends_where_that_was_asked_for():
+    with pytest.raises(ExpectationBroken, match="expected weights in float32, kept are bfloat16"):
+        trained(plain, expect={"weights": "float32"}, on_breach="raise")
+    with pytest.raises(SystemExit) as ended:
+        trained(plain, expect={"weights": "float32"}, on_breach="exit")
+    assert ended.value.code == BREACH_EXIT_STATUS
+    assert trained(split, expect={"weights": "float32"}, on_breach="exit").info.broken == []
+
+
+class WideMomentum(torch.optim.Optimizer):
+    """Keeps its average in fp32, until torch's own loading casts it to the weight's dtype."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            average = self.state[parameter].setdefault("average", torch.zeros_like(parameter, dtype=FP32))
+            average.mul_(0.9).add_(parameter.grad, alpha=0.1)
+            parameter.add_(average, alpha=-1e-3)
+
+
+def test_states_that_are_cast_by_loading_them_in_the_middle_are_seen():
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32).to(BF16)
+    optimizer = WideMomentum(model.parameters())
+    handle = watch(model, optimizer, every=100, budget=None, first_step=1, expect={"states": "float32"})
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(4, 32).to(BF16)).float().square().sum().backward()
+        optimizer.step()
+
+    step()
+    step()
+    assert handle.info.broken == []
+    optimizer.load_state_dict(optimizer.state_dict())
+    step()
+    (breach,) = handle.info.broken
+    assert (str(breach)) == "expected states in float32, kept are average in bfloat16, at step 3"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("masters", "'masters'"),
+        ("weights=int8", "'int8'"),
+        ({"min_edq": 2}, "min_edq=2"),
+        ({"min_edq": True}, "min_edq=True"),
+        ({"averages": "float32"}, "'averages'"),
+        ({}, "expects nothing"),
+        (3, "expect=3"),
+    ],
+)
+def test_what_cannot_be_expected_is_refused(given, told):
+    with pytest.raises((ValueError, TypeError), match="expect") as refused:
+        Expectations.of(given)
+    assert told in str(refused.value)
+
+
+def test_text_and_mapping_say_the_same():
+    text = "strategy=plus,weights=float32,states=bfloat16,states.exp_avg_sq=float32,min_edq=0.95,max_lost=0.05"
+    expected = Expectations.of(text)
+    assert str(expected) == text
+    states = {"": "bfloat16", "exp_avg_sq": "float32"}
+    assert expected == Expectations("plus", "float32", states, 0.95, 0.05)
+    assert (
+        Expectations.of(
+            {"strategy": "plus", "weights": "float32", "states": states, "min_edq": 0.95, "max_lost": 0.05}
+        )
+        == expected
+    )
+
+
+def test_the_environment_states_expectations(caplog):
+    given = watch_defaults({"COLLAGE_EXPECT": "weights=float32", "COLLAGE_ON_BREACH": "exit"})
+    assert given == {"expect": Expectations(weights="float32"), "on_breach": "exit"}
+    with caplog.at_level(logging.WARNING, "collage_agent"):
+        assert watch_defaults({"COLLAGE_EXPECT": "weights=int8", "COLLAGE_ON_BREACH": "stop"}) == {}
+    assert "COLLAGE_EXPECT ignored" in caplog.text
+    assert "COLLAGE_ON_BREACH ignored" in caplog.text
