@@ -12,7 +12,7 @@ from collage_optim import CollageOptimizer
 from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
-from collage_agent.expectations import Contract, Expectations
+from collage_agent.expectations import Expectations
 from collage_agent.guard import Guard
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import WatchOptions
@@ -20,6 +20,7 @@ from collage_agent.stats import MEASURES, OWN, failures
 from collage_agent.step.totals import TableUnion
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import most_skipped
+from collage_agent.watching.contract import Contract
 from collage_agent.watching.description import joined
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.history import StepHistory
