@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
+from collage_server.newest import NewestKeeper
 from collage_server.overviews import MADE_BY, keep_overview
 from collage_server.store import ReportGroup, SqliteStore, Store
 from collage_server.store.server_tables import metadata
@@ -242,7 +243,8 @@ def copy_often(store: Store, source: str, count: int) -> None:
 
 
 def evaluate(store: Store, runs: int = 1) -> None:
-    """Make the overviews of so many runs: what a server does in the background is not what is measured."""
+    """Overviews and newest values: what a server does in the background is not what is measured."""
+    NewestKeeper(store).do_due_work()
     for due in store.overviews.due(runs, MADE_BY):
         keep_overview(store, due)
 

@@ -28,8 +28,13 @@ _WORST: Final = "edq_ratio"
 _WORST_LAYERS: Final = 3
 
 
-def newest_points(now: Snapshot, records: Mapping[str, RunRecord]) -> dict[str, NewestPoint | None]:
-    """The newest measured step of each of these runs, None where nothing is measured."""
+def newest_points(
+    now: Snapshot, records: Mapping[str, RunRecord], *, layers: bool = False
+) -> dict[str, NewestPoint | None]:
+    """The newest measured step of each of these runs, None where nothing is measured.
+
+    layers: the worst layers are asked for, too; without, they may be left out.
+    """
     kept = now.newest_kept(list(records))
     found, unknown = {}, []
     for run_id, record in records.items():
@@ -38,7 +43,7 @@ def newest_points(now: Snapshot, records: Mapping[str, RunRecord]) -> dict[str, 
             found[run_id] = row.point
         else:
             unknown.append(run_id)
-    return found | _evaluated(now, unknown)
+    return found | _evaluated(now, unknown, layers=layers)
 
 
 def kept_newest(now: Snapshot, run_ids: Sequence[str]) -> dict[str, NewestPoint | None]:
@@ -46,7 +51,7 @@ def kept_newest(now: Snapshot, run_ids: Sequence[str]) -> dict[str, NewestPoint 
     return {run_id: row.point for run_id, row in now.newest_kept(run_ids).items()}
 
 
-def _evaluated(now: Snapshot, run_ids: Sequence[str]) -> dict[str, NewestPoint | None]:
+def _evaluated(now: Snapshot, run_ids: Sequence[str], *, layers: bool) -> dict[str, NewestPoint | None]:
     """The same, of what is stored.
 
     Raises:
@@ -55,17 +60,19 @@ def _evaluated(now: Snapshot, run_ids: Sequence[str]) -> dict[str, NewestPoint |
     found: dict[str, NewestPoint | None] = {}
     for some in _batches(run_ids):
         points = now.latest_of(some)
-        steps = {run_id: point.step for run_id, point in points.items() if point is not None}
-        by_layer = now.points(
-            list(steps), statistics_for(_WORST, intervals=False), Selection(by_layer=True, at=steps)
-        )
+        steps = {run_id: point.step for run_id, point in points.items() if point is not None and layers}
+        by_layer = {}
+        if steps:
+            by_layer = now.points(
+                list(steps), statistics_for(_WORST, intervals=False), Selection(by_layer=True, at=steps)
+            )
         for run_id, point in points.items():
             if point is None:
                 found[run_id] = None
                 continue
             with np.errstate(divide="ignore", invalid="ignore"):
                 metrics = {key: wire.defined(float(value)) for key, value in finish_all(point.model).items()}
-            worst = worst_layers(_WORST, by_layer[run_id], _WORST_LAYERS)
+            worst = worst_layers(_WORST, by_layer[run_id], _WORST_LAYERS) if layers else []
             found[run_id] = NewestPoint(step=point.step, time=point.time, model=metrics, worst=worst)
     return found
 
@@ -100,7 +107,7 @@ class NewestKeeper(BackgroundThread):
     def _keep(self, due: Mapping[str, RunProgress]) -> None:
         try:
             with self._store.points.snapshot() as now:
-                points = _evaluated(now, list(due))
+                points = _evaluated(now, list(due), layers=True)
         except Busy:  # The database, not a run.
             raise
         except Exception as error:

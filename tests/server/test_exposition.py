@@ -207,10 +207,10 @@ def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatc
     run_ids = [run.run_id for run in server.get("/runs?limit=100", wire.RunPage).runs]
     with store.points.snapshot() as now:
         kept = kept_newest(now, run_ids)
-        assert kept == newest_points(now, now.records(run_ids))
+        assert kept == newest_points(now, now.records(run_ids), layers=True)
         monkeypatch.setattr(Snapshot, "newest_kept", lambda *_: {})
         for run_id in run_ids:
-            assert newest_points(now, now.records([run_id])) == {run_id: kept[run_id]}
+            assert newest_points(now, now.records([run_id]), layers=True) == {run_id: kept[run_id]}
 
 
 def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):

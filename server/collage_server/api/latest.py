@@ -27,6 +27,6 @@ def get_latest(request: Request, run_id: parameters.Id) -> Response:
     def make() -> wire.Latest:
         with store.points.snapshot() as snapshot:
             records = snapshot.records([run_id])
-            return latest_answer(records[run_id], newest_points(snapshot, records)[run_id])
+            return latest_answer(records[run_id], newest_points(snapshot, records, layers=True)[run_id])
 
     return respond(request, [run_id], make)
