@@ -136,6 +136,13 @@ _SCALARS = (
         "agent",
         "Expectations of watch(expect=…) that do not hold in this launch.",
     ),
+    Scalar(
+        "resume_losses",
+        "Lost at the resume",
+        "kinds",
+        "agent",
+        "Kinds of what an optimizer keeps that did not come through a resume; absent where all did.",
+    ),
     Scalar("skipped_steps", "Skipped steps", "steps", "agent", "Steps that the loss scaler skipped, since attach."),
     Scalar(
         "reports_dropped",

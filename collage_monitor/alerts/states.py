@@ -94,6 +94,13 @@ def _average_swapped(_evidence: IncidentEvidence) -> CauseVerdict:
     return left_open("what writes the weights is not reported")
 
 
+def _begun_anew(evidence: IncidentEvidence) -> CauseVerdict:
+    losses = evidence.watch.resume_losses if evidence.watch else []
+    if not losses:
+        return left_open("what was lost was not reported")
+    return left_open(f"{'; '.join(loss.text for loss in losses)}; whether that was meant is not reported")
+
+
 def _expected_of_another(evidence: IncidentEvidence) -> CauseVerdict:
     broken = evidence.watch.broken if evidence.watch else []
     if not broken:
@@ -130,6 +137,29 @@ ALERTS: Final = (
         first_step=(
             "The run's timeline says what was expected, what is seen, and at which step. Stop the training if the "
             "expectation is right: what is lost from here on does not come back."
+        ),
+    ),
+    about_runs(
+        "CollageResumeLoss",
+        Condition("collage_resume_losses", ">", 0.0, "growth"),
+        window_seconds=1800.0,
+        for_seconds=0.0,
+        warm_up_steps=0,
+        settle_steps=0,
+        severity="critical",
+        summary="what the optimizer keeps did not come through the resume",
+        meaning=(
+            "Master weights or residuals hold nothing beside their weights, averages are 0, or the step counter "
+            "begins again or cannot count: the checkpoint lacked them, or its loading cast or dropped them."
+        ),
+        other_causes=(
+            "an optimizer that was begun anew on purpose, with weights from elsewhere",
+            "weights that are kept in this way only from this launch on",
+        ),
+        checks=(_begun_anew, _converted),
+        first_step=(
+            "Stop the training: it goes on from less than was saved. Compare the checkpoint with "
+            "collage-monitor audit, mend what saves or loads it, and resume from an earlier one."
         ),
     ),
     about_runs(

@@ -7,7 +7,7 @@ from typing import Final
 
 from collage_monitor.judgement.case import EDQ_TOLERANCE, LAYER_TOLERANCE, LOST_TOLERANCE, Case
 from collage_monitor.judgement.evidence import Values, finite, longest_window, state_decrements
-from collage_monitor.judgement.words import Finding, percent
+from collage_monitor.judgement.words import Finding, Health, percent
 
 __all__ = [
     "DECAY_TOLERANCE",
@@ -35,6 +35,7 @@ DROPPED_TOLERANCE: Final = 0.4
 def findings_against(case: Case) -> Iterator[Finding]:
     """Every finding that alone makes a bad word."""
     yield from _not_finite(case)
+    yield from _lost_at_a_resume(case)
     if case.active:
         for rule in (
             _descent,
@@ -68,6 +69,16 @@ def _not_finite(case: Case) -> Iterator[Finding]:
     if count := case.number("residual_nonfinite"):
         text = f"{count:,.0f} residuals are NaN or infinite"
         yield Finding("not finite", text, "residual_nonfinite", count, 0.0)
+
+
+def _lost_at_a_resume(case: Case) -> Iterator[Finding]:
+    """What was lost once counts as long as the recent past reaches back to it; what goes on, for the launch."""
+    losses = case.watch.resume_losses if case.watch else []
+    first = case.evidence.first_step
+    for loss in losses:
+        if loss.lasting or (first is not None and first <= loss.step):
+            health: Health = "residuals are off" if loss.kind in ("masters", "residuals") else "steps are off"
+            yield Finding(health, loss.text, "resume_losses", float(len(losses)), 0.0)
 
 
 def _descent(case: Case) -> Iterator[Finding]:

@@ -276,6 +276,7 @@ EventKind = Literal[
     "attempt",
     "conversion",
     "expectation",
+    "resume_loss",
     "rank_twice",
     "gap",
     "reports_dropped",
@@ -296,6 +297,7 @@ class Event(Struct, kw_only=True, frozen=True):
 
     `attempt`: the job was launched. `conversion`: weights without residuals were given some, which began empty.
     `expectation`: something that the training was expected to keep is not kept.
+    `resume_loss`: what an optimizer keeps did not come through a resume.
     `rank_twice`: a second process reported for a rank of the same launch; only
     the first is shown. `gap`: reports were dropped for good. `reports_dropped`, `skipped_steps`: a rank's count
     reached 1, 2, 4, 8 … `replica_mismatch`: ranks that should hold the same weights do not. `unknown_statistics`:

@@ -164,6 +164,19 @@ class Breach(Struct, kw_only=True, frozen=True):
         return f"{self.text}, at step {self.step:,}"
 
 
+class ResumeLoss(Struct, kw_only=True, frozen=True):
+    """What an optimizer had lost at the first step of a launch, or after states were loaded.
+
+    `masters`, `residuals`, `averages`: hold nothing any more. `count`: of steps begins again. `counter`: cannot
+    hold its count. `lasting`: it goes on; what is not lasting was lost once.
+    """
+
+    kind: Literal["masters", "residuals", "averages", "count", "counter"]
+    text: Text
+    step: Index
+    lasting: bool = False
+
+
 class Trained(Struct, kw_only=True, frozen=True):
     """What one optimizer trains, as far as advice needs it.
 
@@ -193,7 +206,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), or "before-after" (no u:
     only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights. `trained`
     says what each optimizer trains. `expected` is what was expected of it, as text, and `broken` says which of it
-    does not hold.
+    does not hold. `resume_losses` says what did not come through the resume before this launch.
     """
 
     optimizer: Name
@@ -213,6 +226,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     trained: list[Trained] = field(default_factory=list)
     expected: Text = ""
     broken: list[Breach] = field(default_factory=list)
+    resume_losses: list[ResumeLoss] = field(default_factory=list)
 
 
 class StreamCreate(Struct, kw_only=True, frozen=True):

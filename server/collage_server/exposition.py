@@ -55,6 +55,7 @@ SCALAR_GAUGES: Final = {
     "grad_norm_unclipped": "Norm of the gradient before clipping, where the loop logs it.",
     "external_writes": "How often our optimizer found a weight changed by somebody else; absent where never.",
     "expectations_broken": "Expectations of this launch that do not hold; absent where nothing is expected.",
+    "resume_losses": "Kinds of what an optimizer keeps that did not come through a resume; absent where all did.",
     "skipped_steps": "Steps that the loss scaler skipped; absent without a scaler.",
 }
 RUN_GAUGES: Final = {

@@ -32,6 +32,7 @@ def test_the_alerts():
         *("CollageEdqDrop", "CollageEdqLow", "CollageUpdatesLost", "CollageWindowUpdatesLost"),
         *("CollageLayersStandStill", "CollageOracleDrift"),
         "CollageExpectationBroken",
+        "CollageResumeLoss",
         *("CollageSecondMomentStuck", "CollageResidualsOff", "CollageDecayLost", "CollageNotFinite"),
         *("CollageReplicaMismatch", "CollageExternalWrites"),
         *("CollageGradientExploding", "CollageGradientVanishing", "CollageLossUnstable", "CollageLossNotFinite"),

@@ -45,6 +45,7 @@ CASES = {
     "CollageLayersStandStill": Case("collage_worst_layer_edq_ratio", 0.9, 0.0, {"worst": "1"}),
     "CollageOracleDrift": Case("collage_edq_oracle_ratio", 0.9, 0.7),
     "CollageExpectationBroken": Case("collage_expectations_broken", 0.0, 1.0),
+    "CollageResumeLoss": Case("collage_resume_losses", None, 1.0, holds_minutes=30),
     "CollageSecondMomentStuck": Case("collage_state_decrement_ratio", 0.98, 0.1, {"state": "exp_avg_sq"}),
     "CollageResidualsOff": Case(
         "collage_finding", None, 0.9, {"key": "residual_dropped_ratio"}, beside={"key": "residual_zero_ratio"}

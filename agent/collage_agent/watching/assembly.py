@@ -191,14 +191,17 @@ class Assembly:
             "agent_overhead_ratio": governor.overhead_ratio,
             "agent_wall_seconds": governor.wall_seconds,
         }
+        losses = 0
         for hooks in self._hooks:
             restarts += hooks.meter.oracle_restarts
+            losses += len(hooks.resume.losses)
         known: dict[str, float | Tensor | None] = {
             "agent_interval": governor.interval if governor.interval != self._options.every else None,
             "agent_sample": float(governor.sample) if governor.sample != self._options.sample else None,
             "oracle_restarts": restarts or None,
             "bytes_per_parameter": self._bytes_per_parameter,
             "external_writes": self.external_writes or None,
+            "resume_losses": losses or None,
             "skipped_steps": self.skipped_steps,
         }
         for key, value in known.items():

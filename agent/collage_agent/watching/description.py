@@ -137,6 +137,7 @@ def joined(infos: Sequence[wire.WatchInfo]) -> wire.WatchInfo:
         fingerprint=_together([info.fingerprint for info in by_size if info.fingerprint is not None]),
         conversion=next((info.conversion for info in by_size if info.conversion is not None), None),
         trained=[entry for info in infos for entry in info.trained],
+        resume_losses=[loss for info in infos for loss in info.resume_losses],
     )
 
 

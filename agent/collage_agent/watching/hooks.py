@@ -31,6 +31,7 @@ from collage_agent.training.shards import Sharding
 from collage_agent.watching.description import describe
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.iterations import Iterations
+from collage_agent.watching.resume import ResumeCheck
 from collage_monitor import wire
 from collage_monitor.table import Table
 
@@ -99,6 +100,8 @@ class OptimizerHooks:
             casts=options.casts,
         )
         self.skipped = SkippedSteps(self.optimizer)
+        self.resume = ResumeCheck()
+        self._looks_at_resume = True
         self._iterations: Iterations | None = None
         self._depth = 0
         self._measuring = False
@@ -151,6 +154,7 @@ class OptimizerHooks:
             fitting=self._fitting,
             sparse=self.meter.sparse,
         )
+        described = replace_fields(described, resume_losses=self.resume.losses)
         return described if self.foreign is None else replace_fields(described, optimizer=self.foreign.named)
 
     def _before_step(
@@ -253,6 +257,8 @@ class OptimizerHooks:
                     if self._in_window():
                         self.meter.add_to_windows(optimizer, self._step, self._governor.doublings)
                 if measured:
+                    if self._looks_at_resume:
+                        self.resume.before(self.stepping, self.meter.watched, self._intents, self._step)
                     self.meter.before(optimizer, closure=closure)
                     self._measuring = True
         except Exception as error:
@@ -267,6 +273,9 @@ class OptimizerHooks:
                 self.totals = self.meter.after(
                     self.stepping, counterfactuals=self._governor.counterfactuals_due(self._step)
                 )
+                if self._looks_at_resume:
+                    self._looks_at_resume = False
+                    self.resume.after(self.stepping, self._step)
             self._iterations.measured = True
         except Exception as error:
             self._guard.caught("measuring a step", error)
@@ -287,6 +296,7 @@ class OptimizerHooks:
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
         self.changes += 1
+        self._looks_at_resume = True
         self._governor.measure_next_step()
         self.meter.state_was_loaded()
 

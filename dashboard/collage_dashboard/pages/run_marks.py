@@ -19,6 +19,7 @@ _UNMARKED: Final = frozenset({"retention", "alert_resolved"})
 _EVENTS: Final = {
     "conversion": "weights converted",
     "expectation": "expectation broken",
+    "resume_loss": "lost at a resume",
     "rank_twice": "rank reported twice",
     "gap": "reports lost",
     "replica_mismatch": "replicas differ",

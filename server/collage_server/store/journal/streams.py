@@ -34,6 +34,7 @@ from collage_server.store.runs.events import (
     correct_event,
     expectation_event,
     rank_twice,
+    resume_loss_event,
     unknown_statistics_event,
 )
 
@@ -148,6 +149,9 @@ def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate
     if create.watch is not None and create.watch.broken:
         broken = [expectation_event(attempt.attempt, breach) for breach in create.watch.broken]
         add_events(connection, run_id, broken, now)
+    if create.watch is not None and create.watch.resume_losses:
+        lost = [resume_loss_event(attempt.attempt, loss) for loss in create.watch.resume_losses]
+        add_events(connection, run_id, lost, now)
 
 
 def _read_attempt(connection: Connection, *which: ColumnElement[bool]) -> Row[Any] | None:

@@ -26,6 +26,7 @@ __all__ = [
     "count_event",
     "expectation_event",
     "rank_twice",
+    "resume_loss_event",
     "unknown_statistics_event",
 ]
 
@@ -177,6 +178,12 @@ def expectation_event(attempt: int, breach: wire.Breach) -> NewEvent:
     """An expectation that does not hold, told once a launch, as the first rank saw it."""
     origin = f"expectation/{attempt}/{breach.expectation}"[:64]
     return NewEvent(origin=origin, kind="expectation", text=breach.text, attempt=attempt, step=breach.step)
+
+
+def resume_loss_event(attempt: int, loss: wire.ResumeLoss) -> NewEvent:
+    """What did not come through a resume, told once a launch, as the first rank saw it."""
+    origin = f"resume_loss/{attempt}/{loss.kind}/{loss.step}"[:64]
+    return NewEvent(origin=origin, kind="resume_loss", text=loss.text, attempt=attempt, step=loss.step)
 
 
 def rank_twice(stream_id: str, attempt: int, rank: int, process_id: int) -> NewEvent:
