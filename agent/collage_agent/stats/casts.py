@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-from collage_optim.numerics.formats import CAST_FORMATS, CastFormat, coded, scaled
+from collage_optim.numerics.cast_formats import CAST_FORMATS, CastFormat, coded, scaled
 from torch import Tensor
 
 from collage_agent.stats.blocks import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from collage_optim.numerics.formats import CAST_FORMATS
+from collage_optim.numerics.cast_formats import CAST_FORMATS
 from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
