@@ -17,7 +17,7 @@ from collage_monitor.metrics import statistic
 from collage_server.errors import NotFound
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import ChunkInfo
-from collage_server.store.journal.streams import unknown_statistics
+from collage_server.store.journal.declarations import unknown_statistics
 from collage_server.store.records import UNBOUNDED, StreamRecord, first_hidden_steps, stream_record
 from collage_server.store.rows import among, contains, ranges_from_json, require_runs
 from collage_server.store.runs.latest import newest_logged_steps
