@@ -212,7 +212,7 @@ class Worn(Disk):
         super().__init__()
         self.retention = Life()
         self.events = NoEvents()
-        self.history = self.retention
+        self.expiry = self.retention
 
     def release_space(self):
         return False
