@@ -33,7 +33,7 @@ from collage_dashboard.components import (
 )
 from collage_dashboard.descriptions import describe, metric_choices
 from collage_dashboard.figures.style import digest
-from collage_dashboard.pages.comparison_content import legend, numbers, table, verdicts
+from collage_dashboard.pages.comparison_content import comparison_table, judgement_lines, legend, number_cards
 from collage_dashboard.pages.comparison_curves import (
     CHARTS,
     DEFAULT_METRIC,
@@ -361,7 +361,7 @@ def _first_screen(view: View, rows: Sequence[wire.RunRow]) -> tuple[Any, Any, An
     styles = (
         styles_of([_RunNames(row) for row in rows]) if by_run else strategy_styles(results_of(run_results(rows)))
     )
-    return numbers(rows, overviews), verdicts(rows, overviews), legend(styles)
+    return number_cards(rows, overviews), judgement_lines(rows, overviews), legend(styles)
 
 
 def _overviews(rows: Sequence[wire.RunRow]) -> dict[str, wire.Overview]:
@@ -382,7 +382,7 @@ def _tables_and_answer(
     """The tables and the answer, now that the curves are there."""
     said = recommendation(results)
     return (
-        table(runs, _overviews(rows)),
+        comparison_table(runs, _overviews(rows)),
         advice(said, [row.run_id for row in rows]),
         strategy_table(results),
         counterfactual_table(runs),
