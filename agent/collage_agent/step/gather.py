@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored import GRADIENT, PARAMETER, Composition
-from collage_agent.stats.blocks import largest_magnitudes
+from collage_agent.stats.elements import max_norms
 from collage_agent.step.layout import KeptState, StateLayout
 
 __all__ = ["BlockLayout", "GatheredSample", "Staging", "Views"]
@@ -192,7 +192,7 @@ class BlockLayout:
         """
         partly = [index for index, sample in enumerate(samples) if not sample.whole]
         flat = [self._flat(index, tensors[index]) for index in partly]
-        pairs = zip(torch._foreach_norm(flat, 2), largest_magnitudes(flat), strict=True)
+        pairs = zip(torch._foreach_norm(flat, 2), max_norms(flat), strict=True)
         norms = [torch.stack(pair) for pair in pairs]
         of_tensor = dict(zip(partly, norms, strict=True))
         none = torch.zeros_like(norms[0])

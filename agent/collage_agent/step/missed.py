@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.stats.blocks import on_host
 from collage_agent.stats.edq import squared_block_sums
+from collage_agent.stats.elements import on_host
 from collage_agent.stats.intervals import missed_share
 from collage_agent.step.gather import BlockLayout
 from collage_agent.step.layout import StateLayout
