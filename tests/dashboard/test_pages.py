@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from collage_dashboard.app import render
 from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS, milliseconds_after
-from collage_dashboard.incident_evidence import read_incident
+from collage_dashboard.incident_evidence import read_incident_evidence
 from collage_dashboard.pages.comparison import figure
 from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table, judgement_lines, number_cards
 from collage_dashboard.pages.incident_content import body
@@ -242,7 +242,7 @@ def test_an_incident_shows_what_happened_around_its_alert(server, alert_at, show
         labels={},
         step=100,
     )
-    content = text(body(read_incident(server.client(), incident)))
+    content = text(body(read_incident_evidence(server.client(), incident)))
     first, last = shown
     for number in (first, last):
         assert f"u: note {number} " in content + " "
