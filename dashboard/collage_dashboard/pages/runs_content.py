@@ -1,4 +1,8 @@
-"""What the table of runs shows: its columns, a row a run or a group of runs, and the words above."""
+"""What the table of runs shows: its columns, a row a run or a group of runs, and the words above.
+
+The functions that columns name lie in `assets/dashAgGridFunctions.js`, what draws their cells in
+`assets/dashAgGridComponentFunctions.js`.
+"""
 
 from __future__ import annotations
 
