@@ -16,7 +16,7 @@ from collage_server.components import Components, components_of
 from collage_server.export.formats import csv_bytes, jsonl_bytes, parquet_bytes
 from collage_server.export.steps import ExportPlan, plan_export
 from collage_server.newest import newest_points
-from collage_server.queries.runs import run_answer
+from collage_server.queries.run_answers import run_answer
 
 __all__ = ["router"]
 

@@ -12,7 +12,7 @@ from collage_server.api.cache import respond
 from collage_server.api.routing import resource
 from collage_server.components import components_of
 from collage_server.newest import newest_points
-from collage_server.queries.runs import latest_answer
+from collage_server.queries.run_answers import latest_answer
 
 __all__ = ["router"]
 

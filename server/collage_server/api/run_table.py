@@ -16,7 +16,7 @@ from collage_server.api.routing import resource
 from collage_server.auth.bearer import principal_of
 from collage_server.components import components_of
 from collage_server.overviews import MADE_BY, keep_overview
-from collage_server.queries.runs import run_row
+from collage_server.queries.run_answers import run_row
 from collage_server.store import DueRun, GroupQuery
 
 __all__ = ["router"]

@@ -21,7 +21,7 @@ from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
 from collage_server.newest import newest_points
-from collage_server.queries.runs import run_answer
+from collage_server.queries.run_answers import run_answer
 from collage_server.store import NewestPoint, RunQuery, RunRecord
 
 __all__ = ["router"]

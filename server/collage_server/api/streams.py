@@ -25,7 +25,7 @@ from collage_server.auth.bearer import principal_of
 from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone, NotFound
-from collage_server.queries.runs import alert_event, new_incident, with_lag
+from collage_server.queries.run_answers import alert_event, new_incident, with_lag
 from collage_server.store import NewEvent
 
 __all__ = ["alerts_router", "attempts_router", "router"]

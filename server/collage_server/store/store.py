@@ -13,8 +13,8 @@ from collage_server.store.runs.expiry import Expiry
 from collage_server.store.runs.incidents import IncidentStore
 from collage_server.store.runs.newest import NewestStore
 from collage_server.store.runs.overviews import OverviewStore
+from collage_server.store.runs.run_store import RunStore
 from collage_server.store.runs.run_table import TableStore
-from collage_server.store.runs.runs import RunStore
 from collage_server.store.sealing.retention import Retention, Sealing
 
 __all__ = ["Store"]
