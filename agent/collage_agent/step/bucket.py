@@ -68,10 +68,10 @@ class Bucket:
     The life of a bucket:
 
     1. `Planner` makes it. It sets `oracles`, which look on, and `replicated` bool [tensors]: which of them other
-       ranks hold too; None: none. Then `Meter` has it `take_over` what the buckets before it knew.
-    2. Before a measured step `Meter`, or `Rotation` for a tensor whose turn it is, sets `follows` (what came before
-       it) and calls `gather_before`, then `look_at_whole`. `gather_before` sets `out_of_step` bool [tensors]: which
-       have another step counter than the first; None: none can have. Then `Oracles` reads `gradient_at`.
+       ranks hold too; None: none. Then `StepMeasurer` has it `take_over` what the buckets before it knew.
+    2. Before a measured step `StepMeasurer`, or `Rotation` for a tensor whose turn it is, sets `follows` (what came
+       before it) and calls `gather_before`, then `look_at_whole`. The former sets `out_of_step` bool [tensors]:
+       which have another step counter than the first; None: none can have. Then `Oracles` reads `gradient_at`.
     3. After the step, whoever called `gather_before` calls `measure`.
     4. Before the next step `Oracles` may ask for `weights_moved`, which gathers the weights. If that step is
        measured, `gather_before` is told `weights_gathered`.

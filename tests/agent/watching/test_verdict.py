@@ -6,7 +6,7 @@ import pytest
 import torch
 from collage_agent import guard
 from collage_agent.handle import watch
-from collage_agent.step.meter import Meter
+from collage_agent.step.measurer import StepMeasurer
 from collage_agent.watching.verdict import verdict
 from collage_optim import CollageAdamW
 
@@ -121,7 +121,7 @@ def test_measurements_that_fail_say_so_with_the_reason(monkeypatch, steps):
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     handle = watch(model, optimizer, every=1)
-    monkeypatch.setattr(Meter, "_signature_now", fail)
+    monkeypatch.setattr(StepMeasurer, "_signature_now", fail)
     train(model, optimizer, steps)
     text = str(handle)
     assert "nothing measured yet" in text

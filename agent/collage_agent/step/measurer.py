@@ -27,14 +27,14 @@ from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import loss_scaling
 from collage_monitor.table import Table
 
-__all__ = ["Meter"]
+__all__ = ["StepMeasurer"]
 
 WINDOW_SAMPLE: Final = 2048
 _NO_STATE: Final[dict[str, Any]] = {}
 _NO_TENSORS: Final = frozenset({int, float, bool, str, TensorSample})
 
 
-class Meter:
+class StepMeasurer:
     """Measures steps of one optimizer, and keeps its oracles and windows running.
 
     Call `before` and `after` around each measured step. `occasional` holds the keys that the last measured step
