@@ -15,7 +15,7 @@ from collage_agent.intent.choose import Intent
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
 from collage_agent.step.bucket import Bucket
-from collage_agent.step.gather import BlockLayout, Views
+from collage_agent.step.gather import BlockLayout, TensorViews
 from collage_agent.step.observe import Follows
 from collage_agent.step.oracle import Oracle
 from collage_agent.step.oracles import Oracles
@@ -280,7 +280,7 @@ def _tensors(root: object, known: Iterable[int]) -> Iterator[Tensor]:
             waiting += found.values()
         elif isinstance(found, BlockLayout):
             waiting += (found.tensor_of_block, found.rows)
-        elif isinstance(found, Views):
+        elif isinstance(found, TensorViews):
             waiting += (found.zeros, found.copies)
         elif type(found).__module__.partition(".")[0] in ("collage_agent", "collage_optim"):
             waiting += vars(found).values() if hasattr(found, "__dict__") else ()
