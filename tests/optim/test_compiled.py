@@ -173,8 +173,8 @@ def test_other_strategies_and_rules(optimizer_class, options):
 def folding(advance):
     """A step whose low component is always zero, as a compiler leaves it that folds the casts."""
 
-    def folded(components, scalars, noise):
-        advance(components, scalars, noise)
+    def folded(components, scalars, source):
+        advance(components, scalars, source)
         components["parameter_low"].zero_()
 
     return folded
@@ -185,9 +185,9 @@ def uncompiled(structure, root):
     wide = WideArithmetic(None, torch.float32, torch.float64)
     step = compiled._step(structure, {})
 
-    def advance(components, scalars, noise):
+    def advance(components, scalars, source):
         own = dict(zip(structure.scalar_names, scalars["packed"].unbind(), strict=True))
-        advance_in_wide(step, wide, components, own, noise)
+        advance_in_wide(step, wide, components, own, source)
 
     return advance
 
@@ -206,8 +206,8 @@ def test_self_test_notices_a_wrong_state(monkeypatch):
     def wrong(structure, root):
         advance = uncompiled(structure, root)
 
-        def changed(components, scalars, noise):
-            advance(components, scalars, noise)
+        def changed(components, scalars, source):
+            advance(components, scalars, source)
             components["exp_avg_sq"][5] *= 1.5
 
         return changed
