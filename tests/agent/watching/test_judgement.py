@@ -7,7 +7,7 @@ import torch
 from collage_agent import guard
 from collage_agent.handle import watch
 from collage_agent.step.measurer import StepMeasurer
-from collage_agent.watching.verdict import verdict
+from collage_agent.watching.judgement import judgement_text
 from collage_optim import CollageAdamW
 
 from collage_monitor import wire
@@ -17,7 +17,7 @@ from tests.agent.training import mlp, train
 
 def told(model, layers=None, **changes):
     info = {"optimizer": "AdamW", "observed_strategy": "plain", "dtype": "bfloat16", **changes}
-    return verdict(Evidence(model, layers or {}, wire.WatchInfo(**info), 3, 3), {"model": model})
+    return judgement_text(Evidence(model, layers or {}, wire.WatchInfo(**info), 3, 3), {"model": model})
 
 
 def test_the_words_name_loss_layers_states_grid_and_what_to_try():
