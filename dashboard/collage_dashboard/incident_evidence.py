@@ -51,7 +51,8 @@ COMPARED_METRICS: Final = (
 )
 """What is compared before and after, as far as the run reported it; a labelled metric under each of its labels.
 
-Of what checks beside alerts ask for, tests/alerts/test_causes.py holds it complete."""
+tests/alerts/test_causes.py holds it to contain all that the checks beside alerts compare.
+"""
 _COUNTS: Final = frozenset({"skipped_steps", "external_writes", "oracle_restarts", "tokens"})
 """Logged counts since the run began: the newest says more than the mean."""
 _OF_LAYERS: Final = ("edq_ratio", "update_to_weight_ratio")

@@ -39,7 +39,6 @@ from collage_server.store.runs.events import (
 __all__ = [
     "StreamStore",
     "read_layers",
-    "read_stream_records",
     "read_streams",
 ]
 
@@ -105,7 +104,7 @@ class StreamStore:
     def stream_record(self, stream_id: str) -> StreamRecord:
         """What ingest has to know of a stream."""
         with self._database.reading() as connection:
-            return read_stream_record(connection, stream_id)
+            return _read_stream_record(connection, stream_id)
 
     def layers(self, run_id: str) -> list[wire.Layer]:
         """The run's layers in the order in which they were first seen."""
@@ -282,14 +281,14 @@ def _describe_run(connection: Connection, run_id: str, create: wire.StreamCreate
     connection.execute(statement.values(strategy=watch.strategy or watch.observed_strategy, dtype=watch.dtype))
 
 
-def read_stream_records(connection: Connection, run_id: str) -> list[StreamRecord]:
+def _read_stream_records(connection: Connection, run_id: str) -> list[StreamRecord]:
     """All streams of a run, oldest first."""
     require_run(connection, run_id)
     rows = connection.execute(select(_STREAM).where(_STREAM.c.run_id == run_id).order_by(_STREAM.c.stream)).all()
     return [stream_record(row) for row in rows]
 
 
-def read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
+def _read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
     """One stream by its id."""
     row = connection.execute(select(_STREAM).where(_STREAM.c.stream_id == stream_id)).first()
     if row is None:
@@ -300,7 +299,7 @@ def read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
 
 def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
     """The run's streams with what has arrived on each, by attempt, rank and age."""
-    records = read_stream_records(connection, run_id)
+    records = _read_stream_records(connection, run_id)
     latest = schema.run_latest
     rows = {row.stream_id: row for row in connection.execute(select(latest).where(latest.c.run_id == run_id))}
     return [
@@ -311,7 +310,7 @@ def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
 
 def _read_stream(connection: Connection, stream_id: str) -> wire.Stream:
     """One stream, as `read_streams` has it: a thousand ranks register without reading each other."""
-    record = read_stream_record(connection, stream_id)
+    record = _read_stream_record(connection, stream_id)
     latest = schema.run_latest
     mine = (latest.c.run_id == record.run_id, latest.c.stream_id == stream_id)
     return _described(record, connection.execute(select(latest).where(*mine)).one())
