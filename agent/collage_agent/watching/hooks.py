@@ -20,7 +20,7 @@ from collage_agent.intent.choose import Intent, IntentCache, fitting_class
 from collage_agent.intent.clone import isolated
 from collage_agent.intent.foreign import ForeignOptimizer
 from collage_agent.options import WatchOptions
-from collage_agent.step.meter import Meter
+from collage_agent.step.measurer import StepMeasurer
 from collage_agent.step.rotation import is_whole
 from collage_agent.step.windows import Windows
 from collage_agent.training.ddp import stepping_optimizer
@@ -89,7 +89,7 @@ class OptimizerHooks:
         self._members = _members_of(self.stepping)
         self._windows = Windows(options.windows, options.every) if options.windows else None
         self._step = 0
-        self.meter = Meter(
+        self.measurer = StepMeasurer(
             _with_unique_names(watched, number, names_used),
             self._intents,
             options.sample,
@@ -149,7 +149,7 @@ class OptimizerHooks:
             notes=[*self._notes(), *notes],
             closure=self.closure_seen,
             fitting=self._fitting,
-            sparse=self.meter.sparse,
+            sparse=self.measurer.sparse,
         )
         return described if self.foreign is None else replace_fields(described, optimizer=self.foreign.named)
 
@@ -169,7 +169,7 @@ class OptimizerHooks:
             return None
         if self._depth:
             # Left over from a step that raised.
-            self.meter.step_raised()
+            self.measurer.step_raised()
         self._depth = 1
         self._measuring = False
         self.skipped.count_call()
@@ -234,7 +234,7 @@ class OptimizerHooks:
         if not self._guard.disabled:
             try:
                 self.skipped.count_skipped(optimizer)
-                self.meter.note_step_taken()
+                self.measurer.note_step_taken()
             except Exception as error:
                 self._guard.caught("looking at the optimizer after a step", error)
             if self._measuring:
@@ -244,27 +244,27 @@ class OptimizerHooks:
 
     def _gather_before(self, optimizer: Optimizer, measured: bool, closure: bool) -> None:
         try:
-            with self._governor.timing(), isolated(_device_of(self.meter)):
+            with self._governor.timing(), isolated(_device_of(self.measurer)):
                 self._notice_changed_groups(optimizer)
                 if closure:
                     self.closure_seen = True
                 else:
-                    self.meter.step_oracles(optimizer, measured=measured)
+                    self.measurer.step_oracles(optimizer, measured=measured)
                     if self._in_window():
-                        self.meter.add_to_windows(optimizer, self._step, self._governor.doublings)
+                        self.measurer.add_to_windows(optimizer, self._step, self._governor.doublings)
                 if measured:
-                    self.meter.before(optimizer, closure=closure)
+                    self.measurer.before(optimizer, closure=closure)
                     self._measuring = True
         except Exception as error:
             # The oracles may have missed the step that is about to be taken.
-            self.meter.step_raised()
+            self.measurer.step_raised()
             self._guard.caught("looking at the optimizer before a step", error)
 
     def _measure(self) -> None:
         assert self._iterations is not None
         try:
-            with self._governor.timing(), isolated(_device_of(self.meter)):
-                self.totals = self.meter.after(
+            with self._governor.timing(), isolated(_device_of(self.measurer)):
+                self.totals = self.measurer.after(
                     self.stepping, counterfactuals=self._governor.counterfactuals_due(self._step)
                 )
             self._iterations.measured = True
@@ -279,8 +279,8 @@ class OptimizerHooks:
             self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
         )
         intents = _intents_on_this_rank(IntentCache().of(self.foreign or optimizer), found)
-        kept, new = regrouped(self.meter.watched, found, members)
-        self.meter.regroup([*kept, *_with_unique_names(new, self._number, self._names_used)], intents)
+        kept, new = regrouped(self.measurer.watched, found, members)
+        self.measurer.regroup([*kept, *_with_unique_names(new, self._number, self._names_used)], intents)
         self.changes += 1
         self._members, self._intents, self.left_out = members, intents, left_out
         self._fitting = None if self.foreign else fitting_class(optimizer, intents)
@@ -288,10 +288,10 @@ class OptimizerHooks:
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
         self.changes += 1
         self._governor.measure_next_step()
-        self.meter.state_was_loaded()
+        self.measurer.state_was_loaded()
 
     def _stepped(self) -> list[WatchedParameter]:
-        return [entry for entry in self.meter.watched if entry.stepped]
+        return [entry for entry in self.measurer.watched if entry.stepped]
 
     def _notes(self) -> list[str]:
         notes = [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
@@ -383,5 +383,5 @@ def _members_of(optimizer: Optimizer) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
 
 
-def _device_of(meter: Meter) -> torch.device:
-    return meter.watched[0].parameter.device if meter.watched else _HOST
+def _device_of(measurer: StepMeasurer) -> torch.device:
+    return measurer.watched[0].parameter.device if measurer.watched else _HOST
