@@ -94,9 +94,9 @@ def measure_page(store: Store, folder: Path, rounds: int, seed: int, *, sealed: 
         store.sealing.seal("run", NOW)
     copy_often(store, "run", RUNS - 1)
     app = create_app(Settings(folder=folder, no_auth=True), store=store, clock=lambda: NOW + 10)
-    components = app.state.components
-    kept_up = _cpu_of(components.newest.do_due_work)
-    kept = list(exposition._RunCollector(components, None).collect())
+    app_state = app.state.collage
+    kept_up = _cpu_of(app_state.newest.do_due_work)
+    kept = list(exposition._RunCollector(app_state, None).collect())
 
     class Kept:
         def collect(self) -> Any:
@@ -104,13 +104,13 @@ def measure_page(store: Store, folder: Path, rounds: int, seed: int, *, sealed: 
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Kept())
-    ratios, seconds = beside(lambda: generate_latest(registry), lambda: exposition.exposition(components), rounds)
+    ratios, seconds = beside(lambda: generate_latest(registry), lambda: exposition.exposition(app_state), rounds)
     what = f"/metrics of {RUNS} runs of {RANKS} ranks{', sealed' if sealed else ''}"
     return [
         Figure(f"{what}, CPU / its samples written once", "×", ratios, 12.0),
         Figure(what, "CPU-s", seconds),
         Figure(f"the newest steps of {RUNS} runs{', sealed' if sealed else ''}, written", "CPU-s", (kept_up,)),
-        Figure(f"{what}, size", "MB", (len(exposition.exposition(components)) / 1e6,), 2.0),
+        Figure(f"{what}, size", "MB", (len(exposition.exposition(app_state)) / 1e6,), 2.0),
     ]
 
 

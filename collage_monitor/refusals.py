@@ -1,4 +1,8 @@
-"""What a server that says no means to people: an error of its kind, and what to set."""
+"""What a server that says no means to people: an error of its kind, and what to set.
+
+The agent's `transport/delivery.py` keeps what is refused as `Unavailable` or `NotAuthorised`, and sends it again;
+`Unavailable` alone is also repeated at once, by `transport/http.py`.
+"""
 
 from __future__ import annotations
 

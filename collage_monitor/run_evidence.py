@@ -50,6 +50,7 @@ _OF_MODEL: Final = frozenset(
         "state_decrement_ratio",
     }
 )
+"""The metrics that the rules of `judgement/` read; tests/contract/test_judgement.py holds it complete."""
 _METRICS_A_QUESTION: Final = 20
 """As many as the server takes."""
 

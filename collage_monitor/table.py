@@ -1,6 +1,6 @@
 """The one table of totals: float64 [statistic][layer], whose two axes are only ever appended to.
 
-The agent's meter fills one, several optimizers are joined into one, a report carries one, the journal and the
+The agent's measurer fills one, several optimizers are joined into one, a report carries one, the journal and the
 readers hand on one. Numbers are read by name, never by position.
 """
 

@@ -116,10 +116,10 @@ def serving(folder, threads=_of_requests):
     ):
         server = Server(client, clock, app)
         server.filled()
-        while app.state.components.store.sealing.seal("r1", clock.now, journal_full=True):
+        while app.state.collage.store.sealing.seal("r1", clock.now, journal_full=True):
             pass
         server.reports([report(9, step=60)])
-        app.state.components.newest.do_due_work()
+        app.state.collage.newest.do_due_work()
         yield server, trace
 
 
@@ -166,7 +166,7 @@ def statements_of(folder):
     from collage_server.overviews import evaluate
 
     with serving(folder) as (server, _):
-        store = server.app.state.components.store
+        store = server.app.state.collage.store
         counted: list[str] = []
         engine = store.points._database.engine
 

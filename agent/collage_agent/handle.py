@@ -22,7 +22,7 @@ from collage_agent.watching.assembly import Assembly
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.iterations import Iterations
-from collage_agent.watching.verdict import edq_change, evidence_of_past, summarise, verdict
+from collage_agent.watching.judgement import edq_change, evidence_of_past, judgement_text, summarise
 from collage_monitor import wire
 from collage_monitor.judgement import Evidence, Judgement, judge
 
@@ -179,7 +179,7 @@ class Watch:
         if self._advice and self.step is None:
             return f"nothing is measured: {self._advice}"
         past, layout = self._assembly.history.past(), self._assembly.layout
-        return verdict(evidence_of_past(past, layout, self.info), self.summary(), edq_change(past, layout))
+        return judgement_text(evidence_of_past(past, layout, self.info), self.summary(), edq_change(past, layout))
 
     def __repr__(self) -> str:
         at = "not started" if self.step is None else f"at step {self.step}"

@@ -15,7 +15,7 @@ from collage_optim import codes
 from collage_optim.arithmetic import Scalar, State, StorageArithmetic, WideArithmetic, Workspace
 from collage_optim.numerics.expansions import grow
 from collage_optim.numerics.transformations import fast_two_sum, two_sum
-from collage_optim.random_numbers import Draws, Noise, Seeding
+from collage_optim.random_numbers import RandomBits, RandomSource, Seeding
 from collage_optim.rules import Moment, UpdateRule
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
 
@@ -37,7 +37,7 @@ class Step:
     scalars: Mapping[str, Scalar]
     workspace: Workspace
     seeding: Seeding | None = None
-    compiled: Callable[[State, Mapping[str, Scalar], Noise | None], None] | None = None
+    compiled: Callable[[State, Mapping[str, Scalar], RandomSource | None], None] | None = None
 
 
 def advance_in_wide(
@@ -45,7 +45,7 @@ def advance_in_wide(
     arithmetic: WideArithmetic,
     chunk: State,
     scalars: Mapping[str, Scalar] | None = None,
-    noise: Noise | None = None,
+    source: RandomSource | None = None,
 ) -> None:
     """Wide arithmetic: load all components as fp32, compute, split once on storing.
 
@@ -64,7 +64,7 @@ def advance_in_wide(
         value = codes.load(arithmetic, chunk, "parameter", step.strategy.parameter)
     displacement = step.rule.displacement(arithmetic, value, gradient, moments, scalars or step.scalars)
     arithmetic.give_back(gradient)
-    draws = None if noise is None else Draws(noise, arithmetic, chunk["gradient"])
+    draws = None if source is None else RandomBits(source, arithmetic, chunk["gradient"])
     _store_parameter(step, arithmetic, value, displacement, chunk, draws)
     for moment in step.moments:
         storage = step.strategy.moment_storage(moment.second)
@@ -82,7 +82,7 @@ def _store_parameter(
     value: Tensor,
     displacement: Tensor,
     chunk: State,
-    draws: Draws | None,
+    draws: RandomBits | None,
 ) -> None:
     """Store `value` + `displacement`, both used up, as the strategy keeps a weight."""
     parameter, storage = chunk["parameter"], step.strategy.parameter
@@ -125,7 +125,7 @@ def _sum_error(arithmetic: WideArithmetic, a: Tensor, b: Tensor, total: Tensor) 
 
 
 def _store_at_random(
-    arithmetic: WideArithmetic, total: Tensor, error: Tensor, chunk: State, storage: StateStorage, draws: Draws
+    arithmetic: WideArithmetic, total: Tensor, error: Tensor, chunk: State, storage: StateStorage, draws: RandomBits
 ) -> None:
     """Keep the weight `total` + `error`, its last component rounded at random. Both are used up."""
     parameter = chunk["parameter"]
@@ -142,10 +142,10 @@ def _store_at_random(
         codes.round_at_random(arithmetic, total.to(torch.float64).add_(error), parameter, draws)
 
 
-def advance_in_storage(step: Step, chunk: State, noise: Noise | None = None) -> None:
+def advance_in_storage(step: Step, chunk: State, source: RandomSource | None = None) -> None:
     """Strict arithmetic: every named operation rounded to the storage format, no fp32 in between."""
     gradient = -chunk["gradient"] if step.maximize else chunk["gradient"]
-    draws = None if noise is None else Draws(noise, WideArithmetic(), gradient)
+    draws = None if source is None else RandomBits(source, WideArithmetic(), gradient)
     moments = {name: tensor for name, tensor in chunk.items() if name not in _NOT_MOMENTS}
     rounded = {}
     if draws is not None:
@@ -168,14 +168,14 @@ def advance_in_storage(step: Step, chunk: State, noise: Noise | None = None) -> 
         chunk[PARAMETER_LOW].copy_(low)
 
 
-def _rounded(dtype: torch.dtype, draws: Draws, value: Tensor) -> Tensor:
+def _rounded(dtype: torch.dtype, draws: RandomBits, value: Tensor) -> Tensor:
     """An fp32 value in `dtype`, rounded at random."""
     out = torch.empty_like(value, dtype=dtype)
     codes.round_at_random(WideArithmetic(), value, out, draws)
     return out
 
 
-def _move_at_random(strategy: StorageStrategy, chunk: State, displacement: Tensor, draws: Draws) -> None:
+def _move_at_random(strategy: StorageStrategy, chunk: State, displacement: Tensor, draws: RandomBits) -> None:
     """The weight's components after the displacement, the last one rounded at random."""
     parameter, wide = chunk["parameter"], WideArithmetic()
     if strategy.parameter is StateStorage.PAIR:

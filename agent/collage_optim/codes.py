@@ -16,7 +16,7 @@ from torch import Tensor
 
 from collage_optim.arithmetic import State, WideArithmetic
 from collage_optim.numerics.formats import round_at
-from collage_optim.random_numbers import Draws
+from collage_optim.random_numbers import RandomBits
 from collage_optim.strategies import LOW_COMPONENT_SUFFIX, SCALE_SUFFIX, StateStorage
 
 __all__ = [
@@ -65,7 +65,7 @@ def store(
     chunk: State,
     name: str,
     storage: StateStorage,
-    draws: Draws | None = None,
+    draws: RandomBits | None = None,
 ) -> None:
     """Keep a wide value, used up: rounded to nearest, or at random with the numbers that are drawn."""
     high, low = chunk[name], chunk.get(name + LOW_COMPONENT_SUFFIX)
@@ -101,7 +101,7 @@ def load_split(arithmetic: WideArithmetic, high: Tensor, low: Tensor) -> Tensor:
 
 
 def store_split(
-    arithmetic: WideArithmetic, value: Tensor, high: Tensor, low: Tensor, draws: Draws | None = None
+    arithmetic: WideArithmetic, value: Tensor, high: Tensor, low: Tensor, draws: RandomBits | None = None
 ) -> None:
     """Keep an fp32 value, used up: all of its bits for an int16 `low`, 24 of them, rounded, for an int8 one.
 
@@ -142,7 +142,7 @@ def _below_wrap(arithmetic: WideArithmetic, bits: Tensor, added: int) -> Tensor:
     return arithmetic.on(torch.clamp_max, bits, _LARGEST_POSITIVE - added)
 
 
-def _rounding(arithmetic: WideArithmetic, bits: Tensor, dropped: int, draws: Draws | None) -> Tensor:
+def _rounding(arithmetic: WideArithmetic, bits: Tensor, dropped: int, draws: RandomBits | None) -> Tensor:
     """The bits plus what rounds them once `dropped` of them are cut: a half, or as many random bits."""
     if draws is None:
         return arithmetic.on(torch.add, bits, 1 << (dropped - 1))
@@ -170,7 +170,7 @@ def load_root(arithmetic: WideArithmetic, code: Tensor) -> Tensor:
     return arithmetic.on(torch.mul, root, root)
 
 
-def store_root(arithmetic: WideArithmetic, value: Tensor, code: Tensor, draws: Draws | None = None) -> None:
+def store_root(arithmetic: WideArithmetic, value: Tensor, code: Tensor, draws: RandomBits | None = None) -> None:
     """Keep v ≥ 0, fp32, by its root, rounded at random or to nearest.
 
     Relative step 2^-10 for roots from 2^-32 to 2^8, else 2^-8. What is not finite becomes the largest number,
@@ -217,7 +217,7 @@ def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor, block: 
 
 
 def store_blocks(
-    arithmetic: WideArithmetic, value: Tensor, code: Tensor, scale: Tensor, draws: Draws | None = None
+    arithmetic: WideArithmetic, value: Tensor, code: Tensor, scale: Tensor, draws: RandomBits | None = None
 ) -> None:
     """Keep fp32 values in 8-bit codes, rounded at random or to nearest; sets the scales.
 
@@ -261,10 +261,10 @@ def _padded(flat: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_ELEMENTS))
 
 
-def round_at_random(arithmetic: WideArithmetic, value: Tensor, out: Tensor, draws: Draws) -> None:
+def round_at_random(arithmetic: WideArithmetic, value: Tensor, out: Tensor, draws: RandomBits) -> None:
     """Round fp32 `value`, used up, to out's format, up or down at random, so that the mean is right.
 
-    Where out is fp32, to bfloat16 (`collage_optim.packed_words`).
+    Where out is fp32, to bfloat16 (`collage_optim.cpu_vectors`).
     """
     if out.dtype == torch.float16:
         out.copy_(round_at(value, out.dtype, draws.uniform()))
@@ -273,7 +273,7 @@ def round_at_random(arithmetic: WideArithmetic, value: Tensor, out: Tensor, draw
     out.copy_(arithmetic.on(torch.bitwise_and, bits, -0x10000).view(torch.float32))
 
 
-def move_at_random(arithmetic: WideArithmetic, value: Tensor, displacement: Tensor, draws: Draws) -> Tensor:
+def move_at_random(arithmetic: WideArithmetic, value: Tensor, displacement: Tensor, draws: RandomBits) -> Tensor:
     """fp32 `value` + `displacement`, both used up, moved by a whole number of the value's gaps, drawn at random.
 
     The mean is right for updates far below fp32's own resolution, down to 2^-16 of a gap; zero moves nothing. Gaps
@@ -297,7 +297,7 @@ def move_at_random(arithmetic: WideArithmetic, value: Tensor, displacement: Tens
 
 
 def round_sum_at_random(
-    arithmetic: WideArithmetic, total: Tensor, error: Tensor, draws: Draws, dropped: int
+    arithmetic: WideArithmetic, total: Tensor, error: Tensor, draws: RandomBits, dropped: int
 ) -> Tensor:
     """`total` + `error`, of which total is the fp32 rounding, at random to fp32 with `dropped` bits 0.
 

@@ -16,11 +16,10 @@ from typing import cast
 
 import torch
 
-from collage_optim import codes, packed_words
+from collage_optim import codes, cpu_vectors
 from collage_optim.advance import Step, advance_in_wide
 from collage_optim.arithmetic import Scalar, State, WideArithmetic, Workspace
-from collage_optim.random_numbers import Noise, Seeding
-from collage_optim.register_casts import casts_in_registers
+from collage_optim.random_numbers import RandomSource, Seeding
 from collage_optim.rules import Moment, UpdateRule
 from collage_optim.stepping import Member, component_names, step_tensors, wide_dtype
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
@@ -45,7 +44,7 @@ _CUDA_OPTIONS: Options = {
     "eager_numerics.disable_ftz": True,
 }
 
-Advance = Callable[[State, Mapping[str, Scalar], Noise | None], None]
+Advance = Callable[[State, Mapping[str, Scalar], RandomSource | None], None]
 _Packed = Callable[[State, torch.Tensor, torch.Tensor | None], None]
 
 
@@ -87,7 +86,7 @@ def compiled_step(structure: Structure) -> Advance | None:
     """The compiled form of a step, or None (after one warning) where it fails its self-test here."""
     try:
         # The compiler's modules warn about themselves while they load, which must not end a run under -W error.
-        with warnings.catch_warnings(action="ignore"), casts_in_registers():
+        with warnings.catch_warnings(action="ignore"), cpu_vectors.casts_in_registers():
             exact = _rounds_roots_correctly(structure.device_type)
             advance = _compile(structure, wide_dtype(structure.dtype) if exact else torch.float64)
             reason = _difference_from_eager(structure, advance)
@@ -125,20 +124,20 @@ def _uncompiled(structure: Structure, root: torch.dtype) -> FunctionType:
 
     def advance(components: State, packed: torch.Tensor, numbers: torch.Tensor | None) -> None:
         scalars = dict(zip(structure.scalar_names, packed.unbind(), strict=True))
-        noise = None if numbers is None else Noise.of_numbers(numbers)
+        source = None if numbers is None else RandomSource.of_numbers(numbers)
         if not in_words:
-            advance_in_wide(step, WideArithmetic(None, wide, root), components, scalars, noise)
+            advance_in_wide(step, WideArithmetic(None, wide, root), components, scalars, source)
             return
         parts = []
-        for place in range(packed_words.ELEMENTS):
-            part = {name: packed_words.unpacked(word, place, dtypes[name]) for name, word in components.items()}
+        for place in range(cpu_vectors.ELEMENTS):
+            part = {name: cpu_vectors.unpacked(word, place, dtypes[name]) for name, word in components.items()}
             part.update({name: part[name].to(torch.bfloat16) for name in rounded})
-            own = None if noise is None else noise.from_element(place)
-            advance_in_wide(step, WideArithmetic(None, wide, root, packed_words.ELEMENTS), part, scalars, own)
+            own = None if source is None else source.from_element(place)
+            advance_in_wide(step, WideArithmetic(None, wide, root, cpu_vectors.ELEMENTS), part, scalars, own)
             parts.append(part)
         for name, word in components.items():
             if name != "gradient":
-                word.copy_(packed_words.packed([part[name] for part in parts], dtypes[name]))
+                word.copy_(cpu_vectors.packed([part[name] for part in parts], dtypes[name]))
 
     return cast(FunctionType, advance)
 
@@ -179,8 +178,8 @@ def _is_cut(structure: Structure, name: str) -> bool:
     return storage.is_split or (at_random and storage is StateStorage.SINGLE)
 
 
-def _advance(whole: _Packed, components: State, scalars: Mapping[str, Scalar], noise: Noise | None) -> None:
-    whole(components, torch.as_tensor(scalars["packed"]), None if noise is None else noise.numbers())
+def _advance(whole: _Packed, components: State, scalars: Mapping[str, Scalar], source: RandomSource | None) -> None:
+    whole(components, torch.as_tensor(scalars["packed"]), None if source is None else source.numbers())
 
 
 def _advance_in_words(
@@ -189,25 +188,25 @@ def _advance_in_words(
     scalar_names: tuple[str, ...],
     components: State,
     scalars: Mapping[str, Scalar],
-    noise: Noise | None,
+    source: RandomSource | None,
 ) -> None:
     """Step whole words compiled, and the few elements behind them eagerly."""
     elements = components["parameter"].numel()
     # A single word the compiler takes for a constant size, and would compile once more.
-    within = elements - elements % packed_words.ELEMENTS if elements >= 2 * packed_words.ELEMENTS else 0
+    within = elements - elements % cpu_vectors.ELEMENTS if elements >= 2 * cpu_vectors.ELEMENTS else 0
     if within:
         whole = components
         if within < elements:
             whole = {name: tensor[:within] for name, tensor in components.items()}
-        own = packed_words.words(whole)
-        stepped(own, scalars, noise)
+        own = cpu_vectors.words(whole)
+        stepped(own, scalars, source)
         for name, tensor in whole.items():
             if own[name].data_ptr() != tensor.data_ptr() and name != "gradient":
                 tensor.copy_(own[name].view(tensor.dtype))
     if within < elements:
         rest = {name: tensor[within:] for name, tensor in components.items()}
         named = dict(zip(scalar_names, torch.as_tensor(scalars["packed"]).unbind(), strict=True))
-        advance_in_wide(step, WideArithmetic(), rest, named, noise and noise.from_element(within))
+        advance_in_wide(step, WideArithmetic(), rest, named, source and source.from_element(within))
 
 
 def _step(structure: Structure, scalars: Mapping[str, Scalar]) -> Step:
@@ -253,12 +252,12 @@ def _components(structure: Structure) -> State:
 def _difference_from_eager(structure: Structure, advance: Advance) -> str | None:
     """Step the same components both ways; what is wrong with the compiled result, or None."""
     numbers: dict[str, Scalar] = {name: 2.0**-4 * (index + 1) for index, name in enumerate(structure.scalar_names)}
-    noise = _TESTED_SEEDING.at(0) if structure.strategy.stochastic else None
+    source = _TESTED_SEEDING.at(0) if structure.strategy.stochastic else None
     eager = _components(structure)
     compiled = {name: tensor.clone() for name, tensor in eager.items()}
     with torch.no_grad():
         step_tensors(_step(structure, numbers), [Member(0, eager["parameter"], eager["gradient"], eager)])
-        advance(compiled, packed_scalars(numbers, torch.float32), noise)
+        advance(compiled, packed_scalars(numbers, torch.float32), source)
     low = compiled.get(PARAMETER_LOW)
     if low is not None and int((low != 0).sum()) < TESTED_ELEMENTS // 2:
         return "the compiler folds the low component to zero"

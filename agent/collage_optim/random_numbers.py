@@ -17,7 +17,7 @@ from torch import Tensor
 
 from collage_optim.arithmetic import INDEX_FACTOR, Scalar, WideArithmetic, signed
 
-__all__ = ["Draws", "Noise", "Seeding", "default_seed", "mixed_seed", "shard_number"]
+__all__ = ["RandomBits", "RandomSource", "Seeding", "default_seed", "mixed_seed", "shard_number"]
 
 _STREAM, _MIX, _GOLDEN = 0x85EBCA6B, 0x2C1B3C6D, 0x9E3779B9
 _BUILT = itertools.count()
@@ -52,8 +52,8 @@ def _processes() -> int:
 
 
 @dataclass(frozen=True)
-class Noise:
-    """The random numbers of one tensor at one step. Three 32-bit integers, or int32 tensors of no dimension.
+class RandomSource:
+    """Where a tensor's random bits of a step come from. Three 32-bit integers, or int32 tensors of no dimension.
 
     start: added to the hashed index, as if the tensor began there; flipped: bits turned within the hash;
     rotation: added to the hash, another with each step.
@@ -63,8 +63,8 @@ class Noise:
     flipped: Scalar
     rotation: Scalar
 
-    def from_element(self, index: int) -> Noise:
-        """The noise of the elements from `index` on."""
+    def from_element(self, index: int) -> RandomSource:
+        """The source of the elements from `index` on."""
         start = self.start + signed(index * INDEX_FACTOR)
         return replace(self, start=start if isinstance(start, Tensor) else signed(int(start)))
 
@@ -73,7 +73,7 @@ class Noise:
         return torch.tensor((self.start, self.flipped, self.rotation), dtype=torch.int32)
 
     @classmethod
-    def of_numbers(cls, numbers: Tensor) -> Noise:
+    def of_numbers(cls, numbers: Tensor) -> RandomSource:
         """What `numbers` was made of."""
         return cls(*numbers.unbind())
 
@@ -96,14 +96,14 @@ def _multiplied_and_rotated(mixed: Tensor, rotation: Tensor, out: Tensor | None 
     return torch.add(rotation, mixed, alpha=_MIX, out=out)
 
 
-class Draws:
+class RandomBits:
     """The random bits of a chunk's elements, handed out from the upper ones of each 32 on, which are the best.
 
     like: a flat tensor as long as the chunk. An element's bits follow from its index and the calls before.
     """
 
-    def __init__(self, noise: Noise, arithmetic: WideArithmetic, like: Tensor, stream: int = 0) -> None:
-        self._noise, self._arithmetic, self._like = noise, arithmetic, like
+    def __init__(self, source: RandomSource, arithmetic: WideArithmetic, like: Tensor, stream: int = 0) -> None:
+        self._source, self._arithmetic, self._like = source, arithmetic, like
         self._stream, self._left = stream, 0
         self._bits: Tensor | None = None
 
@@ -113,7 +113,7 @@ class Draws:
         if self._bits is None or count > self._left:
             if self._bits is not None:
                 arithmetic.give_back(self._bits)
-            self._bits, self._left = self._noise.bits(arithmetic, self._like, self._stream), 32
+            self._bits, self._left = self._source.bits(arithmetic, self._like, self._stream), 32
             self._stream += 1
         bits, mask = self._bits, (1 << count) - 1
         self._left -= count
@@ -130,11 +130,11 @@ class Draws:
         self._arithmetic.give_back(drawn)
         return numbers.mul_(2.0**-24 * end)
 
-    def longer(self, like: Tensor) -> Draws:
+    def longer(self, like: Tensor) -> RandomBits:
         """The next 32 bits of as many elements as `like`, which has the chunk's and more."""
         self._left = 0
         self._stream += 1
-        return Draws(self._noise, WideArithmetic(), like, self._stream - 1)
+        return RandomBits(self._source, WideArithmetic(), like, self._stream - 1)
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,10 @@ class Seeding:
     seed: int
     step: int
 
-    def at(self, position: int, shard: int = 0) -> Noise:
-        """The noise of the tensor at this position among the optimizer's parameters, and of its shard."""
+    def at(self, position: int, shard: int = 0) -> RandomSource:
+        """The source of the tensor at this position among the optimizer's parameters, and of its shard."""
         key = mixed_seed(self.seed, position, *((shard,) if shard else ()))
-        return Noise(signed(key), signed(key >> 32), signed(self.step * _GOLDEN))
+        return RandomSource(signed(key), signed(key >> 32), signed(self.step * _GOLDEN))
 
 
 def shard_number(tensor: Tensor) -> int:

@@ -201,16 +201,16 @@ def _step_together(step: Step, parts: list[State], position: int) -> None:
 def _step_flat(step: Step, flat: State, position: int, shard: int) -> None:
     """Step flat vectors of one length, compiled as a whole or chunk by chunk."""
     elements = flat["parameter"].numel()
-    noise = None if step.seeding is None else step.seeding.at(position, shard)
+    source = None if step.seeding is None else step.seeding.at(position, shard)
     if step.compiled is not None and elements:
-        step.compiled(flat, step.scalars, noise)
+        step.compiled(flat, step.scalars, source)
         return
     first = 0
     for chunk in chunks(flat, chunk_elements(flat["parameter"].device, step.storage_arithmetic)):
-        own, length = None if noise is None else noise.from_element(first), chunk["parameter"].numel()
+        own, length = None if source is None else source.from_element(first), chunk["parameter"].numel()
         if step.storage_arithmetic:
             advance_in_storage(step, chunk, own)
         else:
             step.workspace.restart(length)
-            advance_in_wide(step, WideArithmetic(step.workspace), chunk, noise=own)
+            advance_in_wide(step, WideArithmetic(step.workspace), chunk, source=own)
         first += length

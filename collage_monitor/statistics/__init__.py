@@ -19,7 +19,7 @@ from collage_monitor.statistics.merge import (
     reduce_shards,
     reduce_steps,
 )
-from collage_monitor.statistics.updates import histogram_counts, histogram_quantile
+from collage_monitor.statistics.update_histogram import histogram_counts, histogram_quantile
 
 __all__ = [
     "Totals",

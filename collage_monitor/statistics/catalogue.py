@@ -18,7 +18,7 @@ from collage_monitor.statistics import (
     optimizer_state,
     replicas,
     several_steps,
-    updates,
+    update_histogram,
 )
 
 __all__ = [
@@ -45,7 +45,7 @@ _OWN: Final = {
     "residuals": optimizer_state.RESIDUALS,
     "oracle": several_steps.ORACLE,
     "norms": edq.NORMS,
-    "updates": updates.DEFINITION,
+    "updates": update_histogram.DEFINITION,
     "counts": counts.DEFINITION,
     "intervals": intervals.DEFINITION,
     "replicas": replicas.DEFINITION,

@@ -10,7 +10,7 @@ from collage_monitor.definitions import HISTOGRAM_LABELS, Array, Metric
 from collage_monitor.statistics import intervals as estimates
 from collage_monitor.statistics.catalogue import METRICS, STATISTICS, metric, split_key
 from collage_monitor.statistics.merge import Totals
-from collage_monitor.statistics.updates import histogram_counts
+from collage_monitor.statistics.update_histogram import histogram_counts
 
 __all__ = [
     "finish",

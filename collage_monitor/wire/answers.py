@@ -276,6 +276,7 @@ EventKind = Literal[
     "attempt",
     "conversion",
     "expectation",
+    "kept_otherwise",
     "resume_loss",
     "rank_twice",
     "gap",
@@ -297,6 +298,7 @@ class Event(Struct, kw_only=True, frozen=True):
 
     `attempt`: the job was launched. `conversion`: weights without residuals were given some, which began empty.
     `expectation`: something that the training was expected to keep is not kept.
+    `kept_otherwise`: weights or states are kept in another way than in the launch before.
     `resume_loss`: what an optimizer keeps did not come through a resume.
     `rank_twice`: a second process reported for a rank of the same launch; only
     the first is shown. `gap`: reports were dropped for good. `reports_dropped`, `skipped_steps`: a rank's count

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any, Final
 
 import dash
@@ -17,13 +18,21 @@ from collage_dashboard.prerendering import DOCUMENT, PrerenderingDash
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.report import install_report
 from collage_dashboard.sign_in import ClientOfToken, forget_token, install_sign_in, token_of_session
-from collage_dashboard.view import View, read_address
+from collage_dashboard.view import Page, View, read_address
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 
 __all__ = ["create_dashboard"]
 
 _MISSING: Final = Problem("No such page", "This address leads nowhere.")
+_PAGES: Final[Mapping[Page, ModuleType]] = {
+    "runs": runs,
+    "compare": comparison,
+    "run": run,
+    "incidents": incidents,
+    "incident": incident,
+}
+"""The module of each page: its `layout`, and the callbacks that it registers."""
 
 
 def create_dashboard(
@@ -66,28 +75,21 @@ def create_dashboard(
         render(read_address(pathname, search), reader), pathname=pathname, search=search
     )
     _register_routing(app, reader)
-    for page in (runs, comparison, run, incidents, incident):
+    for page in _PAGES.values():
         page.register(app, reader)
     return app
 
 
 def render(view: View, reader: Reader) -> Any:
     """The page of a view, or what stands in its way in plain words."""
+    page = _PAGES.get(view.page)
+    if page is None:
+        return problem_page(_MISSING)
     try:
-        if view.page == "compare":
-            return comparison.layout(view, reader)
-        if view.page == "run":
-            return run.layout(view, reader)
-        if view.page == "runs":
-            return runs.layout(view, reader)
-        if view.page == "incidents":
-            return incidents.layout(view, reader)
-        if view.page == "incident":
-            return incident.layout(view, reader)
+        return page.layout(view, reader)
     except CollageError as error:
         problem = explain(error)
         return problem_page(problem, retry=problem.temporary)
-    return problem_page(_MISSING)
 
 
 def _shell(page: Any = None, *, signed_in: bool, **address: str) -> dmc.MantineProvider:

@@ -54,11 +54,11 @@ __all__ = [
     "state_badge",
     "tags_of",
     "text_of_tags",
-    "verdict_mark",
+    "judgement_mark",
 ]
 
 _STATE_COLOURS: Final = {"running": "blue", "finished": "gray", "failed": "red", "stale": "yellow"}
-_VERDICT_MARKS: Final = {"healthy": ("✓", "agrees"), "unknown": ("?", "unknown")}
+_JUDGEMENT_MARKS: Final = {"healthy": ("✓", "agrees"), "unknown": ("?", "unknown")}
 _HIDDEN: Final[dict[str, Any]] = {"aria-hidden": "true"}
 _BAD_MARK: Final = ("!", "disagrees")
 _ENTRIES_SHOWN: Final = 6
@@ -160,9 +160,9 @@ def help_text(title: str, description: Description) -> dmc.Tooltip:
     )
 
 
-def verdict_mark(health: str) -> tuple[str, str]:
+def judgement_mark(health: str) -> tuple[str, str]:
     """(sign, kind) of a health; it is no traffic light."""
-    return _VERDICT_MARKS.get(health, _BAD_MARK)
+    return _JUDGEMENT_MARKS.get(health, _BAD_MARK)
 
 
 def cell_content(cell: tuple[str, str]) -> list[Any]:
@@ -173,7 +173,7 @@ def cell_content(cell: tuple[str, str]) -> list[Any]:
 
 def headline_line(overview: wire.Overview | None, style: LineStyle | None = None) -> html.Div:
     """What is said of a run, in one sentence; the reasons stand in its tooltip."""
-    mark, kind = verdict_mark(overview.health if overview else "unknown")
+    mark, kind = judgement_mark(overview.health if overview else "unknown")
     label = [run_label(style), " "] if style else []
     text = overview.headline if overview else "Not evaluated yet."
     return html.Div(

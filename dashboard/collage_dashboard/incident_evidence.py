@@ -1,7 +1,7 @@
 """What a run reported around an incident, read over HTTP: since when it changed, and the steps before and after.
 
 with Client(server_url, token) as client:
-    evidence = read_incident(client, client.incident(incident_id))
+    evidence = read_incident_evidence(client, client.incident(incident_id))
     for cause, verdict in alert(evidence.incident.alert).cause_verdicts(evidence): ...
 """
 
@@ -22,7 +22,7 @@ from collage_monitor.onset import Onset
 from collage_monitor.run_evidence import read_onset
 from collage_monitor.wire import Number, from_number
 
-__all__ = ["COMPARED_METRICS", "STEPS_AFTER_ALERT", "read_incident"]
+__all__ = ["COMPARED_METRICS", "STEPS_AFTER_ALERT", "read_incident_evidence"]
 
 COMPARED_METRICS: Final = (
     "learning_rate",
@@ -49,7 +49,10 @@ COMPARED_METRICS: Final = (
     "oracle_restarts",
     "tokens",
 )
-"""What is compared before and after, as far as the run reported it; a labelled metric under each of its labels."""
+"""What is compared before and after, as far as the run reported it; a labelled metric under each of its labels.
+
+tests/alerts/test_causes.py holds it to contain all that the checks beside alerts compare.
+"""
 _COUNTS: Final = frozenset({"skipped_steps", "external_writes", "oracle_restarts", "tokens"})
 """Logged counts since the run began: the newest says more than the mean."""
 _OF_LAYERS: Final = ("edq_ratio", "update_to_weight_ratio")
@@ -64,7 +67,7 @@ _METRICS_A_QUESTION: Final = 20
 _EVENTS_SINCE: Final = 100
 
 
-def read_incident(client: Client, incident: wire.Incident) -> IncidentEvidence:
+def read_incident_evidence(client: Client, incident: wire.Incident) -> IncidentEvidence:
     """The evidence around an incident, from some ten questions.
 
     Raises:

@@ -23,11 +23,11 @@ from collage_server.alerts import AlertEvaluator, Messenger, targets_of
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
 from collage_server.api.routing import add_description
+from collage_server.app_state import AppState
 from collage_server.auth.bearer import AccessPolicy
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
 from collage_server.background import BackgroundThread, Maintenance, Sealer
-from collage_server.components import Components
 from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
@@ -58,7 +58,7 @@ def create_app(
     The store is opened and the writer started when the application starts, and both are closed when it stops:
     what waits is committed first.
     """
-    components = _components(settings, store or make_store(settings), clock, limits)
+    app_state = _app_state(settings, store or make_store(settings), clock, limits)
     app = FastAPI(
         title="Collage Monitor",
         version=__version__,
@@ -66,8 +66,8 @@ def create_app(
         lifespan=_lifespan,
         middleware=[
             Middleware(RequestIdentity),
-            Middleware(AccessControl, access=AccessPolicy(settings, components.directory, components.store.access)),
-            Middleware(ReadOnlyGate, guard=components.guard),
+            Middleware(AccessControl, access=AccessPolicy(settings, app_state.directory, app_state.store.access)),
+            Middleware(ReadOnlyGate, guard=app_state.guard),
         ],
         # Every other error goes through to `RequestIdentity`; for these two the framework has words of its own.
         exception_handlers={HTTPException: _failed, RequestValidationError: _failed},
@@ -76,8 +76,8 @@ def create_app(
         # This server's own numbers are at /metrics; FastAPI would look for tracers at each request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.state.components = components
-    app.state.alert_threads = _alert_threads(components)
+    app.state.collage = app_state
+    app.state.alert_threads = _alert_threads(app_state)
     # As a flat list: an included router is matched twice for each request, and those around it once more.
     # A redirect would have no shape, and the name in Host for its address.
     app.router.redirect_slashes = False
@@ -92,41 +92,41 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    components: Components = app.state.components
+    app_state: AppState = app.state.collage
     current_default_thread_limiter().total_tokens = READERS
-    await asyncio.to_thread(components.store.open)
-    components.writer.start(asyncio.get_running_loop())
-    components.sealer.start()
+    await asyncio.to_thread(app_state.store.open)
+    app_state.writer.start(asyncio.get_running_loop())
+    app_state.sealer.start()
     for thread in app.state.alert_threads:
         thread.start()
-    await asyncio.to_thread(components.maintenance.start)
-    components.newest.start()
-    components.overviews.start()
+    await asyncio.to_thread(app_state.maintenance.start)
+    app_state.newest.start()
+    app_state.overviews.start()
     try:
         yield
     finally:
-        ends = time.monotonic() + components.settings.shutdown_seconds / 2
+        ends = time.monotonic() + app_state.settings.shutdown_seconds / 2
 
         def left() -> float:
             return max(ends - time.monotonic(), 0.0)
 
-        await components.writer.stop(left())
-        await asyncio.to_thread(components.newest.stop, left())
-        await asyncio.to_thread(components.overviews.stop, left())
-        await asyncio.to_thread(components.sealer.stop, left())
-        await asyncio.to_thread(components.maintenance.stop, left())
-        await components.directory.close(left())
+        await app_state.writer.stop(left())
+        await asyncio.to_thread(app_state.newest.stop, left())
+        await asyncio.to_thread(app_state.overviews.stop, left())
+        await asyncio.to_thread(app_state.sealer.stop, left())
+        await asyncio.to_thread(app_state.maintenance.stop, left())
+        await app_state.directory.close(left())
         # Last of those that have work: a webhook that hangs must take no time from them. They need the store alone.
         for thread in app.state.alert_threads:
             await asyncio.to_thread(thread.stop, left())
-        await asyncio.to_thread(components.store.close)
+        await asyncio.to_thread(app_state.store.close)
 
 
-def _components(settings: Settings, store: Store, clock: Callable[[], float], limits: FixedLimits) -> Components:
+def _app_state(settings: Settings, store: Store, clock: Callable[[], float], limits: FixedLimits) -> AppState:
     counters = IngestCounters()
     guard = DiskGuard(store, budget_bytes=settings.disk_budget_bytes, reserve_bytes=settings.disk_reserve_bytes)
     bounds = JournalBounds(limits.journal_run_bytes, limits.journal_bytes)
-    return Components(
+    return AppState(
         settings=settings,
         store=store,
         bounds=bounds,
@@ -161,16 +161,16 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float], li
     )
 
 
-def _alert_threads(components: Components) -> list[BackgroundThread]:
+def _alert_threads(app_state: AppState) -> list[BackgroundThread]:
     """Evaluation and messages, as far as the settings ask for them."""
-    settings, store, clock = components.settings, components.store, components.clock
+    settings, store, clock = app_state.settings, app_state.store, app_state.clock
     if settings.alerts == "off":
         return []
     interval = settings.alert_interval_seconds
     alerts = enabled_alerts(None if settings.alerts == "default" else settings.alerts)
     evaluator = AlertEvaluator(
         store,
-        lambda: exposition.samples(components),
+        lambda: exposition.samples(app_state),
         alerts,
         clock=clock,
         interval_seconds=interval,

@@ -183,10 +183,10 @@ class Maintenance(BackgroundThread):
         if self._event_days is not None:
             now = self._clock()
             before, owed_before = now - self._event_days * _DAY_SECONDS, now - _OWED_DAYS * _DAY_SECONDS
-            self._repeat(lambda: self._store.history.expire(before, owed_before) > 0)
+            self._repeat(lambda: self._store.expiry.expire(before, owed_before) > 0)
         if self._audit_days is not None:
             audit_before = self._clock() - self._audit_days * _DAY_SECONDS
-            self._repeat(lambda: self._store.history.expire_audit_log(audit_before) > 0)
+            self._repeat(lambda: self._store.expiry.expire_audit_log(audit_before) > 0)
         self._repeat(lambda: self._store.retention.purge(_SLICES))
         self._repeat(self._store.release_space)
 

@@ -25,8 +25,8 @@ from collage_monitor.strategies import STRATEGIES
 from collage_monitor.wire import Number
 from collage_server.alerts.evaluation import Sample
 from collage_server.api.answers import describes
+from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.bearer import principal_of
-from collage_server.components import Components, components_of
 from collage_server.newest import kept_newest
 from collage_server.store import NewestPoint, RunQuery, RunRecord
 
@@ -71,22 +71,22 @@ RUN_GAUGES: Final = {
 @router.get("/metrics", **describes(None))
 def metrics(request: Request) -> Response:
     """Running runs in the Prometheus text format, those of the token's projects."""
-    text = exposition(components_of(request), principal_of(request).projects)
+    text = exposition(app_state_of(request), principal_of(request).projects)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def exposition(components: Components, projects: Collection[str] | None = None) -> bytes:
+def exposition(app_state: AppState, projects: Collection[str] | None = None) -> bytes:
     """The whole page, in a registry of its own; for some projects, their runs alone."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_RunCollector(components, projects))
+    registry.register(_RunCollector(app_state, projects))
     if projects is None:
-        registry.register(_ServerCollector(components))
+        registry.register(_ServerCollector(app_state))
     return generate_latest(registry)
 
 
-def samples(components: Components) -> Iterator[Sample]:
+def samples(app_state: AppState) -> Iterator[Sample]:
     """What the page shows, as the alerts' evaluation takes it."""
-    for collector in (_RunCollector(components, None), _ServerCollector(components)):
+    for collector in (_RunCollector(app_state, None), _ServerCollector(app_state)):
         for family in collector.collect():
             for sample in family.samples:
                 yield Sample(sample.name, tuple(sorted(sample.labels.items())), float(sample.value))
@@ -95,12 +95,12 @@ def samples(components: Components) -> Iterator[Sample]:
 class _RunCollector(Collector):
     """Runs that are running and not stale."""
 
-    def __init__(self, components: Components, projects: Collection[str] | None) -> None:
-        self._components = components
+    def __init__(self, app_state: AppState, projects: Collection[str] | None) -> None:
+        self._app_state = app_state
         self._projects = projects
 
     def collect(self) -> Iterable[Metric]:
-        families, store, now = _RunGauges(), self._components.store, self._components.clock()
+        families, store, now = _RunGauges(), self._app_state.store, self._app_state.clock()
         mismatches = store.sealing.mismatches_by_run()
         for records in self._running():
             run_ids = [record.run_id for record in records]
@@ -117,8 +117,8 @@ class _RunCollector(Collector):
         cursor: str | None = None
         while True:
             query = RunQuery(projects=self._projects, state="running", cursor=cursor, limit=_PAGE)
-            stale_after = self._components.settings.stale_after_seconds
-            page = self._components.store.runs.page(query, self._components.clock(), stale_after)
+            stale_after = self._app_state.settings.stale_after_seconds
+            page = self._app_state.store.runs.page(query, self._app_state.clock(), stale_after)
             yield page.runs
             cursor = page.cursor
             if cursor is None:
@@ -128,10 +128,10 @@ class _RunCollector(Collector):
 class _ServerCollector(Collector):
     """The server about itself."""
 
-    def __init__(self, components: Components) -> None:
-        self._counters = components.counters
-        self._store = components.store
-        self._guard = components.guard
+    def __init__(self, app_state: AppState) -> None:
+        self._counters = app_state.counters
+        self._store = app_state.store
+        self._guard = app_state.guard
 
     def collect(self) -> Iterable[Metric]:
         for family in self._counters.registry.collect():

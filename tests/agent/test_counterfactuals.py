@@ -10,7 +10,7 @@ from collage_agent.handle import watch
 from collage_agent.watching.governor import Governor
 from collage_optim import CollageAdamW
 
-from tests.agent.step.test_meter import step_with_reference, totals_of
+from tests.agent.step.test_measurer import step_with_reference, totals_of
 from tests.agent.training import mlp, train
 from tests.reference import diagnostics
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from collage_agent.handle import watch
 from collage_agent.step import observe, oracles
-from collage_agent.watching.hooks import OptimizerHooks, largest_step_count
+from collage_agent.watching.hooks import OptimizerHooks
+from collage_agent.watching.resume import largest_step_count
 from collage_optim import CollageAdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 

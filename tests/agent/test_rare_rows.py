@@ -9,7 +9,7 @@ from collage_agent.step.gather import BlockLayout
 from collage_agent.step.touched import TouchedRows
 from torch import nn
 
-from tests.agent.step.test_meter import totals_of
+from tests.agent.step.test_measurer import totals_of
 
 ROWS, WIDTH = 5_000, 50
 OPTIMIZERS = {

@@ -14,7 +14,7 @@ import torch
 from collage_agent import guard, stats
 from collage_agent.handle import watch
 from collage_agent.options import Exclude, WatchArguments, WatchOptions
-from collage_agent.step.meter import Meter
+from collage_agent.step.measurer import StepMeasurer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
@@ -275,7 +275,7 @@ def test_nothing_raises_into_training_and_repeated_failure_disables(monkeypatch,
     def broken(*_, **__):
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(Meter, "after", broken)
+    monkeypatch.setattr(StepMeasurer, "after", broken)
     losses = train(model, optimizer, 6)
     assert len(losses) == 6
     assert handle.step == 6
@@ -318,7 +318,7 @@ def test_out_of_memory_disables_at_once(monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(Meter, "before", full)
+    monkeypatch.setattr(StepMeasurer, "before", full)
     train(model, optimizer, 2)
     assert "full" in handle.info.intent_reason
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+
 import msgspec
 import pytest
-from collage_dashboard.incident_evidence import _rises
+from collage_dashboard.incident_evidence import COMPARED_METRICS, _rises
 
 from collage_monitor import wire
-from collage_monitor.alerts import ALERTS, Alert
+from collage_monitor.alerts import ALERTS, Alert, causes, descent, operation, states, training
 from collage_monitor.alerts.causes import IncidentEvidence, Span, restarted
 
+READERS = {"both", "now", "number", "rose", "_growth"}
+"""What reads a value of an incident's evidence by its key."""
 WATCH = wire.WatchInfo(optimizer="AdamW", every=10)
 RUN = wire.Run(
     run_id="r1",
@@ -262,6 +267,16 @@ def test_layers_that_are_rounded_differently_leave_open_whether_rounding_is_rand
     seen = fingerprint(layer_rounds_at_random={"0.weight": True, "2.weight": False})
     verdict = ALERTS["CollageUpdatesLost"].cause_verdicts(evidence(run=seen))[0][1]
     assert (verdict.holds, verdict.because) == (None, "some layers round at random, others to nearest")
+
+
+def test_every_metric_that_a_check_compares_is_read():
+    read = {bound for name in COMPARED_METRICS for bound in (name, f"{name}_low", f"{name}_high")}
+    asked = set()
+    for module in (causes, descent, operation, states, training):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in READERS:
+                asked |= {value.value for value in node.args if isinstance(value, ast.Constant) and value.value}
+    assert {"learning_rate", "tokens", "external_writes", "edq_ratio_high"} <= asked <= read
 
 
 def test_an_alert_of_another_package_needs_no_checks():

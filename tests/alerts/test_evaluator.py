@@ -25,10 +25,10 @@ FINDING = "collage_finding"
 
 
 def evaluator(server, *names, **more):
-    components = server.app.state.components
+    app_state = server.app.state.collage
     return AlertEvaluator(
-        components.store,
-        lambda: current_samples(components),
+        app_state.store,
+        lambda: current_samples(app_state),
         [alert(name) for name in names] or ALERTS.values(),
         clock=server.clock,
         interval_seconds=SECONDS,
@@ -103,13 +103,13 @@ def test_a_run_in_its_warm_up_and_a_finished_one_do_not_fire(server):
 
 def test_what_the_judgement_holds_against_a_run_is_shown_and_fires(low):
     """Alerts read the evaluation that the table of runs shows: one judgement of a run, kept once."""
-    components = low.app.state.components
-    components.overviews.stop(PATIENCE_SECONDS)
-    store, work = components.store, evaluator(low, "CollageNotFinite")
+    app_state = low.app.state.collage
+    app_state.overviews.stop(PATIENCE_SECONDS)
+    store, work = app_state.store, evaluator(low, "CollageNotFinite")
 
     def held():
         return {
-            dict(entry.labels)["key"]: entry.value for entry in current_samples(components) if entry.name == FINDING
+            dict(entry.labels)["key"]: entry.value for entry in current_samples(app_state) if entry.name == FINDING
         }
 
     (due,) = store.overviews.due(10)
@@ -214,9 +214,9 @@ def test_a_token_silences_its_own_projects_alone(tmp_path):
 
 def test_an_alert_of_an_expression_alone_is_left_to_prometheus_and_named(low, caplog):
     entry = replace(alert("CollageEdqLow"), name="Mine", conditions=())
-    components = low.app.state.components
+    app_state = low.app.state.collage
     work = AlertEvaluator(
-        components.store, lambda: current_samples(components), [entry], clock=low.clock, interval_seconds=SECONDS
+        app_state.store, lambda: current_samples(app_state), [entry], clock=low.clock, interval_seconds=SECONDS
     )
     assert "Prometheus alone evaluates Mine" in caplog.text
     rounds(low, work, 11 * 60)
@@ -225,7 +225,7 @@ def test_an_alert_of_an_expression_alone_is_left_to_prometheus_and_named(low, ca
 
 def test_what_the_database_refuses_is_kept_as_soon_as_it_does_not(low):
     """The evaluation tells of a change once: were it forgotten, the alert would never be seen."""
-    store, work = low.app.state.components.store, evaluator(low, "CollageEdqLow")
+    store, work = low.app.state.collage.store, evaluator(low, "CollageEdqLow")
 
     def change(statement):
         with store.writing() as connection:
@@ -265,7 +265,7 @@ def test_the_evaluation_tells_series_apart_as_the_store_does(low):
     """Were it otherwise, one series' end would resolve what another one fires."""
     rounds(low, evaluator(low), SECONDS)
     asked = {condition.series for entry in ALERTS.values() for condition in entry.conditions}
-    labels = [sample.labels for sample in current_samples(low.app.state.components) if sample.name in asked]
+    labels = [sample.labels for sample in current_samples(low.app.state.collage) if sample.name in asked]
     by_store = {alert_key("", dict(own)) for own in labels}
     assert len(by_store) == len({identity_labels(own) for own in labels}) > 1
 

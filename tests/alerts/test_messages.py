@@ -150,7 +150,7 @@ class Sometimes:
 @pytest.fixture
 def store(server):
     server.filled()
-    return server.app.state.components.store
+    return server.app.state.collage.store
 
 
 def messenger(store, clock, *targets):

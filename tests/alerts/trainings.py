@@ -224,7 +224,7 @@ def evaluate(trace, seconds_a_step):
         app = create_app(settings, clock=clock)
         with TestClient(app, base_url="http://127.0.0.1") as client:
             server = Server(client, clock, app)
-            app.state.components.overviews.stop(PATIENCE_SECONDS)
+            app.state.collage.overviews.stop(PATIENCE_SECONDS)
             _replay(server, trace, seconds_a_step)
             found = server.get("/events?limit=1000", wire.IncidentPage).events
             return [(entry.alert, entry.severity, entry.step) for entry in reversed(found)]
@@ -232,10 +232,10 @@ def evaluate(trace, seconds_a_step):
 
 def _replay(server, trace, seconds_a_step):
     """Send what was told, on a clock that moves with the steps; seal and judge once a round."""
-    components = server.app.state.components
+    app_state = server.app.state.collage
     work = AlertEvaluator(
-        components.store,
-        lambda: current_samples(components),
+        app_state.store,
+        lambda: current_samples(app_state),
         ALERTS.values(),
         clock=server.clock,
         interval_seconds=ROUND_SECONDS,
@@ -247,9 +247,9 @@ def _replay(server, trace, seconds_a_step):
             server.clock.now = began + message.step * seconds_a_step
             while server.clock.now >= due:
                 _send(server, held)
-                components.sealer.do_due_work()
-                for entry in components.store.overviews.due(1):
-                    keep_overview(components.store, entry)
+                app_state.sealer.do_due_work()
+                for entry in app_state.store.overviews.due(1):
+                    keep_overview(app_state.store, entry)
                 work.do_due_work()
                 due += ROUND_SECONDS
             held[stream_id].append(message)

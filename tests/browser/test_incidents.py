@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from collage_dashboard.incident_evidence import read_incident
+from collage_dashboard.incident_evidence import read_incident_evidence
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
@@ -101,7 +101,7 @@ def test_since_when_is_one_answer_of_list_page_and_incident(watched, client):
 
 def test_a_rate_whose_warm_up_is_over_is_not_said_to_rise(client):
     incident = client.incidents(run_id="run-decline").events[0]
-    found = ALERTS["CollageEdqLow"].checks[0](read_incident(client, incident))
+    found = ALERTS["CollageEdqLow"].checks[0](read_incident_evidence(client, incident))
     assert found.holds is False
     assert found.because.endswith("it does not rise")
 

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from collage_dashboard.app import render
 from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS, milliseconds_after
-from collage_dashboard.incident_evidence import read_incident
+from collage_dashboard.incident_evidence import read_incident_evidence
 from collage_dashboard.pages.comparison import figure
-from collage_dashboard.pages.comparison_content import COLUMNS, numbers, table, verdicts
+from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table, judgement_lines, number_cards
 from collage_dashboard.pages.incident_content import body
 from collage_dashboard.pages.run_content import TABS, about, draw, head, panel, summary
 from collage_dashboard.pages.runs_content import compare_link, rows
@@ -70,7 +70,7 @@ def test_picked_runs_lead_to_their_comparison():
 
 
 def test_the_first_screen_of_a_comparison_is_four_numbers_a_run(compared, overviews):
-    shown = numbers(compared.runs, overviews)
+    shown = number_cards(compared.runs, overviews)
     cards = [part for part in components(shown) if "number-card" in str(getattr(part, "className", ""))]
     assert len(cards) == 4
     assert [text(card).split(" ")[0] for card in cards] == ["EDQ", "Updates", "State", "Validation"]
@@ -82,7 +82,7 @@ def test_the_first_screen_of_a_comparison_is_four_numbers_a_run(compared, overvi
 def test_a_comparison_says_nothing_good_about_light_whose_state_cannot_decay(compared, overviews):
     lines = {
         run.name: text(line)
-        for run, line in zip(compared.runs, verdicts(compared.runs, overviews).children, strict=True)
+        for run, line in zip(compared.runs, judgement_lines(compared.runs, overviews).children, strict=True)
     }
     assert "exp_avg_sq stuck" in lines["light"]
     assert "exp_avg_sq does not decay" in overviews["run-light"].verdict
@@ -90,7 +90,7 @@ def test_a_comparison_says_nothing_good_about_light_whose_state_cannot_decay(com
 
 
 def test_the_table_has_every_column_for_every_run(compared, overviews):
-    whole = text(table(compared.runs, overviews))
+    whole = text(comparison_table(compared.runs, overviews))
     for column in COLUMNS:
         assert column.title in whole
     assert "Collage plus · bfloat16" in whole
@@ -111,7 +111,7 @@ def test_the_table_has_every_column_for_every_run(compared, overviews):
 
 def test_stochastic_runs_come_with_a_note_on_their_lost_share(server, reader):
     runs = server.client().compare(["run-live", "run-plain"], "edq_ratio").runs
-    assert "misjudges stochastic rounding" in text(table(runs, {}))
+    assert "misjudges stochastic rounding" in text(comparison_table(runs, {}))
     page = render(read_address("/compare", "?run=run-live&run=run-plain"), reader)
     assert "one step's lost share misjudges it" in text(page)
     assert "misjudges" not in text(render(read_address("/compare", "?run=run-plain"), reader))
@@ -242,7 +242,7 @@ def test_an_incident_shows_what_happened_around_its_alert(server, alert_at, show
         labels={},
         step=100,
     )
-    content = text(body(read_incident(server.client(), incident)))
+    content = text(body(read_incident_evidence(server.client(), incident)))
     first, last = shown
     for number in (first, last):
         assert f"u: note {number} " in content + " "

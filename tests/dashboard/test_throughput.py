@@ -2,22 +2,22 @@
 
 import msgspec
 import pytest
-from collage_dashboard.pages.comparison_content import lacks_throughput, rate, with_throughput
+from collage_dashboard.pages.comparison_curves import lacks_throughput, throughput_of, with_throughput
 
 from tests.dashboard.figures.answers import series
 
 
 def test_the_slope_between_first_and_last_point():
-    assert rate(series([100.0, 250.0, 500.0], "tokens", axis="time")) == pytest.approx(400 / 20)
+    assert throughput_of(series([100.0, 250.0, 500.0], "tokens", axis="time")) == pytest.approx(400 / 20)
 
 
 def test_undefined_points_do_not_count():
-    assert rate(series([None, 100.0, "NaN", 300.0], "tokens", axis="time")) == pytest.approx(200 / 20)
+    assert throughput_of(series([None, 100.0, "NaN", 300.0], "tokens", axis="time")) == pytest.approx(200 / 20)
 
 
 def test_one_point_has_no_slope():
-    assert rate(series([100.0], "tokens", axis="time")) is None
-    assert rate(series([], "tokens", axis="time")) is None
+    assert throughput_of(series([100.0], "tokens", axis="time")) is None
+    assert throughput_of(series([], "tokens", axis="time")) is None
 
 
 def test_only_what_was_not_logged_is_filled_in(server):

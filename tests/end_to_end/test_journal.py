@@ -37,8 +37,8 @@ def served(app):
 def test_what_finds_no_room_is_spooled_and_stored_once_sealing_goes_on(tmp_path):
     settings = Settings(folder=tmp_path / "data", no_auth=True, seal_interval_seconds=1e6)
     app = create_app(settings, limits=FixedLimits(journal_run_bytes=BOUND))
-    components = app.state.components
-    sealer = components.sealer
+    app_state = app.state.collage
+    sealer = app_state.sealer
     work, sealer.do_due_work = sealer.do_due_work, lambda: None
     with served(app) as url:
         run = make_run(
@@ -58,7 +58,7 @@ def test_what_finds_no_room_is_spooled_and_stored_once_sealing_goes_on(tmp_path)
             if step == 1:
                 until(lambda: run.reports_sent == 1, "the first report, so that the rest is no single batch")
         until(lambda: run.reports_spooled > 0, "the first report that found no room")
-        assert components.store.journal.bytes_of("r") <= BOUND
+        assert app_state.store.journal.bytes_of("r") <= BOUND
         sealer.do_due_work = work
         sealer.wake()
         run.finish(seconds=PATIENCE_SECONDS)

@@ -10,7 +10,7 @@ import torch
 from collage_agent.handle import watch
 from collage_optim import CollageAdamW
 
-from tests.agent.step.test_meter import step_with_reference, totals_of
+from tests.agent.step.test_measurer import step_with_reference, totals_of
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, mlp_loss, train
 

@@ -7,7 +7,7 @@ import pytest
 import pytorch_optimizer
 import torch
 from collage_agent.handle import watch
-from collage_agent.step.meter import Meter
+from collage_agent.step.measurer import StepMeasurer
 from collage_agent.transport import MemoryTransport
 from collage_optim import CollageAdamW, CollageSGD
 
@@ -107,13 +107,13 @@ def test_a_reader_would_be_caught(read, monkeypatch):
     source = f"def peek(tensor):\n    return tensor.sum().{read}()\n"
     scope: dict = {}
     exec(compile(source, f"{AGENT}/peek.py", "exec"), scope)
-    original = Meter.before
+    original = StepMeasurer.before
 
-    def curious(meter, stepping, **options):
-        scope["peek"](meter.watched[0].parameter.grad)
-        return original(meter, stepping, **options)
+    def curious(measurer, stepping, **options):
+        scope["peek"](measurer.watched[0].parameter.grad)
+        return original(measurer, stepping, **options)
 
-    monkeypatch.setattr(Meter, "before", curious)
+    monkeypatch.setattr(StepMeasurer, "before", curious)
     with reading_is_forbidden(COUNTERS), pytest.raises(ReadBack):
         train(model, optimizer, 1, loss_of=mlp_loss)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from collage_optim import CollageAdamW, StateStorage, codes
 from collage_optim.arithmetic import WideArithmetic
-from collage_optim.random_numbers import Draws, Seeding
+from collage_optim.random_numbers import RandomBits, Seeding
 
 from tests.reference.stored import reference_value
 
@@ -14,7 +14,7 @@ ROOTS = 63_488
 
 
 def draws(like, seed=1, step=1):
-    return Draws(Seeding(seed, step).at(0), WIDE, like)
+    return RandomBits(Seeding(seed, step).at(0), WIDE, like)
 
 
 def of_bits(*patterns):

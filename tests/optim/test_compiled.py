@@ -12,8 +12,7 @@ from collage_optim import (
     CollageLion,
     CollageSGD,
     compiled,
-    packed_words,
-    register_casts,
+    cpu_vectors,
 )
 from collage_optim.advance import advance_in_wide
 from collage_optim.arithmetic import WideArithmetic
@@ -67,7 +66,7 @@ def doubled(x):
 def test_casts_stay_in_registers_while_our_step_is_compiled():
     """torch's compiler has private names that this leans on; what a user compiles is left as it is."""
     x, written = torch.rand(1000), []
-    for within in (register_casts.casts_in_registers(), contextlib.nullcontext()):
+    for within in (cpu_vectors.casts_in_registers(), contextlib.nullcontext()):
         torch._dynamo.reset()
         with warnings.catch_warnings(action="ignore"), within, fresh_inductor_cache():
             compiled_form = torch.compile(doubled, dynamic=True, options=compiled.compiler_options("cpu"))
@@ -122,13 +121,13 @@ def test_same_bits_between_words():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_gradient_of_another_format_is_not_read_as_words(dtype):
     gradient, weight = torch.randn(40).to(dtype), torch.randn(40).to(torch.bfloat16)
-    found = packed_words.words({"parameter": weight, "gradient": gradient})
-    for place in range(packed_words.ELEMENTS):
+    found = cpu_vectors.words({"parameter": weight, "gradient": gradient})
+    for place in range(cpu_vectors.ELEMENTS):
         assert torch.equal(
-            packed_words.unpacked(found["parameter"], place, weight.dtype), weight[place :: packed_words.ELEMENTS]
+            cpu_vectors.unpacked(found["parameter"], place, weight.dtype), weight[place :: cpu_vectors.ELEMENTS]
         )
         assert torch.equal(
-            packed_words.unpacked(found["gradient"], place, weight.dtype), gradient[place :: packed_words.ELEMENTS]
+            cpu_vectors.unpacked(found["gradient"], place, weight.dtype), gradient[place :: cpu_vectors.ELEMENTS]
         )
 
 
@@ -173,8 +172,8 @@ def test_other_strategies_and_rules(optimizer_class, options):
 def folding(advance):
     """A step whose low component is always zero, as a compiler leaves it that folds the casts."""
 
-    def folded(components, scalars, noise):
-        advance(components, scalars, noise)
+    def folded(components, scalars, source):
+        advance(components, scalars, source)
         components["parameter_low"].zero_()
 
     return folded
@@ -185,9 +184,9 @@ def uncompiled(structure, root):
     wide = WideArithmetic(None, torch.float32, torch.float64)
     step = compiled._step(structure, {})
 
-    def advance(components, scalars, noise):
+    def advance(components, scalars, source):
         own = dict(zip(structure.scalar_names, scalars["packed"].unbind(), strict=True))
-        advance_in_wide(step, wide, components, own, noise)
+        advance_in_wide(step, wide, components, own, source)
 
     return advance
 
@@ -206,8 +205,8 @@ def test_self_test_notices_a_wrong_state(monkeypatch):
     def wrong(structure, root):
         advance = uncompiled(structure, root)
 
-        def changed(components, scalars, noise):
-            advance(components, scalars, noise)
+        def changed(components, scalars, source):
+            advance(components, scalars, source)
             components["exp_avg_sq"][5] *= 1.5
 
         return changed

@@ -8,7 +8,7 @@ from collage_optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, ran
 from collage_optim.arithmetic import WideArithmetic, Workspace
 from collage_optim.codes import stored_value
 from collage_optim.numerics import neighbour, round_to, stochastic_round
-from collage_optim.random_numbers import Draws, Seeding, mixed_seed
+from collage_optim.random_numbers import RandomBits, Seeding, mixed_seed
 
 from collage_monitor.strategies import STRATEGIES as CATALOGUE
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
@@ -133,14 +133,14 @@ def test_a_checkpoint_without_a_seed_leaves_the_optimizers_own():
 
 
 def noise_of(seed=3, position=0, step=1, shard=0, stream=0, elements=1 << 16, first=0):
-    noise = Seeding(seed, step).at(position, shard).from_element(first)
+    source = Seeding(seed, step).at(position, shard).from_element(first)
     like = torch.empty(elements)
-    return noise.bits(WideArithmetic(), like, stream).double()
+    return source.bits(WideArithmetic(), like, stream).double()
 
 
 def halves(**where):
     """The upper and lower sixteen of each element's random bits, from 0 to 1."""
-    drawn = Draws(Seeding(3, 1).at(**where), WideArithmetic(), torch.empty(1 << 16))
+    drawn = RandomBits(Seeding(3, 1).at(**where), WideArithmetic(), torch.empty(1 << 16))
     return [drawn.take(16) / 2**16 for _ in range(2)]
 
 
@@ -189,23 +189,23 @@ def test_noise_does_not_depend_on_chunks():
     assert torch.equal(whole[1234:], noise_of(elements=5000 - 1234, first=1234))
     scratch = Workspace(5000, torch.float32, torch.device("cpu"))
     scratch.restart(5000)
-    noise = Seeding(3, 1).at(0)
-    assert torch.equal(whole, noise.bits(WideArithmetic(scratch), torch.empty(5000), 0).double())
+    source = Seeding(3, 1).at(0)
+    assert torch.equal(whole, source.bits(WideArithmetic(scratch), torch.empty(5000), 0).double())
 
 
 @pytest.mark.parametrize("stream", [0, 1])
 def test_noise_is_the_hash_that_it_was(stream):
     """In plain integers: a training that is resumed under another release rounds as it would have done."""
-    noise, low = Seeding(3, 5).at(7), 0xFFFFFFFF
+    source, low = Seeding(3, 5).at(7), 0xFFFFFFFF
     wanted = []
     for index in range(100):
-        mixed = (noise.start + stream * 0x85EBCA6B + index * 0x9E3779B1) & low
-        mixed = (mixed ^ (mixed >> 15) ^ noise.flipped) & low
-        wanted.append((mixed * 0x2C1B3C6D + noise.rotation) & low)
+        mixed = (source.start + stream * 0x85EBCA6B + index * 0x9E3779B1) & low
+        mixed = (mixed ^ (mixed >> 15) ^ source.flipped) & low
+        wanted.append((mixed * 0x2C1B3C6D + source.rotation) & low)
     scratch = Workspace(100, torch.float32, torch.device("cpu"))
     scratch.restart(100)
     for arithmetic in (WideArithmetic(), WideArithmetic(scratch)):
-        bits = noise.bits(arithmetic, torch.empty(100), stream)
+        bits = source.bits(arithmetic, torch.empty(100), stream)
         assert [value & low for value in bits.tolist()] == wanted
 
 

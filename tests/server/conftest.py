@@ -47,7 +47,7 @@ class Server:
 
     def get(self, path, kind=None, status=200):
         if path == "/metrics":
-            self.app.state.components.newest.do_due_work()
+            self.app.state.collage.newest.do_due_work()
         return self.send("GET", path, None, kind, status)
 
     def run(self, run_id="r1", project="p", **more):

@@ -29,7 +29,7 @@ def latest_point(store, run_id):
         return snapshot.latest_of([run_id])[run_id]
 
 
-def current_samples(components):
+def current_samples(app_state):
     """What /metrics shows and alerts read, the newest of every run being written first."""
-    components.newest.do_due_work()
-    return samples(components)
+    app_state.newest.do_due_work()
+    return samples(app_state)

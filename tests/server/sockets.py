@@ -26,8 +26,8 @@ class Listening:
         self.thread = thread
 
     @property
-    def components(self):
-        return self.app.state.components
+    def app_state(self):
+        return self.app.state.collage
 
     def connect(self):
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_SECONDS)

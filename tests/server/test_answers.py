@@ -41,7 +41,7 @@ def test_an_answer_changes_with_its_run_and_not_before(server, path, monkeypatch
     unchanged = fetch(server, path, first.headers["etag"])
     assert (unchanged.status_code, unchanged.content) == (304, b"")
     assert unchanged.headers["etag"] == first.headers["etag"]
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     with monkeypatch.context() as patch:
         patch.setattr(store.points, "snapshot", lambda: 1 / 0)
         again = fetch(server, path)
@@ -142,7 +142,7 @@ def test_an_answer_holds_the_metrics_in_the_order_asked_for(server):
 
 
 def test_so_do_layers_a_strategy_and_retention(server, clock):
-    server.app.state.components.store.sealing.limits = LIMITS
+    server.app.state.collage.store.sealing.limits = LIMITS
     server.filled("r1", "s1", steps=range(1, 81))
     path = "/runs/r1/heatmap?metric=edq_ratio&points=100"
     answers = [fetch(server, path)]
@@ -150,7 +150,7 @@ def test_so_do_layers_a_strategy_and_retention(server, clock):
     answers.append(fetch(server, path))
     server.stream("r1", stream_id="s1", watch=watch("kahan"))
     answers.append(fetch(server, path))
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     while store.sealing.seal("r1", clock.now):
         pass
     answers.append(fetch(server, path))
@@ -165,9 +165,9 @@ def test_so_do_layers_a_strategy_and_retention(server, clock):
 
 
 def test_and_coarse_points_that_retention_drops(server, clock):
-    server.app.state.components.store.sealing.limits = LIMITS
+    server.app.state.collage.store.sealing.limits = LIMITS
     server.filled("r1", "s1", steps=range(1, 81))
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     while store.sealing.seal("r1", clock.now):
         pass
     path, answers = "/runs/r1/series?metric=edq_ratio&points=1000", []
@@ -189,17 +189,17 @@ def test_a_deleted_run_is_gone_from_the_cache_too(server):
 
 def statements_of(server):
     """What is asked of the database from now on, by requests alone."""
-    components = server.app.state.components
+    app_state = server.app.state.collage
     for thread in (
-        components.overviews,
-        components.sealer,
-        components.maintenance,
+        app_state.overviews,
+        app_state.sealer,
+        app_state.maintenance,
         *server.app.state.alert_threads,
     ):
         thread.stop(PATIENCE_SECONDS)
     statements: list[str] = []
     event.listen(
-        components.store.engine,
+        app_state.store.engine,
         "before_cursor_execute",
         lambda _c, _u, statement, *_: statements.append(statement),
     )
@@ -217,7 +217,7 @@ def test_a_page_of_the_list_reads_its_runs_together(server):
     """Each run took a snapshot and thirty statements of its own."""
     for place in range(12):
         server.filled(f"r{place}", f"s{place}")
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     statements = statements_of(server)
     for place in range(12):
         server.send("PATCH", f"/runs/r{place}", wire.RunUpdate(state="finished"))

@@ -86,7 +86,7 @@ def logs_only(server, points, attempt=2, first_step=None, first_seq=0):
 
 
 def seal_all(server):
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
     while store.sealing.seal("r1", server.clock.now):
         pass

@@ -11,7 +11,7 @@ STEPS = range(1, 601)
 
 
 def seal(server, run_id="r1"):
-    while server.app.state.components.store.sealing.seal(run_id, server.clock()):
+    while server.app.state.collage.store.sealing.seal(run_id, server.clock()):
         pass
 
 
@@ -104,7 +104,7 @@ def test_extremes_are_those_of_single_steps_or_unknown(long, metric, asked):
 
     for low, high, lowest, highest in extremes():
         assert (low, high) == (lowest, highest)
-    long.app.state.components.store.retention.expire("r1", {1: long.clock() + 1e9})
+    long.app.state.collage.store.retention.expire("r1", {1: long.clock() + 1e9})
     kept = not asked or (metric in {"edq_ratio", "grad_norm"} and "layer" in asked)
     for low, high, lowest, highest in [*extremes()][:2]:
         assert (low, high) == ((lowest, highest) if kept else (None, None))

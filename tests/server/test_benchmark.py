@@ -111,7 +111,7 @@ def test_the_documented_limits_are_those_that_are_held():
 
 
 def test_many_runs_are_told_apart_and_answered_alike(server):
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     fill(store, 0, runs=6)
     names = [f"run-{place}" for place in range(6)]
     listed = server.get("/runs", wire.RunPage).runs

@@ -96,7 +96,7 @@ def test_sealing_is_due_whenever_the_bound_is_reached(tmp_path, kind, ranks):
         server.attempt()
         for rank in range(ranks):
             server.stream(stream_id=f"s{rank}", rank=rank, world_size=ranks)
-        sealer = app.state.components.sealer
+        sealer = app.state.collage.sealer
         sealer.stop(10.0)
         refused = 0
         for seq in range(60):
@@ -111,9 +111,9 @@ def test_sealing_is_due_whenever_the_bound_is_reached(tmp_path, kind, ranks):
                 answer = sent(client, batch)
             assert answer.status_code == 200, answer.text
         assert refused > 1
-        stored = app.state.components.store.streams.of_run("r1")[0]
+        stored = app.state.collage.store.streams.of_run("r1")[0]
         assert (stored.reports, stored.missing) == (60, 0)
-        assert app.state.components.store.journal.bytes_of("r1") <= 20_000
+        assert app.state.collage.store.journal.bytes_of("r1") <= 20_000
 
 
 @pytest.fixture
@@ -131,15 +131,15 @@ def bounded(tmp_path):
         server.run()
         server.attempt()
         server.stream()
-        app.state.components.sealer.stop(10.0)
-        app.state.components.maintenance.stop(10.0)
+        app.state.collage.sealer.stop(10.0)
+        app.state.collage.maintenance.stop(10.0)
         yield server
 
 
 @contextmanager
 def held_by_another(server):
     """No commit succeeds: another process writes, and does not end."""
-    with closing(sqlite3.connect(server.app.state.components.store.path)) as other:
+    with closing(sqlite3.connect(server.app.state.collage.store.path)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield
 
@@ -153,7 +153,7 @@ def test_what_no_commit_took_does_not_fill_the_journal(bounded):
     batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1) for seq in range(3)]))
     with held_by_another(bounded):
         assert [sent(bounded.client, batch).status_code for _ in range(12)] == [503] * 12
-        assert bounded.app.state.components.bounds.waiting() == []
+        assert bounded.app.state.collage.bounds.waiting() == []
     assert sent(bounded.client, batch).json()["accepted"] == 3
 
 
@@ -170,8 +170,8 @@ def test_what_is_logged_takes_room_in_the_journal_too(bounded):
         for seq in range(2)
     ]
     assert [sent(bounded.client, batch).status_code for batch in batches] == [200, 429]
-    components = bounded.app.state.components
-    in_database = components.store.journal.bytes_of("r1")
+    app_state = bounded.app.state.collage
+    in_database = app_state.store.journal.bytes_of("r1")
     assert in_database <= report_bytes(wire.decode_batch(batches[0], wire.MSGPACK).reports[0]) < 1.5 * in_database
 
 

@@ -96,7 +96,7 @@ def test_a_wrong_method_is_405_in_the_shape(server):
 def test_a_bug_is_500_in_the_shape_without_its_text(settings, clock, monkeypatch):
     app = create_app(settings, clock=clock)
     with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
-        monkeypatch.setattr(app.state.components.store, "points", lambda *_: 1 / 0)
+        monkeypatch.setattr(app.state.collage.store, "points", lambda *_: 1 / 0)
         response = client.get("/api/v1/runs")
     assert response.status_code == 500
     error = response.json()["error"]

@@ -114,7 +114,7 @@ def test_a_resume_counts_its_steps_from_none_until_it_reports(server):
 def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, monkeypatch):
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     read = read_latest
 
     def deleted_first(*asked):
@@ -168,11 +168,11 @@ def test_a_database_that_does_not_answer_is_no_run_s_failure(server, monkeypatch
 
     monkeypatch.setattr(snapshot, "read_newest", lost)
     with pytest.raises(Busy):
-        exposition(server.app.state.components)
+        exposition(server.app.state.collage)
     monkeypatch.undo()
     monkeypatch.setattr(snapshot, "read_latest", lost)
     with pytest.raises(Busy):
-        server.app.state.components.newest.do_due_work()
+        server.app.state.collage.newest.do_due_work()
 
 
 def delete_after(store, page, clock):
@@ -184,12 +184,12 @@ def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatc
     """Of one process or several, shown and hidden, sealed and not: the page is one, and that of exact answers."""
     # What others leave of the disk changes between two pages.
     monkeypatch.setattr(DiskGuard, "left_ratio", 0.5)
-    server.app.state.components.overviews.stop(PATIENCE_SECONDS)
+    server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
     server.filled("plain", "s0", steps=[10, 20])
     server.filled("nothing", "s1", steps=[])
     server.filled("other", "s2", steps=[10])
     server.filled("sealed", "s3", steps=range(10, 2600, 10))
-    server.app.state.components.sealer.do_due_work()
+    server.app.state.collage.sealer.do_due_work()
     server.filled("twice", "s4", steps=[10])
     server.reports([report(1, 10), report(2, 20), report(3, 20)], "s4")
     server.filled("hidden", "s5", steps=[10, 20, 30])
@@ -203,7 +203,7 @@ def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatc
     ends_sealed(server)
     page = stable(server.get("/metrics"))
     assert page.count("collage_edq_ratio{") == 15
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     run_ids = [run.run_id for run in server.get("/runs?limit=100", wire.RunPage).runs]
     with store.points.snapshot() as now:
         kept = kept_newest(now, run_ids)
@@ -214,12 +214,12 @@ def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatc
 
 
 def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):
-    components = server.app.state.components
-    components.newest.stop(PATIENCE_SECONDS)
+    app_state = server.app.state.collage
+    app_state.newest.stop(PATIENCE_SECONDS)
     server.filled(steps=[10])
     server.get("/metrics")
     server.reports([report(1, 20)])
-    with components.store.points.snapshot() as now:
+    with app_state.store.points.snapshot() as now:
         point = kept_newest(now, ["r1"])["r1"]
         assert point is not None
         assert point.step == 10
@@ -228,11 +228,11 @@ def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):
 
 def test_servers_of_two_releases_do_not_take_turns(server):
     """Each would have written the rows of all runs anew, every second, for as long as both serve."""
-    components = server.app.state.components
-    components.newest.stop(PATIENCE_SECONDS)
+    app_state = server.app.state.collage
+    app_state.newest.stop(PATIENCE_SECONDS)
     server.filled(steps=[10])
     server.get("/metrics")
-    store = components.store
+    store = app_state.store
     with store.points.snapshot() as now:
         (kept,) = now.newest_kept(["r1"]).values()
     assert kept.point is not None
@@ -247,13 +247,13 @@ def test_servers_of_two_releases_do_not_take_turns(server):
 
 def test_a_run_that_logs_alone_costs_what_an_empty_one_does(server):
     """Nothing of it is read but its record."""
-    server.app.state.components.sealer.stop(PATIENCE_SECONDS)
+    server.app.state.collage.sealer.stop(PATIENCE_SECONDS)
     server.run("empty")
     alone = statements_of(server)
     server.filled("logs", "s1", steps=[])
     server.reports([report(i, i, measured=False, scalars={"loss": 1.0}) for i in range(50)], "s1")
     assert statements_of(server) <= alone
-    with server.app.state.components.store.points.snapshot() as now:
+    with server.app.state.collage.store.points.snapshot() as now:
         assert kept_newest(now, ["empty", "logs"]) == {"empty": None, "logs": None}
 
 
@@ -265,8 +265,8 @@ def ends_sealed(server):
     sealed_ranks(server, "sealed-own-layers", [LAYERS[:2], LAYERS[1:], LAYERS[:1]])
     sealed_ranks(server, "sealed-replicas", [LAYERS] * 2, replicas=(0, 1))
     sealed_ranks(server, "sealed-late", [LAYERS] * 2, missing=1)
-    server.app.state.components.sealer.do_due_work()
-    full = server.app.state.components.store.sealing.seal
+    server.app.state.collage.sealer.do_due_work()
+    full = server.app.state.collage.store.sealing.seal
     full("sealed-late", server.clock(), journal_full=True)
     server.reports([report(63, 640, rank=1)], "sealed-late-1")
     server.attempt("sealed-hidden", "launch-2", first_step=600)
@@ -315,8 +315,8 @@ def statements_of(server):
         if not threading.current_thread().name.startswith("collage-"):
             counted.append(told)
 
-    server.app.state.components.newest.stop(PATIENCE_SECONDS)
-    engine = server.app.state.components.store.engine
+    server.app.state.collage.newest.stop(PATIENCE_SECONDS)
+    engine = server.app.state.collage.store.engine
     event.listen(engine, "before_cursor_execute", count)
     server.get("/metrics")
     event.remove(engine, "before_cursor_execute", count)
@@ -326,8 +326,8 @@ def statements_of(server):
 
 def test_many_runs_take_as_many_statements_as_one(server):
     """A page of a thousand runs took twenty statements for each of them."""
-    server.app.state.components.overviews.stop(PATIENCE_SECONDS)
-    server.app.state.components.sealer.stop(PATIENCE_SECONDS)
+    server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
+    server.app.state.collage.sealer.stop(PATIENCE_SECONDS)
     server.filled("r0", "s0")
     alone = statements_of(server)
     for i in range(1, 20):
@@ -336,9 +336,9 @@ def test_many_runs_take_as_many_statements_as_one(server):
 
 
 def test_many_runs_whose_newest_step_is_sealed_take_as_many_statements_as_one(server):
-    server.app.state.components.overviews.stop(PATIENCE_SECONDS)
-    server.app.state.components.sealer.stop(PATIENCE_SECONDS)
-    sealing = server.app.state.components.store.sealing
+    server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
+    server.app.state.collage.sealer.stop(PATIENCE_SECONDS)
+    sealing = server.app.state.collage.store.sealing
     sealing.limits = replace(sealing.limits, part_bytes=1)
     seal = sealing.seal
     counts = []
@@ -346,7 +346,7 @@ def test_many_runs_whose_newest_step_is_sealed_take_as_many_statements_as_one(se
         for i in more:
             sealed_ranks(server, f"r{i}", [LAYERS] * 2)
             assert seal(f"r{i}", server.clock())
-            assert not server.app.state.components.store.journal.bytes_of(f"r{i}")
+            assert not server.app.state.collage.store.journal.bytes_of(f"r{i}")
         counts.append(statements_of(server))
     assert counts[0] == counts[1]
 

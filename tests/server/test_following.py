@@ -43,7 +43,7 @@ class Follower:
 
 @pytest.fixture
 def two(server):
-    server.app.state.components.store.sealing.limits = LIMITS
+    server.app.state.collage.store.sealing.limits = LIMITS
     server.run()
     server.attempt()
     for rank in range(2):
@@ -57,7 +57,7 @@ def send(server, steps, rank, first_seq=None):
 
 
 def seal(server):
-    while server.app.state.components.store.sealing.seal("r1", server.clock.now):
+    while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
         pass
 
 

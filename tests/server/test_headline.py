@@ -1,6 +1,6 @@
 """The sentence about a run: it counts the layers that the judgement counts."""
 
-from collage_server.queries.headline import beyond_verdict, headline
+from collage_server.queries.headline import beyond_judgement, headline
 
 from collage_monitor.judgement import Evidence, Finding, Judgement, judge
 
@@ -58,7 +58,8 @@ def test_beside_a_verdict_a_headline_says_only_what_that_does_not():
     dropped = "100 % of the residuals are 0 before a step: what they kept is dropped"
     verdict = f"{dropped}; the state exp_avg_sq does not decay as it should (0.000). Measured: steps 10 to 170."
     assert (
-        beyond_verdict(f"{dropped}; exp_avg_sq stuck since step 10.", verdict) == "exp_avg_sq stuck since step 10."
+        beyond_judgement(f"{dropped}; exp_avg_sq stuck since step 10.", verdict)
+        == "exp_avg_sq stuck since step 10."
     )
-    assert beyond_verdict(f"{dropped}.", verdict) == ""
-    assert beyond_verdict("Loses 3 % of its updates.", verdict) == "Loses 3 % of its updates."
+    assert beyond_judgement(f"{dropped}.", verdict) == ""
+    assert beyond_judgement("Loses 3 % of its updates.", verdict) == "Loses 3 % of its updates."

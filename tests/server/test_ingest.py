@@ -172,7 +172,7 @@ def test_the_budget_falls_while_reports_wait_and_grows_back_when_they_do_not():
 
 def test_beyond_the_budget_the_answer_is_503_with_retry_after(tmp_path, monkeypatch):
     app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=10))
-    store = app.state.components.store
+    store = app.state.collage.store
     entered, gate = threading.Event(), threading.Event()
     append = store.journal.append
 
@@ -248,7 +248,7 @@ def test_a_body_that_stops_arriving_gives_its_room_back(tmp_path, monkeypatch):
         assert answered[0]["status"] == 503
         assert (b"retry-after", b"1") in answered[0]["headers"]
         assert b"did not arrive within" in answered[1]["body"]
-        assert app.state.components.in_flight.bytes == 0
+        assert app.state.collage.in_flight.bytes == 0
         assert post(client, report(0, 10)).status_code == 200
 
 
@@ -288,7 +288,7 @@ def test_a_stream_extended_elsewhere_is_read_again(server):
     """Another process may have extended the stream: a report beyond the known size asks the store once more."""
     server.filled()
     more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")])
-    server.app.state.components.store.streams.create_stream("r1", more, 0.0)
+    server.app.state.collage.store.streams.create_stream("r1", more, 0.0)
     answer = server.reports([report(5, 60, values=block(60, layers=4))])
     assert (answer.accepted, answer.rejected) == (1, [])
 
@@ -296,7 +296,7 @@ def test_a_stream_extended_elsewhere_is_read_again(server):
 def test_a_rank_that_registers_leaves_the_others_known(server):
     """A thousand ranks register one after the other, while the first ones report already."""
     server.filled()
-    registry = server.app.state.components.registry
+    registry = server.app.state.collage.registry
     server.stream(stream_id="s1", rank=1)
     assert registry.cached("s0") is not None
     server.stream(layers=[*map(layer, LAYERS), layer("head.weight")])
@@ -306,7 +306,7 @@ def test_a_rank_that_registers_leaves_the_others_known(server):
 def test_totals_past_the_raw_horizon_are_named_counted_and_not_stored(server):
     """Whatever this process knew: the horizon stands in the database, another process may have moved it."""
     server.filled()
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     with store.writing() as connection:
         connection.exec_driver_sql("UPDATE run_latest SET frozen_step = 30")
     bad = report(6, 60, time=float("nan"))
@@ -380,7 +380,7 @@ def test_an_unknown_statistic_is_left_out_and_holds_up_nothing(server, sealed):
     again = server.stream(statistics=[*names, "update_ulp_histogram/1", "another"])
     assert again.unknown_statistics == ["sign_agreement", "another"]
     if sealed:
-        store = server.app.state.components.store
+        store = server.app.state.collage.store
         server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
         while store.sealing.seal("r1", server.clock.now):
             pass

@@ -121,7 +121,7 @@ def guarded(tmp_path_factory):
     with guarded_server(tmp_path_factory.mktemp("matrix")) as opened:
         for project in PROJECTS:
             opened.fill(project, f"{project}-1")
-        opened.app.state.components.store.incidents.fire(FIRING, FIRING.started_at)
+        opened.app.state.collage.store.incidents.fire(FIRING, FIRING.started_at)
         yield opened
 
 

@@ -114,7 +114,7 @@ def test_a_run_whose_scalars_fill_the_journal_is_told_to_wait(tmp_path):
         server.run()
         server.attempt()
         server.stream()
-        app.state.components.sealer.stop(10.0)
+        app.state.collage.sealer.stop(10.0)
         bodies = [wire.encode_batch(wire.ReportBatch(reports=logged(250, first))) for first in (0, 250, 500)]
         post = partial(client.post, "/api/v1/streams/s0/reports", headers=MSGPACK)
         answers = [post(content=body) for body in bodies]
@@ -175,7 +175,7 @@ def test_a_body_in_flight_holds_what_its_scalars_take_as_objects(tmp_path):
         small, large = (wire.encode_batch(wire.ReportBatch(reports=logged(count))) for count in (50, 350))
         assert len(large) < 2**20
         post = partial(client.post, "/api/v1/streams/s0/reports", headers=MSGPACK)
-        with holding(app.state.components.in_flight, 2**10):
+        with holding(app.state.collage.in_flight, 2**10):
             assert [post(content=body).status_code for body in (small, large)] == [200, 503]
         assert post(content=large).json()["accepted"] == 300
 
@@ -183,7 +183,7 @@ def test_a_body_in_flight_holds_what_its_scalars_take_as_objects(tmp_path):
 def test_a_body_that_waits_for_its_commit_stands_in_memory_once(server, monkeypatch):
     server.filled(steps=range(1, 3))
     body = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq) for seq in range(10, 4000)]))
-    writer = server.app.state.components.writer
+    writer = server.app.state.collage.writer
     held: list[int] = []
 
     def submit(group, submit=writer.submit):

@@ -93,7 +93,7 @@ def test_a_running_server_seals_a_finished_run(tmp_path):
         server.filled()
         before = [server.get(path) for path in paths()]
         server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
-        store = app.state.components.store
+        store = app.state.collage.store
         until(lambda: store.journal.runs() == [], "an empty journal")
         assert [server.get(path) for path in paths()] == before
 

@@ -383,7 +383,7 @@ def test_nan_is_not_reported(server):
 
 def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
     """Long runs answer from coarse levels: a layer's extremes are those over its single steps."""
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
     while store.sealing.seal("r1", server.clock.now):
@@ -402,11 +402,11 @@ def test_layers_together_keep_extremes_and_interval_when_they_are_sealed(
     server, monkeypatch, together, more, metric
 ):
     monkeypatch.setattr(reading, "_STEPS_AT_ONCE", together)
-    server.app.state.components.store.sealing.limits = LIMITS
+    server.app.state.collage.store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
     ranges: list[dict[str, int]] = [{}, {"from": 9, "to": 120}]
     before = [server.series(metric, points=4, **more, **some) for some in ranges]
-    while server.app.state.components.store.sealing.seal("r1", server.clock.now):
+    while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
         pass
     server.reports([report(4 * LIMITS.points, 4 * LIMITS.points, measured=False)])
     for held, some in zip(before, ranges, strict=True):

@@ -13,11 +13,11 @@ SEVERAL = ["edq_ratio", "loss", "grad_norm", "state_decrement_ratio/exp_avg_sq"]
 
 @pytest.mark.parametrize("chosen", ["", "&layer=blocks.0.weight", "&points=2", "&rank=0", "&axis=tokens&from=20"])
 def test_several_metrics_are_answered_together_as_each_alone(server, monkeypatch, chosen):
-    monkeypatch.setattr(server.app.state.components.store.sealing, "limits", LIMITS)
+    monkeypatch.setattr(server.app.state.collage.store.sealing, "limits", LIMITS)
     steps = range(1, 70)
     server.filled("r1", "s1", steps=steps)
     server.filled("r2", "s2", steps=steps)
-    while server.app.state.components.store.sealing.seal("r1", server.clock.now):
+    while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
         pass
     metrics = [metric for metric in SEVERAL if metric != "loss" or "layer" not in chosen]
     asked = "&".join(f"metric={metric}" for metric in metrics)

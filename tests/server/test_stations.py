@@ -27,14 +27,14 @@ def test_a_report_passes_its_stations_on_the_way_in(traced):
     server.filled()
     assert passes(called, inside[:-1])
     server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"))
-    server.app.state.components.sealer.wake()
+    server.app.state.collage.sealer.wake()
     until(lambda: passes(called, inside), "the sealing of the reports")
 
 
 def test_a_heatmap_passes_its_stations(traced, clock):
     server, called = traced
     server.filled()
-    while server.app.state.components.store.sealing.seal("r1", clock.now, journal_full=True):
+    while server.app.state.collage.store.sealing.seal("r1", clock.now, journal_full=True):
         pass
     server.reports([report(9, step=60)])
     called.clear()

@@ -28,7 +28,7 @@ class HangingMessages(BackgroundThread):
 def test_a_webhook_that_hangs_takes_no_time_from_what_waits_to_be_committed(tmp_path, monkeypatch):
     put_migrated(tmp_path)
     app = create_app(Settings(folder=tmp_path, no_auth=True, shutdown_seconds=0.5))
-    writer, hanging, left = app.state.components.writer, HangingMessages(), []
+    writer, hanging, left = app.state.collage.writer, HangingMessages(), []
     stop = writer.stop
 
     async def recorded(deadline_seconds):

@@ -23,8 +23,8 @@ from tests.server.samples import LAYERS, STATISTICS, block, report
 @pytest.fixture
 def evaluate(server):
     """Evaluate what is due now, as the background thread does in its next round."""
-    server.app.state.components.overviews.stop(60.0)
-    store = server.app.state.components.store
+    server.app.state.collage.overviews.stop(60.0)
+    store = server.app.state.collage.store
 
     def work():
         due = store.overviews.due(100)
@@ -146,7 +146,7 @@ def test_runs_that_differ_by_seed_alone_are_one_row(server, seeds, by, expected)
 )
 def test_the_run_that_has_most_against_it_speaks_for_its_group(server, seeds, said, speaks):
     overview, run_id = schema.run_overview, schema.run_overview.c.run_id
-    with server.app.state.components.store.writing() as connection:
+    with server.app.state.collage.store.writing() as connection:
         for run, (health, edq) in said.items():
             text = to_json(wire.Overview(run_id=run, health=health or "unknown", headline=f"headline of {run}"))
             values = {"health": health, "edq_ratio": edq, "overview": text}
@@ -210,7 +210,7 @@ def test_a_run_is_due_again_when_something_came_and_gone_with_its_run(server, ev
 def test_what_another_release_said_is_said_anew(server, evaluate, monkeypatch):
     """Of a finished run nothing comes any more: its words stayed those of the release that it ended under."""
     server.filled("r1", "s1")
-    components = server.app.state.components
+    app_state = server.app.state.collage
     assert evaluate() == ["r1"]
     said = server.get("/runs/r1/overview", wire.Overview)
     table = schema.run_overview
@@ -219,13 +219,13 @@ def test_what_another_release_said_is_said_anew(server, evaluate, monkeypatch):
         "made_at": 1.0,
         "overview": to_json(msgspec.structs.replace(said, headline="old words")),
     }
-    with components.store.writing() as connection:
+    with app_state.store.writing() as connection:
         connection.execute(table.update().values(old))
     assert server.get("/runs/r1/overview", wire.Overview) == said
-    with components.store.writing() as connection:
+    with app_state.store.writing() as connection:
         connection.execute(table.update().values({**old, "made_by": None, "made_at": None}))
-    components.overviews.stopping.clear()
-    components.overviews.do_due_work()
+    app_state.overviews.stopping.clear()
+    app_state.overviews.do_due_work()
     (row,) = server.get("/run-table", wire.RunTable).rows
     assert row.overview == said
 
@@ -234,7 +234,7 @@ def test_overviews_tell_release_and_words_that_they_were_made_by(server, evaluat
     """Words may change between releases: the contract counts them."""
     server.filled("r1", "s1")
     assert evaluate() == ["r1"]
-    with server.app.state.components.store.writing() as connection:
+    with server.app.state.collage.store.writing() as connection:
         assert connection.execute(select(schema.run_overview.c.made_by)).scalar_one() == overviews.MADE_BY
     assert f"{collage_monitor.__version__}/{WORDS_VERSION}" == overviews.MADE_BY
 

@@ -120,7 +120,7 @@ def test_runs_of_other_projects_are_not_listed_nor_exposed(guarded):
     runs = guarded.ask("GET", "/api/v1/runs", secret).json()["runs"]
     assert [run["run_id"] for run in runs] == ["p-1"]
     assert guarded.ask("GET", "/api/v1/runs?project=q", secret).json()["runs"] == []
-    guarded.app.state.components.newest.do_due_work()
+    guarded.app.state.collage.newest.do_due_work()
     text = guarded.ask("GET", "/metrics", secret).text
     assert 'run_id="p-1"' in text
     assert "q-1" not in text
@@ -176,8 +176,8 @@ def test_percent_encoding_does_not_change_whose_a_run_is(guarded):
 
 def test_last_use_is_written_at_most_once_a_minute(guarded):
     secret, token = guarded.token("read", ["p"])
-    store = guarded.app.state.components.store.access
-    directory = guarded.app.state.components.directory
+    store = guarded.app.state.collage.store.access
+    directory = guarded.app.state.collage.directory
     written = []
     note = store.note_uses
 

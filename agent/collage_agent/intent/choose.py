@@ -144,7 +144,7 @@ def choose_intent(optimizer: Optimizer) -> list[Intent]:
     for intent in chosen:
         shadow = intent.shadow if isinstance(intent, WholeTensor) else intent
         if isinstance(shadow, Shadow):
-            shadow.talks = bool(heard)
+            shadow.is_verbose = bool(heard)
     return chosen
 
 

@@ -37,7 +37,7 @@ class Shadow:
         self.composition = composition
         self.stochastic = stochastic
         self.unexplained = unexplained
-        self.talks = False
+        self.is_verbose = False
         """Whether its step prints or logs, which at measured steps would be once too often."""
         self._widens = widens
         self._foreign = not type(optimizer).__module__.startswith("torch.optim")
@@ -90,7 +90,7 @@ class Shadow:
         if self._running:
             vars(self._clone).update(clone_value(self._running, objects=False))
         try:
-            quiet = without_output() if self.talks else nullcontext()
+            quiet = without_output() if self.is_verbose else nullcontext()
             with (
                 quiet,
                 uncompiled(type(self._clone)) if self._foreign else nullcontext(),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.guard import reraise_in_tests
-from collage_agent.stats import casts, classes, counterfactuals, edq, optimizer_state, updates
+from collage_agent.stats import casts, classes, counterfactuals, edq, optimizer_state, update_histogram
 from collage_agent.stats.view import MovingAverages, StepView, Sums
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
@@ -41,7 +41,7 @@ OWN: Final[Mapping[str, Measure]] = {
     "norms": edq.measure_norms,
     "edq": edq.measure_edq,
     "classes": classes.measure,
-    "updates": updates.measure,
+    "updates": update_histogram.measure,
     "states": optimizer_state.measure_states,
     "decay": optimizer_state.measure_decay,
     "residuals": optimizer_state.measure_residuals,

@@ -6,18 +6,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-from collage_optim.numerics.formats import CAST_FORMATS, CastFormat, coded, scaled
+from collage_optim.numerics.cast_formats import CAST_FORMATS, CastFormat, coded, scaled
 from torch import Tensor
 
-from collage_agent.stats.blocks import (
-    block_sums,
-    flag_counts,
-    largest_magnitudes,
-    nonfinite,
-    on_host,
-    sum_is_finite,
-    zero_excluded,
-)
+from collage_agent.stats.blocks import block_sums, flag_counts
+from collage_agent.stats.elements import max_norms, nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.view import Copies, StepView, StoredWeights, Sums, named
 from collage_monitor.table import Table
 
@@ -88,7 +81,7 @@ def largest_magnitude(components: Sequence[Tensor]) -> Tensor:
     A pass over the tensor, of sums in pieces so that they take little memory. No synchronisation.
     """
     if len(components) == 1:
-        return largest_magnitudes([components[0]])[0].to(torch.float32)
+        return max_norms([components[0]])[0].to(torch.float32)
     found = []
     for pieces in zip(*(torch.split(part.reshape(-1), _ADDED_AT_ONCE) for part in components), strict=True):
         total = pieces[0].to(torch.float64)

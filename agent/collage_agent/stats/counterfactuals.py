@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from collage_optim.numerics.formats import round_to_grid
+from collage_optim.numerics.cast_formats import round_to_grid
 from torch import Tensor
 
 from collage_agent.stats.blocks import block_sums

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from collage_optim.numerics.formats import CAST_FORMATS
+from collage_optim.numerics.cast_formats import CAST_FORMATS
 from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -16,11 +16,8 @@ from collage_agent.intent.clone import clone_entries
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored import GRADIENT, PARAMETER
 from collage_agent.stats import replicas
-from collage_agent.stats.blocks import on_host
 from collage_agent.stats.casts import is_wider, largest_magnitude
 from collage_agent.stats.counterfactuals import fp8_scales
-from collage_agent.stats.edq import squared_block_sums
-from collage_agent.stats.intervals import missed_share
 from collage_agent.stats.optimizer_state import residuals_left
 from collage_agent.stats.view import Copies, StepView, StoredWeights
 from collage_agent.step.gather import BlockLayout, GatheredSample
@@ -31,6 +28,7 @@ from collage_agent.step.layout import (
     out_of_lock_step,
     stepped_since_kept,
 )
+from collage_agent.step.missed import MissedShares
 from collage_agent.step.observe import (
     Follows,
     IntendedUpdate,
@@ -56,7 +54,6 @@ from collage_monitor.table import Axis, Table
 __all__ = ["Bucket"]
 
 _CHECKSUMS: Final = Axis(replicas.KEYS)
-_INTENDED: Final = "intended_squared_sum"
 LOOK_EVERY: Final = 10
 """Measured steps from one look at whole gradients and momenta to the next."""
 
@@ -65,10 +62,26 @@ class Bucket:
     """What is fixed about tensors stepped alike until the next plan, and what they hold around a step.
 
     `members` are indices of watched parameters, of parameter group number `group`; their layers are `layers`.
-    `whole`: every element of them is measured. `oracles` look on. `replicated` bool [tensors]: which of them other
-    ranks hold too; None: none. `out_of_step` bool [tensors]: which have another step counter than the first at this
-    step; None: none can have. Live values are kept in their own dtype in buffers that are made once; the fp64 work
-    is done in tiles of slots that stay in the cache. Nothing here synchronises a device.
+    `whole`: every element of them is measured. Live values are kept in their own dtype in buffers that are made
+    once; the fp64 work is done in tiles of slots that stay in the cache. Nothing here synchronises a device.
+
+    The life of a bucket:
+
+    1. `Planner` makes it. It sets `oracles`, which look on, and `replicated` bool [tensors]: which of them other
+       ranks hold too; None: none. Then `StepMeasurer` has it `take_over` what the buckets before it knew.
+    2. Before a measured step `StepMeasurer`, or `Rotation` for a tensor whose turn it is, sets `follows` (what came
+       before it) and calls `gather_before`, then `look_at_whole`. The former sets `out_of_step` bool [tensors]:
+       which have another step counter than the first; None: none can have. Then `Oracles` reads `gradient_at`.
+    3. After the step, whoever called `gather_before` calls `measure`.
+    4. Before the next step `Oracles` may ask for `weights_moved`, which gathers the weights. If that step is
+       measured, `gather_before` is told `weights_gathered`.
+
+    `Windows` has buckets of its own, without oracles. It calls `gather_before`, and reads `intended`, the weights
+    and the copies made of them; it never calls `measure`.
+
+    `TouchedBucket` draws its sample in `gather_before`, adapts the totals in `measure`, looks at nothing whole and
+    remembers no residuals. The bucket of `Rotation` clones its one tensor in `gather_before` and has the clone
+    stepped in `measure`.
     """
 
     def __init__(
@@ -113,7 +126,7 @@ class Bucket:
         self._states: StateLayout | None = None
         self._step_layout: StepLayout | None = None
         self._formats: dict[str, Tensor] = {}
-        self._group: dict[str, Any] = {}
+        self._hyperparameters: dict[str, Any] = {}
         self._scalars: dict[str, Any] = {}
         self._decay: float | Tensor | None = None
         self._largest: Tensor | None = None
@@ -121,9 +134,8 @@ class Bucket:
         self._held: Tensor | None = None
         self._launch: bool | Tensor | None = None
         self._measured = 0
-        self._whole: list[tuple[Tensor, Tensor]] | None = None
-        self._missed = torch.zeros_like(self.sizes.elements)
-        self._unseen: Tensor | None = None
+        self._looks = False
+        self._missed = MissedShares(self.samples, self.layout, torch.zeros_like(self.sizes.elements))
 
     @property
     def parameter_after(self) -> Tensor:
@@ -144,7 +156,7 @@ class Bucket:
         states, group = self.states(optimizer), optimizer.param_groups[self.group]
         self.out_of_step = out_of_lock_step(states)
         self._decay = decoupled_rate(optimizer, group)
-        self._group = clone_entries(group, "params")
+        self._hyperparameters = clone_entries(group, "params")
         first, layout = states[0], self._layout_of(states[0])
         self._states = layout
         self._scalars = clone_entries({key: first[key] for key in layout.scalars})
@@ -162,8 +174,10 @@ class Bucket:
         the sample misses. A pass over each. Synchronises nothing.
         """
         self._largest = self.largest_weights(optimizer)
-        due = not self.whole and self._measured % LOOK_EVERY == 0
-        self._whole = self._gradient_squares() if due else None
+        self._looks = not self.whole and self._measured % LOOK_EVERY == 0
+        if self._looks:
+            sampled = self._before.values[GRADIENT] if self.knows_gradient else None
+            self._missed.begin(sampled, self._gradients())
         self._measured += 1
 
     def measure(
@@ -175,17 +189,14 @@ class Bucket:
         storage strategies would have kept. Runs inside `isolated`.
         """
         blocks, states = self._block_totals(optimizer, scale, counterfactuals)
-        if self._whole is not None:
-            shares = self._missed_shares(blocks, [*self._whole, *self._momentum_squares(states)])
-            # The first is the gradient's, a momentum's where none is known. Where the sample saw none of it, its
-            # zeros say nothing of the tensor.
-            self._missed, unseen = shares.amax(0), shares[0].isinf()
-            self._unseen = None if on_host(unseen) and not unseen.any() else unseen
-        table = estimated_totals(blocks, self.sizes, self.layers, self.missing, self._missed)
+        if self._looks:
+            assert self._step_layout is not None
+            self._missed.end(blocks, self.sizes, self._step_layout.after, self._after.values, states)
+        table = estimated_totals(blocks, self.sizes, self.layers, self.missing, self._missed.shares)
         if self.out_of_step is not None:
             table = Table(table.statistics, self.layers, torch.where(self.out_of_step, torch.nan, table.array))
-        if self._unseen is not None:
-            rest = torch.where(self._unseen, torch.nan, table.array[SIZE_ROWS:])
+        if self._missed.unseen is not None:
+            rest = torch.where(self._missed.unseen, torch.nan, table.array[SIZE_ROWS:])
             table = Table(table.statistics, self.layers, torch.cat((table.array[:SIZE_ROWS], rest)))
         found = [table]
         if self.replicated is not None:
@@ -339,7 +350,7 @@ class Bucket:
             before={key: before[key][tile.slots] for key in keys},
             after={key: after[key][tile.slots] for key in layout.after.keys} if is_taken else {},
             layout=layout,
-            group=self._group,
+            group=self._hyperparameters,
             scalars=self._scalars,
             decay=self._decay,
             intent=self.intent,
@@ -383,45 +394,6 @@ class Bucket:
     def _gradients(self) -> list[Any]:
         name = self.intent.composition.gradient
         return [getattr(parameter, name, None) for parameter in self.parameters]
-
-    def _gradient_squares(self) -> list[tuple[Tensor, Tensor]]:
-        """Σ g² by block [blocks] of the sample; of whole tensors Σ g² and the largest g² [2, tensors]; fp64, now.
-
-        Nothing if no gradient is known; 0 of tensors that are measured whole. Two passes over the gradients.
-        """
-        if not self.knows_gradient:
-            return []
-        return [self._squares(self._before.values[GRADIENT], self._gradients())]
-
-    def _momentum_squares(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
-        """The same after a measured step, of states that have a sign: momenta, which steps may be proportional to.
-
-        Without a sign it is none: a second moment is large where steps are not. Two passes over each.
-        """
-        assert self._step_layout is not None
-        layout, found = self._step_layout.after, []
-        plain = {entry.key for entry in layout.others if entry.plain}
-        for name in (average.name for average in layout.averages if average.is_float and average.name in plain):
-            values = self._after.values[name]
-            signed = values.lt(0).any()
-            if on_host(signed) and not signed:
-                continue
-            sampled, whole = self._squares(values, [state[name] for state in states])
-            found.append((sampled * signed, whole * signed))
-        return found
-
-    def _squares(self, sampled: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        rows = sampled.to(torch.float64).unsqueeze(0)
-        return squared_block_sums(rows, self.layout.block)[0], self.layout.whole_squares(self.samples, tensors)
-
-    def _missed_shares(self, blocks: BlockTotals, looked_at: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """`missed_share` of each tensor by each that was looked at whole, 0 by nothing: fp64 [k, tensors]."""
-        sizes, intended = self.sizes, next(part for part in blocks.by_block if _INTENDED in part)[_INTENDED]
-        found = [
-            missed_share(intended, sampled, whole, sizes.segments, sizes.scale, sizes.blocks, sizes.factor)
-            for sampled, whole in looked_at
-        ]
-        return torch.stack(found or [torch.zeros_like(sizes.elements)])
 
 
 def _bits(values: Tensor) -> Tensor:

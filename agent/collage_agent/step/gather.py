@@ -19,10 +19,10 @@ from torch.nn import Parameter
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored import GRADIENT, PARAMETER, Composition
-from collage_agent.stats.blocks import largest_magnitudes
+from collage_agent.stats.elements import max_norms
 from collage_agent.step.layout import KeptState, StateLayout
 
-__all__ = ["BlockLayout", "GatheredSample", "Staging", "Views"]
+__all__ = ["BlockLayout", "GatheredSample", "Staging", "TensorViews"]
 
 _PLAIN: Final = {Tensor, Parameter}
 _EMPTY: Final = np.empty(0, dtype=np.int64)
@@ -192,7 +192,7 @@ class BlockLayout:
         """
         partly = [index for index, sample in enumerate(samples) if not sample.whole]
         flat = [self._flat(index, tensors[index]) for index in partly]
-        pairs = zip(torch._foreach_norm(flat, 2), largest_magnitudes(flat), strict=True)
+        pairs = zip(torch._foreach_norm(flat, 2), max_norms(flat), strict=True)
         norms = [torch.stack(pair) for pair in pairs]
         of_tensor = dict(zip(partly, norms, strict=True))
         none = torch.zeros_like(norms[0])
@@ -240,7 +240,7 @@ def _length(sample: TensorSample) -> int:
     return sample.elements if sample.whole else sample.tail * sample.tail_elements
 
 
-class Views:
+class TensorViews:
     """Views through which a layout gathers tensors of one dtype that come again, as weights and states do.
 
     `sampled` and `pieces`: see `BlockLayout.views_of`; `copies`: those that share no memory with the tensors. What
@@ -282,10 +282,10 @@ class Views:
 class Staging:
     """A flat buffer in the dtype of what it holds, and what a layout fills it through."""
 
-    def __init__(self, layout: BlockLayout, dtype: torch.dtype, views: Views | None = None) -> None:
+    def __init__(self, layout: BlockLayout, dtype: torch.dtype, views: TensorViews | None = None) -> None:
         """views: of the same tensors, made for another buffer."""
         self.values = torch.zeros(layout.slots, dtype=dtype, device=layout.device)
-        self.views = Views(layout, dtype) if views is None else views
+        self.views = TensorViews(layout, dtype) if views is None else views
         rows = self.values.view(-1, layout.block)
         self.targets = [rows[where] for _, where in layout._sampled]
         self.alike = [self.values[where].view(-1, *shape[1:]) for _, where, shape in layout._alike]

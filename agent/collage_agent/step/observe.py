@@ -13,9 +13,9 @@ from torch import Tensor
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_entries
 from collage_agent.sample.stored import GRADIENT, PARAMETER
-from collage_agent.stats.blocks import nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.classes import Flags, class_counts
 from collage_agent.stats.edq import edq_products, squared_block_sums
+from collage_agent.stats.elements import nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.view import ROWS, Copies, MovingAverages, StepView, StoredWeights
 from collage_agent.step.gather import BlockLayout
 from collage_agent.step.layout import StepLayout

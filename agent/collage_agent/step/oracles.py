@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.intent.clone import clone_value
 from collage_agent.sample import stored
 from collage_agent.sample.quantised import reading
-from collage_agent.stats.blocks import on_host
+from collage_agent.stats.elements import on_host
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.gather import BlockLayout, Staging
 from collage_agent.step.oracle import Oracle

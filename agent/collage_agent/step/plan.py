@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 from zlib import crc32
 
 import torch
-from collage_optim.numerics.formats import CAST_FORMATS, CastFormat
+from collage_optim.numerics.cast_formats import CAST_FORMATS, CastFormat
 from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.nn import Parameter

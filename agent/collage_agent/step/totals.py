@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.stats import MEASURES, OPTIONAL, StepView, Sums, classes, edq, updates
+from collage_agent.stats import MEASURES, OPTIONAL, StepView, Sums, classes, edq, update_histogram
 from collage_agent.stats.blocks import Segments
 from collage_agent.stats.classes import active_elements
 from collage_agent.stats.intervals import (
@@ -63,7 +63,7 @@ def _ratios_of(keys: Collection[str]) -> dict[str, Interval]:
     }
 
 
-_BASE: Final = (*edq.NORM_KEYS, *edq.EDQ_KEYS, *classes.KEYS, *updates.KEYS)
+_BASE: Final = (*edq.NORM_KEYS, *edq.EDQ_KEYS, *classes.KEYS, *update_histogram.KEYS)
 BASE_STATISTICS: Final = (*_FIXED, *_BASE, *interval_keys(_ratios_of(_BASE)), UNSEEN)
 """What every measured step of every optimizer reports, as NaN where it is missing."""
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.sample.stored import PARAMETER
-from collage_agent.stats.blocks import nonfinite
 from collage_agent.stats.casts import cast_block_sums
+from collage_agent.stats.elements import nonfinite
 from collage_agent.stats.several_steps import window_block_sums
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.observe import KeptWeights

@@ -24,7 +24,8 @@ from collage_agent.watching.contract import Contract
 from collage_agent.watching.description import joined
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.history import StepHistory
-from collage_agent.watching.hooks import OptimizerHooks, largest_step_count
+from collage_agent.watching.hooks import OptimizerHooks
+from collage_agent.watching.resume import largest_step_count
 from collage_agent.watching.trained import bytes_per_parameter
 from collage_monitor import wire
 from collage_monitor.table import Table
@@ -84,7 +85,7 @@ class Assembly:
     @property
     def watched(self) -> dict[str, WatchedParameter]:
         """All watched parameters by the names of their layers."""
-        return {entry.name: entry for hooks in self._hooks for entry in hooks.meter.watched}
+        return {entry.name: entry for hooks in self._hooks for entry in hooks.measurer.watched}
 
     @property
     def external_writes(self) -> int:
@@ -140,7 +141,7 @@ class Assembly:
         try:
             with self._governor.timing():
                 parts = [part for hooks in self._hooks for part in hooks.totals or ()]
-                lists = [hooks.meter.watched for hooks in self._hooks]
+                lists = [hooks.measurer.watched for hooks in self._hooks]
                 if [*map(id, lists)] != [*map(id, self._laid_out)]:
                     self.layout, self._laid_out = None, lists
                     self._union.layers.extend(self.watched)
@@ -151,7 +152,7 @@ class Assembly:
             hooks.totals = None
         if self._governor.adjust():
             for hooks in self._hooks:
-                hooks.meter.shrink_sample(int(self._governor.sample))
+                hooks.measurer.shrink_sample(int(self._governor.sample))
         if self._contract is not None:
             self._contract.enforce()
 
@@ -165,9 +166,9 @@ class Assembly:
         # The watch and its history hold this step now, too.
         kept = float(table.array.nbytes + self.history.bytes)
         for hooks in self._hooks:
-            kept += hooks.meter.buffer_bytes()
+            kept += hooks.measurer.buffer_bytes()
             if hooks.totals is not None:
-                self.last_occasional.update(dict.fromkeys(hooks.meter.occasional, last))
+                self.last_occasional.update(dict.fromkeys(hooks.measurer.occasional, last))
         scalars["agent_memory_bytes"] = kept
         if self._reporter is not None:
             self._reporter.measured(last)
@@ -193,7 +194,7 @@ class Assembly:
         }
         losses = 0
         for hooks in self._hooks:
-            restarts += hooks.meter.oracle_restarts
+            restarts += hooks.measurer.oracle_restarts
             losses += len(hooks.resume.losses)
         known: dict[str, float | Tensor | None] = {
             "agent_interval": governor.interval if governor.interval != self._options.every else None,

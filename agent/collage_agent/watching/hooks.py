@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any, Final, cast
@@ -20,7 +20,7 @@ from collage_agent.intent.choose import Intent, IntentCache, fitting_class
 from collage_agent.intent.clone import isolated
 from collage_agent.intent.foreign import ForeignOptimizer
 from collage_agent.options import WatchOptions
-from collage_agent.step.meter import Meter
+from collage_agent.step.measurer import StepMeasurer
 from collage_agent.step.rotation import is_whole
 from collage_agent.step.windows import Windows
 from collage_agent.training.ddp import stepping_optimizer
@@ -35,7 +35,7 @@ from collage_agent.watching.resume import ResumeCheck
 from collage_monitor import wire
 from collage_monitor.table import Table
 
-__all__ = ["OptimizerHooks", "largest_step_count"]
+__all__ = ["OptimizerHooks"]
 
 _IN_PARTS: Final = (
     "in parts on several ranks, and no rank can step its part alone: only what changed is known of them"
@@ -90,7 +90,7 @@ class OptimizerHooks:
         self._members = _members_of(self.stepping)
         self._windows = Windows(options.windows, options.every) if options.windows else None
         self._step = 0
-        self.meter = Meter(
+        self.measurer = StepMeasurer(
             _with_unique_names(watched, number, names_used),
             self._intents,
             options.sample,
@@ -152,7 +152,7 @@ class OptimizerHooks:
             notes=[*self._notes(), *notes],
             closure=self.closure_seen,
             fitting=self._fitting,
-            sparse=self.meter.sparse,
+            sparse=self.measurer.sparse,
         )
         described = replace_fields(described, resume_losses=self.resume.losses)
         return described if self.foreign is None else replace_fields(described, optimizer=self.foreign.named)
@@ -173,7 +173,7 @@ class OptimizerHooks:
             return None
         if self._depth:
             # Left over from a step that raised.
-            self.meter.step_raised()
+            self.measurer.step_raised()
         self._depth = 1
         self._measuring = False
         self.skipped.count_call()
@@ -238,7 +238,7 @@ class OptimizerHooks:
         if not self._guard.disabled:
             try:
                 self.skipped.count_skipped(optimizer)
-                self.meter.note_step_taken()
+                self.measurer.note_step_taken()
             except Exception as error:
                 self._guard.caught("looking at the optimizer after a step", error)
             if self._measuring:
@@ -248,29 +248,29 @@ class OptimizerHooks:
 
     def _gather_before(self, optimizer: Optimizer, measured: bool, closure: bool) -> None:
         try:
-            with self._governor.timing(), isolated(_device_of(self.meter)):
+            with self._governor.timing(), isolated(_device_of(self.measurer)):
                 self._notice_changed_groups(optimizer)
                 if closure:
                     self.closure_seen = True
                 else:
-                    self.meter.step_oracles(optimizer, measured=measured)
+                    self.measurer.step_oracles(optimizer, measured=measured)
                     if self._in_window():
-                        self.meter.add_to_windows(optimizer, self._step, self._governor.doublings)
+                        self.measurer.add_to_windows(optimizer, self._step, self._governor.doublings)
                 if measured:
                     if self._looks_at_resume:
-                        self.resume.before(self.stepping, self.meter.watched, self._intents, self._step)
-                    self.meter.before(optimizer, closure=closure)
+                        self.resume.before(self.stepping, self.measurer.watched, self._intents, self._step)
+                    self.measurer.before(optimizer, closure=closure)
                     self._measuring = True
         except Exception as error:
             # The oracles may have missed the step that is about to be taken.
-            self.meter.step_raised()
+            self.measurer.step_raised()
             self._guard.caught("looking at the optimizer before a step", error)
 
     def _measure(self) -> None:
         assert self._iterations is not None
         try:
-            with self._governor.timing(), isolated(_device_of(self.meter)):
-                self.totals = self.meter.after(
+            with self._governor.timing(), isolated(_device_of(self.measurer)):
+                self.totals = self.measurer.after(
                     self.stepping, counterfactuals=self._governor.counterfactuals_due(self._step)
                 )
                 if self._looks_at_resume:
@@ -288,8 +288,8 @@ class OptimizerHooks:
             self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
         )
         intents = _intents_on_this_rank(IntentCache().of(self.foreign or optimizer), found)
-        kept, new = regrouped(self.meter.watched, found, members)
-        self.meter.regroup([*kept, *_with_unique_names(new, self._number, self._names_used)], intents)
+        kept, new = regrouped(self.measurer.watched, found, members)
+        self.measurer.regroup([*kept, *_with_unique_names(new, self._number, self._names_used)], intents)
         self.changes += 1
         self._members, self._intents, self.left_out = members, intents, left_out
         self._fitting = None if self.foreign else fitting_class(optimizer, intents)
@@ -298,10 +298,10 @@ class OptimizerHooks:
         self.changes += 1
         self._looks_at_resume = True
         self._governor.measure_next_step()
-        self.meter.state_was_loaded()
+        self.measurer.state_was_loaded()
 
     def _stepped(self) -> list[WatchedParameter]:
-        return [entry for entry in self.meter.watched if entry.stepped]
+        return [entry for entry in self.measurer.watched if entry.stepped]
 
     def _notes(self) -> list[str]:
         notes = [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
@@ -369,29 +369,10 @@ def _inside_own_step(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
-def largest_step_count(optimizer: Optimizer) -> int | None:
-    """The largest count of steps in the optimizer's states and groups; 0: none was taken, None: it keeps no count.
-
-    Synchronises, once, a device on which counts are kept: all of them are read together.
-    """
-    states = [state for state in optimizer.state.values() if isinstance(state, Mapping) and state]
-    counts = [state["step"] for state in states if "step" in state]
-    counts += [group["step"] for group in optimizer.param_groups if "step" in group]
-    if not counts and getattr(optimizer, "defaults", {}).get("k", 0) == 0:
-        # Schedule-free optimizers and D-Adaptation count in a group's `k`, from 0; Ranger's `k` is a period.
-        counts = [group["k"] for group in optimizer.param_groups if "k" in group]
-    tensors = [count.max() for count in counts if isinstance(count, Tensor)]
-    known = [int(count) for count in counts if not isinstance(count, Tensor)]
-    if tensors:
-        device = tensors[0].device
-        known.append(int(torch.stack([count.to(device, torch.float64) for count in tensors]).max()))
-    return max(known) if known else None if states else 0
-
-
 def _members_of(optimizer: Optimizer) -> tuple[tuple[int, ...], ...]:
     """The identities of each group's parameters: all that decides, step by step, which group steps which tensor."""
     return tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
 
 
-def _device_of(meter: Meter) -> torch.device:
-    return meter.watched[0].parameter.device if meter.watched else _HOST
+def _device_of(measurer: StepMeasurer) -> torch.device:
+    return measurer.watched[0].parameter.device if measurer.watched else _HOST

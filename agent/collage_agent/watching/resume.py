@@ -23,7 +23,7 @@ from collage_agent.sample.stored import OURS, average_names, components, element
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 
-__all__ = ["ResumeCheck"]
+__all__ = ["ResumeCheck", "largest_step_count"]
 
 _SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """What torch counts in, for what it cannot count in."""
@@ -33,6 +33,25 @@ _FEWEST: Final = 64
 """Elements that speak for the whole."""
 _FEWEST_STEPS: Final = 2
 """A first step at rate 0 leaves nothing beside a weight."""
+
+
+def largest_step_count(optimizer: Optimizer) -> int | None:
+    """The largest count of steps in the optimizer's states and groups; 0: none was taken, None: it keeps no count.
+
+    Synchronises, once, a device on which counts are kept: all of them are read together.
+    """
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping) and state]
+    counts = [state["step"] for state in states if "step" in state]
+    counts += [group["step"] for group in optimizer.param_groups if "step" in group]
+    if not counts and getattr(optimizer, "defaults", {}).get("k", 0) == 0:
+        # Schedule-free optimizers and D-Adaptation count in a group's `k`, from 0; Ranger's `k` is a period.
+        counts = [group["k"] for group in optimizer.param_groups if "k" in group]
+    tensors = [count.max() for count in counts if isinstance(count, Tensor)]
+    known = [int(count) for count in counts if not isinstance(count, Tensor)]
+    if tensors:
+        device = tensors[0].device
+        known.append(int(torch.stack([count.to(device, torch.float64) for count in tensors]).max()))
+    return max(known) if known else None if states else 0
 
 
 class ResumeCheck:

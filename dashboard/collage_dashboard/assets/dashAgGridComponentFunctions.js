@@ -53,7 +53,7 @@ dagcomponentfuncs.RunCell = function (props) {
   );
 };
 
-dagcomponentfuncs.VerdictCell = function (props) {
+dagcomponentfuncs.JudgementCell = function (props) {
   const row = props.data;
   if (!row) return null;
   return React.createElement(

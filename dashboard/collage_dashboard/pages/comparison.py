@@ -33,7 +33,7 @@ from collage_dashboard.components import (
 )
 from collage_dashboard.descriptions import describe, metric_choices
 from collage_dashboard.figures.style import digest
-from collage_dashboard.pages.comparison_content import legend, numbers, table, verdicts
+from collage_dashboard.pages.comparison_content import comparison_table, judgement_lines, legend, number_cards
 from collage_dashboard.pages.comparison_curves import (
     CHARTS,
     DEFAULT_METRIC,
@@ -87,7 +87,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         return page([problem_page(_NOTHING_PICKED), suggested_comparisons(recent)], "Strategies")
     rows = _rows(reader, view.runs)
     search = write_address(view)[1]
-    shown_numbers, shown_verdicts, shown_legend = _first_screen(view, rows)
+    shown_numbers, shown_judgements, shown_legend = _first_screen(view, rows)
     results = results_of(run_results(rows))
     said = recommendation(results)
     return page(
@@ -108,7 +108,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(strategy_table(results), id="compare-strategies"),
             html.H2("Runs", className="part"),
             html.Div(shown_numbers, id="compare-numbers", className="numbers-place"),
-            html.Div(shown_verdicts, id="compare-verdicts"),
+            html.Div(shown_judgements, id="compare-verdicts"),
             html.Div(
                 [
                     _lines_control(view, rows),
@@ -353,7 +353,7 @@ def _missing(view: View, rows: Sequence[wire.RunRow]) -> Any:
 
 
 def _first_screen(view: View, rows: Sequence[wire.RunRow]) -> tuple[Any, Any, Any]:
-    """(numbers, verdicts, legend) of the runs, from what the server keeps of each."""
+    """(numbers, judgements, legend) of the runs, from what the server keeps of each."""
     if not rows:
         return None, None, None
     overviews = _overviews(rows)
@@ -361,7 +361,7 @@ def _first_screen(view: View, rows: Sequence[wire.RunRow]) -> tuple[Any, Any, An
     styles = (
         styles_of([_RunNames(row) for row in rows]) if by_run else strategy_styles(results_of(run_results(rows)))
     )
-    return numbers(rows, overviews), verdicts(rows, overviews), legend(styles)
+    return number_cards(rows, overviews), judgement_lines(rows, overviews), legend(styles)
 
 
 def _overviews(rows: Sequence[wire.RunRow]) -> dict[str, wire.Overview]:
@@ -382,7 +382,7 @@ def _tables_and_answer(
     """The tables and the answer, now that the curves are there."""
     said = recommendation(results)
     return (
-        table(runs, _overviews(rows)),
+        comparison_table(runs, _overviews(rows)),
         advice(said, [row.run_id for row in rows]),
         strategy_table(results),
         counterfactual_table(runs),

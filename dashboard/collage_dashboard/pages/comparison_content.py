@@ -19,7 +19,7 @@ from collage_dashboard.components import (
     run_label,
     scrollable,
 )
-from collage_dashboard.descriptions import count, describe, finite, interval, number, state_key
+from collage_dashboard.descriptions import count, describe, interval, number, state_key
 from collage_dashboard.run_styles import LineStyle, NamedRun, is_stochastic, strategy_title, styles_of
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
@@ -27,50 +27,16 @@ from collage_monitor import wire
 __all__ = [
     "COLUMNS",
     "Column",
+    "comparison_table",
     "curve_of",
-    "lacks_throughput",
+    "judgement_lines",
     "legend",
-    "numbers",
-    "rate",
-    "table",
-    "verdicts",
+    "number_cards",
     "with_recent",
-    "with_throughput",
 ]
 
-_NAME = "tokens_per_second"
 Overviews = Mapping[str, wire.Overview]
 RECENT: Final = "Over each run's recent past: its last 32 measured steps or more, which the verdict rests on."
-
-
-def lacks_throughput(runs: Sequence[wire.ComparedRun]) -> bool:
-    """Whether some run logs `tokens` but no `tokens_per_second`."""
-    return any(_NAME not in run.mean_scalars and "tokens" in run.scalars for run in runs)
-
-
-def with_throughput(runs: Sequence[wire.ComparedRun], tokens: wire.Comparison) -> list[wire.ComparedRun]:
-    """The runs with their throughput filled in where it was not logged; `tokens` compares `tokens` over time."""
-    rates = {run.run_id: rate(run.series) for run in tokens.runs}
-    return [
-        run
-        if _NAME in run.mean_scalars or (known := rates.get(run.run_id)) is None
-        else msgspec.structs.replace(run, mean_scalars={**run.mean_scalars, _NAME: known})
-        for run in runs
-    ]
-
-
-def rate(series: wire.Series) -> float | None:
-    """Tokens per second of wall clock between the first and the last point; None with fewer than two."""
-    points = [
-        (seconds, tokens)
-        for position, value in zip(series.positions, series.values, strict=True)
-        if (seconds := finite(position)) is not None and (tokens := finite(value)) is not None
-    ]
-    if len(points) < 2 or points[-1][0] <= points[0][0]:
-        return None
-    return (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
-
-
 _MEAN_LOSS = "loss, mean of the last 20"
 Cell = tuple[str, str]
 
@@ -91,7 +57,7 @@ class Column:
     cell: Callable[[wire.ComparedRun], Cell]
 
 
-def numbers(runs: Sequence[LoggedRun], overviews: Overviews) -> html.Div:
+def number_cards(runs: Sequence[LoggedRun], overviews: Overviews) -> html.Div:
     """The first screen: EDQ, updates lost, the second moment's decrement, and the loss, for each run."""
     recent = [found.numbers if (found := overviews.get(run.run_id)) else {} for run in runs]
     state = state_key(key for measured in recent for key in measured)
@@ -114,7 +80,7 @@ def numbers(runs: Sequence[LoggedRun], overviews: Overviews) -> html.Div:
     )
 
 
-def verdicts(runs: Sequence[NamedRun], overviews: Overviews) -> html.Div:
+def judgement_lines(runs: Sequence[NamedRun], overviews: Overviews) -> html.Div:
     """A sentence about each run: its recent past, what is wrong, where and since when."""
     lines = [
         headline_line(overviews.get(run.run_id), style) for run, style in zip(runs, styles_of(runs), strict=True)
@@ -140,7 +106,7 @@ def with_recent(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> list[
     ]
 
 
-def table(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> dmc.Paper:
+def comparison_table(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> dmc.Paper:
     """Everything that the runs are compared by; measured numbers are over each run's recent past."""
     runs = with_recent(runs, overviews)
     head = [dmc.TableTh("Run"), dmc.TableTh("Strategy", className="text"), dmc.TableTh("Over", className="text")]

@@ -1,15 +1,20 @@
-"""The curves of a comparison: one question for all of them, and a figure a metric, a line a run or a strategy."""
+"""The curves of a comparison: one question for all of them, and a figure a metric, a line a run or a strategy.
+
+Where a run logs no throughput, the curve of its tokens over time gives it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import msgspec
 import plotly.graph_objects as go
 
+from collage_dashboard.descriptions import finite
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.style import empty_figure
-from collage_dashboard.pages.comparison_content import curve_of, lacks_throughput, with_throughput
+from collage_dashboard.pages.comparison_content import curve_of
 from collage_dashboard.pages.strategies_content import strategy_styles
 from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import styles_of
@@ -27,9 +32,12 @@ __all__ = [
     "charted_metrics",
     "draw_curves",
     "figure",
+    "lacks_throughput",
     "lines_of",
     "read_curves",
     "runs_with_throughput",
+    "throughput_of",
+    "with_throughput",
 ]
 
 CHARTS: Final = ("edq_ratio", "lost_update_ratio", "validation_loss")
@@ -37,6 +45,7 @@ CHARTS: Final = ("edq_ratio", "lost_update_ratio", "validation_loss")
 LOSS: Final = 2
 """The place of the loss among them: the training loss where not every run logs a validation loss."""
 DEFAULT_METRIC: Final = "state_decrement_ratio/exp_avg_sq"
+_THROUGHPUT: Final = "tokens_per_second"
 
 
 def figure(
@@ -135,3 +144,31 @@ def runs_with_throughput(reader: Reader, found: wire.Comparison | str) -> Sequen
     return with_throughput(
         found.runs, reader.ask(lambda client: client.compare(there, "tokens", axis="time", points=2))
     )
+
+
+def lacks_throughput(runs: Sequence[wire.ComparedRun]) -> bool:
+    """Whether some run logs `tokens` but no `tokens_per_second`."""
+    return any(_THROUGHPUT not in run.mean_scalars and "tokens" in run.scalars for run in runs)
+
+
+def with_throughput(runs: Sequence[wire.ComparedRun], tokens: wire.Comparison) -> list[wire.ComparedRun]:
+    """The runs with their throughput filled in where it was not logged; `tokens` compares `tokens` over time."""
+    rates = {run.run_id: throughput_of(run.series) for run in tokens.runs}
+    return [
+        run
+        if _THROUGHPUT in run.mean_scalars or (known := rates.get(run.run_id)) is None
+        else msgspec.structs.replace(run, mean_scalars={**run.mean_scalars, _THROUGHPUT: known})
+        for run in runs
+    ]
+
+
+def throughput_of(series: wire.Series) -> float | None:
+    """Tokens per second of wall clock between the first and the last point; None with fewer than two."""
+    points = [
+        (seconds, tokens)
+        for position, value in zip(series.positions, series.values, strict=True)
+        if (seconds := finite(position)) is not None and (tokens := finite(value)) is not None
+    ]
+    if len(points) < 2 or points[-1][0] <= points[0][0]:
+        return None
+    return (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])

@@ -18,7 +18,7 @@ from collage_dashboard.components import (
     refresh_marker,
     refusal,
 )
-from collage_dashboard.incident_evidence import STEPS_AFTER_ALERT, read_incident
+from collage_dashboard.incident_evidence import STEPS_AFTER_ALERT, read_incident_evidence
 from collage_dashboard.pages.incident_content import body, head
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import View, write_address
@@ -110,7 +110,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         if revision is None or revision.get("failed"):
             raise dash.exceptions.PreventUpdate
         try:
-            evidence = reader.ask(lambda client: read_incident(client, client.incident(shown)))
+            evidence = reader.ask(lambda client: read_incident_evidence(client, client.incident(shown)))
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         return head(evidence.incident), body(evidence)

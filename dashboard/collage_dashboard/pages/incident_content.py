@@ -34,6 +34,7 @@ _KINDS: Final = {
     "attempt": "Attempt",
     "conversion": "Weights converted",
     "expectation": "Expectation broken",
+    "kept_otherwise": "Kept otherwise",
     "resume_loss": "Lost at a resume",
     "rank_twice": "Rank reported twice",
     "gap": "Gap",

@@ -1,4 +1,8 @@
-"""What the table of runs shows: its columns, a row a run or a group of runs, and the words above."""
+"""What the table of runs shows: its columns, a row a run or a group of runs, and the words above.
+
+The functions that columns name lie in `assets/dashAgGridFunctions.js`, what draws their cells in
+`assets/dashAgGridComponentFunctions.js`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any, Final
 import dash_mantine_components as dmc
 from dash import dcc, html
 
-from collage_dashboard.components import text_of_tags, verdict_mark
+from collage_dashboard.components import judgement_mark, text_of_tags
 from collage_dashboard.descriptions import describe, state_key
 from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.run_styles import strategy_title
@@ -39,7 +43,7 @@ def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
         {
             "field": "health",
             "headerName": "Headline",
-            "cellRenderer": "VerdictCell",
+            "cellRenderer": "JudgementCell",
             "minWidth": 310,
             "flex": 1,
             "headerTooltip": "What is wrong, where and since when; over the run's recent past.",
@@ -149,7 +153,7 @@ def _row(run: wire.RunRow) -> dict[str, Any]:
         "colour": strategy_colour(run.strategy or observed, run.dtype),
         "state": run.state,
         "health": run.overview.health if run.overview else None,
-        "mark": verdict_mark(run.overview.health if run.overview else "unknown"),
+        "mark": judgement_mark(run.overview.health if run.overview else "unknown"),
         "headline": run.overview.headline if run.overview else "Not evaluated yet.",
         "trend": run.overview.trend if run.overview else [],
         "last_step": run.last_step,
@@ -197,7 +201,7 @@ def _group_row(group: wire.RunGroup, view: View) -> dict[str, Any]:
         "colour": strategy_colour(group.strategy, group.dtype),
         "state": ", ".join(state if n == count else f"{n} {state}" for state, n in sorted(group.states.items())),
         "health": group.health,
-        "mark": verdict_mark(group.health),
+        "mark": judgement_mark(group.health),
         "headline": f"{of_these}{group.headline}",
         "last_step": group.last_step,
         "updated_at": group.updated_at,

@@ -12,11 +12,11 @@ from dash import dcc, html
 
 from collage_dashboard.components import (
     cell_content,
+    judgement_mark,
     report_link,
     run_label,
     save_buttons,
     scrollable,
-    verdict_mark,
 )
 from collage_dashboard.descriptions import UNDEFINED, describe, number, state_key
 from collage_dashboard.figures import tradeoff
@@ -74,7 +74,7 @@ def strategy_styles(results: Sequence[StrategyResult]) -> list[LineStyle]:
 
 def advice(found: Recommendation, run_ids: Sequence[str]) -> Any:
     """What to train with, in a sentence, and a line about each strategy that it rests on; all of it as a file."""
-    mark, kind = verdict_mark("healthy" if found.chosen else "unknown")
+    mark, kind = judgement_mark("healthy" if found.chosen else "unknown")
     sentence = html.Div(
         [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), html.Div(found.text)], className="verdict"
     )
@@ -184,7 +184,7 @@ def _labelled(result: StrategyResult) -> str:
 
 
 def _health(result: StrategyResult) -> list[Any]:
-    mark, kind = verdict_mark(result.health)
+    mark, kind = judgement_mark(result.health)
     return [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), result.health]
 
 

@@ -14,7 +14,7 @@ from collage_server.alerts.evaluation import AlertChange, Evaluation, Labels, Sa
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
 from collage_server.overviews import evaluate
-from collage_server.queries.headline import beyond_verdict
+from collage_server.queries.headline import beyond_judgement
 from collage_server.store import IncidentQuery, NewIncident, Store
 
 __all__ = ["AlertEvaluator"]
@@ -127,7 +127,7 @@ class AlertEvaluator(BackgroundThread):
                     record = snapshot.records([run_id])[run_id]
                     step, found = record.last_step, evaluate(snapshot, record)
                 parts += [
-                    beyond_verdict(found.headline, found.verdict),
+                    beyond_judgement(found.headline, found.verdict),
                     f"Judged {found.health}: {found.verdict}",
                     found.advice,
                 ]

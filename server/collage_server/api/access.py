@@ -15,9 +15,9 @@ from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import Id
 from collage_server.api.routing import resource
+from collage_server.app_state import app_state_of
 from collage_server.auth import administration
 from collage_server.auth.bearer import audit_fields, principal_of
-from collage_server.components import components_of
 
 __all__ = ["router"]
 
@@ -27,37 +27,37 @@ router = resource("access")
 @router.post("/tokens", **describes(wire.TokenCreated, wire.TokenCreate, status=201))
 async def create_token(request: Request) -> Response:
     """Make a token; `secret` is said in this answer and never again."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     create = await message(request, wire.TokenCreate)
     created = await run_in_threadpool(
         partial(administration.create_token, **audit_fields(request)),
-        components.store.access,
+        app_state.store.access,
         create,
-        components.clock(),
+        app_state.clock(),
         principal_of(request).actor,
     )
-    components.directory.forget()
+    app_state.directory.forget()
     return answer(created, 201)
 
 
 @router.get("/tokens", **describes(wire.TokenList))
 def list_tokens(request: Request) -> Response:
     """Every token without its secret, newest first, revoked ones too."""
-    return answer(wire.TokenList(tokens=components_of(request).store.access.tokens()))
+    return answer(wire.TokenList(tokens=app_state_of(request).store.access.tokens()))
 
 
 @router.delete("/tokens/{token_id}", **describes(wire.Token))
 async def revoke_token(request: Request, token_id: Id) -> Response:
     """Revoke a token: at once in this process, within five seconds in every other of this database."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     revoked = await run_in_threadpool(
         partial(administration.revoke_token, **audit_fields(request)),
-        components.store.access,
+        app_state.store.access,
         token_id,
-        components.clock(),
+        app_state.clock(),
         principal_of(request).actor,
     )
-    components.directory.forget()
+    app_state.directory.forget()
     return answer(revoked)
 
 
@@ -68,4 +68,4 @@ def audit(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
     """A page of the audit log, newest first: tokens made and revoked, runs deleted."""
-    return answer(components_of(request).store.access.audit_log(cursor, limit))
+    return answer(app_state_of(request).store.access.audit_log(cursor, limit))

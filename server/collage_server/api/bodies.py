@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from collage_monitor import wire
-from collage_server.components import Components, components_of
+from collage_server.app_state import AppState, app_state_of
 from collage_server.errors import BadRequest, Busy, TooLarge, UnsupportedMediaType
 from collage_server.ingest.backpressure import BudgetLease
 from collage_server.ingest.check import LARGE_BYTES, decoded_batch, decoded_message
@@ -80,7 +80,7 @@ def _header(request: Request, name: bytes, default: str) -> str:
     return default if value is None else value.decode("latin-1")
 
 
-def body_lease(request: Request, components: Components, content_type: str) -> BudgetLease:
+def body_lease(request: Request, app_state: AppState, content_type: str) -> BudgetLease:
     """Room for this request's body in the budget of bytes in flight, while the context lasts.
 
     It grows with the bytes that come: what a header declares takes nothing from others.
@@ -91,12 +91,12 @@ def body_lease(request: Request, components: Components, content_type: str) -> B
     """
     limit = _limit(content_type)
     declared = declared_size(request, limit)
-    components.in_flight.admit(0 if _header(request, b"content-length", "") == "" else declared)
+    app_state.in_flight.admit(0 if _header(request, b"content-length", "") == "" else declared)
     state = request.scope["state"]
     holders = [f"token {state['principal'].actor}"]
     if state.get("project") is not None:
         holders.append(f"project {state['project']}")
-    return components.in_flight.receive(holders)
+    return app_state.in_flight.receive(holders)
 
 
 async def read_body(request: Request, held: BudgetLease, content_type: str) -> bytes | bytearray:
@@ -169,9 +169,9 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
         BadRequest: not decodable at all.
         Unprocessable: decodable, but a field is of a wrong type or beyond its bound.
     """
-    components, content_type = components_of(request), content_type_of(request)
+    app_state, content_type = app_state_of(request), content_type_of(request)
     limit = wire.LIMITS["config_bytes"]
-    with body_lease(request, components, content_type) as held:
+    with body_lease(request, app_state, content_type) as held:
         data = await read_body(request, held, content_type)
         if kind is wire.RunCreate:
             # Its config may hold what msgpack cannot, and is small.
@@ -184,7 +184,7 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
 
 
 async def batch_in(
-    components: Components, data: bytes | bytearray, content_type: str, held: BudgetLease
+    app_state: AppState, data: bytes | bytearray, content_type: str, held: BudgetLease
 ) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
     """The batch in a body, and its reports that cannot be decoded; a large one is not decoded on the event loop.
 
@@ -197,7 +197,7 @@ async def batch_in(
     """
     if len(data) <= LARGE_BYTES:
         return decoded_batch(data, content_type)
-    async with components.decoding:
+    async with app_state.decoding:
         batch, refused = await run_in_threadpool(decoded_batch, data, content_type)
         scalars = sum(len(report.scalars) for report in batch.reports)
         held.resize(max(held.size, len(data) + _SCALAR_BYTES * scalars))

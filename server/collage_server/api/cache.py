@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
-from collage_server.components import components_of
+from collage_server.app_state import app_state_of
 from collage_server.store import RunRevision, state_at
 
 __all__ = ["Revisions", "respond", "revisions_of"]
@@ -30,11 +30,11 @@ def revisions_of(request: Request, run_ids: Sequence[str]) -> Revisions:
         NotFound: no such run.
         Gone: it was deleted.
     """
-    components = components_of(request)
-    now, stale_after = components.clock(), components.settings.stale_after_seconds
+    app_state = app_state_of(request)
+    now, stale_after = app_state.clock(), app_state.settings.stale_after_seconds
     return {
         run_id: (revision, state_at(revision.state, revision.updated_at, now, stale_after))
-        for run_id, revision in components.store.runs.revisions(run_ids).items()
+        for run_id, revision in app_state.store.runs.revisions(run_ids).items()
     }
 
 
@@ -52,5 +52,5 @@ def respond(
     headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
     if etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    body: Any = components_of(request).answers.encoded(key, make) if keep else make()
+    body: Any = app_state_of(request).answers.encoded(key, make) if keep else make()
     return Response(wire.encode_json(body), media_type=wire.JSON, headers=headers)

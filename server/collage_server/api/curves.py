@@ -35,7 +35,7 @@ from collage_server.api.reading import (
     scalars_of,
 )
 from collage_server.api.routing import resource
-from collage_server.components import Components, components_of
+from collage_server.app_state import AppState, app_state_of
 from collage_server.errors import Unprocessable
 from collage_server.queries.curves import (
     MEAN_OF_LAST,
@@ -92,7 +92,7 @@ def get_series(
     cursor: Annotated[str | None, Query(max_length=200, description=_CURSOR)] = None,
 ) -> Response:
     """A metric of the model, of one layer, or of layers of a glob or module type; or a logged scalar."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     asked = Question(
         tuple(dict.fromkeys(metric)),
         LayerChoice(layer, pattern, module_type),
@@ -104,7 +104,7 @@ def get_series(
     revisions = revisions_of(request, [run_id])
 
     def make() -> wire.Series:
-        with components.store.points.snapshot() as snapshot:
+        with app_state.store.points.snapshot() as snapshot:
             if cursor is not None:
                 return _answer_since(FollowedCurve(snapshot, run_id, asked), cursor, revisions[run_id][0])
             return dict(_curves(snapshot, [run_id], asked))[run_id]
@@ -127,7 +127,7 @@ def compare(
     axis: parameters.AxisName = "step",
 ) -> Response:
     """Each run's series, beside it the model's metrics merged over everything and the last scalars."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     asked = Question(
         tuple(dict.fromkeys(metric)),
         LayerChoice(layer, pattern, module_type),
@@ -138,25 +138,25 @@ def compare(
 
     def make() -> dict[str, Any]:
         keys = {run_id: ("compare", run_id, asked, revision) for run_id, revision in revisions.items()}
-        answers = {run_id: components.answers.get(key) for run_id, key in keys.items()}
+        answers = {run_id: app_state.answers.get(key) for run_id, key in keys.items()}
         if missing := [run_id for run_id, known in answers.items() if known is None]:
-            with components.store.points.snapshot() as snapshot:
-                summaries = _summaries(components, snapshot, {run_id: revisions[run_id] for run_id in missing})
+            with app_state.store.points.snapshot() as snapshot:
+                summaries = _summaries(app_state, snapshot, {run_id: revisions[run_id] for run_id in missing})
                 for run_id, series in _curves(snapshot, missing, asked, run):
                     compared = compared_run(summaries[run_id], series)
-                    answers[run_id] = components.answers.put(keys[run_id], compared)
+                    answers[run_id] = app_state.answers.put(keys[run_id], compared)
         return {"metric": asked.metrics[0], "axis": axis, "runs": list(answers.values())}
 
     return respond(request, revisions, make, keep=False)
 
 
-def _summaries(components: Components, snapshot: Snapshot, revisions: Revisions) -> dict[str, wire.RunSummary]:
+def _summaries(app_state: AppState, snapshot: Snapshot, revisions: Revisions) -> dict[str, wire.RunSummary]:
     """What is shown beside the curves, whichever they are: kept until the run changes.
 
     Made anew, it costs 50 runs of 10,000 points twice the CPU of the whole question.
     """
     keys = {run_id: ("summary", run_id, revision) for run_id, revision in revisions.items()}
-    kept = {run_id: components.answers.get(key) for run_id, key in keys.items()}
+    kept = {run_id: app_state.answers.get(key) for run_id, key in keys.items()}
     found = {
         run_id: wire.decode_message(bytes(raw), wire.RunSummary, wire.JSON)
         for run_id, raw in kept.items()
@@ -168,7 +168,7 @@ def _summaries(components: Components, snapshot: Snapshot, revisions: Revisions)
         for run_id, record in snapshot.records(missing).items():
             _, state = revisions[run_id]
             found[run_id] = run_summary(record, state, merged[run_id], newest[run_id])
-            components.answers.put(keys[run_id], found[run_id])
+            app_state.answers.put(keys[run_id], found[run_id])
     return found
 
 

@@ -12,11 +12,11 @@ from starlette.responses import Response, StreamingResponse
 from collage_server.api.answers import describes
 from collage_server.api.parameters import Id
 from collage_server.api.routing import resource
-from collage_server.components import Components, components_of
+from collage_server.app_state import AppState, app_state_of
 from collage_server.export.formats import csv_bytes, jsonl_bytes, parquet_bytes
 from collage_server.export.steps import ExportPlan, plan_export
 from collage_server.newest import newest_points
-from collage_server.queries.runs import run_answer
+from collage_server.queries.run_answers import run_answer
 
 __all__ = ["router"]
 
@@ -40,12 +40,12 @@ def export_run(
 
     The run is read a batch of steps at a time, so a long export keeps no other reader or writer waiting.
     """
-    components = components_of(request)
-    plan = plan_export(components.store, run_id, layers=layers, ranks=ranks)
+    app_state = app_state_of(request)
+    plan = plan_export(app_state.store, run_id, layers=layers, ranks=ranks)
     headers = {"Content-Disposition": f'attachment; filename="{run_id}.{export_format}"'}
     if export_format != "parquet" and not ranks:
         headers["Collage-Lines"] = str(_lines(plan, export_format))
-    content = _content(components, plan, export_format)
+    content = _content(app_state, plan, export_format)
     return StreamingResponse(content, media_type=_MEDIA[export_format], headers=headers)
 
 
@@ -56,13 +56,13 @@ def _lines(plan: ExportPlan, export_format: str) -> int:
     return 1 + len(plan.layers) + len(plan.steps) + len(plan.events) + 1
 
 
-def _content(components: Components, plan: ExportPlan, export_format: str) -> Iterator[bytes]:
-    store = components.store
+def _content(app_state: AppState, plan: ExportPlan, export_format: str) -> Iterator[bytes]:
+    store = app_state.store
     if export_format == "csv":
         return csv_bytes(store, plan)
     if export_format == "parquet":
         return parquet_bytes(store, plan)
     with store.points.snapshot() as snapshot:
         point = newest_points(snapshot, {plan.run.run_id: plan.run})[plan.run.run_id]
-    run = run_answer(plan.run, point, components.clock(), components.settings.stale_after_seconds)
+    run = run_answer(plan.run, point, app_state.clock(), app_state.settings.stale_after_seconds)
     return jsonl_bytes(store, plan, run)

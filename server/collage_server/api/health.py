@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from collage_monitor import __version__, wire
 from collage_server.api.answers import answer, describes
-from collage_server.components import components_of
+from collage_server.app_state import app_state_of
 from collage_server.errors import Busy
 
 __all__ = ["router"]
@@ -25,12 +25,12 @@ async def healthz() -> Response:
 @router.get("/readyz", **describes(wire.Health))
 def readyz(request: Request) -> Response:
     """The database answers and the writer runs; `status` says so when the server only reads."""
-    components = components_of(request)
-    if not components.writer.running:
+    app_state = app_state_of(request)
+    if not app_state.writer.running:
         raise Busy("the writer does not run; the server is starting or going down", retry_after_seconds=1)
     try:
-        components.store.check()
+        app_state.store.check()
     except Exception as error:
         raise Busy(f"the database does not answer ({type(error).__name__})", retry_after_seconds=5) from error
-    reason = components.guard.reason
+    reason = app_state.guard.reason
     return answer(wire.Health(status="ok" if reason is None else f"read-only: {reason}", version=__version__))

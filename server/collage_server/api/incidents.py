@@ -15,8 +15,8 @@ from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import Filter, Id
 from collage_server.api.routing import resource
+from collage_server.app_state import app_state_of
 from collage_server.auth.bearer import principal_of
-from collage_server.components import components_of
 from collage_server.errors import Forbidden, Unprocessable
 from collage_server.store import IncidentQuery
 
@@ -37,7 +37,7 @@ def list_incidents(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
     """Incidents, newest first: alerts of this server's own evaluation and of Alertmanager, each once."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     query = IncidentQuery(
         project=project,
         projects=principal_of(request).projects,
@@ -47,7 +47,7 @@ def list_incidents(
         cursor=cursor,
         limit=limit,
     )
-    found = components.store.incidents.read(query, components.clock())
+    found = app_state.store.incidents.read(query, app_state.clock())
     newest = f"{found[-1].started_at.hex()}~{found[-1].incident_id}" if len(found) == limit else None
     return answer(wire.IncidentPage(events=found, cursor=newest))
 
@@ -55,33 +55,33 @@ def list_incidents(
 @router.get("/events/{incident_id}", **describes(wire.Incident))
 def get_incident(request: Request, incident_id: Id) -> Response:
     """One incident."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     projects = principal_of(request).projects
-    return answer(components.store.incidents.get(incident_id, components.clock(), projects))
+    return answer(app_state.store.incidents.get(incident_id, app_state.clock(), projects))
 
 
 @router.get("/runs/{run_id}/alerts", **describes(wire.IncidentPage))
 def firing_of_run(request: Request, run_id: Id) -> Response:
     """What fires of one run now; a training may ask with the token that it sends with."""
-    components = components_of(request)
-    components.store.runs.get(run_id)
+    app_state = app_state_of(request)
+    app_state.store.runs.get(run_id)
     query = IncidentQuery(run_id=run_id, state="firing", limit=_MOST_OF_A_RUN)
-    return answer(wire.IncidentPage(events=components.store.incidents.read(query, components.clock())))
+    return answer(wire.IncidentPage(events=app_state.store.incidents.read(query, app_state.clock())))
 
 
 @router.post("/events/{incident_id}/acknowledge", **describes(wire.Incident))
 def acknowledge(request: Request, incident_id: Id) -> Response:
     """Note that you take care of an incident; whoever was first stays."""
-    components, principal = components_of(request), principal_of(request)
-    now = components.clock()
-    return answer(components.store.incidents.acknowledge(incident_id, principal.actor, now, principal.projects))
+    app_state, principal = app_state_of(request), principal_of(request)
+    now = app_state.clock()
+    return answer(app_state.store.incidents.acknowledge(incident_id, principal.actor, now, principal.projects))
 
 
 @router.get("/silences", **describes(wire.SilenceList))
 def list_silences(request: Request) -> Response:
     """The silences that hold now, newest first."""
-    components, principal = components_of(request), principal_of(request)
-    found = components.store.incidents.silences(components.clock())
+    app_state, principal = app_state_of(request), principal_of(request)
+    found = app_state.store.incidents.silences(app_state.clock())
     seen = [silence for silence in found if principal.projects is None or silence.project in principal.projects]
     return answer(wire.SilenceList(silences=seen))
 
@@ -89,7 +89,7 @@ def list_silences(request: Request) -> Response:
 @router.post("/silences", **describes(wire.Silence, wire.SilenceCreate, status=201))
 async def create_silence(request: Request) -> Response:
     """Send nothing about incidents that match everything stated, for so many seconds; they are still listed."""
-    components, principal = components_of(request), principal_of(request)
+    app_state, principal = app_state_of(request), principal_of(request)
     create = await message(request, wire.SilenceCreate)
     if not principal.owns(create.project):
         raise Forbidden(
@@ -101,7 +101,7 @@ async def create_silence(request: Request) -> Response:
             "this would silence every alert of every project: name an alert, a project or a run_id",
             field="project",
         )
-    now = components.clock()
+    now = app_state.clock()
     made = wire.Silence(
         silence_id=secrets.token_hex(8),
         alert=create.alert,
@@ -112,5 +112,5 @@ async def create_silence(request: Request) -> Response:
         made_at=now,
         ends_at=now + create.seconds,
     )
-    await run_in_threadpool(components.store.incidents.silence, made)
+    await run_in_threadpool(app_state.store.incidents.silence, made)
     return answer(made, 201)

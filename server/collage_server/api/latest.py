@@ -10,9 +10,9 @@ from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
 from collage_server.api.routing import resource
-from collage_server.components import components_of
+from collage_server.app_state import app_state_of
 from collage_server.newest import newest_points
-from collage_server.queries.runs import latest_answer
+from collage_server.queries.run_answers import latest_answer
 
 __all__ = ["router"]
 
@@ -22,7 +22,7 @@ router = resource("reading")
 @router.get("/runs/{run_id}/latest", **describes(wire.Latest))
 def get_latest(request: Request, run_id: parameters.Id) -> Response:
     """The model's metrics at the newest measured step, the newest scalars, the three worst layers by EDQ."""
-    store = components_of(request).store
+    store = app_state_of(request).store
 
     def make() -> wire.Latest:
         with store.points.snapshot() as snapshot:

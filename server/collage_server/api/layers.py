@@ -18,7 +18,7 @@ from collage_server.api.answers import describes
 from collage_server.api.cache import respond
 from collage_server.api.reading import LayerChoice, measured_step, points_of, positions_of, worst_of
 from collage_server.api.routing import resource
-from collage_server.components import components_of
+from collage_server.app_state import app_state_of
 from collage_server.errors import Unprocessable
 from collage_server.queries.layers import heatmap, histogram
 from collage_server.store import Selection
@@ -43,7 +43,7 @@ def get_heatmap(
     axis: parameters.AxisName = "step",
 ) -> Response:
     """values[layer][point]; layers in the order first seen, or worst first over all that is asked for."""
-    store = components_of(request).store
+    store = app_state_of(request).store
     keys = statistics_for(parameters.checked_metric(metric), intervals=False)
 
     def make() -> wire.Heatmap:
@@ -88,7 +88,7 @@ def get_histogram(
         raise Unprocessable(f"no histogram is called {name!r}; there are: {', '.join(known)}", field="name")
     if step is not None and (first_step is not None or last_step is not None):
         raise Unprocessable("give step, or from and to, not both", field="step")
-    store = components_of(request).store
+    store = app_state_of(request).store
     keys = tuple(f"{name}/{label}" for label in HISTOGRAM_LABELS)
     layers = LayerChoice(layer, pattern, module_type)
 
@@ -117,7 +117,7 @@ def get_worst(
 
     At the newest measured step, or at the one at or before `step`.
     """
-    store = components_of(request).store
+    store = app_state_of(request).store
     key = parameters.checked_metric(metric)
 
     def make() -> list[wire.WorstLayer]:

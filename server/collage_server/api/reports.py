@@ -18,7 +18,7 @@ from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import batch_in, body_lease, content_type_of, read_body
 from collage_server.api.parameters import LONGEST_ID, Id
 from collage_server.api.routing import PREFIX
-from collage_server.components import Components, components_of
+from collage_server.app_state import AppState, app_state_of
 from collage_server.errors import Gone
 from collage_server.ingest.check import LARGE_BYTES, accepted_indices, check_batch, merge_rejected
 from collage_server.store import GroupOutcome, ReportGroup, StreamRecord
@@ -45,19 +45,19 @@ router = APIRouter(prefix=PREFIX, tags=["reports"], route_class=_ReportRoute)
 @router.post("/streams/{stream_id}/reports", **describes(wire.BatchAnswer, bytes))
 async def add_reports(request: Request, stream_id: Id) -> Response:
     """Store a batch of reports exactly once; a bad or late one is named in `rejected`, its neighbours are kept."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     content_type = content_type_of(request)
-    with body_lease(request, components, content_type) as held:
+    with body_lease(request, app_state, content_type) as held:
         body = await read_body(request, held, content_type)
-        batch, refused = await batch_in(components, body, content_type, held)
+        batch, refused = await batch_in(app_state, body, content_type, held)
         size, began = len(body), time.monotonic()
         # The reports hold copies: kept beside them until the commit, bodies would take twice what is counted.
         del body
-        stored = await _store(components, stream_id, batch, size)
+        stored = await _store(app_state, stream_id, batch, size)
         if refused:
-            components.counters.count(rejected=len(refused))
+            app_state.counters.count(rejected=len(refused))
             stored = _with_refused(stored, refused, len(batch.reports))
-        components.in_flight.waited(time.monotonic() - began, size)
+        app_state.in_flight.waited(time.monotonic() - began, size)
         return answer(stored)
 
 
@@ -66,21 +66,21 @@ def _with_refused(stored: wire.BatchAnswer, refused: Sequence[wire.RejectedRepor
     return msgspec.structs.replace(stored, rejected=merge_rejected(stored.rejected, refused, kept))
 
 
-async def _store(components: Components, stream_id: str, batch: wire.ReportBatch, size: int) -> wire.BatchAnswer:
-    known = components.registry.cached(stream_id)
+async def _store(app_state: AppState, stream_id: str, batch: wire.ReportBatch, size: int) -> wire.BatchAnswer:
+    known = app_state.registry.cached(stream_id)
     fresh = known is None
-    stream = known if known is not None else await run_in_threadpool(components.registry.load, stream_id)
+    stream = known if known is not None else await run_in_threadpool(app_state.registry.load, stream_id)
     kept, rejected = await _checked(batch, stream, size)
     if not fresh and any(entry.code == "undeclared" for entry in rejected):
-        stream = await run_in_threadpool(components.registry.load, stream_id)
+        stream = await run_in_threadpool(app_state.registry.load, stream_id)
         kept, rejected = await _checked(batch, stream, size)
     if batch.gaps:
-        await run_in_threadpool(components.store.journal.record_gaps, stream, batch.gaps, components.clock())
-    outcome = await _commit(components, ReportGroup(stream, kept, size)) if kept else GroupOutcome(0, 0)
+        await run_in_threadpool(app_state.store.journal.record_gaps, stream, batch.gaps, app_state.clock())
+    outcome = await _commit(app_state, ReportGroup(stream, kept, size)) if kept else GroupOutcome(0, 0)
     # Only now: of a batch that is refused as a whole, and sent again, each report is one outcome.
-    components.counters.count(rejected=len(rejected))
+    app_state.counters.count(rejected=len(rejected))
     if outcome.gone:
-        components.registry.forget_run(stream.run_id)
+        app_state.registry.forget_run(stream.run_id)
         raise Gone(f"run {stream.run_id!r} was deleted; stop sending", field="stream_id")
     if outcome.late or outcome.too_many_names:
         places = accepted_indices(len(batch.reports), rejected)
@@ -90,15 +90,15 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
     return wire.BatchAnswer(accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=rejected)
 
 
-async def _commit(components: Components, group: ReportGroup) -> GroupOutcome:
+async def _commit(app_state: AppState, group: ReportGroup) -> GroupOutcome:
     run_id, admitted, stored = group.stream.run_id, sum(group.journal_bytes), 0
-    components.bounds.admit(run_id, admitted)
+    app_state.bounds.admit(run_id, admitted)
     try:
-        outcome = await components.writer.submit(group)
+        outcome = await app_state.writer.submit(group)
         stored = outcome.accepted_bytes
         return outcome
     finally:
-        components.bounds.take_back(run_id, admitted - stored)
+        app_state.bounds.take_back(run_id, admitted - stored)
 
 
 async def _checked(

@@ -13,10 +13,10 @@ from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.parameters import Id, TablePart
 from collage_server.api.routing import resource
+from collage_server.app_state import app_state_of
 from collage_server.auth.bearer import principal_of
-from collage_server.components import components_of
 from collage_server.overviews import MADE_BY, keep_overview
-from collage_server.queries.runs import run_row
+from collage_server.queries.run_answers import run_row
 from collage_server.store import DueRun, GroupQuery
 
 __all__ = ["router"]
@@ -38,10 +38,10 @@ def get_run_table(
     ],
 ) -> Response:
     """Rows `offset` … of the table of runs. `q` searches names, ids, projects, groups, tags and notes."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     query = replace(part, run_ids=tuple(run_id) or None)
-    now, stale_after = components.clock(), components.settings.stale_after_seconds
-    page = components.store.table.page(query, now, stale_after)
+    now, stale_after = app_state.clock(), app_state.settings.stale_after_seconds
+    page = app_state.store.table.page(query, now, stale_after)
     rows = [run_row(*row, now, stale_after) for row in page.rows]
     return answer(wire.RunTable(rows=rows, total=page.total, live=page.live, changed_at=page.changed_at))
 
@@ -59,10 +59,10 @@ def get_run_groups(
     ],
 ) -> Response:
     """Rows `offset` … of the table of runs in groups. Numbers sort by their mean, times by the newest."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     query = GroupQuery(**vars(part), by=by, opened=opened)
-    now, stale_after = components.clock(), components.settings.stale_after_seconds
-    page = components.store.table.groups(query, now, stale_after)
+    now, stale_after = app_state.clock(), app_state.settings.stale_after_seconds
+    page = app_state.store.table.groups(query, now, stale_after)
     rows = [
         wire.TableEntry(group=row)
         if isinstance(row, wire.RunGroup)
@@ -76,14 +76,14 @@ def get_run_groups(
 def get_run_filters(request: Request) -> Response:
     """The projects, strategies, groups, tags and verdicts of the runs, with how many runs have each."""
     projects = principal_of(request).projects
-    found = components_of(request).store.overviews.filters(None if projects is None else sorted(projects))
+    found = app_state_of(request).store.overviews.filters(None if projects is None else sorted(projects))
     return answer(found)
 
 
 @router.get("/runs/{run_id}/overview", **describes(wire.Overview))
 def get_overview(request: Request, run_id: Id) -> Response:
     """What is said of the run: headline, verdict, the numbers behind them, the layers that lose the most."""
-    store = components_of(request).store
+    store = app_state_of(request).store
     record = store.runs.get(run_id)
     found = store.overviews.of(run_id, MADE_BY)
     if found is None:

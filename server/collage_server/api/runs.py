@@ -15,13 +15,13 @@ from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import Filter, Id, RunFilters
 from collage_server.api.routing import resource
+from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.administration import new_audit_log_entry
 from collage_server.auth.bearer import audit_fields, principal_of
 from collage_server.auth.principals import Principal
-from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
 from collage_server.newest import newest_points
-from collage_server.queries.runs import run_answer
+from collage_server.queries.run_answers import run_answer
 from collage_server.store import NewestPoint, RunQuery, RunRecord
 
 __all__ = ["router"]
@@ -29,12 +29,12 @@ __all__ = ["router"]
 router = resource("runs")
 
 
-def _answer(components: Components, record: RunRecord, reader: Principal) -> wire.Run:
+def _answer(app_state: AppState, record: RunRecord, reader: Principal) -> wire.Run:
     point = None
     if reader.may("read"):
-        with components.store.points.snapshot() as snapshot:
+        with app_state.store.points.snapshot() as snapshot:
             point = newest_points(snapshot, {record.run_id: record})[record.run_id]
-    return _as_seen(record, point, reader, components.clock(), components.settings.stale_after_seconds)
+    return _as_seen(record, point, reader, app_state.clock(), app_state.settings.stale_after_seconds)
 
 
 def _as_seen(
@@ -59,15 +59,15 @@ def _check(create: wire.RunCreate) -> None:
 @router.post("/projects/{project:path}/runs", **describes(wire.Run, wire.RunCreate, status=201, also=200))
 async def create_run(request: Request, project: Annotated[str, Path(min_length=1, max_length=512)]) -> Response:
     """Create a run (201), or resume the one with this run_id (200)."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     create = await message(request, wire.RunCreate)
     _check(create)
 
     def work() -> tuple[wire.Run, bool]:
-        components.quotas.check_layers(project, create)
-        now = components.clock()
-        record, is_new = components.store.runs.create(project, create, now, components.quotas.check)
-        return _answer(components, record, principal_of(request)), is_new
+        app_state.quotas.check_layers(project, create)
+        now = app_state.clock()
+        record, is_new = app_state.store.runs.create(project, create, now, app_state.quotas.check)
+        return _answer(app_state, record, principal_of(request)), is_new
 
     run, is_new = await run_in_threadpool(work)
     return answer(run, 201 if is_new else 200)
@@ -81,10 +81,10 @@ def list_runs(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
     """A page of runs, newest first; `q` searches names, ids, projects, groups, tags and notes."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     query = RunQuery(**vars(filters), cursor=cursor, limit=limit)
-    reader, now, stale_after = principal_of(request), components.clock(), components.settings.stale_after_seconds
-    with components.store.points.snapshot() as snapshot:
+    reader, now, stale_after = principal_of(request), app_state.clock(), app_state.settings.stale_after_seconds
+    with app_state.store.points.snapshot() as snapshot:
         page = snapshot.run_page(query, now)
         shown = {record.run_id: record for record in page.runs} if reader.may("read") else {}
         latest = newest_points(snapshot, shown)
@@ -95,19 +95,19 @@ def list_runs(
 @router.get("/runs/{run_id}", **describes(wire.Run))
 def get_run(request: Request, run_id: Id) -> Response:
     """One run."""
-    components = components_of(request)
-    return answer(_answer(components, components.store.runs.get(run_id), principal_of(request)))
+    app_state = app_state_of(request)
+    return answer(_answer(app_state, app_state.store.runs.get(run_id), principal_of(request)))
 
 
 @router.patch("/runs/{run_id}", **describes(wire.Run, wire.RunUpdate))
 async def update_run(request: Request, run_id: Id) -> Response:
     """Change state, name, group, tags or notes."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     change = await message(request, wire.RunUpdate)
 
     def work() -> wire.Run:
-        record = components.store.runs.update(run_id, change, components.clock(), components.quotas.check)
-        return _answer(components, record, principal_of(request))
+        record = app_state.store.runs.update(run_id, change, app_state.clock(), app_state.quotas.check)
+        return _answer(app_state, record, principal_of(request))
 
     return answer(await run_in_threadpool(work))
 
@@ -115,8 +115,8 @@ async def update_run(request: Request, run_id: Id) -> Response:
 @router.delete("/runs/{run_id}", **describes(wire.Deleted))
 def delete_run(request: Request, run_id: Id) -> Response:
     """Delete a run for good; its id answers 410 from now on."""
-    components = components_of(request)
-    project, now = components.store.runs.get(run_id).project, components.clock()
+    app_state = app_state_of(request)
+    project, now = app_state.store.runs.get(run_id).project, app_state.clock()
     entry = new_audit_log_entry(
         now,
         principal_of(request).actor,
@@ -125,6 +125,6 @@ def delete_run(request: Request, run_id: Id) -> Response:
         project=project,
         **audit_fields(request),
     )
-    components.store.runs.delete(run_id, now, [entry])
-    components.registry.forget_run(run_id)
+    app_state.store.runs.delete(run_id, now, [entry])
+    app_state.registry.forget_run(run_id)
     return answer(wire.Deleted(run_id=run_id))

@@ -21,11 +21,11 @@ from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import Id
 from collage_server.api.routing import resource
+from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.bearer import principal_of
 from collage_server.auth.principals import Principal
-from collage_server.components import Components, components_of
 from collage_server.errors import Gone, NotFound
-from collage_server.queries.runs import alert_event, new_incident, with_lag
+from collage_server.queries.run_answers import alert_event, new_incident, with_lag
 from collage_server.store import NewEvent
 
 __all__ = ["alerts_router", "attempts_router", "router"]
@@ -38,34 +38,34 @@ alerts_router = resource("alerts")
 @attempts_router.post("/runs/{run_id}/attempts", **describes(wire.Attempt, wire.AttemptCreate))
 async def create_attempt(request: Request, run_id: Id) -> Response:
     """Register a launch when its first step is taken; the same launch_id is the same attempt."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     create = await message(request, wire.AttemptCreate)
     return answer(
-        await run_in_threadpool(components.store.streams.create_attempt, run_id, create, components.clock())
+        await run_in_threadpool(app_state.store.streams.create_attempt, run_id, create, app_state.clock())
     )
 
 
 @router.post("/runs/{run_id}/streams", **describes(wire.Stream, wire.StreamCreate))
 async def create_stream(request: Request, run_id: Id) -> Response:
     """Register a stream; sent again with more layers or statistics it is extended."""
-    components = components_of(request)
+    app_state = app_state_of(request)
     create = await message(request, wire.StreamCreate)
-    stream = await run_in_threadpool(components.store.streams.create_stream, run_id, create, components.clock())
-    components.registry.forget(create.stream_id)
+    stream = await run_in_threadpool(app_state.store.streams.create_stream, run_id, create, app_state.clock())
+    app_state.registry.forget(create.stream_id)
     return answer(stream)
 
 
 @router.get("/runs/{run_id}/streams", **describes(wire.StreamList))
 def list_streams(request: Request, run_id: Id) -> Response:
     """The run's streams, by attempt and rank: what is stored, what is missing, who lags, whose clock is off."""
-    streams = with_lag(components_of(request).store.streams.of_run(run_id))
+    streams = with_lag(app_state_of(request).store.streams.of_run(run_id))
     return answer(wire.StreamList(run_id=run_id, streams=streams))
 
 
 @router.get("/runs/{run_id}/layers", **describes(wire.LayerList))
 def list_layers(request: Request, run_id: Id) -> Response:
     """The run's layers in the order in which they were first seen; `elements` counts the whole tensor."""
-    return answer(wire.LayerList(run_id=run_id, layers=components_of(request).store.streams.layers(run_id)))
+    return answer(wire.LayerList(run_id=run_id, layers=app_state_of(request).store.streams.layers(run_id)))
 
 
 @router.get("/runs/{run_id}/events", **describes(wire.EventPage))
@@ -80,43 +80,43 @@ def list_events(
     ] = None,
 ) -> Response:
     """Launches, gaps, dropped reports, skipped steps, replicas that differ, retention, alerts and notes, by age."""
-    return answer(components_of(request).store.events.read(run_id, cursor, limit, newest=newest, until=until))
+    return answer(app_state_of(request).store.events.read(run_id, cursor, limit, newest=newest, until=until))
 
 
 @router.post("/runs/{run_id}/notes", **describes(wire.Event, wire.NoteCreate, status=201))
 async def create_note(request: Request, run_id: Id) -> Response:
     """Write into the run's timeline what people know of it; the event's text begins with who wrote it."""
     note = await message(request, wire.NoteCreate)
-    components, author = components_of(request), principal_of(request).actor
+    app_state, author = app_state_of(request), principal_of(request).actor
     new = NewEvent(
         origin=f"note/{secrets.token_hex(8)}", kind="note", text=f"{author}: {note.text.strip()}", step=note.step
     )
-    return answer(await run_in_threadpool(components.store.events.add_one, run_id, new, components.clock()), 201)
+    return answer(await run_in_threadpool(app_state.store.events.add_one, run_id, new, app_state.clock()), 201)
 
 
 @alerts_router.post("/alerts/alertmanager", **describes(wire.AlertmanagerAnswer, wire.AlertmanagerMessage))
 async def receive_alerts(request: Request) -> Response:
     """Alertmanager's webhook (version 4): each alert with a label `run_id` is kept with its run, once a state."""
     notification = await message(request, wire.AlertmanagerMessage)
-    components, principal = components_of(request), principal_of(request)
-    return answer(await run_in_threadpool(_keep, components, principal, notification.alerts))
+    app_state, principal = app_state_of(request), principal_of(request)
+    return answer(await run_in_threadpool(_keep, app_state, principal, notification.alerts))
 
 
-def _last_step(components: Components, run_id: str) -> int | None:
+def _last_step(app_state: AppState, run_id: str) -> int | None:
     with suppress(Gone, NotFound):
-        return components.store.runs.get(run_id).last_step
+        return app_state.store.runs.get(run_id).last_step
     return None
 
 
 def _keep(
-    components: Components, principal: Principal, alerts: Iterable[wire.AlertmanagerAlert]
+    app_state: AppState, principal: Principal, alerts: Iterable[wire.AlertmanagerAlert]
 ) -> wire.AlertmanagerAnswer:
     by_run: dict[str, list[NewEvent]] = defaultdict(list)
     ignored = stored = known = 0
-    incidents, now = components.store.incidents, components.clock()
+    incidents, now = app_state.store.incidents, app_state.clock()
     for alert in alerts:
         run_id = alert.labels.get("run_id", "")
-        project = components.store.access.project_of(run_id)
+        project = app_state.store.access.project_of(run_id)
         if project is None or not principal.owns(project):
             ignored += 1
             continue
@@ -127,11 +127,11 @@ def _keep(
         if alert.status == "resolved":
             incidents.resolve(name, alert.labels, "alertmanager", now)
         else:
-            incidents.fire(new_incident(alert, project, now, _last_step(components, run_id)), now, told=True)
+            incidents.fire(new_incident(alert, project, now, _last_step(app_state, run_id)), now, told=True)
         by_run[run_id].append(alert_event(alert))
     for run_id, events in by_run.items():
         try:
-            fresh = components.store.events.add(run_id, events, components.clock())
+            fresh = app_state.store.events.add(run_id, events, app_state.clock())
         except (Gone, NotFound):
             ignored += len(events)
         else:

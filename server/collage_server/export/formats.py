@@ -2,6 +2,7 @@
 
 JSON lines: the run, its layers, a line a step, where asked for one a step and rank, one an event, and an end, which
 counts the steps. What travels are the stored totals, never ratios, so that an import loses nothing.
+`collage_monitor/importing/lines.py` reads them, and refuses any VERSION but its own: raise both.
 
 CSV and Parquet: one wide table: a row a step for the model, one a step and layer, where asked for one a step and
 rank. Parquet has a row group a batch of steps, and needs the extra `parquet` (pyarrow).

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from collage_monitor.judgement import Evidence, Judgement, finite, loses_most, percent
 
-__all__ = ["beyond_verdict", "headline", "layers_in_words"]
+__all__ = ["beyond_judgement", "headline", "layers_in_words"]
 
 _OF_RESIDUALS = "residual_zero_ratio"
 """Of updates that went into a residual that is dropped: the share lost counts them as arrived."""
@@ -51,10 +51,10 @@ def headline(
     return _sentence("; ".join(parts))
 
 
-def beyond_verdict(sentence: str, verdict: str) -> str:
-    """What a headline says that the verdict beside it does not; empty if that is nothing."""
+def beyond_judgement(sentence: str, judgement: str) -> str:
+    """What a headline says that the judgement beside it does not; empty if that is nothing."""
     clauses = sentence.rstrip(".").split("; ")
-    said = verdict.casefold()
+    said = judgement.casefold()
     untold = [clause for clause in clauses if clause.casefold() not in said]
     return _sentence("; ".join(untold)) if untold else ""
 

@@ -9,12 +9,12 @@ from collage_server.store.journal.streams import StreamStore
 from collage_server.store.reading.snapshot import PointStore
 from collage_server.store.records import SealLimits
 from collage_server.store.runs.events import EventStore
-from collage_server.store.runs.history import HistoryRetention
+from collage_server.store.runs.expiry import Expiry
 from collage_server.store.runs.incidents import IncidentStore
 from collage_server.store.runs.newest import NewestStore
 from collage_server.store.runs.overviews import OverviewStore
+from collage_server.store.runs.run_store import RunStore
 from collage_server.store.runs.run_table import TableStore
-from collage_server.store.runs.runs import RunStore
 from collage_server.store.sealing.retention import Retention, Sealing
 
 __all__ = ["Store"]
@@ -32,7 +32,7 @@ class Store(Database):
         self.access = AccessStore(self.reading, self.writing)
         self.events = EventStore(self)
         self.incidents = IncidentStore(self)
-        self.history = HistoryRetention(self)
+        self.expiry = Expiry(self)
         self.streams = StreamStore(self)
         self.journal = ReportJournal(self)
         self.points = PointStore(self, stale_after_seconds)

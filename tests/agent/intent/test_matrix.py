@@ -96,11 +96,11 @@ def test_u_is_that_of_a_whole_rerun_in_fp64(entry, dtype):
     train(module, optimizer, 7)
     backward(module, optimizer, 7)
     expected = reference(entry, optimizer)
-    meter = handle._hooks[0].meter
+    measurer = handle._hooks[0].measurer
     with isolated(torch.device("cpu")):
-        meter.before(optimizer, closure=False)
+        measurer.before(optimizer, closure=False)
         found = {}
-        for bucket in meter._buckets:
+        for bucket in measurer._buckets:
             flat, position = bucket.intended(None), 0
             if entry.sparse:
                 assert isinstance(bucket, TouchedBucket)

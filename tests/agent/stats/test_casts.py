@@ -13,7 +13,7 @@ from collage_optim import CollageAdamW
 from torch import nn
 
 from collage_monitor.statistics.casts import FORMATS
-from tests.agent.step.test_meter import totals_of
+from tests.agent.step.test_measurer import totals_of
 from tests.agent.step.test_windows import CYCLE, reference_update
 from tests.reference import casts, diagnostics
 
@@ -120,7 +120,7 @@ def test_a_sample_counts_whole_blocks_of_the_formats(name):
     gradients(model, 0)
     before = model.weight.detach().numpy().copy()
     optimizer.step()
-    (sample,) = handle._hooks[0].meter._buckets[0].samples
+    (sample,) = handle._hooks[0].measurer._buckets[0].samples
     assert sample.block == 32
     changed = casts.copy_of(model.weight.detach().numpy(), name) != casts.copy_of(before, name)
     seen = changed.reshape(-1, 32)[sample.rows].sum()

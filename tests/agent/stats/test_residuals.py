@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.stats.octaves import ulp_octave_counts
 from collage_agent.stats.optimizer_state import residual_block_sums
+from collage_agent.stats.update_histogram import ulp_octave_counts
 
 from tests.reference import diagnostics
 

@@ -11,7 +11,7 @@ from collage_agent.handle import watch
 from collage_optim import CollageAdamW
 
 from collage_monitor.metrics import HISTOGRAM_LABELS
-from tests.agent.step.test_meter import totals_of
+from tests.agent.step.test_measurer import totals_of
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
 from tests.keepers import replicas
 from tests.reference import diagnostics

@@ -95,7 +95,7 @@ def test_tensors_take_turns_and_are_handed_over_together():
     model = mlp()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
     handle = watch(model, optimizer, every=1)
-    handle._hooks[0].meter._rotation = rotation.Rotation(5000)
+    handle._hooks[0].measurer._rotation = rotation.Rotation(5000)
     known = []
     for step in range(4):
         train(model, optimizer, 1, start=step)
@@ -125,7 +125,7 @@ def test_a_skipped_step_costs_its_own_tensors_and_not_those_of_earlier_turns():
         model = mlp()
         optimizer = ScaledAdafactor(model.parameters(), lr=1e-3)
         handle = watch(model, optimizer, every=1, budget=None)
-        handle._hooks[0].meter._rotation = rotation.Rotation(5000)
+        handle._hooks[0].measurer._rotation = rotation.Rotation(5000)
         turns = 0
         while not any(values["edq_ratio"] is not None for values in handle.summary()["layers"].values()):
             optimizer.found_inf = torch.tensor(float(turns in skips))
@@ -158,7 +158,7 @@ def test_buffers_are_made_once_where_one_turn_is_a_round_and_has_a_bound(bound, 
     model = mlp()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
     handle = watch(model, optimizer, every=1, budget=None)
-    handle._hooks[0].meter._rotation = rotation.Rotation(bound)
+    handle._hooks[0].measurer._rotation = rotation.Rotation(bound)
     train(model, optimizer, 6 if bound == 5000 else 3)
     assert len(made) == buckets
 

@@ -8,7 +8,7 @@ from collage_agent.handle import watch
 from collage_agent.step.windows import WindowSchedule
 from collage_optim import CollageAdamW
 
-from tests.agent.step.test_meter import totals_of
+from tests.agent.step.test_measurer import totals_of
 from tests.agent.training import mlp, mlp_loss, train
 from tests.reference import diagnostics
 from tests.reference.adamw import ReferenceAdamW

@@ -99,7 +99,7 @@ def test_a_smaller_sample_goes_on_measuring_with_the_oracle():
     handle = watch(model, optimizer, every=1, oracle=True, budget=None)
     train(model, optimizer, 3)
     assert handle.summary()["layers"]["2.weight"]["sampled"] == 4096
-    handle._hooks[0].meter.shrink_sample(1024)
+    handle._hooks[0].measurer.shrink_sample(1024)
     train(model, optimizer, 2, start=3)
     values = handle.summary()["layers"]["2.weight"]
     assert values["sampled"] == 1024

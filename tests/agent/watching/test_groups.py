@@ -7,7 +7,7 @@ import torch
 from collage_agent.handle import watch
 from torch import nn
 
-from tests.agent.step.test_meter import step_with_reference, totals_of
+from tests.agent.step.test_measurer import step_with_reference, totals_of
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, train
 

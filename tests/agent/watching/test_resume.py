@@ -128,7 +128,6 @@ LOSSES = [
     ("Appended", of_states(lambda way, parameter, state: state[way.completes].zero_()), "residuals"),
     ("AdamW, Kahan", of_states(lambda way, parameter, state: state["kahan_comp"].zero_()), "residuals"),
     ("AdamW, fp32", counting(200, BF16), "counter"),
-    ("AdamW, fp32", counting(200, torch.float16), "counter"),
     *((name, counting(2.0**24), "counter") for name in ("AdamW, fp32", "AdamW")),
     *((name, counting(0), "count") for name in ("AdamW, fp32", "AdamW", "CollageAdamW, plain")),
     *((name, emptied("exp_avg"), "averages") for name in ("AdamW, fp32", "AdamW", "CollageAdamW, full")),

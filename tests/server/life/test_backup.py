@@ -47,7 +47,7 @@ def seqs(server, stream_id="s0"):
 
 def test_a_restored_server_answers_what_the_old_one_did(server, settings, tmp_path, restored):
     server.filled(steps=range(1, 301))
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     while store.sealing.seal("r1", server.clock() + 1000.0):
         pass
     server.reports([report(1000, 301)])

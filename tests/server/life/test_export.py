@@ -77,7 +77,7 @@ def test_without_layers_only_the_model_is_there(filled):
 def test_sealed_and_unsealed_steps_stand_in_one_export(server, clock):
     server.filled(steps=range(1, 301))
     before = lines_of(server)[1]
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     server.client.patch("/api/v1/runs/r1", json={"state": "finished"})
     while store.sealing.seal("r1", clock()):
         pass
@@ -143,7 +143,7 @@ def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, seale
         server.reports([report(i, step, rank=rank) for i, step in enumerate(steps)], f"s{rank}")
     if sealed:
         server.client.patch("/api/v1/runs/r1", json={"state": "finished"})
-        while server.app.state.components.store.sealing.seal("r1", clock()):
+        while server.app.state.collage.store.sealing.seal("r1", clock()):
             pass
     expected = {(step, rank): model_of(block(step, rank)).tolist() for step in (10, 20, 30) for rank in (0, 3)}
     del expected[20, 3]
@@ -175,7 +175,7 @@ def test_between_batches_no_transaction_is_open_and_reports_arrive(server, monke
     """A long export, or a slow reader of one, keeps neither the log of SQLite nor dead rows of PostgreSQL alive."""
     monkeypatch.setattr(export_steps, "_POINTS", 2)
     server.filled(steps=range(10, 60, 10))
-    store = server.app.state.components.store
+    store = server.app.state.collage.store
     plan = export_steps.plan_export(store, "r1", layers=True, ranks=True)
     parts = (
         jsonl_bytes(store, plan, server.get("/runs/r1", wire.Run)) if form == "jsonl" else csv_bytes(store, plan)
@@ -199,12 +199,12 @@ def test_an_empty_run_and_unknown_ones(server):
 
 def test_a_batch_is_bounded_by_measured_points_and_by_steps(server):
     server.filled(steps=range(1, 40))
-    plan = export_steps.plan_export(server.app.state.components.store, "r1", layers=True)
+    plan = export_steps.plan_export(server.app.state.collage.store, "r1", layers=True)
     narrow = export_steps.ExportPlan(**{**vars(plan), "batch_points": 7})
-    read = list(export_steps.read_batches(server.app.state.components.store, narrow))
+    read = list(export_steps.read_batches(server.app.state.collage.store, narrow))
     assert [len(batch.points.steps) for batch in read] == [7, 7, 7, 7, 7, 4]
     assert np.concatenate([batch.steps for batch in read]).tolist() == list(range(1, 40))
-    whole = model_points(server.app.state.components.store, "r1", ("lost",), Selection()).totals["lost"]
+    whole = model_points(server.app.state.collage.store, "r1", ("lost",), Selection()).totals["lost"]
     assert np.concatenate([batch.points.totals["lost"] for batch in read]).tolist() == whole.tolist()
 
 
@@ -227,7 +227,5 @@ def test_names_that_csv_must_quote_come_back(server):
 def test_a_run_of_few_layers_is_read_in_few_batches(server):
     """Each batch costs a dozen statements, however few points it has."""
     server.filled(steps=range(1, 601))
-    plan = export_steps.plan_export(server.app.state.components.store, "r1", layers=True)
-    assert [len(batch.steps) for batch in export_steps.read_batches(server.app.state.components.store, plan)] == [
-        600
-    ]
+    plan = export_steps.plan_export(server.app.state.collage.store, "r1", layers=True)
+    assert [len(batch.steps) for batch in export_steps.read_batches(server.app.state.collage.store, plan)] == [600]

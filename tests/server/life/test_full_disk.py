@@ -55,7 +55,7 @@ def small(disk):
     store._busy_timeout_seconds = 1.0
     app = create_app(settings, store=store, clock=clock)
     with TestClient(app, base_url="http://127.0.0.1") as client:
-        for thread in (app.state.components.maintenance, app.state.components.sealer):
+        for thread in (app.state.collage.maintenance, app.state.collage.sealer):
             thread.stop(60.0)
             thread.stopping.clear()
         yield Server(client, clock, app)
@@ -63,12 +63,12 @@ def small(disk):
 
 def look(server):
     """What maintenance does every two seconds."""
-    server.app.state.components.maintenance._disk_due = 0.0
-    server.app.state.components.maintenance._watch_disk()
+    server.app.state.collage.maintenance._disk_due = 0.0
+    server.app.state.collage.maintenance._watch_disk()
 
 
 def seal(server, run_id="r1"):
-    while server.app.state.components.store.sealing.seal(run_id, server.clock() + 1000.0):
+    while server.app.state.collage.store.sealing.seal(run_id, server.clock() + 1000.0):
         pass
 
 
@@ -94,7 +94,7 @@ def test_a_full_disk_keeps_what_was_accepted_and_lets_go_of_it(disk, small, tmp_
     small.send("PATCH", "/runs/r1", wire.RunUpdate(notes="kept"))
     assert back_up(disk.folder / "data" / "collage.sqlite", tmp_path / "copy").runs == 2
     small.clock.now = NOW + 31 * DAY
-    small.app.state.components.maintenance.once()
+    small.app.state.collage.maintenance.once()
     assert [event.kind for event in small.get("/runs/r1/events", wire.EventPage).events] == ["retention"]
     assert small.get("/events", wire.IncidentPage).events == []
     assert len(small.series("loss", points=1000).steps) == 600
@@ -109,7 +109,7 @@ def test_a_server_starts_on_a_full_disk_and_deletes(disk, small):
     small.filled(steps=range(1, 11))
     small.client.__exit__(None, None, None)
     disk.fill(0)
-    app = create_app(small.app.state.components.settings, clock=small.clock)
+    app = create_app(small.app.state.collage.settings, clock=small.clock)
     with TestClient(app, base_url="http://127.0.0.1") as client:
         again = Server(client, small.clock, app)
         assert again.get("/readyz", wire.Health).status.startswith("read-only")

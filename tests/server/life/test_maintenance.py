@@ -69,7 +69,7 @@ def test_the_guard_names_the_bound_and_a_remote_disk_has_no_reserve():
 
 def test_read_only_refuses_what_would_be_stored_and_answers_the_rest(server):
     server.filled(steps=range(10, 60, 10))
-    guard = server.app.state.components.guard
+    guard = server.app.state.collage.guard
     guard._store = Disk(free=5)
     guard.check_sizes()
     error = server.reports([report(9, 90)], status=503)
@@ -100,11 +100,11 @@ def test_read_only_refuses_what_would_be_stored_and_answers_the_rest(server):
 
 def test_nothing_acknowledged_is_lost_when_the_budget_is_reached(server):
     server.filled(steps=range(1, 3))
-    components = server.app.state.components
-    components.guard._budget_bytes = components.store.sizes().used_bytes + 200_000
+    app_state = server.app.state.collage
+    app_state.guard._budget_bytes = app_state.store.sizes().used_bytes + 200_000
     accepted, seq = 2, 2
     while True:
-        components.guard.check_sizes()
+        app_state.guard.check_sizes()
         batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq + i, seq + i + 1) for i in range(50)]))
         headers = {"Content-Type": wire.MSGPACK}
         answer = server.client.post("/api/v1/streams/s0/reports", content=batch, headers=headers)
@@ -123,18 +123,18 @@ def test_retention_by_settings(tmp_path):
     with TestClient(app, base_url="http://127.0.0.1") as client:
         server = Server(client, clock, app)
         server.filled(steps=range(1, 601))
-        components = app.state.components
+        app_state = app.state.collage
         # The newest chunk keeps its points, so it must have begun.
-        components.store.sealing.limits = replace(components.store.sealing.limits, part_bytes=1)
-        while components.store.sealing.seal("r1", clock()):
+        app_state.store.sealing.limits = replace(app_state.store.sealing.limits, part_bytes=1)
+        while app_state.store.sealing.seal("r1", clock()):
             pass
 
         def counts():
-            return model_points(components.store, "r1", ["lost"], Selection()).counts.tolist()
+            return model_points(app_state.store, "r1", ["lost"], Selection()).counts.tolist()
 
         for days, expected in ((29, [1] * 600), (31, [16] * 32 + [1] * 88), (366, [256] * 2 + [1] * 88)):
             clock.now = NOW + days * DAY
-            components.maintenance.once()
+            app_state.maintenance.once()
             assert counts() == expected, days
         assert len(server.series("edq_ratio", points=1000).steps) == 90
         assert len(server.series("loss", points=1000).steps) == 600
@@ -158,7 +158,7 @@ def test_the_audit_log_is_kept_for_good_or_as_long_as_its_setting_says(tmp_path,
         for name in ("first", "second"):
             server.post("/tokens", wire.TokenCreate(name=name, role="read", projects=None), status=201)
             clock.now += 20 * DAY
-        app.state.components.maintenance.once()
+        app.state.collage.maintenance.once()
         entries = server.get("/audit", wire.AuditLogPage).acts
         assert [entry.details["name"] for entry in entries] == kept
 
@@ -212,7 +212,7 @@ class Worn(Disk):
         super().__init__()
         self.retention = Life()
         self.events = NoEvents()
-        self.history = self.retention
+        self.expiry = self.retention
 
     def release_space(self):
         return False
@@ -263,18 +263,18 @@ def test_a_database_file_that_is_gone_takes_no_more_reports(tmp_path):
         server = Server(client, Clock(), app)
         server.filled()
         (tmp_path / "collage.sqlite").rename(tmp_path / "moved")
-        app.state.components.guard.check_sizes()
+        app.state.collage.guard.check_sizes()
         assert "put it back" in server.reports([report(9, 90)], status=503).message
-        with app.state.components.store.reading(), pytest.raises(Busy), app.state.components.store.reading():
+        with app.state.collage.store.reading(), pytest.raises(Busy), app.state.collage.store.reading():
             pytest.fail("a database was made anew")
-        store = app.state.components.store
+        store = app.state.collage.store
         store._longest_log = 0
         before = sorted(tmp_path.iterdir())
         store.checkpoint_log()
         assert not store.release_space()
         assert sorted(tmp_path.iterdir()) == before, "upkeep leaves the log to the file that it belongs to"
         (tmp_path / "moved").rename(tmp_path / "collage.sqlite")
-        app.state.components.guard.check_sizes()
+        app.state.collage.guard.check_sizes()
         assert server.reports([report(9, 90)]).accepted == 1
 
 

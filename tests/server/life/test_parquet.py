@@ -73,7 +73,7 @@ def test_the_documented_queries(server):
     place = {"strategy": "plus", "filename": "strategy=plus/r1.parquet"}
     ended, worst = (answered(query, [row | place for row in table]) for query in QUERIES)
 
-    points = layer_points(server.app.state.components.store, "r1", STATISTICS, Selection(first_step=45))
+    points = layer_points(server.app.state.collage.store, "r1", STATISTICS, Selection(first_step=45))
     assert len(points.steps) == 256
     merged = {key: finish(key, reduce_steps(points.totals, axis=0)) for key in ("edq_ratio", "lost_update_ratio")}
     order = np.argsort(merged["edq_ratio"])

@@ -89,7 +89,7 @@ class AccessContract:
             append_to_audit_log(
                 connection, [new_audit_log_entry(NOW + time, "host", "test", str(time)) for time in range(1200)]
             )
-        assert [store.history.expire_audit_log(NOW + 1190) for _ in range(4)] == [500, 500, 190, 0]
+        assert [store.expiry.expire_audit_log(NOW + 1190) for _ in range(4)] == [500, 500, 190, 0]
         assert [int(entry.subject) for entry in store.access.audit_log(None, 100).acts] == list(
             range(1199, 1189, -1)
         )

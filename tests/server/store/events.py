@@ -70,6 +70,28 @@ class EventsContract:
         assert told(store)[1:] == [(2, "expectation", 11)]
         assert store.events.read("r1", 1, 10).events[0].text == breach.text
 
+    def test_a_launch_that_keeps_otherwise_than_the_one_before_is_told(self, store):
+        StoreContract.fill(store)
+
+        def launched(attempt, stream, **states):
+            seen = wire.Fingerprint(parameters={"float32": 9}, states=states)
+            watch = wire.WatchInfo(optimizer="A", observed_strategy="plain", fingerprint=seen)
+            store.streams.create_attempt(
+                "r1", wire.AttemptCreate(launch_id=f"kept-{attempt}", first_step=attempt), NOW
+            )
+            create = msgspec.structs.replace(
+                stream_create(stream, rank=4), watch=watch, launch_id=f"kept-{attempt}"
+            )
+            store.streams.create_stream("r1", create, NOW)
+
+        launched(2, "k2", exp_avg="bfloat16", exp_avg_sq="bfloat16")
+        launched(3, "k3", exp_avg="float32", exp_avg_sq="float32")
+        launched(4, "k4", exp_avg="float32", exp_avg_sq="float32")
+        told_of = [event for event in store.events.read("r1", 1, 20).events if event.kind == "kept_otherwise"]
+        assert [(event.attempt, event.text.partition(": ")[2]) for event in told_of] == [
+            (3, "exp_avg bfloat16 → float32; exp_avg_sq bfloat16 → float32")
+        ]
+
     def test_gaps_are_told_when_they_are_new(self, store):
         stream = StoreContract.fill(store)
         full = [wire.ReportGap(first_seq=1, last_seq=2, reason="spool full")]

@@ -275,7 +275,7 @@ class IncidentsContract:
 def expire(store, before, owed_before=NOW + 1e9):
     """How many rows went in all."""
     gone = 0
-    while some := store.history.expire(before, owed_before):
+    while some := store.expiry.expire(before, owed_before):
         gone += some
     return gone
 

@@ -27,7 +27,7 @@ def send(servers, rank):
 def seal(servers, done):
     while not done.wait(0.01):
         for server in servers:
-            server.app.state.components.store.sealing.seal("r1", server.clock.now)
+            server.app.state.collage.store.sealing.seal("r1", server.clock.now)
 
 
 def event_numbers(server, cursor):
@@ -42,7 +42,7 @@ def test_a_follower_that_asks_two_servers_in_turn_misses_nothing(database, tmp_p
             settings = Settings(folder=tmp_path / name, database=database, no_auth=True, seal_interval_seconds=60.0)
             clock = Clock()
             app = create_app(settings, clock=clock)
-            app.state.components.store.sealing.limits = LIMITS
+            app.state.collage.store.sealing.limits = LIMITS
             client = stack.enter_context(TestClient(app, base_url="http://127.0.0.1"))
             servers.append(Server(client, clock, app))
         servers[0].run()

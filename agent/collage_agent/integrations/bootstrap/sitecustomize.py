@@ -2,6 +2,8 @@
 
 It imports nothing but the standard library, so that a program without torch pays nothing, and it never raises.
 The site's own sitecustomize, which this one hides, is run as well.
+
+`collage_monitor/environment.py` names this folder as a string: move both.
 """
 
 from __future__ import annotations

@@ -1,24 +1,26 @@
-"""Attempts, streams, and the run's dictionary of layers."""
+"""What a launch registers before its first report: its attempt, a stream a rank, the layers that these declare.
+
+The routes of `api/streams.py` write and list them. Ingest looks up a stream's record to check its reports, and
+`store/reading/` reads streams and layers in the snapshot of a question.
+"""
 
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
 from collage_monitor import wire
-from collage_monitor.errors import CatalogueError
-from collage_monitor.metrics import statistic
 from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_stream
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
+from collage_server.store.journal.declarations import UNKNOWN_MARK, check_names, stored_name, unknown_statistics
 from collage_server.store.journal.horizon import frozen_step
-from collage_server.store.records import IntArray, StreamRecord, stream_record
+from collage_server.store.records import IntArray, NewEvent, StreamRecord, stream_record
 from collage_server.store.rows import (
     count_numbers,
     from_json,
@@ -33,6 +35,8 @@ from collage_server.store.runs.events import (
     conversion_event,
     correct_event,
     expectation_event,
+    kept_otherwise,
+    kept_otherwise_event,
     rank_twice,
     resume_loss_event,
     unknown_statistics_event,
@@ -41,20 +45,12 @@ from collage_server.store.runs.events import (
 __all__ = [
     "StreamStore",
     "read_layers",
-    "read_stream_records",
     "read_streams",
-    "unknown_statistics",
 ]
 
 _STREAM: Final = schema.stream
 _LAYER: Final = schema.layer
 _IDENTITY: Final = ("run_id", "stream_id", "attempt", "rank", "world_size", "process_id")
-_MOST_ELEMENTS: Final = 2**53
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_UNKNOWN: Final = "?"
-"""Stands before the stored name of a statistic that this server did not know: sealing drops its totals."""
-_LONGEST_STATISTIC: Final = 448
-"""So that "minimum METRIC", with the same label, is no longer than a name: else its run could not be sealed."""
 
 
 class StreamStore:
@@ -103,8 +99,8 @@ class StreamStore:
     def create_stream(self, run_id: str, create: wire.StreamCreate, now: float) -> wire.Stream:
         """Register a stream, or extend it."""
         with self._database.writing() as connection:
-            create_stream(connection, run_id, create, now)
-            return read_stream(connection, create.stream_id)
+            _create_stream(connection, run_id, create, now)
+            return _read_stream(connection, create.stream_id)
 
     def of_run(self, run_id: str) -> list[wire.Stream]:
         """The run's streams, by attempt and rank."""
@@ -114,7 +110,7 @@ class StreamStore:
     def stream_record(self, stream_id: str) -> StreamRecord:
         """What ingest has to know of a stream."""
         with self._database.reading() as connection:
-            return read_stream_record(connection, stream_id)
+            return _read_stream_record(connection, stream_id)
 
     def layers(self, run_id: str) -> list[wire.Layer]:
         """The run's layers in the order in which they were first seen."""
@@ -122,10 +118,10 @@ class StreamStore:
             return read_layers(connection, run_id)
 
 
-def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate, now: float) -> None:
+def _create_stream(connection: Connection, run_id: str, create: wire.StreamCreate, now: float) -> None:
     """Register a stream, or extend the one of this id."""
     require_run(connection, run_id, lock=True)
-    _check_names(create)
+    check_names(create)
     table = schema.attempt
     attempt = _read_attempt(connection, table.c.run_id == run_id, table.c.launch_id == create.launch_id)
     if attempt is None:
@@ -142,16 +138,32 @@ def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate
         _insert_stream(connection, run_id, attempt.attempt, create, positions, now)
     if create.statistics:
         _measures(connection, attempt, create)
-        if unknown := unknown_statistics(map(_stored_name, create.statistics)):
+        if unknown := unknown_statistics(map(stored_name, create.statistics)):
             add_events(connection, run_id, [unknown_statistics_event(unknown, attempt.attempt)], now)
-    if create.watch is not None and create.watch.conversion is not None:
-        add_events(connection, run_id, [conversion_event(attempt.attempt, create.watch.conversion)], now)
-    if create.watch is not None and create.watch.broken:
-        broken = [expectation_event(attempt.attempt, breach) for breach in create.watch.broken]
-        add_events(connection, run_id, broken, now)
-    if create.watch is not None and create.watch.resume_losses:
-        lost = [resume_loss_event(attempt.attempt, loss) for loss in create.watch.resume_losses]
-        add_events(connection, run_id, lost, now)
+    if create.watch is not None:
+        add_events(connection, run_id, list(_events_of_watch(connection, run_id, attempt.attempt, create)), now)
+
+
+def _events_of_watch(
+    connection: Connection, run_id: str, attempt: int, create: wire.StreamCreate
+) -> Iterator[NewEvent]:
+    """What a watch tells of how things are kept, and what is other than in the attempt before."""
+    watch = create.watch
+    assert watch is not None
+    if watch.conversion is not None:
+        yield conversion_event(attempt, watch.conversion)
+    for breach in watch.broken:
+        yield expectation_event(attempt, breach)
+    for loss in watch.resume_losses:
+        yield resume_loss_event(attempt, loss)
+    if attempt > 1 and watch.fingerprint is not None and watch.fingerprint.states:
+        mine = (_STREAM.c.run_id == run_id, _STREAM.c.rank == create.rank, _STREAM.c.attempt < attempt)
+        earlier = select(_STREAM.c.watch, _STREAM.c.attempt).where(*mine, _STREAM.c.watch.is_not(None))
+        row = connection.execute(earlier.order_by(_STREAM.c.attempt.desc()).limit(1)).first()
+        if row is not None:
+            before = msgspec.json.decode(row.watch, type=wire.WatchInfo)
+            if changes := kept_otherwise(before, watch):
+                yield kept_otherwise_event(attempt, row.attempt, changes)
 
 
 def _read_attempt(connection: Connection, *which: ColumnElement[bool]) -> Row[Any] | None:
@@ -171,49 +183,6 @@ def _measures(connection: Connection, attempt: Row[Any], create: wire.StreamCrea
     else:
         connection.execute(update(table).filter_by(**mine).values(measured_from=begin))
     correct_event(connection, attempt.run_id, attempt_event(attempt.attempt, attempt.first_step, begin))
-
-
-def _check_names(create: wire.StreamCreate) -> None:
-    for field, names in (
-        ("layers", [layer.name for layer in create.layers]),
-        ("statistics", create.statistics),
-    ):
-        limit = wire.LIMITS["layers_per_run" if field == "layers" else "statistics_per_stream"]
-        if len(names) > limit:
-            raise Unprocessable(f"{field}: {len(names)} entries, at most {limit}", field=field, limit=limit)
-        if len(set(names)) != len(names):
-            twice = Counter(names).most_common(1)[0][0]
-            raise Unprocessable(f"{field}: {twice!r} stands twice; name each once", field=field)
-        if (odd := next(filter(_CONTROL.search, names), None)) is not None:
-            raise Unprocessable(f"{field}: {odd[:80]!r} has a control character; leave it out", field=field)
-    for layer in create.layers:
-        if math.prod(layer.shape) > _MOST_ELEMENTS:
-            raise Unprocessable(
-                f"layers: {layer.name!r} of shape {layer.shape} has more than {_MOST_ELEMENTS} elements",
-                field="layers",
-                limit=_MOST_ELEMENTS,
-            )
-    for key in create.statistics:
-        if len(key) > _LONGEST_STATISTIC:
-            raise Unprocessable(
-                f"statistics: {key[:80]!r}… has {len(key)} characters, at most {_LONGEST_STATISTIC}",
-                field="statistics",
-                limit=_LONGEST_STATISTIC,
-            )
-
-
-def _stored_name(key: str) -> str:
-    """What a declared statistic is stored as."""
-    try:
-        statistic(key)
-    except CatalogueError:
-        return _UNKNOWN + key
-    return key
-
-
-def unknown_statistics(stored: Iterable[str]) -> list[str]:
-    """Of statistics as they are stored, the names of those whose totals are dropped."""
-    return [key.removeprefix(_UNKNOWN) for key in stored if key.startswith(_UNKNOWN)]
 
 
 def _extend_dictionary(connection: Connection, run_id: str, layers: list[wire.Layer]) -> IntArray:
@@ -283,7 +252,7 @@ def _insert_stream(
 
 def _declared(create: wire.StreamCreate, positions: IntArray) -> dict[str, Any]:
     return {
-        "statistics": to_json([_stored_name(key) for key in create.statistics]),
+        "statistics": to_json([stored_name(key) for key in create.statistics]),
         "layers": int_bytes(positions),
         "elements": int_bytes(np.array([layer.elements for layer in create.layers], dtype=np.int64)),
         "replicas": int_bytes(np.array([layer.replica for layer in create.layers], dtype=np.int64)),
@@ -308,7 +277,7 @@ def _extend(
     declared = _declared(create, positions)
     old_statistics = from_json(known.statistics)
     shorter = min(len(old_statistics), len(create.statistics))
-    if [key.removeprefix(_UNKNOWN) for key in old_statistics[:shorter]] != create.statistics[:shorter]:
+    if [key.removeprefix(UNKNOWN_MARK) for key in old_statistics[:shorter]] != create.statistics[:shorter]:
         raise Conflict("statistics: may only be appended to those declared before", field="statistics")
     size = min(len(known.layers), len(declared["layers"]))
     if known.layers[:size] != declared["layers"][:size]:
@@ -340,14 +309,14 @@ def _describe_run(connection: Connection, run_id: str, create: wire.StreamCreate
     connection.execute(statement.values(strategy=watch.strategy or watch.observed_strategy, dtype=watch.dtype))
 
 
-def read_stream_records(connection: Connection, run_id: str) -> list[StreamRecord]:
+def _read_stream_records(connection: Connection, run_id: str) -> list[StreamRecord]:
     """All streams of a run, oldest first."""
     require_run(connection, run_id)
     rows = connection.execute(select(_STREAM).where(_STREAM.c.run_id == run_id).order_by(_STREAM.c.stream)).all()
     return [stream_record(row) for row in rows]
 
 
-def read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
+def _read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
     """One stream by its id."""
     row = connection.execute(select(_STREAM).where(_STREAM.c.stream_id == stream_id)).first()
     if row is None:
@@ -358,7 +327,7 @@ def read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
 
 def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
     """The run's streams with what has arrived on each, by attempt, rank and age."""
-    records = read_stream_records(connection, run_id)
+    records = _read_stream_records(connection, run_id)
     latest = schema.run_latest
     rows = {row.stream_id: row for row in connection.execute(select(latest).where(latest.c.run_id == run_id))}
     return [
@@ -367,9 +336,9 @@ def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
     ]
 
 
-def read_stream(connection: Connection, stream_id: str) -> wire.Stream:
+def _read_stream(connection: Connection, stream_id: str) -> wire.Stream:
     """One stream, as `read_streams` has it: a thousand ranks register without reading each other."""
-    record = read_stream_record(connection, stream_id)
+    record = _read_stream_record(connection, stream_id)
     latest = schema.run_latest
     mine = (latest.c.run_id == record.run_id, latest.c.stream_id == stream_id)
     return _described(record, connection.execute(select(latest).where(*mine)).one())
@@ -379,7 +348,7 @@ def _described(record: StreamRecord, latest: Row[Any]) -> wire.Stream:
     return wire.Stream(
         **{name: getattr(record, name) for name in _IDENTITY},
         layers=len(record.layers),
-        statistics=[key for key in record.statistics if not key.startswith(_UNKNOWN)],
+        statistics=[key for key in record.statistics if not key.startswith(UNKNOWN_MARK)],
         unknown_statistics=unknown_statistics(record.statistics),
         watch=record.watch,
         **_arrived(latest),

@@ -27,7 +27,7 @@ from collage_server.store.records import (
 )
 from collage_server.store.runs.events import read_events
 from collage_server.store.runs.newest import KeptNewest, read_newest
-from collage_server.store.runs.runs import read_page, read_records
+from collage_server.store.runs.run_store import read_page, read_records
 
 __all__ = ["PointStore", "Snapshot"]
 

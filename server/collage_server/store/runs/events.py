@@ -25,6 +25,8 @@ __all__ = [
     "correct_event",
     "count_event",
     "expectation_event",
+    "kept_otherwise",
+    "kept_otherwise_event",
     "rank_twice",
     "resume_loss_event",
     "unknown_statistics_event",
@@ -184,6 +186,29 @@ def resume_loss_event(attempt: int, loss: wire.ResumeLoss) -> NewEvent:
     """What did not come through a resume, told once a launch, as the first rank saw it."""
     origin = f"resume_loss/{attempt}/{loss.kind}/{loss.step}"[:64]
     return NewEvent(origin=origin, kind="resume_loss", text=loss.text, attempt=attempt, step=loss.step)
+
+
+def kept_otherwise(before: wire.WatchInfo, now: wire.WatchInfo) -> list[str]:
+    """In words, what two launches of a run keep otherwise; nothing where either has no states yet."""
+    earlier, later = before.fingerprint, now.fingerprint
+    if earlier is None or later is None or not earlier.states or not later.states:
+        return []
+    pairs = {
+        "optimizer": (before.optimizer, now.optimizer),
+        "weights": (" and ".join(sorted(earlier.parameters)), " and ".join(sorted(later.parameters))),
+        "strategy": (before.observed_strategy, now.observed_strategy),
+        **{
+            key: (earlier.states.get(key, "none"), later.states.get(key, "none"))
+            for key in sorted(earlier.states.keys() | later.states.keys())
+        },
+    }
+    return [f"{name} {old} → {new}" for name, (old, new) in pairs.items() if old != new]
+
+
+def kept_otherwise_event(attempt: int, earlier: int, changes: Sequence[str]) -> NewEvent:
+    """A launch that keeps weights or states otherwise than the one before, told once."""
+    text = f"attempt {attempt} keeps otherwise than attempt {earlier}: {'; '.join(changes)}"
+    return NewEvent(origin=f"kept_otherwise/{attempt}", kind="kept_otherwise", text=text, attempt=attempt)
 
 
 def rank_twice(stream_id: str, attempt: int, rank: int, process_id: int) -> NewEvent:

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, delete, insert, select
 from collage_monitor import wire
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
-from collage_server.store.runs.kept import KeptRows
+from collage_server.store.runs.derived_rows import DerivedRows
 
 __all__ = ["KeptNewest", "NewestPoint", "NewestStore", "RunProgress", "read_newest"]
 
@@ -52,7 +52,7 @@ class KeptNewest:
 _DECODE = msgspec.msgpack.Decoder(NewestPoint).decode
 
 
-class NewestStore(KeptRows):
+class NewestStore(DerivedRows):
     """The rows, and which of them are out of date."""
 
     def __init__(self, database: Database) -> None:

@@ -20,7 +20,7 @@ from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord
 from collage_server.store.rows import from_json, to_json
-from collage_server.store.runs.kept import KeptRows
+from collage_server.store.runs.derived_rows import DerivedRows
 
 __all__ = ["DECODE_OVERVIEW", "DueRun", "OverviewStore"]
 
@@ -45,7 +45,7 @@ class DueRun:
     is_reworded: bool = False
 
 
-class OverviewStore(KeptRows):
+class OverviewStore(DerivedRows):
     """Overviews: which are due, and what they say."""
 
     def __init__(self, database: Database) -> None:

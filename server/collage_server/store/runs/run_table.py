@@ -18,7 +18,7 @@ from collage_server.store.engine.database import Database
 from collage_server.store.records import GroupQuery, RunRecord, TableQuery
 from collage_server.store.rows import later
 from collage_server.store.runs.overviews import DECODE_OVERVIEW
-from collage_server.store.runs.runs import matching, read_records
+from collage_server.store.runs.run_store import matching, read_records
 
 __all__ = ["GroupPage", "TablePage", "TableStore"]
 

@@ -27,7 +27,7 @@ from collage_server.store.records import SealLimits
 from collage_server.store.rows import delete_slice, require_run
 from collage_server.store.runs.changes import note_change
 from collage_server.store.runs.latest import all_ranks_are_through
-from collage_server.store.runs.runs import read_run
+from collage_server.store.runs.run_store import read_run
 from collage_server.store.sealing.replicas import ReplicaComparison, count_mismatches, mismatches_by_run
 from collage_server.store.sealing.seal import seal
 

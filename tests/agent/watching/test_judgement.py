@@ -6,8 +6,8 @@ import pytest
 import torch
 from collage_agent import guard
 from collage_agent.handle import watch
-from collage_agent.step.meter import Meter
-from collage_agent.watching.verdict import verdict
+from collage_agent.step.measurer import StepMeasurer
+from collage_agent.watching.judgement import judgement_text
 from collage_optim import CollageAdamW
 
 from collage_monitor import wire
@@ -17,7 +17,7 @@ from tests.agent.training import mlp, train
 
 def told(model, layers=None, **changes):
     info = {"optimizer": "AdamW", "observed_strategy": "plain", "dtype": "bfloat16", **changes}
-    return verdict(Evidence(model, layers or {}, wire.WatchInfo(**info), 3, 3), {"model": model})
+    return judgement_text(Evidence(model, layers or {}, wire.WatchInfo(**info), 3, 3), {"model": model})
 
 
 def test_the_words_name_loss_layers_states_grid_and_what_to_try():
@@ -121,7 +121,7 @@ def test_measurements_that_fail_say_so_with_the_reason(monkeypatch, steps):
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     handle = watch(model, optimizer, every=1)
-    monkeypatch.setattr(Meter, "_signature_now", fail)
+    monkeypatch.setattr(StepMeasurer, "_signature_now", fail)
     train(model, optimizer, steps)
     text = str(handle)
     assert "nothing measured yet" in text

@@ -1,4 +1,9 @@
-"""What has happened goes by its age: incidents that ended, with what was delivered, events, silences, audit log."""
+"""Deletes old records of what happened: ended incidents with their deliveries, events, silences, the audit log.
+
+`background.py` calls this in each round of maintenance, with ages from the settings. What stays: open incidents and
+what their runs told since, ended ones that are still owed a message, notes, and each run's newest event. Points of
+runs are deleted by `store/sealing/retention.py`, and so are runs that somebody deleted.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.rows import delete_slice
 
-__all__ = ["HistoryRetention"]
+__all__ = ["Expiry"]
 
 _INCIDENT: Final = server_tables.incident
 _EVENT: Final = schema.event
@@ -18,8 +23,8 @@ _SILENCE: Final = server_tables.silence
 _SLICE_ROWS: Final = 500
 
 
-class HistoryRetention:
-    """Removes old incidents and events, in short transactions that may be cut off anywhere without harm."""
+class Expiry:
+    """Deletes what is too old, in short transactions that may be cut off anywhere without harm."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -1,4 +1,4 @@
-"""What the routes share: settings, store, writer, clock. One object an application, made by `create_app`."""
+"""The state of an application, which its routes share: settings, store, writer, clock. `create_app` makes it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from collage_server.overviews import OverviewKeeper
 from collage_server.settings import Settings
 from collage_server.store import Store
 
-__all__ = ["Components", "components_of"]
+__all__ = ["AppState", "app_state_of"]
 
 
 @dataclass(frozen=True, eq=False)
-class Components:
+class AppState:
     """Everything that a request may need. `decoding`: whoever has it decodes a large body, one at a time."""
 
     settings: Settings
@@ -47,9 +47,9 @@ class Components:
     clock: Callable[[], float]
 
 
-def components_of(connection: HTTPConnection) -> Components:
-    """The components of the application that serves this request."""
-    components = connection.app.state.components
-    if not isinstance(components, Components):
+def app_state_of(connection: HTTPConnection) -> AppState:
+    """The state of the application that serves this request."""
+    app_state = connection.app.state.collage
+    if not isinstance(app_state, AppState):
         raise TypeError("the application was not made by create_app")
-    return components
+    return app_state

@@ -1,4 +1,9 @@
-"""Rows that the background makes of each run: which are missing, out of date, or made by other code."""
+"""Rows that the background derives from each run: which are missing, out of date, or made by other code.
+
+`NewestStore` and `OverviewStore` are `DerivedRows`: each has a table with one row a run. Their `due` puts the runs
+that `_due` finds into an order of its own. The background threads of `collage_server/newest.py` and `overviews.py`
+make the rows, and `put` keeps them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,10 @@ from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.rows import later
 
-__all__ = ["KeptRows"]
+__all__ = ["DerivedRows"]
 
 
-class KeptRows:
+class DerivedRows:
     """One row a run in `table`: its `updated_at` and `reports` are the run's when `made_by`, the code, made it."""
 
     def __init__(self, database: Database, table: Table) -> None:

@@ -1,4 +1,7 @@
-"""Where a number stands against the grid of its weight: octaves of |u| / gap, by exponents alone."""
+"""Where the intended update, or a residual, stands against the grid of its weight: counts by octave of |u| / gap.
+
+The bins are sent as `update_ulp_histogram/LABEL`, one for each of the contract's HISTOGRAM_LABELS, in their order.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from collage_agent.stats.classes import active_elements
+from collage_agent.stats.view import StepView, Sums, named
 from collage_monitor.definitions import HISTOGRAM_LABELS, HISTOGRAM_OCTAVES
 
-__all__ = ["BINS", "binade_fields", "exponent_of", "ulp_octave_counts"]
+__all__ = ["BINS", "KEYS", "binade_fields", "exponent_of", "measure", "ulp_octave_counts"]
 
+KEYS: Final = tuple(f"update_ulp_histogram/{label}" for label in HISTOGRAM_LABELS)
 BINS: Final = len(HISTOGRAM_LABELS)
 _FRACTION_BITS: Final = 52
 _FIELD: Final = 2**11 - 1
@@ -19,6 +25,19 @@ _BIAS: Final = 1023
 _FRACTION_BITS_32: Final = 23
 _MAGNITUDE_32: Final = 2**31 - 1
 _BIAS_32: Final = 127
+
+
+def measure(step: StepView) -> Sums:
+    """Elements with u ≠ 0 by octave; without a u all are 0."""
+    if not step.intended_known:
+        return Sums(by_tensor=named(KEYS, step.block_elements.new_zeros(len(KEYS), step.tensors)))
+    dtype = step.registered.dtype
+    counts = ulp_octave_counts(
+        step.intended, step.registered, dtype, step.tensor_of_block, step.tensors, step.block
+    )
+    # u = 0 was counted as underflow.
+    counts[0].index_add_(0, step.tensor_of_block, active_elements(step.classes).sub_(step.block))
+    return Sums(by_tensor=named(KEYS, counts))
 
 
 def ulp_octave_counts(

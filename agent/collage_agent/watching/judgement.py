@@ -32,7 +32,7 @@ from collage_monitor.onset import find_onset, since_in_words
 from collage_monitor.statistics import finish, finish_all, reduce_shards
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["edq_change", "evidence_of_past", "summarise", "verdict"]
+__all__ = ["edq_change", "evidence_of_past", "judgement_text", "summarise"]
 
 
 _WORST: Final = 3
@@ -97,7 +97,7 @@ def edq_change(past: PastTotals | None, layout: Layout | None) -> str | None:
     return since_in_words(found, past.first_steps, edq[MODEL], "EDQ", tolerance=EDQ_TOLERANCE)
 
 
-def verdict(evidence: Evidence, summary: Mapping[str, Any], changed: str | None = None) -> str:
+def judgement_text(evidence: Evidence, summary: Mapping[str, Any], changed: str | None = None) -> str:
     """Several lines for people. `summary` is that of the last measured step, for what only it has; `changed` is the
     sentence of `edq_change`."""
     info = evidence.watch

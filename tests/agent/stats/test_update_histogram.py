@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from collage_agent.stats.octaves import ulp_octave_counts
+from collage_agent.stats.update_histogram import ulp_octave_counts
 
 from collage_monitor.metrics import HISTOGRAM_LABELS
 from tests.reference import diagnostics

@@ -15,7 +15,7 @@ from collage_agent.intent.choose import Intent
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
 from collage_agent.step.bucket import Bucket
-from collage_agent.step.gather import BlockLayout, Views
+from collage_agent.step.gather import BlockLayout, TensorViews
 from collage_agent.step.observe import Follows
 from collage_agent.step.oracle import Oracle
 from collage_agent.step.oracles import Oracles
@@ -27,14 +27,14 @@ from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import loss_scaling
 from collage_monitor.table import Table
 
-__all__ = ["Meter"]
+__all__ = ["StepMeasurer"]
 
 WINDOW_SAMPLE: Final = 2048
 _NO_STATE: Final[dict[str, Any]] = {}
 _NO_TENSORS: Final = frozenset({int, float, bool, str, TensorSample})
 
 
-class Meter:
+class StepMeasurer:
     """Measures steps of one optimizer, and keeps its oracles and windows running.
 
     Call `before` and `after` around each measured step. `occasional` holds the keys that the last measured step
@@ -280,7 +280,7 @@ def _tensors(root: object, known: Iterable[int]) -> Iterator[Tensor]:
             waiting += found.values()
         elif isinstance(found, BlockLayout):
             waiting += (found.tensor_of_block, found.rows)
-        elif isinstance(found, Views):
+        elif isinstance(found, TensorViews):
             waiting += (found.zeros, found.copies)
         elif type(found).__module__.partition(".")[0] in ("collage_agent", "collage_optim"):
             waiting += vars(found).values() if hasattr(found, "__dict__") else ()

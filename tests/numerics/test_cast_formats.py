@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from collage_optim.numerics.formats import CAST_FORMATS, coded, scaled
+from collage_optim.numerics.cast_formats import CAST_FORMATS, coded, scaled
 
 from collage_monitor.statistics.casts import FORMATS
 from tests.reference import casts

@@ -1,4 +1,8 @@
-"""Where the intended update stands against the grid: octaves of |u| / gap, and what they say."""
+"""Where the intended update stands against the grid: a histogram of |u| / gap in octaves, and what it says.
+
+A bin travels as the statistic `update_ulp_histogram/LABEL`, with a label of HISTOGRAM_LABELS. Streams declare it
+and servers store it under that name: neither the name nor the octaves may change.
+"""
 
 from __future__ import annotations
 
