@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
-from collage_monitor.judgement.evidence import Evidence, finite, longest_window
+from collage_monitor.judgement.evidence import Evidence, Values, finite, longest_window
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["Case", "EDQ_TOLERANCE", "LAYER_TOLERANCE", "LOST_TOLERANCE"]
+__all__ = ["Case", "EDQ_TOLERANCE", "LAYER_LOST", "LAYER_TOLERANCE", "LOST_TOLERANCE", "loses_most"]
 
 EDQ_TOLERANCE: Final = 0.05
 LOST_TOLERANCE: Final = 0.05
 LONG_WINDOW: Final = 10
 """Steps: a window of fewer may hold the same roundings as one."""
+LAYER_LOST: Final = 0.5
+"""Of a layer's updates, by their number and by their error: the most of them."""
 LAYER_TOLERANCE: Final = 1e-5
 """Layers with no larger share of Σ u² were not to move."""
 
@@ -40,6 +43,7 @@ class Case:
         self._otherwise = stochastic if stochastic or known else None
         self.stochastic = stochastic or any(self._of_layers.values())
         self.differing = bool(self._of_layers)
+        self._squares = {name: (self.number("intended_norm", name) or 0.0) ** 2 for name in evidence.layers}
         self.keeps_more_than_visible = bool(
             self.fingerprint and (self.fingerprint.master or self.fingerprint.residual)
         )
@@ -67,6 +71,15 @@ class Case:
         if window is None or window[0] < LONG_WINDOW or window[1] > LOST_TOLERANCE:
             return False
         return moved is not None and moved >= 1 - EDQ_TOLERANCE
+
+    def losing_layers(self) -> list[str]:
+        """Layers that round to nearest and lose most of their updates."""
+        moved = (name for name, square in self._squares.items() if square and self.rounds_at_random(name) is False)
+        return [name for name in moved if loses_most(self.evidence.layers[name])]
+
+    def share_of(self, layers: Iterable[str]) -> float:
+        """These layers' share of Σ u²; 0 where nothing was intended."""
+        return sum(self._squares[name] for name in layers) / (sum(self._squares.values()) or 1.0)
 
     def lost_where(self, at_random: bool | None) -> tuple[float | None, float | None]:
         """Share of updates lost, and their error, over weights rounded this way.
@@ -128,3 +141,9 @@ class Case:
         """How far stochastic rounding may bring a ratio off 1 by chance: three of its standard errors. 0 where
         rounding is to nearest, whose errors are no chance. `key`: that of the standard error."""
         return 3 * (self.number(key) or 0.0) if self.stochastic else 0.0
+
+
+def loses_most(layer: Values) -> bool:
+    """Whether a layer with these metrics loses most of its updates, by their number and by their error."""
+    lost, error = finite(layer.get("lost_update_ratio")), finite(layer.get("update_error_ratio"))
+    return lost is not None and lost > LAYER_LOST and error is not None and error > LAYER_LOST

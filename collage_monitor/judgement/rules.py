@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from collage_monitor.judgement.case import EDQ_TOLERANCE, LAYER_TOLERANCE, LOST_TOLERANCE, Case
-from collage_monitor.judgement.evidence import Values, finite, longest_window, state_decrements
-from collage_monitor.judgement.words import Finding, Health, percent
+from collage_monitor.judgement.case import EDQ_TOLERANCE, LAYER_LOST, LAYER_TOLERANCE, LOST_TOLERANCE, Case
+from collage_monitor.judgement.evidence import longest_window, state_decrements
+from collage_monitor.judgement.words import STILL, Finding, Health, percent
 
 __all__ = [
     "DECAY_TOLERANCE",
@@ -16,11 +16,9 @@ __all__ = [
     "OWN_DECAY",
     "STATE_TOLERANCE",
     "findings_against",
-    "loses_most",
 ]
 
 ERROR_TOLERANCE: Final = 0.05
-LAYER_LOST: Final = 0.5
 STATE_TOLERANCE: Final = 0.1
 DECAY_TOLERANCE: Final = 0.5
 OWN_DECAY: Final = frozenset({"foreach", "for-loop"})
@@ -117,19 +115,15 @@ def _layers(case: Case) -> Iterator[Finding]:
     """Layers that round to nearest and lose most of their updates, if their share of Σ u² is not next to 0."""
     if case.arrives_later:
         return
-    squares = {name: (case.number("intended_norm", name) or 0.0) ** 2 for name in case.evidence.layers}
-    sizes = {name: case.number("elements", name) or 0.0 for name, square in squares.items() if square}
-    to_nearest = [name for name in sizes if case.rounds_at_random(name) is False]
-    losing = [name for name in to_nearest if loses_most(case.evidence.layers[name])]
-    if not losing:
-        return
-    share = sum(squares[name] for name in losing) / sum(squares.values())
+    losing = case.losing_layers()
+    share = case.share_of(losing)
     if share <= LAYER_TOLERANCE:
         return
-    losing.sort(key=lambda name: -squares[name])
+    sizes = {name: case.number("elements", name) or 0.0 for name in case.evidence.layers if case.share_of([name])}
+    losing.sort(key=lambda name: -case.share_of([name]))
     worst = losing[0]
     lost = case.number("lost_update_ratio", worst)
-    still = all((case.number("lost_update_ratio", name) or 0.0) >= 0.9995 for name in losing)
+    still = all((case.number("lost_update_ratio", name) or 0.0) >= STILL for name in losing)
     many = "1 layer" if len(losing) == 1 else f"{len(losing)} layers"
     verb = (
         ("stands still" if still else "loses most of its updates")
@@ -140,12 +134,6 @@ def _layers(case: Case) -> Iterator[Finding]:
     more = ", …" if len(losing) > 1 else ""
     text = f"{many} {verb} ({worst}{more}: {percent(size)} of the measured elements, {percent(share)} of Σ u²)"
     yield Finding("losing updates", text, "lost_update_ratio", lost, LAYER_LOST, worst)
-
-
-def loses_most(layer: Values) -> bool:
-    """Whether a layer with these metrics loses most of its updates, by their number and by their error."""
-    lost, error = finite(layer.get("lost_update_ratio")), finite(layer.get("update_error_ratio"))
-    return lost is not None and lost > LAYER_LOST and error is not None and error > LAYER_LOST
 
 
 def _states(case: Case) -> Iterator[Finding]:

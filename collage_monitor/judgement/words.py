@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from collage_monitor.judgement.case import Case
+from collage_monitor.judgement.case import LAYER_TOLERANCE, Case
 from collage_monitor.judgement.evidence import labelled
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "percent",
 ]
 
-WORDS_VERSION: Final = 2
+WORDS_VERSION: Final = 3
 """Raise it when a run may be judged or headlined otherwise than before while the package's version stays: what
 servers keep is then made anew."""
 Health = Literal[
@@ -45,6 +45,9 @@ GRAVITY: Final[tuple[Health, ...]] = (
 )
 """Bad words, the gravest first."""
 COPY_TOLERANCE: Final = 0.5
+STILL: Final = 0.9995
+"""Share of its updates that a layer loses which does not move at all."""
+_NAMED: Final = 3
 CAVEATS: Final = (
     "What is lost before the optimizer (gradients accumulated or reduced in low precision) is invisible here. "
     "float64 parameters cannot be measured. Sampling can miss a rare row of a large embedding."
@@ -127,11 +130,29 @@ def judgement_of(case: Case, findings: Sequence[Finding]) -> Judgement:
     """The first finding's word, and a sentence made of all of them."""
     evidence, measured = case.evidence, case.measured
     text = "; ".join(finding.text for finding in findings).rstrip(".")
-    basis = _basis(case)
-    sentences = " ".join([f"{text[0].upper()}{text[1:]}.", *_about_copies(case), *([basis] if basis else [])])
+    said = [f"{text[0].upper()}{text[1:]}.", *_about_layers(case), *_about_copies(case), _basis(case)]
+    sentences = " ".join(sentence for sentence in said if sentence)
     return Judgement(
         findings[0].health, sentences, tuple(findings), measured, evidence.first_step, evidence.last_step
     )
+
+
+def _about_layers(case: Case) -> Iterator[str]:
+    """Layers that say nothing against the run, and are worth a look: they decide nothing."""
+    without = [name for name in case.evidence.layers if case.number("elements", name) is None]
+    if without and len(without) < len(case.evidence.layers) and not case.one_step:
+        verb = "layer had" if len(without) == 1 else "layers had"
+        yield f"{len(without)} {verb} no gradient in these steps ({_some(without)})."
+    losing = [] if case.arrives_later else case.losing_layers()
+    still = [name for name in losing if (case.number("lost_update_ratio", name) or 0.0) >= STILL]
+    share = case.share_of(still)
+    if still and share <= LAYER_TOLERANCE:
+        verb = "layer stands" if len(still) == 1 else "layers stand"
+        yield f"{len(still)} {verb} still ({_some(still)}): {percent(share)} of Σ u², too little to decide."
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
 
 
 def _about_copies(case: Case) -> Iterator[str]:

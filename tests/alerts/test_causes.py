@@ -117,6 +117,8 @@ STILL_NORM = LAYERS | {"blocks.0.norm.weight": {"edq_ratio": 0.0, "update_to_wei
 STILL_MLP = LAYERS | {"blocks.9.mlp.weight": {"edq_ratio": 0.0, "update_to_weight_ratio": 1e-3}}
 RATE = {"learning_rate": 1.0}
 GAP = {"half_ulp_margin": 2.0, "intended_norm": 1.0}
+BREACH = wire.Breach(expectation="weights", text="expected weights in float32", step=1)
+LOSS = wire.ResumeLoss(kind="masters", text="masters are gone", step=501)
 CASES = {
     ("CollageEdqDrop", 0): (evidence(RATE, {"learning_rate": 0.1}), evidence(RATE, RATE), evidence()),
     ("CollageEdqDrop", 1): (
@@ -169,6 +171,18 @@ CASES = {
     ("CollageOracleDrift", 1): (
         evidence({"oracle_restarts": 1.0}, {"oracle_restarts": 2.0}),
         evidence({"oracle_restarts": 1.0}, {"oracle_restarts": 1.0}),
+        evidence(),
+    ),
+    ("CollageExpectationBroken", 0): (None, None, evidence(run=watched(broken=[BREACH]))),
+    ("CollageExpectationBroken", 1): (
+        evidence(run=watched(observed_strategy="unknown")),
+        evidence(run=watched(observed_strategy="plain")),
+        evidence(run=run_with(watch=None)),
+    ),
+    ("CollageResumeLoss", 0): (None, None, evidence(run=watched(resume_losses=[LOSS]))),
+    ("CollageResumeLoss", 1): (
+        evidence({}, {}, run=converted(after=500)),
+        evidence({}, {}, run=converted(after=5)),
         evidence(),
     ),
     ("CollageSecondMomentStuck", 0): (

@@ -24,6 +24,7 @@ from collage_monitor.metrics import METRICS, split_key
 
 STATE = "state_decrement_ratio/exp_avg_sq"
 GOOD = {"edq_ratio": 1.0, STATE: 1.0, "lost_update_ratio": 0.0, "update_error_ratio": 0.0, "measured_ratio": 1.0}
+TO_NEAREST = wire.Fingerprint(stochastic_rounding=False)
 values = st.none() | st.floats(-2, 3) | st.just("NaN")
 
 
@@ -397,3 +398,37 @@ def test_totals_give_the_same_evidence_whatever_process_holds_them():
     assert "the model as a whole" not in judge(found).text
     assert "the model as a whole" in judge(evidence_of(model, watch=watch, first_step=1, last_step=3)).text
     assert judge(evidence_of({}, watch=watch)).text == "No step was measured yet."
+
+
+def test_layers_that_are_worth_a_look_are_named_and_decide_nothing():
+    layers = {"a": layer(), "b": layer(elements=None), "c": layer(elements=None)}
+    found = judged(GOOD, layers)
+    assert found.health == "healthy"
+    assert "2 layers had no gradient in these steps (b, c)." in found.text
+    assert "no gradient" not in judged(GOOD, {"a": layer(), "d": layer(elements=0.0)}).text, "another rank's shard"
+    small = layer(elements=1.0, norm=1e-3, lost_update_ratio=1.0, update_error_ratio=1.0)
+    found = judged(GOOD, {"a": layer(), "logit_scale": small}, fingerprint=TO_NEAREST)
+    assert found.health == "healthy"
+    assert "1 layer stands still (logit_scale): under 0.001 % of Σ u², too little to decide." in found.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [
+        ("masters", "residuals are off"),
+        ("residuals", "residuals are off"),
+        ("averages", "steps are off"),
+        ("count", "steps are off"),
+        ("counter", "steps are off"),
+    ],
+)
+def test_what_a_resume_lost_counts_while_the_recent_past_reaches_back_to_it(kind, word):
+    def judged_at(step, *, lasting):
+        loss = wire.ResumeLoss(kind=kind, text="it is gone", step=step, lasting=lasting)
+        return judged(GOOD, {"a": layer()}, resume_losses=[loss])
+
+    assert judged_at(50, lasting=False).health == word
+    assert judged_at(50, lasting=False).text.startswith("It is gone.")
+    # The evidence is that of steps 1 to 100.
+    assert judged_at(0, lasting=False).health == "healthy"
+    assert judged_at(0, lasting=True).health == word
