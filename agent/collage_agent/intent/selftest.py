@@ -30,6 +30,7 @@ _STILL: Final = "does not move probe tensors"
 _DECOUPLED: Final = Composition(gradient="decoupled_grad")
 _NO_DENSE: Final = "does not support dense gradients"
 _SPARSE: Final = Composition(sparse=True)
+_NOT_FINITE: Final = "makes weights NaN or infinite though gradients are finite, in fp64 too"
 _COARSE: Final = "computes in fp32 inside an operation of its own, where a small update is itself lost"
 
 
@@ -129,6 +130,8 @@ def _elementwise_failure(
         still &= all(not bool(u.any()) for u in moved)
         coarse &= all(torch.equal(parameter, parameter.float().double()) for parameter in whole.parameters)
         samples, expected = _sampled(gradient, chosen), _sampled(moved, chosen)
+        if not all(bool(u.isfinite().all()) for u in moved):
+            return _NOT_FINITE
         if not same_displacements(repeated, moved):
             return "does not repeat its own steps (random, or its state is shared)"
         try:
@@ -174,6 +177,8 @@ def _separable_failure(
         moved, repeated = together.step(gradient), again.step(gradient)
         still &= all(not bool(u.any()) for u in moved)
         coarse &= all(torch.equal(parameter, parameter.float().double()) for parameter in together.parameters)
+        if not all(bool(u.isfinite().all()) for u in moved):
+            return _NOT_FINITE
         if not same_displacements(repeated, moved):
             return "does not repeat its own steps (random, or its state is shared)"
         for index, expected in enumerate(moved):

@@ -89,6 +89,17 @@ class Noisy(Normalised):
                     parameter.sub_(group["lr"] * (parameter.grad + torch.randn_like(parameter)))
 
 
+class CorrectsByNothing(Normalised):
+    """Divides by 1 − β, which is 0: NaN that repeats itself."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad * 0.0 / torch.zeros_like(parameter))
+
+
 NOT_ELEMENTWISE = {
     "Adafactor": (lambda p: torch.optim.Adafactor(p), "not elementwise"),
     "Adafactor without a rate": (lambda p: transformers.Adafactor(p), "not elementwise"),
@@ -96,6 +107,7 @@ NOT_ELEMENTWISE = {
     "global scale": (GlobalScale, "not elementwise"),
     "adapting": (Adapting, "depends on all elements"),
     "noisy": (Noisy, "does not repeat"),
+    "corrected by nothing": (CorrectsByNothing, "NaN or infinite though gradients are finite"),
     "LBFGS": (lambda p: torch.optim.LBFGS(p), "cannot step"),
 }
 if hasattr(torch.optim, "Muon"):
