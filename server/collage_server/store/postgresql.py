@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -10,6 +12,7 @@ from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, even
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError
 
+from collage_monitor.backoff import Backoff
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.engine.database import POOL, reads_only
@@ -19,6 +22,7 @@ from collage_server.store.store import Store
 
 __all__ = ["PostgresqlStore"]
 
+_LOG: Final = logging.getLogger(__name__)
 _DURABLE: Final = ("fsync", "synchronous_commit", "full_page_writes")
 _BINARY: Final = 1
 _NETWORK: Final = {
@@ -30,6 +34,9 @@ _NETWORK: Final = {
 }
 """A connection that nobody answers (a firewall forgot it, a machine is gone) is given up in half a minute, not in
 a quarter of an hour, as systems do. The address may say otherwise."""
+_STARTING: Final = "57P03"
+"""cannot_connect_now: it starts, or recovers after a crash, and will be there by itself."""
+_STARTING_SECONDS: Final = 600.0
 _MIGRATION_LOCK: Final = 7_420_001
 _PROJECT_LOCKS: Final = 7_420_002
 
@@ -87,7 +94,7 @@ class PostgresqlStore(Store):
         except (ArgumentError, ModuleNotFoundError) as error:
             raise StoreUnusable(f"the database URL cannot be used: {error}") from error
         try:
-            with engine.connect() as connection:
+            with _connect_when_it_is_up(engine) as connection:
                 self._check_durability(connection)
         except OperationalError as error:
             engine.dispose()
@@ -193,6 +200,27 @@ class PostgresqlStore(Store):
         """Keep others from adding runs or tags to the project in this transaction."""
         lock = text("SELECT pg_advisory_xact_lock(:space, hashtext(:project))")
         connection.execute(lock, {"space": _PROJECT_LOCKS, "project": project})
+
+
+def _connect_when_it_is_up(engine: Engine) -> Connection:
+    """A connection; to a cluster that starts or recovers, once it takes any. What else fails is raised at once."""
+    backoff, waited = Backoff(0.5, 5.0), 0.0
+    while True:
+        try:
+            return engine.connect()
+        except OperationalError as error:
+            if not _is_starting(error) or waited >= _STARTING_SECONDS:
+                raise
+            if not waited:
+                _LOG.warning("PostgreSQL starts or recovers: this server waits for it (%s)", error.orig)
+            pause = backoff.pause()
+            waited += pause
+            time.sleep(pause)
+
+
+def _is_starting(error: OperationalError) -> bool:
+    """Before a connection stands the driver knows the server's words, but not always their code."""
+    return getattr(error.orig, "sqlstate", None) == _STARTING or "the database system is" in str(error.orig)
 
 
 def _ask_for_binary(

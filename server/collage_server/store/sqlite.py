@@ -73,6 +73,7 @@ class SqliteStore(Store):
         self._write_lock = Lock()
         self._longest_log = _LONG_LOG_BYTES
         self._identity: tuple[int, int] | None = None
+        self._mark = path.with_name(f"{path.name}-was-here")
 
     def _connect(self) -> Engine:
         try:
@@ -80,6 +81,7 @@ class SqliteStore(Store):
             self._check_disk()
             # Without room SQLite cannot even open a file that is there.
             self._ballast.release()
+            self._refuse_to_begin_anew()
             make_private(self.path)
             _prepare(self.path, self._busy_timeout_seconds)
             self._identity = file_identity(self.path)
@@ -108,9 +110,23 @@ class SqliteStore(Store):
                 "COLLAGE_SERVER_UNSAFE_DATABASE=1 to accept that"
             )
 
+    def _refuse_to_begin_anew(self) -> None:
+        """Where a database was, an empty one would look as if nothing had ever been stored.
+
+        What stands in the write-ahead log alone goes with it: a young database is then empty.
+        """
+        if self._mark.exists() and _is_empty(self.path, self._busy_timeout_seconds):
+            raise StoreUnusable(
+                f"{self.path} holds no tables, though a database was here: its file, or its write-ahead log "
+                f"{self.path.name}-wal, is gone. Put them back, or restore a backup with collage-monitor restore. "
+                f"To begin with an empty database remove {self._mark}"
+            )
+
     def _prepare_schema(self) -> None:
         with self.writing() as connection:
             migrate(connection)
+        if not self._mark.exists():
+            self._mark.touch(mode=0o600)
 
     @contextmanager
     def _begin_reading(self) -> Iterator[Connection]:
@@ -187,6 +203,14 @@ class _HintingCompiler(SQLiteCompiler):
     def get_from_hint_text(self, _table: FromClause, text: str | None) -> str | None:
         """The hint as it was given."""
         return text
+
+
+def _is_empty(path: Path, timeout_seconds: float) -> bool:
+    """Whether there is no database at the path, or one without a table."""
+    if not path.exists():
+        return True
+    with closing(sqlite3.connect(path, timeout=timeout_seconds)) as connection:
+        return bool(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0)
 
 
 def _prepare(path: Path, timeout_seconds: float) -> None:

@@ -33,6 +33,10 @@ def programs_or_skip():
     return find_programs() or lacking("no PostgreSQL programs (initdb, postgres); install postgresql")
 
 
+_REFUSES = 1
+"""What pg_isready ends with where a server answers that it takes no connections now."""
+
+
 class Cluster:
     """One server process on a Unix socket in `folder`; PostgreSQL refuses root, so root hands it to `postgres`.
 
@@ -54,8 +58,8 @@ class Cluster:
         arguments = ["-D", str(self.folder / "data"), "-A", "trust", "-U", "postgres", "-E", "UTF8", "--no-sync"]
         subprocess.run([self.programs / "initdb", *arguments], check=True, capture_output=True, **self._identity())
 
-    def start(self) -> None:
-        """Start, and wait until it accepts connections."""
+    def start(self, *, until_ready: bool = True) -> None:
+        """Start, and wait until it accepts connections, or, without `until_ready`, until it refuses them."""
         options = [part for setting in self.settings for part in ("-c", setting)]
         command = [
             *self.wrap,
@@ -74,9 +78,14 @@ class Cluster:
 
         def answers() -> bool:
             assert process.poll() is None, "postgres ended at once"
-            return subprocess.run(ready).returncode == 0
+            return subprocess.run(ready).returncode == (0 if until_ready else _REFUSES)
 
-        until(answers, "the first connection to postgres")
+        until(answers, "the first answer of postgres")
+
+    def promote(self) -> None:
+        """Let a standby take connections."""
+        command = [str(self.programs / "pg_ctl"), "promote", "-D", str(self.folder / "data")]
+        subprocess.run(command, check=True, capture_output=True, **self._identity())
 
     def kill(self) -> None:
         """As a power cut would: no shutdown checkpoint. Its children notice and end."""

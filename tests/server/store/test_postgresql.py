@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import shutil
 import tempfile
 import threading
 from typing import Any
@@ -32,7 +34,7 @@ from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import SealingContract
 from tests.server.store.seen import rows, seal_all, seen, unchanged
-from tests.waiting import until
+from tests.waiting import PATIENCE_SECONDS, until
 
 ALL = Selection()
 
@@ -458,3 +460,29 @@ def test_what_was_acknowledged_survives_a_killed_cluster():
         finally:
             store.close()
             cluster.stop()
+
+
+def test_a_cluster_that_recovers_is_waited_for(caplog):
+    """A standby that takes no connections until it is promoted answers as one does that replays its log."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        cluster = Cluster(folder, programs_or_skip())
+        cluster.create()
+        cluster.start()
+        url = cluster.url("postgres")
+        PostgresqlStore(url, stale_after_seconds=600.0).migrate()
+        cluster.stop()
+        signal_file = cluster.folder / "data" / "standby.signal"
+        signal_file.touch()
+        shutil.chown(signal_file, cluster.user)
+        cluster.settings = (*SETTINGS, "hot_standby=off")
+        cluster.start(until_ready=False)
+        opening = threading.Thread(target=lambda: opened(url).close(), daemon=True)
+        with caplog.at_level(logging.WARNING):
+            opening.start()
+            until(lambda: "PostgreSQL starts or recovers" in caplog.text, "the server to wait for PostgreSQL")
+            assert opening.is_alive()
+            cluster.promote()
+            opening.join(PATIENCE_SECONDS)
+            assert not opening.is_alive()
+        assert caplog.text.count("this server waits for it") == 1
+        cluster.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sqlite3
 import threading
 import typing
@@ -202,6 +203,34 @@ def test_a_file_that_is_no_database_is_refused_with_a_sentence(tmp_path):
     with pytest.raises(StoreUnusable, match="cannot be opened as a database"):
         opened(path)
     assert path.read_bytes().startswith(b"not a database")
+
+
+@pytest.mark.parametrize("lost", ["the file", "the log"])
+def test_no_empty_database_takes_the_place_of_one_that_is_gone(tmp_path, lost):
+    first = opened(tmp_path / "here" / "collage.db")
+    StoreContract.fill(first)
+    # As a kill leaves it: a young database stands in its log alone.
+    shutil.copytree(tmp_path / "here", tmp_path / "killed")
+    first.close()
+    path = tmp_path / "killed" / "collage.db"
+    whole = path.with_name("whole.db-wal")
+    log = path.with_name("collage.db-wal")
+    shutil.copy(log, whole)
+    path.with_name("collage.db-shm").unlink(missing_ok=True)
+    kept = path.rename(path.with_name("whole.db")) if lost == "the file" else None
+    log.unlink()
+    with pytest.raises(StoreUnusable, match="holds no tables, though a database was here"):
+        opened(path)
+    if kept is not None:
+        assert not path.exists(), "nothing stands where it was"
+        kept.rename(path)
+    whole.rename(log)
+    again = opened(path)
+    assert again.runs.get("r1").run_id == "r1"
+    again.close()
+    path.unlink()
+    path.with_name("collage.db-was-here").unlink()
+    opened(path).close()
 
 
 def test_the_file_survives_a_second_opening(store):
