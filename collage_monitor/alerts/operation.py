@@ -64,6 +64,10 @@ def _replayed(_evidence: IncidentEvidence) -> CauseVerdict:
     return left_open("who sent what was refused is in the server's log")
 
 
+def _clock_set(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("how clocks were set is not reported")
+
+
 def _other_programs(_evidence: IncidentEvidence) -> CauseVerdict:
     return left_open("what else is on the disk is not reported")
 
@@ -161,6 +165,23 @@ ALERTS: Final = (
         other_causes=("an agent of another version that replays an old spool",),
         checks=(_replayed,),
         first_step="Look at the server's log for the reason, and at the timelines of the runs that send now.",
+    ),
+    about_the_server(
+        "CollageAlertsNotEvaluated",
+        Condition("collage_server_alerts_evaluated_timestamp_seconds", ">", 300.0, "age"),
+        for_seconds=0.0,
+        severity="critical",
+        summary="no server has evaluated the alerts for five minutes",
+        meaning=(
+            "The thread that judges the runs does not get through a round, or the server that has the lease hangs. "
+            "Until it does, nothing fires; only Prometheus, which evaluates these rules itself, can tell."
+        ),
+        other_causes=("a clock that was set forward",),
+        checks=(_clock_set,),
+        first_step=(
+            "Look at the server's log for the thread called alerts. Start the server that has the lease anew: "
+            "another one takes over after four rounds."
+        ),
     ),
     about_the_server(
         "CollageDiskNearlyFull",

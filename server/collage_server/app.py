@@ -19,7 +19,7 @@ from starlette.responses import Response
 from collage_monitor import __version__
 from collage_monitor.alerts import enabled_alerts
 from collage_server import exposition
-from collage_server.alerts import AlertEvaluator, Messenger, targets_of
+from collage_server.alerts import AlertEvaluator, AlertRounds, Messenger, targets_of
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
 from collage_server.api.routing import add_description
@@ -150,6 +150,7 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
         newest=NewestKeeper(store),
         overviews=OverviewKeeper(store),
         guard=guard,
+        alert_rounds=AlertRounds(),
         registry=StreamRegistry(store.streams.stream_record),
         counters=counters,
         in_flight=InFlightBudget(settings.in_flight_bytes),
@@ -174,6 +175,7 @@ def _alert_threads(app_state: AppState) -> list[BackgroundThread]:
         alerts,
         clock=clock,
         interval_seconds=interval,
+        rounds=app_state.alert_rounds,
     )
     targets = targets_of(settings)
     return (

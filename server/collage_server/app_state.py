@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
+from collage_server.alerts import AlertRounds
 from collage_server.answer_cache import AnswerCache
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
@@ -37,6 +38,7 @@ class AppState:
     newest: NewestKeeper
     overviews: OverviewKeeper
     guard: DiskGuard
+    alert_rounds: AlertRounds
     registry: StreamRegistry
     counters: IngestCounters
     in_flight: InFlightBudget

@@ -132,6 +132,7 @@ class _ServerCollector(Collector):
         self._counters = app_state.counters
         self._store = app_state.store
         self._guard = app_state.guard
+        self._rounds = app_state.alert_rounds
 
     def collect(self) -> Iterable[Metric]:
         for family in self._counters.registry.collect():
@@ -148,9 +149,14 @@ class _ServerCollector(Collector):
             "Share of the room for data that is left, of the disk's or of its budget's, whichever is less.",
         )
         _add_defined(left, [], self._guard.left_ratio)
+        evaluated = GaugeMetricFamily(
+            "collage_server_alerts_evaluated_timestamp_seconds",
+            "When a server on this database last evaluated the alerts, in Unix time; absent where none does.",
+        )
+        _add_defined(evaluated, [], self._rounds.evaluated_at)
         build = GaugeMetricFamily("collage_server_build_info", "Version of this server.", labels=("version",))
         build.add_metric([__version__], 1)
-        yield from (mismatches, left, build)
+        yield from (mismatches, left, evaluated, build)
 
 
 class _RunGauges:

@@ -23,6 +23,7 @@ GAUGES = {
     "worst_layer_edq_ratio",
     "finding",
     "server_reports_total",
+    "server_alerts_evaluated_timestamp_seconds",
     "server_disk_left_ratio",
 }
 
@@ -37,7 +38,8 @@ def test_the_alerts():
         *("CollageReplicaMismatch", "CollageExternalWrites"),
         *("CollageGradientExploding", "CollageGradientVanishing", "CollageLossUnstable", "CollageLossNotFinite"),
         *("CollageStepsSkipped", "CollageRunStalled", "CollageRunWithoutData", "CollageAgentOverBudget"),
-        *("CollageReportsDropped", "CollageIngestFailing", "CollageDiskNearlyFull"),
+        *("CollageReportsDropped", "CollageIngestFailing"),
+        *("CollageAlertsNotEvaluated", "CollageDiskNearlyFull"),
     ]
     assert alert("CollageEdqLow") is ALERTS["CollageEdqLow"]
     with pytest.raises(CatalogueError, match="'CollageEdqHigh'"):

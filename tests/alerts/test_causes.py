@@ -242,6 +242,7 @@ CASES = {
     ("CollageAgentOverBudget", 0): (evidence(run=watched(sample="all")), None, evidence()),
     ("CollageReportsDropped", 0): (None, None, evidence()),
     ("CollageIngestFailing", 0): (None, None, evidence(run=None)),
+    ("CollageAlertsNotEvaluated", 0): (None, None, evidence()),
     ("CollageDiskNearlyFull", 0): (None, None, evidence(run=None)),
 }
 """(alert, place of the cause) → evidence for it, against it, and some that decides nothing; None: there is none."""

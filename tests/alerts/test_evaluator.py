@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from collage_server.alerts import AlertEvaluator
+from collage_server.alerts import AlertEvaluator, AlertRounds
 from collage_server.alerts.evaluation import identity_labels
 from collage_server.overviews import keep_overview
 from collage_server.queries.overview import held_against
@@ -49,6 +49,25 @@ def rounds(server, work, seconds, *, alive=True):
             seq = 1000 + int(server.clock.now - 1_700_000_000)
             server.reports([report(seq, 2000, measured=False, scalars={"loss": 3.0})])
         work.do_due_work()
+
+
+def test_each_server_knows_when_alerts_were_last_evaluated(server):
+    gauge = "collage_server_alerts_evaluated_timestamp_seconds"
+    rounds_of = server.app.state.collage.alert_rounds
+    assert f"\n{gauge} " not in server.get("/metrics"), "nothing is said before the first round"
+    first, second = AlertRounds(), rounds_of
+    holder, other = evaluator(server, rounds=first), evaluator(server, rounds=second)
+    holder.do_due_work()
+    began = server.clock.now
+    assert first.evaluated_at == began
+    server.clock.now += SECONDS
+    other.do_due_work()
+    assert second.evaluated_at == pytest.approx(began)
+    (line,) = (line for line in server.get("/metrics").splitlines() if line.startswith(f"{gauge} "))
+    assert float(line.split()[1]) == pytest.approx(began)
+    holder.do_due_work()
+    other.do_due_work()
+    assert second.evaluated_at == pytest.approx(began + SECONDS)
 
 
 @pytest.fixture

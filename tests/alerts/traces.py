@@ -68,6 +68,9 @@ CASES = {
     "CollageIngestFailing": Case(
         "collage_server_reports_total", 0.0, 5.0, {"outcome": "rejected"}, holds_minutes=10
     ),
+    "CollageAlertsNotEvaluated": Case(
+        "collage_server_alerts_evaluated_timestamp_seconds", 0.0, 0.0, delay_minutes=5, clock=True
+    ),
     "CollageDiskNearlyFull": Case("collage_server_disk_left_ratio", 0.5, 0.05),
 }
 

@@ -1,7 +1,7 @@
 """The server's own evaluation of the alert catalogue, and the messages about what it finds."""
 
-from collage_server.alerts.evaluator import AlertEvaluator
+from collage_server.alerts.evaluator import AlertEvaluator, AlertRounds
 from collage_server.alerts.messenger import Messenger
 from collage_server.alerts.targets import Target, targets_of
 
-__all__ = ["AlertEvaluator", "Messenger", "Target", "targets_of"]
+__all__ = ["AlertEvaluator", "AlertRounds", "Messenger", "Target", "targets_of"]

@@ -17,7 +17,7 @@ from collage_server.overviews import evaluate
 from collage_server.queries.headline import beyond_judgement
 from collage_server.store import IncidentQuery, NewIncident, Store
 
-__all__ = ["AlertEvaluator"]
+__all__ = ["AlertEvaluator", "AlertRounds"]
 
 _LOG: Final = logging.getLogger(__name__)
 _LEASE: Final = "alerts"
@@ -26,10 +26,18 @@ _PAGE: Final = 500
 _MOST_OPEN: Final = 100_000
 
 
+class AlertRounds:
+    """When alerts were last evaluated, by this server or the one that has the lease, as far as this one knows."""
+
+    def __init__(self) -> None:
+        self.evaluated_at: float | None = None
+
+
 class AlertEvaluator(BackgroundThread):
     """Evaluates `alerts` on `samples`, those of `/metrics`, once an interval, while this server has the lease.
 
     Incidents that are open when it begins are taken over. time_scale: shortens windows and waits, for a test.
+    rounds: is told of each round.
     """
 
     def __init__(
@@ -41,6 +49,7 @@ class AlertEvaluator(BackgroundThread):
         clock: Callable[[], float],
         interval_seconds: float,
         time_scale: float = 1.0,
+        rounds: AlertRounds | None = None,
     ) -> None:
         super().__init__("alerts", interval_seconds=interval_seconds)
         self._store = store
@@ -54,6 +63,7 @@ class AlertEvaluator(BackgroundThread):
         self._clock = clock
         self._time_scale = time_scale
         self._round_seconds = interval_seconds
+        self._rounds = rounds or AlertRounds()
         self._holder = secrets.token_hex(16)
         self._evaluation: Evaluation | None = None
         self._unkept: dict[tuple[str, Labels], tuple[AlertChange, float]] = {}
@@ -70,6 +80,7 @@ class AlertEvaluator(BackgroundThread):
         now = self._clock()
         if not self._store.incidents.take_lease(_LEASE, self._holder, now, _LEASE_ROUNDS * self._round_seconds):
             self._evaluation = None
+            self._rounds.evaluated_at = self._store.incidents.lease_taken_at(_LEASE)
             return
         if self._evaluation is None:
             self._evaluation = self._taken_over()
@@ -77,6 +88,7 @@ class AlertEvaluator(BackgroundThread):
         for change in self._evaluation.observe(now, self._samples()):
             # Each is told once: what cannot be stored now is tried again, until it changes again.
             self._unkept[change.alert.name, identity_labels(change.labels)] = change, now
+        self._rounds.evaluated_at = now
         for key, (change, changed_at) in list(self._unkept.items()):
             try:
                 self._keep(change, changed_at)

@@ -200,6 +200,13 @@ class IncidentStore:
                 _LOG.warning("the lease %r of another server ends too late: its clock was ahead; taken over", name)
             return connection.execute(update(table).where(table.c.name == name).values(mine)).rowcount > 0
 
+    def lease_taken_at(self, name: str) -> float | None:
+        """When whoever holds the work called `name` last took it, by the clock of leases; None: nobody has."""
+        table = server_tables.lease
+        with self._database.reading() as connection:
+            row = connection.execute(select(table).where(table.c.name == name)).first()
+        return None if row is None else float(row.ends_at - row.seconds)
+
     def give_up_lease(self, name: str, holder: str) -> None:
         """Let another server take the work at once."""
         table = server_tables.lease
