@@ -1,5 +1,7 @@
 """The metric catalogue: every statistic that travels, every metric made from it, every scalar with a reserved name.
 
+A new metric goes into a module of `collage_monitor.statistics`, a new scalar below.
+
 A *statistic* is an estimated total that a worker sends; it declares how it merges over shards and over steps.
 A *metric* is what a reader sees; it is made from statistics. Both are defined under
 `collage_monitor.statistics`, a family of diagnostics a file. A *scalar* is logged by the training loop or by the

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.guard import Guard
 from collage_agent.intent.choose import IntentCache
-from collage_agent.intent.foreign import ForeignOptimizer, is_foreign, only_passes_on
+from collage_agent.intent.foreign import ForeignOptimizer, is_foreign, unwrapped
 from collage_agent.measurement import Measurement, Reporter
 from collage_agent.options import WatchArguments, WatchOptions
 from collage_agent.step.windows import WindowSchedule
@@ -204,7 +204,7 @@ def _several(model: nn.Module, given: object) -> list[Optimizer | ForeignOptimiz
         raise TypeError(
             f"optimizer={type(given).__name__}; pass the torch.optim.Optimizer that trains it, or several of them"
         )
-    known = [only_passes_on(entry) or entry for entry in found]
+    known = [unwrapped(entry) or entry for entry in found]
     optimizers = [
         ForeignOptimizer(entry, model) if is_foreign(entry) else entry
         for entry in {id(entry): entry for entry in known}.values()

@@ -1,4 +1,7 @@
-"""Alerts on the descent: updates that do not arrive, in the model or in a layer, and steps off the oracle's."""
+"""Alerts on the descent: updates that do not arrive, in the model or in a layer, and steps off the oracle's.
+
+Of each alert `checks[i]` weighs `other_causes[i]`.
+"""
 
 from __future__ import annotations
 

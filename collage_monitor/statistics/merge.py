@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 
 from collage_monitor.statistics.catalogue import split_key, statistic
 
-__all__ = ["Totals", "merge", "merge_shards", "merge_starts", "merge_steps", "reduce_shards", "reduce_steps"]
+__all__ = [
+    "Totals",
+    "merge",
+    "merge_shards",
+    "merge_starts",
+    "merge_steps",
+    "reduce_shards",
+    "reduce_steps",
+    "with_variance_product_roots",
+]
 
 Array = NDArray[np.float64]
 Totals = Mapping[str, Array]

@@ -1,7 +1,7 @@
 """The first thing that a reader sees: a page's words as plain HTML, shown while the application is still loading.
 
 The document holds its page twice: as HTML, which is shown at once, and as the layout with which the application
-starts, so that it need not ask again.
+starts, so that it need not ask again. `assets/flow.js` reads what stands in `#answers`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from collage_agent import session
 from collage_agent.guard import Guard
-from collage_agent.intent.foreign import called_through
+from collage_agent.intent.foreign import inner_optimizers
 from collage_agent.training.deepspeed import is_stepped_by
 from collage_agent.watching.hooks import OptimizerHooks
 
@@ -41,7 +41,7 @@ class _AutomaticWatches:
 
     def attach(self, optimizer: Optimizer) -> None:
         """Watch an optimizer unless somebody does already, or it only calls others."""
-        if _is_watched(optimizer) or any(called_through(optimizer)):
+        if _is_watched(optimizer) or any(inner_optimizers(optimizer)):
             return
         if self.watches == _MOST_WATCHES:
             _LOG.warning("%d optimizers are watched; further ones are left alone", _MOST_WATCHES)

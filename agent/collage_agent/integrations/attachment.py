@@ -1,4 +1,7 @@
-"""What every integration does between a framework's events: begin a run, watch, log, end what it began."""
+"""What the integrations of frameworks do between their events: begin a run, watch, log, end what they began.
+
+`attach.py`, behind `collage-monitor run`, knows no framework and does without.
+"""
 
 from __future__ import annotations
 

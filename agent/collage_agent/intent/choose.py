@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.intent.before_after import BeforeAfter, WholeTensor
 from collage_agent.intent.bitsandbytes_rule import BitsandbytesRule, follows_bitsandbytes_rule, rule_mismatch
 from collage_agent.intent.clone import isolated, without_output_or_warnings
-from collage_agent.intent.foreign import ForeignOptimizer, with_inner
+from collage_agent.intent.foreign import ForeignOptimizer, why_no_clone
 from collage_agent.intent.observe import observe_storage
 from collage_agent.intent.probing import HOST, ProbeRun, gradients_of, same_displacements
 from collage_agent.intent.selftest import SelfTestResult, run_selftest
@@ -151,7 +151,7 @@ def choose_intent(optimizer: Optimizer) -> list[Intent]:
 def _choose(optimizer: Optimizer) -> list[Intent]:
     if isinstance(optimizer, CollageOptimizer):
         return [OwnRuleIntent(optimizer, group) for group in optimizer.param_groups]
-    leads_to_weights = with_inner(optimizer)
+    leads_to_weights = why_no_clone(optimizer)
     if leads_to_weights is not None:
         return [BeforeAfter(leads_to_weights)] * len(optimizer.param_groups)
     chosen: dict[object, Intent] = {}

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["ForeignOptimizer", "called_through", "is_foreign", "only_passes_on", "with_inner"]
+__all__ = ["ForeignOptimizer", "inner_optimizers", "is_foreign", "unwrapped", "why_no_clone"]
 
 _PASSES_ON: Final = ("AcceleratedOptimizer", "LightningOptimizer")
 _PLAIN: Final = (int, float, complex, str, bytes, type(None), Tensor, type)
@@ -37,7 +37,7 @@ class ForeignOptimizer:
         else:
             parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self.param_groups, self.state = [{"params": parameters}], {}
-        inner = next(called_through(given), None)
+        inner = next(inner_optimizers(given), None)
         by_hand = "call handle.before() and handle.after() around each step"
         if inner is None:
             what = "a step function" if inspect.isroutine(given) else "no torch optimizer that calls hooks"
@@ -62,7 +62,7 @@ def is_foreign(given: object) -> bool:
     )
 
 
-def only_passes_on(given: object) -> Optimizer | None:
+def unwrapped(given: object) -> Optimizer | None:
     """The optimizer inside a wrapper that is known to change nothing of its steps; None: it is no such wrapper."""
     inner = given
     while any(kind.__name__ in _PASSES_ON for kind in type(inner).__mro__):
@@ -70,7 +70,7 @@ def only_passes_on(given: object) -> Optimizer | None:
     return inner if inner is not given and isinstance(inner, Optimizer) and not is_foreign(inner) else None
 
 
-def called_through(given: object) -> Iterator[tuple[str, object]]:
+def inner_optimizers(given: object) -> Iterator[tuple[str, object]]:
     """(where, optimizer) of each optimizer that its own attributes hold: its step may call theirs."""
     for name, value in vars(given).items() if hasattr(given, "__dict__") else ():
         if name in ("state", "param_groups"):
@@ -83,9 +83,9 @@ def called_through(given: object) -> Iterator[tuple[str, object]]:
             yield from ((f"{name}[{index}]", entry) for index, entry in enumerate(value) if _can_step(entry))
 
 
-def with_inner(optimizer: object) -> str | None:
+def why_no_clone(optimizer: object) -> str | None:
     """Why no clone of it may step: it would step the live weights. None: nothing that it holds leads to them."""
-    for path, held in called_through(optimizer):
+    for path, held in inner_optimizers(optimizer):
         return (
             f"{type(optimizer).__name__} steps through {type(held).__name__}: watch optimizer.{path} in its place"
         )

@@ -31,7 +31,8 @@ _FACTORIES: Final[frozenset[Any]] = frozenset(
 _OF_DEFAULT_DTYPE: Final[frozenset[Any]] = frozenset(
     (torch.zeros, torch.ones, torch.full, torch.empty, torch.tensor, torch.as_tensor, torch.scalar_tensor)
 )
-"""Make what they are told to, scalars of run state apart: a table's or a code's dtype matters."""
+"""Of these only scalars, such as a count or a sum of the run's state, become fp64: the dtype of a table or of codes
+matters to who made it."""
 
 
 _DRAWN: Final[frozenset[Any]] = frozenset((torch.randn, torch.rand, torch.randn_like, torch.rand_like))

@@ -1,4 +1,8 @@
-"""What a strategy keeps: which tensors make up the stored weight and the stored moving averages of a parameter."""
+"""What a strategy keeps: which tensors make up the stored weight and the stored moving averages of a parameter.
+
+`collage_agent.intent` finds a `Composition` by watching a clone, or takes `OURS`; `collage_agent.step.layout`
+decides by it what is gathered.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Variances of a ratio's estimated numerator and denominator, with the block as the sampling unit."""
+"""What `collage_monitor.statistics.intervals` makes intervals of: variances of a ratio's estimated numerator and
+denominator, with the block as the sampling unit, and what the sample of a tensor misses (`missed_share`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What is seen of one measured step, and what is measured of it: the seam between a sample and its statistics."""
+"""What is seen of one measured step, and what is measured of it: the seam between a sample and its statistics.
+
+`collage_agent.step` fills a `StepView` (`bucket.py` and `observe.py`); the measures of this package read it, and
+those that other packages add.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A tensor with a sparse gradient, measured where the step touches it: nothing moves elsewhere."""
+"""A tensor with a sparse gradient, measured where the step touches it: nothing moves elsewhere.
+
+`plan.py` makes a `TouchedBucket` of such a tensor. Of `Bucket` it overrides what the rows decide: `gather_before`,
+`measure`, `look_at_whole` and what is remembered of a step.
+"""
 
 from __future__ import annotations
 

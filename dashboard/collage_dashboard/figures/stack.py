@@ -1,4 +1,7 @@
-"""Short curves of several metrics below each other on one x axis, one figure: zoom and pointer are shared."""
+"""Short curves of several metrics below each other on one x axis, one figure: zoom and pointer are shared.
+
+The figures that it is given are used up: their traces move into the stack.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Answers about runs, kept until the run changes: a dashboard that polls finished runs costs next to nothing.
 
 An answer is known by its route, its parameters, and the revisions of its runs; the same makes its ETag.
+`answer_cache.AnswerCache` is the memory; this asks it, and answers 304 to who has the answer already.
 """
 
 from __future__ import annotations

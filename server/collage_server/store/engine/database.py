@@ -1,4 +1,8 @@
-"""An SQL database: its engine, the transactions in which all is read and written, the driver's own cursor."""
+"""An SQL database: its engine, the transactions in which all is read and written, the driver's own cursor.
+
+`store.Store` derives from `Database`, and `SqliteStore` and `PostgresqlStore` from that: they say how it connects,
+how a transaction begins, and who may seal a run (a claim).
+"""
 
 from __future__ import annotations
 
