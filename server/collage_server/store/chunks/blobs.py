@@ -1,7 +1,7 @@
 """Chunks as rows: points, model totals and layer totals of several runs, each kind in one statement.
 
 Columns stand side by side over all runs that were asked for; what belongs to one attempt of one run is a slice.
-Sealing writes with `pack_*`, `reading` reads with `read_*`: changing how something is packed changes what is stored.
+Sealing writes with `pack_*`, `reading` reads with `read_*`: how something is packed is how it is stored.
 """
 
 from __future__ import annotations
