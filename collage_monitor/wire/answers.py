@@ -284,6 +284,7 @@ EventKind = Literal[
     "skipped_steps",
     "replica_mismatch",
     "unknown_statistics",
+    "restored",
     "retention",
     "alert",
     "alert_resolved",
@@ -303,7 +304,8 @@ class Event(Struct, kw_only=True, frozen=True):
     `rank_twice`: a second process reported for a rank of the same launch; only
     the first is shown. `gap`: reports were dropped for good. `reports_dropped`, `skipped_steps`: a rank's count
     reached 1, 2, 4, 8 … `replica_mismatch`: ranks that should hold the same weights do not. `unknown_statistics`:
-    the server lacks statistics that a stream declares, and drops their totals. `retention`: fine
+    the server lacks statistics that a stream declares, and drops their totals. `restored`: the server's data are
+    those of a back-up. `retention`: fine
     points expired. `alert`, `alert_resolved`: by this server's evaluation or Alertmanager. `note`: what people
     wrote; its text begins with the token that they used. `step` is null if unknown; `layers` names the layers
     concerned, eight at most.

@@ -42,6 +42,7 @@ _KINDS: Final = {
     "skipped_steps": "Steps skipped",
     "replica_mismatch": "Replicas differ",
     "unknown_statistics": "Statistics left out",
+    "restored": "Data restored",
     "retention": "Retention",
     "alert": "Alert fires",
     "alert_resolved": "Alert ended",

@@ -22,6 +22,7 @@ _EVENTS: Final = {
     "resume_loss": "lost at a resume",
     "rank_twice": "rank reported twice",
     "gap": "reports lost",
+    "restored": "server restored",
     "replica_mismatch": "replicas differ",
 }
 

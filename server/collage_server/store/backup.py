@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from collage_server.errors import StoreUnusable
@@ -73,6 +75,8 @@ def inspect(file: Path) -> Backup:
 def restore(file: Path, database: Path) -> Backup:
     """Put a back-up in place; the next server that starts there migrates and serves it.
 
+    Each run that was going on when it was made gets an event: what is missing since then shows nowhere else.
+
     Raises:
         StoreUnusable: the back-up is not whole, or a database is there already.
     """
@@ -82,7 +86,23 @@ def restore(file: Path, database: Path) -> Backup:
         _require_free(neighbour)
     with _temporary_name(database) as part:
         shutil.copyfile(file, part)
+        _tell_of_the_hole(part, datetime.fromtimestamp(file.stat().st_mtime, UTC), time.time())
     return found
+
+
+def _tell_of_the_hole(database: Path, made_at: datetime, now: float) -> None:
+    """An event of each run that was going on; the columns are those of every schema that can be restored."""
+    text = (
+        f"the server's data were restored from a back-up made {made_at:%Y-%m-%d %H:%M} UTC: what was reported "
+        "between then and the restore is missing where its sender no longer has it"
+    )
+    statement = (
+        "INSERT INTO event (run_id, event, origin, time, kind, text, layers) "
+        "SELECT run_id, 1 + coalesce((SELECT max(event) FROM event AS e WHERE e.run_id = run.run_id), 0), "
+        "?, ?, 'restored', ?, '[]' FROM run WHERE state = 'running'"
+    )
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute(statement, (f"restored/{now:.0f}", now, text))
 
 
 def _require_free(path: Path) -> None:
