@@ -21,20 +21,25 @@ from typing import Any
 import msgspec
 import numpy as np
 from collage_server import exposition
+from collage_server.alerts import AlertEvaluator
 from collage_server.app import create_app
+from collage_server.app_state import AppState
 from collage_server.export.formats import column_names, csv_bytes, parquet_bytes
 from collage_server.export.steps import ExportPlan, plan_export
 from collage_server.settings import Settings
-from collage_server.store import Selection, Store
+from collage_server.store import ReportGroup, Selection, Store
 from collage_server.store.schema import report
 from prometheus_client import CollectorRegistry, generate_latest
 from sqlalchemy import select
 
 from benchmarks._harness import Figure, Measuring, Options, main
-from benchmarks._population import EDQ, NOW, UnsyncedStore, copy_often, seal_run, twenty
+from benchmarks._population import EDQ, NOW, Shape, UnsyncedStore, copy_often, declare, seal_run, twenty
+from collage_monitor import wire
+from collage_monitor.alerts import enabled_alerts
 
 STEPS, LAYERS = 20_000, 4
-RUNS, RANKS = 1000, 4
+RUNS, RANKS, EMPTY_RUNS = 1000, 4, 5000
+LOGGING = Shape("logging", 0, ())
 JOURNAL_POINTS, JOURNAL_LAYERS = 4000, 200
 ROUNDS, GATE_ROUNDS = 7, 5
 
@@ -93,9 +98,24 @@ def measure_page(store: Store, folder: Path, rounds: int, seed: int, *, sealed: 
     if sealed:
         store.sealing.seal("run", NOW)
     copy_often(store, "run", RUNS - 1)
-    app = create_app(Settings(folder=folder, no_auth=True), store=store, clock=lambda: NOW + 10)
-    app_state = app.state.collage
+    app_state = _state_of(store, folder)
     kept_up = _cpu_of(app_state.newest.do_due_work)
+    what = f"/metrics of {RUNS} runs of {RANKS} ranks{', sealed' if sealed else ''}"
+    return [
+        *page_figures(app_state, what, rounds),
+        Figure(f"the newest steps of {RUNS} runs{', sealed' if sealed else ''}, written", "CPU-s", (kept_up,)),
+        Figure(f"{what}, size", "MB", (len(exposition.exposition(app_state)) / 1e6,), 2.0),
+    ]
+
+
+def _state_of(store: Store, folder: Path) -> AppState:
+    app = create_app(Settings(folder=folder, no_auth=True), store=store, clock=lambda: NOW + 10)
+    state: AppState = app.state.collage
+    return state
+
+
+def page_figures(app_state: AppState, what: str, rounds: int) -> list[Figure]:
+    """The page beside its samples written once."""
     kept = list(exposition._RunCollector(app_state, None).collect())
 
     class Kept:
@@ -105,12 +125,35 @@ def measure_page(store: Store, folder: Path, rounds: int, seed: int, *, sealed: 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Kept())
     ratios, seconds = beside(lambda: generate_latest(registry), lambda: exposition.exposition(app_state), rounds)
-    what = f"/metrics of {RUNS} runs of {RANKS} ranks{', sealed' if sealed else ''}"
     return [
         Figure(f"{what}, CPU / its samples written once", "×", ratios, 12.0),
         Figure(what, "CPU-s", seconds),
-        Figure(f"the newest steps of {RUNS} runs{', sealed' if sealed else ''}, written", "CPU-s", (kept_up,)),
-        Figure(f"{what}, size", "MB", (len(exposition.exposition(app_state)) / 1e6,), 2.0),
+    ]
+
+
+def measure_all_kinds(store: Store, folder: Path, rounds: int, seed: int) -> list[Figure]:
+    """/metrics and a round of alerts over runs that measure, runs that only log, and runs that say nothing."""
+    seal_run(store, "run", twenty(LAYERS), 3, seed=seed, sealed=False)
+    copy_often(store, "run", RUNS - 1)
+    [stream_id] = declare(store, "logging", LOGGING)
+    stream = store.streams.stream_record(stream_id)
+    logged = [wire.Report(seq=seq, step=seq, time=NOW + seq, scalars={"loss": 4.0}) for seq in range(3)]
+    store.journal.append([ReportGroup(stream, logged)], NOW)
+    copy_often(store, "logging", RUNS - 1)
+    store.runs.create("p", wire.RunCreate(run_id="empty"), NOW)
+    copy_often(store, "empty", EMPTY_RUNS - 1)
+    app_state = _state_of(store, folder)
+    app_state.newest.do_due_work()
+    evaluator = AlertEvaluator(
+        store, lambda: exposition.samples(app_state), enabled_alerts(), clock=app_state.clock, interval_seconds=15.0
+    )
+    # Reports that name statistics are judged; what fires at once, from a first round, is kept then.
+    evaluator.do_due_work()
+    _, seconds = beside(lambda: None, evaluator.do_due_work, rounds)
+    what = f"{RUNS} runs that measure, {RUNS} that only log, {EMPTY_RUNS} empty"
+    return [
+        *page_figures(app_state, f"/metrics of {what}", rounds),
+        Figure(f"a round of alerts over {what}", "CPU-s", seconds),
     ]
 
 
@@ -142,7 +185,7 @@ def measure(options: Options) -> Measuring:
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stores = []
-        for name in ("exports", "page", "sealed", "journal"):
+        for name in ("exports", "page", "sealed", "journal", "kinds"):
             store = UnsyncedStore(root / name / "collage.sqlite", stale_after_seconds=600.0)
             store.open()
             stack.callback(store.close)
@@ -151,6 +194,7 @@ def measure(options: Options) -> Measuring:
         yield from measure_page(stores[1], root / "page", rounds, options.seed, sealed=False)
         yield from measure_page(stores[2], root / "sealed", rounds, options.seed, sealed=True)
         yield from measure_journal(stores[3], rounds, options.seed)
+        yield from measure_all_kinds(stores[4], root / "kinds", rounds, options.seed)
     return [f"{rounds} rounds, each beside its reference; {STEPS} steps exported"]
 
 
