@@ -25,7 +25,7 @@ from collage_monitor.judgement.evidence import (
     state_decrements,
 )
 from collage_monitor.judgement.judge import judge
-from collage_monitor.judgement.rules import STATE_TOLERANCE, loses_most
+from collage_monitor.judgement.rules import STATE_TOLERANCE, average_findings, loses_most
 from collage_monitor.judgement.words import (
     CAVEATS,
     WORDS_VERSION,
@@ -54,6 +54,7 @@ __all__ = [
     "Values",
     "WORDS_VERSION",
     "advice_for",
+    "average_findings",
     "evidence_of",
     "finite",
     "judge",
