@@ -32,7 +32,7 @@ from collage_monitor.onset import find_onset, since_in_words
 from collage_monitor.statistics import finish, finish_all, reduce_shards
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["edq_change", "evidence_of_past", "summarise", "verdict"]
+__all__ = ["average_in_words", "edq_change", "evidence_of_past", "summarise", "verdict"]
 
 
 _WORST: Final = 3
@@ -134,6 +134,7 @@ def _body(evidence: Evidence, last: Values, found: Judgement) -> Iterator[str]:
     yield from _states(model, found)
     yield from _underflowed(model, info)
     yield from _oracle(model)
+    yield from average_in_words(model)
     if info.observed_strategy in ("plain", "unknown"):
         yield from _grid(last)
     yield from _advice(found)
@@ -210,6 +211,21 @@ def _oracle(model: Values) -> Iterator[str]:
         f"against the fp64 oracle: {step:.4f}{_interval(model, 'edq_oracle_ratio')}, "
         f"displacement over {steps:.0f} steps {way:.4f}"
     )
+
+
+def average_in_words(model: Values) -> Iterator[str]:
+    """What became of the updates of an average of the weights, where one is watched."""
+    moved = finite(model.get("average_moved_ratio"))
+    if moved is None:
+        return
+    edq, lost = finite(model.get("average_edq_ratio")), finite(model.get("average_lost_ratio"))
+    way, drift = (finite(model.get(f"average_{name}_ratio")) for name in ("displacement", "drift"))
+    told = [f"EDQ {edq:.4f}"] if edq is not None else []
+    told += [f"{percent(lost)} of its updates rounded away"] if lost is not None else []
+    told += [f"{percent(moved)} of its elements ever moved"]
+    if way is not None and drift is not None:
+        told += [f"{way:.4f} of an fp64 average's way, {drift:.4f} of it apart"]
+    yield f"average of the weights: {', '.join(told)}"
 
 
 def _grid(model: Values) -> Iterator[str]:
