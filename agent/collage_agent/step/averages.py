@@ -21,7 +21,7 @@ from collage_monitor.table import Axis, Table
 __all__ = ["AverageMeter"]
 
 _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_EXACT_ELEMENTS, _FEWEST_EXACT = 2**14, 64
+_EXACT_ELEMENTS, _FEWEST_EXACT = 2**13, 64
 """Elements that the fp64 average follows, in all and in each tensor at least: every update carries them along."""
 _AXIS: Final = Axis(KEYS)
 _OF_UPDATE: Final = ("average_squared_sum", "average_effective_sum", "average_rounding_variance")

@@ -97,6 +97,8 @@ class AverageWatch:
         self._make_meter = partial(AverageMeter, sample=sample, seed=seed)
         with _undisturbed():
             self._meter: AverageMeter | None = self._make_meter(tensors)
+        self._replaceable = averages_now(average, tensors) is not None
+        self._decay_is_known_after = decay is None and hasattr(average, "shadow_params")
         # What cannot be looked up by who it is, is not called either, and is held as long as it is watched.
         self._container = average if isinstance(average, Mapping | Sequence) else None
         self._tensors: Sequence[AveragedTensor] = tensors
@@ -297,7 +299,7 @@ class AverageWatch:
 
     def _look_again(self, average: object) -> None:
         """Another tensor may stand in an average's place."""
-        if average is None:
+        if average is None or not self._replaceable:
             return
         now = averages_now(average, self._tensors)
         if now is not None and not all(map(is_, now, [tensor.average for tensor in self._tensors])):
@@ -334,7 +336,7 @@ class AverageWatch:
             self._inside = False
             if finished and self._goes_on:
                 with self._safely():
-                    late = hasattr(average, "shadow_params")
+                    late = self._decay_is_known_after
                     self._updated(average, self._asked(average, args, kwargs) if late else share)
 
         return returned
