@@ -85,10 +85,11 @@ class AverageMeter:
             if measured:
                 array = bucket.measure(share)
                 array[0] = self._updates
-                if share is None:
-                    array[_UNKNOWN_WITHOUT_SHARE] = torch.nan
-                if not self._exact_known:
-                    array[_UNKNOWN_WITHOUT_EXACT] = torch.nan
+                # Row by row: a list of places would be copied to the device, which waits for it.
+                for row in _UNKNOWN_WITHOUT_SHARE if share is None else ():
+                    array[row] = torch.nan
+                for row in () if self._exact_known else _UNKNOWN_WITHOUT_EXACT:
+                    array[row] = torch.nan
                 tables.append(Table(_AXIS, bucket.layers, array))
         return tables if measured else None
 

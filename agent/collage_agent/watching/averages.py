@@ -114,7 +114,7 @@ class AverageWatch:
         look = torch.compiler.disable(self._look)  # type: ignore[no-untyped-call]
         self._poll = None if self.method else register_optimizer_step_pre_hook(look)
         self._reports_to: weakref.ref[Any] | None = None
-        self._chosen: dict[tuple[Axis, int], tuple[list[int], Axis]] = {}
+        self._chosen: dict[tuple[Axis, int], tuple[Tensor, Axis]] = {}
         if hasattr(average, "__weakref__"):
             # Nobody else is to keep an average alive that the training has dropped.
             weakref.finalize(average, self.remove).atexit = False
@@ -169,9 +169,12 @@ class AverageWatch:
         assert own is not None
         if (chosen := self._chosen.get((own, len(layers)))) is None:
             places = [place for place, name in enumerate(own) if name in layers]
-            chosen = self._chosen[own, len(layers)] = places, Axis(own[place] for place in places)
-        places, axis = chosen
-        return table if len(places) == len(own) else Table(table.statistics, axis, table.array[:, places])
+            columns = torch.tensor(places, dtype=torch.int64).to(table.array.device)
+            chosen = self._chosen[own, len(layers)] = columns, Axis(own[place] for place in places)
+        columns, axis = chosen
+        if len(columns) == len(own):
+            return table
+        return Table(table.statistics, axis, table.array.index_select(1, columns))
 
     @property
     def bytes(self) -> float:

@@ -15,9 +15,11 @@ import torch
 from collage_agent import guard
 from collage_agent.session import _SESSION
 from collage_agent.step.averages import AverageMeter
+from collage_agent.watching.averages import AverageWatch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
+from tests.agent.test_no_synchronisation import Listening
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
 from tests.reference.averages import ReferenceAverage, metrics_of
 
@@ -368,6 +370,34 @@ def test_training_and_average_are_bit_identical(kind):
 
     for one, other in zip(run(False), run(True), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_an_update_reads_nothing_back_from_a_device(monkeypatch):
+    model, listening = mlp(), Listening()
+    average, known = copy.deepcopy(model), AveragedModel(model)
+    handles = [collage.watch_average(one, model, 0.99, every=3, sample=64) for one in (average, known)]
+    for name in ("_announced", "_updated", "take"):
+        original = getattr(AverageWatch, name)
+
+        def listened(*arguments, _original=original):
+            with listening:
+                return _original(*arguments)
+
+        monkeypatch.setattr(AverageWatch, name, listened)
+
+    def update():
+        handles[0].before()
+        lerp(average, model, 0.99)
+        handles[0].after()
+        known.update_parameters(model)
+
+    watch = collage.watch(model, optimizer := adamw(model), every=1, layers="weight")
+    trained(model, optimizer, 8, update)
+    assert not listening.read
+    assert all(handle.summary()["model"]["average_edq_ratio"] is not None for handle in handles)
+    assert {name for name, own in watch.summary()["layers"].items() if own["average_updates"]} == {
+        name for name, _ in model.named_parameters() if "weight" in name
+    }
 
 
 def test_what_is_removed_measures_no_more_and_classes_have_their_methods_back():
