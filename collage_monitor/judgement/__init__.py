@@ -10,7 +10,7 @@ Both give `judge` the same, and so it says the same.
 """
 
 from collage_monitor.judgement.advice import Lacking, advice_for, most_exact
-from collage_monitor.judgement.case import EDQ_TOLERANCE
+from collage_monitor.judgement.case import EDQ_TOLERANCE, LOST_TOLERANCE
 from collage_monitor.judgement.evidence import (
     OF_LAYERS,
     RECENT_SHARE,
@@ -46,6 +46,7 @@ __all__ = [
     "Finding",
     "Health",
     "Judgement",
+    "LOST_TOLERANCE",
     "Lacking",
     "OF_LAYERS",
     "RECENT_SHARE",

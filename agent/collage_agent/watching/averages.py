@@ -24,7 +24,7 @@ from collage_agent.options import WatchOptions
 from collage_agent.step.averages import AverageMeter
 from collage_agent.training.averages import AveragedTensor, Share, averaged, averages_now, method_of, share_of
 from collage_agent.watching.governor import Governor
-from collage_agent.watching.verdict import average_in_words, summarise
+from collage_agent.watching.verdict import average_in_words, average_word, summarise
 from collage_monitor import wire
 from collage_monitor.judgement import average_findings
 from collage_monitor.table import Axis, Table
@@ -207,11 +207,7 @@ class AverageWatch:
             return "\n".join([f"{head}: no update was measured yet{noticed}", *self._notes()])
         model = self.summary()["model"]
         against = [finding.text for finding in average_findings(model)]
-        known = model["average_edq_ratio"] is not None
-        word = (
-            "average is off" if against else "healthy" if known else "unknown, its decay is not known: pass decay=…"
-        )
-        lines = [f"{head}, {self._updates} updates: {word}", *against, *average_in_words(model)]
+        lines = [f"{head}, {self._updates} updates: {average_word(model)}", *against, *average_in_words(model)]
         return "\n  ".join([*lines, *self._notes()])
 
     def __repr__(self) -> str:

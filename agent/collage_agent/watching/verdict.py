@@ -17,10 +17,12 @@ from collage_agent.watching.history import MODEL, PastTotals
 from collage_monitor import judgement, wire
 from collage_monitor.judgement import (
     EDQ_TOLERANCE,
+    LOST_TOLERANCE,
     STATE_TOLERANCE,
     Evidence,
     Judgement,
     Values,
+    average_findings,
     finite,
     judge,
     labelled,
@@ -32,11 +34,12 @@ from collage_monitor.onset import find_onset, since_in_words
 from collage_monitor.statistics import finish, finish_all, reduce_shards
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["average_in_words", "edq_change", "evidence_of_past", "summarise", "verdict"]
+__all__ = ["average_in_words", "average_word", "edq_change", "evidence_of_past", "summarise", "verdict"]
 
 
 _WORST: Final = 3
 _ZERO_TOLERANCE: Final = 0.01
+_DRIFT_TOLERANCE: Final = 0.25
 _STEPS_KEPT: Final = ("edq_oracle_ratio", "state_decrement_ratio/")
 """What may be off although each step arrives."""
 _NO_MEASUREMENTS: Final[Mapping[tuple[str, ...], Measurement]] = {}
@@ -211,6 +214,21 @@ def _oracle(model: Values) -> Iterator[str]:
         f"against the fp64 oracle: {step:.4f}{_interval(model, 'edq_oracle_ratio')}, "
         f"displacement over {steps:.0f} steps {way:.4f}"
     )
+
+
+def average_word(model: Values) -> str:
+    """Healthy, off or not known, of an average of the weights by itself."""
+    edq, lost = finite(model.get("average_edq_ratio")), finite(model.get("average_lost_ratio"))
+    drift = finite(model.get("average_drift_ratio"))
+    if any(average_findings(model)):
+        return "average is off"
+    if edq is None:
+        return "unknown, its decay is not known: pass decay=…"
+    if (lost or 0.0) > LOST_TOLERANCE and (drift is None or drift > _DRIFT_TOLERANCE):
+        return (
+            "unknown, updates arrive in the mean (or too few were measured), but it stands far from an fp64 average"
+        )
+    return "healthy"
 
 
 def average_in_words(model: Values) -> Iterator[str]:

@@ -16,6 +16,7 @@ from collage_agent import guard
 from collage_agent.session import _SESSION
 from collage_agent.step.averages import AverageMeter
 from collage_agent.watching.averages import AverageWatch
+from collage_agent.watching.verdict import average_word
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -343,6 +344,14 @@ def test_another_decay_or_sign_than_was_said_is_no_loss():
 
     trained(model, adamw(model), 6, away)
     assert "moves by -1.000 of what its decay says" in str(handle)
+
+
+@pytest.mark.parametrize(
+    ("lost", "drift", "word"), [(0.0, 1.0, "healthy"), (0.4, 0.1, "healthy"), (0.8, 1.2, "unknown, updates arrive")]
+)
+def test_an_average_that_wanders_about_an_exact_one_is_not_called_healthy(lost, drift, word):
+    found = {"average_edq_ratio": 1.01, "average_lost_ratio": lost, "average_drift_ratio": drift}
+    assert average_word(found).startswith(word)
 
 
 def test_an_average_that_is_loaded_starts_anew():
