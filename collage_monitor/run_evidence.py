@@ -26,6 +26,11 @@ _HEATMAP_POINTS: Final = 128
 _OF_MODEL: Final = frozenset(
     {
         *OF_LAYERS,
+        "average_edq_noise_ratio",
+        "average_edq_ratio",
+        "average_lost_ratio",
+        "average_moved_ratio",
+        "average_nonfinite",
         "cast_changed_ratio",
         "decay_ratio",
         "distorted",

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,20 @@ def _clean_home(_home):
     yield
     shutil.rmtree(home / ".local" / "share", ignore_errors=True)
     _announce(home, address)
+
+
+@pytest.fixture(autouse=True)
+def _no_average_is_left():
+    """A watched average that nobody dropped would look at the steps of the tests that follow."""
+    yield
+    if (session := sys.modules.get("collage_agent.session")) is None:
+        return
+    averages = session._SESSION.averages
+    for ref in averages._watches:
+        if (watch := ref()) is not None:
+            watch.remove()
+    averages.unwrap()
+    averages._handles.clear()
 
 
 def _announce(home: Path, address: str) -> None:

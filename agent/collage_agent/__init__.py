@@ -17,11 +17,22 @@ if TYPE_CHECKING:
     from collage_agent.expectations import ExpectationBroken
     from collage_agent.options import Exclude
     from collage_agent.run import Run
-    from collage_agent.session import Watch, current_run, finish, init, log, on_alert, watch
+    from collage_agent.session import (
+        AverageWatch,
+        Watch,
+        current_run,
+        finish,
+        init,
+        log,
+        on_alert,
+        watch,
+        watch_average,
+    )
     from collage_agent.settings import Mode, Resume
     from collage_agent.transport import Transport
 
 __all__ = [
+    "AverageWatch",
     "Exclude",
     "ExpectationBroken",
     "Mode",
@@ -35,6 +46,7 @@ __all__ = [
     "log",
     "on_alert",
     "watch",
+    "watch_average",
 ]
 
 _MODULES = {

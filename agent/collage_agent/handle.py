@@ -19,6 +19,7 @@ from collage_agent.options import WatchArguments, WatchOptions
 from collage_agent.step.windows import WindowSchedule
 from collage_agent.training.deepspeed import SubGroup, showing_only, sub_groups
 from collage_agent.watching.assembly import Assembly
+from collage_agent.watching.averages import AverageWatch
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.iterations import Iterations
@@ -75,6 +76,7 @@ class Watch:
         worker_cpu_seconds: Callable[[], float] | None,
         last_step_shown: Callable[[], int | None] | None,
     ) -> None:
+        self.model = model
         self.options = options
         self.optimizers = optimizers
         self._guard = Guard(stops_measuring=True)
@@ -128,6 +130,29 @@ class Watch:
             hooks.after_by_hand()
 
     @property
+    def averages(self) -> list[AverageWatch]:
+        """The averages of these weights that are reported with each measured step, found or passed: one at most."""
+        return [average for average in self._assembly.averages if not average.removed]
+
+    @property
+    def parameters(self) -> frozenset[int]:
+        """Identities of the watched parameters."""
+        return frozenset(id(entry.parameter) for entry in self._assembly.watched.values())
+
+    def join(self, average: AverageWatch) -> Governor | None:
+        """Report an average of these weights from now on, and tell what bounds its cost; None: another one is.
+
+        One that was passed takes the place of one that was found.
+        """
+        known = self.averages
+        if known and (average.found or not known[0].found):
+            return None
+        for other in known:
+            other.remove()
+        self._assembly.averages.append(average)
+        return self._governor
+
+    @property
     def step(self) -> int | None:
         """Number of the last completed optimizer step; None before the first under this watch."""
         return self._iterations.step
@@ -151,6 +176,8 @@ class Watch:
         for hooks in self._hooks:
             hooks.remove()
         self._iterations.end()
+        for average in self.averages:
+            average.watch_removed()
 
     def summary(self) -> dict[str, Any]:
         """{"step", "model": {key: value}, "layers": {name: {key: value}}} of the last measured step.

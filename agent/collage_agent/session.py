@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from torch import nn
 
@@ -23,8 +23,10 @@ from collage_agent.run import Run
 from collage_agent.settings import Mode, Resume, read_settings, watch_defaults
 from collage_agent.transport import Transport
 from collage_agent.transport.alerts import AlertCallback, AlertListener
+from collage_agent.watching.averages import AverageWatch
+from collage_agent.watching.finding import AverageFinder
 
-__all__ = ["Watch", "current_run", "finish", "init", "log", "on_alert", "watch"]
+__all__ = ["AverageWatch", "Watch", "current_run", "finish", "init", "log", "on_alert", "watch", "watch_average"]
 
 
 class _WatchRecord:
@@ -143,6 +145,11 @@ class _Session:
         self.alert_callbacks: list[AlertCallback] = []
         self.alert_seconds = 30.0
         self.listener: AlertListener | None = None
+        self.averages = AverageFinder(self.seed)
+
+    def seed(self) -> int:
+        """What fixes the samples of the current run's watches."""
+        return self.run.settings.seed or 0 if self.run is not None else 0
 
     def flush_before_death(self, seconds: float) -> None:
         """Send or keep what is queued; the run stays open for a resumed attempt."""
@@ -293,7 +300,7 @@ def watch(model: nn.Module, optimizer: Optimizers, **options: Unpack[WatchArgume
         model,
         optimizer,
         reporter=reporter,
-        seed=run.settings.seed or 0 if run is not None else 0,
+        seed=_SESSION.seed(),
         worker_cpu_seconds=reporter.worker_cpu_seconds if run is None else run.worker_cpu_seconds,
         last_step_shown=reporter.last_step_shown,
         **{**watch_defaults(), **options},
@@ -303,7 +310,34 @@ def watch(model: nn.Module, optimizer: Optimizers, **options: Unpack[WatchArgume
         _SESSION.join(run, record, reporter)
     else:
         _SESSION.waiting.append((record, reporter))
+    _SESSION.averages.watch_began(handle)
     return handle
+
+
+def watch_average(
+    average: object,
+    model: nn.Module,
+    decay: float | None = None,
+    *,
+    every: int | None = None,
+    sample: int | Literal["all"] | None = None,
+) -> AverageWatch:
+    """Measure what becomes of the updates of an average of the model's weights, beside an fp64 average.
+
+    average: torch's AveragedModel, diffusers' EMAModel, timm's ModelEma…, a copy of the model, or the averaged
+    tensors by name or in the order of the model's parameters. Updates of the first three are noticed, and these
+    averages are found where their model is watched: this call is for the others, and to say the decay. Announce the
+    update of another with `before()` and `after()` of what this returns; else it is noticed when the optimizer next
+    steps.
+    decay: d of a ← d·a + (1 − d)·θ; None: the average's own, where it can be known.
+    every, sample: as of `watch`, in updates; None: those of the model's watch, of the sample 1,024 at most.
+
+    Reported with the watch of the model, once there is one.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be used, or an average that is none of this model's.
+    """
+    return _SESSION.averages.watch(average, model, decay, every=every, sample=sample)
 
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:

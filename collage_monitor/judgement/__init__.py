@@ -10,7 +10,7 @@ Both give `judge` the same, and so it says the same.
 """
 
 from collage_monitor.judgement.advice import Lacking, advice_for, most_exact
-from collage_monitor.judgement.case import EDQ_TOLERANCE, loses_most
+from collage_monitor.judgement.case import EDQ_TOLERANCE, LOST_TOLERANCE, loses_most
 from collage_monitor.judgement.evidence import (
     OF_LAYERS,
     RECENT_SHARE,
@@ -25,7 +25,7 @@ from collage_monitor.judgement.evidence import (
     state_decrements,
 )
 from collage_monitor.judgement.judge import judge
-from collage_monitor.judgement.rules import STATE_TOLERANCE
+from collage_monitor.judgement.rules import STATE_TOLERANCE, average_findings
 from collage_monitor.judgement.words import (
     CAVEATS,
     WORDS_VERSION,
@@ -46,6 +46,7 @@ __all__ = [
     "Finding",
     "Health",
     "Judgement",
+    "LOST_TOLERANCE",
     "Lacking",
     "OF_LAYERS",
     "RECENT_SHARE",
@@ -54,6 +55,7 @@ __all__ = [
     "Values",
     "WORDS_VERSION",
     "advice_for",
+    "average_findings",
     "evidence_of",
     "finite",
     "judge",

@@ -24,19 +24,26 @@ _LACKING: Final[dict[str, Lacking]] = {
 _NARROW: Final = ("bfloat16", "float16")
 _DENSE: Final = 'model.apply(lambda module: setattr(module, "sparse", False))'
 _STATE: Final = "state_decrement_ratio/"
+_AVERAGE: Final = Advice(
+    "average of the weights",
+    "keep the average in float32, as AveragedModel(model, avg_fn=get_ema_avg_fn(decay)).float() does, or round it "
+    "stochastically",
+)
 
 
 def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> tuple[Advice, ...]:
-    """What to try against the findings, the deciding one first; an entry for each optimizer that can do better."""
+    """What to try against the findings, the deciding one first; an entry for each optimizer that can do better, and
+    for an average of the weights that loses its updates."""
     lacking = _LACKING.get(findings[0].health) if findings else None
+    average = tuple(_AVERAGE for finding in findings if finding.key == "average_lost_ratio")
     if lacking is None or watch is None:
-        return ()
+        return average
     stuck = [finding.key.removeprefix(_STATE) for finding in findings if finding.key.startswith(_STATE)]
     kept = watch.fingerprint.states if watch.fingerprint else {}
     wide = bool(stuck) and all(kept.get(name) == "float32" for name in stuck)
     told = [advice_for(entry, lacking, wide_states=wide) for entry in watch.trained]
     named = any(entry.choices for entry in told if entry is not None)
-    return tuple(entry for entry in told if entry is not None and (entry.choices or not named))
+    return (*(entry for entry in told if entry is not None and (entry.choices or not named)), *average)
 
 
 def advice_for(trained: Trained, lacking: Lacking, *, wide_states: bool = False) -> Advice | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from collage_monitor.judgement.case import EDQ_TOLERANCE, LAYER_LOST, LAYER_TOLERANCE, LOST_TOLERANCE, Case
-from collage_monitor.judgement.evidence import longest_window, state_decrements
+from collage_monitor.judgement.evidence import Values, finite, longest_window, state_decrements
 from collage_monitor.judgement.words import STILL, Finding, Health, percent
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "ORACLE_TOLERANCE",
     "OWN_DECAY",
     "STATE_TOLERANCE",
+    "average_findings",
     "findings_against",
 ]
 
@@ -47,6 +48,7 @@ def findings_against(case: Case) -> Iterator[Finding]:
             _oracle,
         ):
             yield from rule(case)
+        yield from average_findings(case.model)
 
 
 def _not_finite(case: Case) -> Iterator[Finding]:
@@ -219,3 +221,25 @@ def _oracle(case: Case) -> Iterator[Finding]:
         yield Finding("steps are off", text, key, value, 1 - ORACLE_TOLERANCE)
     elif value > 1 + slack and (low is None or low > 1 + ORACLE_TOLERANCE):
         yield Finding("steps are off", text, key, value, 1 + ORACLE_TOLERANCE)
+
+
+def average_findings(metrics: Values) -> Iterator[Finding]:
+    """What speaks against an average of the weights, which has updates of its own; it says nothing of the weights'.
+
+    What moves too little though hardly an update is rounded away follows another decay than was said.
+    """
+    if broken := finite(metrics.get("average_nonfinite")):
+        text = f"{broken:,.0f} elements of the average of the weights are NaN or infinite"
+        yield Finding("average is off", text, "average_nonfinite", broken, 0.0)
+    edq, lost = finite(metrics.get("average_edq_ratio")), finite(metrics.get("average_lost_ratio"))
+    noise, moved = finite(metrics.get("average_edq_noise_ratio")), finite(metrics.get("average_moved_ratio"))
+    if edq is None or abs(1 - edq) <= EDQ_TOLERANCE + 3 * (noise or 0.0):
+        return
+    if lost is not None and lost > LOST_TOLERANCE:
+        text = f"the average of the weights loses its updates: its EDQ is {edq:.3f}, {percent(lost)} of them are "
+        text += f"rounded away, {percent(moved or 0.0)} of its elements ever moved"
+        yield Finding("average is off", text, "average_lost_ratio", lost, LOST_TOLERANCE)
+    else:
+        text = f"the average of the weights moves by {edq:.3f} of what its decay says: it is another decay, or sign"
+        bound = 1 - EDQ_TOLERANCE if edq < 1 else 1 + EDQ_TOLERANCE
+        yield Finding("average is off", text, "average_edq_ratio", edq, bound)

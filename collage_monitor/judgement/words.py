@@ -33,6 +33,7 @@ Health = Literal[
     "decay is lost",
     "residuals are off",
     "steps are off",
+    "average is off",
     "unknown",
 ]
 GRAVITY: Final[tuple[Health, ...]] = (
@@ -42,6 +43,7 @@ GRAVITY: Final[tuple[Health, ...]] = (
     "decay is lost",
     "residuals are off",
     "steps are off",
+    "average is off",
 )
 """Bad words, the gravest first."""
 COPY_TOLERANCE: Final = 0.5
@@ -85,7 +87,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Advice:
-    """A sentence about one optimizer, without a full stop, and what it names, the most exact first."""
+    """A sentence about one optimizer, or an average of the weights, without a full stop, and what it names, the
+    most exact first."""
 
     optimizer: str
     text: str

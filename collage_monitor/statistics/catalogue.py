@@ -9,6 +9,7 @@ from collage_monitor.definitions import HISTOGRAM_LABELS, Definition, Metric, St
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 from collage_monitor.statistics import (
+    averages,
     casts,
     classes,
     counterfactuals,
@@ -44,6 +45,7 @@ _OWN: Final = {
     "decay": optimizer_state.DECAY,
     "residuals": optimizer_state.RESIDUALS,
     "oracle": several_steps.ORACLE,
+    "averages": averages.DEFINITION,
     "norms": edq.NORMS,
     "updates": update_histogram.DEFINITION,
     "counts": counts.DEFINITION,

@@ -73,6 +73,41 @@ def test_the_deciding_number_is_there_to_be_read_by_programs():
     assert (found.measured, found.first_step, found.last_step) == (1.0, 1, 100)
 
 
+AVERAGE = {
+    "average_edq_ratio": 0.2,
+    "average_edq_noise_ratio": 0.01,
+    "average_lost_ratio": 0.9,
+    "average_moved_ratio": 0.03,
+    "average_nonfinite": 0.0,
+}
+
+
+def test_an_average_that_loses_its_updates_is_no_loss_of_the_weights():
+    found = judged({**GOOD, STATE: 1.0, **AVERAGE})
+    assert found.health == "average is off"
+    assert "its EDQ is 0.200, 90.0 % of them are rounded away, 3.0 % of its elements ever moved" in found.text
+    assert "eep the average in float32" in found.advised
+    both = judged({**GOOD, STATE: 1.0, **AVERAGE, "edq_ratio": 0.5})
+    assert both.health == "losing updates"
+    assert [finding.health for finding in both.findings] == ["losing updates", "average is off"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"average_edq_ratio": 0.96}, "healthy"),
+        ({"average_edq_ratio": None}, "healthy"),
+        ({"average_edq_noise_ratio": 0.3}, "healthy"),
+        ({"average_lost_ratio": 0.0, "average_edq_ratio": -1.0}, "average is off"),
+        ({"average_lost_ratio": 0.0, "average_edq_ratio": 1.0, "average_nonfinite": 3.0}, "average is off"),
+    ],
+)
+def test_an_average_is_judged_beyond_what_chance_does(changes, expected):
+    found = judged({**GOOD, STATE: 1.0, **AVERAGE, **changes})
+    assert found.health == expected
+    assert not found.advice
+
+
 NARROW = wire.Trained(optimizer="Adam", strategy="plain", parameters={"float16": 16})
 
 

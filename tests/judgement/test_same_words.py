@@ -13,6 +13,7 @@ from collage_optim import CollageAdamW
 from collage_server.app import create_app
 from collage_server.settings import Settings
 from starlette.testclient import TestClient
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from collage_monitor.client import Client
 from collage_monitor.command import root, show
@@ -38,6 +39,7 @@ def served(tmp_path):
         _SESSION.run.finish(seconds=1.0)
     _SESSION.run = None
     _SESSION.waiting.clear()
+    _SESSION.averages.unwrap()
 
 
 def adamw(model):
@@ -79,3 +81,30 @@ def test_terminal_notebook_and_server_say_the_same(served, monkeypatch, make):
     assert here.text in shown.output
     assert here.text in str(handle)
     assert here.text in handle._repr_html_().replace("&gt;", ">")
+
+
+def test_an_average_that_stands_still_is_told_everywhere_of_a_run_whose_weights_are_healthy(served):
+    application, client = served
+    run = init("p", "average", transport=application)
+    model = mlp(dtype=torch.float32)
+    optimizer = adamw(model)
+    average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9999)).bfloat16()
+    handle = collage.watch(model, optimizer, every=1, sample="all", oracle=True)
+    for step in range(40):
+        train(model, optimizer, 1, start=step)
+        average.update_parameters(model)
+    here, summary = handle.judgement(), handle.summary()
+    assert here.health == "average is off", here.text
+    assert summary["model"]["edq_ratio"] == pytest.approx(1.0, abs=0.01)
+    run.finish(seconds=PATIENCE_SECONDS)
+
+    there = judge(read_evidence(client, run.run_id))
+    assert (here.health, here.text, here.advised) == (there.health, there.text, there.advised)
+    latest = client.latest(run.run_id).model
+    series = client.series(run.run_id, "average_moved_ratio", layer="0.weight", points=100)
+    (found,) = handle.averages
+    assert found.reported
+    for key in ("edq", "lost", "moved", "displacement", "drift"):
+        name = f"average_{key}_ratio"
+        assert finite(latest[name]) == pytest.approx(summary["model"][name], rel=1e-9)
+    assert series.values[-1] == summary["layers"]["0.weight"]["average_moved_ratio"]

@@ -20,6 +20,7 @@ from collage_agent.stats import MEASURES, OWN, failures
 from collage_agent.step.totals import TableUnion
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import most_skipped
+from collage_agent.watching.averages import AverageWatch
 from collage_agent.watching.contract import Contract
 from collage_agent.watching.description import joined
 from collage_agent.watching.governor import Governor
@@ -28,6 +29,7 @@ from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.resume import largest_step_count
 from collage_agent.watching.trained import bytes_per_parameter
 from collage_monitor import wire
+from collage_monitor.statistics.averages import KEYS
 from collage_monitor.table import Table
 
 __all__ = ["Assembly"]
@@ -57,6 +59,7 @@ class Assembly:
         self.last: Measurement | None = None
         self.last_occasional: dict[tuple[str, ...], Measurement] = {}
         self.history = StepHistory()
+        self.averages: list[AverageWatch] = []
         self.layout: Layout | None = None
         self._hooks = hooks
         self._options = options
@@ -145,7 +148,12 @@ class Assembly:
                 if [*map(id, lists)] != [*map(id, self._laid_out)]:
                     self.layout, self._laid_out = None, lists
                     self._union.layers.extend(self.watched)
+                measured = len(parts)
+                for average in self.averages:
+                    parts += average.take(self._union.layers)
                 self._hand_over(step, self._union.of(parts))
+                if len(parts) > measured and self.last is not None:
+                    self.last_occasional[KEYS] = self.last
         except Exception as error:
             self._guard.caught("reporting a step", error)
         for hooks in self._hooks:
@@ -169,6 +177,8 @@ class Assembly:
             kept += hooks.measurer.buffer_bytes()
             if hooks.totals is not None:
                 self.last_occasional.update(dict.fromkeys(hooks.measurer.occasional, last))
+        for average in self.averages:
+            kept += average.bytes
         scalars["agent_memory_bytes"] = kept
         if self._reporter is not None:
             self._reporter.measured(last)

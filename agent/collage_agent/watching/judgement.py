@@ -17,10 +17,12 @@ from collage_agent.watching.history import MODEL, PastTotals
 from collage_monitor import judgement, wire
 from collage_monitor.judgement import (
     EDQ_TOLERANCE,
+    LOST_TOLERANCE,
     STATE_TOLERANCE,
     Evidence,
     Judgement,
     Values,
+    average_findings,
     finite,
     judge,
     labelled,
@@ -32,11 +34,19 @@ from collage_monitor.onset import find_onset, since_in_words
 from collage_monitor.statistics import finish, finish_all, reduce_shards
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["edq_change", "evidence_of_past", "judgement_text", "summarise"]
+__all__ = [
+    "average_in_words",
+    "average_word",
+    "edq_change",
+    "evidence_of_past",
+    "judgement_text",
+    "summarise",
+]
 
 
 _WORST: Final = 3
 _ZERO_TOLERANCE: Final = 0.01
+_DRIFT_TOLERANCE: Final = 0.25
 _STEPS_KEPT: Final = ("edq_oracle_ratio", "state_decrement_ratio/")
 """What may be off although each step arrives."""
 _NO_MEASUREMENTS: Final[Mapping[tuple[str, ...], Measurement]] = {}
@@ -134,6 +144,7 @@ def _body(evidence: Evidence, last: Values, found: Judgement) -> Iterator[str]:
     yield from _states(model, found)
     yield from _underflowed(model, info)
     yield from _oracle(model)
+    yield from average_in_words(model)
     if info.observed_strategy in ("plain", "unknown"):
         yield from _grid(last)
     yield from _advice(found)
@@ -210,6 +221,36 @@ def _oracle(model: Values) -> Iterator[str]:
         f"against the fp64 oracle: {step:.4f}{_interval(model, 'edq_oracle_ratio')}, "
         f"displacement over {steps:.0f} steps {way:.4f}"
     )
+
+
+def average_word(model: Values) -> str:
+    """Healthy, off or not known, of an average of the weights by itself."""
+    edq, lost = finite(model.get("average_edq_ratio")), finite(model.get("average_lost_ratio"))
+    drift = finite(model.get("average_drift_ratio"))
+    if any(average_findings(model)):
+        return "average is off"
+    if edq is None:
+        return "unknown, its decay is not known: pass decay=…"
+    if (lost or 0.0) > LOST_TOLERANCE and (drift is None or drift > _DRIFT_TOLERANCE):
+        return (
+            "unknown, updates arrive in the mean (or too few were measured), but it stands far from an fp64 average"
+        )
+    return "healthy"
+
+
+def average_in_words(model: Values) -> Iterator[str]:
+    """What became of the updates of an average of the weights, where one is watched."""
+    moved = finite(model.get("average_moved_ratio"))
+    if moved is None:
+        return
+    edq, lost = finite(model.get("average_edq_ratio")), finite(model.get("average_lost_ratio"))
+    way, drift = (finite(model.get(f"average_{name}_ratio")) for name in ("displacement", "drift"))
+    told = [f"EDQ {edq:.4f}"] if edq is not None else []
+    told += [f"{percent(lost)} of its updates rounded away"] if lost is not None else []
+    told += [f"{percent(moved)} of its elements ever moved"]
+    if way is not None and drift is not None:
+        told += [f"{way:.4f} of an fp64 average's way, {drift:.4f} of it apart"]
+    yield f"average of the weights: {', '.join(told)}"
 
 
 def _grid(model: Values) -> Iterator[str]:

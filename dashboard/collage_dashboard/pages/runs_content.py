@@ -122,6 +122,7 @@ _TOLD: Final = (
     ("decay is lost", ("loses its weight decay", "lose their weight decay")),
     ("residuals are off", ("has residuals that are off", "have residuals that are off")),
     ("steps are off", ("takes steps that are off", "take steps that are off")),
+    ("average is off", ("has an average that is off", "have averages that are off")),
 )
 
 
