@@ -90,7 +90,7 @@ def dashboard(
             err=True,
         )
     if asked is not None:
-        click.echo("everybody signs in with a token of their own; that of the dashboard is not used", err=True)
+        click.echo("everybody signs in; the token of the dashboard serves for that alone", err=True)
     click.echo(json.dumps({"dashboard_url": address}) if as_json else f"dashboard {address}  (server {server_url})")
     with ExitStack() as stack:
         for listening in sockets:
