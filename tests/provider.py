@@ -32,8 +32,9 @@ LOG_OUT_EVENT = "http://schemas.openid.net/event/backchannel-logout"
 class Provider:
     """The mock behind a WSGI application of the test's own; `forge` makes ID tokens of the claims that are due."""
 
-    def __init__(self, app, storage):
+    def __init__(self, app, storage, dashboard):
         self._app = app
+        self._dashboard = dashboard
         self.storage = storage
         self.key = RSAKey.import_key(storage.jwk.as_dict(is_private=True))
         self.url = ""
@@ -52,7 +53,7 @@ class Provider:
 
     def register(self):
         """Make this server known here, with the dashboard's way back."""
-        way_back = {"redirect_uris": [f"{DASHBOARD}/sign-in/callback"]}
+        way_back = {"redirect_uris": [f"{self._dashboard}/sign-in/callback"]}
         made = self._http.post(f"{self.url}/oauth2/clients", json=way_back).raise_for_status().json()
         self.client_id, self.client_secret = made["client_id"], made["client_secret"]
 
@@ -66,7 +67,7 @@ class Provider:
             "oidc_client_id": self.client_id,
             "oidc_client_secret": self.client_secret,
             "oidc_roles": ROLES,
-            "dashboard_url": DASHBOARD,
+            "dashboard_url": self._dashboard,
         } | more
 
     def person(self, sub, groups=None, **claims):
@@ -143,7 +144,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 @contextmanager
-def running_provider():
+def running_provider(dashboard=DASHBOARD):
     """The provider on a port of its own, where a client with the dashboard's way back is registered."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -154,7 +155,7 @@ def running_provider():
     with app.test_request_context():
         app.preprocess_request()
         storage = flask.g.oidc_provider_mock_storage
-    provider = Provider(app, storage)
+    provider = Provider(app, storage, dashboard)
     server = make_server("localhost", 0, provider, threaded=True, request_handler=_Quiet)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()

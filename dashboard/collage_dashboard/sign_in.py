@@ -32,7 +32,9 @@ MOST_FAILURES: Final = 10
 FAILURE_SECONDS: Final = 60.0
 _MOST_SESSIONS: Final = 10_000
 _MOST_ADDRESSES: Final = 20_000
-_OPEN: Final = frozenset({"/sign-in", "/sign-in/provider", "/sign-in/callback", "/healthz", "/assets/favicon.svg"})
+_OPEN: Final = frozenset(
+    {"/sign-in", "/sign-in/provider", "/sign-in/callback", "/sign-out", "/healthz", "/assets/favicon.svg"}
+)
 _COOKIE: Final = "collage_sign_in"
 UNDER_WAY_SECONDS: Final = 600
 """How long somebody may take at the provider."""

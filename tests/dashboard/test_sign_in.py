@@ -57,9 +57,9 @@ def sign_in(server, token, **more):
     return browser, browser.post("/sign-in", data={"token": token, **more})
 
 
-def layout(browser, path="/"):
-    """What the routing callback shows."""
-    body = {
+def routing(path="/"):
+    """What the application asks for to show a page."""
+    return {
         "output": "page.children",
         "outputs": {"id": "page", "property": "children"},
         "inputs": [
@@ -69,7 +69,11 @@ def layout(browser, path="/"):
         "state": [{"id": "address", "property": "search", "value": ""}],
         "changedPropIds": ["address.pathname"],
     }
-    return browser.post("/_dash-update-component", json=body)
+
+
+def layout(browser, path="/"):
+    """What the routing callback shows."""
+    return browser.post("/_dash-update-component", json=routing(path))
 
 
 @pytest.mark.parametrize("path", ["/", "/run/run-of-ada?tab=about", "/incidents"])
