@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 from authlib.oauth2.rfc7636 import create_s256_code_challenge
-from joserfc import jwt
+from joserfc import jws, jwt
 from joserfc.jwk import RSAKey
 from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.test import run_wsgi_app
@@ -50,6 +50,7 @@ class Provider:
         self.forge = self.signed
         self.answers = {}
         self.token_requests = []
+        self.asked = []
 
     def register(self):
         """Make this server known here, with the dashboard's way back."""
@@ -89,8 +90,9 @@ class Provider:
 
     def signed(self, claims, key=None, **header):
         """These claims, signed by the provider's key."""
-        given = {"alg": "RS256", **header}
-        return jwt.encode(given, claims, key or self.key, algorithms=[given["alg"]])
+        given = {"alg": "RS256", "typ": "JWT", **header}
+        # As ASCII, so that a claim may be what is no Unicode.
+        return jws.serialize_compact(given, json.dumps(claims).encode(), key or self.key, algorithms=[given["alg"]])
 
     def log_out_claims(self, **claims):
         """What a good log-out token says, with these claims; one that is None is left out."""
@@ -101,6 +103,7 @@ class Provider:
 
     def __call__(self, environ, start_response):
         path = environ["PATH_INFO"]
+        self.asked.append(path)
         if path in self.answers:
             status, body = self.answers[path]
         elif path == "/oauth2/token":

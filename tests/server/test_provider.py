@@ -147,7 +147,8 @@ def test_roles_by_group_and_project(guarded, provider, groups, seen, deletes):
         ([], "none of the person's groups (none) has a role"),
         (None, "no claim 'groups'; let the provider add it, or set COLLAGE_SERVER_OIDC_GROUPS_CLAIM"),
         ({"team-a": True}, "no claim 'groups'"),
-        ([["team-a"]], "has a role"),
+        ([["team-a"], 7], "none of the person's groups (none) has a role"),
+        (["a\x00b", "c\n"], "none of the person's groups (ab, c) has a role"),
         ("team-a admins", "has a role"),
         (["*"], "has a role"),
     ],
@@ -158,6 +159,16 @@ def test_without_a_group_that_has_a_role_nobody_gets_in_and_is_told_why(guarded,
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "sign_in_refused")
     assert f"Eve may not sign in here: {said}" in answer.text or said in answer.text
     assert tokens(guarded) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("A\x00d\ud800a\n", "Ada"), ("\x00 ", "Lovelace"), (7, "Lovelace"), ("x" * 300, "x" * 200)],
+)
+def test_a_name_that_cannot_be_shown_is_none(guarded, provider, name, shown):
+    other = {"name": name, "preferred_username": "Lovelace"}
+    provider.forge = lambda claims: provider.signed(claims | other)
+    assert signed_in(guarded, provider).token.name == shown
 
 
 def test_a_claim_of_another_name_and_a_role_for_everybody(provider, tmp_path):
@@ -245,6 +256,9 @@ FORGERIES = {
     "an empty subject": lambda p, c: p.signed(c | {"sub": ""}),
     "a subject beyond its bound": lambda p, c: p.signed(c | {"sub": "x" * 256}),
     "a subject that is no text": lambda p, c: p.signed(c | {"sub": 7}),
+    "a subject that no database takes": lambda p, c: p.signed(c | {"sub": "a\x00"}),
+    "a subject that is no Unicode": lambda p, c: p.signed(c | {"sub": "a\ud800"}),
+    "a session that no database takes": lambda p, c: p.signed(c | {"sid": "a\x00"}),
     "of another access token": lambda p, c: p.signed(c | {"at_hash": "AAAAAAAAAAAAAAAAAAAAAA"}),
     "a log-out token": lambda p, c: p.signed(p.log_out_claims(sub="ada"), typ="logout+jwt"),
     "of another sign-in": lambda p, c: p.earlier,
@@ -354,13 +368,35 @@ def test_a_provider_that_is_away_or_wrong_opens_nothing(provider, tmp_path, path
     with server_of(provider, tmp_path) as opened:
         begun = begin(opened)
         code = provider.code(begun.authorization_url, "ada")
-        opened.app.state.components.provider._metadata_at = float("-inf")
+        known = opened.app.state.components.provider
+        known._metadata_at = float("-inf")
         provider.answers[path] = answer
         refused = finish(opened, begun, code)
         assert refused.status_code == status_code, refused.text
         assert tokens(opened) == []
         provider.answers.clear()
+        known._silent_until = float("-inf")
         signed_in(opened, provider)
+
+
+@pytest.mark.parametrize("path", ["/.well-known/openid-configuration", "/jwks"])
+def test_a_provider_that_is_away_is_not_asked_again_and_again(provider, tmp_path, path):
+    """Anybody may send log-out tokens."""
+    provider.answers[path] = ("500 Oops", {})
+    with server_of(provider, tmp_path) as opened:
+        token = provider.signed(provider.log_out_claims(sub="ada"))
+        for _ in range(5):
+            assert log_out(opened, token).status_code == 503
+        assert provider.asked.count(path) == 1
+        opened.app.state.components.provider._silent_until -= 5.0
+        assert log_out(opened, token).status_code == 503
+        assert provider.asked.count(path) == 2
+        provider.answers.clear()
+        opened.app.state.components.provider._silent_until -= 5.0
+        for name in ("unknown-1", "unknown-2", "unknown-3"):
+            assert log_out(opened, provider.signed(provider.log_out_claims(sub="ada"), kid=name)).status_code == 400
+        assert provider.asked.count(path) == 3
+        assert log_out(opened, token).status_code == 200
 
 
 def test_a_provider_of_another_name_is_told_apart(provider, tmp_path):
@@ -598,6 +634,8 @@ BAD_LOG_OUTS = {
     "no id": lambda p, c: p.signed(without(c, "jti")),
     "an empty id": lambda p, c: p.signed(c | {"jti": ""}),
     "an id that is no text": lambda p, c: p.signed(c | {"jti": 7}),
+    "an id that is no Unicode": lambda p, c: p.signed(c | {"jti": "a\ud800"}),
+    "a subject that no database takes": lambda p, c: p.signed(c | {"sub": "a\x00"}),
     "a nonce": lambda p, c: p.signed(c | {"nonce": "some"}),
     "no events": lambda p, c: p.signed(without(c, "events")),
     "another event": lambda p, c: p.signed(c | {"events": {"https://evil.example": {}}}),

@@ -5,6 +5,7 @@ The dashboard leads the browser there and back. Codes, tokens and the client's s
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import secrets
@@ -42,6 +43,7 @@ _LEEWAY_SECONDS: Final = 60
 _TIMEOUT_SECONDS: Final = 10.0
 _KEPT_SECONDS: Final = 3_600.0
 _REFRESH_SECONDS: Final = 30.0
+_SILENT_SECONDS: Final = 5
 _LONGEST_ID: Final = 255
 _LONGEST_NAME: Final = 200
 _SHOWN_GROUPS: Final = 20
@@ -68,6 +70,8 @@ class Provider:
         self._metadata: dict[str, Any] = {}
         self._metadata_at = self._keys_at = float("-inf")
         self._keys = KeySet([])
+        self._metadata_lock, self._keys_lock = asyncio.Lock(), asyncio.Lock()
+        self._failure, self._silent_until = "", float("-inf")
         # Made once: reading certificates takes a tenth of a second. Plain HTTP on this machine needs none.
         trusted = trusted_certificates(self._issuer)
         self._trusted = trusted if isinstance(trusted, ssl.SSLContext) else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -110,7 +114,7 @@ class Provider:
         except OAuthError as error:
             raise _refused(f"the provider does not take this code ({error.error}); sign in again") from error
         except (httpx2.HTTPError, ValueError) as error:
-            raise self._away(error) from error
+            raise Busy(self._away(error), retry_after_seconds=_SILENT_SECONDS) from error
         try:
             return self._person(await self._id_token(tokens, finish.nonce))
         except (JoseError, ValueError, TypeError) as error:
@@ -128,15 +132,15 @@ class Provider:
             claims = JWTClaims(decoded.claims, decoded.header, self._expected("jti"))
             claims.validate(now=int(self._clock()), leeway=_LEEWAY_SECONDS)
             _check_log_out(claims)
+            return LogOut(
+                digest=hashlib.sha256(claims["jti"].encode()).digest(),
+                expires_at=float(claims["exp"]) + _LEEWAY_SECONDS,
+                subject=_identifier(claims, "sub"),
+                provider_session=_identifier(claims, "sid"),
+            )
         except (JoseError, ValueError, TypeError) as error:
             _LOG.warning("a log-out token is refused: %s", error)
             raise BadRequest(f"the log-out token is refused ({error})", field="logout_token") from error
-        return LogOut(
-            digest=hashlib.sha256(claims["jti"].encode()).digest(),
-            expires_at=float(claims["exp"]) + _LEEWAY_SECONDS,
-            subject=_identifier(claims, "sub"),
-            provider_session=_identifier(claims, "sid"),
-        )
 
     async def log_out_url(self) -> str | None:
         """Where a browser ends its session with the provider, too; None if there is no such page to be had now."""
@@ -175,48 +179,60 @@ class Provider:
         }
 
     async def _current_metadata(self) -> dict[str, Any]:
-        if self._monotonic() - self._metadata_at > _KEPT_SECONDS:
-            found = await self._read(self._issuer.rstrip("/") + "/.well-known/openid-configuration")
-            if found.get("issuer") != self._issuer:
+        async with self._metadata_lock:
+            if self._monotonic() - self._metadata_at > _KEPT_SECONDS:
+                found = await self._read(self._issuer.rstrip("/") + "/.well-known/openid-configuration")
                 called = found.get("issuer")
-                raise Busy(
-                    f"the provider calls itself {called!r}: set COLLAGE_SERVER_OIDC_ISSUER to just that",
-                    retry_after_seconds=60,
-                )
-            unsafe = [name for name in _ENDPOINTS if not self._is_safe(found.get(name))]
-            if unsafe:
-                raise Busy(f"the provider names no https:// address as {unsafe[0]}", retry_after_seconds=60)
-            self._metadata, self._metadata_at = found, self._monotonic()
-        return self._metadata
+                if called != self._issuer:
+                    raise self._failed(
+                        f"the provider calls itself {called!r}: set COLLAGE_SERVER_OIDC_ISSUER to just that"
+                    )
+                unsafe = [name for name in _ENDPOINTS if not self._is_safe(found.get(name))]
+                if unsafe:
+                    raise self._failed(f"the provider names no https:// address as {unsafe[0]}")
+                self._metadata, self._metadata_at = found, self._monotonic()
+            return self._metadata
 
     def _is_safe(self, address: object) -> bool:
         plain = is_loopback(self._issuer) and str(address).startswith("http://")
         return isinstance(address, str) and (address.startswith("https://") or plain)
 
     async def _current_keys(self, kept_seconds: float) -> KeySet:
-        if self._monotonic() - self._keys_at > kept_seconds:
-            found = await self._read((await self._current_metadata())["jwks_uri"])
-            try:
-                pairs = [key for key in found["keys"] if key["kty"] != "oct"]
-                self._keys = KeySet.import_key_set({"keys": pairs})
-            except (JoseError, KeyError, ValueError, TypeError) as error:
-                raise self._away(error) from error
-            self._keys_at = self._monotonic()
-        return self._keys
+        metadata = await self._current_metadata()
+        async with self._keys_lock:
+            if self._monotonic() - self._keys_at > kept_seconds:
+                found = await self._read(metadata["jwks_uri"])
+                try:
+                    pairs = [key for key in found["keys"] if key["kty"] != "oct"]
+                    self._keys = KeySet.import_key_set({"keys": pairs})
+                except (JoseError, KeyError, ValueError, TypeError) as error:
+                    raise self._failed(self._away(error)) from error
+                self._keys_at = self._monotonic()
+            return self._keys
 
     async def _read(self, address: str) -> dict[str, Any]:
+        """What the provider publishes; nothing is asked just after something failed.
+
+        Anybody may send log-out tokens: those must not make this server ask and ask.
+        """
+        if self._monotonic() < self._silent_until:
+            raise Busy(self._failure, retry_after_seconds=_SILENT_SECONDS)
         try:
             async with httpx2.AsyncClient(**self._connection()) as client:
                 answer = (await client.get(address)).raise_for_status().json()
         except (httpx2.HTTPError, ValueError) as error:
-            raise self._away(error) from error
+            raise self._failed(self._away(error)) from error
         if not isinstance(answer, dict):
-            raise self._away(TypeError("its answer is no JSON object"))
+            raise self._failed(self._away(TypeError("its answer is no JSON object")))
         return answer
 
-    def _away(self, error: Exception) -> Busy:
-        _LOG.warning("the provider %s does not answer: %s", self.name, error or type(error).__name__)
-        return Busy(f"the provider {self.name} does not answer; sign in again later", retry_after_seconds=5)
+    def _away(self, error: Exception) -> str:
+        _LOG.warning("the provider %s does not answer: %s", self.name, str(error) or type(error).__name__)
+        return f"the provider {self.name} does not answer; sign in again later"
+
+    def _failed(self, message: str) -> Busy:
+        self._failure, self._silent_until = message, self._monotonic() + _SILENT_SECONDS
+        return Busy(message, retry_after_seconds=_SILENT_SECONDS)
 
     async def _decoded(self, text: str) -> jwt.Token:
         """A token whose signature is the provider's; a key that is not known may be a new one."""
@@ -254,12 +270,12 @@ class Provider:
         if subject is None:
             raise _refused("the ID token is refused (it names nobody)")
         called = (claims.get(kind) for kind in ("name", "preferred_username", "email"))
-        name = next((text for text in called if isinstance(text, str) and text.strip()), subject)
+        name = next((text for text in map(_printable, called) if text), subject)
         groups = _groups(claims.get(self._settings.oidc_groups_claim))
         grants = _merged(grant for group in ("*", *(groups or ())) for grant in self._grants.get(group, ()))
         if not grants:
             raise _refused(f"{name} may not sign in here: {self._why_not(groups)}")
-        return Person(subject, name.strip()[:_LONGEST_NAME], grants, _identifier(claims, "sid"))
+        return Person(subject, name[:_LONGEST_NAME], grants, _identifier(claims, "sid"))
 
     def _why_not(self, groups: list[str] | None) -> str:
         if groups is None:
@@ -267,7 +283,7 @@ class Provider:
                 f"the provider's ID token has no claim {self._settings.oidc_groups_claim!r}; let the provider add "
                 "it, or set COLLAGE_SERVER_OIDC_GROUPS_CLAIM to the one that lists groups"
             )
-        shown = ", ".join(groups[:_SHOWN_GROUPS]) or "none"
+        shown = ", ".join(map(_printable, groups[:_SHOWN_GROUPS])) or "none"
         return f"none of the person's groups ({shown}) has a role; COLLAGE_SERVER_OIDC_ROLES gives roles to groups"
 
 
@@ -280,11 +296,11 @@ def _identifier(claims: dict[str, Any], name: str) -> str | None:
     """An id of a person or a session; None where there is none.
 
     Raises:
-        ValueError: it is no text of 1 to 255 characters.
+        ValueError: it is no text of 1 to 255 characters that a database takes.
     """
     value = claims.get(name)
-    if value is not None and not (isinstance(value, str) and 0 < len(value) <= _LONGEST_ID):
-        raise ValueError(f"claim {name!r} is no text of 1 to {_LONGEST_ID} characters")
+    if value is not None and not (isinstance(value, str) and 0 < len(value) <= _LONGEST_ID and value.isprintable()):
+        raise ValueError(f"claim {name!r} is no text of 1 to {_LONGEST_ID} printable characters")
     return value
 
 
@@ -309,7 +325,12 @@ def _check_log_out(claims: JWTClaims) -> None:
 def _groups(value: object) -> list[str] | None:
     """The groups that a claim lists, or names; None where it does neither."""
     listed = [value] if isinstance(value, str) else value
-    return [str(group) for group in listed] if isinstance(listed, list) else None
+    return [group for group in listed if isinstance(group, str)] if isinstance(listed, list) else None
+
+
+def _printable(text: object) -> str:
+    """A text without what no page, log or database should be given; empty for what is no text."""
+    return "".join(filter(str.isprintable, text)).strip() if isinstance(text, str) else ""
 
 
 def _merged(grants: Iterable[wire.Grant]) -> tuple[wire.Grant, ...]:
