@@ -18,7 +18,7 @@ from tests import provider as providers
 from tests.dashboard.test_sign_in import layout
 from tests.server.guarded import guarded_server
 
-pytestmark = providers.MARK
+pytestmark = [providers.MARK, pytest.mark.slow]
 BEGUN = wire.SignInRequest(authorization_url="https://login.example", state="s", nonce="n", code_verifier="v")
 
 
@@ -162,6 +162,18 @@ def test_a_session_id_from_before_is_worth_nothing(server, provider):
     other = server.test_client()
     other.set_cookie("collage_session", "chosen-by-somebody-else")
     assert layout(other).status_code == 401
+
+
+def test_a_session_of_somebody_else_does_not_become_that_of_who_signs_in(server, provider, api):
+    """As an attacker would: sign in, and leave the own session in the victim's browser."""
+    attacker, victim = server.test_client(), server.test_client()
+    attacker.post("/sign-in", data={"token": api.token("read", ["theirs"])[0]})
+    cookie = attacker.get_cookie("collage_session").value
+    victim.set_cookie("collage_session", cookie)
+    victim.get(way_back(provider, begin(victim)))
+    assert victim.get_cookie("collage_session").value != cookie
+    assert "Nothing is stored under this address" not in layout(victim, "/run/mine-1").text
+    assert layout(attacker, "/run/mine-1").status_code == 401
 
 
 # What must not sign anybody in.

@@ -10,7 +10,7 @@ import logging
 from contextlib import contextmanager
 
 import pytest
-from collage_server.auth.principals import TokenDirectory
+from collage_server.auth.principals import Principal, TokenDirectory
 from collage_server.store import SqliteStore
 from joserfc.jwk import OctKey, RSAKey
 
@@ -19,7 +19,7 @@ from tests import provider as providers
 from tests.server.conftest import NOW, Clock
 from tests.server.guarded import guarded_server
 
-pytestmark = providers.MARK
+pytestmark = [providers.MARK, pytest.mark.slow]
 OTHER_KEY = RSAKey.generate_key(2048)
 IDLE_SECONDS, SESSION_SECONDS = 3_600, 43_200
 BACK_CHANNEL = "/api/v1/back-channel-log-out"
@@ -178,6 +178,16 @@ def test_a_claim_of_another_name_and_a_role_for_everybody(provider, tmp_path):
     ) as opened:
         assert signed_in(opened, provider, "eve").token.projects == ["mine", "theirs"]
         assert signed_in(opened, provider, "ada").token.projects == ["theirs"]
+
+
+def test_what_a_principal_may_is_narrowed_to_what_a_route_needs():
+    several = Principal("ada", "read", frozenset({"a"}), (wire.Grant(role="operate", projects=["b", "c"]),), True)
+    read, operate = several.narrowed("read"), several.narrowed("operate")
+    assert read == Principal("ada", "read", frozenset("abc"), is_session=True)
+    assert operate == Principal("ada", "operate", frozenset("bc"), is_session=True)
+    assert several.narrowed("admin") is None
+    everywhere = Principal("ada", "operate", frozenset({"a"}), (wire.Grant(role="read"),))
+    assert everywhere.narrowed("any") == Principal("ada", "read", None)
 
 
 def test_a_sign_in_is_begun_by_a_dashboard_and_with_a_secret_each(guarded):

@@ -318,7 +318,7 @@ def _check_log_out(claims: JWTClaims) -> None:
     kind = claims.header.get("typ")
     if (kind.lower() if isinstance(kind, str) else kind) not in _LOG_OUT_TYPES:
         raise ValueError(f"its type is {kind!r}")
-    if not claims["jti"] or (_identifier(claims, "sub") is None and _identifier(claims, "sid") is None):
+    if _identifier(claims, "sub") is None and _identifier(claims, "sid") is None:
         raise ValueError("it names neither a person nor a session")
 
 
