@@ -291,7 +291,7 @@ class Client:
         """Write into a run's timeline."""
         body = wire.encode_message(note, wire.JSON)
         path = f"/runs/{quoted(run_id)}/notes"
-        return self._send("POST", path, wire.Event, content=body, content_type=wire.JSON)
+        return self.send("POST", path, wire.Event, content=body, content_type=wire.JSON)
 
     def firing(self, run_id: str) -> list[wire.Incident]:
         """What fires of one run now; the token that the run is sent with is enough."""
@@ -299,7 +299,7 @@ class Client:
 
     def acknowledge(self, incident_id: str) -> wire.Incident:
         """Note that you take care of an incident."""
-        return self._send("POST", f"/events/{quoted(incident_id)}/acknowledge", wire.Incident)
+        return self.send("POST", f"/events/{quoted(incident_id)}/acknowledge", wire.Incident)
 
     def silence(self, silence: wire.SilenceCreate) -> wire.Silence:
         """Keep matching incidents from being sent."""
@@ -312,16 +312,16 @@ class Client:
     def update_run(self, run_id: str, update: wire.RunUpdate) -> wire.Run:
         """Change a run's state, name, group, tags or notes."""
         body = wire.encode_message(update, wire.JSON)
-        return self._send("PATCH", f"/runs/{quoted(run_id)}", wire.Run, content=body, content_type=wire.JSON)
+        return self.send("PATCH", f"/runs/{quoted(run_id)}", wire.Run, content=body, content_type=wire.JSON)
 
     def delete_run(self, run_id: str) -> wire.Deleted:
         """Delete a run for good."""
-        return self._send("DELETE", f"/runs/{quoted(run_id)}", wire.Deleted)
+        return self.send("DELETE", f"/runs/{quoted(run_id)}", wire.Deleted)
 
     def create_token(self, create: wire.TokenCreate) -> wire.TokenCreated:
         """Make a token; its secret is in this answer and nowhere else. Needs an administrator's token."""
         body = wire.encode_message(create, wire.JSON)
-        return self._send("POST", "/tokens", wire.TokenCreated, content=body, content_type=wire.JSON)
+        return self.send("POST", "/tokens", wire.TokenCreated, content=body, content_type=wire.JSON)
 
     def tokens(self) -> wire.TokenList:
         """Every token without its secret. Needs an administrator's token."""
@@ -329,7 +329,7 @@ class Client:
 
     def revoke_token(self, token_id: str) -> wire.Token:
         """Revoke a token for good. Needs an administrator's token."""
-        return self._send("DELETE", f"/tokens/{quoted(token_id)}", wire.Token)
+        return self.send("DELETE", f"/tokens/{quoted(token_id)}", wire.Token)
 
     @contextmanager
     def export(
@@ -377,9 +377,9 @@ class Client:
             return False
 
     def _get(self, path: str, kind: type[_Answer], query: Mapping[str, Any] | None = None) -> _Answer:
-        return self._send("GET", path, kind, query=query)
+        return self.send("GET", path, kind, query=query)
 
-    def _send(
+    def send(
         self,
         method: str,
         path: str,
@@ -389,6 +389,7 @@ class Client:
         content: bytes | None = None,
         content_type: str | None = None,
     ) -> _Answer:
+        """The answer to one request, sent once: the way to routes that have no method here."""
         given = {name: value for name, value in (query or {}).items() if value is not None}
         headers = {"Content-Type": content_type} if content_type else {}
         try:
@@ -413,10 +414,10 @@ class Client:
         backoff = Backoff(0.1, _LONGEST_PAUSE_SECONDS)
         for _ in range(_TRIES - 1):
             try:
-                return self._send("POST", path, kind, content=content, content_type=wire.MSGPACK)
+                return self.send("POST", path, kind, content=content, content_type=wire.MSGPACK)
             except (ServerUnreachable, Unavailable) as error:
                 time.sleep(backoff.pause(getattr(error, "retry_after_seconds", None)))
-        return self._send("POST", path, kind, content=content, content_type=wire.MSGPACK)
+        return self.send("POST", path, kind, content=content, content_type=wire.MSGPACK)
 
 
 def _sendable(token: str) -> str:

@@ -53,14 +53,8 @@ def _clean_home(_home):
 def _no_average_is_left():
     """A watched average that nobody dropped would look at the steps of the tests that follow."""
     yield
-    if (session := sys.modules.get("collage_agent.session")) is None:
-        return
-    averages = session._SESSION.averages
-    for ref in averages._watches:
-        if (watch := ref()) is not None:
-            watch.remove()
-    averages.unwrap()
-    averages._handles.clear()
+    if (session := sys.modules.get("collage_agent.session")) is not None:
+        session._SESSION.averages.end()
 
 
 def _announce(home: Path, address: str) -> None:

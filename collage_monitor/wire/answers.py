@@ -28,6 +28,7 @@ __all__ = [
     "Event",
     "EventKind",
     "EventPage",
+    "Grant",
     "Health",
     "Heatmap",
     "Histogram",
@@ -369,8 +370,19 @@ class TokenCreate(Struct, kw_only=True, frozen=True):
     projects: Annotated[list[Name], Meta(min_length=1, max_length=100)] | None
 
 
+class Grant(Struct, kw_only=True, frozen=True):
+    """A role within some projects; `projects` None is every one."""
+
+    role: Role
+    projects: list[str] | None = None
+
+
 class Token(Struct, kw_only=True, frozen=True):
-    """A token without its secret. Times are Unix seconds; `last_used_at` is exact to about a minute."""
+    """A token without its secret. Times are Unix seconds; `last_used_at` is exact to about a minute.
+
+    A session of a person has a `subject`, the provider's id of that person. It ends at `expires_at`, and once it
+    was not used for `idle_seconds`. Beside `role` within `projects`, it grants what stands in `also`.
+    """
 
     token_id: str
     name: str
@@ -380,6 +392,10 @@ class Token(Struct, kw_only=True, frozen=True):
     created_by: str
     last_used_at: float | None = None
     revoked_at: float | None = None
+    also: list[Grant] = field(default_factory=list)
+    subject: str | None = None
+    expires_at: float | None = None
+    idle_seconds: float | None = None
 
 
 class TokenCreated(Struct, kw_only=True, frozen=True):
@@ -396,9 +412,10 @@ class TokenList(Struct, kw_only=True, frozen=True):
 
 
 class AuditLogEntry(Struct, kw_only=True, frozen=True):
-    """What somebody did that the audit log keeps: a token made or revoked, a run deleted.
+    """What somebody did that the audit log keeps: a token made or revoked, a session begun or ended, a run deleted.
 
-    `actor` is a token_id, "server-token", "loopback" or "host:USER", `client` the address that asked.
+    `actor` is a token_id, "server-token", "loopback", "host:USER" or "oidc-provider", `client` the address that
+    asked.
     """
 
     act_id: str

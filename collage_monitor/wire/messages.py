@@ -1,7 +1,7 @@
-"""Messages from the agent to the server. A field has the same name in msgpack, in JSON and in the database.
+"""Messages from the agent to the server, and those of a sign-in.
 
-Every message may be sent twice: run, launch and stream carry ids made by the client, a report its number in the
-stream.
+A field has the same name in msgpack, in JSON and in the database. Every message of the agent may be sent
+twice: run, launch and stream carry ids made by the client, a report its number in the stream.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ __all__ = [
     "ReportGap",
     "RunCreate",
     "RunUpdate",
+    "SignInFinish",
+    "SignInOffer",
+    "SignInRequest",
+    "SignedOut",
     "Stream",
     "StreamCreate",
     "Trained",
@@ -64,6 +68,35 @@ class RunCreate(Struct, kw_only=True, frozen=True):
     seed: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
     resume: Literal["allow", "must", "never"] = "allow"
+
+
+class SignInOffer(Struct, kw_only=True, frozen=True):
+    """Where people may sign in: the provider's host; None where tokens are the only way."""
+
+    provider: str | None
+
+
+class SignInRequest(Struct, kw_only=True, frozen=True):
+    """Where to send a browser; the other three stay with the dashboard until the browser is back."""
+
+    authorization_url: str
+    state: str
+    nonce: str
+    code_verifier: str
+
+
+class SignInFinish(Struct, kw_only=True, frozen=True):
+    """What a browser brought back from the provider, with what the dashboard kept of this sign-in meanwhile."""
+
+    code: Annotated[str, Meta(min_length=1, max_length=4_096)]
+    code_verifier: Annotated[str, Meta(min_length=43, max_length=128)]
+    nonce: Annotated[str, Meta(min_length=16, max_length=128)]
+
+
+class SignedOut(Struct, kw_only=True, frozen=True):
+    """A session that has ended; at `log_out_url` the provider's own ends, too, if it has such a page."""
+
+    log_out_url: str | None
 
 
 class RunUpdate(Struct, kw_only=True, frozen=True):

@@ -45,7 +45,8 @@ def create_dashboard(
 
     Every file that the browser loads comes from this process. `allowed_hosts` are the names under which it answers
     (None: any); a callback must come from a page of its own. With `sign_in` nothing is shown before a person has
-    shown a token, and the client that it makes of that token reads in place of the other.
+    shown a token, or signed in through the server's provider. The client that it makes of that token reads in place
+    of the other, which then serves for signing people in alone.
     """
     app = PrerenderingDash(
         __name__,
@@ -65,7 +66,7 @@ def create_dashboard(
     if sign_in is not None:
         make = sign_in
         reader = Reader(lambda: make(token_of_session()), whose=token_of_session, on_unknown=forget_token)
-        install_sign_in(app.server, make)
+        install_sign_in(app.server, make, client_factory)
         app.sends_at_once = True
     install_compression(app.server)
     install_report(app.server, reader)

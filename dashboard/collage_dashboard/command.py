@@ -33,7 +33,7 @@ _TIMEOUT_SECONDS = 20.0
 @click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default for a local server: its own.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token; read when needed.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, help="Another name under which browsers reach it.")
-@click.option("--sign-in", is_flag=True, help="Ask for a token on this machine too; beyond it that is always so.")
+@click.option("--sign-in", is_flag=True, help="Ask who is there on this machine too; beyond it that is always so.")
 @click.option("--trusted-proxy", help="Address of the proxy with TLS before it, whose X-Forwarded headers count.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 def dashboard(
@@ -49,8 +49,8 @@ def dashboard(
 ) -> None:
     """Show runs in the browser, read from a server over HTTP.
 
-    On this machine alone, whoever can open the page can do what the token may. Beyond it everybody signs in with a
-    token of their own, and nothing is shown before.
+    On this machine alone, whoever can open the page can do what the token may. Beyond it everybody signs in, with a
+    token of their own or through the server's OpenID provider, and nothing is shown before.
     """
     from waitress.server import create_server
 
@@ -90,7 +90,7 @@ def dashboard(
             err=True,
         )
     if asked is not None:
-        click.echo("everybody signs in with a token of their own; that of the dashboard is not used", err=True)
+        click.echo("everybody signs in; the token of the dashboard serves for that alone", err=True)
     click.echo(json.dumps({"dashboard_url": address}) if as_json else f"dashboard {address}  (server {server_url})")
     with ExitStack() as stack:
         for listening in sockets:

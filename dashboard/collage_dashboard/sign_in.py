@@ -1,22 +1,28 @@
-"""Sign-in: people show a token, the server says whether it is one, and the session stays in this process.
+"""Sign-in: people show a token, or come back from the server's provider; the session stays in this process.
 
 The browser holds a random id and nothing else. A dashboard that only this machine reaches does without.
 """
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from threading import Lock
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
+from cachetools import TTLCache
 from flask import Flask, Response, g, redirect, render_template_string, request, session
 
+from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.errors import CollageError, NotAuthorised
+from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
 from collage_monitor.recent_failures import RecentFailures
 
-__all__ = ["ClientOfToken", "forget_token", "install_sign_in", "token_of_session"]
+__all__ = ["ClientOfToken", "SignInsUnderWay", "forget_token", "install_sign_in", "token_of_session"]
 
 ClientOfToken = Callable[[str], Client]
 """Makes the client that speaks with a token."""
@@ -26,23 +32,34 @@ MOST_FAILURES: Final = 10
 FAILURE_SECONDS: Final = 60.0
 _MOST_SESSIONS: Final = 10_000
 _MOST_ADDRESSES: Final = 20_000
-_OPEN: Final = frozenset({"/sign-in", "/healthz", "/assets/favicon.svg"})
+_OPEN: Final = frozenset(
+    {"/sign-in", "/sign-in/provider", "/sign-in/callback", "/sign-out", "/healthz", "/assets/favicon.svg"}
+)
+_COOKIE: Final = "collage_sign_in"
+UNDER_WAY_SECONDS: Final = 600
+"""How long somebody may take at the provider."""
+_TOO_MANY: Final = f"{MOST_FAILURES} failures from this address; try again in a minute."
 _PAGE: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>Sign in · Collage Monitor</title>
 <link rel="icon" type="image/svg+xml" href="/assets/favicon.svg">
 <style>:root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;margin:0;display:grid;place-items:center;min-height:100vh}
 main{width:min(24rem,calc(100vw - 3rem));padding:1.5rem 0}h1{font-size:1.5rem;margin:0 0 1rem}
-input,button{font:inherit;width:100%;box-sizing:border-box;padding:.6rem .8rem}
-input,button{border-radius:8px;border:1px solid #868e96}
-button{margin-top:1rem;background:#1864ab;color:#fff;border-color:#1864ab;font-weight:600}
+input,button,.button{font:inherit;width:100%;box-sizing:border-box;padding:.6rem .8rem}
+input,button,.button{border-radius:8px;border:1px solid #868e96}
+button,.button{margin-top:1rem;background:#1864ab;color:#fff;border-color:#1864ab;font-weight:600}
+.button{display:block;text-align:center;text-decoration:none;margin:0 0 1.5rem}
+summary{cursor:pointer;margin-bottom:.75rem}
 p{font-size:.9rem}[role=alert]{border-left:4px solid #d9480f;padding-left:.8rem}</style></head><body><main>
 <h1>Collage Monitor</h1>{% if problem %}<p role="alert">{{ problem }}</p>{% endif %}
+{% if provider %}<a class="button" href="/sign-in/provider?next={{ next | urlencode }}">Sign in with
+{{ provider }}</a><details{% if by_token %} open{% endif %}><summary>Sign in with a token</summary>{% endif %}
 <form method="post" action="/sign-in"><label for="token">Token</label>
-<input id="token" name="token" type="password" autocomplete="current-password" required autofocus>
+<input id="token" name="token" type="password" autocomplete="current-password" required{% if not provider %}
+autofocus{% endif %}>
 <input type="hidden" name="next" value="{{ next }}"><button>Sign in</button></form>
 <p>A token of role read, operate or admin. <code>collage-monitor token create</code> makes one; the server's own is
-in the file <code>token</code> of its data folder.</p></main></body></html>"""
+in the file <code>token</code> of its data folder.</p>{% if provider %}</details>{% endif %}</main></body></html>"""
 _AGAIN: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Collage Monitor</title>
 <meta http-equiv="refresh" content="0; url={{ next }}"></head><body><a href="{{ next }}">Go on</a></body></html>"""
 
@@ -58,14 +75,47 @@ def forget_token() -> None:
     g.token_is_forgotten = True
 
 
-def install_sign_in(server: Flask, client_of: ClientOfToken) -> None:
-    """Ask for a token before anything is shown; a person then sees what that token may.
+@dataclass(frozen=True)
+class _Begun:
+    """A sign-in under way at the provider: what its answer must fit, and the page to go on with."""
+
+    request: wire.SignInRequest
+    wanted: str
+
+
+class SignInsUnderWay:
+    """Sign-ins that are under way at the provider, by the cookie of the browser that began; each is taken once."""
+
+    def __init__(self, timer: Callable[[], float] = time.monotonic) -> None:
+        self._begun: TTLCache[str, _Begun] = TTLCache(_MOST_SESSIONS, UNDER_WAY_SECONDS, timer)
+        self._lock = Lock()
+
+    def keep(self, request: wire.SignInRequest, wanted: str) -> str:
+        """The cookie for the browser that begins."""
+        cookie = secrets.token_urlsafe(32)
+        with self._lock:
+            self._begun[cookie] = _Begun(request, wanted)
+        return cookie
+
+    def take(self, cookie: str | None) -> _Begun | None:
+        """What this browser began; None the second time, and when it took too long."""
+        with self._lock:
+            found: _Begun | None = self._begun.pop(cookie or "", None)
+        return found
+
+
+def install_sign_in(server: Flask, client_of: ClientOfToken, own_client: Callable[[], Client]) -> None:
+    """Ask who is there before anything is shown; a person then sees what the own token may, or the own groups.
 
     Failures are limited by address. The cookie is http-only and SameSite=Strict, Secure where the request came by
     HTTPS, and the session ends after LIFETIME, or when the server no longer knows the token.
+
+    own_client: speaks with the dashboard's own token, to sign people in through the server's provider.
     """
     _install_sessions(server)
     failures = RecentFailures(FAILURE_SECONDS, _MOST_ADDRESSES)
+    form_page = _FormPage(own_client)
+    _install_provider(server, form_page, failures)
 
     @server.before_request
     def require() -> Any:
@@ -81,30 +131,113 @@ def install_sign_in(server: Flask, client_of: ClientOfToken) -> None:
         wanted = _own_path(request.args.get("next"))
         if request.headers.get("Sec-Fetch-Site") == "cross-site":
             # A link from elsewhere brings no SameSite=Strict cookie; asked for from this page, it does.
-            return _answer(render_template_string(_AGAIN, next=wanted))
-        return redirect(wanted, 303) if "token" in session else _form(wanted)
+            return _answer(_led_on(wanted))
+        return redirect(wanted, 303) if "token" in session else form_page(wanted)
 
     @server.post("/sign-in")
     def sign_in() -> Any:
         wanted, address = _own_path(request.form.get("next")), request.remote_addr
         if failures.count(address) >= MOST_FAILURES:
-            return _form(wanted, f"{MOST_FAILURES} failures from this address; try again in a minute.", 429)
+            return form_page(wanted, _TOO_MANY, 429)
         token = request.form.get("token", "").strip()
         problem, status = _refused(token, client_of)
         if problem is not None:
             if status == 403:
                 failures.add(address)
-            return _form(wanted, problem, status)
-        session.clear()
-        session["token"] = token
-        # The id from before the sign-in may be known to somebody else.
-        server.session_interface.regenerate(session)  # type: ignore[attr-defined]
+            return form_page(wanted, problem, status, by_token=True)
+        _begin_session(server, token=token)
         return redirect(wanted, 303)
 
     @server.post("/sign-out")
     def sign_out() -> Any:
+        token = session.get("token") if "at_provider" in session else None
         session.clear()
-        return redirect("/sign-in", 303)
+        elsewhere = None if token is None else _signed_out(client_of, token)
+        # As a page: browsers let no form lead to another site.
+        return redirect("/sign-in", 303) if elsewhere is None else _answer(_led_on(elsewhere))
+
+
+def _begin_session(server: Flask, **holds: Any) -> None:
+    session.clear()
+    session.update(holds)
+    # The id from before the sign-in may be known to somebody else.
+    server.session_interface.regenerate(session)  # type: ignore[attr-defined]
+
+
+def _signed_out(client_of: ClientOfToken, token: str) -> str | None:
+    """End the session on the server, too; where the provider's own is ended."""
+    try:
+        with client_of(token) as client:
+            return client.send("POST", "/sign-out", wire.SignedOut).log_out_url
+    except CollageError:
+        return None  # It has ended already, or ends by itself.
+
+
+def _install_provider(server: Flask, form_page: _FormPage, failures: RecentFailures) -> None:
+    """The way to the server's provider and back.
+
+    The state comes back through the browser's address bar: it counts only together with the cookie of the browser
+    that began, and once. That cookie is SameSite=Lax, because the way back begins at another site.
+    """
+    under_way = SignInsUnderWay()
+
+    @server.get("/sign-in/provider")
+    def begin() -> Any:
+        wanted = _own_path(request.args.get("next"))
+        if request.headers.get("Sec-Fetch-Site") == "cross-site":
+            return redirect(f"/sign-in?next={quote(wanted, safe='')}", 303)
+        try:
+            with form_page.own_client() as client:
+                asked = client.send("POST", "/sign-in", wire.SignInRequest)
+        except CollageError as error:
+            return form_page(wanted, str(error), 503)
+        answer = redirect(asked.authorization_url, 303)
+        answer.headers["Cache-Control"] = "no-store"
+        answer.set_cookie(
+            _COOKIE,
+            under_way.keep(asked, wanted),
+            max_age=UNDER_WAY_SECONDS,
+            path="/sign-in",
+            secure=request.is_secure,
+            httponly=True,
+            samesite="Lax",
+        )
+        return answer
+
+    @server.get("/sign-in/callback")
+    def callback() -> Any:
+        begun = under_way.take(request.cookies.get(_COOKIE))
+        if failures.count(request.remote_addr) >= MOST_FAILURES:
+            answer = form_page("/", _TOO_MANY, 429)
+        elif begun is None or not secrets.compare_digest(
+            request.args.get("state", "").encode(), begun.request.state.encode()
+        ):
+            answer = form_page("/", "This browser did not begin this sign-in, or too long ago. Begin again.", 403)
+        else:
+            answer = finish(begun)
+        answer.delete_cookie(_COOKIE, path="/sign-in")
+        return answer
+
+    def finish(begun: _Begun) -> Response:
+        code = request.args.get("code")
+        if not code:
+            said = request.args.get("error", "no code")[:100]
+            return form_page(begun.wanted, f"The provider did not sign you in ({said}).", 403)
+        message = wire.SignInFinish(code=code, code_verifier=begun.request.code_verifier, nonce=begun.request.nonce)
+        content = wire.encode_message(message)
+        try:
+            with form_page.own_client() as client:
+                created = client.send(
+                    "POST", "/sessions", wire.TokenCreated, content=content, content_type=wire.MSGPACK
+                )
+        except CollageError as error:
+            if not isinstance(error, ServerRefusal) or error.status != 422:
+                return form_page(begun.wanted, str(error), 503)
+            failures.add(request.remote_addr)
+            return form_page(begun.wanted, f"{str(error)[:1].upper()}{str(error)[1:]}.", 403)
+        _begin_session(server, token=created.secret, at_provider=True)
+        # As a page: a redirect from the provider's site would not bring the new cookie along.
+        return _answer(_led_on(begun.wanted))
 
 
 def _install_sessions(server: Flask) -> None:
@@ -154,8 +287,28 @@ def _sign_in_first() -> Any:
     return redirect(f"/sign-in?next={quote(asked, safe='')}", 303)
 
 
-def _form(wanted: str, problem: str | None = None, status: int = 200) -> Response:
-    return _answer(render_template_string(_PAGE, next=wanted, problem=problem), status)
+class _FormPage:
+    """The page that asks who is there, with the server's provider on it if it has one."""
+
+    def __init__(self, own_client: Callable[[], Client]) -> None:
+        self.own_client = own_client
+
+    def __call__(
+        self, wanted: str, problem: str | None = None, status: int = 200, *, by_token: bool = False
+    ) -> Response:
+        about = {"next": wanted, "problem": problem, "provider": self._provider(), "by_token": by_token}
+        return _answer(render_template_string(_PAGE, **about), status)
+
+    def _provider(self) -> str | None:
+        try:
+            with self.own_client() as client:
+                return client.send("GET", "/sign-in", wire.SignInOffer).provider
+        except CollageError:
+            return None  # The token's form says what is the matter with the server.
+
+
+def _led_on(address: str) -> str:
+    return render_template_string(_AGAIN, next=address)
 
 
 def _answer(page: str, status: int = 200) -> Response:

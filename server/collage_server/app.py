@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from anyio.to_thread import current_default_thread_limiter
 from fastapi import FastAPI
@@ -38,6 +38,9 @@ from collage_server.settings import FIXED_LIMITS, FixedLimits, Settings
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
 from collage_server.web.failures import answer_to
 from collage_server.web.middleware import AccessControl, ReadOnlyGate, RequestIdentity
+
+if TYPE_CHECKING:
+    from collage_server.auth.oidc import Provider
 
 __all__ = ["create_app", "make_store"]
 
@@ -159,7 +162,17 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
         quotas=Quotas(settings.runs_per_project, limits, store.access),
         answers=AnswerCache(_ANSWER_CACHE_BYTES),
         clock=clock,
+        provider=_provider(settings, clock),
     )
+
+
+def _provider(settings: Settings, clock: Callable[[], float]) -> Provider | None:
+    if settings.oidc_issuer is None:
+        return None
+    # Loaded here: a server whose people sign in by token needs none of its libraries.
+    from collage_server.auth.oidc import Provider
+
+    return Provider(settings, clock=clock)
 
 
 def _alert_threads(app_state: AppState) -> list[BackgroundThread]:

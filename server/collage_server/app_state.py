@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.requests import HTTPConnection
 
@@ -22,12 +23,18 @@ from collage_server.overviews import OverviewKeeper
 from collage_server.settings import Settings
 from collage_server.store import Store
 
+if TYPE_CHECKING:
+    from collage_server.auth.oidc import Provider
+
 __all__ = ["AppState", "app_state_of"]
 
 
 @dataclass(frozen=True, eq=False)
 class AppState:
-    """Everything that a request may need. `decoding`: whoever has it decodes a large body, one at a time."""
+    """Everything that a request may need. `decoding`: whoever has it decodes a large body, one at a time.
+
+    `provider` is None where people sign in by token alone.
+    """
 
     settings: Settings
     store: Store
@@ -47,6 +54,7 @@ class AppState:
     quotas: Quotas
     answers: AnswerCache
     clock: Callable[[], float]
+    provider: Provider | None
 
 
 def app_state_of(connection: HTTPConnection) -> AppState:

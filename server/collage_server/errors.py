@@ -10,6 +10,7 @@ ServerError
 ├── TooLarge              413  a body beyond its limit
 ├── UnsupportedMediaType  415  a content type or encoding that is not spoken here
 ├── Unprocessable         422  well-formed, but a value is not acceptable
+│   └── SignInRefused     422  what a provider says of a person does not open this server
 ├── JournalFull           429  too much waits to be sealed: the same reports may be taken later
 ├── TooManyFailures       429  unknown tokens, again and again from one address
 ├── HeadTooLarge          431  request line and headers beyond their limit
@@ -34,6 +35,7 @@ __all__ = [
     "JournalFull",
     "NotFound",
     "ServerError",
+    "SignInRefused",
     "StoreUnusable",
     "TooLarge",
     "TooManyFailures",
@@ -142,6 +144,12 @@ class Unprocessable(ServerError):
 
     status = 422
     code = "unprocessable"
+
+
+class SignInRefused(Unprocessable):
+    """What a provider says of a person does not open this server: a forged or stale token, no group with a role."""
+
+    code = "sign_in_refused"
 
 
 class JournalFull(ServerError):

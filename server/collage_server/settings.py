@@ -13,14 +13,22 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
-from collage_monitor.local import LOOPBACK_HOSTS, SERVER_PORT, data_folder
+from collage_monitor import wire
+from collage_monitor.local import LOOPBACK_HOSTS, SERVER_PORT, data_folder, is_loopback
 from collage_monitor.settings import SettingsError, WebAddress, kinds_of, masked, read_setting
 
-__all__ = ["FIXED_LIMITS", "FixedLimits", "Settings", "SettingsError", "settings_from_environment"]
+__all__ = [
+    "FIXED_LIMITS",
+    "FixedLimits",
+    "Settings",
+    "SettingsError",
+    "grants_by_group",
+    "settings_from_environment",
+]
 
 _PREFIX = "COLLAGE_SERVER_"
 _NOT_OURS = "COLLAGE_SERVER_URL"
-_SECRET = frozenset({"token", "alert_webhook", "alert_slack", "alert_smtp"})
+_SECRET = frozenset({"token", "alert_webhook", "alert_slack", "alert_smtp", "oidc_client_secret"})
 _LEAST_BITS: Final = 72
 _Flag = Annotated[bool, Meta(description="yes or no; set 1 or 0")]
 _Count = Annotated[int, Meta(gt=0, description="a positive whole number; unset it for the default")]
@@ -57,6 +65,17 @@ _Alerts = Annotated[
     Meta(description="one that it knows; set one of off, default, info, warning, critical"),
 ]
 _Names = Annotated[tuple[str, ...], Meta(description="names with commas between them, as box.lan,10.0.0.7")]
+_Word = Annotated[str, Meta(pattern=r"^[!-~]+\Z", description="one word of ASCII characters, without white space")]
+_Scopes = Annotated[
+    str,
+    Meta(
+        pattern=r"^([!-~]+ )*openid( [!-~]+)*\Z",
+        description="scopes with single spaces between them, openid among them",
+    ),
+]
+_IdleSeconds = Annotated[
+    float, Meta(ge=300, le=sys.float_info.max, description="at least 300: uses are known to about a minute")
+]
 _LogFormat = Annotated[Literal["text", "json"], Meta(description="one that it knows; set one of text, json")]
 _LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
@@ -101,6 +120,11 @@ class Settings:
     e-mail through `alert_smtp` to `alert_email`, whose first address is the sender, too. Each leads to the
     incident's page, if `dashboard_url` says where people reach the dashboard.
 
+    With `oidc_issuer`, people sign in to the dashboard (at `dashboard_url`) through that provider, where this
+    server is the client `oidc_client_id` with `oidc_client_secret`. `oidc_roles` says what members of which group
+    may (`grants_by_group`). Groups stand in the claim `oidc_groups_claim` of the ID token; `oidc_scopes` ask for
+    it. A session ends after `session_seconds`, and once it was not used for `session_idle_seconds`.
+
     `retention_raw_days` is how long single measured points are kept, `retention_coarse_days` how long points of 16,
     both for good when None; points of 256 always are. `retention_event_days` is how long incidents that have ended,
     events of runs, and silences that are over are kept; what is open always is, and what people wrote.
@@ -137,6 +161,14 @@ class Settings:
     alert_smtp: _MailServer | None = field(default=None, repr=False)
     alert_email: _MailAddresses | None = None
     dashboard_url: WebAddress | None = None
+    oidc_issuer: WebAddress | None = None
+    oidc_client_id: _Word | None = None
+    oidc_client_secret: _Word | None = field(default=None, repr=False)
+    oidc_roles: str | None = None
+    oidc_groups_claim: _Word = "groups"
+    oidc_scopes: _Scopes = "openid profile"
+    session_seconds: _Number = 43_200.0
+    session_idle_seconds: _IdleSeconds = 3_600.0
     log_format: _LogFormat = "text"
     log_level: _LogLevel = "info"
 
@@ -166,6 +198,7 @@ class Settings:
                 f"{'good' if raw is None else f'{raw} days'}; keep them no longer than points of 16, with "
                 f"{_variable('retention_raw_days')}"
             )
+        _check_oidc(self)
 
     @property
     def retention_days(self) -> dict[int, float]:
@@ -182,6 +215,64 @@ class Settings:
 def _most_bits(token: str) -> float:
     """Bits that a token of these characters can hold."""
     return len(token) * math.log2(max(len(set(token)), 1))
+
+
+_FOR_PEOPLE: Final[tuple[wire.Role, ...]] = ("read", "operate", "admin")
+_OIDC: Final = ("oidc_issuer", "oidc_client_id", "oidc_client_secret", "oidc_roles")
+
+
+def grants_by_group(text: str) -> dict[str, list[wire.Grant]]:
+    """What members of each group may, from "admins=admin; team-a=operate:vision,speech; *=read".
+
+    A group may stand there several times; `*` is everybody whom the provider lets in.
+
+    Raises:
+        SettingsError: an entry is not of that form, or nothing is there.
+    """
+    found: dict[str, list[wire.Grant]] = {}
+    for entry in filter(None, map(str.strip, text.split(";"))):
+        # The last one: names of groups in a directory have some, cn=team-a,ou=groups.
+        group, _, given = map(str.strip, entry.rpartition("="))
+        name, colon, listed = map(str.strip, given.partition(":"))
+        projects = [project for project in map(str.strip, listed.split(",")) if project]
+        role = next((known for known in _FOR_PEOPLE if known == name), None)
+        if not group or role is None or bool(colon) != bool(projects) or (role == "admin" and projects):
+            raise SettingsError(
+                f"{_variable('oidc_roles')}: {entry!r} must be GROUP=ROLE, or GROUP=ROLE:PROJECT,PROJECT, with a "
+                f"role of {', '.join(_FOR_PEOPLE)}; admin is for every project, and ingest for tokens alone"
+            )
+        found.setdefault(group, []).append(wire.Grant(role=role, projects=projects or None))
+    if not found:
+        raise SettingsError(f"{_variable('oidc_roles')} gives nobody a role; set it as *=read")
+    return found
+
+
+def _check_oidc(settings: Settings) -> None:
+    """All of it or nothing, and nothing that would let secrets travel readable.
+
+    Raises:
+        SettingsError: which setting is missing or unsafe, and what to set.
+    """
+    stated = [name for name in _OIDC if getattr(settings, name) is not None]
+    if not stated:
+        return
+    for name in (*_OIDC, "dashboard_url"):
+        if getattr(settings, name) is None:
+            raise SettingsError(
+                f"{_variable(stated[0])} is set, but {_variable(name)} is not: set it, too (docs/access.md says to "
+                "what), or unset all that begin with COLLAGE_SERVER_OIDC_"
+            )
+    for name in ("oidc_issuer", "dashboard_url"):
+        address = str(getattr(settings, name))
+        if not address.lower().startswith("https:") and not is_loopback(address):
+            raise SettingsError(
+                f"{_variable(name)}={address!r} must be an https:// address: plain http shows who signs in"
+            )
+    if settings.no_auth:
+        raise SettingsError(
+            f"{_variable(stated[0])} lets people sign in, and --no-auth asks nobody to; leave one of them out"
+        )
+    grants_by_group(str(settings.oidc_roles))
 
 
 _KINDS: Final = kinds_of(Settings)

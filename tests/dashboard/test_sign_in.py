@@ -37,9 +37,19 @@ def tokens():
     return Tokens()
 
 
+def own_client():
+    """The dashboard's own: it asks whether people may sign in through a provider, and for nothing else."""
+
+    def answer(request):
+        assert (request.method, request.url.path) == ("GET", "/api/v1/sign-in")
+        return httpx.Response(200, json={"provider": None})
+
+    return Client("http://127.0.0.1:7420", transport=httpx.MockTransport(answer))
+
+
 @pytest.fixture
 def server(tokens):
-    return create_dashboard(lambda: pytest.fail("the dashboard's own token"), sign_in=tokens.client).server
+    return create_dashboard(own_client, sign_in=tokens.client).server
 
 
 def sign_in(server, token, **more):
@@ -47,9 +57,9 @@ def sign_in(server, token, **more):
     return browser, browser.post("/sign-in", data={"token": token, **more})
 
 
-def layout(browser, path="/"):
-    """What the routing callback shows."""
-    body = {
+def routing(path="/"):
+    """What the application asks for to show a page."""
+    return {
         "output": "page.children",
         "outputs": {"id": "page", "property": "children"},
         "inputs": [
@@ -59,7 +69,11 @@ def layout(browser, path="/"):
         "state": [{"id": "address", "property": "search", "value": ""}],
         "changedPropIds": ["address.pathname"],
     }
-    return browser.post("/_dash-update-component", json=body)
+
+
+def layout(browser, path="/"):
+    """What the routing callback shows."""
+    return browser.post("/_dash-update-component", json=routing(path))
 
 
 @pytest.mark.parametrize("path", ["/", "/run/run-of-ada?tab=about", "/incidents"])

@@ -13,6 +13,7 @@ before = threading.active_count(), len(logging.root.handlers)
 import collage_server.app, collage_server.command.serve, collage_server.exposition
 assert (threading.active_count(), len(logging.root.handlers)) == before
 assert "torch" not in sys.modules and "dash" not in sys.modules
+assert not {"authlib", "cryptography", "httpx2", "joserfc"} & set(sys.modules)  # A server without a provider.
 import prometheus_client
 names = [family.name for family in prometheus_client.REGISTRY.collect()]
 assert not [name for name in names if name.startswith("collage")], names

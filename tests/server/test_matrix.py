@@ -1,7 +1,11 @@
-"""Every route with every role: no token, the wrong project, the right one. The expectation is written out here."""
+"""Every route with every role: no token, the wrong project, the right one. The expectation is written out here.
+
+All of it again with sessions of people who signed in through a provider.
+"""
 
 from __future__ import annotations
 
+import secrets as random
 from pathlib import Path
 
 import pytest
@@ -10,10 +14,12 @@ from collage_server.store import NewIncident
 from collage_server.store.runs.incidents import incident_id_of
 
 from collage_monitor import wire
+from tests import provider as providers
 from tests.server.conftest import NOW
 from tests.server.guarded import PROJECTS, guarded_server
 from tests.server.samples import report, stream_create
 
+pytestmark = providers.MARK
 ROOT = Path(__file__).parents[2]
 EVERYONE = {"ingest", "read", "operate", "admin"}
 SENDERS = {"ingest", "operate", "admin"}
@@ -25,6 +31,11 @@ ALLOWED: dict[str, set[str] | None] = {
     "GET /openapi.json": None,
     "GET /": None,
     "GET /runs/{run_id}": None,
+    "GET /api/v1/sign-in": None,
+    "POST /api/v1/back-channel-log-out": None,
+    "POST /api/v1/sign-in": READERS,
+    "POST /api/v1/sessions": READERS,
+    "POST /api/v1/sign-out": EVERYONE,
     "GET /metrics": READERS,
     "GET /api/v1/metrics-catalogue": EVERYONE,
     "GET /api/v1/alerts-catalogue": EVERYONE,
@@ -72,6 +83,10 @@ QUERIES = {
     "run-groups": "by=strategy",
 }
 BODIES = {
+    "back-channel-log-out": None,
+    "sign-in": None,
+    "sessions": None,
+    "sign-out": None,
     "runs": wire.RunCreate(run_id="fresh"),
     "attempts": wire.AttemptCreate(launch_id="again", first_step=5),
     "streams": stream_create("mine-1-other", "mine-1-launch", rank=1),
@@ -116,9 +131,54 @@ def request_of(route):
     return method, path, BODIES[last] if method == "POST" else None
 
 
+PEOPLE = {
+    ("read", "mine"): ["mine-read"],
+    ("read", "theirs"): ["theirs-read"],
+    ("operate", "mine"): ["mine-operate"],
+    ("operate", "theirs"): ["theirs-operate"],
+    ("admin", "mine"): ["admins"],
+    ("several", "both"): ["all-read", "mine-operate"],
+}
+"""Role and project → groups of a person who has it."""
+OIDC_ROLES = (
+    "mine-read=read:mine; theirs-read=read:theirs; mine-operate=operate:mine; theirs-operate=operate:theirs; "
+    "admins=admin; all-read=read"
+)
+
+
+def ask(guarded, provider, route, secret, path=None, message=None):
+    """Send a request; what counts once is made anew for each."""
+    method, default, body = request_of(route)
+    path, message = path or default, message or body
+    if route == "POST /api/v1/sessions":
+        message = signing_in(guarded, provider, "read-mine")
+    if route == "POST /api/v1/back-channel-log-out":
+        token = provider.signed(provider.log_out_claims(sub="nobody here", jti=random.token_hex(8)))
+        headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+        return guarded.client.post(path, data={"logout_token": token}, headers=headers)
+    return guarded.ask(method, path, secret, message)
+
+
+def signing_in(guarded, provider, person):
+    """What a dashboard sends when this person comes back from the provider."""
+    begun = wire.decode_message(guarded.ask("POST", "/api/v1/sign-in").content, wire.SignInRequest, wire.JSON)
+    code = provider.code(begun.authorization_url, person)
+    return wire.SignInFinish(code=code, code_verifier=begun.code_verifier, nonce=begun.nonce)
+
+
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory):
-    with guarded_server(tmp_path_factory.mktemp("matrix")) as opened:
+def provider():
+    with providers.running_provider() as running:
+        for (role, project), groups in PEOPLE.items():
+            running.person(f"{role}-{project}", groups)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory, provider):
+    settings = provider.settings(oidc_roles=OIDC_ROLES)
+    with guarded_server(tmp_path_factory.mktemp("matrix"), **settings) as opened:
+        provider.clock = opened.clock
         for project in PROJECTS:
             opened.fill(project, f"{project}-1")
         opened.app.state.collage.store.incidents.fire(FIRING, FIRING.started_at)
@@ -132,6 +192,26 @@ def secrets(guarded):
     return found | {("admin", "mine"): guarded.token("admin")[0]}
 
 
+@pytest.fixture
+def session(guarded, provider, sessions):
+    """(role, project) → secret of a session; a new one where the last has ended."""
+
+    def secret_of(role, project):
+        known = sessions.get((role, project))
+        if known is None or guarded.ask("GET", "/api/v1/metrics-catalogue", known).status_code != 200:
+            finish = signing_in(guarded, provider, f"{role}-{project}")
+            answer = guarded.ask("POST", "/api/v1/sessions", message=finish)
+            known = sessions[role, project] = answer.json()["secret"]
+        return known
+
+    return secret_of
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    return {}
+
+
 def test_every_route_has_a_row(guarded):
     described = {
         f"{method.upper()} {path}"
@@ -143,23 +223,32 @@ def test_every_route_has_a_row(guarded):
 
 
 @pytest.mark.parametrize("route", ALLOWED)
-def test_without_a_token(guarded, route):
-    method, path, message = request_of(route)
-    answer = guarded.ask(method, path, None, message)
+def test_without_a_token(guarded, provider, route):
+    answer = ask(guarded, provider, route, None)
     assert answer.status_code == (200 if ALLOWED[route] is None else 401)
 
 
 @pytest.mark.parametrize("role", sorted(EVERYONE))
 @pytest.mark.parametrize("route", ALLOWED)
-def test_with_a_token_of_the_project(guarded, secrets, route, role, request):
-    method, path, message = request_of(route)
+def test_with_a_token_of_the_project(guarded, provider, secrets, route, role):
+    check_within(guarded, provider, route, role, secrets[role, "mine"])
+
+
+@pytest.mark.parametrize("role", sorted(EVERYONE - {"ingest"}))
+@pytest.mark.parametrize("route", ALLOWED)
+def test_with_a_session_of_the_project(guarded, provider, session, route, role):
+    check_within(guarded, provider, route, role, session(role, "mine"))
+
+
+def check_within(guarded, provider, route, role, secret):
+    _, path, _ = request_of(route)
     if route == "DELETE /api/v1/runs/{run_id}":
-        doomed = f"mine-{role}"
+        doomed = f"mine-{role}-{random.token_hex(4)}"
         guarded.fill("mine", doomed)
         path = f"/api/v1/runs/{doomed}"
     if route == "DELETE /api/v1/tokens/{token_id}":
         path = f"/api/v1/tokens/{guarded.token('read', ['mine'])[1].token_id}"
-    answer = guarded.ask(method, path, secrets[role, "mine"], message)
+    answer = ask(guarded, provider, route, secret, path)
     allowed = ALLOWED[route]
     if allowed is None or role in allowed:
         assert answer.is_success, (route, role, answer.text)
@@ -168,22 +257,53 @@ def test_with_a_token_of_the_project(guarded, secrets, route, role, request):
         assert answer.json()["error"]["code"] == "forbidden"
 
 
+ABOUT_ONE_PROJECT = [
+    route for route, roles in ALLOWED.items() if roles is not None and ("{" in route or "compare" in route)
+]
+
+
 @pytest.mark.parametrize("role", ["ingest", "operate", "read"])
-@pytest.mark.parametrize(
-    "route",
-    [route for route, roles in ALLOWED.items() if roles is not None and ("{" in route or "compare" in route)],
-)
+@pytest.mark.parametrize("route", ABOUT_ONE_PROJECT)
 def test_with_a_token_of_another_project(guarded, secrets, route, role):
+    check_elsewhere(guarded, route, role, secrets[role, "theirs"])
+
+
+@pytest.mark.parametrize("role", ["operate", "read"])
+@pytest.mark.parametrize("route", ABOUT_ONE_PROJECT)
+def test_with_a_session_of_another_project(guarded, session, route, role):
+    check_elsewhere(guarded, route, role, session(role, "theirs"))
+
+
+def check_elsewhere(guarded, route, role, secret):
     method, path, message = request_of(route)
-    answer = guarded.ask(method, path, secrets[role, "theirs"], message)
+    answer = guarded.ask(method, path, secret, message)
     if role not in (ALLOWED[route] or ()) or "{project}" in route:
         assert answer.status_code == 403, (route, role)
         return
     assert answer.status_code == 404, (route, role)
-    unknown = guarded.ask(method, path.replace("mine-1", "never-seen"), secrets[role, "theirs"], message)
+    unknown = guarded.ask(method, path.replace("mine-1", "never-seen"), secret, message)
     for name in ("code", "field", "limit"):
         assert answer.json()["error"][name] == unknown.json()["error"][name]
     assert answer.json()["error"]["message"].replace("mine-1", "never-seen") == unknown.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("route", [route for route in ALLOWED if "{run_id}" in route or "{stream_id}" in route])
+@pytest.mark.parametrize("project", PROJECTS)
+def test_with_a_session_that_reads_everywhere_and_operates_in_one_project(
+    guarded, provider, session, route, project
+):
+    if route == "DELETE /api/v1/runs/{run_id}":
+        guarded.fill(project, f"{project}-doomed")
+        path = f"/api/v1/runs/{project}-doomed"
+    else:
+        path = request_of(route)[1].replace("mine-1", f"{project}-1")
+    role, allowed = ("operate" if project == "mine" else "read"), ALLOWED[route]
+    answer = ask(guarded, provider, route, session("several", "both"), path)
+    if allowed is None or role in allowed:
+        assert answer.is_success, (route, role, answer.text)
+    else:
+        assert answer.status_code == 403, (route, role)
+        assert f"may not do that in project '{project}', only in mine" in answer.text
 
 
 def test_an_unknown_route_and_a_route_without_a_rule_are_closed(guarded, secrets):

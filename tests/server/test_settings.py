@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from collage_server.command.serve import serve
-from collage_server.settings import Settings, SettingsError, settings_from_environment
+from collage_server.settings import Settings, SettingsError, grants_by_group, settings_from_environment
 
+from collage_monitor import wire
 from tests.server.guarded import OWN
 
 ROOT = Path(__file__).parents[2]
@@ -148,3 +149,89 @@ def test_an_address_is_refused_without_the_password_in_it():
     with pytest.raises(SettingsError, match="must be an http:// or https:// address") as refused:
         settings_from_environment({**BASE, "COLLAGE_SERVER_DASHBOARD_URL": "http://me:hush@box.lan"})
     assert "hush" not in str(refused.value)
+
+
+OIDC = {
+    "OIDC_ISSUER": "https://login.example/realms/team",
+    "OIDC_CLIENT_ID": "collage",
+    "OIDC_CLIENT_SECRET": "hush-hush",
+    "OIDC_ROLES": "ml-admins=admin; team-a=operate:vision,speech; everyone=read",
+    "DASHBOARD_URL": "https://monitor.example:7421",
+}
+
+
+def with_oidc(but=(), **other):
+    stated = {name: value for name, value in OIDC.items() if name not in but} | other
+    return settings_from_environment(
+        {**BASE, **{f"COLLAGE_SERVER_{name}": value for name, value in stated.items()}}
+    )
+
+
+def test_a_provider_is_stated_as_a_whole_and_its_secret_is_not_shown():
+    settings = with_oidc()
+    assert settings.masked()["oidc_client_secret"] == "***"
+    assert "hush" not in repr(settings)
+    assert grants_by_group(settings.oidc_roles or "") == {
+        "ml-admins": [wire.Grant(role="admin")],
+        "team-a": [wire.Grant(role="operate", projects=["vision", "speech"])],
+        "everyone": [wire.Grant(role="read")],
+    }
+
+
+@pytest.mark.parametrize("missing", OIDC)
+def test_half_a_provider_is_refused_and_what_is_missing_is_named(missing):
+    with pytest.raises(SettingsError, match=f"COLLAGE_SERVER_{missing} is not: set it, too"):
+        with_oidc(but=(missing,))
+
+
+@pytest.mark.parametrize("alone", [name for name in OIDC if name != "DASHBOARD_URL"])
+def test_one_setting_of_a_provider_is_refused_alone(alone):
+    with pytest.raises(SettingsError, match=f"COLLAGE_SERVER_{alone} is set, but COLLAGE_SERVER_OIDC_.* is not"):
+        with_oidc(but=[name for name in OIDC if name != alone])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("OIDC_ISSUER", "http://login.example", "OIDC_ISSUER='http://login.example' must be an https:// address"),
+        ("OIDC_ISSUER", "login.example", "OIDC_ISSUER='login.example' must be an http:// or https:// address"),
+        ("DASHBOARD_URL", "http://monitor.example", "DASHBOARD_URL='http://monitor.example' must be an https://"),
+        ("NO_AUTH", "1", "--no-auth asks nobody to"),
+        ("OIDC_CLIENT_SECRET", "", "COLLAGE_SERVER_OIDC_CLIENT_SECRET must be one word"),
+        ("OIDC_CLIENT_SECRET", "two words", "COLLAGE_SERVER_OIDC_CLIENT_SECRET must be one word"),
+        ("OIDC_SCOPES", "profile", "openid among them"),
+        ("OIDC_SCOPES", "openid,profile", "openid among them"),
+        ("SESSION_IDLE_SECONDS", "60", "at least 300"),
+        ("SESSION_SECONDS", "0", "positive and finite"),
+        ("OIDC_ROLES", "", "gives nobody a role; set it as"),
+        ("OIDC_ROLES", " ; ", "gives nobody a role; set it as"),
+        ("OIDC_ROLES", "team-a", "'team-a' must be GROUP=ROLE"),
+        ("OIDC_ROLES", "a=read; =read", "'=read' must be GROUP=ROLE"),
+        ("OIDC_ROLES", "a=write", "with a role of read, operate, admin"),
+        ("OIDC_ROLES", "a=ingest", "ingest for tokens alone"),
+        ("OIDC_ROLES", "a=admin:vision", "admin is for every project"),
+        ("OIDC_ROLES", "a=read:", "'a=read:' must be GROUP=ROLE"),
+        ("OIDC_ROLES", "a=read:,", "'a=read:,' must be GROUP=ROLE"),
+    ],
+)
+def test_a_provider_that_is_stated_badly_is_refused(name, value, message):
+    with pytest.raises(SettingsError) as refused:
+        with_oidc(**{name: value})
+    assert message in str(refused.value)
+    assert "two words" not in str(refused.value)
+
+
+def test_this_machine_may_do_without_tls():
+    """For trying it out: nobody is between."""
+    settings = with_oidc(OIDC_ISSUER="http://localhost:8080/realms/a", DASHBOARD_URL="http://127.0.0.1:7421")
+    assert settings.oidc_issuer == "http://localhost:8080/realms/a"
+
+
+def test_a_group_of_a_directory_has_equals_signs_and_may_stand_twice():
+    text = "cn=a,ou=groups=read:vision; cn=a,ou=groups = operate : speech ;"
+    assert grants_by_group(text) == {
+        "cn=a,ou=groups": [
+            wire.Grant(role="read", projects=["vision"]),
+            wire.Grant(role="operate", projects=["speech"]),
+        ]
+    }

@@ -169,6 +169,15 @@ class AverageFinder:
     def _going_on(self) -> Iterator[bool]:
         return (handle is not None and not handle.removed for handle in self._handles.values())
 
+    def end(self) -> None:
+        """Watch no average any more, and look for none until a model is watched again."""
+        for handle in (*self._handles.values(), *(ref() for ref in self._loose)):
+            if handle is not None:
+                handle.remove()
+        self._handles.clear()
+        self._loose, self._watches = [], []
+        self.unwrap()
+
     def unwrap(self) -> None:
         """Give the classes their own methods back."""
         for (owner, method), original in self._wrapped.items():

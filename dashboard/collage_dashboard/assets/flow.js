@@ -10,6 +10,7 @@
   let clock = null;
   let due = false;
   let paused = false;
+  let leaving = false;
   let walkedTo = null;
   let ticks = 0;
   const answered = JSON.parse(document.getElementById("answers")?.textContent || "{}");
@@ -35,7 +36,7 @@
 
   // The session is over: opened anew, the page asks who is there, and until then the application is told nothing.
   function openAnew() {
-    window.location.reload();
+    if (!leaving) window.location.reload();
     return new Promise(() => {});
   }
 
@@ -87,6 +88,8 @@
 
   window.collageFlow = { isDue: () => due, toggle };
   document.addEventListener("visibilitychange", () => due && tick());
+  // Who signs out goes where the answer leads, although what the page still asks for is refused meanwhile.
+  document.addEventListener("submit", (event) => (leaving = event.target.getAttribute("action") === "/sign-out"));
   window.addEventListener("popstate", () => (walkedTo = window.location.search));
 
   // Paused, a page asks only for what its reader chooses.

@@ -1,16 +1,19 @@
-"""What administrators do: tokens made and revoked, each with its entry in the audit log."""
+"""Tokens made and revoked, and sessions of people begun and ended, each with its entry in the audit log."""
 
 from __future__ import annotations
 
 import secrets
 from typing import Any, Final
 
-from collage_monitor import wire
-from collage_server.auth.principals import digest_of, new_secret
-from collage_server.errors import Unprocessable
-from collage_server.store import AccessStore
+import msgspec
 
-__all__ = ["create_token", "new_audit_log_entry", "revoke_token"]
+from collage_monitor import wire
+from collage_server.auth.principals import Person, digest_of, new_secret
+from collage_server.errors import Unprocessable
+from collage_server.settings import Settings
+from collage_server.store import AccessStore, LogOut
+
+__all__ = ["create_token", "end_session", "end_sessions", "new_audit_log_entry", "open_session", "revoke_token"]
 
 _ID_BYTES: Final = 8
 
@@ -58,3 +61,43 @@ def revoke_token(store: AccessStore, token_id: str, now: float, actor: str, **as
     """
     entry = new_audit_log_entry(now, actor, "token.revoke", token_id, **asked)
     return store.revoke_token(token_id, now, [entry])
+
+
+def open_session(
+    store: AccessStore, person: Person, settings: Settings, now: float, actor: str, **asked: Any
+) -> wire.TokenCreated:
+    """Begin the session of a person: a token with an end. `asked` may give request_id and client."""
+    secret = new_secret()
+    first, *also = person.grants
+    session = wire.Token(
+        token_id=secrets.token_hex(_ID_BYTES),
+        name=person.name,
+        role=first.role,
+        projects=first.projects,
+        also=also,
+        subject=person.subject,
+        created_at=now,
+        created_by=actor,
+        expires_at=now + settings.session_seconds,
+        idle_seconds=settings.session_idle_seconds,
+    )
+    details = {"name": person.name, "subject": person.subject, "grants": msgspec.to_builtins(person.grants)}
+    entry = new_audit_log_entry(now, actor, "session.begin", session.token_id, details=details, **asked)
+    store.add_token(session, digest_of(secret), [entry], person.provider_session)
+    return wire.TokenCreated(token=session, secret=secret)
+
+
+def end_session(store: AccessStore, token_id: str, now: float, **asked: Any) -> None:
+    """End the session of somebody who signs out. `asked` may give request_id and client."""
+    store.revoke_token(token_id, now, [new_audit_log_entry(now, token_id, "session.end", token_id, **asked)])
+
+
+def end_sessions(store: AccessStore, log_out: LogOut, now: float, **asked: Any) -> None:
+    """End the sessions that a provider's log-out token is about. `asked` may give request_id and client.
+
+    Raises:
+        BadRequest: this log-out token was taken before.
+    """
+    store.end_sessions(
+        log_out, now, lambda token_id: new_audit_log_entry(now, "oidc-provider", "session.end", token_id, **asked)
+    )

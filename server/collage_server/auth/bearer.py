@@ -94,11 +94,12 @@ class AccessPolicy:
                 raise NotFound(f"{method} {path}: not found; GET /openapi.json lists the routes")
             return principal
         capability, ids = rule
-        if not principal.may(capability):
+        narrowed = principal.narrowed(capability)
+        if narrowed is None:
             raise Forbidden(_refusal(principal, capability, method, path), field="Authorization")
-        if principal.projects is not None:
-            await self._check_projects(principal, ids, query)
-        return principal
+        if narrowed.projects is not None:
+            await self._check_projects(narrowed, principal.narrowed("any") or narrowed, ids, query)
+        return narrowed
 
     async def project_of(self, method: str, path: str) -> str | None:
         """The project that a request is about, as far as its path tells; None where nothing has such an id."""
@@ -141,7 +142,10 @@ class AccessPolicy:
             )
         return principal
 
-    async def _check_projects(self, principal: Principal, ids: dict[str, str], query: bytes) -> None:
+    async def _check_projects(
+        self, principal: Principal, anywhere: Principal, ids: dict[str, str], query: bytes
+    ) -> None:
+        """`principal` is who may do this, `anywhere` the same with all projects of which they may know."""
         if "project" in ids and not principal.owns(ids["project"]):
             raise Forbidden(
                 f"this token is not for project {ids['project']!r}; it is for "
@@ -156,12 +160,14 @@ class AccessPolicy:
         if "run_id" in ids:
             asked.append(ids["run_id"])
         for run_id in dict.fromkeys(asked):
-            if not principal.owns(await self._owner("run", run_id, self._store.project_of)):
-                raise unknown_run(run_id)
+            project = await self._owner("run", run_id, self._store.project_of)
+            if not principal.owns(project):
+                raise _out_of_reach(principal, anywhere, project, unknown_run(run_id))
         if "stream_id" in ids:
             stream_id = ids["stream_id"]
-            if not principal.owns(await self._owner("stream", stream_id, self._store.project_of_stream)):
-                raise unknown_stream(stream_id)
+            project = await self._owner("stream", stream_id, self._store.project_of_stream)
+            if not principal.owns(project):
+                raise _out_of_reach(principal, anywhere, project, unknown_stream(stream_id))
 
     async def _owner(self, kind: str, name: str, ask: Callable[[str], str | None]) -> str | None:
         known = self._owners.get((kind, name))
@@ -175,6 +181,16 @@ class AccessPolicy:
 def _refusal(principal: Principal, capability: Capability, method: str, path: str) -> str:
     allowed = [role for role in ROLES if capability in GRANTS[role]]
     return f"a token of role {principal.role!r} may not {method} {path}; use one of role {' or '.join(allowed)}"
+
+
+def _out_of_reach(
+    principal: Principal, anywhere: Principal, project: str | None, unknown: NotFound
+) -> NotFound | Forbidden:
+    """As if there were no such thing, unless the asker may know of its project, and do this in others alone."""
+    if project is None or not anywhere.owns(project):
+        return unknown
+    able = ", ".join(sorted(principal.projects or ()))
+    return Forbidden(f"this session may not do that in project {project!r}, only in {able}", field="project")
 
 
 def _check_origin(headers: Mapping[bytes, bytes]) -> None:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Final
 
@@ -17,7 +17,7 @@ from collage_server.auth.roles import GRANTS, Capability
 from collage_server.errors import Busy
 from collage_server.store import AccessStore
 
-__all__ = ["LOOPBACK", "Principal", "SERVER_TOKEN", "TokenDirectory", "digest_of", "new_secret"]
+__all__ = ["LOOPBACK", "Person", "Principal", "SERVER_TOKEN", "TokenDirectory", "digest_of", "new_secret"]
 
 _LOG: Final = logging.getLogger(__name__)
 _PREFIX: Final = "collage_"
@@ -29,19 +29,52 @@ _NOTE_SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class Principal:
-    """Who a request comes from. `projects` None is every project; `actor` is what the audit log says."""
+    """Who a request comes from. `projects` None is every project; `actor` is what the audit log says.
+
+    `also` grants more roles elsewhere. A route sees the principal as `narrowed` to what it needs.
+    """
 
     actor: str
     role: wire.Role
     projects: frozenset[str] | None = None
+    also: tuple[wire.Grant, ...] = ()
+    is_session: bool = False
 
     def may(self, capability: Capability) -> bool:
         """Whether this role grants it."""
         return capability == "open" or capability in GRANTS[self.role]
 
+    def narrowed(self, capability: Capability) -> Principal | None:
+        """This principal where a grant allows it: those projects, the least of those roles; None if none does."""
+        if not self.also:
+            return self if self.may(capability) else None
+        own = wire.Grant(role=self.role, projects=None if self.projects is None else sorted(self.projects))
+        allowed = [grant for grant in (own, *self.also) if capability == "open" or capability in GRANTS[grant.role]]
+        if not allowed:
+            return None
+        projects: set[str] | None = set()
+        for grant in allowed:
+            projects = None if projects is None or grant.projects is None else projects | set(grant.projects)
+        return replace(
+            self,
+            role=min((grant.role for grant in allowed), key=wire.ROLES.index),
+            projects=None if projects is None else frozenset(projects),
+            also=(),
+        )
+
     def owns(self, project: str | None) -> bool:
         """Whether this project is within reach; None (an unknown one) is not, unless everything is."""
         return self.projects is None or project in self.projects
+
+
+@dataclass(frozen=True)
+class Person:
+    """Somebody who signed in: the provider's ids of person and session, and what the groups allow here."""
+
+    subject: str
+    name: str
+    grants: tuple[wire.Grant, ...]
+    provider_session: str | None = None
 
 
 LOOPBACK: Final = Principal("loopback", "admin")
@@ -64,6 +97,22 @@ def digest_of(secret: str | bytes) -> bytes:
     return hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A principal behind a token, and the token as the table had it."""
+
+    principal: Principal
+    token: wire.Token
+
+    def is_over(self, now: float, used_at: float) -> bool:
+        """Whether this was a session that has ended by now; `used_at` is its last use in this process."""
+        token = self.token
+        if token.expires_at is not None and now >= token.expires_at:
+            return True
+        last = max(token.last_used_at or 0.0, token.created_at, used_at)
+        return token.idle_seconds is not None and now - last >= token.idle_seconds
+
+
 class TokenDirectory:
     """The valid tokens, read again in the background; used on the event loop only.
 
@@ -83,7 +132,7 @@ class TokenDirectory:
         self._own = None if own is None else digest_of(own)
         self._clock = clock
         self._monotonic = monotonic
-        self._principals: dict[bytes, Principal] = {}
+        self._known: dict[bytes, _Known] = {}
         self._loaded_at = float("-inf")
         self._refreshing: asyncio.Task[None] | None = None
         self._noting: Thread | None = None
@@ -92,7 +141,7 @@ class TokenDirectory:
         self._noted: dict[str, float] = {}
 
     async def principal(self, secret: bytes, *, look_up: bool = True) -> Principal | None:
-        """Who bears this secret; None when it is unknown or revoked.
+        """Who bears this secret; None when it is unknown or revoked, or a session that has ended.
 
         look_up: read the table again for an unknown one.
 
@@ -106,16 +155,20 @@ class TokenDirectory:
             refresh = self._refresh()
             if self._age() > _OLDEST_SECONDS:
                 await asyncio.shield(refresh)
-        found = self._principals.get(digest)
+        found = self._known.get(digest)
         if found is None and look_up and self._age() > _UNKNOWN_REFRESH_SECONDS:
             # It may have been made a moment ago, by another process.
             await asyncio.shield(self._refresh())
-            found = self._principals.get(digest)
+            found = self._known.get(digest)
         if self._age() > _OLDEST_SECONDS:
             raise Busy("the tokens cannot be read now; send this request again later", retry_after_seconds=2)
-        if found is not None:
-            self._uses[found.actor] = self._clock()
-        return found
+        if found is None:
+            return None
+        actor, now = found.principal.actor, self._clock()
+        if found.is_over(now, self._uses.get(actor, 0.0)):
+            return None
+        self._uses[actor] = now
+        return found.principal
 
     def forget(self) -> None:
         """Read the table again before the next request: this process changed it."""
@@ -150,12 +203,7 @@ class TokenDirectory:
             return
         if changes != self._changes:
             return
-        self._principals = {
-            digest: Principal(
-                token.token_id, token.role, None if token.projects is None else frozenset(token.projects)
-            )
-            for digest, token in tokens.items()
-        }
+        self._known = {digest: _Known(_principal(token), token) for digest, token in tokens.items()}
         self._loaded_at = began
         self._note_due()
 
@@ -163,6 +211,10 @@ class TokenDirectory:
         """Write last uses, each at most once a minute, and never in a request's way."""
         now = self._clock()
         due = {actor: at for actor, at in self._uses.items() if now - self._noted.get(actor, 0.0) >= _NOTE_SECONDS}
+        known = {entry.principal.actor for entry in self._known.values()}
+        for over in self._uses.keys() - known - due.keys():
+            del self._uses[over]
+            self._noted.pop(over, None)
         if due and (self._noting is None or not self._noting.is_alive()):
             self._noted |= dict.fromkeys(due, now)
             self._start_noting(due)
@@ -179,3 +231,8 @@ class TokenDirectory:
             self._store.note_uses(uses)
         except Exception as error:
             _LOG.warning("the last use of %d tokens cannot be written: %s", len(uses), error)
+
+
+def _principal(token: wire.Token) -> Principal:
+    projects = None if token.projects is None else frozenset(token.projects)
+    return Principal(token.token_id, token.role, projects, tuple(token.also), token.subject is not None)

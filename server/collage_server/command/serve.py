@@ -56,7 +56,7 @@ def serve(print_settings: bool, as_json: bool, **flags: Any) -> None:
     if print_settings:
         click.echo(json.dumps(settings.masked(), indent=2))
         return
-    configure(settings.log_format, settings.log_level, [settings.token or ""])
+    configure(settings.log_format, settings.log_level, [settings.token or "", settings.oidc_client_secret or ""])
     _share_one_heap()
     if settings.host not in LOOPBACK_HOSTS:
         _LOG.warning(

@@ -206,10 +206,17 @@ def revoke_token(token_id: str, as_json: bool, **place: Any) -> None:
 
 
 def _line(entry: wire.Token) -> str:
-    projects = "all projects" if entry.projects is None else ", ".join(entry.projects)
+    also = "".join(f"; {grant.role}: {_projects(grant.projects)}" for grant in entry.also)
+    projects = _projects(entry.projects) + also
     state = f"revoked {_moment(entry.revoked_at)}" if entry.revoked_at else f"used {_moment(entry.last_used_at)}"
+    if entry.expires_at is not None:
+        state = f"session until {_moment(entry.expires_at)}, {state}"
     about = printable(f"{entry.name}  ({projects})")
     return f"{entry.token_id}  {entry.role:<8}{about}  made {_moment(entry.created_at)}, {state}"
+
+
+def _projects(names: list[str] | None) -> str:
+    return "all projects" if names is None else ", ".join(names)
 
 
 def _moment(seconds: float | None) -> str:

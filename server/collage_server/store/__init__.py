@@ -1,6 +1,6 @@
 """Storage: the only package that uses a database. What the other packages use of it is listed here."""
 
-from collage_server.store.access.tokens import AccessStore
+from collage_server.store.access.tokens import AccessStore, LogOut
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.reading.snapshot import Snapshot
@@ -39,6 +39,7 @@ __all__ = [
     "IncidentQuery",
     "KeptNewest",
     "LatestPoint",
+    "LogOut",
     "NewEvent",
     "NewIncident",
     "NewestPoint",

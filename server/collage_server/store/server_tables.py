@@ -19,10 +19,12 @@ from sqlalchemy import (
 
 from collage_server.store.schema import LONGEST_ID, LONGEST_NAME, metadata
 
-__all__ = ["SERVER_TABLES", "act", "incident", "lease", "metadata", "silence", "token"]
+__all__ = ["SERVER_TABLES", "act", "incident", "lease", "log_out", "metadata", "silence", "token"]
 
 _ID = String(LONGEST_ID)
 _NAME = String(LONGEST_NAME)
+LONGEST_SUBJECT: Final = 255
+"""What OpenID Connect allows for the id of a person."""
 
 token: Final = Table(
     "token",
@@ -36,9 +38,23 @@ token: Final = Table(
     Column("created_by", _ID, nullable=False),
     Column("last_used_at", Double),
     Column("revoked_at", Double),
+    Column("also", Text),
+    Column("subject", String(LONGEST_SUBJECT)),
+    Column("provider_session", String(LONGEST_SUBJECT)),
+    Column("expires_at", Double),
+    Column("idle_seconds", Double),
     UniqueConstraint("digest"),
 )
-"""`digest` is the secret's SHA-256; `projects` a JSON list, null for every project. Revoked tokens stay."""
+"""`digest` is the secret's SHA-256; `projects` a JSON list, null for every project. Revoked tokens stay, but those
+with a `subject`, the sessions of people, go once they have ended. `also` is a JSON list of further grants."""
+
+log_out: Final = Table(
+    "log_out",
+    metadata,
+    Column("digest", LargeBinary(32), primary_key=True),
+    Column("expires_at", Double, nullable=False),
+)
+"""Log-out tokens of the provider that were taken, by the SHA-256 of their id, until they expire."""
 
 act: Final = Table(
     "act",
@@ -106,5 +122,5 @@ lease: Final = Table(
 )
 """Work that one of several servers does: whose it is, until when, and how long it was taken for."""
 
-SERVER_TABLES: Final = (token, act, incident, silence, lease)
+SERVER_TABLES: Final = (token, act, incident, silence, lease, log_out)
 """No run_id leads their keys."""

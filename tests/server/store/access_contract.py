@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from collage_server.auth.administration import create_token, new_audit_log_entry, revoke_token
-from collage_server.auth.principals import digest_of
-from collage_server.errors import NotFound, Unprocessable
-from collage_server.store import ReportGroup, RunQuery
+from collage_server.auth.administration import (
+    create_token,
+    end_session,
+    end_sessions,
+    new_audit_log_entry,
+    open_session,
+    revoke_token,
+)
+from collage_server.auth.principals import Person, digest_of
+from collage_server.errors import BadRequest, NotFound, Unprocessable
+from collage_server.settings import Settings
+from collage_server.store import LogOut, ReportGroup, RunQuery
 from collage_server.store.access.tokens import append_to_audit_log
 from sqlalchemy.exc import IntegrityError
 
@@ -20,6 +29,13 @@ NOW = 1_700_000_000.0
 
 def make(store, role="read", projects=None, now=NOW):
     return create_token(store.access, wire.TokenCreate(name="n", role=role, projects=projects), now, "host")
+
+
+def begin(store, subject, provider_session=None, now=NOW):
+    grants = (wire.Grant(role="read", projects=["p", "q"]), wire.Grant(role="operate", projects=["p"]))
+    person = Person(subject, subject.title(), grants, provider_session)
+    settings = Settings(folder=Path("/data"), no_auth=True)
+    return open_session(store.access, person, settings, now, "dashboard")
 
 
 def fill(store, project, run_id, tags=()):
@@ -55,6 +71,83 @@ class AccessContract:
             "token.create",
             "token.create",
         ]
+
+    def test_a_session_comes_back_as_it_was(self, store):
+        session = begin(store, "ada", "s-1")
+        assert store.access.valid_tokens() == {digest_of(session.secret): session.token}
+        assert store.access.tokens() == [session.token]
+        assert session.token.also == [wire.Grant(role="operate", projects=["p"])]
+        assert (session.token.expires_at, session.token.idle_seconds) == (NOW + 43_200, 3_600)
+
+    def test_sessions_that_are_over_go_with_the_next_and_tokens_stay(self, store):
+        kept = [make(store).token.token_id for _ in range(2)]
+        revoke_token(store.access, kept[0], NOW, "host")
+        ended, running = begin(store, "ada"), begin(store, "bob")
+        end_session(store.access, ended.token.token_id, NOW + 1)
+        third = begin(store, "ada", now=NOW + 2)
+        assert {token.token_id for token in store.access.tokens()} == {
+            *kept,
+            running.token.token_id,
+            third.token.token_id,
+        }
+        fourth = begin(store, "ada", now=NOW + 43_201)
+        assert {token.token_id for token in store.access.tokens()} == {
+            *kept,
+            third.token.token_id,
+            fourth.token.token_id,
+        }
+
+    def test_a_log_out_ends_whose_sessions_it_is_about(self, store):
+        sessions = {
+            name: begin(store, *name.split("-")).token.token_id
+            for name in ("ada-1", "ada-2", "ada", "bob-1", "bob")
+        }
+        make(store)
+
+        def left():
+            valid = {token.token_id for token in store.access.valid_tokens().values()}
+            return {name for name, token_id in sessions.items() if token_id in valid}
+
+        for subject, provider_session, expected in (
+            (None, "2", {"ada-1", "ada", "bob-1", "bob"}),
+            ("bob", "7", {"ada-1", "ada", "bob-1"}),
+            ("carl", None, {"ada-1", "ada", "bob-1"}),
+            ("carl", "1", {"ada-1", "ada", "bob-1"}),
+            ("ada", None, {"bob-1"}),
+        ):
+            log_out = LogOut(digest_of(f"{subject} {provider_session}"), NOW + 60, subject, provider_session)
+            end_sessions(store.access, log_out, NOW + 1)
+            assert left() == expected
+        ended = [entry for entry in store.access.audit_log(None, 100).acts if entry.action == "session.end"]
+        assert {entry.subject for entry in ended} == set(sessions.values()) - {sessions["bob-1"]}
+        assert {entry.actor for entry in ended} == {"oidc-provider"}
+        assert len(store.access.valid_tokens()) == 2
+
+    def test_a_log_out_token_counts_once_until_it_expires(self, store):
+        log_out = LogOut(digest_of("one"), NOW + 60, "ada", None)
+        end_sessions(store.access, log_out, NOW)
+        session = begin(store, "ada")
+        for now in (NOW, NOW + 59):
+            with pytest.raises(BadRequest):
+                end_sessions(store.access, log_out, now)
+        assert list(store.access.valid_tokens()) == [digest_of(session.secret)]
+        other = LogOut(digest_of("two"), NOW + 60, "ada", None)
+        end_sessions(store.access, other, NOW + 59)
+        assert store.access.valid_tokens() == {}
+        end_sessions(store.access, log_out, NOW + 60)
+
+    def test_one_log_out_token_at_several_servers_counts_once(self, store):
+        log_out = LogOut(digest_of("one"), NOW + 60, "ada", None)
+
+        def taken(_):
+            try:
+                end_sessions(store.access, log_out, NOW)
+            except BadRequest:
+                return 0
+            return 1
+
+        with ThreadPoolExecutor(4) as threads:
+            assert sum(threads.map(taken, range(8))) == 1
 
     def test_an_unknown_token_cannot_be_revoked(self, store):
         with pytest.raises(NotFound):

@@ -6,23 +6,40 @@ import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import Connection, Row, bindparam, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
-from collage_server.errors import NotFound, Unprocessable
+from collage_server.errors import BadRequest, NotFound, Unprocessable
 from collage_server.store import schema
 from collage_server.store.rows import from_json, to_json
 from collage_server.store.server_tables import act as ACT
+from collage_server.store.server_tables import log_out as LOG_OUT
 from collage_server.store.server_tables import token as TOKEN
 
-__all__ = ["AccessStore", "append_to_audit_log"]
+__all__ = ["AccessStore", "LogOut", "append_to_audit_log"]
 
 Transaction = Callable[[], AbstractContextManager[Connection]]
 _CLIENT: Final = "client address"
-_SHOWN: Final = [column for column in TOKEN.columns if column.name != "digest"]
+_HIDDEN: Final = ("digest", "provider_session")
+_SHOWN: Final = [column for column in TOKEN.columns if column.name not in _HIDDEN]
+
+
+@dataclass(frozen=True)
+class LogOut:
+    """What a provider's log-out token says: which person's sessions end, or which one; at least one of the two.
+
+    `digest` is the SHA-256 of its id, which counts once; it may be forgotten at `expires_at`.
+    """
+
+    digest: bytes
+    expires_at: float
+    subject: str | None
+    provider_session: str | None
 
 
 class AccessStore:
@@ -32,12 +49,26 @@ class AccessStore:
         self._reading = reading
         self._writing = writing
 
-    def add_token(self, token: wire.Token, digest: bytes, audit_entries: Sequence[wire.AuditLogEntry]) -> None:
-        """Keep a new token, and the entry of the audit log that says who made it."""
+    def add_token(
+        self,
+        token: wire.Token,
+        digest: bytes,
+        audit_entries: Sequence[wire.AuditLogEntry],
+        provider_session: str | None = None,
+    ) -> None:
+        """Keep a new token, and the entry of the audit log that says who made it; sessions that have ended go.
+
+        provider_session: the provider's id of the session in which a person signed in.
+        """
         values = msgspec.structs.asdict(token)
         values["projects"] = None if token.projects is None else to_json(token.projects)
+        values["also"] = to_json(token.also) if token.also else None
+        over = or_(TOKEN.c.expires_at <= token.created_at, TOKEN.c.revoked_at <= token.created_at)
         with self._writing() as connection:
-            connection.execute(insert(TOKEN).values(digest=digest, **values))
+            if token.subject is not None:
+                connection.execute(delete(TOKEN).where(TOKEN.c.subject.is_not(None), over))
+            row = {"digest": digest, "provider_session": provider_session, **values}
+            connection.execute(insert(TOKEN).values(**row))
             append_to_audit_log(connection, audit_entries)
 
     def tokens(self) -> list[wire.Token]:
@@ -69,6 +100,33 @@ class AccessStore:
         if row is None:
             raise NotFound(f"no token {token_id!r}; GET /api/v1/tokens lists them", field="token_id")
         return _token(row)
+
+    def end_sessions(
+        self, log_out: LogOut, now: float, audit_entry: Callable[[str], wire.AuditLogEntry]
+    ) -> list[str]:
+        """End the sessions that a provider's log-out token is about, each with its entry; the ids of those ended.
+
+        Raises:
+            BadRequest: this log-out token was taken before.
+        """
+        mine: list[ColumnElement[bool]] = [TOKEN.c.subject.is_not(None), TOKEN.c.revoked_at.is_(None)]
+        if log_out.subject is not None:
+            mine.append(TOKEN.c.subject == log_out.subject)
+        if log_out.provider_session is not None:
+            theirs = TOKEN.c.provider_session
+            # Of a person, those count, too, that began without word of the provider's session.
+            known = theirs == log_out.provider_session
+            mine.append(known if log_out.subject is None else or_(known, theirs.is_(None)))
+        with self._writing() as connection:
+            connection.execute(delete(LOG_OUT).where(LOG_OUT.c.expires_at <= now))
+            try:
+                connection.execute(insert(LOG_OUT).values(digest=log_out.digest, expires_at=log_out.expires_at))
+            except IntegrityError as error:
+                raise BadRequest("this log-out token was taken before", field="logout_token") from error
+            ended = list(connection.execute(select(TOKEN.c.token_id).where(*mine)).scalars())
+            connection.execute(update(TOKEN).where(TOKEN.c.token_id.in_(ended)).values(revoked_at=now))
+            append_to_audit_log(connection, [audit_entry(token_id) for token_id in ended])
+        return ended
 
     def note_uses(self, last_used_at: Mapping[str, float]) -> None:
         """Write when tokens were last used; an older time than the known one changes nothing."""
@@ -137,7 +195,10 @@ def _entry_row(entry: wire.AuditLogEntry) -> dict[str, Any]:
 
 def _token(row: Row[Any]) -> wire.Token:
     values = {column.name: getattr(row, column.name) for column in _SHOWN}
-    return wire.Token(**values | {"projects": None if row.projects is None else from_json(row.projects)})
+    also = [] if row.also is None else msgspec.convert(from_json(row.also), list[wire.Grant])
+    return wire.Token(
+        **values | {"projects": None if row.projects is None else from_json(row.projects), "also": also}
+    )
 
 
 def _entry(row: Row[Any]) -> wire.AuditLogEntry:

@@ -1,0 +1,151 @@
+"""Sign-in through a provider at another site, in a real browser: which cookies it brings along decides.
+
+The provider is at localhost and the dashboard at 127.0.0.1: for a browser these are two sites.
+"""
+
+import json
+import secrets
+import time
+
+import httpx
+import pytest
+
+from tests import provider as providers
+from tests.browser.test_layout import serious_violations
+from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.posting import post_run
+from tests.dashboard.test_sign_in import routing
+from tests.ports import command, free_port, running
+from tests.system import chromium
+
+pytestmark = [pytest.mark.browser, providers.MARK]
+STYLES = "https://cdn.jsdelivr.net/"
+"""Where the mock's pages want their looks from."""
+
+
+@pytest.fixture(scope="module")
+def site(served, tmp_path_factory):
+    """(provider, server's address, dashboard's address), each a process or a server of its own."""
+    chromium()
+    folder, port = tmp_path_factory.mktemp("provider"), free_port()
+    address = f"http://127.0.0.1:{port}"
+    with providers.running_provider(address) as provider, pytest.MonkeyPatch.context() as patch:
+        provider.clock = time.time  # The server is another process, and has the machine's clock.
+        provider.person("ada", ["team-a"])
+        provider.person("eve", ["strangers"])
+        for name, value in provider.settings(oidc_roles="team-a=operate:demo").items():
+            patch.setenv(f"COLLAGE_SERVER_{name.upper()}", value)
+        with served(folder) as (server_url, token_file):
+            post_run(server_url, GeneratedRun("plain", "plain", run_id="run-plain"), token_file.read_text().strip())
+            own = ("--server-url", server_url, "--token-file", token_file)
+            arguments = command("dashboard", "--port", port, *own, "--sign-in")
+            with running(arguments, f"{address}/healthz", folder / "dashboard.log"):
+                yield provider, server_url, address
+
+
+@pytest.fixture
+def opened(site, open_page):
+    """A fresh page of the dashboard; at the end only it and the provider may have been asked."""
+    provider, _, address = site
+    watched = open_page(address)
+    watched.page.route(f"{STYLES}**", lambda route: route.fulfill(body=""))
+    yield watched
+    watched.foreign[:] = [url for url in watched.foreign if not url.startswith((provider.url, STYLES))]
+
+
+def has_opened(page):
+    """Until then the page is a picture of itself, on which no button works."""
+    page.locator("#opening").wait_for(state="detached")
+
+
+def sign_in(page, person):
+    page.get_by_role("link", name="Sign in with localhost").click()
+    page.get_by_placeholder("sub").fill(person)
+    page.get_by_role("button", name="Authorize").click()
+
+
+def log_out(site):
+    """The provider ends all that this person has."""
+    provider, server_url, _ = site
+    token = provider.signed(provider.log_out_claims(sub="ada", jti=secrets.token_hex(8)))
+    answer = httpx.post(f"{server_url}/api/v1/back-channel-log-out", data={"logout_token": token}, trust_env=False)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everyone_can_sign_in(site, opened, scheme):
+    page = opened.page
+    page.emulate_media(color_scheme=scheme)
+    page.goto(site[2])
+    page.get_by_role("link", name="Sign in with localhost").wait_for()
+    assert not page.get_by_label("Token").is_visible()
+    assert serious_violations(page) == []
+    page.get_by_text("Sign in with a token").click()
+    page.get_by_label("Token").wait_for()
+    assert serious_violations(page) == []
+
+
+def test_a_link_leads_to_the_provider_and_back_to_its_page_and_out_at_both(site, opened):
+    provider, _, address = site
+    page = opened.page
+    page.goto(f"{address}/run/run-plain?tab=about")
+    sign_in(page, "ada")
+    page.locator(".facts").wait_for()
+    assert page.url == f"{address}/run/run-plain?tab=about"
+    [cookie] = [found for found in page.context.cookies() if found["domain"] == "127.0.0.1"]
+    assert (cookie["name"], cookie["httpOnly"], cookie["sameSite"]) == ("collage_session", True, "Strict")
+    has_opened(page)
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_role("heading", name="End Session").wait_for()
+    assert page.url.startswith(f"{provider.url}/oauth2/end_session?")
+    page.get_by_role("button", name="End session").click()
+    page.get_by_role("link", name="Sign in with localhost").wait_for()
+    assert page.url.startswith(f"{address}/sign-in")
+    page.goto(f"{address}/run/run-plain")
+    page.get_by_role("link", name="Sign in with localhost").wait_for()
+
+
+def test_a_question_that_is_refused_while_somebody_signs_out_does_not_hold_the_sign_out_up(site, opened):
+    page, held = opened.page, []
+    page.goto(site[2])
+    sign_in(page, "ada")
+    page.locator(".run-cell").first.wait_for()
+    has_opened(page)
+    log_out(site)
+    page.route("**/sign-out", lambda route: held.append(route))
+    with page.expect_response("**/_dash-update-component") as refused:
+        page.evaluate(
+            """(body) => {
+                document.querySelector("form[action='/sign-out']").requestSubmit();
+                const headers = { "Content-Type": "application/json" };
+                window.fetch("/_dash-update-component", { method: "POST", headers, body });
+            }""",
+            json.dumps(routing()),
+        )
+    assert refused.value.status == 401
+    held[0].continue_()
+    page.get_by_role("link", name="Sign in with localhost").wait_for()
+    assert page.url == f"{site[2]}/sign-in"
+    opened.complaints[:] = [said for said in opened.complaints if "401" not in said]
+
+
+def test_who_may_not_is_told_why_and_may_try_again(site, opened):
+    page = opened.page
+    page.goto(f"{site[2]}/run/run-plain")
+    sign_in(page, "eve")
+    page.get_by_role("alert").get_by_text("none of the person's groups (strangers) has a role").wait_for()
+    sign_in(page, "ada")
+    page.get_by_text("plain").first.wait_for()
+    assert page.url.startswith(f"{site[2]}/run/run-plain")
+    opened.complaints[:] = [said for said in opened.complaints if "403" not in said]
+
+
+def test_a_session_that_the_provider_ends_leads_to_the_sign_in(site, opened):
+    page = opened.page
+    page.goto(site[2])
+    sign_in(page, "ada")
+    page.locator(".run-cell").first.wait_for()
+    log_out(site)
+    page.get_by_role("link", name="Incidents").click()
+    page.get_by_role("link", name="Sign in with localhost").wait_for()
+    opened.complaints[:] = [said for said in opened.complaints if "401" not in said]
