@@ -145,6 +145,12 @@ def _merge_equal_steps(points: Points) -> Points:
         kept[twice] = np.nan
         return kept
 
+    totals = reduce_shards({key: padded(values) for key, values in points.totals.items()}, axis=0)
+    for key in totals.keys() & points.totals.keys():
+        # Of a point of several steps it is no root of the merged variances: one that nobody shares stays.
+        if split_key(key)[0] == "variance_product_root":
+            of_points = twice.reshape(-1, *[1] * (totals[key].ndim - 1))
+            totals[key] = np.where(of_points, totals[key], points.totals[key][starts])
     return replace(
         points,
         first_steps=np.minimum.reduceat(points.first_steps, starts),
@@ -152,7 +158,7 @@ def _merge_equal_steps(points: Points) -> Points:
         times=np.maximum.reduceat(points.times, starts),
         ranks=np.add.reduceat(points.ranks, starts),
         counts=np.maximum.reduceat(points.counts, starts),
-        totals=reduce_shards({key: padded(values) for key, values in points.totals.items()}, axis=0),
+        totals=totals,
         extremes={key: (alone(low), alone(high)) for key, (low, high) in points.extremes.items()},
     )
 
