@@ -103,7 +103,12 @@ def test_it_ends_cleanly_with_its_log_folded_into_the_database(tmp_path, number)
         assert answer.json() == {"runs": [], "cursor": None}
         process.send_signal(number)
         process.wait(PATIENCE_SECONDS)
-    assert {path.name for path in tmp_path.iterdir()} == {"collage.sqlite", "collage.sqlite-ballast", "token"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "collage.sqlite",
+        "collage.sqlite-ballast",
+        "collage.sqlite-was-here",
+        "token",
+    }
 
 
 def test_print_settings_masks_the_token(tmp_path):

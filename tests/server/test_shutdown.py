@@ -62,7 +62,9 @@ def test_a_server_under_load_drains_and_closes_within_its_deadline(tmp_path):
             assert not sender.is_alive()
     assert set(refused) <= {503}
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"collage.sqlite", "collage.sqlite-ballast"}, "the log was folded into the database"
+    assert left == {"collage.sqlite", "collage.sqlite-ballast", "collage.sqlite-was-here"}, (
+        "the log was folded into the database"
+    )
     with serving(tmp_path, "--no-auth") as (_, client, _):
         streams = client.get("/api/v1/runs/r1/streams").json()["streams"]
         stored = {entry["stream_id"]: entry["reports"] for entry in streams}
