@@ -147,7 +147,7 @@ def measure_all_kinds(store: Store, folder: Path, rounds: int, seed: int) -> lis
     evaluator = AlertEvaluator(
         store, lambda: exposition.samples(app_state), enabled_alerts(), clock=app_state.clock, interval_seconds=15.0
     )
-    # Reports that name statistics are judged; what fires at once, from a first round, is kept then.
+    # What fires in the first round is stored in it.
     evaluator.do_due_work()
     _, seconds = beside(lambda: None, evaluator.do_due_work, rounds)
     what = f"{RUNS} runs that measure, {RUNS} that only log, {EMPTY_RUNS} empty"

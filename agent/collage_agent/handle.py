@@ -149,7 +149,7 @@ class Watch:
             return None
         for other in known:
             other.remove()
-        self._assembly.averages.append(average)
+        self._assembly.averages = [average]
         return self._governor
 
     @property

@@ -197,6 +197,9 @@ class Breach(Struct, kw_only=True, frozen=True):
         return f"{self.text}, at step {self.step:,}"
 
 
+LossKind = Literal["masters", "residuals", "averages", "count", "counter"]
+
+
 class ResumeLoss(Struct, kw_only=True, frozen=True):
     """What an optimizer had lost at the first step of a launch, or after states were loaded.
 
@@ -204,7 +207,7 @@ class ResumeLoss(Struct, kw_only=True, frozen=True):
     hold its count. `lasting`: it goes on; what is not lasting was lost once.
     """
 
-    kind: Literal["masters", "residuals", "averages", "count", "counter"]
+    kind: LossKind
     text: Text
     step: Index
     lasting: bool = False

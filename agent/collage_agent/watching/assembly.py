@@ -186,8 +186,8 @@ class Assembly:
     def _held_to(self, contract: Contract, layout: Layout, step: int, table: Table[Tensor]) -> Layout:
         """The step beside what is expected; the layout, made anew where it now has to tell of a breach."""
         if self._looked_at is not layout:
-            contract.look_at(layout.watch, step)
-        contract.measured(Measurement(layout, step, 0.0, table.array))
+            contract.look_at(layout, step)
+        contract.measured(table.array, step)
         self._looked_at = self._current_layout()
         return self._looked_at
 

@@ -225,12 +225,6 @@ class AverageWatch:
             yield "note: not reported: its model is not watched, or has another average that is"
 
     @property
-    def _is_due(self) -> bool:
-        """Whether the next update is measured: the last one ahead of a measured step, and the first of all."""
-        interval = self._every << (self._governor.doublings if self._governor is not None else 0)
-        return self._updates == 0 or (self._updates + 2) % interval == 0
-
-    @property
     def _goes_on(self) -> bool:
         return self._meter is not None and not self._guard.disabled
 

@@ -11,7 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from collage_agent.expectations import BOUNDS, BREACH_EXIT_STATUS, ExpectationBroken, Expectations, OnBreach
-from collage_agent.measurement import Measurement
+from collage_agent.measurement import Layout
 from collage_monitor import wire
+from collage_monitor.judgement import RECENT_STEPS
 from collage_monitor.statistics import (
     finish,
     has_interval,
@@ -34,7 +35,6 @@ from collage_monitor.strategies import STRATEGIES
 __all__ = ["Contract"]
 
 _LOG = logging.getLogger("collage_agent")
-_RECENT_STEPS: Final = 32
 
 
 class Contract:
@@ -49,8 +49,9 @@ class Contract:
         self._window = f"lost_window_ratio/{max(windows)}" if windows else None
         self._broken: dict[str, wire.Breach] = {}
         self._told = 0
-        self._recent: deque[dict[str, NDArray[np.float64]]] = deque(maxlen=_RECENT_STEPS)
+        self._recent: deque[dict[str, NDArray[np.float64]]] = deque(maxlen=RECENT_STEPS)
         self._late: list[tuple[int, list[str], Callable[[], NDArray[np.float64]]]] = []
+        self._rows: dict[str, int] = {}
         self._metrics = {bound: key for bound, key in BOUNDS.items() if getattr(expected, bound) is not None}
 
     @property
@@ -58,8 +59,9 @@ class Contract:
         """In order of time, each expectation once."""
         return list(self._broken.values())
 
-    def look_at(self, info: wire.WatchInfo, step: int) -> None:
-        """How weights and states are kept now. Reads no value: synchronises no device."""
+    def look_at(self, layout: Layout, step: int) -> None:
+        """A new layout: how weights and states are kept now, and which rows the bounds need. Reads no value."""
+        info = layout.watch
         for key, text in self._expected.broken_by(info):
             self._note(key, text, step)
         seen, known = info.fingerprint, STRATEGIES.get(info.observed_strategy)
@@ -73,23 +75,25 @@ class Contract:
                 )
             else:
                 self._metrics["max_lost"] = self._window
-
-    def measured(self, measurement: Measurement) -> None:
-        """A measured step's numbers. On the host they are looked at now. On a device the first ones are waited for,
-        once a launch; later ones are looked at when the next step is measured: nothing waits for them."""
         needed = {need for key in self._metrics.values() for need in statistics_for(key)}
-        rows = [row for row, name in enumerate(measurement.layout.statistics) if name in needed]
-        if not rows:
+        self._rows = {name: row for row, name in enumerate(layout.statistics) if name in needed}
+
+    def measured(self, totals: Tensor, step: int) -> None:
+        """A measured step's totals, [statistic][layer] in the layout's order.
+
+        On the host they are looked at now. On a device the first ones are waited for, once a launch; later ones are
+        looked at when the next step is measured: nothing waits for them.
+        """
+        if not self._rows:
             return
-        keys = [measurement.layout.statistics[row] for row in rows]
         first = not self._recent and not self._late
-        chosen = measurement.totals[rows].detach()
-        self._late.append((measurement.step, keys, _later(chosen, wait=first)))
+        chosen = totals[list(self._rows.values())].detach()
+        self._late.append((step, list(self._rows), _later(chosen, wait=first)))
         at_once = first or chosen.device.type == "cpu"
         taken = len(self._late) - (not at_once)
-        for step, names, read in self._late[:taken]:
+        for of_step, names, read in self._late[:taken]:
             self._recent.append(reduce_shards(dict(zip(names, read(), strict=True)), axis=0))
-            self._judge(step)
+            self._judge(of_step)
         del self._late[:taken]
 
     def enforce(self) -> None:

@@ -1,14 +1,14 @@
 """What an optimizer brought along to a launch: whether what it keeps beside its weights came through the resume.
 
 Looked at once around the first measured step of a launch, and again after states were loaded in the middle of one.
-A sample of each tensor is read before the step, and the counters after it: a device is waited for then, and at no
-other step.
+Samples are read before the step, and some counters after it: a device is waited for then, and at no other step.
+Only what holds nothing is read to its end: of what came through whole the first tensors show it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from collage_optim import RESIDUALS_FROM, CollageOptimizer
@@ -31,6 +31,7 @@ _SAMPLED: Final = 4096
 """Elements of each tensor."""
 _FEWEST: Final = 64
 """Elements that speak for the whole."""
+_SOME_COUNTERS: Final = 64
 _FEWEST_STEPS: Final = 2
 """A first step at rate 0 leaves nothing beside a weight."""
 
@@ -40,18 +41,29 @@ def largest_step_count(optimizer: Optimizer) -> int | None:
 
     Synchronises, once, a device on which counts are kept: all of them are read together.
     """
-    states = [state for state in optimizer.state.values() if isinstance(state, Mapping) and state]
-    counts = [state["step"] for state in states if "step" in state]
-    counts += [group["step"] for group in optimizer.param_groups if "step" in group]
+    counts = _counters(optimizer)
     if not counts and getattr(optimizer, "defaults", {}).get("k", 0) == 0:
         # Schedule-free optimizers and D-Adaptation count in a group's `k`, from 0; Ranger's `k` is a period.
         counts = [group["k"] for group in optimizer.param_groups if "k" in group]
-    tensors = [count.max() for count in counts if isinstance(count, Tensor)]
-    known = [int(count) for count in counts if not isinstance(count, Tensor)]
-    if tensors:
-        device = tensors[0].device
-        known.append(int(torch.stack([count.to(device, torch.float64) for count in tensors]).max()))
-    return max(known) if known else None if states else 0
+    if counts:
+        return int(_largest(counts))
+    return None if any(optimizer.state.values()) else 0
+
+
+def _counters(optimizer: Optimizer) -> list[Any]:
+    """All counts of steps, in states and groups, as they are kept."""
+    states = (state for state in optimizer.state.values() if isinstance(state, Mapping))
+    return [holder["step"] for holder in (*states, *optimizer.param_groups) if "step" in holder]
+
+
+def _largest(counts: Sequence[Any]) -> float:
+    """The largest of some counts, tensors of one dtype and device read together."""
+    alike: dict[object, list[Tensor]] = {}
+    for count in counts:
+        if isinstance(count, Tensor):
+            alike.setdefault((count.dtype, count.device), []).append(count if not count.dim() else count.max())
+    read = [float(torch.stack(tensors).max()) for tensors in alike.values()]
+    return max([*read, *(float(count) for count in counts if not isinstance(count, Tensor))])
 
 
 class ResumeCheck:
@@ -59,7 +71,8 @@ class ResumeCheck:
 
     def __init__(self) -> None:
         self.losses: list[wire.ResumeLoss] = []
-        self._counted: list[float] | None = None
+        self._taken: int | None = None
+        self._some: list[float] = []
         self._absent: list[tuple[Tensor, str]] = []
 
     def before(
@@ -72,24 +85,20 @@ class ResumeCheck:
             if (state := optimizer.state.get(entry.parameter)) and entry.stepped
         ]
         counters = _counters(optimizer)
-        self._counted = [float(value) for value in counters]
-        taken = max(self._counted, default=None)
-        found = {
-            **_in_narrow_counters(counters),
-            **_beside_weights(optimizer, kept, taken),
-            **_in_averages(kept, taken),
-        }
-        if "masters" not in found and "residuals" not in found and _has_history(kept, taken):
-            self._absent = list(_absent_beside_weights(kept))
+        taken = self._taken = largest_step_count(optimizer)
+        self._some = list(map(_of_count, _spread(counters)))
+        found = {**_in_narrow_counters(counters), **_in_averages(kept, taken)}
+        if _has_history(kept, taken):
+            beside = _beside_weights(optimizer, kept, taken)
+            self._absent = [] if beside else list(_absent_beside_weights(kept))
+            found |= beside
         for kind, (text, lasting) in found.items():
             self._note(kind, text, step, lasting=lasting)
 
     def after(self, optimizer: Optimizer, step: int) -> None:
         """It has been taken. Synchronises the device."""
-        before, self._counted = self._counted, None
-        now = [float(value) for value in _counters(optimizer)]
-        if before and len(now) == len(before) and max(now) <= max(before) and max(before) > 0:
-            text = f"the step counter stands at {max(before):,.0f} before a step and after it"
+        if self._taken and self._stands_still(optimizer):
+            text = f"the step counter stands at {self._taken:,} before a step and after it"
             self._note("counter", text, step, lasting=True)
         absent, self._absent = self._absent, []
         made = [key for parameter, key in absent if key in optimizer.state.get(parameter, {})]
@@ -100,22 +109,35 @@ class ResumeCheck:
             )
             self._note("masters", text, step, lasting=False)
 
-    def _note(self, kind: LossKind, text: str, step: int, *, lasting: bool) -> None:
+    def _stands_still(self, optimizer: Optimizer) -> bool:
+        """Whether no counter has counted the step. One that a loss scaler skipped is none: a fused optimizer is
+        called for it, too."""
+        skipped = getattr(optimizer, "found_inf", None)
+        if skipped is not None and bool(skipped):
+            return False
+        now = list(map(_of_count, _spread(_counters(optimizer))))
+        if any(after > before for before, after in zip(self._some, now, strict=False)):
+            return False
+        largest = largest_step_count(optimizer)
+        return largest is not None and largest <= (self._taken or 0)
+
+    def _note(self, kind: wire.LossKind, text: str, step: int, *, lasting: bool) -> None:
         if all(loss.kind != kind for loss in self.losses):
             self.losses.append(wire.ResumeLoss(kind=kind, text=text, step=step, lasting=lasting))
 
 
 _Kept = Sequence[tuple[WatchedParameter, Mapping[str, Any], Intent]]
-LossKind = Literal["masters", "residuals", "averages", "count", "counter"]
-_Found = dict[LossKind, tuple[str, bool]]
+_Found = dict[wire.LossKind, tuple[str, bool]]
 """What was lost: the sentence, and whether it goes on."""
 
 
-def _counters(optimizer: Optimizer) -> list[Any]:
-    """All counts of steps, in states and groups, as they are kept."""
-    states = (state for state in optimizer.state.values() if isinstance(state, Mapping))
-    holders: Iterator[Mapping[str, Any]] = (*states, *optimizer.param_groups)  # type: ignore[assignment]
-    return [holder["step"] for holder in holders if isinstance(holder.get("step"), int | float | Tensor)]
+def _spread(counters: Sequence[Any]) -> Sequence[Any]:
+    """A few, from all over: those of layers without a gradient stand still."""
+    return counters[:: max(-(-len(counters) // _SOME_COUNTERS), 1)]
+
+
+def _of_count(count: Any) -> float:
+    return float(count.max() if isinstance(count, Tensor) else count)
 
 
 def _in_narrow_counters(counters: Sequence[Any]) -> _Found:
@@ -130,52 +152,49 @@ def _in_narrow_counters(counters: Sequence[Any]) -> _Found:
     return {}
 
 
-def _beside_weights(optimizer: Optimizer, kept: _Kept, taken: float | None) -> _Found:
-    """Master weights that hold nothing but the weight, and residuals that are 0, though steps were taken."""
-    masters: list[bool] = []
-    residuals: list[bool] = []
+def _beside_weights(optimizer: Optimizer, kept: _Kept, taken: int | None) -> _Found:
+    """Master weights that hold nothing but the weight, or residuals that are 0: all of them, or nothing is said."""
+    names: dict[wire.LossKind, dict[str, None]] = {}
     sampled = 0
-    names: dict[str, None] = {}
     for entry, state, intent in kept:
-        own, weight = intent.composition, local_part(entry.parameter.detach())
-        if weight.dtype.itemsize >= 4 or (own is OURS and _just_converted(optimizer, entry, taken)):
+        own, weight = intent.composition, entry.parameter
+        if own.is_plain or weight.dtype.itemsize >= 4:
             continue
+        if own is OURS and _just_converted(optimizer, entry, taken):
+            continue
+        weight = local_part(weight.detach())
         master, residual = (state.get(key) if key else None for key in (own.master, own.residual))
         if isinstance(master, Tensor) and local_part(master).dtype.itemsize >= 4:
             held, shown = _sample(local_part(master)), _sample(weight)
-            masters.append(torch.equal(held, shown.to(held.dtype)))
-            names[str(own.master)] = None
+            if not torch.equal(held, shown.to(held.dtype)):
+                return {}
+            names.setdefault("masters", {})[str(own.master)] = None
         elif isinstance(residual, Tensor) and not is_quantised(local_part(residual)):
-            residuals.append(_is_zero(local_part(residual)))
-            names[str(own.residual)] = None
+            if not _is_zero(local_part(residual)):
+                return {}
+            names.setdefault("residuals", {})[str(own.residual)] = None
         else:
             continue
         sampled += min(weight.numel(), _SAMPLED)
-    if sampled < _FEWEST or not _has_history(kept, taken):
+    if sampled < _FEWEST or len(names) != 1:
         return {}
-    named, steps = " and ".join(names), "" if not taken else f", {taken:,.0f} steps into the training"
-    if masters and all(masters) and not residuals:
-        text = (
-            f"every master weight ({named}) equalled its 16-bit weight before the first step of this launch"
-            f"{steps}: what they held below is gone"
-        )
-        return {"masters": (text, False)}
-    if residuals and all(residuals) and not masters:
-        text = f"every residual ({named}) was 0 before the first step of this launch{steps}: what they held is gone"
-        return {"residuals": (text, False)}
-    return {}
+    [(kind, named)] = names.items()
+    what = "every master weight equalled its 16-bit weight" if kind == "masters" else "every residual was 0"
+    steps = "" if taken is None else f", {taken:,} steps into the training"
+    text = f"{what} ({' and '.join(named)}) before the first step of this launch{steps}: what they held is gone"
+    return {kind: (text, False)}
 
 
 def _absent_beside_weights(kept: _Kept) -> Iterator[tuple[Tensor, str]]:
     """16-bit weights, and what their optimizer is known to keep beside them and does not hold now."""
     for entry, state, intent in kept:
         own = intent.composition
-        key = own.master or own.residual
-        if own is not OURS and key is not None and key not in state and entry.parameter.dtype.itemsize < 4:
+        key = None if own is OURS else own.master or own.residual
+        if key is not None and key not in state and entry.parameter.dtype.itemsize < 4:
             yield entry.parameter, key
 
 
-def _just_converted(optimizer: Optimizer, entry: WatchedParameter, taken: float | None) -> bool:
+def _just_converted(optimizer: Optimizer, entry: WatchedParameter, taken: int | None) -> bool:
     """Whether our optimizer has taken no step since it began to keep what stands beside the weight."""
     group = optimizer.param_groups[entry.group]
     began = group.get(RESIDUALS_FROM)
@@ -183,20 +202,31 @@ def _just_converted(optimizer: Optimizer, entry: WatchedParameter, taken: float 
     return isinstance(optimizer, CollageOptimizer) and began is not None and steps < _FEWEST_STEPS
 
 
-def _in_averages(kept: _Kept, taken: float | None) -> _Found:
+def _in_averages(kept: _Kept, taken: int | None) -> _Found:
     """Moving averages that are 0 everywhere though steps are counted, and counts of 0 beside averages."""
+    if taken is None or 0 < taken < _FEWEST_STEPS:
+        return {}
     zero: dict[str, bool] = {}
     sampled: dict[str, int] = {}
+    settled: set[object] = set()
     for entry, state, intent in kept:
+        # Once an average is seen to hold something, those of its name in states alike need no look.
+        if (alike := (entry.group, *state)) in settled:
+            continue
+        names = []
         for name, tensors in _averages(entry, state, intent):
-            zero[name] = zero.get(name, True) and all(map(_is_zero, tensors))
-            sampled[name] = sampled.get(name, 0) + min(tensors[0].numel(), _SAMPLED)
-    known = {name: empty for name, empty in zero.items() if sampled[name] >= _FEWEST}
+            names.append(name)
+            if zero.setdefault(name, True):
+                zero[name] = all(map(_is_zero, tensors))
+                sampled[name] = sampled.get(name, 0) + min(tensors[0].numel(), _SAMPLED)
+        if not any(zero[name] for name in names):
+            settled.add(alike)
+    known = {name: empty for name, empty in zero.items() if not empty or sampled[name] >= _FEWEST}
     gone = [name for name, empty in known.items() if empty]
-    if gone and taken is not None and taken >= _FEWEST_STEPS:
+    if gone and taken:
         text = (
             f"{' and '.join(gone)} {'was' if len(gone) == 1 else 'were'} 0 everywhere before the first step of "
-            f"this launch, though {taken:,.0f} steps are counted"
+            f"this launch, though {taken:,} steps are counted"
         )
         return {"averages": (text, False)}
     if taken == 0 and known and not all(known.values()):
@@ -206,7 +236,7 @@ def _in_averages(kept: _Kept, taken: float | None) -> _Found:
     return {}
 
 
-def _has_history(kept: _Kept, taken: float | None) -> bool:
+def _has_history(kept: _Kept, taken: int | None) -> bool:
     """Whether steps were taken before: by the count, or where none is kept by averages that hold something."""
     if taken is not None:
         return taken >= _FEWEST_STEPS

@@ -8,6 +8,8 @@ import io
 import pytest
 import torch
 from collage_agent.handle import watch
+from collage_agent.watching import resume
+from collage_optim import CollageAdamW
 from torch import nn
 
 from tests.keepers.table import steps
@@ -213,3 +215,45 @@ def test_what_is_loaded_in_the_middle_is_looked_at():
     saved.optimizer.load_state_dict(states)
     steps(saved.way, saved.model, saved.visible, saved.optimizer, 23, 24)
     assert [(loss.kind, loss.step) for loss in handle.info.resume_losses] == [("averages", 24)]
+
+
+def test_a_step_that_a_loss_scaler_skips_does_not_make_a_counter_stand_still():
+    """A fused optimizer is called for it; the first steps of a resume often overflow, until the scale settles."""
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step():
+        model(torch.randn(8, 32)).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    handle = watch(model, optimizer, every=1, budget=None)
+    # As torch.amp.GradScaler does where gradients overflowed.
+    vars(optimizer).update(grad_scale=torch.ones(()), found_inf=torch.ones(()))
+    step()
+    assert float(optimizer.state[model.weight]["step"]) == 3.0
+    assert handle.info.resume_losses == []
+
+
+def test_of_what_came_through_whole_the_first_tensors_are_read(monkeypatch):
+    read = []
+    sample = resume._sample
+
+    def noted(tensor):
+        read.append(tensor)
+        return sample(tensor)
+
+    monkeypatch.setattr(resume, "_sample", noted)
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.randn(8, 8).to(BF16) for _ in range(200)])
+    optimizer = CollageAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), strategy="master-weights")
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(8, 8).to(BF16)
+        optimizer.step()
+    handle = watch(model, optimizer, every=1, budget=None)
+    optimizer.step()
+    assert handle.info.resume_losses == []
+    assert len(read) <= 8
