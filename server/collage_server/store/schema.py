@@ -235,7 +235,7 @@ run_newest: Final = Table(
     Column("updated_at", Double, nullable=False),
     Column("reports", BigInteger, nullable=False),
     Column("made_by", _ID, nullable=False),
-    Column("made_at", Double, nullable=False),
+    Column("made_at", Double, nullable=False, server_default="0"),
     Column("point", LargeBinary),
 )
 """Per run, written in the background after its reports: `point`, the newest measured step as msgpack, null where

@@ -96,6 +96,23 @@ def test_chunks_that_tell_ranks_alone_get_the_streams_of_these(store):
     engine.dispose()
 
 
+def test_newest_steps_that_were_kept_without_their_time_are_written_anew(store, tmp_path):
+    """As r0002 made their table at first."""
+    engine = store._connect()
+    with engine.begin() as connection:
+        migrate(connection)
+        connection.execute(text("ALTER TABLE run_newest DROP COLUMN made_at"))
+        row = {"run_id": "r1", "updated_at": 1.0, "reports": 1, "made_by": "older", "point": None}
+        connection.execute(text(f"INSERT INTO run_newest ({', '.join(row)}) VALUES (:{', :'.join(row)})"), row)
+        connection.execute(text("UPDATE alembic_version SET version_num = 'r0003'"))
+    engine.dispose()
+    forward(store)
+    client, clock, app = serving(store, tmp_path)
+    with client:
+        assert "r1" in app.state.collage.store.newest.due(10, "newer")
+        assert Server(client, clock, app).get("/runs/r1/latest", wire.Latest).step is not None
+
+
 @pytest.mark.parametrize("revision", ["0001", "0014"])
 def test_what_is_older_is_refused_and_told_the_way(store, revision):
     engine = store._connect()
