@@ -6,7 +6,7 @@ import pytest
 import torch
 from collage_agent.handle import watch
 from collage_agent.step.gather import BlockLayout
-from collage_agent.step.touched import TouchedRows
+from collage_agent.step.touched_rows import TouchedRows
 from torch import nn
 
 from tests.agent.step.test_measurer import totals_of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from collage_agent.guard import reraise_in_tests
 from collage_agent.stats import casts, classes, counterfactuals, edq, optimizer_state, update_histogram
-from collage_agent.stats.view import MovingAverages, StepView, Sums
+from collage_agent.stats.step_view import MovingAverages, StepView, Sums
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 from collage_monitor.statistics.catalogue import DEFINITIONS, split_key

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collage_agent.stats.blocks import block_sums, flag_counts
 from collage_agent.stats.elements import max_norms, nonfinite, on_host, sum_is_finite, zero_excluded
-from collage_agent.stats.view import Copies, StepView, StoredWeights, Sums, named
+from collage_agent.stats.step_view import Copies, StepView, StoredWeights, Sums, named
 from collage_monitor.table import Table
 
 __all__ = ["cast_block_sums", "is_wider", "largest_magnitude", "measure"]

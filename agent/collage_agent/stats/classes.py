@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.stats.blocks import flag_counts
-from collage_agent.stats.view import StepView, Sums, named
+from collage_agent.stats.step_view import StepView, Sums, named
 from collage_monitor.table import Table
 
 __all__ = ["CLASS_COUNTS", "Flags", "KEYS", "active_elements", "class_counts", "measure"]

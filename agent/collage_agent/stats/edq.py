@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.stats.blocks import block_sums
-from collage_agent.stats.view import ROWS, StepView, Sums, named
+from collage_agent.stats.step_view import ROWS, StepView, Sums, named
 
 __all__ = [
     "EDQ_KEYS",

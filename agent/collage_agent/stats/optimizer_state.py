@@ -12,8 +12,8 @@ from torch import Tensor
 from collage_agent.stats.blocks import block_sums, flag_counts
 from collage_agent.stats.edq import squared_block_sums, squared_difference
 from collage_agent.stats.elements import nonfinite, zero_excluded
+from collage_agent.stats.step_view import MovingAverages, StepView, Sums, named
 from collage_agent.stats.update_histogram import binade_fields, exponent_of, ulp_octave_counts
-from collage_agent.stats.view import MovingAverages, StepView, Sums, named
 from collage_monitor.definitions import HISTOGRAM_LABELS
 
 __all__ = [

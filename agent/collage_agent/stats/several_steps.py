@@ -10,7 +10,7 @@ from torch import Tensor
 from collage_agent.stats.blocks import block_sums
 from collage_agent.stats.edq import squared_block_sums, squared_difference
 from collage_agent.stats.elements import nonfinite, sum_is_finite, zero_excluded
-from collage_agent.stats.view import named
+from collage_agent.stats.step_view import named
 from collage_monitor.table import Table
 
 __all__ = ["ORACLE_SUMS", "WINDOW_SUMS", "oracle_block_sums", "window_block_sums"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.stats.classes import active_elements
-from collage_agent.stats.view import StepView, Sums, named
+from collage_agent.stats.step_view import StepView, Sums, named
 from collage_monitor.definitions import HISTOGRAM_LABELS, HISTOGRAM_OCTAVES
 
 __all__ = ["BINS", "KEYS", "binade_fields", "exponent_of", "measure", "ulp_octave_counts"]

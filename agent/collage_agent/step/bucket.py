@@ -19,7 +19,7 @@ from collage_agent.stats import replicas
 from collage_agent.stats.casts import is_wider, largest_magnitude
 from collage_agent.stats.counterfactuals import fp8_scales
 from collage_agent.stats.optimizer_state import residuals_left
-from collage_agent.stats.view import Copies, StepView, StoredWeights
+from collage_agent.stats.step_view import Copies, StepView, StoredWeights
 from collage_agent.step.gather import BlockLayout, GatheredSample
 from collage_agent.step.layout import (
     StateLayout,

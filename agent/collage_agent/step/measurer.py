@@ -21,7 +21,7 @@ from collage_agent.step.oracle import Oracle
 from collage_agent.step.oracles import Oracles
 from collage_agent.step.plan import Kind, Planner, Signature, step_counter_of
 from collage_agent.step.rotation import ELEMENTS_A_STEP, Rotation, nan_where_skipped
-from collage_agent.step.touched import TouchedBucket
+from collage_agent.step.touched_rows import TouchedBucket
 from collage_agent.step.windows import Windows
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import loss_scaling

@@ -16,7 +16,7 @@ from collage_agent.sample.stored import GRADIENT, PARAMETER
 from collage_agent.stats.classes import Flags, class_counts
 from collage_agent.stats.edq import edq_products, squared_block_sums
 from collage_agent.stats.elements import nonfinite, on_host, sum_is_finite, zero_excluded
-from collage_agent.stats.view import ROWS, Copies, MovingAverages, StepView, StoredWeights
+from collage_agent.stats.step_view import ROWS, Copies, MovingAverages, StepView, StoredWeights
 from collage_agent.step.gather import BlockLayout
 from collage_agent.step.layout import StepLayout
 

@@ -21,7 +21,7 @@ from collage_agent.sample.sampling import TensorSample, draw
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.observe import Scratch
 from collage_agent.step.oracle import Oracle, OracleView
-from collage_agent.step.touched import TouchedBucket
+from collage_agent.step.touched_rows import TouchedBucket
 from collage_agent.training.dtensors import placed_alike
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Axis

@@ -25,7 +25,7 @@ from collage_agent.stats.intervals import (
     product_rows,
     ratio_variances,
 )
-from collage_agent.stats.view import table_of
+from collage_agent.stats.step_view import table_of
 from collage_agent.step.gather import BlockLayout
 from collage_monitor.definitions import SAMPLE, Interval
 from collage_monitor.errors import CatalogueError

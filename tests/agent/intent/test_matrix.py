@@ -6,7 +6,7 @@ import pytest
 import torch
 from collage_agent.handle import watch
 from collage_agent.intent.clone import isolated
-from collage_agent.step.touched import TouchedBucket
+from collage_agent.step.touched_rows import TouchedBucket
 
 from tests.agent.intent.matrix import BF16, CASES, CONFIGURATIONS, model, table
 from tests.agent.intent.references import bitsandbytes_rerun, rerun, stored, torchao_rerun

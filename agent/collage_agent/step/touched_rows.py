@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.intent.choose import Intent
 from collage_agent.sample.sampling import TensorSample, block_elements
 from collage_agent.stats.intervals import population_factor
-from collage_agent.stats.view import StepView
+from collage_agent.stats.step_view import StepView
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.gather import BlockLayout, Staging
 from collage_agent.step.observe import Scratch, Tile
