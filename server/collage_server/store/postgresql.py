@@ -15,6 +15,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError
 from collage_monitor.backoff import Backoff
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
+from collage_server.store.archive.files import ArchiveFiles
 from collage_server.store.engine.database import POOL, reads_only
 from collage_server.store.migrate import check_revision, current_revision, head_revision, migrate
 from collage_server.store.records import SealLimits, Sizes
@@ -54,9 +55,10 @@ class PostgresqlStore(Store):
         stale_after_seconds: float,
         limits: SealLimits | None = None,
         unsafe: bool = False,
+        archive: ArchiveFiles | None = None,
         lock_timeout_seconds: float = 5.0,
     ) -> None:
-        super().__init__(stale_after_seconds, limits or SealLimits())
+        super().__init__(stale_after_seconds, limits or SealLimits(), archive)
         self._url = url
         self._unsafe = unsafe
         self._lock_timeout_seconds = lock_timeout_seconds

@@ -7,6 +7,7 @@ from typing import Final
 from sqlalchemy import (
     DDL,
     BigInteger,
+    Boolean,
     Column,
     Double,
     Index,
@@ -45,6 +46,8 @@ __all__ = [
     "run_tag",
     "scalar_chunk",
     "seal_claim",
+    "segment",
+    "segment_gone",
     "stream",
 ]
 
@@ -359,6 +362,33 @@ replica_mismatch: Final = Table(
 )
 """Where ranks that should hold the same weights did not; `replicas` [number, …] are those apart from the most."""
 
+segment: Final = Table(
+    "segment",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("level", Integer, primary_key=True, autoincrement=False),
+    Column("first_chunk", Integer, primary_key=True, autoincrement=False),
+    Column("last_chunk", Integer, nullable=False),
+    Column("path", _NAME, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("has_rows", Boolean, nullable=False),
+    Column("footer", LargeBinary, nullable=False),
+)
+"""Archived files: layers of the chunks `first_chunk` to `last_chunk` of an attempt at a level, whose rows of
+`layer_chunk` go. `has_rows`: some of these may still be there. `footer` is the file's own, which is large."""
+Index("segment_by_path", segment.c.path)
+Index("segment_with_rows", segment.c.run_id, sqlite_where=segment.c.has_rows, postgresql_where=segment.c.has_rows)
+
+segment_gone: Final = Table(
+    "segment_gone",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("path", _NAME, primary_key=True),
+    Column("gone_at", Double, nullable=False),
+)
+"""Archived files that no row of `segment` names any more, and since when (the clock of `Database.time`)."""
+
 seal_claim: Final = Table("seal_claim", metadata, Column("run_id", _ID, primary_key=True))
 """A row to lock: on a database with several servers, the one that holds it seals the run."""
 
@@ -392,6 +422,7 @@ def _partition(table: Table) -> None:
 
 _keep_blobs_plain(report, "model", "statistics")
 _keep_blobs_plain(point_chunk, "points")
+_keep_blobs_plain(segment, "footer")
 for _chunk in (model_chunk, layer_chunk, scalar_chunk):
     _keep_blobs_plain(_chunk, "data")
 for _chunk in (point_chunk, model_chunk, layer_chunk, scalar_chunk):

@@ -13,6 +13,7 @@ from sqlalchemy import URL, Connection, Engine, FromClause, create_engine, event
 from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 
 from collage_server.errors import StoreUnusable
+from collage_server.store.archive.files import ArchiveFiles
 from collage_server.store.engine.database import POOL, driver_cursor
 from collage_server.store.engine.files import (
     Ballast,
@@ -63,9 +64,10 @@ class SqliteStore(Store):
         busy_timeout_seconds: float = 30.0,
         limits: SealLimits | None = None,
         unsafe: bool = False,
+        archive: ArchiveFiles | None = None,
         ballast_bytes: int = 0,
     ) -> None:
-        super().__init__(stale_after_seconds, limits or SealLimits())
+        super().__init__(stale_after_seconds, limits or SealLimits(), archive)
         self.path = path
         self._unsafe = unsafe
         self._ballast = Ballast(path.with_name(f"{path.name}-ballast"), ballast_bytes)

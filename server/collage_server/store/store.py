@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collage_server.store.access.tokens import AccessStore
+from collage_server.store.archive.files import ArchiveFiles
+from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.journal.streams import StreamStore
@@ -15,7 +17,9 @@ from collage_server.store.runs.newest import NewestStore
 from collage_server.store.runs.overviews import OverviewStore
 from collage_server.store.runs.run_store import RunStore
 from collage_server.store.runs.run_table import TableStore
+from collage_server.store.sealing.archiving import Archiving
 from collage_server.store.sealing.retention import Retention, Sealing
+from collage_server.store.sealing.slices import SliceDeletion
 
 __all__ = ["Store"]
 
@@ -27,17 +31,19 @@ class Store(Database):
     contradictions Conflict. Times are Unix seconds.
     """
 
-    def __init__(self, stale_after_seconds: float, limits: SealLimits) -> None:
+    def __init__(self, stale_after_seconds: float, limits: SealLimits, files: ArchiveFiles | None = None) -> None:
         super().__init__()
+        archive, deletion = ArchiveReader(files), SliceDeletion(self)
         self.access = AccessStore(self.reading, self.writing)
         self.events = EventStore(self)
         self.incidents = IncidentStore(self)
         self.expiry = Expiry(self)
         self.streams = StreamStore(self)
         self.journal = ReportJournal(self)
-        self.points = PointStore(self, stale_after_seconds)
-        self.sealing = Sealing(self, self.journal, limits, stale_after_seconds)
-        self.retention = Retention(self, self.sealing.seal_late_reports)
+        self.points = PointStore(self, archive, stale_after_seconds)
+        self.sealing = Sealing(self, self.journal, archive, limits, stale_after_seconds)
+        self.retention = Retention(self, self.sealing.seal_late_reports, deletion)
+        self.archiving = None if files is None else Archiving(self, files, deletion)
         self.runs = RunStore(self, self.retention.begin_purge)
         self.newest = NewestStore(self)
         self.overviews = OverviewStore(self)

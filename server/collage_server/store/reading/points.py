@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from sqlalchemy import Connection
 
 from collage_server.errors import Unprocessable
+from collage_server.store.archive.reading import ArchiveReader, uncovered
 from collage_server.store.chunks.blobs import (
     ChunkInfo,
     Chunks,
@@ -35,6 +36,7 @@ from collage_server.store.records import FloatArray, IntArray, LatestPoint, Poin
 from collage_server.store.runs.latest import newest_measured_step
 
 __all__ = [
+    "Sources",
     "newest_step",
     "points_of_views",
     "read_latest",
@@ -47,18 +49,26 @@ Views = Mapping[str, RunView]
 Tables = dict[str, list[AttemptPoints]]
 
 
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """What points are read from beside the database: coarse columns in memory, layers in archived files."""
+
+    columns: ColumnCache
+    archive: ArchiveReader
+
+
 def read_points(
     connection: Connection,
     views: RunViews,
     run_ids: Sequence[str],
     wanted: Collection[str] | None,
     selection: Selection,
-    cache: ColumnCache,
+    sources: Sources,
 ) -> dict[str, Points]:
     """Totals by run: only those of `wanted` (None: all), of the model or by layer as the selection says."""
     if selection.by_layer and not all(map(has_layer_extremes, selection.extremes_of)):
         selection = replace(selection, points=None, extremes_of=())
-    return points_of_views(connection, views.of(run_ids, _needed(wanted, selection)), wanted, selection, cache)
+    return points_of_views(connection, views.of(run_ids, _needed(wanted, selection)), wanted, selection, sources)
 
 
 def points_of_views(
@@ -66,16 +76,16 @@ def points_of_views(
     views: Views,
     wanted: Collection[str] | None,
     selection: Selection,
-    cache: ColumnCache,
+    sources: Sources,
 ) -> dict[str, Points]:
     """As `read_points`, for runs whose views are read already."""
     if selection.by_layer:
-        return _layer_points(connection, views, wanted, selection)
+        return _layer_points(connection, views, wanted, selection, sources.archive)
     layerwise = [run for run, view in views.items() if view.replicas_beside_shards]
     plans = _plans(connection, views, selection, layerwise)
     tables: Tables = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
-        kept_columns = None if level == 1 or selection.rank is not None else cache
+        kept_columns = None if level == 1 or selection.rank is not None else sources.columns
         for run_id, found in _cached_model(
             connection, views, plans, level, chunks, wanted, selection, kept_columns
         ).items():
@@ -90,6 +100,7 @@ def _layer_points(
     views: Views,
     wanted: Collection[str] | None,
     selection: Selection,
+    archive: ArchiveReader,
 ) -> dict[str, Points]:
     """Totals by layer: of each blob only the asked statistics and layers are kept."""
     chosen = chosen_layers(connection, views, selection.layers)
@@ -100,7 +111,7 @@ def _layer_points(
     tables: Tables = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
         held = {run_id: views[run_id] for run_id, _ in chunks}
-        found = sealed_layers(connection, held, level, chunks, wanted, positions, selection.extremes_of)
+        found = sealed_layers(connection, archive, held, level, chunks, wanted, positions, selection.extremes_of)
         for run_id, more in found.items():
             tables[run_id] += more
     for run_id, plan in plans.items():
@@ -304,6 +315,7 @@ def _model_of_rank(
 
 def sealed_layers(
     connection: Connection,
+    archive: ArchiveReader,
     views: Views,
     level: int,
     chunks: Chunks,
@@ -317,7 +329,10 @@ def sealed_layers(
     keys = _keys(views, wanted, extremes_of, level)
     points = read_point_rows(connection, level, chunks)
     entries = _entries(views)
-    values = read_layer_data(connection, level, chunks, points, entries, keys, positions, neighbours=neighbours)
+    files = archive.find(connection, level, chunks)
+    left = uncovered(chunks, points, files) if files else chunks
+    values = read_layer_data(connection, level, left, points, entries, keys, positions, neighbours=neighbours)
+    archive.read_into(values, files, points, keys, positions)
     return _point_tables(views, level, points, keys, values)
 
 
@@ -367,31 +382,29 @@ def _point_tables(views: Views, level: int, points: PointRows, keys: Sequence[st
 
 
 def read_latest(
-    connection: Connection, views: Views, stale_after_seconds: float, cache: ColumnCache
+    connection: Connection, views: Views, stale_after_seconds: float, sources: Sources
 ) -> dict[str, LatestPoint | None]:
     """By run the newest measured step that every live rank has reached whole, with the model's totals."""
     steps = {
         run_id: step
         for run_id, view in views.items()
-        if (step := newest_step(connection, view, stale_after_seconds, cache)) is not None
+        if (step := newest_step(connection, view, stale_after_seconds, sources)) is not None
     }
     latest: dict[str, LatestPoint | None] = dict.fromkeys(views)
     standing = {run_id: views[run_id] for run_id in steps}
-    for run_id, points in points_of_views(connection, standing, None, Selection(at=steps), cache).items():
+    for run_id, points in points_of_views(connection, standing, None, Selection(at=steps), sources).items():
         if len(points.steps):
             totals = {key: values[0] for key, values in points.totals.items()}
             latest[run_id] = LatestPoint(steps[run_id], float(points.times[0]), totals)
     return latest
 
 
-def newest_step(
-    connection: Connection, view: RunView, stale_after_seconds: float, cache: ColumnCache
-) -> int | None:
+def newest_step(connection: Connection, view: RunView, stale_after_seconds: float, sources: Sources) -> int | None:
     """The newest measured step that every live rank has reached; None where nothing is measured."""
     step = newest_measured_step(
         connection, view.run_id, view.latest_rows, view.first_hidden_steps, stale_after_seconds
     )
     if step is not None or not view.is_measured:
         return step
-    found = points_of_views(connection, {view.run_id: view}, ("measured_steps",), Selection(), cache)[view.run_id]
+    found = points_of_views(connection, {view.run_id: view}, ("measured_steps",), Selection(), sources)[view.run_id]
     return max(found.steps[found.ranks > 0].tolist(), default=None)

@@ -9,10 +9,11 @@ from typing import Final
 from sqlalchemy import Connection
 
 from collage_monitor import wire
+from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.streams import read_layers, read_streams
-from collage_server.store.reading.points import newest_step, read_latest, read_points
+from collage_server.store.reading.points import Sources, newest_step, read_latest, read_points
 from collage_server.store.reading.run_view import RunViews
 from collage_server.store.reading.scalars import read_newest_scalars, read_scalar_points
 from collage_server.store.records import (
@@ -37,24 +38,24 @@ _CACHED_COLUMN_BYTES: Final = 64 * 2**20
 class PointStore:
     """Points and logged values: every question is answered from one snapshot."""
 
-    def __init__(self, database: Database, stale_after_seconds: float) -> None:
+    def __init__(self, database: Database, archive: ArchiveReader, stale_after_seconds: float) -> None:
         self._database = database
         self._stale_after_seconds = stale_after_seconds
-        self._columns = ColumnCache(_CACHED_COLUMN_BYTES)
+        self._sources = Sources(ColumnCache(_CACHED_COLUMN_BYTES), archive)
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
         """Runs as they are at this moment, to be asked several things while the context lasts."""
         with self._database.reading() as connection:
-            yield Snapshot(connection, self._columns, self._stale_after_seconds)
+            yield Snapshot(connection, self._sources, self._stale_after_seconds)
 
 
 class Snapshot:
     """Runs as they stood at one moment, one read transaction: whatever is asked of it fits together."""
 
-    def __init__(self, connection: Connection, columns: ColumnCache, stale_after_seconds: float) -> None:
+    def __init__(self, connection: Connection, sources: Sources, stale_after_seconds: float) -> None:
         self._connection = connection
-        self._columns = columns
+        self._sources = sources
         self._stale_after_seconds = stale_after_seconds
         self._views = RunViews(connection)
 
@@ -86,7 +87,7 @@ class Snapshot:
         self, run_ids: Sequence[str], keys: Collection[str] | None, selection: Selection
     ) -> dict[str, Points]:
         """Totals of each run, only those of `keys` (None: all)."""
-        return read_points(self._connection, self._views, run_ids, keys, selection, self._columns)
+        return read_points(self._connection, self._views, run_ids, keys, selection, self._sources)
 
     def scalars(
         self, run_ids: Sequence[str], names: Collection[str] | None, selection: Selection
@@ -105,7 +106,7 @@ class Snapshot:
     def newest_step(self, run_id: str) -> int | None:
         """The newest measured step that every live rank has reached; None where nothing is measured."""
         view = self._views.of([run_id])[run_id]
-        return newest_step(self._connection, view, self._stale_after_seconds, self._columns)
+        return newest_step(self._connection, view, self._stale_after_seconds, self._sources)
 
     def latest_of(self, run_ids: Sequence[str]) -> dict[str, LatestPoint | None]:
         """The newest measured step of each of these runs, None where nothing is measured; they are read together.
@@ -114,4 +115,4 @@ class Snapshot:
             NotFound, Gone: one of the runs is not there.
         """
         views = self._views.of(run_ids)
-        return read_latest(self._connection, views, self._stale_after_seconds, self._columns)
+        return read_latest(self._connection, views, self._stale_after_seconds, self._sources)

@@ -16,20 +16,23 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, delete, exists, or_, select
+from sqlalchemy import Connection, Row, Table, delete, exists, or_, select
 
 from collage_server.store import schema
+from collage_server.store.archive.reading import ArchiveReader
+from collage_server.store.archive.segments import remove_segments
 from collage_server.store.chunks.blobs import LEVELS, read_point_rows
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import freeze
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.records import SealLimits
-from collage_server.store.rows import delete_slice, require_run
+from collage_server.store.rows import require_run
 from collage_server.store.runs.changes import note_change
 from collage_server.store.runs.latest import all_ranks_are_through
 from collage_server.store.runs.run_store import read_run
 from collage_server.store.sealing.replicas import ReplicaComparison, count_mismatches, mismatches_by_run
 from collage_server.store.sealing.seal import seal
+from collage_server.store.sealing.slices import SliceDeletion
 
 __all__ = ["Retention", "Sealing"]
 
@@ -42,29 +45,12 @@ _BULKY: Final = (
     schema.point_chunk,
     schema.scalar_chunk,
 )
-_FIRST_ROWS: Final = 16
-_MOST_ROWS: Final = 2048
-_QUICK_SECONDS: Final = 0.01
 _PAUSE_SECONDS: Final = 0.001
-"""A transaction that deletes may take about so long: what is acknowledged waits for it."""
+_FILES_A_SLICE: Final = 256
 _PURGED_AT_ONCE: Final = 100
 """The most short transactions that a deletion runs before it is answered."""
 _SEARCH_SECONDS: Final = 50.0
 """Seconds between searches for rows of deleted runs: another server may have deleted a run and stopped."""
-
-
-class _Pace:
-    """How many rows of a table one transaction deletes: more while that is quick, fewer where rows are large."""
-
-    def __init__(self) -> None:
-        self.rows = _FIRST_ROWS
-
-    def took(self, gone: int, seconds: float) -> None:
-        """Learn from a transaction that deleted so many rows."""
-        if seconds > 2 * _QUICK_SECONDS:
-            self.rows = max(self.rows // 2, 1)
-        elif seconds <= _QUICK_SECONDS and gone >= self.rows:
-            self.rows = min(2 * self.rows, _MOST_ROWS)
 
 
 @dataclass(frozen=True)
@@ -81,9 +67,15 @@ class Sealing:
     """From the journal to chunks."""
 
     def __init__(
-        self, database: Database, journal: ReportJournal, limits: SealLimits, stale_after_seconds: float
+        self,
+        database: Database,
+        journal: ReportJournal,
+        archive: ArchiveReader,
+        limits: SealLimits,
+        stale_after_seconds: float,
     ) -> None:
         self.limits = limits
+        self._archive = archive
         self._database = database
         self._journal = journal
         self._stale_after_seconds = stale_after_seconds
@@ -121,6 +113,7 @@ class Sealing:
             self._database.writing_claimed,
             limits,
             self._replicas,
+            self._archive,
             now=now,
             closed=closed,
             journal_full=journal_full,
@@ -141,13 +134,13 @@ class Sealing:
 class Retention:
     """How data leaves the store. Every call takes short transactions, and may be cut off anywhere without harm."""
 
-    def __init__(self, database: Database, seal_late_reports: SealLateReports) -> None:
+    def __init__(self, database: Database, seal_late_reports: SealLateReports, deletion: SliceDeletion) -> None:
         self._database = database
         self._seal_late_reports = seal_late_reports
         self._deleted: set[str] = set()
         self._next_search = 0.0
         self._lock = Lock()
-        self._paces: dict[str, _Pace] = defaultdict(_Pace)
+        self._deletion = deletion
 
     def sealed_runs(self) -> list[str]:
         """Runs that have chunks."""
@@ -168,7 +161,17 @@ class Retention:
                 expired = _expired(connection, run_id, before)
             if any(entry.level == 1 for entry in expired):
                 self._seal_late_reports(run_id)
-            return sum(self._drop(run_id, entry) for entry in expired)
+            dropped = sum(self._drop(run_id, entry) for entry in expired)
+            self._remove_emptied(run_id)
+            return dropped
+
+    def _remove_emptied(self, run_id: str) -> None:
+        """Name no archived file of which retention has dropped every point."""
+        with self._database.reading() as connection:
+            paths = list(connection.execute(_emptied(run_id)).scalars())
+        if paths:
+            with self._database.freeing() as connection:
+                remove_segments(connection, run_id, paths, self._database.time(connection, time.time()))
 
     def begin_purge(self, run_id: str) -> None:
         """Remove the first rows of a run that was just deleted; maintenance removes the rest."""
@@ -198,16 +201,15 @@ class Retention:
             return min(self._deleted, default=None)
 
     def _purge_slice(self, run_id: str) -> bool:
-        return any(self._delete_slice(table, table.c.run_id == run_id) for table in _BULKY)
-
-    def _delete_slice(self, table: Table, *where: ColumnElement[bool]) -> int:
-        """Delete some of these rows in a transaction of their own; how many went."""
-        pace = self._paces[table.name]
-        with self._database.freeing() as connection:
-            began = time.perf_counter()
-            gone = delete_slice(connection, table, *where, rows=pace.rows)
-        pace.took(gone, time.perf_counter() - began)
-        return gone
+        table = schema.segment
+        with self._database.reading() as connection:
+            some = select(table.c.path).where(table.c.run_id == run_id).limit(_FILES_A_SLICE)
+            paths = list(connection.execute(some).scalars())
+        if paths:
+            with self._database.freeing() as connection:
+                remove_segments(connection, run_id, paths, self._database.time(connection, time.time()))
+            return True
+        return any(self._deletion.delete_slice(table, table.c.run_id == run_id) for table in _BULKY)
 
     def _drop(self, run_id: str, entry: _ExpiredLevel) -> bool:
         """Delete one level of one chunk.
@@ -223,7 +225,7 @@ class Retention:
                 require_run(connection, run_id, lock=True)
                 note_change(connection, run_id, time.time())
             connection.execute(delete(schema.point_chunk).where(*_rows_of(schema.point_chunk, run_id, entry)))
-        while self._delete_slice(schema.layer_chunk, *_rows_of(schema.layer_chunk, run_id, entry)):
+        while self._deletion.delete_slice(schema.layer_chunk, *_rows_of(schema.layer_chunk, run_id, entry)):
             pass
         with self._database.freeing() as connection:
             connection.execute(delete(schema.model_chunk).where(*_rows_of(schema.model_chunk, run_id, entry)))
@@ -232,8 +234,20 @@ class Retention:
 
 def _deleted_runs_with_rows() -> Any:
     tomb = schema.deleted_run
-    there = [exists().where(table.c.run_id == tomb.c.run_id) for table in _BULKY]
+    there = [exists().where(table.c.run_id == tomb.c.run_id) for table in (*_BULKY, schema.segment)]
     return select(tomb.c.run_id).where(or_(*there))
+
+
+def _emptied(run_id: str) -> Any:
+    """Paths of the run's archived files none of whose points are left."""
+    segment, point = schema.segment, schema.point_chunk
+    left = exists().where(
+        point.c.run_id == segment.c.run_id,
+        point.c.attempt == segment.c.attempt,
+        point.c.level == segment.c.level,
+        point.c.chunk.between(segment.c.first_chunk, segment.c.last_chunk),
+    )
+    return select(segment.c.path).where(segment.c.run_id == run_id, ~left)
 
 
 def _rows_of(table: Table, run_id: str, entry: _ExpiredLevel) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from collage_server.errors import Gone
 from collage_server.store import schema
+from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.chunks.blobs import ALL_RANKS, LEVELS, pack_points, pack_totals
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
 from collage_server.store.chunks.merge import (
@@ -85,6 +86,7 @@ def seal(
     writing: Transaction,
     limits: SealLimits,
     replicas: ReplicaComparison,
+    archive: ArchiveReader,
     *,
     now: float,
     closed: bool,
@@ -119,7 +121,7 @@ def seal(
         with reading() as connection:
             view = RunView(connection, run_id)
             plan = plan_seal(connection, view, journal, limits)
-            built = None if plan is None else _build(connection, view, plan, limits)
+            built = None if plan is None else _build(connection, view, plan, limits, archive)
         if built is None:
             return number
         _write(run_id, writing, built, limits)
@@ -128,7 +130,9 @@ def seal(
     return _PARTS_AT_ONCE
 
 
-def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLimits) -> _PartContents:
+def _build(
+    connection: Connection, view: RunView, plan: SealPlan, limits: SealLimits, archive: ArchiveReader
+) -> _PartContents:
     rows = read_planned(connection, view, plan)
     frozen = plan.info is not None and plan.info.frozen
     measured = [] if frozen else [row for row in rows if row.model is not None]
@@ -139,7 +143,7 @@ def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLi
     coarse: Mapping[int, _ChunkLevel] = {}
     if part is not None:
         whole = _whole_model(view, plan, part)
-        coarse = _coarse(view, plan, part, whole, limits)
+        coarse = _coarse(view, plan, part, whole, limits, archive)
     return _PartContents(
         plan=plan,
         part=part,
@@ -223,13 +227,13 @@ def _whole_model(view: RunView, plan: SealPlan, part: _ChunkLevel) -> Points:
 
 
 def _coarse(
-    view: RunView, plan: SealPlan, part: _ChunkLevel, model: Points, limits: SealLimits
+    view: RunView, plan: SealPlan, part: _ChunkLevel, model: Points, limits: SealLimits, archive: ArchiveReader
 ) -> dict[int, _ChunkLevel]:
     """The chunk's coarse levels, made of all its parts, as soon as it is whole."""
     if len(model.steps) < limits.points:
         return {}
     levels = {}
-    layers = _coarse_layers(view, plan, part, limits)
+    layers = _coarse_layers(view, plan, part, limits, archive)
     for level in LEVELS[1:]:
         points, stored = coarsen(model, level, limits.points, model_extremes(list(model.totals)))
         levels[level] = _ChunkLevel(points, _reported(stored), {}, layers[level], _NOBODY)
@@ -237,7 +241,7 @@ def _coarse(
 
 
 def _coarse_layers(
-    view: RunView, plan: SealPlan, part: _ChunkLevel, limits: SealLimits
+    view: RunView, plan: SealPlan, part: _ChunkLevel, limits: SealLimits, archive: ArchiveReader
 ) -> dict[int, dict[str, FloatArray]]:
     """By coarse level, what the layers store; made of some layers at a time, however many there are."""
     names, keys = list(view.layers), view.statistics(None)
@@ -248,7 +252,7 @@ def _coarse_layers(
         some = slice(start, start + width)
         positions = {view.run_id: np.arange(len(names), dtype=np.int64)[some]}
         old = sealed_layers(
-            view.connection, {view.run_id: view}, 1, held, keys, positions, neighbours=width < len(names)
+            view.connection, archive, {view.run_id: view}, 1, held, keys, positions, neighbours=width < len(names)
         )
         own = {key: values[:, some] for key, values in part.layers.items()}
         layers = _join_part(plan, old[view.run_id], part, own, names[some])

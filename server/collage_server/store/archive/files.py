@@ -1,0 +1,260 @@
+"""Where archived files lie: a folder, or a bucket with a local cache. Files are written once and never change.
+
+A file's path is relative, `RUN/ATTEMPT/LEVEL/FIRST-LAST-UUID.parquet`; no two files ever have the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final, NamedTuple
+
+import obstore
+import pyarrow
+from obstore.exceptions import BaseError
+from obstore.store import ObjectStore, from_url
+
+from collage_server.errors import Busy, StoreUnusable
+
+__all__ = ["ArchiveFiles", "Bucket", "Folder", "StoredFile", "archive_files"]
+
+_RETRY_SECONDS: Final = 30
+_OPENINGS: Final = 3
+_STAGING: Final = ".staging"
+_SUFFIX: Final = ".parquet"
+_CLIENT: Final[Any] = {"timeout": "60s", "connect_timeout": "5s", "allow_http": True}
+_TRIES: Final[Any] = {"max_retries": 2}
+_PRIVATE_FOLDER: Final = 0o700
+
+
+class StoredFile(NamedTuple):
+    """A file that is there, and when it was written (Unix seconds)."""
+
+    path: str
+    modified_at: float
+
+
+class ArchiveFiles(ABC):
+    """Files by path. Every method may be called from any thread; it blocks, and raises Busy without an answer."""
+
+    staging: Path
+    """A local folder in which files are made."""
+
+    @abstractmethod
+    def put(self, made: Path, path: str) -> None:
+        """Keep a local file under the path, durably, and remove the local one."""
+
+    @abstractmethod
+    def local(self, path: str) -> Path:
+        """The file on this machine's disk, to be opened now; fetched first where it lies elsewhere."""
+
+    def open(self, path: str) -> pyarrow.MemoryMappedFile:
+        """The file to read from; it can be read to its end even if it is removed meanwhile.
+
+        Raises:
+            Busy: it is not there, or the bucket does not answer.
+        """
+        for _ in range(_OPENINGS):
+            # A cache may drop it between the two.
+            with suppress(FileNotFoundError):
+                return pyarrow.memory_map(str(self.local(path)))
+        raise _missing(path)
+
+    @abstractmethod
+    def delete(self, paths: Collection[str]) -> None:
+        """Remove files; one that is not there is no error."""
+
+    @abstractmethod
+    def stored(self) -> Iterator[StoredFile]:
+        """Every file that is there."""
+
+    @contextmanager
+    def new_file(self) -> Iterator[Path]:
+        """A local path to write to, gone after the context unless it was put."""
+        self.staging.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
+        descriptor, name = tempfile.mkstemp(suffix=_SUFFIX, dir=self.staging)
+        os.close(descriptor)
+        try:
+            yield Path(name)
+        finally:
+            Path(name).unlink(missing_ok=True)
+
+    def sweep_staging(self, older_than_seconds: float) -> None:
+        """Remove what a killed process left half made."""
+        for path in self.staging.glob(f"*{_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - older_than_seconds:
+                    path.unlink()
+
+
+class Folder(ArchiveFiles):
+    """Files in a folder, which servers on several machines may share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.staging = folder / _STAGING
+
+    def put(self, made: Path, path: str) -> None:
+        """Rename it: the file's bytes and its entry are on the disk when this returns."""
+        target = self.folder / path
+        target.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
+        _sync(made)
+        made.rename(target)
+        for folder in (target.parent, *target.parent.parents):
+            _sync(folder)
+            if folder == self.folder:
+                break
+
+    def local(self, path: str) -> Path:
+        """Where it is."""
+        return self.folder / path
+
+    def delete(self, paths: Collection[str]) -> None:
+        """Remove files, and the folders that are empty then."""
+        for path in paths:
+            target = self.folder / path
+            target.unlink(missing_ok=True)
+            with suppress(OSError):
+                for folder in target.relative_to(self.folder).parents:
+                    if folder != Path():
+                        (self.folder / folder).rmdir()
+
+    def stored(self) -> Iterator[StoredFile]:
+        """Every file of the folder."""
+        for path in self.folder.rglob(f"*{_SUFFIX}"):
+            if path.parent != self.staging:
+                with suppress(FileNotFoundError):
+                    yield StoredFile(path.relative_to(self.folder).as_posix(), path.stat().st_mtime)
+
+
+class Bucket(ArchiveFiles):
+    """Files in an object store, with a cache of at most so many bytes on this machine's disk.
+
+    A file that is read is fetched whole once: it never changes, so what is cached is never stale. Those not read
+    for longest go first.
+    """
+
+    def __init__(self, url: str, cache: Path, cache_bytes: int) -> None:
+        self.url = url
+        self._cache = cache
+        self._cache_bytes = cache_bytes
+        self.staging = cache / _STAGING
+        self._lock = Lock()
+        self._fetching: dict[str, Lock] = defaultdict(Lock)
+        try:
+            self._bucket: ObjectStore = from_url(url, client_options=_CLIENT, retry_config=_TRIES)
+        except (BaseError, ValueError) as error:
+            raise StoreUnusable(f"the archive {url} cannot be used: {error}") from error
+
+    def put(self, made: Path, path: str) -> None:
+        """Upload it; it stays in the cache."""
+        with self._answering():
+            obstore.put(self._bucket, path, made)
+        self._keep(made, path)
+
+    def local(self, path: str) -> Path:
+        """The cached file, fetched if it is not there."""
+        cached = self._cache / path
+        with self._lock:
+            mine = self._fetching[path]
+        with mine:
+            try:
+                os.utime(cached)
+            except FileNotFoundError:
+                self._fetch(path)
+        with self._lock:
+            self._fetching.pop(path, None)
+        return cached
+
+    def delete(self, paths: Collection[str]) -> None:
+        """Remove files from the bucket and the cache."""
+        with self._answering():
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    obstore.delete(self._bucket, path)
+                (self._cache / path).unlink(missing_ok=True)
+
+    def stored(self) -> Iterator[StoredFile]:
+        """Every file of the bucket."""
+        with self._answering():
+            for some in obstore.list(self._bucket):
+                for found in some:
+                    yield StoredFile(str(found["path"]), found["last_modified"].timestamp())
+
+    def _fetch(self, path: str) -> None:
+        with self.new_file() as made:
+            with self._answering(path), made.open("wb") as file:
+                for piece in obstore.get(self._bucket, path).stream(min_chunk_size=2**20):
+                    file.write(piece)
+            self._keep(made, path)
+
+    def _keep(self, made: Path, path: str) -> None:
+        cached = self._cache / path
+        size = made.stat().st_size
+        with self._lock:
+            self._make_room(size)
+            cached.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
+            made.rename(cached)
+
+    def _make_room(self, size: int) -> None:
+        """Remove what was not read for longest. Who has opened a file goes on reading it."""
+        held = []
+        for cached in self._cache.rglob(f"*{_SUFFIX}"):
+            if cached.parent != self.staging:
+                with suppress(FileNotFoundError):
+                    found = cached.stat()
+                    held.append((found.st_mtime, found.st_size, cached))
+        excess = sum(bytes_ for _, bytes_, _ in held) + size - self._cache_bytes
+        for _, bytes_, cached in sorted(held):
+            if excess <= 0:
+                return
+            cached.unlink(missing_ok=True)
+            excess -= bytes_
+
+    @contextmanager
+    def _answering(self, path: str | None = None) -> Iterator[None]:
+        """What an object store says, in this server's words."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise _missing(path) from error
+        except (BaseError, OSError) as error:
+            raise Busy(
+                f"the archive {self.url} does not answer: older points wait for it; newer ones can be asked for "
+                "by their steps",
+                retry_after_seconds=_RETRY_SECONDS,
+            ) from error
+
+
+def _missing(path: str | None) -> Busy:
+    return Busy(
+        f"the archived file {path} is missing: ask again, and where that does not help, put it back from a backup "
+        "of the archive",
+        retry_after_seconds=_RETRY_SECONDS,
+    )
+
+
+def archive_files(address: str, cache: Path, cache_bytes: int) -> ArchiveFiles:
+    """Files at an address: a folder's path, or the URL of a bucket (s3://, gs://, az://).
+
+    Raises:
+        StoreUnusable: no such kind of address, or its settings cannot be read.
+    """
+    if "://" not in address:
+        return Folder(Path(address).expanduser().absolute())
+    return Bucket(address, cache, cache_bytes)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

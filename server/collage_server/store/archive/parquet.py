@@ -1,0 +1,187 @@
+"""What is in an archived file: layer totals of one run's chunks at one level, as any engine reads Parquet.
+
+Rows are sorted by layer and step; a row group holds 32 layers, so that one layer is read without the others.
+Columns are what a row is of (`layer`, `name`, `first_step`, `step`, `time`, `ranks`, `points`), then one
+float64 column a statistic under its key, null where nobody reported it. At coarse levels there are "minimum METRIC"
+and "maximum METRIC", too. Sums are byte-stream-split and compressed with zstd.
+
+The file's metadata say in `collage` which parts of which chunks it holds, in the order of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from collage_server.store.chunks.blobs import PointRows
+from collage_server.store.records import FloatArray, IntArray
+
+__all__ = ["LAYERS_A_GROUP", "Contents", "Footer", "HeldPart", "read_layers", "write_layers"]
+
+LAYERS_A_GROUP: Final = 32
+_FORMAT: Final = 1
+_METADATA: Final = b"collage"
+_OF_A_ROW: Final = ("layer", "name", "first_step", "step", "time", "ranks", "points")
+_TAIL_BYTES: Final = 8
+"""The length of the footer and a mark."""
+
+
+class HeldPart(NamedTuple):
+    """A part of a chunk in a file: how many of its points."""
+
+    chunk: int
+    part: int
+    points: int
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file holds, as its metadata say."""
+
+    run_id: str
+    attempt: int
+    level: int
+    parts: tuple[HeldPart, ...]
+    layers: int
+    format: int = _FORMAT
+
+    @property
+    def points(self) -> int:
+        """Rows of each layer."""
+        return sum(part.points for part in self.parts)
+
+    def places(self) -> list[tuple[HeldPart, int]]:
+        """Each part with the first of its rows."""
+        starts = accumulate((part.points for part in self.parts), initial=0)
+        return list(zip(self.parts, starts, strict=False))
+
+
+def write_layers(
+    file: Path,
+    contents: Contents,
+    points: PointRows,
+    names: Sequence[str],
+    keys: Sequence[str],
+    groups: Iterable[FloatArray],
+) -> bytes:
+    """Write a file; its footer, to be kept beside its path.
+
+    `groups`: totals [keys, points, layers] of `LAYERS_A_GROUP` layers after each other, the last ones of the rest.
+    `names`: of all layers, as many as `contents` says. `points` are those of the parts, in their order.
+    """
+    schema = _schema(keys)
+    with pq.ParquetWriter(
+        file,
+        schema,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=list(_OF_A_ROW),
+        use_byte_stream_split=list(keys),
+        write_statistics=list(_OF_A_ROW),
+        store_schema=False,
+    ) as writer:
+        writer.add_key_value_metadata({_METADATA: msgspec.json.encode(contents)})
+        first = 0
+        for totals in groups:
+            count = totals.shape[2]
+            writer.write_table(_table(schema, points, names, first, totals), row_group_size=count * totals.shape[1])
+            first += count
+    return _footer_of(file)
+
+
+def _schema(keys: Sequence[str]) -> pa.Schema:
+    of_a_row = [
+        pa.field("layer", pa.int32(), nullable=False),
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("first_step", pa.int64(), nullable=False),
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("time", pa.timestamp("us", tz="UTC"), nullable=False),
+        pa.field("ranks", pa.int32(), nullable=False),
+        pa.field("points", pa.int32(), nullable=False),
+    ]
+    fields = [*of_a_row, *(pa.field(key, pa.float64()) for key in keys)]
+    return pa.schema(fields)
+
+
+def _table(schema: pa.Schema, points: PointRows, names: Sequence[str], first: int, totals: FloatArray) -> pa.Table:
+    count, width = totals.shape[1], totals.shape[2]
+    layers = np.arange(first, first + width, dtype=np.int32)
+    moments = np.rint(points.times * 1e6).astype(np.int64)
+    of_points: list[tuple[NDArray[Any], pa.DataType]] = [
+        (points.first_steps, pa.int64()),
+        (points.steps, pa.int64()),
+        (moments, pa.timestamp("us", tz="UTC")),
+        (points.ranks.astype(np.int32), pa.int32()),
+        (points.counts.astype(np.int32), pa.int32()),
+    ]
+    indices = np.repeat(np.arange(width, dtype=np.int32), count)
+    named = pa.DictionaryArray.from_arrays(indices, pa.array(list(names[first : first + width]), pa.string()))
+    columns = [
+        pa.array(np.repeat(layers, count)),
+        named.dictionary_decode(),
+        *(pa.array(np.tile(values, width), kind) for values, kind in of_points),
+        # NaN is what nobody reported: null, for whoever reads the file with other tools.
+        *(pa.array(np.ascontiguousarray(values.T).reshape(-1), from_pandas=True) for values in totals),
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _footer_of(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(-_TAIL_BYTES, 2)
+        length = int.from_bytes(opened.read(_TAIL_BYTES)[:4], "little")
+        opened.seek(-_TAIL_BYTES - length, 2)
+        return opened.read()
+
+
+@dataclass(frozen=True, eq=False)
+class Footer:
+    """A file's footer, read: what it holds, and where each column of each row group is."""
+
+    contents: Contents
+    metadata: pq.FileMetaData
+    keys: frozenset[str]
+
+    @classmethod
+    def of(cls, data: bytes) -> Footer:
+        """Read the bytes that `write_layers` returned."""
+        metadata = pq.read_metadata(BytesIO(data))
+        contents = msgspec.json.decode(metadata.metadata[_METADATA], type=Contents)
+        return cls(contents, metadata, frozenset(metadata.schema.names).difference(_OF_A_ROW))
+
+
+def read_layers(
+    source: pa.NativeFile, footer: Footer, keys: Sequence[str], layers: IntArray
+) -> dict[str, FloatArray]:
+    """Totals [layers, points] of some layers by key, without keys that the file does not have.
+
+    Layers that are not in it are NaN. Row groups without any of the layers are not touched.
+    """
+    contents = footer.contents
+    held = [key for key in keys if key in footer.keys]
+    groups = np.unique(layers[layers < contents.layers] // LAYERS_A_GROUP)
+    if not held or not len(groups):
+        return {}
+    file = pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=False)
+    table = file.read_row_groups(groups.tolist(), columns=held, use_threads=False)
+    # Of each group that was read its place among those; a layer that is not there gets the last row, and NaN.
+    place_of = np.zeros(int(groups[-1]) + 1, dtype=np.int64)
+    place_of[groups] = np.arange(len(groups))
+    known = layers < contents.layers
+    wanted = np.where(known, layers, groups[-1] * LAYERS_A_GROUP)
+    rows = place_of[wanted // LAYERS_A_GROUP] * LAYERS_A_GROUP + wanted % LAYERS_A_GROUP
+    found = {}
+    for key in held:
+        values = table.column(key).to_numpy().reshape(-1, contents.points)[rows]
+        values[~known] = np.nan
+        found[key] = values
+    return found

@@ -1,0 +1,141 @@
+"""Layers out of archived files, put where a question keeps its numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Final
+
+import pyarrow
+from cachetools import LRUCache
+from sqlalchemy import Connection, select
+
+from collage_server.errors import Busy
+from collage_server.store import schema
+from collage_server.store.archive.files import ArchiveFiles
+from collage_server.store.archive.parquet import Footer, read_layers
+from collage_server.store.chunks.blobs import Chunks, PointRows
+from collage_server.store.records import FloatArray, IntArray
+
+__all__ = ["ArchiveReader", "FoundSegment", "uncovered"]
+
+_KEPT_FOOTERS: Final = 512
+_RETRY_SECONDS: Final = 600
+
+
+@dataclass(frozen=True, eq=False)
+class FoundSegment:
+    """An archived file that a snapshot names, with its footer."""
+
+    run_id: str
+    attempt: int
+    path: str
+    footer: Footer
+
+
+class ArchiveReader:
+    """Reads layer totals from files; footers, which never change, are kept in memory."""
+
+    def __init__(self, files: ArchiveFiles | None) -> None:
+        self._files = files
+        self._footers: LRUCache[str, Footer] = LRUCache(_KEPT_FOOTERS)
+        self._lock = Lock()
+
+    def find(self, connection: Connection, level: int, chunks: Chunks) -> list[FoundSegment]:
+        """Files at a level that hold some of these chunks."""
+        table = schema.segment
+        columns = (table.c.run_id, table.c.attempt, table.c.first_chunk, table.c.last_chunk, table.c.path)
+        runs = sorted({run_id for run_id, _ in chunks})
+        rows = connection.execute(select(*columns).where(table.c.run_id.in_(runs), table.c.level == level)).all()
+        held = [
+            row
+            for row in rows
+            if _overlap(row.first_chunk, row.last_chunk, chunks.get((row.run_id, row.attempt), ()))
+        ]
+        footers = self._footers_of(connection, [row.path for row in held])
+        return [FoundSegment(row.run_id, row.attempt, row.path, footers[row.path]) for row in held]
+
+    def _footers_of(self, connection: Connection, paths: Sequence[str]) -> dict[str, Footer]:
+        with self._lock:
+            found = {path: footer for path in paths if (footer := self._footers.get(path)) is not None}
+        unknown = [path for path in paths if path not in found]
+        if unknown:
+            table = schema.segment
+            statement = select(table.c.path, table.c.footer).where(table.c.path.in_(unknown))
+            read = {
+                row.path: Footer.of(row.footer)
+                for row in connection.execute(statement.execution_options(blobs=True))
+            }
+            with self._lock:
+                self._footers.update(read)
+            found |= read
+        return found
+
+    def _opened(self, path: str) -> pyarrow.NativeFile:
+        if self._files is None:
+            raise Busy(
+                f"older points lie in archived files ({path}), and this server knows no archive; start it with the "
+                "COLLAGE_SERVER_ARCHIVE that it had",
+                retry_after_seconds=_RETRY_SECONDS,
+            )
+        return self._files.open(path)
+
+    def read_into(
+        self,
+        values: FloatArray,
+        segments: Sequence[FoundSegment],
+        points: PointRows,
+        keys: Sequence[str],
+        positions: Mapping[str, IntArray],
+    ) -> None:
+        """Put totals into `values` [keys, points, layers] of the layers at these positions by run."""
+        for segment in segments:
+            places = list(_places(segment, points))
+            if not places:
+                continue
+            with self._opened(segment.path) as source:
+                found = read_layers(source, segment.footer, keys, positions[segment.run_id])
+            for target, key in enumerate(keys):
+                if key in found:
+                    for start, count, row in places:
+                        values[target, start : start + count] = found[key][:, row : row + count].T
+
+
+def uncovered(chunks: Chunks, points: PointRows, segments: Sequence[FoundSegment]) -> Chunks:
+    """Chunks of which some part is in none of the files: what is left of it in the database is to be read, too."""
+    covered = {
+        (segment.run_id, segment.attempt, part.chunk, part.part)
+        for segment in segments
+        for part in segment.footer.contents.parts
+    }
+    left: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for run_id, attempt, chunk, part in points.where:
+        if (run_id, attempt, chunk, part) not in covered:
+            left[run_id, attempt].add(chunk)
+    return {owner: [chunk for chunk in numbers if chunk in left[owner]] for owner, numbers in chunks.items()}
+
+
+def _places(segment: FoundSegment, points: PointRows) -> Iterator[tuple[int, int, int]]:
+    """(first point of the question, points, first row of the file) of parts that are asked for.
+
+    Parts that follow on each other in both are one.
+    """
+    start = count = row = 0
+    for part, first in segment.footer.contents.places():
+        place = points.where.get((segment.run_id, segment.attempt, part.chunk, part.part))
+        if place is None:
+            continue
+        if count and place == start + count and first == row + count:
+            count += part.points
+            continue
+        if count:
+            yield start, count, row
+        start, count, row = place, part.points, first
+    if count:
+        yield start, count, row
+
+
+def _overlap(first: int, last: int, numbers: Sequence[int]) -> bool:
+    return bool(numbers) and any(first <= number <= last for number in numbers)

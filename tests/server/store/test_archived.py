@@ -1,0 +1,112 @@
+"""The store's contract where all that is sealed becomes archived files at once, and what archiving alone does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from collage_server.store import SqliteStore
+from collage_server.store.archive.files import Folder
+from collage_server.store.sealing import archiving
+
+from tests.server.migrated import put_migrated
+from tests.server.store.contract import LIMITS, StoreContract
+from tests.server.store.life import LifeContract
+from tests.server.store.parts import PartsContract
+from tests.server.store.ranks import RanksContract
+from tests.server.store.replicas import ReplicasContract
+from tests.server.store.sealed import SealedContract
+from tests.server.store.sealing import SealingContract
+
+pytestmark = pytest.mark.slow
+
+
+class ArchivingSealing:
+    """Sealing that archives at once what it has sealed."""
+
+    def __init__(self, store):
+        self._sealing, self._archiving = store.sealing, store.archiving
+
+    def __getattr__(self, name):
+        return getattr(self._sealing, name)
+
+    @property
+    def limits(self):
+        """When the journal becomes chunks."""
+        return self._sealing.limits
+
+    @limits.setter
+    def limits(self, limits):
+        self._sealing.limits = limits
+
+    def seal(self, run_id, *arguments, **more):
+        """Seal, then archive all that is due."""
+        parts = self._sealing.seal(run_id, *arguments, **more)
+        while self._archiving.archive(run_id):
+            pass
+        return parts
+
+
+def opened(path):
+    """A store of which `seal` archives, too."""
+    store = SqliteStore(path, stale_after_seconds=600.0, limits=LIMITS, archive=Folder(path.parent / "archive"))
+    store.open()
+    store.sealing = ArchivingSealing(store)
+    return store
+
+
+@pytest.fixture(params=["in groups", "at once"])
+def store(tmp_path, request, monkeypatch):
+    monkeypatch.setattr(archiving, "_CHUNKS", {1: 2, 16: 2})
+    if request.param == "at once":
+        due = archiving._due
+        monkeypatch.setattr(archiving, "_due", lambda infos, archived, *, over: due(infos, archived, over=True))
+    store = opened(put_migrated(tmp_path))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def reopen(store):
+    again: list[Any] = []
+
+    def reopened():
+        (again or [store])[-1].close()
+        again.append(opened(store.path))
+        return again[-1]
+
+    yield reopened
+    for entry in again:
+        entry.close()
+
+
+class TestArchived(StoreContract):
+    """Reports, runs and what is read of them."""
+
+
+class TestArchivedParts(PartsContract):
+    """Reports of a step in several parts."""
+
+
+class TestArchivedRanks(RanksContract):
+    """Ranks merged."""
+
+
+class TestArchivedReplicas(ReplicasContract):
+    """Replicas compared."""
+
+
+class TestArchivedSealed(SealedContract):
+    """What stands in chunks."""
+
+
+class TestArchivedSealing(SealingContract):
+    """From the journal to chunks."""
+
+
+class TestArchivedLife(LifeContract):
+    """Retention and deletion."""
+
+    # Both stop a deletion half-way through rows that are in files here; `test_archiving` does so with files.
+    test_an_interrupted_drop_is_finished = None
+    test_a_deleted_run_is_invisible_at_once_and_its_rows_go_in_slices = None
