@@ -24,6 +24,7 @@ from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
 from collage_server.api.routing import add_description
 from collage_server.app_state import AppState
+from collage_server.archiver import Archiver
 from collage_server.auth.bearer import AccessPolicy
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
@@ -35,7 +36,7 @@ from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.newest import NewestKeeper
 from collage_server.overviews import OverviewKeeper
 from collage_server.settings import FIXED_LIMITS, FixedLimits, Settings
-from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
+from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store, archive_files
 from collage_server.web.failures import answer_to
 from collage_server.web.middleware import AccessControl, ReadOnlyGate, RequestIdentity
 
@@ -100,6 +101,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await asyncio.to_thread(app_state.store.open)
     app_state.writer.start(asyncio.get_running_loop())
     app_state.sealer.start()
+    if app_state.archiver is not None:
+        app_state.archiver.start()
     for thread in app.state.alert_threads:
         thread.start()
     await asyncio.to_thread(app_state.maintenance.start)
@@ -117,6 +120,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(app_state.newest.stop, left())
         await asyncio.to_thread(app_state.overviews.stop, left())
         await asyncio.to_thread(app_state.sealer.stop, left())
+        if app_state.archiver is not None:
+            await asyncio.to_thread(app_state.archiver.stop, left())
         await asyncio.to_thread(app_state.maintenance.stop, left())
         await app_state.directory.close(left())
         # Last of those that have work: a webhook that hangs must take no time from them. They need the store alone.
@@ -129,6 +134,7 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
     counters = IngestCounters()
     guard = DiskGuard(store, budget_bytes=settings.disk_budget_bytes, reserve_bytes=settings.disk_reserve_bytes)
     bounds = JournalBounds(limits.journal_run_bytes, limits.journal_bytes)
+    archiver = _archiver(settings, store, guard, clock)
     return AppState(
         settings=settings,
         store=store,
@@ -141,7 +147,9 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
             bounds,
             clock=clock,
             interval_seconds=settings.seal_interval_seconds,
+            sealed=archiver.tell if archiver is not None else lambda _: None,
         ),
+        archiver=archiver,
         maintenance=Maintenance(
             store,
             guard,
@@ -164,6 +172,12 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
         clock=clock,
         provider=_provider(settings, clock),
     )
+
+
+def _archiver(settings: Settings, store: Store, guard: DiskGuard, clock: Callable[[], float]) -> Archiver | None:
+    if store.archiving is None:
+        return None
+    return Archiver(store, store.archiving, guard, clock=clock, interval_seconds=settings.seal_interval_seconds)
 
 
 def _provider(settings: Settings, clock: Callable[[], float]) -> Provider | None:
@@ -197,16 +211,25 @@ def _alert_threads(app_state: AppState) -> list[BackgroundThread]:
 
 
 def make_store(settings: Settings) -> Store:
-    """The store that these settings name, not opened yet."""
+    """The store that these settings name, not opened yet.
+
+    Raises:
+        StoreUnusable: the archive's address cannot be used.
+    """
+    address = settings.archive_address
+    cache = settings.folder / "archive-cache"
+    archive = None if address is None else archive_files(address, cache, settings.archive_cache_bytes)
     if settings.database is not None:
         return PostgresqlStore(
             settings.database,
             stale_after_seconds=settings.stale_after_seconds,
             unsafe=settings.unsafe_database,
+            archive=archive,
         )
     return SqliteStore(
         settings.folder / "collage.sqlite",
         stale_after_seconds=settings.stale_after_seconds,
         unsafe=settings.unsafe_database,
+        archive=archive,
         ballast_bytes=min(_BALLAST_BYTES, settings.disk_reserve_bytes // 4),
     )

@@ -11,6 +11,7 @@ from starlette.requests import HTTPConnection
 
 from collage_server.alerts import AlertRounds
 from collage_server.answer_cache import AnswerCache
+from collage_server.archiver import Archiver
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
 from collage_server.background import Maintenance, Sealer
@@ -33,7 +34,7 @@ __all__ = ["AppState", "app_state_of"]
 class AppState:
     """Everything that a request may need. `decoding`: whoever has it decodes a large body, one at a time.
 
-    `provider` is None where people sign in by token alone.
+    `archiver` is None where nothing is archived, `provider` where people sign in by token alone.
     """
 
     settings: Settings
@@ -41,6 +42,7 @@ class AppState:
     bounds: JournalBounds
     writer: Writer
     sealer: Sealer
+    archiver: Archiver | None
     maintenance: Maintenance
     newest: NewestKeeper
     overviews: OverviewKeeper

@@ -78,7 +78,7 @@ class BackgroundThread(ABC):
 
 
 class Sealer(BackgroundThread):
-    """Once an interval, and when the journal is half full, `seal`s what is due of every run that is `waiting`."""
+    """Once an interval, and when the journal is half full, `seal`s what is due of every run that is `waiting`, and tells of it (`sealed`)."""
 
     def __init__(
         self,
@@ -89,8 +89,10 @@ class Sealer(BackgroundThread):
         *,
         clock: Callable[[], float],
         interval_seconds: float,
+        sealed: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__("sealer", interval_seconds=interval_seconds)
+        self._sealed = sealed
         self._waiting = waiting
         self._seal = seal
         self._bytes_of = bytes_of
@@ -116,7 +118,7 @@ class Sealer(BackgroundThread):
     def _seal_run(self, run_id: str) -> None:
         journal_full = self._bounds.must_seal(run_id)
         while not self.stopping.is_set() and self._seal(run_id, self._clock(), journal_full=journal_full):
-            pass
+            self._sealed(run_id)
 
 
 class Maintenance(BackgroundThread):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from threading import Lock
 from typing import Final
 
@@ -86,15 +87,17 @@ class DiskGuard:
             sizes = self._store.sizes()
         except StoreUnusable as error:
             return error.message
-        self._left_ratio = self._left(sizes)
-        budget = math.inf if self._budget_bytes is None else self._budget_bytes - sizes.used_bytes
+        used = sizes.used_bytes + self._store.archived_bytes()
+        self._left_ratio = self._left(sizes, used)
+        budget = math.inf if self._budget_bytes is None else self._budget_bytes - used
         free = math.inf if sizes.free_bytes is None else sizes.free_bytes - self._reserve_bytes
         self._room_bytes = min(budget, free) - coming_bytes
         self._may_seal = free >= 0
-        return self._reason_for(sizes, coming_bytes)
+        return self._reason_for(replace(sizes, used_bytes=used), coming_bytes)
 
-    def _left(self, sizes: Sizes) -> float | None:
-        rooms = [] if self._budget_bytes is None else [(self._budget_bytes - sizes.used_bytes, self._budget_bytes)]
+    def _left(self, sizes: Sizes, used_bytes: int) -> float | None:
+        """`used_bytes`: with archived files, which may lie elsewhere; the budget counts them, the disk does not."""
+        rooms = [] if self._budget_bytes is None else [(self._budget_bytes - used_bytes, self._budget_bytes)]
         if sizes.free_bytes is not None:
             free = sizes.free_bytes - self._reserve_bytes
             rooms.append((free, free + sizes.used_bytes))

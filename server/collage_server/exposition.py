@@ -132,6 +132,7 @@ class _ServerCollector(Collector):
         self._counters = app_state.counters
         self._store = app_state.store
         self._guard = app_state.guard
+        self._archiver = app_state.archiver
         self._rounds = app_state.alert_rounds
 
     def collect(self) -> Iterable[Metric]:
@@ -149,6 +150,13 @@ class _ServerCollector(Collector):
             "Share of the room for data that is left, of the disk's or of its budget's, whichever is less.",
         )
         _add_defined(left, [], self._guard.left_ratio)
+        archived = GaugeMetricFamily("collage_server_archived_bytes", "What all archived files take.")
+        archived.add_metric([], self._store.archived_bytes())
+        away = GaugeMetricFamily(
+            "collage_server_archive_away_seconds",
+            "For how long the archive has taken no files; absent where nothing is archived.",
+        )
+        _add_defined(away, [], None if self._archiver is None else self._archiver.away_seconds)
         evaluated = GaugeMetricFamily(
             "collage_server_alerts_evaluated_timestamp_seconds",
             "When a server on this database last evaluated the alerts, in Unix time; absent where none does.",
@@ -156,7 +164,7 @@ class _ServerCollector(Collector):
         _add_defined(evaluated, [], self._rounds.evaluated_at)
         build = GaugeMetricFamily("collage_server_build_info", "Version of this server.", labels=("version",))
         build.add_metric([__version__], 1)
-        yield from (mismatches, left, evaluated, build)
+        yield from (mismatches, left, archived, away, evaluated, build)
 
 
 class _RunGauges:

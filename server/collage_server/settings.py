@@ -43,6 +43,13 @@ _Database = Annotated[
         description="postgresql://USER@HOST/NAME; leave it out for SQLite in a file",
     ),
 ]
+_Archive = Annotated[
+    str,
+    Meta(
+        pattern=r"^([^:]+|[A-Za-z]:[\\/].*|(s3|s3a|gs|az|adl|azure|abfs|abfss|https|file|memory)://.*)$",
+        description="a folder, a bucket such as s3://BUCKET/FOLDER, gs://… or az://…, or off",
+    ),
+]
 _Port = Annotated[int, Meta(ge=0, le=65_535, description="a whole number from 0 to 65535; 0 takes a free one")]
 _Token = Annotated[
     str,
@@ -107,10 +114,12 @@ class Settings:
     """Everything that can be set, with its default. Sizes in bytes, times in seconds.
 
     `database` is a postgresql:// URL; without one, SQLite in `folder`. `unsafe_database` accepts one that
-    may lose what was acknowledged. `token` guards every route but /healthz, /readyz and the API description.
-    `no_auth` does without one, on loopback only. `allowed_hosts` are the names, besides loopback's, under which the
-    server answers; beyond loopback they must be stated. `trusted_proxies` are addresses whose X-Forwarded-For tells
-    who asks.
+    may lose what was acknowledged. `archive` is where layers of older points lie as Parquet files: a folder, the
+    URL of a bucket, or "off". Left out it is the folder `archive` beside an SQLite file, and off for PostgreSQL,
+    which several servers may share. Of a bucket `archive_cache_bytes` that were read last are kept in `folder`.
+    `token` guards every route but /healthz, /readyz and the API description. `no_auth` does without one, on
+    loopback only. `allowed_hosts` are the names, besides loopback's, under which the server answers; beyond loopback
+    they must be stated. `trusted_proxies` are addresses whose X-Forwarded-For tells who asks.
 
     `connections` bounds those open at a time, `idle_seconds` the wait for a whole head. `in_flight_bytes` bounds
     report bodies that are read but not yet acknowledged: beyond it the answer is 503.
@@ -135,6 +144,8 @@ class Settings:
     folder: Path
     database: _Database | None = field(default=None, repr=False)
     unsafe_database: _Flag = False
+    archive: _Archive | None = None
+    archive_cache_bytes: _Count = 2 * 2**30
     host: str = "127.0.0.1"
     port: _Port = SERVER_PORT
     token: _Token | None = field(default=None, repr=False)
@@ -199,6 +210,13 @@ class Settings:
                 f"{_variable('retention_raw_days')}"
             )
         _check_oidc(self)
+
+    @property
+    def archive_address(self) -> str | None:
+        """Where archived files lie; None where nothing is archived."""
+        if self.archive is None:
+            return str(self.folder / "archive") if self.database is None else None
+        return None if self.archive == "off" else self.archive
 
     @property
     def retention_days(self) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""`collage-monitor backup` and `restore`: one file that holds everything the database holds."""
+"""`collage-monitor backup` and `restore`: a file that holds everything the database holds, and archived files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ _DUMP = (
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder of the server.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was made as JSON.")
 def backup(file: Path, folder: Path | None, as_json: bool) -> None:
-    """Copy the database into FILE while the server serves.
+    """Copy the database into FILE while the server serves, and archived files into the folder `archive` beside it.
+
+    Archived files never change: of those that are there already none is copied again. Those in a bucket stay there.
 
     All that was acknowledged before the command began is in it, nothing that came after is promised. The server's
     own token is not: it is the file `token` of the data folder.
     """
     settings = _settings(folder)
-    _say(back_up(settings.folder / "collage.sqlite", file), as_json)
+    _say(back_up(settings.folder / "collage.sqlite", file, archive=_archive(settings)), as_json)
 
 
 @click.command("restore")
@@ -41,7 +43,7 @@ def backup(file: Path, folder: Path | None, as_json: bool) -> None:
 def restore(file: Path, folder: Path | None, as_json: bool) -> None:
     """Put the back-up FILE in place, with the server stopped; never over a database that is there."""
     settings = _settings(folder)
-    _say(restore_store(file, settings.folder / "collage.sqlite"), as_json)
+    _say(restore_store(file, settings.folder / "collage.sqlite", archive=_archive(settings)), as_json)
 
 
 def _settings(folder: Path | None) -> Settings:
@@ -52,10 +54,17 @@ def _settings(folder: Path | None) -> Settings:
     return settings
 
 
+def _archive(settings: Settings) -> Path | None:
+    """The folder of archived files; None for a bucket, and where nothing is archived."""
+    address = settings.archive_address
+    return None if address is None or "://" in address else Path(address)
+
+
 def _say(found: Backup, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found)))
     else:
         click.echo(
-            f"{found.file}  {found.bytes:,} bytes, {found.runs} runs, schema {found.schema_revision}, checked"
+            f"{found.file}  {found.bytes:,} bytes, {found.runs} runs, schema {found.schema_revision}, checked; "
+            f"{found.archived_files} archived files, {found.copied_files} of them copied"
         )

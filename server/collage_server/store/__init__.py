@@ -1,6 +1,7 @@
 """Storage: the only package that uses a database. What the other packages use of it is listed here."""
 
 from collage_server.store.access.tokens import AccessStore, LogOut
+from collage_server.store.archive.files import ArchiveFiles, archive_files
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.reading.snapshot import Snapshot
@@ -28,11 +29,14 @@ from collage_server.store.records import (
 from collage_server.store.runs.changes import QuotaName
 from collage_server.store.runs.newest import KeptNewest, NewestPoint, RunProgress
 from collage_server.store.runs.overviews import DueRun
+from collage_server.store.sealing.archiving import Archiving
 from collage_server.store.sqlite import SqliteStore
 from collage_server.store.store import Store
 
 __all__ = [
     "AccessStore",
+    "ArchiveFiles",
+    "Archiving",
     "DueRun",
     "GroupOutcome",
     "GroupQuery",
@@ -62,5 +66,6 @@ __all__ = [
     "Store",
     "StreamRecord",
     "TableQuery",
+    "archive_files",
     "state_at",
 ]

@@ -1,4 +1,7 @@
-"""Back-up and restore of an SQLite store: one compact file, made while the server serves."""
+"""Back-up and restore of an SQLite store while the server serves: one compact file, and archived files beside.
+
+Archived files never change: those of all back-ups in a folder stand once in its `archive`, under their own names.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,40 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from collage_server.errors import StoreUnusable
 from collage_server.store.migrate import check_revision
 
 __all__ = ["Backup", "back_up", "inspect", "restore"]
 
+_ARCHIVE: Final = "archive"
+"""The folder beside back-ups that holds their archived files."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Backup:
-    """A back-up that was read and found whole."""
+    """A back-up that was read and found whole.
+
+    It names `archived_files`; `copied_files` of them were not beside it, or not in place, before.
+    """
 
     file: str
     bytes: int
     schema_revision: str
     runs: int
+    archived_files: int = 0
+    copied_files: int = 0
 
 
-def back_up(database: Path, target: Path, timeout_seconds: float = 30.0) -> Backup:
+def back_up(database: Path, target: Path, *, archive: Path | None = None, timeout_seconds: float = 30.0) -> Backup:
     """Copy the database as it stands at one moment; all that was acknowledged before the call is in it.
+
+    Files of the folder `archive` that it names are copied, too, unless they are in `archive` beside the target
+    already; of a bucket (None) none are.
 
     Readers and writers go on meanwhile; only the write-ahead log grows until the copy is made. `target` stands
     under its name when it is whole, checked and on the disk.
@@ -48,7 +63,9 @@ def back_up(database: Path, target: Path, timeout_seconds: float = 30.0) -> Back
         except sqlite3.Error as error:
             raise StoreUnusable(f"{database} cannot be copied to {target}: {error}") from error
         found = inspect(part)
-    return Backup(file=str(target), bytes=found.bytes, schema_revision=found.schema_revision, runs=found.runs)
+        paths = _archived_files(part)
+        copied = 0 if archive is None else _copy_files(paths, archive, target.parent / _ARCHIVE)
+    return replace(found, file=str(target), archived_files=len(paths), copied_files=copied)
 
 
 def inspect(file: Path) -> Backup:
@@ -72,22 +89,49 @@ def inspect(file: Path) -> Backup:
     return Backup(file=str(file), bytes=file.stat().st_size, schema_revision=revision[0], runs=runs)
 
 
-def restore(file: Path, database: Path) -> Backup:
+def restore(file: Path, database: Path, *, archive: Path | None = None) -> Backup:
     """Put a back-up in place; the next server that starts there migrates and serves it.
+
+    Archived files that it names go to the folder `archive`, from the one beside the back-up, unless they are there
+    already; those in a bucket (None) are left where they are.
 
     Each run that was going on when it was made gets an event: what is missing since then shows nowhere else.
 
     Raises:
-        StoreUnusable: the back-up is not whole, or a database is there already.
+        StoreUnusable: the back-up is not whole, an archived file is missing, or a database is there already.
     """
-    found = inspect(file)
+    found, paths = inspect(file), _archived_files(file)
     database.parent.mkdir(parents=True, exist_ok=True)
     for neighbour in (database, *(database.with_name(database.name + end) for end in ("-wal", "-shm", "-journal"))):
         _require_free(neighbour)
+    copied = 0 if archive is None else _copy_files(paths, file.parent / _ARCHIVE, archive)
     with _temporary_name(database) as part:
         shutil.copyfile(file, part)
         _tell_of_the_hole(part, datetime.fromtimestamp(file.stat().st_mtime, UTC), time.time())
-    return found
+    return replace(found, archived_files=len(paths), copied_files=copied)
+
+
+def _archived_files(database: Path) -> list[str]:
+    """Paths that a copy of a database names; a database of before there were any names none."""
+    with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'segment'").fetchone() is None:
+            return []
+        return [path for (path,) in connection.execute("SELECT path FROM segment ORDER BY path")]
+
+
+def _copy_files(paths: list[str], source: Path, target: Path) -> int:
+    """Copy those files that the target does not have; how many."""
+    lacking = [path for path in paths if not (target / path).exists()]
+    missing = [path for path in lacking if not (source / path).exists()]
+    if missing:
+        raise StoreUnusable(
+            f"{len(missing)} archived files are not in {source}, the first is {missing[0]}: put them back there"
+        )
+    for path in lacking:
+        (target / path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _temporary_name(target / path) as part:
+            shutil.copyfile(source / path, part)
+    return len(lacking)
 
 
 def _tell_of_the_hole(database: Path, made_at: datetime, now: float) -> None:

@@ -378,6 +378,7 @@ segment: Final = Table(
 """Archived files: layers of the chunks `first_chunk` to `last_chunk` of an attempt at a level, whose rows of
 `layer_chunk` go. `has_rows`: some of these may still be there. `footer` is the file's own, which is large."""
 Index("segment_by_path", segment.c.path)
+Index("segment_by_size", segment.c.bytes)
 Index("segment_with_rows", segment.c.run_id, sqlite_where=segment.c.has_rows, postgresql_where=segment.c.has_rows)
 
 segment_gone: Final = Table(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collage_server.store.access.tokens import AccessStore
 from collage_server.store.archive.files import ArchiveFiles
 from collage_server.store.archive.reading import ArchiveReader
+from collage_server.store.archive.segments import archived_bytes
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.journal.streams import StreamStore
@@ -48,3 +49,8 @@ class Store(Database):
         self.newest = NewestStore(self)
         self.overviews = OverviewStore(self)
         self.table = TableStore(self)
+
+    def archived_bytes(self) -> int:
+        """What all archived files take."""
+        with self.reading() as connection:
+            return archived_bytes(connection)

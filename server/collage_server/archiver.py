@@ -1,0 +1,101 @@
+"""The archiver: a background thread that makes archived files of what was sealed, and removes those left over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from threading import Lock
+from typing import Final
+
+from collage_server.background import BackgroundThread
+from collage_server.disk import DiskGuard
+from collage_server.errors import Busy, Gone, NotFound
+from collage_server.store import Archiving, Store
+
+__all__ = ["Archiver"]
+
+_LOG: Final = logging.getLogger(__name__)
+_ROUND_SECONDS: Final = 3600.0
+"""Between looks at every run: some were sealed by a server that has stopped since, or by another one."""
+
+
+class Archiver(BackgroundThread):
+    """Archives the runs that it was told of, and once an hour every run that has chunks; then it sweeps, too.
+
+    While the archive takes no files, chunks stay in the database and are read there: nothing waits but this.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        archiving: Archiving,
+        guard: DiskGuard,
+        *,
+        clock: Callable[[], float],
+        interval_seconds: float,
+    ) -> None:
+        super().__init__("archiver", interval_seconds=interval_seconds)
+        self._store = store
+        self._archiving = archiving
+        self._guard = guard
+        self._clock = clock
+        self._told: dict[str, None] = {}
+        self._lock = Lock()
+        self._round_due = time.monotonic()
+        self._away_since: float | None = None
+
+    @property
+    def away_seconds(self) -> float:
+        """For how long the archive has taken no files; 0 while it does."""
+        since = self._away_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    @property
+    def waiting_runs(self) -> int:
+        """Runs that were sealed and not looked at since."""
+        return len(self._told)
+
+    def tell(self, run_id: str) -> None:
+        """Some of this run was sealed."""
+        with self._lock:
+            self._told[run_id] = None
+
+    def do_due_work(self) -> None:
+        """Archive what is due; a run that fails does not stop the others, an archive that is away stops all."""
+        if not self._guard.may_seal:
+            return
+        try:
+            if time.monotonic() >= self._round_due:
+                for sealed in self._store.retention.sealed_runs():
+                    self.tell(sealed)
+                self._archiving.sweep(self._clock())
+                self._round_due = time.monotonic() + _ROUND_SECONDS
+            while (run_id := self._next()) is not None:
+                self._archive(run_id)
+        except Busy as error:
+            if self._away_since is None:
+                _LOG.warning("nothing is archived, and chunks stay in the database: %s", error.message)
+                self._away_since = time.monotonic()
+            return
+        if self._away_since is not None:
+            _LOG.warning("the archive takes files again")
+            self._away_since = None
+
+    def _next(self) -> str | None:
+        with self._lock:
+            return None if self.stopping.is_set() else next(iter(self._told), None)
+
+    def _archive(self, run_id: str) -> None:
+        """Archive all that is due of the run; it stays among those told of where the archive is away."""
+        try:
+            while not self.stopping.is_set() and self._archiving.archive(run_id):
+                pass
+        except (Gone, NotFound):
+            pass
+        except Busy:
+            raise
+        except Exception:
+            _LOG.exception("run %s cannot be archived; its chunks stay in the database, the others go on", run_id)
+        with self._lock:
+            self._told.pop(run_id, None)
