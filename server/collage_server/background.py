@@ -78,7 +78,10 @@ class BackgroundThread(ABC):
 
 
 class Sealer(BackgroundThread):
-    """Once an interval, and when the journal is half full, `seal`s what is due of every run that is `waiting`, and tells of it (`sealed`)."""
+    """Once an interval, and when the journal is half full, `seal`s what is due of every run that is `waiting`.
+
+    `sealed` is called with each run of which something was sealed.
+    """
 
     def __init__(
         self,

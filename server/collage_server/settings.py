@@ -118,7 +118,7 @@ class Settings:
     URL of a bucket, or "off". Left out it is the folder `archive` beside an SQLite file, and off for PostgreSQL,
     which several servers may share. Of a bucket `archive_cache_bytes` that were read last are kept in `folder`.
     `token` guards every route but /healthz, /readyz and the API description. `no_auth` does without one, on
-    loopback only. `allowed_hosts` are the names, besides loopback's, under which the server answers; beyond loopback
+    loopback only. `allowed_hosts` are the names, besides loopback's, under which the server answers; beyond it
     they must be stated. `trusted_proxies` are addresses whose X-Forwarded-For tells who asks.
 
     `connections` bounds those open at a time, `idle_seconds` the wait for a whole head. `in_flight_bytes` bounds

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,7 @@ from collage_server.store import ReportGroup, Selection, schema
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from sqlalchemy import select
 
 from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
@@ -42,8 +44,8 @@ PARTS = st.sampled_from(
     [{}, {"slice_rows": 3}, {"part_points": 8, "coarse_bytes": 1}, {"rows": 50}, {"bytes": 50_000}]
 )
 """What bounds a part: a whole chunk, some points, some rows of the journal, some bytes."""
-STAY = ("deleted_run", "stream")
-"""What answers that a run is gone."""
+STAY = ("deleted_run", "stream", "segment_gone")
+"""What answers that a run is gone, and what knows for an hour which files were its own."""
 TABLES = [table for table in schema.metadata.sorted_tables if "run_id" in table.c and table.name not in STAY]
 _run_numbers = itertools.count()
 
@@ -146,6 +148,7 @@ class StoreMachine(RuleBasedStateMachine):
         """A server begins anew; maybe over a run that has ended, and is sealed whole once it is silent."""
         type(self).store = self.reopen()
         self.store.sealing.limits = self.limits
+        self.sweep()
         if finished:
             self.store.runs.update(self.run.run_id, wire.RunUpdate(state="finished"), NOW)
             while self.store.sealing.seal(self.run.run_id, AFTER_SILENCE):
@@ -222,12 +225,22 @@ class StoreMachine(RuleBasedStateMachine):
             self.deleted.append(self.run.run_id)
         while self.store.retention.purge(10):
             pass
+        self.sweep()
         for run_id in self.deleted:
             with pytest.raises(Gone):
                 model_points(self.store, run_id, None, Selection())
             with self.store.reading() as connection:
                 for table in TABLES:
                     assert not connection.execute(table.select().where(table.c.run_id == run_id)).first(), table
+
+    def sweep(self):
+        """After the hour in which readers may still want them, exactly those files are there that rows name."""
+        if (archiving := self.store.archiving) is None:
+            return
+        archiving.sweep(time.time() + 7200)
+        with self.store.reading() as connection:
+            named = set(connection.execute(select(schema.segment.c.path)).scalars())
+        assert {file.path for file in archiving.files.stored()} == named
 
     def compare(self, found, expected, *, by_layer):
         """Each point is its steps merged: first over shards, then over steps. Nothing is lost or told twice."""

@@ -11,6 +11,7 @@ from collage_server.store.sealing import archiving
 
 from tests.server.migrated import put_migrated
 from tests.server.store.contract import LIMITS, StoreContract
+from tests.server.store.laws import LawsContract
 from tests.server.store.life import LifeContract
 from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
@@ -102,6 +103,10 @@ class TestArchivedSealed(SealedContract):
 
 class TestArchivedSealing(SealingContract):
     """From the journal to chunks."""
+
+
+class TestArchivedLaws(LawsContract):
+    """The store's life, with files."""
 
 
 class TestArchivedLife(LifeContract):

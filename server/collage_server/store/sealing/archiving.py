@@ -66,7 +66,7 @@ class Archiving:
 
     def __init__(self, database: Database, files: ArchiveFiles, deletion: SliceDeletion) -> None:
         self._database = database
-        self._files = files
+        self.files = files
         self._deletion = deletion
         self._without_layers: set[tuple[str, _Plan]] = set()
 
@@ -96,17 +96,17 @@ class Archiving:
             gone = list(connection.execute(select(table.c.path).where(table.c.gone_at < before)).scalars())
         self._remove(gone)
         # By the clock of who keeps the files: all are listed first, so that what is being named now is not old.
-        old = [file.path for file in self._files.stored() if file.modified_at < now - _GRACE_SECONDS]
+        old = [file.path for file in self.files.stored() if file.modified_at < now - _GRACE_SECONDS]
         orphans = self._unnamed(old)
-        self._files.delete(orphans)
-        self._files.sweep_staging(_GRACE_SECONDS)
+        self.files.delete(orphans)
+        self.files.sweep_staging(_GRACE_SECONDS)
         return len(gone) + len(orphans)
 
     def _remove(self, paths: Sequence[str]) -> None:
         table = schema.segment_gone
         for start in range(0, len(paths), _FILES_A_SLICE):
             some = paths[start : start + _FILES_A_SLICE]
-            self._files.delete(some)
+            self.files.delete(some)
             with self._database.freeing() as connection:
                 connection.execute(delete(table).where(table.c.path.in_(some)))
 
@@ -127,7 +127,7 @@ class Archiving:
         return next((plan for plan in plans if (run_id, plan) not in self._without_layers), None)
 
     def _make(self, run_id: str, plan: _Plan) -> bool:
-        with self._files.new_file() as made:
+        with self.files.new_file() as made:
             with self._database.reading() as connection:
                 view = RunView(connection, run_id)
                 chunks = {(run_id, plan.attempt): plan.chunks}
@@ -148,7 +148,7 @@ class Archiving:
             size = made.stat().st_size
             first, last = plan.chunks[0], plan.chunks[-1]
             path = f"{run_id}/{plan.attempt}/{plan.level}/{first}-{last}-{uuid.uuid4().hex}.parquet"
-            self._files.put(made, path)
+            self.files.put(made, path)
         segment = Segment(run_id, plan.attempt, plan.level, first, last, path, size, footer)
         if not self._name(segment, contents):
             return False
