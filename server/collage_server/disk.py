@@ -87,7 +87,7 @@ class DiskGuard:
             sizes = self._store.sizes()
         except StoreUnusable as error:
             return error.message
-        used = sizes.used_bytes + self._store.archived_bytes()
+        used = sizes.used_bytes + sizes.archived_bytes
         self._left_ratio = self._left(sizes, used)
         budget = math.inf if self._budget_bytes is None else self._budget_bytes - used
         free = math.inf if sizes.free_bytes is None else sizes.free_bytes - self._reserve_bytes

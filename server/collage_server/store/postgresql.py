@@ -180,7 +180,7 @@ class PostgresqlStore(Store):
         """How much space the database takes; its disk is the cluster's business."""
         with self.reading() as connection:
             used = connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one()
-        return Sizes(used_bytes=int(used), free_bytes=None)
+        return Sizes(used_bytes=int(used), free_bytes=None, archived_bytes=self.archived_bytes())
 
     def make_room(self) -> None:
         """Its disk is the cluster's business."""

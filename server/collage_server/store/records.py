@@ -385,10 +385,11 @@ class SealLimits:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the data takes now, and what the disk has left (None: another machine's business)."""
+    """What the database takes now, what its disk has left (None: another machine's business), archived files."""
 
     used_bytes: int
     free_bytes: int | None
+    archived_bytes: int = 0
 
 
 def state_at(state: str, updated_at: float, now: float, stale_after_seconds: float) -> State:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -163,7 +164,7 @@ class SqliteStore(Store):
                 f"{self.path} is not the file that this server opened: it was moved, deleted or replaced; "
                 "put it back, or start the server anew"
             )
-        return sqlite_sizes(self.path, self._ballast.bytes)
+        return replace(sqlite_sizes(self.path, self._ballast.bytes), archived_bytes=self.archived_bytes())
 
     def make_room(self) -> None:
         """Give the ballast's space to what comes next, if the disk has less left than that."""

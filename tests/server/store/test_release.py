@@ -104,6 +104,8 @@ def test_newest_steps_that_were_kept_without_their_time_are_written_anew(store, 
         connection.execute(text("ALTER TABLE run_newest DROP COLUMN made_at"))
         row = {"run_id": "r1", "updated_at": 1.0, "reports": 1, "made_by": "older", "point": None}
         connection.execute(text(f"INSERT INTO run_newest ({', '.join(row)}) VALUES (:{', :'.join(row)})"), row)
+        for table in (schema.segment, schema.segment_gone):
+            table.drop(connection)
         connection.execute(text("UPDATE alembic_version SET version_num = 'r0003'"))
     engine.dispose()
     forward(store)
