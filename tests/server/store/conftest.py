@@ -1,4 +1,4 @@
-"""The PostgreSQL cluster of the session, and a fresh migrated database a test."""
+"""The PostgreSQL cluster and the object store of the session; a fresh migrated database, a fresh bucket a test."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from collage_server.store import PostgresqlStore
 
 from tests.server.store.postgresql import Cluster, programs_or_skip
+from tests.server.store.seaweed import ObjectStore, program_or_skip
 
 _numbers = itertools.count()
 _MEMORY = Path("/dev/shm")
@@ -55,3 +56,24 @@ def empty_database(cluster):
     cluster.execute(f"CREATE DATABASE {name}")
     yield cluster.url(name)
     cluster.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(scope="session")
+def object_store(tmp_path_factory):
+    """A running object store. It takes seconds to start, so a worker has one."""
+    store = ObjectStore(tmp_path_factory.mktemp("objects"), program_or_skip())
+    try:
+        store.start()
+        yield store
+    finally:
+        store.kill()
+
+
+@pytest.fixture
+def bucket(object_store, monkeypatch):
+    """The URL of an empty bucket; what opens it is in the environment."""
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    url = object_store.new_bucket()
+    yield url
+    object_store.remove_bucket(url)
