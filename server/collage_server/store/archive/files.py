@@ -5,6 +5,7 @@ A file's path is relative, `RUN/ATTEMPT/LEVEL/FIRST-LAST-UUID.parquet`; no two f
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -12,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, NamedTuple
@@ -25,12 +27,18 @@ from collage_server.errors import Busy, StoreUnusable
 
 __all__ = ["ArchiveFiles", "Bucket", "Folder", "StoredFile", "archive_files"]
 
+_LOG: Final = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 30
+_PAUSE_SECONDS: Final = 5.0
+"""A bucket that failed is left alone for so long: whoever waits for it holds a reader's place meanwhile."""
 _OPENINGS: Final = 3
 _STAGING: Final = ".staging"
 _SUFFIX: Final = ".parquet"
-_CLIENT: Final[Any] = {"timeout": "60s", "connect_timeout": "5s", "allow_http": True}
-_TRIES: Final[Any] = {"max_retries": 2}
+_CLIENT: Final[Any] = {"timeout": "600s", "read_timeout": "20s", "connect_timeout": "5s", "allow_http": True}
+_TRIES: Final[Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=5)}
+_UPLOADS: Final = 4
+"""Parts of 5 MiB of one file that are sent at a time: each must be taken within the read timeout."""
+_LOGGED: Final = 300
 _PRIVATE_FOLDER: Final = 0o700
 
 
@@ -44,6 +52,8 @@ class StoredFile(NamedTuple):
 class ArchiveFiles(ABC):
     """Files by path. Every method may be called from any thread; it blocks, and raises Busy without an answer."""
 
+    address: str
+    """As people know it: a folder's path or a bucket's URL."""
     staging: Path
     """A local folder in which files are made."""
 
@@ -59,11 +69,11 @@ class ArchiveFiles(ABC):
         """The file to read from; it can be read to its end even if it is removed meanwhile.
 
         Raises:
-            Busy: it is not there, or the bucket does not answer.
+            Busy: it is not there, or what keeps it does not answer.
         """
         for _ in range(_OPENINGS):
             # A cache may drop it between the two.
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError), self._usable():
                 return pyarrow.memory_map(str(self.local(path)))
         raise _missing(path)
 
@@ -78,13 +88,24 @@ class ArchiveFiles(ABC):
     @contextmanager
     def new_file(self) -> Iterator[Path]:
         """A local path to write to, gone after the context unless it was put."""
-        self.staging.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
-        descriptor, name = tempfile.mkstemp(suffix=_SUFFIX, dir=self.staging)
-        os.close(descriptor)
+        with self._usable():
+            self.staging.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
+            descriptor, name = tempfile.mkstemp(suffix=_SUFFIX, dir=self.staging)
+            os.close(descriptor)
         try:
             yield Path(name)
         finally:
             Path(name).unlink(missing_ok=True)
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """What this machine's disk, or a shared one, says of a file, in this server's words."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _unusable(self.address, error) from error
 
     def sweep_staging(self, older_than_seconds: float) -> None:
         """Remove what a killed process left half made."""
@@ -99,18 +120,20 @@ class Folder(ArchiveFiles):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.address = str(folder)
         self.staging = folder / _STAGING
 
     def put(self, made: Path, path: str) -> None:
         """Rename it: the file's bytes and its entry are on the disk when this returns."""
         target = self.folder / path
-        target.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
-        _sync(made)
-        made.rename(target)
-        for folder in (target.parent, *target.parent.parents):
-            _sync(folder)
-            if folder == self.folder:
-                break
+        with self._usable():
+            target.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
+            _sync(made)
+            made.rename(target)
+            for folder in (target.parent, *target.parent.parents):
+                _sync(folder)
+                if folder == self.folder:
+                    break
 
     def local(self, path: str) -> Path:
         """Where it is."""
@@ -142,35 +165,47 @@ class Bucket(ArchiveFiles):
     """
 
     def __init__(self, url: str, cache: Path, cache_bytes: int) -> None:
-        self.url = url
+        self.address = url
         self._cache = cache
         self._cache_bytes = cache_bytes
         self.staging = cache / _STAGING
         self._lock = Lock()
         self._fetching: dict[str, Lock] = defaultdict(Lock)
+        self._away_until = 0.0
         try:
             self._bucket: ObjectStore = from_url(url, client_options=_CLIENT, retry_config=_TRIES)
         except (BaseError, ValueError) as error:
             raise StoreUnusable(f"the archive {url} cannot be used: {error}") from error
 
+    @contextmanager
+    def new_file(self) -> Iterator[Path]:
+        """As everywhere; none is made for a bucket that has just failed to take one."""
+        with self._answering():
+            pass
+        with super().new_file() as made:
+            yield made
+
     def put(self, made: Path, path: str) -> None:
         """Upload it; it stays in the cache."""
         with self._answering():
-            obstore.put(self._bucket, path, made)
-        self._keep(made, path)
+            obstore.put(self._bucket, path, made, max_concurrency=_UPLOADS)
+        with self._usable():
+            self._keep(made, path)
 
     def local(self, path: str) -> Path:
         """The cached file, fetched if it is not there."""
         cached = self._cache / path
         with self._lock:
             mine = self._fetching[path]
-        with mine:
-            try:
-                os.utime(cached)
-            except FileNotFoundError:
-                self._fetch(path)
-        with self._lock:
-            self._fetching.pop(path, None)
+        try:
+            with mine, self._usable():
+                try:
+                    os.utime(cached)
+                except FileNotFoundError:
+                    self._fetch(path)
+        finally:
+            with self._lock:
+                self._fetching.pop(path, None)
         return cached
 
     def delete(self, paths: Collection[str]) -> None:
@@ -189,15 +224,21 @@ class Bucket(ArchiveFiles):
                     yield StoredFile(str(found["path"]), found["last_modified"].timestamp())
 
     def _fetch(self, path: str) -> None:
-        with self.new_file() as made:
-            with self._answering(path), made.open("wb") as file:
-                for piece in obstore.get(self._bucket, path).stream(min_chunk_size=2**20):
+        with super().new_file() as made:
+            with made.open("wb") as file:
+                for piece in self._pieces(path):
                     file.write(piece)
             self._keep(made, path)
+
+    def _pieces(self, path: str) -> Iterator[obstore.Bytes]:
+        with self._answering(path):
+            yield from obstore.get(self._bucket, path).stream(min_chunk_size=2**20)
 
     def _keep(self, made: Path, path: str) -> None:
         cached = self._cache / path
         size = made.stat().st_size
+        # What a power cut leaves of a file that was not on the disk would be read for ever.
+        _sync(made)
         with self._lock:
             self._make_room(size)
             cached.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
@@ -220,20 +261,38 @@ class Bucket(ArchiveFiles):
 
     @contextmanager
     def _answering(self, path: str | None = None) -> Iterator[None]:
-        """What an object store says, in this server's words."""
+        """What an object store says, in this server's words; `path`: of the file that is asked for."""
+        if time.monotonic() < self._away_until:
+            raise _busy(self.address)
         try:
             yield
         except FileNotFoundError as error:
-            raise _missing(path) from error
+            if path is not None:
+                raise _missing(path) from error
+            raise self._failed(error) from error
         except (BaseError, OSError) as error:
-            raise Busy(
-                f"the archive {self.url} does not answer: older points wait for it; newer ones can be asked for "
-                "by their steps",
-                retry_after_seconds=_RETRY_SECONDS,
-            ) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> Busy:
+        self._away_until = time.monotonic() + _PAUSE_SECONDS
+        return _unusable(self.address, error)
 
 
-def _missing(path: str | None) -> Busy:
+def _unusable(address: str, error: Exception) -> Busy:
+    # Its own words name hosts and addresses: they are for the log.
+    _LOG.warning("the archive %s cannot be used now: %s", address, " ".join(str(error).split())[:_LOGGED])
+    return _busy(address)
+
+
+def _busy(address: str) -> Busy:
+    return Busy(
+        f"the archive {address} cannot be used now, the server's log says why: older points wait for it; newer "
+        "ones can be asked for by their steps",
+        retry_after_seconds=_RETRY_SECONDS,
+    )
+
+
+def _missing(path: str) -> Busy:
     return Busy(
         f"the archived file {path} is missing: ask again, and where that does not help, put it back from a backup "
         "of the archive",
@@ -242,7 +301,18 @@ def _missing(path: str | None) -> Busy:
 
 
 def archive_files(address: str, cache: Path, cache_bytes: int) -> ArchiveFiles:
-    """Files at an address: a folder's path, or the URL of a bucket (s3://, gs://, az://).
+    """Files at an address: a folder's path, or the URL of a bucket, and of a folder in it: `s3://BUCKET/FOLDER`.
+
+    Who may use a bucket, and where it is, comes from the environment, as obstore reads it:
+
+    - `s3://`: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN; AWS_REGION or AWS_DEFAULT_REGION;
+      AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or AWS_ENDPOINT for other makes than Amazon's. Without a key: a web
+      identity (AWS_WEB_IDENTITY_TOKEN_FILE, AWS_ROLE_ARN), else the machine's own role. ~/.aws and AWS_PROFILE are
+      not read.
+    - `gs://`: GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS, the path of a key's file, or
+      GOOGLE_SERVICE_ACCOUNT_KEY, what is in it.
+    - `az://`: AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, or
+      AZURE_CLIENT_ID, AZURE_CLIENT_SECRET and AZURE_TENANT_ID.
 
     Raises:
         StoreUnusable: no such kind of address, or its settings cannot be read.

@@ -1,0 +1,314 @@
+"""Archived files in a folder and in a real bucket: the cache's bound, what is fetched how often, what a fault says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socketserver
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import obstore
+import pytest
+from collage_server.errors import Busy, StoreUnusable
+from collage_server.store.archive import files
+from collage_server.store.archive.files import Bucket, Folder, archive_files
+
+SIZE = 1000
+
+
+@pytest.fixture
+def archive(bucket, tmp_path):
+    """A bucket whose cache holds three files."""
+    return Bucket(bucket, tmp_path / "cache", 3 * SIZE)
+
+
+def keep(archive, name, content=b"x" * SIZE):
+    """Put a file; its path."""
+    path = f"run/1/1/{name}.parquet"
+    with archive.new_file() as made:
+        made.write_bytes(content)
+        archive.put(made, path)
+    return path
+
+
+def another(archive, folder):
+    """The same bucket as another server sees it, which has nothing in its cache."""
+    return Bucket(archive.address, folder, 3 * SIZE)
+
+
+def cached(archive):
+    """What lies in the cache, by name."""
+    return {path.stem: path for path in archive._cache.rglob("*.parquet")}
+
+
+@contextmanager
+def counted(monkeypatch):
+    """Paths that are fetched from the object store."""
+    fetched, get = [], obstore.get
+
+    def look(store, path):
+        fetched.append(path)
+        return get(store, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "get", look)
+        yield fetched
+
+
+def test_what_was_not_read_for_longest_leaves_the_cache_first(archive):
+    paths = {name: keep(archive, name) for name in "abc"}
+    for age, path in enumerate(cached(archive).values()):
+        os.utime(path, (age, age))
+    archive.open(paths["a"]).close()
+    oldest = min("bc", key=lambda name: cached(archive)[name].stat().st_mtime)
+    keep(archive, "d")
+    assert set(cached(archive)) == {*"abcd"} - {oldest}
+    assert sum(path.stat().st_size for path in cached(archive).values()) <= 3 * SIZE
+    with archive.open(paths[oldest]) as source:
+        assert source.read() == b"x" * SIZE
+    assert len(cached(archive)) == 3
+
+
+def test_a_file_that_is_being_read_can_leave_the_cache(archive):
+    first = keep(archive, "a", b"a" * SIZE)
+    with archive.open(first) as source:
+        for name in "bcd":
+            keep(archive, name)
+        assert "a" not in cached(archive)
+        assert source.read() == b"a" * SIZE
+
+
+def test_threads_that_ask_for_one_file_fetch_it_once(archive, tmp_path, monkeypatch):
+    path, other = keep(archive, "a", b"a" * SIZE), another(archive, tmp_path / "other")
+    together = threading.Barrier(8)
+
+    def read(_):
+        together.wait()
+        with other.open(path) as source:
+            return source.read()
+
+    with counted(monkeypatch) as fetched, ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(read, range(8))) == {b"a" * SIZE}
+    assert fetched == [path]
+    assert not other._fetching
+
+
+def test_a_file_that_leaves_the_cache_before_it_is_opened_is_fetched_again(archive, monkeypatch):
+    path, local = keep(archive, "a"), archive.local
+    left = [2]
+
+    def lost(asked):
+        found = local(asked)
+        if left[0]:
+            left[0] -= 1
+            found.unlink()
+        return found
+
+    monkeypatch.setattr(archive, "local", lost)
+    with counted(monkeypatch) as fetched, archive.open(path) as source:
+        assert source.read() == b"x" * SIZE
+    assert fetched == [path, path]
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_a_missing_file_says_what_to_do(kind, tmp_path, request):
+    archive = Folder(tmp_path) if kind == "folder" else request.getfixturevalue("archive")
+    keep(archive, "there")
+    with pytest.raises(Busy, match=r"none\.parquet is missing: ask again, and .* from a backup") as raised:
+        archive.open("run/1/1/none.parquet")
+    assert raised.value.retry_after_seconds
+    archive.delete(["run/1/1/none.parquet"])
+    with archive.open("run/1/1/there.parquet") as source:
+        assert source.size() == SIZE, "one that is missing says nothing of the others"
+
+
+def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object_store, monkeypatch, tmp_path):
+    """Whoever waits for it holds a reader's place: a few may, and the others are told at once."""
+    path = keep(archive, "a")
+    monkeypatch.setattr(files, "_CLIENT", {**files._CLIENT, "read_timeout": "1s"})
+    monkeypatch.setattr(files, "_PAUSE_SECONDS", 3600.0)
+    other = another(archive, tmp_path / "other")
+    object_store.signal(signal.SIGSTOP)
+    try:
+        with counted(monkeypatch) as fetched:
+            for _ in range(3):
+                with pytest.raises(Busy, match="log says why: older points wait for it; newer ones can be asked"):
+                    other.open(path)
+        assert fetched == [path]
+        with pytest.raises(Busy), other.new_file():
+            pytest.fail("no file is made for a bucket that takes none")
+    finally:
+        object_store.signal(signal.SIGCONT)
+    other._away_until = 0.0
+    with other.open(path) as source:
+        assert source.size() == SIZE
+
+
+def test_a_bucket_that_refuses_is_told_in_the_log(bucket, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    archive = Bucket(bucket, tmp_path, SIZE)
+    for ask in (lambda: archive.open("a.parquet"), lambda: list(archive.stored()), lambda: keep(archive, "a")):
+        caplog.clear()
+        archive._away_until = 0.0
+        with pytest.raises(Busy, match="cannot be used now"):
+            ask()
+        assert "SignatureDoesNotMatch" in caplog.text
+
+
+def test_a_bucket_that_is_not_there_is_no_missing_file(object_store, tmp_path, bucket, caplog):
+    archive = Bucket("s3://no-such-bucket", tmp_path, SIZE)
+    with pytest.raises(Busy, match="the archive s3://no-such-bucket cannot be used"):
+        list(archive.stored())
+    assert "NoSuchBucket" in caplog.text
+
+
+def test_what_is_stored_is_listed_with_its_age_and_goes_when_told(archive, tmp_path):
+    for some in (archive, Folder(tmp_path / "folder")):
+        paths = {keep(some, name) for name in "ab"}
+        with some.new_file():
+            found = list(some.stored())
+        assert {file.path for file in found} == paths
+        assert all(abs(file.modified_at - Path(tmp_path).stat().st_mtime) < 600 for file in found)
+        some.delete([*paths, "run/1/1/none.parquet"])
+        assert list(some.stored()) == []
+    assert cached(archive) == {}
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == [".staging"]
+
+
+def steps(monkeypatch):
+    """Synchronisations and renames as they come: ("sync" or "rename", path)."""
+    seen, sync, rename = [], os.fsync, Path.rename
+
+    def synced(descriptor):
+        seen.append(("sync", Path(f"/proc/self/fd/{descriptor}").resolve()))
+        sync(descriptor)
+
+    def renamed(path, target):
+        seen.append(("rename", Path(target)))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    return seen
+
+
+def test_what_a_folder_keeps_is_on_the_disk_before_anybody_is_told(tmp_path, monkeypatch):
+    archive = Folder(tmp_path / "archive")
+    with archive.new_file() as made:
+        made.write_bytes(b"1")
+        seen = steps(monkeypatch)
+        archive.put(made, "run/1/1/a.parquet")
+    run = tmp_path / "archive" / "run"
+    assert seen == [
+        ("sync", made),
+        ("rename", run / "1/1/a.parquet"),
+        *(("sync", folder) for folder in (run / "1/1", run / "1", run, tmp_path / "archive")),
+    ]
+
+
+def test_what_is_cached_was_on_the_disk_before_it_had_its_name(archive, tmp_path, monkeypatch):
+    """A power cut would else leave a file of zeros, which would be read for ever."""
+    path, other = keep(archive, "a"), another(archive, tmp_path / "other")
+    seen = steps(monkeypatch)
+    other.open(path).close()
+    assert [what for what, _ in seen] == ["sync", "rename"]
+
+
+def test_a_folder_that_is_something_else_is_away(tmp_path):
+    (tmp_path / "archive").write_text("no folder")
+    with pytest.raises(Busy, match="cannot be used now"):
+        keep(Folder(tmp_path / "archive"), "a")
+
+
+class Listener(BaseHTTPRequestHandler):
+    """Notes who asks for what, and breaks off after half of the answer."""
+
+    asked: list[tuple[str, str]]
+
+    def do_GET(self):
+        """An object, cut off."""
+        self.asked.append((self.path, self.headers.get("authorization") or ""))
+        self.send_response(200)
+        for name, value in (("Content-Length", "1000"), ("ETag", '"e"')):
+            self.send_header(name, value)
+        self.send_header("Last-Modified", self.date_time_string())
+        self.end_headers()
+        self.wfile.write(b"x" * 500)
+
+    def log_message(self, *_):
+        """Nothing."""
+
+
+@pytest.fixture
+def listener(monkeypatch):
+    """(address, what is asked for) of a server that is no object store."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_")):
+            monkeypatch.delenv(name)
+    kind = type("Own", (Listener,), {"asked": []})
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), kind) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", kind.asked
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "path", "signed"),
+    [
+        (
+            "s3://b/folder",
+            {"AWS_ENDPOINT_URL": "*", "AWS_REGION": "eu-1", "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "s"},
+            "/b/folder/object",
+            "Credential=me/ /eu-1/s3",
+        ),
+        (
+            "s3://b",
+            {"AWS_ENDPOINT": "*", "AWS_DEFAULT_REGION": "x", "AWS_ACCESS_KEY_ID": "m", "AWS_SECRET_ACCESS_KEY": "s"},
+            "/b/object",
+            "Credential=m/ /x/s3",
+        ),
+        (
+            "s3://b",
+            {"AWS_ENDPOINT_URL_S3": "*", "AWS_ACCESS_KEY_ID": "m", "AWS_SECRET_ACCESS_KEY": "s"},
+            "/b/object",
+            "Credential=m/",
+        ),
+        (
+            "az://c",
+            {
+                "AZURE_STORAGE_ENDPOINT": "*",
+                "AZURE_STORAGE_ACCOUNT_NAME": "me",
+                "AZURE_STORAGE_ACCOUNT_KEY": "a2V5",
+            },
+            "/c/object",
+            "SharedKey me:",
+        ),
+        ("gs://b", {"GOOGLE_BASE_URL": "*", "GOOGLE_SKIP_SIGNATURE": "true"}, "/b/object", ""),
+    ],
+)
+def test_who_may_use_a_bucket_comes_from_the_environment(
+    listener, tmp_path, monkeypatch, url, settings, path, signed
+):
+    address, asked = listener
+    for name, value in settings.items():
+        monkeypatch.setenv(name, address if value == "*" else value)
+    archive = archive_files(url, tmp_path, SIZE)
+    assert isinstance(archive, Bucket)
+    with pytest.raises(Busy, match="cannot be used now"):
+        archive.open("object")
+    assert asked[0][0] == path
+    assert all(part in asked[0][1] for part in signed.split())
+    assert list(tmp_path.rglob("object")) == [], "half of a file is none"
+
+
+def test_an_address_that_cannot_be_used_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "none.json"))
+    for address in ("ftp://host/folder", "gs://b", "az://"):
+        with pytest.raises(StoreUnusable, match=f"the archive {address} cannot be used"):
+            archive_files(address, tmp_path, SIZE)
