@@ -1,7 +1,9 @@
 """Storage: the only package that uses a database. What the other packages use of it is listed here."""
 
 from collage_server.store.access.tokens import AccessStore, LogOut
-from collage_server.store.archive.files import ArchiveFiles, archive_files
+from collage_server.store.archive.files import ArchiveFiles, archive_files, archived_path, project_folder
+from collage_server.store.archive.finished import FinishedRun, VisiblePart
+from collage_server.store.archive.parquet import OF_A_ROW, Footer, copy_points
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.reading.snapshot import Snapshot
@@ -38,6 +40,8 @@ __all__ = [
     "ArchiveFiles",
     "Archiving",
     "DueRun",
+    "FinishedRun",
+    "Footer",
     "GroupOutcome",
     "GroupQuery",
     "IncidentQuery",
@@ -47,6 +51,7 @@ __all__ = [
     "NewEvent",
     "NewIncident",
     "NewestPoint",
+    "OF_A_ROW",
     "Points",
     "PostgresqlStore",
     "QuotaName",
@@ -66,6 +71,10 @@ __all__ = [
     "Store",
     "StreamRecord",
     "TableQuery",
+    "VisiblePart",
     "archive_files",
+    "archived_path",
+    "copy_points",
+    "project_folder",
     "state_at",
 ]

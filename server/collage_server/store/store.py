@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collage_server.store.access.tokens import AccessStore
 from collage_server.store.archive.files import ArchiveFiles
+from collage_server.store.archive.finished import FinishedRuns
 from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.archive.segments import archived_bytes
 from collage_server.store.engine.database import Database
@@ -45,6 +46,7 @@ class Store(Database):
         self.sealing = Sealing(self, self.journal, archive, limits, stale_after_seconds)
         self.retention = Retention(self, self.sealing.seal_late_reports, deletion)
         self.archiving = None if files is None else Archiving(self, files, deletion)
+        self.finished = FinishedRuns(self)
         self.runs = RunStore(self, self.retention.begin_purge)
         self.newest = NewestStore(self)
         self.overviews = OverviewStore(self)

@@ -1,17 +1,21 @@
 """Where archived files lie: a folder, or a bucket with a local cache. Files are written once and never change.
 
-A file's path is relative, `RUN/ATTEMPT/LEVEL/FIRST-LAST-UUID.parquet`; no two files ever have the same one.
+A file's path is relative, `PROJECT/run=RUN/attempt=ATTEMPT/level=LEVEL/FIRST-LAST-UUID.parquet`; no two files ever
+have the same one. Engines read run, attempt and level from it. What else lies in a project's folder belongs to its
+published table.
 """
 
 from __future__ import annotations
 
 import logging
+import hashlib
 import os
+import re
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +29,7 @@ from obstore.store import ObjectStore, from_url
 
 from collage_server.errors import Busy, StoreUnusable
 
-__all__ = ["ArchiveFiles", "Bucket", "Folder", "StoredFile", "archive_files"]
+__all__ = ["ArchiveFiles", "Bucket", "Folder", "StoredFile", "archive_files", "archived_path", "project_folder"]
 
 _LOG: Final = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 30
@@ -40,6 +44,10 @@ _UPLOADS: Final = 4
 """Parts of 5 MiB of one file that are sent at a time: each must be taken within the read timeout."""
 _LOGGED: Final = 300
 _PRIVATE_FOLDER: Final = 0o700
+_ARCHIVED: Final = re.compile(r"\d+-\d+-[0-9a-f]{32}\.parquet")
+_NOT_PLAIN: Final = re.compile(rb"^[_.]|[^A-Za-z0-9_.-]")
+"""Engines skip what begins with an underscore or a dot."""
+_LONGEST_FOLDER: Final = 128
 
 
 class StoredFile(NamedTuple):
@@ -52,10 +60,12 @@ class StoredFile(NamedTuple):
 class ArchiveFiles(ABC):
     """Files by path. Every method may be called from any thread; it blocks, and raises Busy without an answer."""
 
-    address: str
-    """As people know it: a folder's path or a bucket's URL."""
     staging: Path
     """A local folder in which files are made."""
+    address: str
+    """The folder's path, or the bucket's URL."""
+    options: Mapping[str, str]
+    """What other libraries need to be told beside the environment to use the address."""
 
     @abstractmethod
     def put(self, made: Path, path: str) -> None:
@@ -83,7 +93,7 @@ class ArchiveFiles(ABC):
 
     @abstractmethod
     def stored(self) -> Iterator[StoredFile]:
-        """Every file that is there."""
+        """Every archived file that is there."""
 
     @contextmanager
     def new_file(self) -> Iterator[Path]:
@@ -121,6 +131,7 @@ class Folder(ArchiveFiles):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.address = str(folder)
+        self.options = {}
         self.staging = folder / _STAGING
 
     def put(self, made: Path, path: str) -> None:
@@ -152,7 +163,7 @@ class Folder(ArchiveFiles):
     def stored(self) -> Iterator[StoredFile]:
         """Every file of the folder."""
         for path in self.folder.rglob(f"*{_SUFFIX}"):
-            if path.parent != self.staging:
+            if _ARCHIVED.fullmatch(path.name):
                 with suppress(FileNotFoundError):
                     yield StoredFile(path.relative_to(self.folder).as_posix(), path.stat().st_mtime)
 
@@ -166,6 +177,8 @@ class Bucket(ArchiveFiles):
 
     def __init__(self, url: str, cache: Path, cache_bytes: int) -> None:
         self.address = url
+        self.address = url.rstrip("/")
+        self.options = {"allow_http": "true", "timeout": "60s", "connect_timeout": "5s"}
         self._cache = cache
         self._cache_bytes = cache_bytes
         self.staging = cache / _STAGING
@@ -221,7 +234,9 @@ class Bucket(ArchiveFiles):
         with self._answering():
             for some in obstore.list(self._bucket):
                 for found in some:
-                    yield StoredFile(str(found["path"]), found["last_modified"].timestamp())
+                    path = str(found["path"])
+                    if _ARCHIVED.fullmatch(path.rpartition("/")[2]):
+                        yield StoredFile(path, found["last_modified"].timestamp())
 
     def _fetch(self, path: str) -> None:
         with super().new_file() as made:
@@ -276,6 +291,11 @@ class Bucket(ArchiveFiles):
     def _failed(self, error: Exception) -> Busy:
         self._away_until = time.monotonic() + _PAUSE_SECONDS
         return _unusable(self.address, error)
+            raise Busy(
+                f"the archive {self.address} does not answer: older points wait for it; newer ones can be asked "
+                "for by their steps",
+                retry_after_seconds=_RETRY_SECONDS,
+            ) from error
 
 
 def _unusable(address: str, error: Exception) -> Busy:
@@ -320,6 +340,20 @@ def archive_files(address: str, cache: Path, cache_bytes: int) -> ArchiveFiles:
     if "://" not in address:
         return Folder(Path(address).expanduser().absolute())
     return Bucket(address, cache, cache_bytes)
+
+
+def archived_path(project: str, run_id: str, attempt: int, level: int, name: str) -> str:
+    """Where a file of a run lies."""
+    return f"{project_folder(project)}/run={run_id}/attempt={attempt}/level={level}/{name}"
+
+
+def project_folder(project: str) -> str:
+    """The folder of a project's files: its name, with @XX for a byte that is not plain, a hash where it is long."""
+    name = project.encode("utf-8", "surrogatepass")
+    plain = _NOT_PLAIN.sub(lambda found: b"@%02X" % found[0][0], name).decode()
+    if len(plain) <= _LONGEST_FOLDER:
+        return plain
+    return f"{plain[:_LONGEST_FOLDER]}@{hashlib.blake2b(name, digest_size=16).hexdigest()}"
 
 
 def _sync(path: Path) -> None:

@@ -10,7 +10,7 @@ The file's metadata say in `collage` which parts of which chunks it holds, in th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import accumulate
@@ -26,12 +26,21 @@ from numpy.typing import NDArray
 from collage_server.store.chunks.blobs import PointRows
 from collage_server.store.records import FloatArray, IntArray
 
-__all__ = ["LAYERS_A_GROUP", "Contents", "Footer", "HeldPart", "read_layers", "write_layers"]
+__all__ = [
+    "LAYERS_A_GROUP",
+    "OF_A_ROW",
+    "Contents",
+    "Footer",
+    "HeldPart",
+    "copy_points",
+    "read_layers",
+    "write_layers",
+]
 
 LAYERS_A_GROUP: Final = 32
 _FORMAT: Final = 1
 _METADATA: Final = b"collage"
-_OF_A_ROW: Final = ("layer", "name", "first_step", "step", "time", "ranks", "points")
+OF_A_ROW: Final = ("layer", "name", "first_step", "step", "time", "ranks", "points")
 _TAIL_BYTES: Final = 8
 """The length of the footer and a mark."""
 
@@ -79,16 +88,7 @@ def write_layers(
     `names`: of all layers, as many as `contents` says. `points` are those of the parts, in their order.
     """
     schema = _schema(keys)
-    with pq.ParquetWriter(
-        file,
-        schema,
-        compression="zstd",
-        compression_level=1,
-        use_dictionary=list(_OF_A_ROW),
-        use_byte_stream_split=list(keys),
-        write_statistics=list(_OF_A_ROW),
-        store_schema=False,
-    ) as writer:
+    with _writer(file, schema, keys) as writer:
         writer.add_key_value_metadata({_METADATA: msgspec.json.encode(contents)})
         first = 0
         for totals in groups:
@@ -96,6 +96,33 @@ def write_layers(
             writer.write_table(_table(schema, points, names, first, totals), row_group_size=count * totals.shape[1])
             first += count
     return _footer_of(file)
+
+
+def copy_points(file: Path, source: pa.NativeFile, chunks: Collection[int], before: int) -> None:
+    """Write the points of some chunks of a file, before a step, to another one, which has no metadata of ours."""
+    opened = pq.ParquetFile(source, pre_buffer=False)
+    contents = msgspec.json.decode(opened.metadata.metadata[_METADATA], type=Contents)
+    held = np.concatenate([np.full(part.points, part.chunk in chunks) for part in contents.parts])
+    keys = [name for name in opened.schema_arrow.names if name not in OF_A_ROW]
+    with _writer(file, opened.schema_arrow.remove_metadata(), keys) as writer:
+        for group in range(opened.num_row_groups):
+            table = opened.read_row_group(group, use_threads=False).replace_schema_metadata()
+            steps = table.column("step").to_numpy()
+            kept = table.filter(np.tile(held, len(steps) // len(held)) & (steps < before))
+            writer.write_table(kept, row_group_size=max(len(kept), 1))
+
+
+def _writer(file: Path, schema: pa.Schema, keys: Sequence[str]) -> pq.ParquetWriter:
+    return pq.ParquetWriter(
+        file,
+        schema,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=list(OF_A_ROW),
+        use_byte_stream_split=list(keys),
+        write_statistics=list(OF_A_ROW),
+        store_schema=False,
+    )
 
 
 def _schema(keys: Sequence[str]) -> pa.Schema:
@@ -156,7 +183,7 @@ class Footer:
         """Read the bytes that `write_layers` returned."""
         metadata = pq.read_metadata(BytesIO(data))
         contents = msgspec.json.decode(metadata.metadata[_METADATA], type=Contents)
-        return cls(contents, metadata, frozenset(metadata.schema.names).difference(_OF_A_ROW))
+        return cls(contents, metadata, frozenset(metadata.schema.names).difference(OF_A_ROW))
 
 
 def read_layers(

@@ -19,7 +19,7 @@ import numpy as np
 from sqlalchemy import Connection, and_, delete, or_, select, update
 
 from collage_server.store import schema
-from collage_server.store.archive.files import ArchiveFiles
+from collage_server.store.archive.files import ArchiveFiles, archived_path
 from collage_server.store.archive.parquet import LAYERS_A_GROUP, Contents, Footer, HeldPart, write_layers
 from collage_server.store.archive.segments import Segment, add_segment
 from collage_server.store.chunks.blobs import (
@@ -130,6 +130,7 @@ class Archiving:
         with self.files.new_file() as made:
             with self._database.reading() as connection:
                 view = RunView(connection, run_id)
+                project = read_run(connection, run_id).project
                 chunks = {(run_id, plan.attempt): plan.chunks}
                 keys = _keys_of(connection, view, plan)
                 if not keys:
@@ -147,7 +148,8 @@ class Archiving:
                 footer = write_layers(made, contents, points, list(view.layers), keys, groups)
             size = made.stat().st_size
             first, last = plan.chunks[0], plan.chunks[-1]
-            path = f"{run_id}/{plan.attempt}/{plan.level}/{first}-{last}-{uuid.uuid4().hex}.parquet"
+            name = f"{first}-{last}-{uuid.uuid4().hex}.parquet"
+            path = archived_path(project, run_id, plan.attempt, plan.level, name)
             self.files.put(made, path)
         segment = Segment(run_id, plan.attempt, plan.level, first, last, path, size, footer)
         if not self._name(segment, contents):

@@ -1,0 +1,265 @@
+"""Finished runs of a project as a Delta table, which other engines read: `archive publish`.
+
+The table lies in the project's folder of the archive. Its log names the archived files as they are; nothing is
+copied but files that a newer attempt hides in part, of which the visible points are written anew. Beside the log
+`runs.parquet` has one row a run. Both follow from the database: where the log was deleted, the next call makes it
+anew.
+
+Every visible measured step of a run stands in one row a layer: an engine needs no filter. Needs deltalake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from deltalake import DeltaTable, Schema
+from deltalake.exceptions import CommitFailedError, DeltaError
+from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
+
+from collage_server.errors import Busy, StoreUnusable
+from collage_server.store import (
+    OF_A_ROW,
+    ArchiveFiles,
+    FinishedRun,
+    Store,
+    VisiblePart,
+    archived_path,
+    copy_points,
+    project_folder,
+)
+
+__all__ = ["Published", "publish"]
+
+_PARTITIONS: Final = {"run": pa.string(), "attempt": pa.int32(), "level": pa.int32()}
+_OF_A_ROW: Final = {
+    "layer": pa.int32(),
+    "name": pa.string(),
+    "first_step": pa.int64(),
+    "step": pa.int64(),
+    "time": pa.timestamp("us", tz="UTC"),
+    "ranks": pa.int32(),
+    "points": pa.int32(),
+}
+_NO_COLUMN: Final = re.compile(r"[ ,;{}()\n\t=]")
+"""Delta takes no such characters in names: extremes of coarse points ("minimum METRIC") stay out of the table."""
+_CONFIGURATION: Final = {"delta.deletedFileRetentionDuration": "interval 36500 days"}
+"""The files are the archive's: VACUUM of another engine must not take those that the log does not name (yet)."""
+_BOUNDED: Final = ("layer", "first_step", "step")
+_VISIBLE: Final = "visible-"
+_RETRY_SECONDS: Final = 10
+_RUNS: Final = pa.schema(
+    [
+        *(
+            pa.field(name, pa.string())
+            for name in ("run", "name", "project", "group", "state", "strategy", "dtype")
+        ),
+        *(pa.field(name, pa.int64()) for name in ("seed", "elements", "layers", "last_step")),
+        pa.field("health", pa.string()),
+        pa.field("findings", pa.string()),
+        pa.field("config", pa.string()),
+        *(pa.field(name, pa.timestamp("us", tz="UTC")) for name in ("created_at", "finished_at")),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a call did to the table of a project: its runs, and files in all, added, and removed from the log."""
+
+    project: str
+    table: str
+    runs: int
+    files: int
+    added: int
+    removed: int
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A file that the log is to name, by its path below the project's folder."""
+
+    run_id: str
+    part: VisiblePart
+    path: str
+
+
+def publish(store: Store, project: str) -> Published:
+    """Bring a project's table up to date: add what is new, leave out what is gone. A second call changes nothing.
+
+    Raises:
+        StoreUnusable: the store has no archive.
+        Busy: the archive does not answer, or another process publishes the project now.
+    """
+    if store.archiving is None:
+        raise StoreUnusable("nothing is archived here: set COLLAGE_SERVER_ARCHIVE to the server's folder or bucket")
+    files = store.archiving.files
+    folder = project_folder(project)
+    address = f"{files.address}/{folder}"
+    runs = store.finished.of(project)
+    wanted = {entry.path: entry for run in runs for entry in _entries(run, folder)}
+    options = dict(files.options)
+    try:
+        table = DeltaTable(address, storage_options=options) if DeltaTable.is_deltatable(address, options) else None
+        named = _named(table)
+        new = [entry for path, entry in wanted.items() if path not in named]
+        gone = sorted(named - wanted.keys())
+        added, columns = _add_actions(store, files, folder, new)
+        if table is None and added:
+            _create(address, project, added, columns, options)
+        elif table is not None and (added or gone):
+            _change(table, added, gone, columns)
+    except CommitFailedError as error:
+        raise Busy(
+            f"the table {address} was changed by another process meanwhile: publish again",
+            retry_after_seconds=_RETRY_SECONDS,
+        ) from error
+    except (DeltaError, OSError) as error:
+        raise Busy(
+            f"the table {address} cannot be read or written: {error}", retry_after_seconds=_RETRY_SECONDS
+        ) from error
+    files.delete([f"{folder}/{path}" for path in gone if _is_copy(path)])
+    if runs or table is not None:
+        _write_runs(files, folder, runs)
+    return Published(project, address, len(runs), len(wanted), len(added), len(gone))
+
+
+def _entries(run: FinishedRun, folder: str) -> Iterator[_Entry]:
+    for part in run.files:
+        path = part.path
+        if part.chunks is not None:
+            # The same name for the same points: a call that was killed, or a log made anew, finds them again.
+            text = f"{part.path} {part.chunks} {part.before}".encode()
+            name = f"{_VISIBLE}{hashlib.blake2b(text, digest_size=16).hexdigest()}.parquet"
+            path = archived_path(run.record.project, run.record.run_id, part.attempt, part.level, name)
+        yield _Entry(run.record.run_id, part, path.removeprefix(f"{folder}/"))
+
+
+def _is_copy(path: str) -> bool:
+    return path.rpartition("/")[2].startswith(_VISIBLE)
+
+
+def _named(table: DeltaTable | None) -> set[str]:
+    """Paths that the log names now."""
+    if table is None:
+        return set()
+    return set(pa.table(table.get_add_actions()).column("path").to_pylist())
+
+
+def _add_actions(
+    store: Store, files: ArchiveFiles, folder: str, entries: Sequence[_Entry]
+) -> tuple[list[AddAction], dict[str, None]]:
+    """What adds these files to the log, and the statistics that they hold."""
+    footers = store.finished.footers([entry.part.path for entry in entries])
+    actions, columns = [], dict[str, None]()
+    for entry in entries:
+        footer = footers.get(entry.part.path)
+        if footer is None:
+            continue
+        columns |= dict.fromkeys(key for key in footer.metadata.schema.names if key not in OF_A_ROW)
+        size, metadata = entry.part.size, footer.metadata
+        if entry.part.chunks is not None:
+            size, metadata = _copy(files, entry, f"{folder}/{entry.path}")
+        partitions = {"run": entry.run_id, "attempt": str(entry.part.attempt), "level": str(entry.part.level)}
+        now = int(1000 * time.time())
+        actions.append(AddAction(entry.path, size, partitions, now, True, json.dumps(_bounds(metadata))))
+    return actions, {key: None for key in columns if not _NO_COLUMN.search(key)}
+
+
+def _copy(files: ArchiveFiles, entry: _Entry, path: str) -> tuple[int, pq.FileMetaData]:
+    """Write the visible points of a file beside it."""
+    with files.new_file() as made:
+        with files.open(entry.part.path) as source:
+            copy_points(made, source, entry.part.chunks or (), entry.part.before)
+        size, metadata = made.stat().st_size, pq.read_metadata(made)
+        files.put(made, path)
+    return size, metadata
+
+
+def _bounds(metadata: pq.FileMetaData) -> dict[str, Any]:
+    """A file's statistics as Delta keeps them: engines skip files by them."""
+    names = metadata.schema.names
+    low: dict[str, int] = {}
+    high: dict[str, int] = {}
+    for group in range(metadata.num_row_groups):
+        for name in _BOUNDED:
+            found = metadata.row_group(group).column(names.index(name)).statistics
+            if found is not None and found.has_min_max:
+                low[name] = min(found.min, low.get(name, found.min))
+                high[name] = max(found.max, high.get(name, found.max))
+    return {
+        "numRecords": metadata.num_rows,
+        "minValues": low,
+        "maxValues": high,
+        "nullCount": dict.fromkeys(low, 0),
+    }
+
+
+def _schema(columns: Collection[str]) -> Schema:
+    fields = [*_PARTITIONS.items(), *_OF_A_ROW.items(), *((key, pa.float64()) for key in columns)]
+    return Schema.from_arrow(pa.schema(fields))
+
+
+def _create(
+    address: str, project: str, added: list[AddAction], columns: Collection[str], options: dict[str, str]
+) -> None:
+    create_table_with_add_actions(
+        address,
+        _schema(columns),
+        added,
+        partition_by=list(_PARTITIONS),
+        name="layers",
+        description=f"Layers of finished runs of {project}. The files are an archive's: never VACUUM or OPTIMIZE.",
+        configuration=_CONFIGURATION,
+        storage_options=options,
+    )
+
+
+def _change(table: DeltaTable, added: list[AddAction], gone: list[str], columns: Collection[str]) -> None:
+    known = [field.name for field in table.schema().fields]
+    lacking = [key for key in columns if key not in known]
+    if lacking:
+        fields = {field.name: field for field in _schema(lacking).fields}
+        table.alter.add_columns([fields[key] for key in lacking])
+    now = int(1000 * time.time())
+    removed = [RemoveAction(path, True, now) for path in gone]
+    # Delta takes both in one commit: no reader sees a run without a file, or in two.
+    table.create_write_transaction([*removed, *added], "append", table.schema(), partition_by=list(_PARTITIONS))
+
+
+def _write_runs(files: ArchiveFiles, folder: str, runs: Sequence[FinishedRun]) -> None:
+    """One row a run, in place of the file that was there."""
+    table = pa.Table.from_pylist([_row(run) for run in runs], schema=_RUNS)
+    with files.new_file() as made:
+        pq.write_table(table, made, compression="zstd")
+        files.put(made, f"{folder}/runs.parquet")
+
+
+def _row(run: FinishedRun) -> Mapping[str, Any]:
+    record = run.record
+    return {
+        "run": record.run_id,
+        "name": record.name,
+        "project": record.project,
+        "group": record.group,
+        "state": record.state,
+        "strategy": record.strategy,
+        "dtype": record.dtype,
+        "seed": record.seed,
+        "elements": run.elements,
+        "layers": run.layers,
+        "last_step": record.last_step,
+        "health": run.health,
+        "findings": json.dumps(run.findings, sort_keys=True),
+        "config": json.dumps(record.config, sort_keys=True),
+        "created_at": datetime.fromtimestamp(record.created_at, UTC),
+        "finished_at": datetime.fromtimestamp(record.updated_at, UTC),
+    }

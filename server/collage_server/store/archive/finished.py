@@ -1,0 +1,159 @@
+"""Runs that are over and stand in archived files as a whole: what a table for other engines is made of.
+
+Of each chunk the finest level that it still has is taken, and of that the points that no newer attempt hides: every
+visible measured step stands in one row a layer, whoever reads the files together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, select
+
+from collage_server.store import schema
+from collage_server.store.archive.parquet import Footer
+from collage_server.store.chunks.blobs import ChunkInfo, read_chunk_infos
+from collage_server.store.engine.database import Database
+from collage_server.store.records import UNBOUNDED, RunRecord, first_hidden_steps
+from collage_server.store.rows import from_json
+from collage_server.store.runs.run_store import read_records
+
+__all__ = ["FinishedRun", "FinishedRuns", "VisiblePart"]
+
+_RUNS_A_READING: Final = 256
+_OF_A_SEGMENT: Final = ("attempt", "level", "first_chunk", "last_chunk", "path", "bytes")
+
+
+@dataclass(frozen=True)
+class VisiblePart:
+    """What of an archived file is visible, and stands in no file of a finer level.
+
+    `chunks` None: all of it. Else the points of these chunks before the step `before`.
+    """
+
+    attempt: int
+    level: int
+    path: str
+    size: int
+    chunks: tuple[int, ...] | None = None
+    before: int = UNBOUNDED
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that is over, with what is said of it; `elements`: of all layers together."""
+
+    record: RunRecord
+    elements: int
+    layers: int
+    health: str | None
+    findings: Mapping[str, float]
+    files: tuple[VisiblePart, ...]
+
+
+class FinishedRuns:
+    """Runs that are over and archived as a whole."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def projects(self) -> list[str]:
+        """Every project that has runs."""
+        column = schema.run.c.project
+        with self._database.reading() as connection:
+            return list(connection.execute(select(column).distinct().order_by(column)).scalars())
+
+    def of(self, project: str) -> list[FinishedRun]:
+        """The project's runs, oldest first. A run of which something still waits to be archived is left out."""
+        with self._database.reading() as connection:
+            ids = list(connection.execute(_archived_runs(project)).scalars())
+        found: list[FinishedRun] = []
+        for start in range(0, len(ids), _RUNS_A_READING):
+            with self._database.reading() as connection:
+                # Asked again: one may have been deleted or resumed since.
+                among = ids[start : start + _RUNS_A_READING]
+                some = list(connection.execute(_archived_runs(project, among)).scalars())
+                found += _runs(connection, some)
+        return found
+
+    def footers(self, paths: Collection[str]) -> dict[str, Footer]:
+        """Footers of these files by path, without those that are no longer named."""
+        table, found = schema.segment, {}
+        for path in paths:
+            with self._database.reading() as connection:
+                statement = select(table.c.footer).where(table.c.path == path)
+                footer = connection.execute(statement.execution_options(blobs=True)).scalar()
+            if footer is not None:
+                found[path] = Footer.of(footer)
+        return found
+
+
+def _archived_runs(project: str, among: Sequence[str] | None = None) -> Any:
+    """Ids of runs that are over and of which neither the journal nor chunks hold layers."""
+    run, chunk, report = schema.run, schema.layer_chunk, schema.report
+    chosen = [run.c.project == project, run.c.state != "running"]
+    chosen += [] if among is None else [run.c.run_id.in_(among)]
+    waiting = (
+        select(table.c.run_id).where(table.c.run_id == run.c.run_id).correlate(run).exists()
+        for table in (chunk, report)
+    )
+    return (
+        select(run.c.run_id).where(*chosen, *(~some for some in waiting)).order_by(run.c.created_at, run.c.run_id)
+    )
+
+
+def _runs(connection: Connection, ids: Sequence[str]) -> list[FinishedRun]:
+    records = read_records(connection, ids)
+    infos = read_chunk_infos(connection, ids)
+    segments = _rows_by_run(connection, schema.segment, _OF_A_SEGMENT, ids)
+    attempts = _rows_by_run(connection, schema.measured_attempt, ("attempt", "measured_from"), ids)
+    numbered = _rows_by_run(connection, schema.attempt, ("attempt",), ids)
+    shapes = _rows_by_run(connection, schema.layer, ("shape",), ids)
+    overviews = _rows_by_run(connection, schema.run_overview, ("health", "findings"), ids)
+    found = []
+    for run_id, record in records.items():
+        measured = {row.attempt: row.measured_from for row in attempts[run_id]}
+        bounds = first_hidden_steps((row.attempt, measured.get(row.attempt)) for row in numbered[run_id])
+        said = overviews[run_id][0] if overviews[run_id] else None
+        found.append(
+            FinishedRun(
+                record=record,
+                elements=sum(math.prod(from_json(row.shape)) for row in shapes[run_id]),
+                layers=len(shapes[run_id]),
+                health=said.health if said else None,
+                findings=from_json(said.findings) if said and said.findings else {},
+                files=tuple(_visible_parts(segments[run_id], infos[run_id], bounds)),
+            )
+        )
+    return found
+
+
+def _visible_parts(
+    segments: Sequence[Row[Any]], infos: Sequence[ChunkInfo], bounds: Mapping[int, int]
+) -> Iterator[VisiblePart]:
+    for segment in segments:
+        before = bounds.get(segment.attempt, UNBOUNDED)
+        held = [
+            info
+            for info in infos
+            if info.attempt == segment.attempt and segment.first_chunk <= info.chunk <= segment.last_chunk
+        ]
+        kept = [info for info in held if min(info.levels) == segment.level and info.first_step < before]
+        place = (segment.attempt, segment.level, segment.path, segment.bytes)
+        if len(kept) == len(held) and all(info.last_step < before for info in kept):
+            yield VisiblePart(*place)
+        elif kept:
+            yield VisiblePart(*place, tuple(info.chunk for info in kept), before)
+
+
+def _rows_by_run(
+    connection: Connection, table: Any, columns: Sequence[str], ids: Sequence[str]
+) -> dict[str, list[Row[Any]]]:
+    found: dict[str, list[Row[Any]]] = {run_id: [] for run_id in ids}
+    chosen = select(table.c.run_id, *(table.c[name] for name in columns)).where(table.c.run_id.in_(list(ids)))
+    for row in connection.execute(chosen):
+        found[row.run_id].append(row)
+    return found

@@ -1,0 +1,176 @@
+"""A project's Delta table: every visible measured step in one row a layer, in step with what the database holds."""
+
+import shutil
+import time
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from collage_server.command.archive import archive
+from collage_server.publishing import publish
+from collage_server.store.archive.files import project_folder
+from collage_server.store.sealing import archiving
+from deltalake import DeltaTable
+
+from collage_monitor import wire
+from tests.server import fleet
+from tests.server.reads import layer_points
+from tests.server.store.contract import NOW
+from tests.server.store.seen import ALL
+
+
+@pytest.fixture
+def store(tmp_path):
+    """The fleet, archived."""
+    store = fleet.opened(tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def files(store):
+    return store.archiving.files
+
+
+def rows(table, run_id):
+    """What an engine without a filter reads of a run: {statistic: [step, layer]}, and the steps."""
+    held = DeltaTable(table).to_pyarrow_dataset()
+    with duckdb.connect() as connection:
+        connection.register("held", held)
+        found = connection.sql(f"select * from held where run = '{run_id}' order by step, layer").arrow().read_all()
+    steps = found.column("step").to_numpy().reshape(-1, 3)
+    assert (steps == steps[:, :1]).all()
+    values = {key: found.column(key).to_numpy().reshape(-1, 3) for key in found.schema.names if key in fleet.KEYS}
+    return steps[:, 0], values
+
+
+def check(store, table):
+    """The table's rows are the API's points, bit for bit, each once."""
+    for run in fleet.FLEET:
+        steps, values = rows(table, run.run_id)
+        points = layer_points(store, run.run_id, fleet.KEYS, ALL)
+        assert steps.tolist() == points.steps.tolist() == list(range(1, run.steps + 1))
+        assert set(values) == set(fleet.KEYS)
+        for key in fleet.KEYS:
+            np.testing.assert_array_equal(values[key], points.totals[key])
+
+
+def test_every_visible_step_stands_in_one_row_a_layer_whoever_reads(store, files):
+    """Of the run that was resumed, too: what its second launch hides of a file is not in the copy of it."""
+    done = publish(store, "p")
+    assert (done.runs, done.added, done.removed) == (len(fleet.FLEET), done.files, 0)
+    check(store, done.table)
+    copies = [path for path in DeltaTable(done.table).file_uris() if "visible-" in path]
+    assert len(copies) == 1, "files that nobody hides are named as they are"
+    whole = Path(files.folder, "p")
+    assert len(list(whole.rglob("*.parquet"))) - len(list(files.stored())) == 2, "the copy, and the runs"
+
+
+def test_a_second_call_changes_nothing_and_a_new_run_adds_its_files_alone(store, files):
+    first = publish(store, "p")
+    version = DeltaTable(first.table).version()
+    again = publish(store, "p")
+    assert (again.added, again.removed, again.files) == (0, 0, first.files)
+    assert DeltaTable(first.table).version() == version
+    more = fleet.FleetRun("late", "plus", 1e-3, more=("state_zero/exp_avg",), steps=40)
+    fleet.fill(store, [more])
+    assert publish(store, "p").runs == first.runs, "nothing of it is archived yet"
+    fleet.archive_all(store, [more])
+    done = publish(store, "p")
+    assert (done.runs, done.removed, done.files) == (first.runs + 1, 0, first.files + done.added)
+    assert "state_zero/exp_avg" in DeltaTable(first.table).schema().to_json()
+    check(store, first.table)
+
+
+def test_a_deleted_run_leaves_the_table_and_nothing_of_it_is_kept(store, files):
+    table = publish(store, "p").table
+    store.runs.delete("plain-wide", NOW)
+    while store.retention.purge(100):
+        pass
+    done = publish(store, "p")
+    assert done.removed > 0
+    assert done.runs == len(fleet.FLEET) - 1
+    assert not any("plain-wide" in path for path in DeltaTable(table).file_uris())
+    assert not any("plain-wide" in str(path) and "visible-" in path.name for path in files.folder.rglob("*"))
+    assert "plain-wide" not in pq.read_table(f"{table}/runs.parquet").column("run").to_pylist()
+
+
+def test_a_log_that_was_deleted_is_made_anew_from_the_database(store, files):
+    done = publish(store, "p")
+    named = sorted(DeltaTable(done.table).file_uris())
+    shutil.rmtree(Path(done.table, "_delta_log"))
+    again = publish(store, "p")
+    assert again.added == done.files
+    assert sorted(DeltaTable(done.table).file_uris()) == named
+    check(store, done.table)
+
+
+def test_a_run_that_goes_on_leaves_the_table_until_it_ends_again(store, files):
+    publish(store, "p")
+    store.runs.update("plus-3-a", wire.RunUpdate(state="running"), NOW + 200)
+    done = publish(store, "p")
+    assert (done.runs, done.added) == (len(fleet.FLEET) - 1, 0)
+    assert done.removed > 0
+    store.runs.update("plus-3-a", wire.RunUpdate(state="finished"), NOW + 300)
+    assert publish(store, "p").added == done.removed
+    check(store, done.table)
+
+
+def test_sweeping_leaves_the_table_alone(store, files, monkeypatch):
+    """Its files are named by no row of the database: the log, its checkpoints, the runs, copies."""
+    done = publish(store, "p")
+    DeltaTable(done.table).create_checkpoint()
+    monkeypatch.setattr(archiving, "_GRACE_SECONDS", -3600.0)
+    before = sorted(files.folder.rglob("*"))
+    assert store.archiving.sweep(time.time()) == 0
+    assert sorted(files.folder.rglob("*")) == before
+    check(store, done.table)
+
+
+def test_what_retention_left_at_a_coarse_level_alone_is_read_there(store, files):
+    """A measured step of which the single point is gone stands in the row of its coarse point, once."""
+    assert all(store.retention.expire(run.run_id, {1: NOW + 1e9}) for run in fleet.FLEET)
+    table = publish(store, "p").table
+    with duckdb.connect() as connection:
+        connection.register("held", DeltaTable(table).to_pyarrow_dataset())
+        found = connection.sql(
+            "select run, level, sum(measured_steps), min(points), sum(lost) from held "
+            "where layer = 0 group by all order by all"
+        ).fetchall()
+    for run in fleet.FLEET:
+        points = layer_points(store, run.run_id, ["lost", "measured_steps"], ALL)
+        mine = [row for row in found if row[0] == run.run_id]
+        assert sum(row[2] for row in mine) == points.totals["measured_steps"][:, 0].sum()
+        assert sum(row[4] for row in mine) == points.totals["lost"][:, 0].sum()
+    assert {row[1] for row in found} >= {16}
+
+
+def test_the_table_of_runs_has_what_questions_join(store, files):
+    table = publish(store, "p").table
+    held = {row["run"]: row for row in pq.read_table(f"{table}/runs.parquet").to_pylist()}
+    assert sorted(held) == sorted(run.run_id for run in fleet.FLEET)
+    row = held["light-4-wide"]
+    assert (row["strategy"], row["dtype"], row["elements"], row["layers"]) == ("light", "bfloat16", 3 * 64 * 16, 3)
+    assert (row["config"], row["findings"]) == ('{"learning_rate": 0.0001, "seed": 0}', "{}")
+    assert (row["state"], row["last_step"], row["created_at"].timestamp()) == ("finished", 80, NOW)
+
+
+def test_the_command_publishes_every_project(store, tmp_path, monkeypatch):
+    fleet.fill(store, [fleet.FleetRun("other", "plus", 1e-3)], project="a/b c")
+    fleet.archive_all(store, [fleet.FleetRun("other", "plus", 1e-3)])
+    monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
+    result = CliRunner().invoke(archive, ["publish", "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert '"project": "a/b c"' in result.output
+    assert DeltaTable(str(tmp_path / "archive" / "a@2Fb@20c")).to_pyarrow_table().num_rows == 3 * 80
+
+
+def test_a_project_folder_is_one_plain_name():
+    assert project_folder("demo-1.x") == "demo-1.x"
+    assert project_folder("../x") == "@2E.@2Fx"
+    assert project_folder("_log") == "@5Flog"
+    assert len({project_folder("x" * 500), project_folder("x" * 501)}) == 2
+    assert len(project_folder("ü" * 512)) < 200
