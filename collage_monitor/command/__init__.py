@@ -13,8 +13,8 @@ from collage_monitor.errors import CollageError
 __all__ = ["VERBS", "main", "require", "root"]
 
 VERBS = "collage_monitor.commands"
-_EXTRAS = {"collage_monitor": "client", "collage_demo": "all"}
-"""The extra that brings what a package needs; the others are called `collage_` and their extra."""
+_EXTRAS = {"query": "query", "archive": "archive", "collage_monitor": "client", "collage_demo": "all"}
+"""The extra that brings what a verb or a package needs; other packages are called `collage_` and their extra."""
 _REQUIREMENT = re.compile(r"""([\w.-]+)[^;]*;.*extra\s*==\s*['"]([\w-]+)['"]""")
 
 
@@ -70,7 +70,7 @@ def _load(entry: EntryPoint) -> click.Command:
         command = entry.load()
     except ModuleNotFoundError as error:
         package = entry.value.partition(".")[0]
-        extra = _EXTRAS.get(package, package.removeprefix("collage_"))
+        extra = _EXTRAS.get(entry.name) or _EXTRAS.get(package, package.removeprefix("collage_"))
         return _absent(entry.name, error.name or str(error), extra)
     if not isinstance(command, click.Command):
         raise TypeError(f"{entry.value} is not a click command")

@@ -8,6 +8,8 @@ from collage_monitor.statistics.finish import (
     has_interval,
     interval,
     metric_keys,
+    metric_sql,
+    quoted_name,
     statistics_for,
 )
 from collage_monitor.statistics.merge import (
@@ -36,6 +38,8 @@ __all__ = [
     "merge_starts",
     "merge_steps",
     "metric_keys",
+    "metric_sql",
+    "quoted_name",
     "reduce_shards",
     "reduce_steps",
     "statistics_for",

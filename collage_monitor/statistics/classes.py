@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collage_monitor.definitions import Array, Definition, Interval, Metric, active_elements, ratio, sums
 
-__all__ = ["DEFINITION"]
+__all__ = ["DEFINITION", "share_known", "share_of_active", "share_of_finite"]
 
 
 _FEWEST = ("elements", "nonfinite", "idle")
 _CLASSES = ("lost", "distorted", "faithful")
 
 
-def _share_of_active(part: Array, elements: Array, nonfinite: Array, idle: Array, *classes: Array) -> Array:
+def share_of_active(part: Array, elements: Array, nonfinite: Array, idle: Array, *classes: Array) -> Array:
+    """part / active elements."""
     return ratio(part, active_elements(elements, nonfinite, idle, *classes))
 
 
-def _known(lost: Array, distorted: Array, faithful: Array, idle: Array, elements: Array, nonfinite: Array) -> Array:
+def share_known(
+    lost: Array, distorted: Array, faithful: Array, idle: Array, elements: Array, nonfinite: Array
+) -> Array:
+    """(lost + distorted + faithful + idle) / (elements − nonfinite)."""
     return ratio(lost + distorted + faithful + idle, elements - nonfinite)
 
 
-def _share_of_finite(part: Array, elements: Array, nonfinite: Array) -> Array:
+def share_of_finite(part: Array, elements: Array, nonfinite: Array) -> Array:
+    """part / (elements − nonfinite)."""
     return ratio(part, elements - nonfinite)
 
 
@@ -49,7 +54,7 @@ DEFINITION = Definition(
             "Misjudges stochastic rounding, whose updates arrive in the mean.",
             needs=("lost", *_FEWEST),
             optional=_CLASSES,
-            finish=_share_of_active,
+            finish=share_of_active,
             ideal=0.0,
             interval=Interval("lost", "active", share=True),
             exposed=True,
@@ -62,7 +67,7 @@ DEFINITION = Definition(
             "Share of the intended updates that did not move the registered parameter.",
             needs=("lost_visible", *_FEWEST),
             optional=_CLASSES,
-            finish=_share_of_active,
+            finish=share_of_active,
             ideal=0.0,
             interval=Interval("lost_visible", "active", share=True),
         ),
@@ -74,7 +79,7 @@ DEFINITION = Definition(
             "Share of the elements of stepped layers whose intended update is known. Of the others only what "
             "changed is known: no ratio counts them.",
             needs=(*_CLASSES, "idle", "elements", "nonfinite"),
-            finish=_known,
+            finish=share_known,
             ideal=1.0,
         ),
         Metric(
@@ -84,7 +89,7 @@ DEFINITION = Definition(
             "unchanged / (elements − nonfinite)",
             "The paper's imprecision. It counts idle elements as lost; for comparison with published figures only.",
             needs=("unchanged", "elements", "nonfinite"),
-            finish=_share_of_finite,
+            finish=share_of_finite,
         ),
     ),
 )

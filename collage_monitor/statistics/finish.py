@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
 
 import numpy as np
 
-from collage_monitor.definitions import HISTOGRAM_LABELS, Array, Metric
+from collage_monitor.definitions import (
+    HISTOGRAM_LABELS,
+    Array,
+    Metric,
+    as_is,
+    cosine,
+    noise_ratio,
+    ratio,
+    root_ratio,
+)
 from collage_monitor.statistics import intervals as estimates
 from collage_monitor.statistics.catalogue import METRICS, STATISTICS, metric, split_key
+from collage_monitor.statistics.classes import share_known, share_of_active, share_of_finite
 from collage_monitor.statistics.merge import Totals
 from collage_monitor.statistics.update_histogram import histogram_counts
 
@@ -20,6 +31,8 @@ __all__ = [
     "has_interval",
     "interval",
     "metric_keys",
+    "metric_sql",
+    "quoted_name",
     "statistics_for",
 ]
 
@@ -67,8 +80,8 @@ def statistics_for(key: str, *, intervals: bool = True) -> tuple[str, ...]:
     Raises:
         CatalogueError: no such metric, or a wrong label.
     """
-    entry, (name, label) = metric(key), split_key(key)
-    keys = [found for need in (*entry.needs, *entry.optional) for found in _keys_of(need, entry, label)]
+    entry, (name, _) = metric(key), split_key(key)
+    keys = [found for taken in _arguments_of(key) for found in taken]
     if intervals and entry.interval is not None:
         keys += estimates.needed_for(name, entry.interval)
     return tuple(dict.fromkeys(keys))
@@ -95,6 +108,12 @@ def finish_all(totals: Totals, *, intervals: bool = True) -> dict[str, Array]:
         if intervals and has_interval(key, totals):
             finished[f"{key}_low"], finished[f"{key}_high"] = interval(key, totals)
     return finished
+
+
+def _arguments_of(key: str) -> list[list[str]]:
+    """Of each argument that the metric is finished from, the keys of its statistics: a histogram has several."""
+    entry, (_, label) = metric(key), split_key(key)
+    return [_keys_of(need, entry, label) for need in (*entry.needs, *entry.optional)]
 
 
 def _total(need: str, entry: Metric, label: str | None, totals: Totals) -> Array:
@@ -125,3 +144,54 @@ def finished_interval(key: str, totals: Totals) -> tuple[Array, Array] | None:
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
         return interval(key, totals)
+
+
+def _ratio_sql(over: str, under: str) -> str:
+    return f"{over} / nullif({under}, 0)"
+
+
+def _root_sql(value: str) -> str:
+    # DuckDB raises where numpy says NaN.
+    return f"sqrt(case when {value} >= 0 then {value} end)"
+
+
+def _share_of_active_sql(part: str, elements: str, nonfinite: str, idle: str, *classes: str) -> str:
+    return _ratio_sql(part, f"coalesce({' + '.join(classes)}, {elements} - {nonfinite} - {idle})")
+
+
+_IN_SQL: Final[Mapping[Callable[..., Any], Callable[..., str]]] = {
+    as_is: lambda total: total,
+    ratio: _ratio_sql,
+    root_ratio: lambda over, under: _root_sql(_ratio_sql(over, under)),
+    noise_ratio: lambda variance, under: _ratio_sql(_root_sql(variance), f"abs({under})"),
+    np.sqrt: _root_sql,
+    cosine: lambda product, one, other: _ratio_sql(product, f"({_root_sql(one)} * {_root_sql(other)})"),
+    share_of_active: _share_of_active_sql,
+    share_of_finite: lambda part, elements, nonfinite: _ratio_sql(part, f"({elements} - {nonfinite})"),
+    share_known: lambda lost, distorted, faithful, idle, elements, nonfinite: _ratio_sql(
+        f"({lost} + {distorted} + {faithful} + {idle})", f"({elements} - {nonfinite})"
+    ),
+}
+"""Finishing function of the catalogue → the same in SQL, null for NaN."""
+
+
+def quoted_name(name: str) -> str:
+    """A name as SQL takes it, whatever characters it has."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def metric_sql(key: str, statistics: Collection[str]) -> str | None:
+    """The metric `key` of merged totals, each a column under its key: null for NaN.
+
+    None where it is no ratio of totals, but made of a histogram or by a function of its own.
+
+    Raises:
+        CatalogueError: no such metric, or a wrong label.
+    """
+    finish = _IN_SQL.get(metric(key).finish)
+    taken = _arguments_of(key)
+    needs = [keys[0] for keys in taken]
+    if finish is None or any(len(keys) > 1 for keys in taken):
+        return None
+    columns = [quoted_name(need) if need in statistics else "cast(null as double)" for need in needs]
+    return finish(*columns)
