@@ -15,6 +15,7 @@ from collage_monitor import wire
 from collage_monitor.backoff import Backoff
 from collage_monitor.certificates import trusted_certificates
 from collage_monitor.errors import CollageError, ServerUnreachable, Unavailable
+from collage_monitor.local import sendable_token
 from collage_monitor.refusals import refusal
 
 __all__ = ["Axis", "Client", "ExportFormat", "ExportStream", "quoted"]
@@ -54,7 +55,7 @@ class Client:
         timeout_seconds: float = 30.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        headers = {"Authorization": f"Bearer {_sendable(token)}"} if token else {}
+        headers = {"Authorization": f"Bearer {sendable_token(token)}"} if token else {}
         self.server_url = server_url.rstrip("/")
         self._http = httpx.Client(
             base_url=self.server_url,
@@ -353,6 +354,31 @@ class Client:
                 f"no answer from {self.server_url}, or it broke off ({error}); run the export again"
             ) from error
 
+    def frame(self, runs: str | Iterable[str] | None = None, *, layers: bool = True, **filters: Any) -> Any:
+        """Curves of runs by id, or of all that the filters of `runs` leave, as one `pyarrow.Table`.
+
+        Columns are those of a Parquet export after `run`: a row a step for the whole model (`layer` is null), with
+        `layers` one a step and layer, too; null where a run has no such number. `.to_pandas()` makes a DataFrame of
+        it, as `polars.from_arrow` does. Needs the extra `parquet`.
+
+        Raises:
+            CollageError: pyarrow is not installed, or no run is left.
+        """
+        try:
+            import pyarrow
+            from pyarrow.parquet import read_table
+        except ModuleNotFoundError as error:
+            raise CollageError("a frame needs pyarrow: pip install 'collage-monitor[parquet]'") from error
+        ids = [run.run_id for run in self.all_runs(**filters)] if runs is None else runs
+        tables = []
+        for run_id in [ids] if isinstance(ids, str) else ids:
+            with self.export(run_id, "parquet", layers=layers) as stream:
+                table = read_table(pyarrow.BufferReader(b"".join(stream.parts)))
+            tables.append(table.add_column(0, "run", pyarrow.array([run_id] * len(table), pyarrow.string())))
+        if not tables:
+            raise CollageError(f"no run is left by {filters or 'an empty selection'}; client.runs() lists them")
+        return pyarrow.concat_tables(tables, promote_options="permissive")
+
     def create_run(self, project: str, create: wire.RunCreate) -> wire.Run:
         """Create a run, or resume the one of this id."""
         return self._post(f"/projects/{quoted(project)}/runs", create, wire.Run)
@@ -418,14 +444,6 @@ class Client:
             except (ServerUnreachable, Unavailable) as error:
                 time.sleep(backoff.pause(getattr(error, "retry_after_seconds", None)))
         return self.send("POST", path, kind, content=content, content_type=wire.MSGPACK)
-
-
-def _sendable(token: str) -> str:
-    word = token.strip()
-    if not word.isascii() or not word.isprintable() or " " in word:
-        # The value itself is a secret and stays out of messages.
-        raise CollageError("the token is not the printable ASCII text, without spaces, that the server gave out")
-    return word
 
 
 def quoted(part: str) -> str:

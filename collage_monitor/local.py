@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from collage_monitor.errors import CollageError
+
 __all__ = [
     "DASHBOARD_PORT",
     "DEFAULT_DASHBOARD_URL",
@@ -28,6 +30,7 @@ __all__ = [
     "is_loopback",
     "local_server",
     "read_token",
+    "sendable_token",
     "server_address",
     "token_path",
     "web_address",
@@ -67,6 +70,19 @@ def read_token(folder: Path) -> str | None:
         return token_path(folder).read_text(encoding="ascii").strip() or None
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def sendable_token(token: str) -> str:
+    """The token without white space around it.
+
+    Raises:
+        CollageError: no header can carry it.
+    """
+    word = token.strip()
+    if not word.isascii() or not word.isprintable() or " " in word:
+        # The value itself is a secret and stays out of messages.
+        raise CollageError("the token is not the printable ASCII text, without spaces, that the server gave out")
+    return word
 
 
 def ensure_token(folder: Path) -> str:
