@@ -263,13 +263,23 @@ def listener(monkeypatch):
     [
         (
             "s3://b/folder",
-            {"AWS_ENDPOINT_URL": "*", "AWS_REGION": "eu-1", "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "s"},
+            {
+                "AWS_ENDPOINT_URL": "*",
+                "AWS_REGION": "eu-1",
+                "AWS_ACCESS_KEY_ID": "me",
+                "AWS_SECRET_ACCESS_KEY": "s",
+            },
             "/b/folder/object",
             "Credential=me/ /eu-1/s3",
         ),
         (
             "s3://b",
-            {"AWS_ENDPOINT": "*", "AWS_DEFAULT_REGION": "x", "AWS_ACCESS_KEY_ID": "m", "AWS_SECRET_ACCESS_KEY": "s"},
+            {
+                "AWS_ENDPOINT": "*",
+                "AWS_DEFAULT_REGION": "x",
+                "AWS_ACCESS_KEY_ID": "m",
+                "AWS_SECRET_ACCESS_KEY": "s",
+            },
             "/b/object",
             "Credential=m/ /x/s3",
         ),

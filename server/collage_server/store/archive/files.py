@@ -7,8 +7,8 @@ published table.
 
 from __future__ import annotations
 
-import logging
 import hashlib
+import logging
 import os
 import re
 import tempfile
@@ -176,7 +176,6 @@ class Bucket(ArchiveFiles):
     """
 
     def __init__(self, url: str, cache: Path, cache_bytes: int) -> None:
-        self.address = url
         self.address = url.rstrip("/")
         self.options = {"allow_http": "true", "timeout": "60s", "connect_timeout": "5s"}
         self._cache = cache
@@ -291,11 +290,6 @@ class Bucket(ArchiveFiles):
     def _failed(self, error: Exception) -> Busy:
         self._away_until = time.monotonic() + _PAUSE_SECONDS
         return _unusable(self.address, error)
-            raise Busy(
-                f"the archive {self.address} does not answer: older points wait for it; newer ones can be asked "
-                "for by their steps",
-                retry_after_seconds=_RETRY_SECONDS,
-            ) from error
 
 
 def _unusable(address: str, error: Exception) -> Busy:
