@@ -1,4 +1,4 @@
-"""Archived files in a folder and in a real bucket: the cache's bound, what is fetched how often, what a fault says."""
+"""Archived files in a folder and in a real bucket: the bound of the cache, what is fetched, what a fault says."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -249,7 +250,7 @@ def listener(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("AWS_", "AZURE_", "GOOGLE_")):
             monkeypatch.delenv(name)
-    kind = type("Own", (Listener,), {"asked": []})
+    kind: Any = type("Own", (Listener,), {"asked": []})
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), kind) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
