@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 from zlib import crc32
 
 import torch
-from collage_optim.numerics.cast_formats import CAST_FORMATS, CastFormat
+from collage_optim.numerics.cast_formats import CastFormat, route_of
 from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.nn import Parameter
@@ -22,7 +22,7 @@ from collage_agent.step.bucket import Bucket
 from collage_agent.step.observe import Scratch
 from collage_agent.step.oracle import Oracle, OracleView
 from collage_agent.step.touched_rows import TouchedBucket
-from collage_agent.training.dtensors import placed_alike
+from collage_agent.training.dtensors import placed_alike, rows_of_a_shard
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Axis
 
@@ -63,7 +63,7 @@ class Planner:
         self.scratch = Scratch()
         self._seed = seed
         self._casts = tuple(casts)
-        self._least_block = max((CAST_FORMATS[key].block for key in casts), default=1)
+        self._least_block = max((route_of(key).last.block for key in casts), default=1)
         self.sparse: set[str] = set()
         """The tensors whose gradients were seen to be sparse, by name."""
         self.regroup(watched, intents)
@@ -158,7 +158,7 @@ class Planner:
     def casts_known(self, members: Sequence[int]) -> dict[str, list[bool]]:
         """The formats of copies, and of which of these watched parameters a copy can be worked out from samples."""
         return {
-            key: [_copy_is_known(self.watched[member], CAST_FORMATS[key]) for member in members]
+            key: [_copy_is_known(self.watched[member], route_of(key).last) for member in members]
             for key in self._casts
         }
 
@@ -178,15 +178,30 @@ class Planner:
 
 
 def _copy_is_known(watched: WatchedParameter, kind: CastFormat) -> bool:
-    """Whether what a copy depends on is here: blocks within rows, the whole tensor where that has a scale."""
+    """Whether what a copy depends on is here: blocks in rows, whole tiles, a tensor that has a scale."""
     shard, part = watched.shard, local_part(watched.parameter)
     whole = shard.elements == math.prod(shard.shape)
+    if kind.of_tensor and not whole:
+        return False
     if kind.block == 1:
         return True
-    if not shard.shape or (kind.of_tensor and not whole):
+    if not shard.shape or shard.shape[-1] % kind.block or not part.is_contiguous():
         return False
-    rows = whole if shard.start is not None or part.dim() != len(shard.shape) else part.shape[-1] == shard.shape[-1]
-    return rows and part.is_contiguous() and shard.shape[-1] % kind.block == 0
+    is_shaped = shard.start is None and part.dim() == len(shard.shape)
+    if kind.tile:
+        return is_shaped and len(shard.shape) > 1 and (whole or _has_whole_tiles(watched, kind.tile[0]))
+    return whole or (is_shaped and part.shape[-1] == shard.shape[-1])
+
+
+def _has_whole_tiles(watched: WatchedParameter, high: int) -> bool:
+    """Whether tiles of so many rows in the last two dimensions of a sharded tensor are not split over ranks."""
+    shape, part = watched.shard.shape, local_part(watched.parameter)
+    if part.shape[-1] != shape[-1]:
+        return False
+    if part.dim() > 2 and part.shape[-2] == shape[-2]:
+        return True
+    rows = rows_of_a_shard(watched.parameter)
+    return part.dim() == 2 and rows is not None and rows % high == 0
 
 
 def step_counter_of(state: dict[str, Any]) -> float:
