@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_entries
 from collage_agent.sample.sampling import TensorSample
+from collage_agent.sample.states import state_of
 from collage_agent.sample.stored import GRADIENT, PARAMETER
 from collage_agent.stats import replicas
 from collage_agent.stats.casts import is_wider
@@ -142,10 +143,10 @@ class Bucket:
         """The registered weights at the sampled elements as `measure` last saw them: [slots], own dtype."""
         return self._after.values[PARAMETER]
 
-    def states(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+    def states(self, optimizer: Optimizer) -> list[Mapping[str, Any]]:
         """What the optimizer keeps for each tensor of the bucket."""
         # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
-        return [optimizer.state.get(parameter, {}) for parameter in self.parameters]
+        return [state_of(optimizer, parameter) for parameter in self.parameters]
 
     def gather_before(self, optimizer: Optimizer, *, weights_gathered: bool = False) -> None:
         """Copy the sampled weights, gradients and states, and the group's numbers, before the step.
@@ -313,7 +314,7 @@ class Bucket:
 
     def _block_totals(
         self, optimizer: Optimizer, scale: Tensor | None, counterfactuals: bool
-    ) -> tuple[BlockTotals, list[dict[str, Any]]]:
+    ) -> tuple[BlockTotals, Sequence[Mapping[str, Any]]]:
         """Gather again after the step, work out u and e, and reduce them to block totals."""
         states = self.states(optimizer)
         after = self._layout_of(states[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 from zlib import crc32
 
@@ -18,6 +18,7 @@ from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.sample import stored
 from collage_agent.sample.sampling import TensorSample, draw
+from collage_agent.sample.states import state_of, step_of
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.observe import Scratch
 from collage_agent.step.oracle import Oracle, OracleView
@@ -93,7 +94,7 @@ class Planner:
                 continue
             if not placed_alike(parameter, gradient):
                 continue
-            state = optimizer.state.get(parameter, {})
+            state = state_of(optimizer, parameter)
             form = stored.form_of(parameter, state)
             dtypes = dtypes_of.get(form)
             if dtypes is None:
@@ -110,7 +111,7 @@ class Planner:
         """
         watched = self.watched[index]
         parameter, intent = watched.parameter, self.intents[watched.group]
-        states = optimizer.state.get(parameter, {}).values()
+        states = state_of(optimizer, parameter).values()
         plain = type(parameter) in (Tensor, Parameter) and parameter.is_contiguous() and watched.shard.start is None
         dense = all(state.layout == torch.strided for state in states if isinstance(state, Tensor))
         if not (plain and dense and gradient.sparse_dim() == 1 and intent.kind in ("shadow", "before-after")):
@@ -204,9 +205,9 @@ def _has_whole_tiles(watched: WatchedParameter, high: int) -> bool:
     return part.dim() == 2 and rows is not None and rows % high == 0
 
 
-def step_counter_of(state: dict[str, Any]) -> float:
+def step_counter_of(state: Mapping[str, Any]) -> float:
     """The step counter of one tensor's state, 0 where it is on a device: reading it would wait."""
-    step = state.get("step", 0.0)
+    step = step_of(state)
     if isinstance(step, Tensor):
         return step.item() if step.is_cpu else 0.0
-    return float(step)
+    return float(step or 0.0)
