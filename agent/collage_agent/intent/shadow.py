@@ -100,7 +100,8 @@ class Shadow:
                 Widening(native) if self._widens or native else nullcontext(),
             ):
                 self._step(self._clone)
-            stepped = flat_state(self._clone.state, [parameter], 0)
+            kept = self._clone.state
+            stepped = flat_state(kept, [parameter], 0) if self._foreign else kept[parameter]
             state.update({key: value for key, value in stepped.items() if key not in self._weights})
         finally:
             self._give(parameter, None)

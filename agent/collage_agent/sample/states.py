@@ -15,7 +15,7 @@ from collage_optim import CollageOptimizer
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["StateKey", "flat_state", "nested_state", "state_of", "states_of", "step_of"]
+__all__ = ["StateKey", "flat_state", "keeps_by_name", "nested_state", "state_of", "states_of", "step_of"]
 
 _NOTHING: Final[dict[str, Any]] = {}
 _PLACES: Final[WeakKeyDictionary[Any, dict[int, tuple[int, int]]]] = WeakKeyDictionary()
@@ -44,10 +44,14 @@ def state_of(optimizer: Any, parameter: Tensor) -> Mapping[str, Any]:
 
 def states_of(optimizer: Any) -> Callable[[Tensor, Mapping[str, Any]], Mapping[str, Any]]:
     """`state_of` for many: called with a parameter, and with what to give where nothing is kept."""
-    if isinstance(optimizer, CollageOptimizer) or type(optimizer).__module__.startswith("torch.optim"):
-        # All is kept by name.
+    if keeps_by_name(optimizer):
         return optimizer.state.get  # type: ignore[no-any-return]
     return lambda parameter, default: _flat(optimizer, parameter) or default
+
+
+def keeps_by_name(optimizer: Any) -> bool:
+    """Whether all that it keeps is in `state[parameter][name]`, as torch's optimizers and ours do."""
+    return isinstance(optimizer, CollageOptimizer) or type(optimizer).__module__.startswith("torch.optim")
 
 
 def _flat(optimizer: Any, parameter: Tensor) -> Mapping[str, Any]:

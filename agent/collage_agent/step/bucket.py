@@ -108,6 +108,7 @@ class Bucket:
         self.layers = layers
         self.oracles: Sequence[OracleView] = ()
         self.replicated: Tensor | None = None
+        self.keeps_by_name = False
         self.out_of_step: Tensor | None = None
         self.knows_gradient = knows_gradient
         self.layout = BlockLayout(samples, parameters) if layout is None else layout
@@ -120,7 +121,8 @@ class Bucket:
         self._copies = {
             key: of.to(torch.float64).where(of, torch.nan).to(self.layout.device) for key, of in known.items()
         }
-        self._regions = ScaleRegions(self.layout, samples, parameters, copies or {})
+        regions = ScaleRegions(self.layout, samples, parameters, copies or {})
+        self._regions = regions if regions else None
         self._tiles = tiles_of(self.layout)
         self._scratch = Scratch() if scratch is None else scratch
         self._before, self._after = GatheredSample.pair(self.layout, intent.composition)
@@ -146,6 +148,8 @@ class Bucket:
     def states(self, optimizer: Optimizer) -> list[Mapping[str, Any]]:
         """What the optimizer keeps for each tensor of the bucket."""
         # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
+        if self.keeps_by_name:
+            return [optimizer.state.get(parameter, {}) for parameter in self.parameters]
         return [state_of(optimizer, parameter) for parameter in self.parameters]
 
     def gather_before(self, optimizer: Optimizer, *, weights_gathered: bool = False) -> None:

@@ -174,7 +174,7 @@ def out_of_lock_step(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
     """
     counters = []
     for state in states:
-        step = step_of(state)
+        step = state["step"] if "step" in state else step_of(state)
         if not isinstance(step, Tensor) or step.is_cpu:
             return None
         counters.append(step.reshape(()))

@@ -220,7 +220,7 @@ class StepMeasurer:
         """What decides which tensors are stepped alike; steps are counted from the first tensor's."""
         kinds: dict[Kind, list[int]] = {}
         first: float | None = None
-        kept = states_of(optimizer)
+        kept = optimizer.state.get if self._planner.keeps_by_name else states_of(optimizer)
         for index, parameter, group, name in self._planner.stepped:
             gradient: Tensor | None = getattr(parameter, name, None)
             if gradient is None and not closure:

@@ -18,7 +18,7 @@ from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.sample import stored
 from collage_agent.sample.sampling import TensorSample, draw
-from collage_agent.sample.states import state_of, step_of
+from collage_agent.sample.states import keeps_by_name, state_of, step_of
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.observe import Scratch
 from collage_agent.step.oracle import Oracle, OracleView
@@ -67,6 +67,8 @@ class Planner:
         self._least_block = max((route_of(key).last.block for key in casts), default=1)
         self.sparse: set[str] = set()
         """The tensors whose gradients were seen to be sparse, by name."""
+        self.keeps_by_name = False
+        """Whether all states are found by name alone (`states.keeps_by_name`); known from the first plan on."""
         self.regroup(watched, intents)
 
     def regroup(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
@@ -100,7 +102,11 @@ class Planner:
             if dtypes is None:
                 dtypes = dtypes_of[form] = stored.elementwise_dtypes(parameter, state)
             kinds.setdefault((kind, local_part(parameter).device, parameter.dtype, dtypes), []).append(index)
-        return found + [self._bucket(members, signature.closure, cap, oracles) for members in kinds.values()]
+        found += [self._bucket(members, signature.closure, cap, oracles) for members in kinds.values()]
+        self.keeps_by_name = keeps_by_name(optimizer)
+        for bucket in found:
+            bucket.keeps_by_name = self.keeps_by_name
+        return found
 
     def _touched(
         self, index: int, cap: int | Literal["all"], gradient: Tensor, optimizer: Optimizer
