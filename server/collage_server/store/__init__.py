@@ -13,6 +13,7 @@ from collage_server.store.records import (
     NewEvent,
     NewIncident,
     Points,
+    ReportedState,
     ReportGroup,
     RunFilter,
     RunQuery,
@@ -26,6 +27,7 @@ from collage_server.store.records import (
     state_at,
 )
 from collage_server.store.runs.changes import QuotaName
+from collage_server.store.runs.live_runs import LiveRun
 from collage_server.store.runs.newest import KeptNewest, NewestPoint, RunProgress
 from collage_server.store.runs.overviews import DueRun
 from collage_server.store.sqlite import SqliteStore
@@ -39,6 +41,7 @@ __all__ = [
     "IncidentQuery",
     "KeptNewest",
     "LatestPoint",
+    "LiveRun",
     "LogOut",
     "NewEvent",
     "NewIncident",
@@ -49,6 +52,7 @@ __all__ = [
     "READERS",
     "ReportGroup",
     "ReportJournal",
+    "ReportedState",
     "RunFilter",
     "RunProgress",
     "RunQuery",

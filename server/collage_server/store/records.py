@@ -27,6 +27,7 @@ __all__ = [
     "READERS",
     "ROW_BYTES",
     "ReportGroup",
+    "ReportedState",
     "RunFilter",
     "RunPageRecord",
     "RunQuery",
@@ -172,13 +173,31 @@ class GroupQuery(TableQuery):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
+class ReportedState:
+    """What the streams of a run have reported, over all its ranks, times by the server's clock.
+
+    `last_step` is the newest step at which something is seen, `last_attempt` the newest that has reported; None if
+    none has.
+    """
+
+    attempts: list[wire.Attempt]
+    first_step: int | None
+    last_step: int | None
+    last_attempt: int | None
+    first_time: float | None
+    last_report_at: float | None
+    reports: int
+    reports_dropped: float | None
+    scalars: dict[str, wire.LoggedScalar]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(ReportedState):
     """A run as it is stored, its times by the server's clock.
 
     `updated_at` is the training's last sign of life: a launch, a state that was stated, or a report. `changed_at`
     is the last change of fields by a request, or the last drop of coarse points by retention; None if there was
-    neither. `last_step` is the newest step at which something is seen, `last_attempt` the newest that has reported;
-    None if none has.
+    neither.
     """
 
     run_id: str
@@ -195,16 +214,7 @@ class RunRecord:
     created_at: float
     updated_at: float
     changed_at: float | None
-    first_step: int | None
-    last_step: int | None
-    last_attempt: int | None
-    first_time: float | None
-    last_report_at: float | None
-    reports: int
-    reports_dropped: float | None
-    attempts: list[wire.Attempt]
     watch: wire.WatchInfo | None
-    scalars: dict[str, wire.LoggedScalar]
 
 
 @dataclass(frozen=True)
