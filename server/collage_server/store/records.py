@@ -17,6 +17,7 @@ from collage_monitor import wire
 from collage_server.store.rows import from_json, int_array
 
 __all__ = [
+    "CLOCK_SLACK_SECONDS",
     "CONNECTIONS",
     "GroupOutcome",
     "IncidentQuery",
@@ -53,6 +54,8 @@ CONNECTIONS: Final = 40
 READERS: Final = 32
 """How many threads may ask a store at once: the other connections are for writing, sealing and upkeep."""
 
+CLOCK_SLACK_SECONDS: Final = 5.0
+"""What is dated further in the future was written by a clock that was ahead."""
 UNBOUNDED: Final = 2**62
 """Later than any step."""
 

@@ -19,6 +19,7 @@ from collage_server.store import schema, server_tables
 from collage_server.store.access.tokens import append_to_audit_log
 from collage_server.store.engine.database import Database
 from collage_server.store.records import (
+    CLOCK_SLACK_SECONDS,
     RunFilter,
     RunPageRecord,
     RunQuery,
@@ -145,6 +146,22 @@ class RunStore:
             if check is not None and counted is not None:
                 check_quotas(connection, counted, check, runs=False, tags=True)
             return read_run(connection, run_id)
+
+    def bring_back(self, now: float) -> int:
+        """Date as of `now` what is dated later: how many runs. Else they would count as live for days after."""
+        future = now + CLOCK_SLACK_SECONDS
+        latest = schema.run_latest
+        with self._database.freeing() as connection:
+            launched = connection.execute(
+                update(_RUN).where(_RUN.c.updated_at > future).values(updated_at=now)
+            ).rowcount
+            reported = select(latest.c.run_id).where(latest.c.last_report_at > future).distinct()
+            found = len(connection.execute(reported).all())
+            if found:
+                connection.execute(
+                    update(latest).where(latest.c.last_report_at > future).values(last_report_at=now)
+                )
+            return max(launched, found)
 
     def delete(self, run_id: str, now: float, audit_entries: Sequence[wire.AuditLogEntry] = ()) -> None:
         """Make a run invisible: a tombstone stays, and its streams' ids, so that their reports answer 410.
