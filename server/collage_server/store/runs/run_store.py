@@ -87,7 +87,7 @@ class RunStore:
                 self._database.lock_project(connection, project)
             is_new = create_run(connection, project, create, now)
             if check is not None:
-                check_quotas(connection, project, check, runs=is_new, tags=bool(create.tags))
+                check_quotas(connection, project, check, runs=int(is_new), tags=len(create.tags))
             return read_run(connection, create.run_id), is_new
 
     def page(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
@@ -144,7 +144,7 @@ class RunStore:
                 self._database.lock_project(connection, counted)
             update_run(connection, run_id, update, now)
             if check is not None and counted is not None:
-                check_quotas(connection, counted, check, runs=False, tags=True)
+                check_quotas(connection, counted, check, runs=0, tags=len(update.tags or ()))
             return read_run(connection, run_id)
 
     def bring_back(self, now: float) -> int:
