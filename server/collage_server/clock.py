@@ -19,11 +19,11 @@ class DatabaseClock:
     def __init__(
         self,
         store: Store,
-        own: Callable[[], float] = time.time,
+        own: Callable[[], float] | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._own = own
+        self._own = own or time.time
         self._monotonic = monotonic
         self._ahead: float | None = None
         """Of `monotonic`; None: the machine's clock counts."""
