@@ -379,7 +379,7 @@ class SealLimits:
     slice_bytes: int = 2**19
     delete_rows: int = 256
     delete_bytes: int = 2**22
-    coarse_bytes: int = 2**25
+    coarse_bytes: int = 2**23
 
     def scaled_to_commits(self, commit_bytes: int) -> SealLimits:
         """Limits for commits of so many bytes: slices a quarter as large, if that is more than now.

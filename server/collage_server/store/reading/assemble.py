@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from collage_monitor.statistics import Totals, reduce_shards
 from collage_server.store.records import FloatArray, IntArray, StreamRecord
 
 __all__ = ["RowOrigins", "RowsByStep", "group_steps", "merge_rows", "visible"]
+
+_MOST_PADDING: Final = 4
+"""Side by side, so many times the rows at most: one step of many reports would give every other step their room."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +86,26 @@ class RowsByStep:
         """The most rows that one step has."""
         return int(self.slots.max(initial=-1)) + 1
 
+    def by_size(self) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_], RowsByStep]]:
+        """Which steps, which rows, and these alone: the steps that have about as many rows as each other."""
+        sizes = np.bincount(self.points, minlength=len(self.steps))
+        classes = np.ceil(np.log2(np.maximum(sizes, 1))).astype(np.int64)
+        for size in np.unique(classes).tolist():
+            steps = classes == size
+            rows = steps[self.points]
+            place = np.cumsum(steps) - 1
+            yield (
+                steps,
+                rows,
+                RowsByStep(
+                    self.steps[steps],
+                    self.times[steps],
+                    self.ranks[steps],
+                    place[self.points[rows]],
+                    self.slots[rows],
+                ),
+            )
+
 
 def group_steps(origins: RowOrigins) -> RowsByStep:
     """Group visible rows by step, oldest step first, in a step by stream; a point's time is the latest of its rows.
@@ -107,6 +131,18 @@ def merge_rows(grouped: RowsByStep, totals: Totals, replicas: FloatArray | None)
     """
     if not grouped.shards:
         return {key: values[:0] for key, values in totals.items()}
+    if grouped.shards * len(grouped.steps) <= _MOST_PADDING * len(grouped.points):
+        return _merge_padded(grouped, totals, replicas)
+    found: dict[str, FloatArray] = {}
+    for steps, rows, some in grouped.by_size():
+        own = {key: values[rows] for key, values in totals.items()}
+        for key, values in _merge_padded(some, own, None if replicas is None else replicas[rows]).items():
+            found.setdefault(key, np.full((len(steps), *values.shape[1:]), np.nan))[steps] = values
+    return found
+
+
+def _merge_padded(grouped: RowsByStep, totals: Totals, replicas: FloatArray | None) -> dict[str, FloatArray]:
+    """The same, each step with room for as many rows as the largest has."""
     padded = {key: _pad(grouped, values) for key, values in totals.items()}
     if replicas is not None and grouped.shards > 1:
         numbers = _pad(grouped, np.where(_reported(totals), replicas, np.nan))

@@ -29,6 +29,7 @@ from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
 from collage_server.store.chunks.merge import AttemptPoints, has_layer_extremes, join, select_points
 from collage_server.store.reading import unsealed
+from collage_server.store.reading.layer_blocks import is_large, layer_bytes, layer_tables, read_in_blocks
 from collage_server.store.reading.plan import ReadPlan, plan_read
 from collage_server.store.reading.run_view import RunView, RunViews, chosen_layers, is_known
 from collage_server.store.records import FloatArray, IntArray, LatestPoint, Points, Selection
@@ -97,15 +98,41 @@ def _layer_points(
     plans = _plans(connection, views, selection, views)
     if selection.rank is not None:
         _check_one_rank(views, selection.rank)
-    tables: Tables = {run_id: [] for run_id in views}
-    for level, chunks in _by_level(plans).items():
-        held = {run_id: views[run_id] for run_id, _ in chunks}
-        found = sealed_layers(connection, held, level, chunks, wanted, positions, selection.extremes_of)
-        for run_id, more in found.items():
-            tables[run_id] += more
-    for run_id, plan in plans.items():
-        tables[run_id] += _unsealed_layers(views[run_id], plan, wanted, selection, positions[run_id])
-    return _joined(views, tables, selection, chosen)
+
+    waiting = {
+        run_id: layer_tables(view, plans[run_id], view.statistics(wanted), positions[run_id], selection)
+        for run_id, view in views.items()
+    }
+
+    def read(
+        run_ids: Collection[str], some: Mapping[str, IntArray], *, neighbours: bool = False
+    ) -> dict[str, Points]:
+        """Totals of the layers at `some` positions, in the same order; their names are left out."""
+        held = {run_id: views[run_id] for run_id in run_ids}
+        tables: Tables = {run_id: [] for run_id in held}
+        for level, chunks in _by_level({run_id: plans[run_id] for run_id in held}).items():
+            of_level = {run_id: views[run_id] for run_id, _ in chunks}
+            found = sealed_layers(
+                connection, of_level, level, chunks, wanted, some, selection.extremes_of, neighbours=neighbours
+            )
+            for run_id, more in found.items():
+                tables[run_id] += more
+        for run_id in held:
+            tables[run_id] += waiting[run_id].at(some[run_id])
+        return _joined(held, tables, selection, {run_id: [""] * len(some[run_id]) for run_id in held})
+
+    sizes = {
+        run_id: layer_bytes(plans[run_id], waiting[run_id], views[run_id].statistics(wanted)) for run_id in views
+    }
+    large = [run_id for run_id in views if is_large(sizes[run_id] * len(positions[run_id]), selection)]
+    found = read([run_id for run_id in views if run_id not in large], positions)
+    for run_id in large:
+
+        def of_block(block: IntArray, run_id: str = run_id) -> Points:
+            return read([run_id], {run_id: block}, neighbours=True)[run_id]
+
+        found[run_id] = read_in_blocks(of_block, positions[run_id], sizes[run_id], selection)
+    return {run_id: replace(found[run_id], layers=list(chosen[run_id])) for run_id in views}
 
 
 def _cached_model(
@@ -217,18 +244,6 @@ def _unsealed_model(
         return unsealed.model_of(unsealed.layer_table(view, attempt, rows, keys, positions, contributors))
 
     row_bytes = 8 * len(keys) * max(len(positions), 1)
-    return unsealed.merged_tables(view, plan.unsealed, plan.contributors, selection, row_bytes, table_of)
-
-
-def _unsealed_layers(
-    view: RunView, plan: ReadPlan, wanted: Collection[str] | None, selection: Selection, positions: IntArray
-) -> Iterator[AttemptPoints]:
-    keys = view.statistics(wanted)
-
-    def table_of(attempt: int, rows: Sequence[Any], contributors: Contributors) -> AttemptPoints:
-        return unsealed.layer_table(view, attempt, rows, keys, positions, contributors)
-
-    row_bytes = 8 * len(keys) * len(positions)
     return unsealed.merged_tables(view, plan.unsealed, plan.contributors, selection, row_bytes, table_of)
 
 

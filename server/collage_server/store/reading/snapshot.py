@@ -79,7 +79,7 @@ class Snapshot:
 
     def layer_count(self, run_id: str) -> int:
         """How many layers the run has."""
-        return len(self._views.of([run_id], keys=())[run_id].layers)
+        return self._views.of([run_id], keys=())[run_id].layer_count
 
     def streams(self, run_id: str) -> list[wire.Stream]:
         """The run's streams, by attempt and rank."""
