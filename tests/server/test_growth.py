@@ -7,7 +7,7 @@ import pytest
 from collage_server.newest import newest_points
 from collage_server.overviews import evaluate
 from collage_server.store import ReportGroup, Selection, SqliteStore
-from collage_server.store.reading import assemble, layer_blocks
+from collage_server.store.reading import assemble, layer_blocks, points
 from collage_server.store.records import SealLimits
 
 from collage_monitor import wire
@@ -144,6 +144,7 @@ def test_of_many_layers_a_question_reads_some_at_a_time(store, sealed):
     assert peak[0] < (96 if sealed else 192) * MIB
     with traced() as peak, store.points.snapshot() as snapshot:
         newest = newest_points(snapshot, snapshot.records(["r1"]), layers=True)["r1"]
+    assert newest is not None
     assert len(newest.worst) == 3
     assert peak[0] < (64 if sealed else 96) * MIB
 
@@ -174,7 +175,7 @@ def test_layers_read_in_blocks_are_those_read_at_once(store, monkeypatch, sealed
     at = Selection(by_layer=True, layers=layers, at={"r1": 33})
     few = Selection(by_layer=True, layers=layers, points=100)
     before = [asked(store, selection) for selection in (at, few)]
-    monkeypatch.setattr(layer_blocks, "_MOST_BYTES", 0)
+    monkeypatch.setattr(points, "_MOST_BYTES", 0)
     monkeypatch.setattr(layer_blocks, "_BLOCK_BYTES", 8 * 3 * 100 * 2)
     for selection, known in zip((at, few), before, strict=True):
         same(asked(store, selection), known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from sqlalchemy import Connection
@@ -29,7 +29,7 @@ from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
 from collage_server.store.chunks.merge import AttemptPoints, has_layer_extremes, join, select_points
 from collage_server.store.reading import unsealed
-from collage_server.store.reading.layer_blocks import is_large, layer_bytes, layer_tables, read_in_blocks
+from collage_server.store.reading.layer_blocks import read_in_blocks
 from collage_server.store.reading.plan import ReadPlan, plan_read
 from collage_server.store.reading.run_view import RunView, RunViews, chosen_layers, is_known
 from collage_server.store.records import FloatArray, IntArray, LatestPoint, Points, Selection
@@ -44,6 +44,8 @@ __all__ = [
     "sealed_model",
 ]
 
+_MOST_BYTES: Final = 2**26
+"""Of one table [statistic][point][layer]; what is larger is read a block of layers at a time."""
 Views = Mapping[str, RunView]
 Tables = dict[str, list[AttemptPoints]]
 
@@ -99,10 +101,13 @@ def _layer_points(
     if selection.rank is not None:
         _check_one_rank(views, selection.rank)
 
-    waiting = {
-        run_id: layer_tables(view, plans[run_id], view.statistics(wanted), positions[run_id], selection)
-        for run_id, view in views.items()
-    }
+    waiting, sizes = {}, {}
+    for run_id, view in views.items():
+        keys, plan = view.statistics(wanted), plans[run_id]
+        waiting[run_id] = unsealed.layer_tables(
+            view, plan.unsealed, plan.contributors, keys, positions[run_id], selection
+        )
+        sizes[run_id] = 8 * max(len(keys), 1) * max(plan.sealed_points + waiting[run_id].points, 1)
 
     def read(
         run_ids: Collection[str], some: Mapping[str, IntArray], *, neighbours: bool = False
@@ -121,10 +126,8 @@ def _layer_points(
             tables[run_id] += waiting[run_id].at(some[run_id])
         return _joined(held, tables, selection, {run_id: [""] * len(some[run_id]) for run_id in held})
 
-    sizes = {
-        run_id: layer_bytes(plans[run_id], waiting[run_id], views[run_id].statistics(wanted)) for run_id in views
-    }
-    large = [run_id for run_id in views if is_large(sizes[run_id] * len(positions[run_id]), selection)]
+    few = (selection.points is not None or selection.at is not None) and not selection.extremes_of
+    large = [run_id for run_id in views if few and sizes[run_id] * len(positions[run_id]) > _MOST_BYTES]
     found = read([run_id for run_id in views if run_id not in large], positions)
     for run_id in large:
 

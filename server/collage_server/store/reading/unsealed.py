@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -22,16 +22,26 @@ from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store import schema
 from collage_server.store.chunks.contributors import Contributors, StepReports
 from collage_server.store.chunks.merge import AttemptPoints, merged_to_one
-from collage_server.store.reading.assemble import RowOrigins, group_steps, merge_rows, visible
-from collage_server.store.reading.decode import decode_layers, decode_model, layer_replicas, model_replica
+from collage_server.store.reading.assemble import (
+    RowOrigins,
+    decode_layers,
+    decode_model,
+    group_steps,
+    layer_replicas,
+    merge_rows,
+    model_replica,
+    visible,
+)
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Selection, StreamRecord
 
 __all__ = [
+    "LayerTables",
     "ScalarRow",
     "UnsealedReports",
     "count_step_reports",
     "layer_table",
+    "layer_tables",
     "merged_tables",
     "model_of",
     "model_table",
@@ -131,6 +141,55 @@ def unsealed_rows(
         wanted = stream is not None and selection.rank in (None, stream.rank)
         if stream is not None and wanted and not views[row.run_id].is_sealed(row.stream_id, row.seq):
             yield stream, row
+
+
+@dataclass(frozen=True)
+class LayerTables:
+    """Tables of the layers that some report brings; `positions` ascend."""
+
+    tables: list[AttemptPoints]
+    positions: IntArray
+
+    @property
+    def points(self) -> int:
+        """How many points they hold."""
+        return sum(map(len, [table.steps for table in self.tables]))
+
+    def at(self, wanted: IntArray) -> list[AttemptPoints]:
+        """The tables of the layers at these positions, in that order; NaN of those that none brings."""
+        if np.array_equal(self.positions, wanted):
+            return self.tables
+        place = np.minimum(np.searchsorted(self.positions, wanted), max(len(self.positions) - 1, 0))
+        targets = np.flatnonzero(self.positions[place] == wanted) if len(self.positions) else place[:0]
+        found = []
+        for table in self.tables:
+            totals = {key: np.full((len(table.steps), len(wanted)), np.nan) for key in table.totals}
+            for key, values in table.totals.items():
+                totals[key][:, targets] = values[:, place[targets]]
+            found.append(replace(table, totals=totals))
+        return found
+
+
+def layer_tables(
+    view: RunView,
+    reports: UnsealedReports,
+    contributors: Mapping[int, Contributors],
+    keys: Sequence[str],
+    positions: IntArray,
+    selection: Selection,
+) -> LayerTables:
+    """Unsealed totals by layer, of those of the layers at these positions that some report brings."""
+    shapes = {(row.stream_id, row.layer_count) for rows in reports.values() for row in rows}
+    brought = [view.streams[stream_id].layers[:count] for stream_id, count in shapes]
+    held = np.unique(np.concatenate(brought)) if brought else np.zeros(0, dtype=np.int64)
+    held = np.intersect1d(held, positions, assume_unique=True)
+
+    def table_of(attempt: int, rows: Sequence[Any], contributors: Contributors) -> AttemptPoints:
+        return layer_table(view, attempt, rows, keys, held, contributors)
+
+    row_bytes, point_bytes = (8 * len(keys) * len(some) for some in (held, positions))
+    tables = merged_tables(view, reports, contributors, selection, row_bytes, table_of, point_bytes=point_bytes)
+    return LayerTables(list(tables), held)
 
 
 def merged_tables(
