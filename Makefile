@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up screenshots studies test quick costs check format nightly exhaustive torture gpu bench clean
+.PHONY: demo up screenshots studies test quick costs check format nightly exhaustive torture hostile gpu bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -71,6 +71,9 @@ exhaustive: $(VENV)/.stamp-dev  ## Error-free transformations over all pairs of 
 
 torture: $(VENV)/.stamp-dev  ## Servers and databases killed at random; KILLS=1000 for longer, SEED=… to repeat one
 	$(BIN)/python -m tests.torture --kills $(or $(KILLS),200) $(if $(SEED),--seed $(SEED))
+
+hostile: $(VENV)/.stamp-dev  ## One server under everything at once, for an hour; MINUTES=10 for less, SEED=… to repeat one
+	$(BIN)/python -m tests.torture.hour --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))
 
 gpu: $(VENV)/.stamp-dev  ## The CUDA lane
 	$(BIN)/python -m pytest -m gpu

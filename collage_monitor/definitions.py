@@ -90,7 +90,8 @@ class Metric:
     `finish` makes it, elementwise, of the totals that `needs` names, one argument each: a total labelled as the
     metric is comes under the same label, a histogram comes as [HISTOGRAM_LABELS, …]. Undefined is NaN.
     `optional` names further totals, which `finish` takes after those, as NaN where nobody reported them.
-    `unit` is one of "ratio", "elements", "weight", "gradient", "octaves", "factor", "steps".
+    `unit` is one of "ratio", "elements", "weight", "gradient", "octaves", "factor", "steps",
+    "bytes". `finish_takes_label`: `finish` is also given the key's label, as `label=`.
     `ideal` is the value of a run that loses nothing (None: there is no such value).
     `exposed` puts the model's value on `/metrics`.
     """
@@ -107,10 +108,11 @@ class Metric:
     interval: Interval | None = None
     exposed: bool = False
     optional: tuple[str, ...] = ()
+    finish_takes_label: bool = False
 
     def described(self) -> dict[str, Any]:
         """The entry as plain values, for the catalogue's readers; `interval` says whether there is one."""
-        plain = {key: value for key, value in vars(self).items() if key != "finish"}
+        plain = {key: value for key, value in vars(self).items() if not key.startswith("finish")}
         return plain | {"interval": self.interval is not None}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ATTACH", "EXIT_HOOKS", "VARIABLES", "launch_variables"]
+__all__ = ["ATTACH", "CHECKPOINT", "CHECK_REPORT", "CHECK_STEPS", "EXIT_HOOKS", "VARIABLES", "launch_variables"]
 
 VARIABLES: Final = {
     "project": "COLLAGE_PROJECT",
@@ -31,6 +31,14 @@ ATTACH: Final = "COLLAGE_ATTACH"
 """Set to 1, it lets the bootstrap folder's `sitecustomize` watch the optimizers of a Python process."""
 EXIT_HOOKS: Final = "COLLAGE_EXIT_HOOKS"
 """Set to off, it keeps the agent from taking SIGTERM and from looking at calls of `sys.exit`, `exit` and `quit`."""
+
+
+CHECKPOINT: Final = "COLLAGE_CHECKPOINT"
+"""Where `cure --check` tells a training its converted checkpoint; in the command `{checkpoint}` stands for it."""
+CHECK_STEPS: Final = "COLLAGE_CHECK_STEPS"
+"""Set by `cure --check`: the training ends after so many steps."""
+CHECK_REPORT: Final = "COLLAGE_CHECK_REPORT"
+"""Set by `cure --check`: the file to which their verdict is written."""
 
 
 def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:

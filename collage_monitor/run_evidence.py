@@ -32,6 +32,8 @@ _OF_MODEL: Final = frozenset(
         "average_moved_ratio",
         "average_nonfinite",
         "cast_changed_ratio",
+        "cast_recoded_ratio",
+        "cast_route_ratio",
         "decay_ratio",
         "distorted",
         "edq_noise_ratio",

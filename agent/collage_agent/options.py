@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict, TypeVar, get_args
 
 from collage_agent.expectations import Expectations, OnBreach
-from collage_monitor.statistics.casts import FORMATS
+from collage_monitor.statistics.casts import FORMATS, is_copy
 from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["Exclude", "WatchArguments", "WatchOptions", "shows_options"]
@@ -129,10 +129,14 @@ def _window_lengths(windows: Sequence[int]) -> None:
 
 
 def _formats(casts: Sequence[str]) -> None:
-    unknown = [name for name in casts if name not in FORMATS]
+    unknown = [name for name in casts if not is_copy(name)]
     if unknown or len(set(casts)) < len(casts):
         detail = f": {unknown[0]!r} is no format known here" if unknown else ""
-        raise ValueError(f"casts={casts!r}{detail}; pass different ones of {', '.join(FORMATS)}")
+        known = ", ".join(FORMATS)
+        raise ValueError(
+            f"casts={casts!r}{detail}; pass different ones of {known}, or routes through formats without scales, "
+            "such as 'bf16>fp8_block128'"
+        )
 
 
 def _whole_number(name: str, value: object, *, at_least: int, otherwise: str = "") -> None:

@@ -25,6 +25,7 @@ from collage_agent.transport import Transport
 from collage_agent.transport.alerts import AlertCallback, AlertListener
 from collage_agent.watching.averages import AverageWatch
 from collage_agent.watching.finding import AverageFinder
+from collage_monitor.environment import CHECK_STEPS
 
 __all__ = ["AverageWatch", "Watch", "current_run", "finish", "init", "log", "on_alert", "watch", "watch_average"]
 
@@ -311,6 +312,10 @@ def watch(model: nn.Module, optimizer: Optimizers, **options: Unpack[WatchArgume
     else:
         _SESSION.waiting.append((record, reporter))
     _SESSION.averages.watch_began(handle)
+    if CHECK_STEPS in os.environ:
+        from collage_agent.checked_steps import begin_check
+
+        begin_check(handle)
     return handle
 
 

@@ -22,7 +22,7 @@ __all__ = [
     "percent",
 ]
 
-WORDS_VERSION: Final = 3
+WORDS_VERSION: Final = 4
 """Raise it when a run may be judged or headlined otherwise than before while the package's version stays: what
 servers keep is then made anew."""
 Health = Literal[
@@ -161,12 +161,24 @@ def _some(names: Sequence[str]) -> str:
 def _about_copies(case: Case) -> Iterator[str]:
     """What of a step reached copies in a lower precision: it decides nothing about the training itself."""
     changed = labelled(case.model, "cast_changed_ratio")
-    for name, share in changed.items():
-        if case.active and share < COPY_TOLERANCE:
-            yield (
-                f"A step changes {percent(share)} of a {name} copy of the weights: no loss to the training, but "
-                "all that a sampler that is sent such copies sees."
-            )
+    recoded = labelled(case.model, "cast_recoded_ratio")
+    # Where scales follow the largest weight, each step moves every number a little: only codes tell what arrives.
+    hardly = {name: share for name, share in (changed | recoded).items() if share < COPY_TOLERANCE}
+    if case.active and hardly:
+        parts = [
+            f"{percent(share)} of a {name} copy{' of the weights' if place == 0 else ''}"
+            for place, (name, share) in enumerate(hardly.items())
+        ]
+        yield (
+            f"A step changes {', '.join(parts)}: no loss to the training, but all that a sampler that is sent "
+            "such copies sees."
+        )
+    for pair, share in labelled(case.model, "cast_route_ratio").items():
+        one, _, other = pair.partition("/")
+        step = recoded.get(one, changed.get(one))
+        if share > 0:
+            against = f", {share / step:.1f} times what a step changes" if step else ""
+            yield f"Copies by the routes {one} and {other} differ in {percent(share)} of their codes{against}."
 
 
 def _basis(case: Case) -> str:

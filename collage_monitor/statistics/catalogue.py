@@ -143,8 +143,12 @@ def _look_up(key: str, table: dict[str, _Entry], kind: str) -> _Entry:
         raise CatalogueError(f"{kind} {key!r}: a window's label is its length in steps, {name}/64")
     if entry.label in ("format", "format/steps"):
         cast, slash, steps = str(label).partition("/")
-        if cast not in casts.FORMATS or (entry.label == "format" and slash):
-            raise CatalogueError(f"{kind} {key!r}: formats of copies are {', '.join(casts.FORMATS)}")
+        if not casts.is_copy(cast) or (entry.label == "format" and slash):
+            raise CatalogueError(
+                f"{kind} {key!r}: formats of copies are {', '.join(casts.FORMATS)}, and bf16>FORMAT"
+            )
         if entry.label == "format/steps" and not steps.isdigit():
             raise CatalogueError(f"{kind} {key!r}: {name} takes a format and a length in steps, {name}/bf16/64")
+    if entry.label == "routes" and not casts.is_route_pair(str(label)):
+        raise CatalogueError(f"{kind} {key!r}: {name} takes two routes to one format, {name}/mxfp8/bf16>mxfp8")
     return entry

@@ -50,7 +50,8 @@ def finish(key: str, totals: Totals) -> Array:
         shape = np.shape(next(iter(totals.values()))) if totals else ()
         return np.full(shape, np.nan)
     missing = np.full(np.shape(amounts[0]), np.nan)
-    return entry.finish(*amounts, *(totals.get(name, missing) for name in entry.optional))
+    others = [totals.get(_keys_of(name, entry, label)[0], missing) for name in entry.optional]
+    return entry.finish(*amounts, *others, **({"label": label} if entry.finish_takes_label else {}))
 
 
 def interval(key: str, totals: Totals) -> tuple[Array, Array]:

@@ -29,6 +29,7 @@ from collage_server.auth.bearer import AccessPolicy
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
 from collage_server.background import BackgroundThread, Maintenance, Sealer
+from collage_server.clock import DatabaseClock
 from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
@@ -54,15 +55,18 @@ def create_app(
     settings: Settings,
     *,
     store: Store | None = None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     limits: FixedLimits = FIXED_LIMITS,
 ) -> FastAPI:
     """The server on `settings`. `store` replaces the database, `clock` (Unix seconds) the time, `limits` bounds.
 
+    Without a `clock`, times are the database's.
+
     The store is opened and the writer started when the application starts, and both are closed when it stops:
     what waits is committed first.
     """
-    app_state = _app_state(settings, store or make_store(settings), clock, limits)
+    store = store or make_store(settings)
+    app_state = _app_state(settings, store, clock or DatabaseClock(store), limits)
     app = FastAPI(
         title="Collage Monitor",
         version=__version__,
@@ -99,6 +103,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app_state: AppState = app.state.collage
     current_default_thread_limiter().total_tokens = READERS
     await asyncio.to_thread(app_state.store.open)
+    await asyncio.to_thread(app_state.maintenance.set_clock)
     app_state.writer.start(asyncio.get_running_loop())
     app_state.sealer.start()
     if app_state.archiver is not None:

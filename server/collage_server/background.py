@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from threading import Event, Thread
 from typing import Final
 
+from collage_server.clock import DatabaseClock
 from collage_server.disk import DiskGuard
 from collage_server.errors import Gone, NotFound
 from collage_server.ingest.backpressure import JournalBounds
@@ -167,8 +168,21 @@ class Maintenance(BackgroundThread):
             self.attempt(self.once)
             self._round_due = time.monotonic() + self._round_seconds
 
+    def set_clock(self) -> None:
+        """Follow the database's clock, and bring back what a clock that was ahead has dated: once at each start."""
+        if isinstance(self._clock, DatabaseClock):
+            self._clock.follow()
+        brought_back = self._store.runs.bring_back(self._clock())
+        if brought_back:
+            _LOG.warning(
+                "%d runs had signs of life in the future: a clock was ahead; they count as of now", brought_back
+            )
+
     def once(self) -> None:
         """One round: expire, purge, give space back. A pause after each slice lets others write."""
+        if isinstance(self._clock, DatabaseClock):
+            self.attempt(self._clock.follow)
+        self._store.incidents.end_silences(self._clock())
         for run_id in self._store.retention.sealed_runs() if self._days else ():
             if self.stopping.is_set():
                 return

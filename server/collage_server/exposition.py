@@ -7,7 +7,8 @@ answers the same. A run that it has not come to is not shown.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from fastapi import APIRouter
@@ -15,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample as PrometheusSample
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,18 +25,16 @@ from collage_monitor.judgement import longest_window
 from collage_monitor.metrics import preferred_state
 from collage_monitor.strategies import STRATEGIES
 from collage_monitor.wire import Number
-from collage_server.alerts.evaluation import Sample
+from collage_server.alerts.evaluation import Labels, Sample
 from collage_server.api.answers import describes
 from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.bearer import principal_of
-from collage_server.newest import kept_newest
-from collage_server.store import NewestPoint, RunQuery, RunRecord
+from collage_server.store import LiveRun, NewestPoint, ReportedState
 
 __all__ = ["MODEL_GAUGES", "RUN_GAUGES", "SCALAR_GAUGES", "exposition", "router", "samples"]
 
 router = APIRouter(tags=["operation"])
 _PAGE: Final = 500
-_LABELS: Final = ("project", "run_id", "run", "strategy")
 _DECREMENT: Final = "state_decrement_ratio/"
 _WINDOW: Final = "lost_window_ratio"
 _LOST: Final = "lost_update_ratio"
@@ -86,10 +86,25 @@ def exposition(app_state: AppState, projects: Collection[str] | None = None) -> 
 
 def samples(app_state: AppState) -> Iterator[Sample]:
     """What the page shows, as the alerts' evaluation takes it."""
-    for collector in (_RunCollector(app_state, None), _ServerCollector(app_state)):
-        for family in collector.collect():
-            for sample in family.samples:
-                yield Sample(sample.name, tuple(sorted(sample.labels.items())), float(sample.value))
+    yield from itertools.chain.from_iterable(_gauges_of_runs(app_state, None).samples())
+    for family in _ServerCollector(app_state).collect():
+        for sample in family.samples:
+            yield Sample(sample.name, tuple(sorted(sample.labels.items())), float(sample.value))
+
+
+def _gauges_of_runs(app_state: AppState, projects: Collection[str] | None) -> _RunGauges:
+    """Those of the live runs of these projects, of one moment."""
+    gauges, store, now = _RunGauges(), app_state.store, app_state.clock()
+    mismatches = store.sealing.mismatches_by_run()
+    with store.points.snapshot() as snapshot:
+        after = None
+        while True:
+            page = snapshot.live_runs(projects, now, after, _PAGE)
+            for run in page.runs:
+                gauges.add(run, now, mismatches.get(run.run_id, 0))
+            after = page.after
+            if after is None:
+                return gauges
 
 
 class _RunCollector(Collector):
@@ -100,29 +115,11 @@ class _RunCollector(Collector):
         self._projects = projects
 
     def collect(self) -> Iterable[Metric]:
-        families, store, now = _RunGauges(), self._app_state.store, self._app_state.clock()
-        mismatches = store.sealing.mismatches_by_run()
-        for records in self._running():
-            run_ids = [record.run_id for record in records]
-            findings = store.overviews.findings(run_ids)
-            with store.points.snapshot() as snapshot:
-                points = kept_newest(snapshot, run_ids)
-            for record in records:
-                run_id = record.run_id
-                if run_id in points:
-                    families.add(record, points[run_id], now, mismatches.get(run_id, 0), findings.get(run_id, {}))
-        return families.all()
-
-    def _running(self) -> Iterator[list[RunRecord]]:
-        cursor: str | None = None
-        while True:
-            query = RunQuery(projects=self._projects, state="running", cursor=cursor, limit=_PAGE)
-            stale_after = self._app_state.settings.stale_after_seconds
-            page = self._app_state.store.runs.page(query, self._app_state.clock(), stale_after)
-            yield page.runs
-            cursor = page.cursor
-            if cursor is None:
-                return
+        gauges = _gauges_of_runs(self._app_state, self._projects)
+        for (name, text), known in zip(_GAUGES.items(), gauges.samples(), strict=True):
+            family = Metric(name, text, "gauge")
+            family.samples = [PrometheusSample(name, dict(labels), value) for _, labels, value in known]
+            yield family
 
 
 class _ServerCollector(Collector):
@@ -167,93 +164,99 @@ class _ServerCollector(Collector):
         yield from (mismatches, left, archived, away, evaluated, build)
 
 
+_GAUGES: Final = {
+    **{f"collage_{name}": text for name, text in {**MODEL_GAUGES, **SCALAR_GAUGES, **RUN_GAUGES}.items()},
+    "collage_state_decrement_ratio": (
+        "Decay of the optimizer state as stored over the decay intended: 1 as it should, 0 it can only grow."
+    ),
+    "collage_lost_window_ratio": (
+        "Share lost over the longest window watched, where one step's share misjudges stochastic rounding."
+    ),
+    "collage_finding": "A number that the judgement holds against the run over its recent past; absent if fine.",
+    "collage_worst_layer_edq_ratio": ("EDQ of the three worst layers; GET /api/v1/runs/RUN/worst names them."),
+}
+"""The families of runs, in their order on the page."""
+
+
 class _RunGauges:
-    """The gauge families of runs, being filled."""
+    """The samples of runs, being gathered. A run's series share their labels."""
 
     def __init__(self) -> None:
-        self._gauges = {
-            name: GaugeMetricFamily(f"collage_{name}", text, labels=_LABELS)
-            for name, text in {**MODEL_GAUGES, **SCALAR_GAUGES, **RUN_GAUGES}.items()
-        }
-        self._decrement = GaugeMetricFamily(
-            "collage_state_decrement_ratio",
-            "Decay of the optimizer state as stored over the decay intended: 1 as it should, 0 it can only grow.",
-            labels=(*_LABELS, "state"),
-        )
-        self._window = GaugeMetricFamily(
-            "collage_lost_window_ratio",
-            "Share lost over the longest window watched, where one step's share misjudges stochastic rounding.",
-            labels=(*_LABELS, "window"),
-        )
-        self._finding = GaugeMetricFamily(
-            "collage_finding",
-            "A number that the judgement holds against the run over its recent past; absent if fine.",
-            labels=(*_LABELS, "key"),
-        )
-        self._worst = GaugeMetricFamily(
-            "collage_worst_layer_edq_ratio",
-            "EDQ of the three worst layers; GET /api/v1/runs/RUN/worst names them.",
-            labels=(*_LABELS, "worst"),
-        )
+        self._samples: dict[str, list[Sample]] = {name: [] for name in _GAUGES}
 
-    def add(
-        self,
-        record: RunRecord,
-        point: NewestPoint | None,
-        now: float,
-        mismatches: int,
-        findings: Mapping[str, float],
-    ) -> None:
-        """One run's series at the time `now`; `point`: its newest measured step, None where nothing is measured."""
-        model = {} if point is None else point.model
-        labels = [record.project, record.run_id, record.name, record.strategy or "unknown"]
-        for name in MODEL_GAUGES:
-            self._set(name, labels, model.get(name))
-        for name in SCALAR_GAUGES:
-            if name in record.scalars:
-                self._set(name, labels, record.scalars[name].value)
-        for name, value in _of_run(record, now, measured=point is not None).items():
+    def add(self, run: LiveRun, now: float, mismatches: int) -> None:
+        """One run's series at the time `now`."""
+        labels: Labels = (
+            ("project", run.project),
+            ("run", run.name),
+            ("run_id", run.run_id),
+            ("strategy", run.strategy or "unknown"),
+        )
+        for name, value in _of_run(run, now).items():
             self._set(name, labels, value)
         self._set("replica_mismatches", labels, mismatches or None)
-        state = preferred_state(model)
-        if state is not None:
-            _add_defined(self._decrement, [*labels, state.removeprefix(_DECREMENT)], model[state])
-        window = longest_window(model, _WINDOW)
-        if window is not None and record.strategy in STRATEGIES and STRATEGIES[record.strategy].stochastic:
-            _add_defined(self._window, [*labels, str(window[0])], window[1])
-        for key, value in findings.items():
+        for name, logged in run.reported.scalars.items():
+            if name in SCALAR_GAUGES:
+                self._set(name, labels, logged.value)
+        for key, value in run.findings.items():
             if key == _LOST or (key not in MODEL_GAUGES and not key.startswith(_DECREMENT)):
-                _add_defined(self._finding, [*labels, key], value)
-        for place, layer in enumerate([] if point is None else point.worst, start=1):
-            _add_defined(self._worst, [*labels, str(place)], layer.value)
+                self._set("finding", _with(labels, "key", key), value)
+        if run.point is not None:
+            self._add_point(run.point, labels, run.strategy)
 
-    def all(self) -> list[Metric]:
-        """Every family, in a fixed order."""
-        return [*self._gauges.values(), self._decrement, self._window, self._finding, self._worst]
+    def _add_point(self, point: NewestPoint, labels: Labels, strategy: str | None) -> None:
+        for name in MODEL_GAUGES:
+            self._set(name, labels, point.model.get(name))
+        state = preferred_state(point.model)
+        if state is not None:
+            own = _with(labels, "state", state.removeprefix(_DECREMENT))
+            self._set("state_decrement_ratio", own, point.model[state])
+        if strategy in STRATEGIES and STRATEGIES[strategy].stochastic:
+            window = longest_window(point.model, _WINDOW)
+            if window is not None:
+                self._set("lost_window_ratio", _with(labels, "window", str(window[0])), window[1])
+        for place, layer in enumerate(point.worst, start=1):
+            self._set("worst_layer_edq_ratio", _with(labels, "worst", str(place)), layer.value)
 
-    def _set(self, name: str, labels: list[str], value: Number | None) -> None:
-        _add_defined(self._gauges[name], labels, value)
+    def samples(self) -> Iterable[list[Sample]]:
+        """Those of each family of `_GAUGES`."""
+        return self._samples.values()
+
+    def _set(self, name: str, labels: Labels, value: Number | None) -> None:
+        """An undefined value has no sample; it is never 0."""
+        if value is not None:
+            name = f"collage_{name}"
+            self._samples[name].append(Sample(name, labels, float(value)))
 
 
-def _of_run(record: RunRecord, now: float, *, measured: bool) -> dict[str, float | None]:
-    """RUN_GAUGES as far as the run's record tells them."""
-    # An evaluation that is logged later is no resume; of runs that only log every launch may be one.
-    begun = [entry for entry in record.attempts if entry.measured_from is not None] or record.attempts
-    silent = [entry for entry in record.attempts if entry.attempt > (record.last_attempt or 0)]
-    resumed = max([*begun[1:], *silent[-1:]], key=lambda entry: entry.attempt, default=None)
-    last_step, since_resume = record.last_step, None
-    if resumed is not None and last_step is not None:
-        # Before its first report `last_step` is an older attempt's; 0 keeps alerts quiet that let a resume settle.
-        reported = record.last_attempt is not None and record.last_attempt >= resumed.attempt
-        begin = resumed.first_step if resumed.measured_from is None else resumed.measured_from
-        since_resume = max(0.0, float(last_step - begin + 1)) if reported else 0.0
+def _with(labels: Labels, name: str, value: str) -> Labels:
+    return tuple(sorted((*labels, (name, value))))
+
+
+def _of_run(run: LiveRun, now: float) -> dict[str, float | None]:
+    """RUN_GAUGES as far as what its streams reported tells them."""
+    reported = run.reported
     return {
-        "step": last_step,
-        "last_report_timestamp_seconds": record.last_report_at,
-        "reports_dropped": record.reports_dropped,
-        "steps_since_resume": since_resume,
-        "unmeasured_seconds": None if measured else now - record.created_at,
+        "step": reported.last_step,
+        "last_report_timestamp_seconds": reported.last_report_at,
+        "reports_dropped": reported.reports_dropped,
+        "steps_since_resume": _steps_since_resume(reported),
+        "unmeasured_seconds": now - run.created_at if run.point is None else None,
     }
+
+
+def _steps_since_resume(run: ReportedState) -> float | None:
+    # An evaluation that is logged later is no resume; of runs that only log every launch may be one.
+    begun = [entry for entry in run.attempts if entry.measured_from is not None] or run.attempts
+    silent = [entry for entry in run.attempts if entry.attempt > (run.last_attempt or 0)]
+    resumed = max([*begun[1:], *silent[-1:]], key=lambda entry: entry.attempt, default=None)
+    if resumed is None or run.last_step is None:
+        return None
+    # Before its first report `last_step` is an older attempt's; 0 keeps alerts quiet that let a resume settle.
+    if run.last_attempt is None or run.last_attempt < resumed.attempt:
+        return 0.0
+    begin = resumed.first_step if resumed.measured_from is None else resumed.measured_from
+    return max(0.0, float(run.last_step - begin + 1))
 
 
 def _add_defined(family: GaugeMetricFamily, labels: list[str], value: Number | None) -> None:

@@ -16,7 +16,7 @@ from collage_server.errors import Busy, Gone, NotFound
 from collage_server.queries.layers import worst_layers
 from collage_server.store import KeptNewest, NewestPoint, RunProgress, RunRecord, Selection, Snapshot, Store
 
-__all__ = ["NewestKeeper", "kept_newest", "newest_points"]
+__all__ = ["NewestKeeper", "newest_points"]
 
 _LOG: Final = logging.getLogger(__name__)
 _A_ROUND: Final = 10_000
@@ -44,11 +44,6 @@ def newest_points(
         else:
             unknown.append(run_id)
     return found | _evaluated(now, unknown, layers=layers)
-
-
-def kept_newest(now: Snapshot, run_ids: Sequence[str]) -> dict[str, NewestPoint | None]:
-    """As the background thread has written it, seconds ago at most; runs that it has not come to are left out."""
-    return {run_id: row.point for run_id, row in now.newest_kept(run_ids).items()}
 
 
 def _evaluated(now: Snapshot, run_ids: Sequence[str], *, layers: bool) -> dict[str, NewestPoint | None]:

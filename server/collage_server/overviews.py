@@ -14,7 +14,7 @@ from collage_monitor.judgement import OF_LAYERS, WORDS_VERSION
 from collage_monitor.statistics import statistics_for
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
-from collage_server.queries.overview import OverviewPoints, begin_of_recent_past, overview
+from collage_server.queries.overview import OverviewPoints, begin_of_recent_past, most_losing, overview
 from collage_server.store import DueRun, Points, RunRecord, Selection, Snapshot, Store
 
 __all__ = ["MADE_BY", "OverviewKeeper", "evaluate", "keep_overview"]
@@ -28,6 +28,8 @@ _SHARE_OF_TIME: Final = 0.1
 """The most of its time that the thread works while nobody waits: live runs come round the less often the more."""
 _HISTORY_POINTS: Final = 128
 _RECENT_POINTS: Final = 2000
+_MOST_LAYERS: Final = 1024
+"""Whose histories are looked through for a change: those that lose the most, of a model of more."""
 _LOSSES: Final = ("loss", "validation_loss")
 
 
@@ -91,6 +93,8 @@ def evaluate(now: Snapshot, record: RunRecord) -> wire.Overview:
     model = read(None, past)
     states = tuple(key for key in model.totals if key.startswith("state_decrement_"))
     history = Selection(points=_HISTORY_POINTS)
+    merged = read(layers, replace(past, by_layer=True))
+    losing = most_losing(merged, _MOST_LAYERS)
     lost = [
         name for name in _LOSSES if name in record.scalars and not np.isfinite(float(record.scalars[name].value))
     ]
@@ -98,9 +102,9 @@ def evaluate(now: Snapshot, record: RunRecord) -> wire.Overview:
         record,
         OverviewPoints(
             model=model,
-            layers=read(layers, replace(past, by_layer=True)),
+            layers=merged,
             history=read((*edq, *states), history),
-            layer_history=read(edq, replace(history, by_layer=True)),
+            layer_history=read(edq, replace(history, by_layer=True, layers=losing)),
             logged_losses=now.scalars([run_id], lost, Selection())[run_id] if lost else {},
         ),
     )

@@ -3,9 +3,12 @@
 #   secrets.sh start    passwords, the server's own token, a certificate; before the database starts
 #   secrets.sh tokens   brings the database up to date, and makes a token for each role
 # Each service has a folder of its own under $SECRETS, readable by its user alone; `people` is for you.
+# `start` places the configuration of the checkout under $CONFIGURATION, too, where every user may read it.
 set -eu
 umask 077
 secrets=${SECRETS:-/secrets}
+checkout=${CHECKOUT:-/checkout}
+configuration=${CONFIGURATION:-/configuration}
 name=${COLLAGE_NAME:-localhost}
 
 # keep FOLDER/FILE VALUE: writes the file, unless it is there.
@@ -20,6 +23,15 @@ own() {
     chmod 400 "$secrets/$2"/*
     chmod 500 "$secrets/$2"
     chown -R "$1" "$secrets/$2"
+}
+
+# place FILE TARGET: readable by every user, as the files of a checkout made under umask 077 are not.
+place() {
+    folder=$configuration/${2%/*}
+    mkdir -p "$folder"
+    chmod 755 "$folder" "$configuration/${2%%/*}"
+    cp -f "$checkout/$1" "$configuration/$2"
+    chmod 444 "$configuration/$2"
 }
 
 random() {
@@ -51,6 +63,13 @@ start() {
     own 472 grafana
     own 10001 people
     own 101 certificate
+    place prometheus/prometheus.yml prometheus/prometheus.yml
+    place prometheus/collage.rules.yml prometheus/collage.rules.yml
+    place prometheus/alertmanager.yml alertmanager/alertmanager.yml
+    place deploy/grafana/datasource.yml grafana/datasources/collage.yml
+    place deploy/grafana/provider.yml grafana/dashboards/collage.yml
+    place deploy/grafana/dashboard.json grafana/dashboards/collage.json
+    place deploy/nginx.conf proxy/nginx.conf
 }
 
 # token FOLDER USER ROLE: a token of the role for every project, unless the one in the folder still counts.

@@ -215,7 +215,8 @@ def test_routes_of_incidents(low):
     assert low.get("/events?state=open", status=422).field == "state"
     silence = low.post("/silences", wire.SilenceCreate(seconds=60.0, run_id="r1"), wire.Silence, status=201)
     assert low.get("/silences", wire.SilenceList).silences == [silence]
-    assert incidents(low)[0].silenced
+    assert incidents(low, project="p")[0].silenced
+    assert [entry.alert for entry in low.get("/runs/r1/alerts", wire.IncidentPage).events] == ["CollageEdqLow"]
     assert low.post("/silences", wire.SilenceCreate(seconds=0.0), status=422).field == "seconds"
     refused = low.post("/silences", wire.SilenceCreate(seconds=60.0, comment="all"), status=422)
     assert (refused.field, "every alert" in refused.message) == ("project", True)

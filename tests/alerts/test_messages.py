@@ -202,10 +202,25 @@ def test_a_silenced_incident_is_told_when_the_silence_is_over(store, clock, serv
     work = messenger(store, clock, target)
     store.incidents.fire(LOW, clock())
     work.do_due_work()
-    assert target.got == []
+    assert target.got == [("CollageSilenced", "firing")]
     clock.now += 61
     work.do_due_work()
-    assert target.got == [("CollageEdqLow", "firing")]
+    assert target.got[1:] == [("CollageEdqLow", "firing")]
+    server.app.state.collage.maintenance.once()
+    work.do_due_work()
+    assert target.got[2:] == [("CollageSilenced", "resolved")]
+
+
+def test_who_is_told_of_a_silence_reads_what_it_covers_and_until_when(store, clock, server):
+    create = wire.SilenceCreate(seconds=60.0, project="p", comment="a rehearsal")
+    server.post("/silences", create, wire.Silence, status=201)
+    with web_server() as (address, requests):
+        messenger(store, clock, WebhookTarget(address), SlackTarget(address)).do_due_work()
+    (_, _, told), (_, _, text) = requests
+    said = "No messages until 2023-11-14 22:14:20 UTC about project p. By loopback: a rehearsal"
+    assert told["incident"]["text"] == said
+    assert said in text["text"]
+    assert (told["incident"]["severity"], told["incident"]["run_id"]) == ("info", None)
 
 
 def test_after_a_day_a_message_is_given_up(store, clock):

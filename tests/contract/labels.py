@@ -10,4 +10,5 @@ LABELS = {
     "method/dtype": "light/bf16",
     "format": "mxfp8",
     "format/steps": "mxfp8/64",
+    "routes": "fp8_block128/bf16>fp8_block128",
 }

@@ -15,7 +15,7 @@ from collage_monitor.statistics.catalogue import DEFINITIONS, catalogue_of
 from collage_monitor.strategies import STRATEGIES, strategy
 from tests.contract.labels import LABELS
 
-UNITS = {"ratio", "elements", "weight", "gradient", "octaves", "factor", "steps"}
+UNITS = {"ratio", "elements", "weight", "gradient", "octaves", "factor", "steps", "bytes"}
 
 
 def all_statistic_keys():
@@ -76,13 +76,14 @@ def test_each_declared_statistic_changes_the_metric(entry):
         for i, need in enumerate(entry.needs, start=1)
     ]
     unreported = [np.full_like(amounts[0], np.nan)] * len(entry.optional)
-    whole = entry.finish(*amounts, *unreported)
+    label = {"label": LABELS[entry.label]} if entry.finish_takes_label else {}
+    whole = entry.finish(*amounts, *unreported, **label)
     for index in range(len(amounts)):
         changed = [
             values * np.arange(1, len(values) + 1)[:, None] if values.ndim == 2 else values for values in amounts
         ]
         changed[index] = changed[index] * 1.5 if amounts[index].ndim == 1 else changed[index]
-        assert entry.finish(*changed, *unreported) != whole, entry.needs[index]
+        assert entry.finish(*changed, *unreported, **label) != whole, entry.needs[index]
 
 
 def added(name="kurtosis", statistics=(), metrics=()):
@@ -158,6 +159,9 @@ def test_known_metric_keys(key):
         ("counterfactual_edq_ratio/light", "a method and a dtype"),
         ("counterfactual_edq_ratio/light/", "a method and a dtype"),
         ("edq_window_ratio/long", "length in steps, edq_window_ratio/64"),
+        ("cast_changed_ratio/mxfp8>bf16", "formats of copies are"),
+        ("cast_route_ratio/mxfp8/nvfp4", "two routes to one format"),
+        ("cast_route_ratio/mxfp8", "two routes to one format"),
     ],
 )
 def test_wrong_metric_keys_are_named(key, words):

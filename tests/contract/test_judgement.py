@@ -379,6 +379,18 @@ def test_a_copy_that_hardly_moves_is_said_and_decides_nothing():
     assert "fp16" not in found.text
 
 
+def test_codes_speak_for_copies_whose_scales_move_every_number_and_routes_are_set_against_a_step():
+    copies = {"cast_changed_ratio/fp8_block128": 0.98, "cast_recoded_ratio/fp8_block128": 0.0026}
+    route = {"cast_route_ratio/fp8_block128/bf16>fp8_block128": 0.0221}
+    found = judged({**GOOD, **copies, **route})
+    assert found.health == "healthy"
+    assert "A step changes 0.3 % of a fp8_block128 copy of the weights" in found.text
+    told = (
+        "routes fp8_block128 and bf16>fp8_block128 differ in 2.2 % of their codes, 8.5 times what a step changes."
+    )
+    assert told in found.text
+
+
 def test_each_reason_for_no_number_has_its_own_sentence():
     elements = {"elements": 10.0, "nonfinite": 0.0}
     named: dict = {"fc.weight": {}}

@@ -13,14 +13,19 @@ from tests.reference import onset as reference
 STEPS = [EVERY * (index + 1) for index in range(60)]
 
 
-@pytest.mark.slow
-def test_of_two_hundred_changes_95_percent_are_found_within_one_measured_interval():
-    assert sum(within_one_interval(changed(seed)) for seed in range(200)) >= 190
+COUNTS = [50, pytest.param(200, marks=pytest.mark.nightly)]
 
 
 @pytest.mark.slow
-def test_of_two_hundred_steady_traces_one_percent_at_most_seems_to_change():
-    assert sum(within_one_interval(steady(seed)) for seed in range(200)) >= 198
+@pytest.mark.parametrize("count", COUNTS)
+def test_of_all_changes_95_percent_are_found_within_one_measured_interval(count):
+    assert sum(within_one_interval(changed(seed)) for seed in range(count)) >= 0.95 * count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
+def test_of_steady_traces_one_percent_at_most_seems_to_change(count):
+    assert sum(within_one_interval(steady(seed)) for seed in range(count)) >= 0.99 * count
 
 
 def series(seed, before=1.0, after=1.0, at=40, noise=0.001):
@@ -118,8 +123,9 @@ def test_what_crept_has_no_since():
 
 
 @pytest.mark.slow
-def test_every_answer_is_that_of_the_definition():
-    traces = [kind(seed) for seed in range(54) for kind in (changed, steady)]
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 54), marks=pytest.mark.nightly)])
+def test_every_answer_is_that_of_the_definition(seeds):
+    traces = [kind(seed) for seed in seeds for kind in (changed, steady)]
     for trace in traces:
         found = find_onset(trace.steps, trace.model, trace.layers, least=1e-4)
         expected = reference.onset(trace.steps, trace.model, trace.layers, least=1e-4)
@@ -175,4 +181,4 @@ def test_the_most_points_that_a_journal_holds_take_some_megabytes():
 
 
 def test_memory_grows_with_the_layers_alone():
-    assert peak_bytes(60, 1600) < 4.5 * peak_bytes(60, 400)
+    assert peak_bytes(60, 400) < 4.5 * peak_bytes(60, 100)

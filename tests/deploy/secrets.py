@@ -21,6 +21,7 @@ class Secrets:
 
     def __init__(self, folder):
         self.folder = folder / "secrets"
+        self.configuration = folder / "configuration"
         self.written = folder / "written"
         programs = folder / "programs"
         for made in (self.folder, self.written, programs):
@@ -31,6 +32,8 @@ class Secrets:
         self._environment = {
             "PATH": f"{programs}:{os.environ['PATH']}",
             "SECRETS": str(self.folder),
+            "CHECKOUT": str(ROOT / "server"),
+            "CONFIGURATION": str(self.configuration),
             "WRITTEN": str(self.written),
             "COLLAGE_NAME": "monitor.example",
         }

@@ -67,7 +67,29 @@ def test_tokens_have_the_least_role_that_does():
 def test_only_the_proxy_listens_beyond_this_machine_and_only_when_told():
     for name, service in SERVICES.items():
         for port in service.get("ports", []):
-            assert port.startswith("${COLLAGE_ADDRESS:-127.0.0.1}:" if name == "proxy" else "127.0.0.1:")
+            is_open = name == "proxy" and not port.endswith(":7422")
+            assert port.startswith("${COLLAGE_ADDRESS:-127.0.0.1}:" if is_open else "127.0.0.1:"), port
+
+
+def test_every_service_has_a_bound_of_memory():
+    assert {name for name, service in SERVICES.items() if "mem_limit" not in service} == ONCE
+
+
+def test_the_network_is_named_once_and_can_be_another():
+    text = (ROOT / "docker-compose.yml").read_text()
+    assert text.count("172.30.74") == text.count("${COLLAGE_NETWORK:-172.30.74}") == 5
+
+
+def test_the_alerts_of_the_server_are_one_setting():
+    assert SERVICES["server"]["environment"]["COLLAGE_SERVER_ALERTS"] == "${COLLAGE_ALERTS:-default}"
+
+
+def test_what_is_pinned_is_asked_about_every_week():
+    asked = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text())["updates"]
+    assert {entry["package-ecosystem"] for entry in asked} == {"docker", "docker-compose", "pip", "github-actions"}
+    assert {entry["schedule"]["interval"] for entry in asked} == {"weekly"}
+    jobs = yaml.safe_load((ROOT / ".github/workflows/audit.yml").read_text())["jobs"]
+    assert any("pip_audit" in step.get("run", "") for step in jobs["pip-audit"]["steps"])
 
 
 def test_server_and_dashboard_believe_the_proxy_s_address_and_no_other():
@@ -78,9 +100,20 @@ def test_server_and_dashboard_believe_the_proxy_s_address_and_no_other():
 
 
 def test_what_is_mounted_from_here_is_here():
-    paths = [source for name in SERVICES for source in mounts(name).values() if source.startswith("./")]
-    assert len(paths) > 5
-    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    """By what runs as root alone: services run as users who may not read this checkout. They read copies."""
+    paths = {source: name for name in SERVICES for source in mounts(name).values() if source.startswith("./")}
+    assert len(paths) == 2
+    assert [path for path in paths if not (ROOT / path).is_dir()] == []
+    assert set(paths.values()) <= ONCE
+    placed = dict(re.findall(r"^ +place (\S+) (\S+)$", SCRIPT, re.M))
+    assert [path for path in placed if not (ROOT / "server" / path).is_file()] == []
+    read = {
+        source.removesuffix("-configuration")
+        for name in SERVICES.keys() - ONCE
+        for source in mounts(name).values()
+        if source.endswith("-configuration")
+    }
+    assert read == {target.partition("/")[0] for target in placed.values()}
 
 
 @pytest.mark.prometheus

@@ -1,11 +1,12 @@
 """The secrets of docker-compose.yml: made once, each for the user of one service alone."""
 
+import shutil
 import stat
 import subprocess
 
 import pytest
 
-from tests.deploy.secrets import Secrets
+from tests.deploy.secrets import ROOT, Secrets
 
 
 @pytest.fixture
@@ -34,6 +35,22 @@ def test_each_folder_is_one_user_s(secrets):
     for folder in folders.values():
         assert stat.S_IMODE(folder.stat().st_mode) == 0o500, folder
         assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o400}
+
+
+def test_configuration_is_readable_by_every_service_whatever_the_umask_of_the_checkout(tmp_path):
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT / "server", checkout, ignore=shutil.ignore_patterns("collage_server"))
+    for path in (checkout, *checkout.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    made = Secrets(tmp_path)
+    for _ in range(2):
+        done = made.run("start", CHECKOUT=str(checkout))
+        assert done.returncode == 0, done.stderr
+    paths = list(made.configuration.rglob("*"))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_dir()} == {0o755}
+    files = {str(path.relative_to(made.configuration)): path for path in paths if path.is_file()}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o444}
+    assert files.keys() >= {"prometheus/prometheus.yml", "grafana/dashboards/collage.json", "proxy/nginx.conf"}
 
 
 def test_the_database_is_brought_up_to_date_before_tokens_are_made_by_role(secrets):

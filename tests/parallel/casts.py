@@ -11,8 +11,9 @@ from collage_monitor.statistics.casts import FORMATS
 from tests.parallel.jobs import measured
 from tests.parallel.models import SPREAD, adamw, dyadic, gradient
 
-WAYS = ("ddp", "zero", "fsdp2", "fsdp1 original")
-SHAPES = ((6, 64), (5, 64), (96,), (7, 3))
+WAYS = ("ddp", "zero", "fsdp2", "fsdp1 original", "fsdp1 flat")
+CASTS = (*FORMATS, "bf16>fp8_block128", "bf16>mxfp8")
+SHAPES = ((6, 64), (5, 64), (96,), (7, 3), (256, 64), (200, 64))
 
 
 class Wide(nn.Module):
@@ -38,7 +39,7 @@ class WideModel(nn.Module):
         return sum(part(step) for part in self.parts)
 
 
-OPTIONS: dict[str, Any] = {"steps": 8, "casts": FORMATS, "windows": (2,)}
+OPTIONS: dict[str, Any] = {"steps": 8, "casts": CASTS, "windows": (2,)}
 
 
 def alone():

@@ -1,7 +1,8 @@
 """Low-precision copies of weights: every format as a table of all its numbers, searched for the nearest one.
 
 Nothing here knows how the agent rounds. All that is compared is exact in fp64: the numbers of a format, the middle
-between two of them, and a weight over a power of two. Scales follow docs/metrics.md, NVFP4's in fp32 operations.
+between two of them, and a weight over a power of two. Scales follow docs/metrics.md, tile by tile, those of NVFP4
+and fp32 ones in fp32 operations.
 """
 
 from __future__ import annotations
@@ -16,11 +17,36 @@ ELEMENTS = {
     "fp16": (5, 10, None),
     "fp8_e4m3": (4, 3, 448),
     "fp8_e5m2": (5, 2, 57344),
+    "fp8_tensor": (4, 3, 448),
+    "fp8_block128": (4, 3, 448),
+    "fp8_block128_ue8m0": (4, 3, 448),
     "mxfp8": (4, 3, 448),
     "nvfp4": (2, 1, 6),
+    "nvfp4_2d": (2, 1, 6),
 }
 """Exponent bits, mantissa bits, and where numbers saturate; None: they overflow to infinity."""
-BLOCK = {"mxfp8": 32, "nvfp4": 16}
+TILE = {
+    "fp8_tensor": None,
+    "fp8_block128": (128, 128),
+    "fp8_block128_ue8m0": (128, 128),
+    "mxfp8": (1, 32),
+    "nvfp4": (1, 16),
+    "nvfp4_2d": (16, 16),
+}
+"""Rows and columns that share a scale in formats that have some; None: all of the tensor."""
+BYTES = {
+    "bf16": (2, 0),
+    "fp16": (2, 0),
+    "fp8_e4m3": (1, 0),
+    "fp8_e5m2": (1, 0),
+    "fp8_tensor": (1, 0),
+    "fp8_block128": (1, 4),
+    "fp8_block128_ue8m0": (1, 1),
+    "mxfp8": (1, 1),
+    "nvfp4": (0.5, 1),
+    "nvfp4_2d": (0.5, 1),
+}
+"""Of a code, and of a tile's scale; a whole tensor's does not count."""
 
 
 @cache
@@ -56,48 +82,86 @@ def nearest(values: np.ndarray, name: str) -> np.ndarray:
     return signed
 
 
-def copy_of(rows: np.ndarray, name: str) -> np.ndarray:
-    """The copy of a matrix [rows, columns] in fp64; blocks lie along its last dimension."""
-    numbers, scale = parts_of(rows, name)
-    found: np.ndarray = (numbers * scale).reshape(rows.shape)
+def copy_of(rows: np.ndarray, name: str, largest: float | None = None) -> np.ndarray:
+    """The copy of a matrix [rows, columns] in fp64, by the route that `name` is; `largest`: of the whole tensor."""
+    numbers, scales, of_tensor = parts_of(rows, name, largest)
+    found: np.ndarray = numbers * (scales * of_tensor)
     return found
 
 
-def parts_of(rows: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers that the copy keeps, and what they are times: fp64 [blocks, block], [blocks, 1]."""
-    if name not in BLOCK:
-        return nearest(rows, name), np.ones(1)
-    blocks = rows.reshape(-1, BLOCK[name])
-    amax = np.abs(blocks).max(1, keepdims=True)
-    return _mx(blocks, amax) if name == "mxfp8" else _nv(blocks, amax, amax.max())
+def parts_of(rows: np.ndarray, name: str, largest: float | None = None) -> tuple[np.ndarray, np.ndarray, float]:
+    """The numbers that the copy keeps, the scale that each is times, both [rows, columns], and the tensor's."""
+    *before, last = name.split(">")
+    for step in before:
+        rows = nearest(rows, step)
+        largest = largest if largest is None else float(nearest(np.array(largest), step))
+    if last not in TILE:
+        return nearest(rows, last), np.ones(rows.shape), 1.0
+    numbers, scales = np.empty(rows.shape), np.empty(rows.shape)
+    high, wide = TILE[last] or rows.shape
+    largest, of_tensor = np.abs(rows).max() if largest is None else largest, 1.0
+    for row in range(0, rows.shape[0], high):
+        for column in range(0, rows.shape[1], wide):
+            tile = slice(row, row + high), slice(column, column + wide)
+            if last.startswith("nvfp4"):
+                numbers[tile], scales[tile], of_tensor = _nv(rows[tile], largest)
+            elif last in ("fp8_tensor", "fp8_block128"):
+                whole = largest if last == "fp8_tensor" else np.abs(rows[tile]).max()
+                numbers[tile], scales[tile] = _single(rows[tile], whole)
+            else:
+                numbers[tile], scales[tile] = _mx(rows[tile])
+    return numbers, scales, of_tensor
 
 
-def _mx(blocks: np.ndarray, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scale = np.full(amax.shape, 2.0**-127)
-    while (amax / scale > 448).any():
-        scale = np.where(amax / scale > 448, 2 * scale, scale)
-    return nearest(blocks / scale, "mxfp8"), scale
+def _single(tile: np.ndarray, largest: float) -> tuple[np.ndarray, float]:
+    single = np.float32
+    scale = max(single(largest) / single(448), np.finfo(single).tiny)
+    return nearest(tile.astype(single) / scale, "fp8_e4m3"), float(scale)
 
 
-def _nv(blocks: np.ndarray, amax: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
+def _mx(tile: np.ndarray) -> tuple[np.ndarray, float]:
+    scale, largest = 2.0**-127, float(np.abs(tile).max())
+    while largest / scale > 448:
+        scale *= 2
+    return nearest(tile.astype(np.float64) / scale, "mxfp8"), scale
+
+
+def _nv(tile: np.ndarray, largest: float) -> tuple[np.ndarray, float, float]:
     if largest == 0:
-        return np.zeros(blocks.shape), np.ones(amax.shape)
+        return np.zeros(tile.shape), 0.0, 1.0
     single = np.float32
     encode = single(2688) / single(largest)
     decode = single(1) / encode
-    scale = nearest(amax.astype(single) / single(6) * encode, "fp8_e4m3")
+    scale = nearest(np.asarray(single(np.abs(tile).max()) / single(6) * encode), "fp8_e4m3")
     with np.errstate(divide="ignore"):
         inverse = np.minimum(single(1) / (scale.astype(single) * decode), np.finfo(single).max)
-    return nearest(blocks.astype(single) * inverse, "nvfp4"), scale * float(decode)
+    return nearest(tile.astype(single) * inverse, "nvfp4"), float(scale), float(decode)
+
+
+def sync_bytes(before: np.ndarray, after: np.ndarray, name: str) -> tuple[float, float]:
+    """Bytes of what changed, each with its place, and of the whole copy, counted tile by tile."""
+    last = name.rpartition(">")[2]
+    (now, scales_now, _), (then, scales_then, _) = parts_of(after, name), parts_of(before, name)
+    code, scale = BYTES[last]
+    changed = int((now != then).sum())
+    sent, dense = changed * code + min(4 * changed, now.size / 8), now.size * code
+    if scale:
+        high, wide = TILE[last] or now.shape
+        first = np.s_[::high, ::wide]
+        sent += int((scales_now[first] != scales_then[first]).sum()) * (scale + 4)
+        dense += scales_now[first].size * scale
+    return float(sent), float(dense)
 
 
 def sums(before: np.ndarray, after: np.ndarray, intended: list[Fraction], name: str) -> dict[str, float]:
     """Totals of a tensor [rows, columns] before and after; intended: u, flat."""
     changes = (copy_of(after, name) - copy_of(before, name)).reshape(-1).tolist()
+    (now, scales_now, _), (then, scales_then, _) = parts_of(after, name), parts_of(before, name)
     return {
         "elements": len(changes),
         "changed": sum(change != 0 for change in changes),
-        "recoded": int((parts_of(after, name)[0] != parts_of(before, name)[0]).sum()),
+        "recoded": int((now != then).sum()),
+        "rescaled": int((scales_now != scales_then).sum()),
         "squared_sum": float(sum(u * u for u in intended)),
         "effective_sum": float(sum(u * Fraction(change) for u, change in zip(intended, changes, strict=True))),
     }

@@ -357,3 +357,11 @@ def test_no_parameter_of_a_question_is_left_out(server, query, field):
     assert server.get(f"/runs/r1/series?{query}", status=422).field == field
     assert server.get(f"/compare?run=r1&{query}", status=422).field == field
     server.get("/compare?run=r1&run=r1&metric=loss", wire.Comparison)
+
+
+def test_an_id_that_another_project_has_is_a_conflict_that_says_what_can_be_done(server):
+    """It said to leave run_id out, which a request must have."""
+    server.run("r1", project="p")
+    error = server.post("/projects/q/runs", wire.RunCreate(run_id="r1"), status=409)
+    assert error.field == "run_id"
+    assert error.message.endswith("choose another run_id")

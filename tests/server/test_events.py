@@ -130,3 +130,16 @@ def test_a_token_stores_alerts_of_its_own_projects_only(tmp_path):
         assert answer.json() == {"stored": 1, "known": 0, "ignored": 1}
         kinds = [e["kind"] for e in opened.ask("GET", "/api/v1/runs/theirs-1/events").json()["events"]]
         assert kinds == ["attempt"]
+
+
+def test_one_setting_says_which_alerts_are_incidents_whoever_evaluates(server):
+    """Prometheus has the whole catalogue: a server beside it had 23 alerts, a laptop those on by default."""
+    server.filled()
+    ignored = wire.AlertmanagerAnswer(stored=0, known=0, ignored=1)
+    assert notify(server, alertname="CollageResumeLoss") == ignored
+    assert notify(server, alertname="OfSomebodyElse").stored == 1
+    app_state = server.app.state.collage
+    object.__setattr__(app_state.settings, "alerts", "critical")
+    assert notify(server, alertname="CollageResumeLoss").ignored == 0
+    object.__setattr__(app_state.settings, "alerts", "default")
+    assert notify(server, "resolved", alertname="CollageResumeLoss").ignored == 0, "what was kept can end"

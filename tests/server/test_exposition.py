@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from collage_server.disk import DiskGuard
 from collage_server.errors import Busy, Gone
-from collage_server.exposition import MODEL_GAUGES, exposition
-from collage_server.newest import kept_newest, newest_points
+from collage_server.exposition import MODEL_GAUGES, exposition, samples
+from collage_server.newest import newest_points
 from collage_server.store import schema
 from collage_server.store.reading import snapshot
 from collage_server.store.reading.points import read_latest
 from collage_server.store.reading.snapshot import Snapshot
+from collage_server.store.runs import run_store
 from msgspec.structs import replace as replace_fields
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import event, update
@@ -27,6 +28,11 @@ from tests.server.samples import LAYERS, block, layer, report, watch
 from tests.waiting import PATIENCE_SECONDS
 
 EXPECTED = Path(__file__).with_name("exposition.txt")
+
+
+def kept_points(now, run_ids):
+    """The newest steps as they are written, of the runs that have one."""
+    return {run_id: row.point for run_id, row in now.newest_kept(run_ids).items()}
 
 
 def stable(text):
@@ -166,7 +172,7 @@ def test_a_database_that_does_not_answer_is_no_run_s_failure(server, monkeypatch
     def lost(*_):
         raise OperationalError(None, None, Exception("gone"))
 
-    monkeypatch.setattr(snapshot, "read_newest", lost)
+    monkeypatch.setattr(snapshot, "read_live_runs", lost)
     with pytest.raises(Busy):
         exposition(server.app.state.collage)
     monkeypatch.undo()
@@ -206,7 +212,7 @@ def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatc
     store = server.app.state.collage.store
     run_ids = [run.run_id for run in server.get("/runs?limit=100", wire.RunPage).runs]
     with store.points.snapshot() as now:
-        kept = kept_newest(now, run_ids)
+        kept = kept_points(now, run_ids)
         assert kept == newest_points(now, now.records(run_ids), layers=True)
         monkeypatch.setattr(Snapshot, "newest_kept", lambda *_: {})
         for run_id in run_ids:
@@ -220,7 +226,7 @@ def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):
     server.get("/metrics")
     server.reports([report(1, 20)])
     with app_state.store.points.snapshot() as now:
-        point = kept_newest(now, ["r1"])["r1"]
+        point = kept_points(now, ["r1"])["r1"]
         assert point is not None
         assert point.step == 10
     assert server.get("/runs/r1/latest", wire.Latest).step == 20
@@ -254,7 +260,7 @@ def test_a_run_that_logs_alone_costs_what_an_empty_one_does(server):
     server.reports([report(i, i, measured=False, scalars={"loss": 1.0}) for i in range(50)], "s1")
     assert statements_of(server) <= alone
     with server.app.state.collage.store.points.snapshot() as now:
-        assert kept_newest(now, ["empty", "logs"]) == {"empty": None, "logs": None}
+        assert kept_points(now, ["empty", "logs"]) == {"empty": None, "logs": None}
 
 
 def ends_sealed(server):
@@ -333,6 +339,24 @@ def test_many_runs_take_as_many_statements_as_one(server):
     for i in range(1, 20):
         server.filled(f"r{i}", f"s{i}", steps=[10 * i])
     assert statements_of(server) == alone
+
+
+def test_neither_a_page_nor_a_round_of_alerts_reads_the_whole_record_of_a_run(server, monkeypatch):
+    """Configurations, tags and what was watched are not shown: reading them was two thirds of a round."""
+    server.filled("r1", "s1")
+    server.run("empty")
+    page = stable(server.get("/metrics"))
+    shown = list(samples(server.app.state.collage))
+
+    def unread(*_):
+        raise AssertionError("a record was made")
+
+    monkeypatch.setattr(run_store, "_records", unread)
+    assert stable(exposition(server.app.state.collage).decode()) == page
+    again = list(samples(server.app.state.collage))
+    assert [sample for sample in again if "run_id" in dict(sample.labels)] == [
+        sample for sample in shown if "run_id" in dict(sample.labels)
+    ]
 
 
 def test_many_runs_whose_newest_step_is_sealed_take_as_many_statements_as_one(server):

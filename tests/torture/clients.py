@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from abc import ABC, abstractmethod
 
 import httpx
@@ -26,7 +27,7 @@ def ask(client, url, method, path, message=None, encode=wire.encode_message):
         )
     except httpx.TransportError:
         return None
-    if answer.status_code == 503:
+    if answer.status_code in {429, 503}:
         return None
     answer.raise_for_status()
     return answer
@@ -79,10 +80,12 @@ class Sender(_Client):
         batch = wire.ReportBatch(reports=[report_of(self.rank, step) for step in group])
         path = f"/streams/{self.run_id}-{self.rank}/reports"
         while True:
+            began = time.perf_counter()
             answer = ask(client, self.random.choice(self.urls), "POST", path, batch, wire.encode_batch)
             if answer is not None:
                 break
             threading.Event().wait(0.03)
+        self.ledger.waits.append(time.perf_counter() - began)
         told = wire.decode_message(answer.content, wire.BatchAnswer, wire.JSON)
         if told.rejected or told.accepted + told.duplicates != len(group):
             self.ledger.find(f"rank {self.rank}: a batch of {len(group)} was answered {told}")

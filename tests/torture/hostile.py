@@ -1,8 +1,9 @@
 """`python -m tests.torture.hostile`: 32 honest senders beside every hostile one at once, and a server between them.
 
-Hostile are bodies that stop or trickle, half-sent heads, heads without an end, large JSON that is refused or bad
-in part, and msgpack of a million numbers. Hostile and honest clients, and whoever asks /healthz, are processes of
-their own. Printed: how long honest reports and /healthz waited, the server's memory, and what was lost.
+Hostile are bodies that stop or trickle, half-sent heads, heads and trailers without an end, requests sent by the
+thousand, two hosts, a bomb of gzip, large JSON that is refused or bad in part, and msgpack of a million numbers.
+Hostile and honest clients, and whoever asks /healthz, are processes of their own. Printed: how long honest reports
+and /healthz waited, the server's memory, and what was lost.
 
 A busy machine lengthens all that. Beside /healthz a bare application is asked, and two figures of the server's
 event loop are stated: the CPU that it took, and how long it was ready to run and had no CPU.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gzip
 import http.client
 import json
 import os
@@ -24,6 +26,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -93,6 +96,42 @@ async def endless_head(reader, writer):
         await writer.drain()
 
 
+async def pipelined(reader, writer):
+    """512 KiB of requests at once, and nobody who reads the answers for a while."""
+    writer.write((b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n") * 10_000)
+    await asyncio.sleep(5.0)
+    await reader.read()
+
+
+async def endless_trailers(reader, writer):
+    """64 MB behind the last chunk."""
+    writer.write(POST + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n")
+    for _ in range(64):
+        writer.write(b"x-trailer: 1\r\n" * 71_000)
+        await writer.drain()
+
+
+async def two_hosts(reader, writer):
+    writer.write(b"GET /healthz HTTP/1.1\r\n" + 2 * HOST + b"\r\n")
+    await reader.read()
+    await asyncio.sleep(0.2)
+
+
+async def bomb(reader, writer):
+    """A gigabyte of zeros in one megabyte of gzip."""
+    head = b"Content-Type: application/json\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+    body = gigabyte_of_zeros()
+    writer.write(POST + head % len(body) + body)
+    await reader.read()
+    await asyncio.sleep(1.0)
+
+
+@cache
+def gigabyte_of_zeros():
+    """In gzip."""
+    return gzip.compress(bytes(2**30), 6)
+
+
 def large_body(body, content_type=wire.JSON):
     """Sends one body again and again, a second apart."""
     head = b"Content-Type: %s\r\nConnection: close\r\n\r\n" % content_type.encode()
@@ -143,6 +182,7 @@ def bother(port, seconds, seed):
     hostile = [idle_body] * 8 + [slow_body] + [half_head] * 300 + [endless_head]
     hostile += [large_body(too_many_reports()), large_body(one_bad_report()), large_body(bytes(2**24))]
     hostile += [large_body(many_scalars(), wire.MSGPACK)]
+    hostile += [pipelined] * 50 + [endless_trailers, two_hosts, bomb]
     random.Random(seed).shuffle(hostile)
 
     async def together():

@@ -35,6 +35,8 @@ class Ledger:
         self.groups: list[list[range]] = [[] for _ in range(RANKS)]
         self.acknowledged = [0] * RANKS
         self.findings: list[str] = []
+        self.waits: list[float] = []
+        """Seconds from sending a batch to its answer, of those that were answered."""
         self._lock = Lock()
 
     def next_group(self, rank, size):

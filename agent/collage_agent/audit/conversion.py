@@ -41,6 +41,7 @@ __all__ = ["Conversion", "ConvertedCheckpoint", "check_output", "convert_checkpo
 _Place = tuple[int, int, torch.Size]
 _Optimizers = list[tuple[Mapping[str, Any], dict[str, Any]]]
 _SUFFIXES: Final = (LOW_COMPONENT_SUFFIX, SCALE_SUFFIX)
+_MASTERS: Final = "master-weights"
 _BESIDE_WEIGHT: Final = (PARAMETER_LOW, MASTER_PARAMETER)
 
 
@@ -53,7 +54,7 @@ class ComponentChange(Struct, frozen=True):
 
 
 class Conversion(Struct, frozen=True):
-    """What a conversion does. Bytes are those of weights and states, without gradients."""
+    """What a conversion does. Bytes: of weights and states, without gradients; step: the last one taken."""
 
     path: str
     source: list[str]
@@ -66,6 +67,7 @@ class Conversion(Struct, frozen=True):
     lost: list[ComponentChange]
     never_kept: list[str]
     notes: list[str]
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def convert_checkpoint(path: Path, strategy: str) -> ConvertedCheckpoint:
         ],
         never_kept=[f"{what}, of {count:,} weights" for what, count in tally.never_kept.items()],
         notes=[*checkpoint.notes, *notes],
+        step=int(max((entry.step or 0 for entry in known), default=0)),
     )
     return ConvertedCheckpoint(report, path, checkpoint, weights, optimizers)
 
@@ -193,6 +196,8 @@ def _converted_optimizer(
             if entry.has_state:
                 was = was or entry.strategy
                 state[place] = _converted(entry, state[place], target, weights, tally, sources)
+        if was == _MASTERS and not any(MASTER_PARAMETER in kept for kept in sources):
+            was = None
         groups.append({**group, "strategy": target.name})
         note_conversion(groups[-1], was, sources)
     return {**optimizer, "state": state, "param_groups": groups}
@@ -209,6 +214,8 @@ def _converted(
     tensors = {str(key): value for key, value in state.items() if isinstance(value, Tensor)}
     own = _in_our_words(entry, tensors)
     weight = _weight_of(entry, own)
+    if entry.weight is not None and _adds_nothing(own.get(MASTER_PARAMETER), entry.weight):
+        del own[MASTER_PARAMETER]
     wide = weight.dtype.itemsize >= 4
     visible = weight.to(torch.bfloat16) if wide and not target.is_plain else weight
     check_dtype(target, visible.dtype)
@@ -248,6 +255,11 @@ def _in_our_words(entry: CheckpointParameter, tensors: Mapping[str, Tensor]) -> 
             "converted; save fp32 weights from there"
         )
     return own
+
+
+def _adds_nothing(master: Tensor | None, weight: Tensor) -> bool:
+    """Whether a master weight is its 16-bit weight and no more: made anew from it, so that it kept nothing."""
+    return master is not None and is_narrow(weight.dtype) and torch.equal(master.to(torch.float32), weight.float())
 
 
 def _weight_of(entry: CheckpointParameter, own: Mapping[str, Tensor]) -> Tensor:

@@ -25,11 +25,12 @@ from torch import Tensor
 from collage_agent.audit.reading import Checkpoint
 from collage_agent.sample.quantised import reading, reading_dtype
 from collage_monitor import wire
-from collage_monitor.judgement import Lacking, advice_for
+from collage_monitor.judgement import Advice, Lacking, advice_for
 
 __all__ = [
     "CheckpointParameter",
     "SECOND_MOMENTS",
+    "advice_about",
     "advised",
     "checkpoint_parameters",
     "is_narrow",
@@ -193,8 +194,22 @@ def advised(parameters: Sequence[CheckpointParameter], lacking: Lacking, otherwi
 
     A checkpoint names options and states, not the optimizer: the rule is that which has these.
     """
-    if not parameters:
+    found = advice_about(parameters, lacking)
+    if found is None:
         return otherwise
+    fitting = _fitting(parameters[0])
+    return found.text if fitting is None else f"if this is {_RULES[fitting]}, {found.text}"
+
+
+def advice_about(
+    parameters: Sequence[CheckpointParameter], lacking: Lacking, *, strategy: str | None = None
+) -> Advice | None:
+    """What to try for parameters that keep too little; None where nothing fits.
+
+    strategy: how they are kept, where that is not what it seems.
+    """
+    if not parameters:
+        return None
     first, dtypes, states, weights = parameters[0], Counter[str](), 0, 0
     for entry in parameters:
         kept = entry.weight if entry.weight is not None else next(iter(entry.averages.values()))
@@ -204,26 +219,19 @@ def advised(parameters: Sequence[CheckpointParameter], lacking: Lacking, otherwi
             state.numel() * (4 if state.dtype == kept.dtype else state.dtype.itemsize)
             for state in entry.averages.values()
         )
-    fitting = _fitting(first)
     seconds = sum(name in SECOND_MOMENTS for name in first.averages)
-    found = advice_for(
+    seen = strategy or first.strategy
+    return advice_for(
         wire.Trained(
             optimizer="this rule",
-            strategy="light" if first.strategy == "light or kahan" else first.strategy,
-            fitting=fitting,
+            strategy="light" if seen == "light or kahan" else seen,
+            fitting=_fitting(first),
             first_moments=len(first.averages) - seconds,
             second_moments=seconds,
             parameters=dict(dtypes),
             float32_bytes=(weights + states) / max(dtypes.total(), 1),
         ),
         lacking,
-    )
-    return (
-        otherwise
-        if found is None
-        else found.text
-        if fitting is None
-        else f"if this is {_RULES[fitting]}, {found.text}"
     )
 
 

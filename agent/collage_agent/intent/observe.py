@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
+from collage_optim.names import dtype_name
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -36,6 +37,7 @@ _GAPS_A_STEP: Final = 1 / 8
 _MATCHES: Final = 0.05
 """Σ(e − u)² over Σ u² below which e is u: Kahan sums leave 1e-3 and less, plain rounding 1, noise more."""
 _FOLLOWS: Final = 1e-3
+_BINADES_BELOW: Final = 12
 _SURELY_LOST: Final = 0.45
 _ENOUGH: Final = 0.3
 _NEARLY_ALL: Final = 0.9
@@ -89,7 +91,8 @@ def observe_storage(optimizer: Optimizer, group: dict[str, Any], found: SelfTest
             weights = _weights(optimizer, group, found, dtype, generator)
             failure = None
             if found.kind != "before-after" and not type(optimizer).__module__.startswith("torch.optim"):
-                failure = _unlike_the_shadow(optimizer, group, found, weights.float())
+                exact = _far_below_the_updates(weights) if found.bits and dtype.itemsize == 2 else weights.float()
+                failure = _unlike_the_shadow(optimizer, group, found, exact)
             if dtype.itemsize != 2:
                 return ObservedStorage(found.composition, False, failure)
             steps = _record(optimizer, group, weights, found.composition)
@@ -193,7 +196,8 @@ def _composition(steps: Sequence[_Step], found: SelfTestResult) -> Composition:
             candidates.append(replace(plain, master=key))
     for key in _changing_integers(steps):
         for code in codes_of(last.state_after[key].dtype, last.after.dtype):
-            candidates += [replace(plain, residual=key, sign=sign, code=code) for sign in (1, -1)]
+            counted = replace(plain, residual=key, code=code, counts=last.state_after[key].dtype)
+            candidates += [replace(counted, sign=sign) for sign in (1, -1)]
     if len(candidates) == 1:
         return plain
     scores = [_mismatch(steps, found, composition) for composition in candidates]
@@ -315,12 +319,19 @@ def _rounds(steps: Sequence[_Step], found: SelfTestResult) -> bool:
 def _unlike_the_shadow(
     optimizer: Optimizer, group: dict[str, Any], found: SelfTestResult, weights: Tensor
 ) -> str | None:
-    """Why fp64 steps are not what the optimizer does to fp32 weights; None where they are."""
+    """Why fp64 steps are not what the optimizer does to weights that hold its updates; None where they are."""
     steps = _record(optimizer, group, weights, found.composition)
     mismatch = _mismatch(steps, found, found.composition)
     if mismatch < _FOLLOWS:
         return None
-    return f"{type(optimizer).__name__} does not step fp32 weights as its clone steps fp64 ones"
+    kind = dtype_name(weights.dtype)
+    return f"{type(optimizer).__name__} does not step {kind} weights as its clone steps fp64 ones"
+
+
+def _far_below_the_updates(weights: Tensor) -> Tensor:
+    """The weights, so small that their dtype holds what is added to them: code that knows their dtype alone has no
+    other in which to show what it does."""
+    return weights * 2.0**-_BINADES_BELOW
 
 
 def _gap(weights: Tensor) -> Tensor:

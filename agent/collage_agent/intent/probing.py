@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from collage_agent.intent.bits import UnsignedBits
 from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, undecorated_step
-from collage_agent.intent.widen import Widening, uncompiled
+from collage_agent.intent.widen import Widening, uncompiled, widened
+from collage_agent.sample.states import flat_state, nested_state
 from collage_agent.sample.stored import PLAIN, Composition
 
 __all__ = ["HOST", "ProbeRun", "STEPS", "TOLERANCE", "gradients_of", "same_displacements", "same_scalars"]
@@ -43,6 +44,10 @@ class ProbeRun:
         self._widening = widening
         self._clone = clone_optimizer(optimizer)
         self._step = undecorated_step(optimizer)
+        numbers = _narrow_floats(vars(self._clone))
+        if widening is not None and numbers:
+            vars(self._clone).update(widened(numbers))
+            widening.narrowed = True
         own = clone_group(_on_host(group), type(optimizer), HOST)
         rate = own.get("lr", 1.0)
         # None: the optimizer works its rate out itself.
@@ -67,13 +72,13 @@ class ProbeRun:
         before = [parameter.clone() for parameter in self.parameters]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             self._composition.give(parameter, gradient.clone())
-        with uncompiled(type(self._clone)), self._widening or nullcontext():
+        with uncompiled(type(self._clone)), self._widening or UnsignedBits():
             self._step(self._clone)
         return [parameter - start for parameter, start in zip(self.parameters, before, strict=True)]
 
     def state(self, index: int) -> dict[str, Any]:
         """What is kept for the tensor; the tensors in it are the run's own."""
-        return dict(self._clone.state.get(self.parameters[index], {}))
+        return dict(flat_state(self._clone.state, self.parameters, index))
 
     def take_over(self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], other: ProbeRun) -> None:
         """Continue from these values, with the run state that `other` keeps in its group and its instance."""
@@ -88,7 +93,7 @@ class ProbeRun:
                 fresh.state[key] = clone_value(value)
         for mine, state in zip(self.parameters, states, strict=True):
             if state:
-                fresh.state[mine] = state
+                fresh.state[mine] = nested_state(state)
         self._clone = fresh
 
     def scalars(self, index: int = 0) -> dict[str, float]:
@@ -138,6 +143,15 @@ def same_scalars(one: ProbeRun, other: ProbeRun, index: int = 0) -> bool:
         math.isclose(value, found[key], rel_tol=TOLERANCE, abs_tol=TOLERANCE) or math.isnan(value)
         for key, value in expected.items()
     )
+
+
+def _narrow_floats(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The numbers that an instance keeps as tensors of less than 64 bits."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    }
 
 
 def _floats(where: str, value: object) -> Iterator[tuple[str, float]]:

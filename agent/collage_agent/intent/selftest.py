@@ -24,6 +24,7 @@ __all__ = ["SelfTestResult", "run_selftest"]
 
 _SHAPES: Final = ((24, 16), (40,))
 _MATRIX_SHAPES: Final = ((24, 16), (8, 5))
+_LONGEST: Final = 24
 _RIGHT_ANGLES: Final = (10, 14)
 _CANNOT_RUN: Final = "cannot step probe tensors"
 _STILL: Final = "does not move probe tensors"
@@ -39,13 +40,15 @@ class SelfTestResult:
     """What the self-test found.
 
     kind: "shadow": elementwise; "whole-tensor": each tensor by itself; "before-after": neither. widens: its own
-    code casts down, so its steps are taken under `Widening`. reason: why it is not elementwise (nor separable).
-    composition: says which of a parameter's gradients is stepped; what is stored is not looked at here.
+    code casts down, so its steps are taken under `Widening`. bits: it takes weights apart into bits. reason: why it
+    is not elementwise (nor separable). composition: says which of a parameter's gradients is stepped; what is
+    stored is not looked at here.
     """
 
     kind: Literal["shadow", "whole-tensor", "before-after"]
     widens: bool = False
     reason: str = ""
+    bits: bool = False
     composition: Composition = PLAIN
 
 
@@ -67,36 +70,52 @@ def run_selftest(optimizer: Optimizer, group: dict[str, Any]) -> SelfTestResult:
 
 def _tested(optimizer: Optimizer, group: dict[str, Any], composition: Composition) -> SelfTestResult:
     name = type(optimizer).__name__
-    failure, widens = _first_that_runs(_elementwise_failure, optimizer, group, composition)
+    failure, widens, bits = _first_that_runs(_elementwise_failure, optimizer, group, composition)
     if failure is None:
-        return SelfTestResult("shadow", widens, composition=composition)
+        return SelfTestResult("shadow", widens, composition=composition, bits=bits)
     if any(known in failure for known in (_CANNOT_RUN, _STILL, _COARSE)):
         return SelfTestResult("before-after", reason=f"{name} {failure}", composition=composition)
-    whole, widens = _first_that_runs(_separable_failure, optimizer, group, composition)
+    whole, widens, bits = _first_that_runs(_separable_failure, optimizer, group, composition)
     if whole is None:
-        return SelfTestResult("whole-tensor", widens, f"{name} {failure}", composition)
+        return SelfTestResult("whole-tensor", widens, f"{name} {failure}", bits, composition)
     both = failure if whole == failure else f"{failure}; it {whole}"
     return SelfTestResult("before-after", reason=f"{name} {both}", composition=composition)
 
 
 def _first_that_runs(
     test: Any, optimizer: Optimizer, group: dict[str, Any], composition: Composition
-) -> tuple[str | None, bool]:
-    """The test's failure, None if it passed, and whether casts had to be kept from rounding.
+) -> tuple[str | None, bool, bool]:
+    """The test's failure, None if it passed, whether casts had to be kept from rounding, and bits numbers.
 
-    Tried with tensors of one and two dimensions, then with matrices only; with casts kept in fp64, then as it is.
+    Tried with tensors of one and two dimensions, with matrices only, then with shapes such as the group's own; with
+    casts kept in fp64, then as it is.
     """
     first: str | None = None
     for widening in (Widening(), None):
-        for shapes in (_SHAPES, _MATRIX_SHAPES):
+        for shapes in dict.fromkeys((_SHAPES, _MATRIX_SHAPES, _shapes_of(group))):
             try:
                 failure = test(optimizer, group, shapes, widening, composition)
             except Exception as error:
                 failure = f"{_CANNOT_RUN}: {type(error).__name__}: {error}"
             if failure is None or not (_CANNOT_RUN in failure or _STILL in failure):
-                return failure, widening is not None and widening.narrowed
+                narrowed = widening is not None and widening.narrowed
+                return failure, narrowed, widening is not None and widening.bits.met
             first = first or failure
-    return first, False
+    return first, False, False
+
+
+def _shapes_of(group: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """Shapes of two of the group's tensors, equal where all are, at most _LONGEST a dimension; the default if it
+    has none."""
+    shapes = list(dict.fromkeys(tuple(parameter.shape) for parameter in group["params"]))
+    few = [tuple(_shortened(size, shape) for size in shape) for shape in (*shapes[:2], *shapes[:1])[:2]]
+    return tuple(few) or _SHAPES
+
+
+def _shortened(size: int, shape: tuple[int, ...]) -> int:
+    """A size that is to the shape's largest as it was, so that what is tall or wide stays so."""
+    largest = max(shape)
+    return size if largest <= _LONGEST else max(-(-size * _LONGEST // largest), 1)
 
 
 def _elementwise_failure(

@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, undecorated_step, without_output
 from collage_agent.intent.widen import Widening, uncompiled, widened
+from collage_agent.sample.states import flat_state, nested_state
 from collage_agent.sample.stored import PLAIN, Composition
 
 __all__ = ["Shadow"]
@@ -85,10 +86,12 @@ class Shadow:
         for key, value in self._shared.items():
             vars(self._clone)["state"][key] = clone_value(value)
         if state_before:
-            self._clone.state[parameter] = self._with_weights(state_before, parameter)
+            with_weights = self._with_weights(state_before, parameter)
+            self._clone.state[parameter] = nested_state(with_weights) if self._foreign else with_weights
         self._give(parameter, gradient)
         if self._running:
-            vars(self._clone).update(clone_value(self._running, objects=False))
+            running = clone_value(self._running, objects=False)
+            vars(self._clone).update(widened(running) if self._widens else running)
         try:
             quiet = without_output() if self.is_verbose else nullcontext()
             with (
@@ -97,7 +100,8 @@ class Shadow:
                 Widening(native) if self._widens or native else nullcontext(),
             ):
                 self._step(self._clone)
-            stepped = self._clone.state[parameter]
+            kept = self._clone.state
+            stepped = flat_state(kept, [parameter], 0) if self._foreign else kept[parameter]
             state.update({key: value for key, value in stepped.items() if key not in self._weights})
         finally:
             self._give(parameter, None)
@@ -114,7 +118,7 @@ class Shadow:
     def _with_weights(self, state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """The state with a residual of 0 and a master weight of its own: `parameter` is all that is stored."""
         if self.composition.residual is not None:
-            kind = torch.int16 if self.composition.code is not None else parameter.dtype
+            kind = parameter.dtype if self.composition.code is None else self.composition.counts
             state[self.composition.residual] = torch.zeros_like(parameter, dtype=kind)
         if self.composition.master is not None:
             state[self.composition.master] = parameter.clone()

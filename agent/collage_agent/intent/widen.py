@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from collage_agent.intent.bits import CarriedNumbers
 from collage_agent.intent.clone import clone_value, holds_values
 from collage_agent.sample.quantised import dequantised, is_quantised
 
@@ -40,7 +41,8 @@ _DRAWN: Final[frozenset[Any]] = frozenset((torch.randn, torch.rand, torch.randn_
 
 
 class Widening(TorchFunctionMode):
-    """While entered, floats stay or become fp64. `narrowed` says whether a cast of fp64 values was met.
+    """While entered, floats stay or become fp64. `narrowed` says whether a cast of fp64 values was met, or an fp64
+    number was taken apart into bits: then `bits.met`.
 
     native: dtype of the live gradients. What a step draws at random in the dtype of its gradient, such as APOLLO's
     projection, is drawn in that one: so it is what the live step drew.
@@ -49,7 +51,12 @@ class Widening(TorchFunctionMode):
     def __init__(self, native: torch.dtype | None = None) -> None:
         super().__init__()
         self.narrowed = False
+        self.bits = CarriedNumbers()
         self._native = native
+
+    def __exit__(self, *raised: Any) -> None:
+        self.bits.clear()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -62,6 +69,10 @@ class Widening(TorchFunctionMode):
             own = (kwargs or {}).get("dtype", args[0].dtype if isinstance(args[0], Tensor) else None)
             if own == torch.float64:
                 return func(*args, **{**(kwargs or {}), "dtype": self._native}).double()
+        carried = self.bits.result_of(func, args, kwargs or {})
+        if carried is not None:
+            self.narrowed |= self.bits.met
+            return carried
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor):
             return result

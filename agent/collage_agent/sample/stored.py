@@ -46,10 +46,10 @@ class Composition:
     """Which of an optimizer's states make up the stored weight, and which complete an average, by their keys.
 
     residual: is added to the registered parameter; `sign` −1: the optimizer subtracts it, so that it is negated
-    where it is read. code: how a residual that is kept as integers is read; None: it is kept as floats. master: is
-    the stored weight by itself. low_suffix: an average's key with it is its low component. A tensor that lacks a
-    key does without. gradient: the attribute of a parameter that holds the gradient which is stepped. sparse: only
-    sparse gradients are.
+    where it is read. code: how a residual that is kept as integers is read, and `counts` their dtype; None: it is
+    kept as floats. master: is the stored weight by itself. low_suffix: an average's key with it is its low
+    component. A tensor that lacks a key does without. gradient: the attribute of a parameter that holds the
+    gradient which is stepped. sparse: only sparse gradients are.
     """
 
     residual: str | None = None
@@ -57,6 +57,7 @@ class Composition:
     master: str | None = None
     low_suffix: str | None = None
     code: RemainderCode | None = None
+    counts: torch.dtype = torch.int16
     gradient: Literal["grad", "decoupled_grad"] = "grad"
     sparse: bool = False
 

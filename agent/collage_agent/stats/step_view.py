@@ -16,7 +16,17 @@ from torch import Tensor
 
 from collage_monitor.table import Axis, Table
 
-__all__ = ["Copies", "MovingAverages", "ROWS", "StepView", "StoredWeights", "Sums", "named", "table_of"]
+__all__ = [
+    "Copies",
+    "LargestWeights",
+    "MovingAverages",
+    "ROWS",
+    "StepView",
+    "StoredWeights",
+    "Sums",
+    "named",
+    "table_of",
+]
 
 ROWS: Final = ("parameter", "gradient", "effective", "visible", "intended")
 """What is kept of an element: θ before the step, g, e, eᵛ, u."""
@@ -38,22 +48,39 @@ class MovingAverages:
 
 
 @dataclass(frozen=True)
+class LargestWeights:
+    """The largest |θ| of what shares a scale with each sampled block, at one moment; NaN where it is not known.
+
+    tensor: of the whole tensor, fp64 [blocks], or None: nobody asked. tiles: by rows × columns, of the tile that
+    each run of a block lies in, fp64 [blocks, runs].
+    """
+
+    tensor: Tensor | None
+    tiles: Mapping[tuple[int, int], Tensor]
+
+    def of(self, blocks: slice) -> LargestWeights:
+        """Those of some of the blocks."""
+        tiles = {tile: found[blocks] for tile, found in self.tiles.items()}
+        return LargestWeights(None if self.tensor is None else self.tensor[blocks], tiles)
+
+
+@dataclass(frozen=True)
 class StoredWeights:
     """θ of sampled elements at one moment: [slots], in a dtype that holds it exactly.
 
-    largest: fp32 [blocks], the largest |θ| of the whole tensor that each block belongs to; None: nobody asked.
+    largest: None where no copy has a scale that depends on more than a block.
     """
 
     values: Tensor
-    largest: Tensor | None = None
+    largest: LargestWeights | None = None
 
 
 @dataclass(frozen=True)
 class Copies:
     """The low-precision copies of sampled elements: what they are made of before and after, and in which formats.
 
-    nan_where_unknown: of each format fp64 [blocks], 1, or NaN where a copy of the block's tensor depends on what
-    is not here.
+    nan_where_unknown: of each format, or route to one, fp64 [blocks], 1, or NaN where a copy of the block's tensor
+    depends on what is not here.
     """
 
     before: StoredWeights

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from collage_optim.numerics.cast_formats import CAST_FORMATS
-from collage_optim.stepping import local_part
+from collage_optim.numerics.cast_formats import route_of
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_entries
 from collage_agent.sample.sampling import TensorSample
+from collage_agent.sample.states import state_of
 from collage_agent.sample.stored import GRADIENT, PARAMETER
 from collage_agent.stats import replicas
-from collage_agent.stats.casts import is_wider, largest_magnitude
+from collage_agent.stats.casts import is_wider
 from collage_agent.stats.counterfactuals import fp8_scales
 from collage_agent.stats.optimizer_state import residuals_left
-from collage_agent.stats.step_view import Copies, StepView, StoredWeights
+from collage_agent.stats.step_view import Copies, LargestWeights, StepView, StoredWeights
 from collage_agent.step.gather import BlockLayout, GatheredSample
 from collage_agent.step.layout import (
     StateLayout,
@@ -40,6 +40,7 @@ from collage_agent.step.observe import (
     view_of,
 )
 from collage_agent.step.oracle import OracleView
+from collage_agent.step.scale_regions import ScaleRegions, WholeWeight
 from collage_agent.step.totals import (
     SIZE_ROWS,
     BlockTotals,
@@ -107,6 +108,7 @@ class Bucket:
         self.layers = layers
         self.oracles: Sequence[OracleView] = ()
         self.replicated: Tensor | None = None
+        self.keeps_by_name = False
         self.out_of_step: Tensor | None = None
         self.knows_gradient = knows_gradient
         self.layout = BlockLayout(samples, parameters) if layout is None else layout
@@ -119,7 +121,8 @@ class Bucket:
         self._copies = {
             key: of.to(torch.float64).where(of, torch.nan).to(self.layout.device) for key, of in known.items()
         }
-        self._of_tensor = [of for key, of in (copies or {}).items() if CAST_FORMATS[key].of_tensor]
+        regions = ScaleRegions(self.layout, samples, parameters, copies or {})
+        self._regions = regions if regions else None
         self._tiles = tiles_of(self.layout)
         self._scratch = Scratch() if scratch is None else scratch
         self._before, self._after = GatheredSample.pair(self.layout, intent.composition)
@@ -129,7 +132,7 @@ class Bucket:
         self._hyperparameters: dict[str, Any] = {}
         self._scalars: dict[str, Any] = {}
         self._decay: float | Tensor | None = None
-        self._largest: Tensor | None = None
+        self._largest: LargestWeights | None = None
         self.follows: Follows = "other steps"
         self._held: Tensor | None = None
         self._launch: bool | Tensor | None = None
@@ -142,10 +145,12 @@ class Bucket:
         """The registered weights at the sampled elements as `measure` last saw them: [slots], own dtype."""
         return self._after.values[PARAMETER]
 
-    def states(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+    def states(self, optimizer: Optimizer) -> list[Mapping[str, Any]]:
         """What the optimizer keeps for each tensor of the bucket."""
         # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
-        return [optimizer.state.get(parameter, {}) for parameter in self.parameters]
+        if self.keeps_by_name:
+            return [optimizer.state.get(parameter, {}) for parameter in self.parameters]
+        return [state_of(optimizer, parameter) for parameter in self.parameters]
 
     def gather_before(self, optimizer: Optimizer, *, weights_gathered: bool = False) -> None:
         """Copy the sampled weights, gradients and states, and the group's numbers, before the step.
@@ -170,8 +175,8 @@ class Bucket:
     def look_at_whole(self, optimizer: Optimizer) -> None:
         """After `gather_before` of a measured step, read whole tensors where the sample is not enough.
 
-        The largest weight, if a copy's scale needs it; every LOOK_EVERY measured steps the gradients, to know what
-        the sample misses. A pass over each. Synchronises nothing.
+        The largest weights, if a copy's scale needs them; every LOOK_EVERY measured steps the gradients, to know
+        what the sample misses. A pass over each. Synchronises nothing.
         """
         self._largest = self.largest_weights(optimizer)
         self._looks = not self.whole and self._measured % LOOK_EVERY == 0
@@ -251,29 +256,29 @@ class Bucket:
             for key in layout.weight_keys
         )
 
-    def largest_weights(self, optimizer: Optimizer) -> Tensor | None:
-        """The largest |θ| of each tensor now, fp32 [tensors]; None: no copy has a scale that depends on it."""
-        if not self._of_tensor:
+    def largest_weights(self, optimizer: Optimizer) -> LargestWeights | None:
+        """The largest |θ| around each block now; None: no copy has a scale that depends on more than the block."""
+        if not self._regions:
             return None
-        states, found = self.states(optimizer), []
-        keys = self._layout_of(states[0]).stored
-        for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
-            parts = [local_part(parameter if key == PARAMETER else state[key]) for key in keys]
-            known = self._of_tensor[0][index]
-            found.append(largest_magnitude(parts) if known else torch.full((), torch.nan, device=parameter.device))
-        return torch.stack(found)
+        states = self.states(optimizer)
+        layout = self._layout_of(states[0])
+        tensors = zip(self.parameters, states, self.samples, strict=True)
+        composition = self.intent.composition
+        return self._regions.largest(
+            [WholeWeight.of(parameter, state, layout, composition, sample) for parameter, state, sample in tensors]
+        )
 
     def copies(
-        self, before: KeptWeights, after: KeptWeights, largest: tuple[Tensor | None, Tensor | None]
+        self,
+        before: KeptWeights,
+        after: KeptWeights,
+        largest: tuple[LargestWeights | None, LargestWeights | None],
     ) -> Copies | None:
         """The copies of all slots, made of gathered weights and of `largest_weights` then and now; None: no format
         asked for is narrower than the weights are kept."""
         tensor_of_block = self.layout.tensor_of_block
         known = {key: of[tensor_of_block] for key, of in self._formats_below(after.dtypes).items()}
-        ends = [
-            StoredWeights(kept.total(), None if found is None else found[tensor_of_block])
-            for kept, found in zip((before, after), largest, strict=True)
-        ]
+        ends = [StoredWeights(kept.total(), found) for kept, found in zip((before, after), largest, strict=True)]
         return Copies(ends[0], ends[1], known) if known else None
 
     def vacant(self) -> Tensor:
@@ -309,11 +314,11 @@ class Bucket:
 
     def _formats_below(self, dtypes: Sequence[torch.dtype]) -> dict[str, Tensor]:
         """The formats of copies that are narrower than weights that are sums of these dtypes."""
-        return {key: of for key, of in self._copies.items() if is_wider(dtypes, CAST_FORMATS[key])}
+        return {key: of for key, of in self._copies.items() if is_wider(dtypes, route_of(key))}
 
     def _block_totals(
         self, optimizer: Optimizer, scale: Tensor | None, counterfactuals: bool
-    ) -> tuple[BlockTotals, list[dict[str, Any]]]:
+    ) -> tuple[BlockTotals, Sequence[Mapping[str, Any]]]:
         """Gather again after the step, work out u and e, and reduce them to block totals."""
         states = self.states(optimizer)
         after = self._layout_of(states[0])
@@ -339,7 +344,7 @@ class Bucket:
         layout: StepLayout,
         scale: Tensor | None,
         scales: Tensor | None = None,
-        largest: tuple[Tensor | None, Tensor | None] = (None, None),
+        largest: tuple[LargestWeights | None, LargestWeights | None] = (None, None),
         *,
         is_taken: bool = True,
     ) -> ObservedStep:

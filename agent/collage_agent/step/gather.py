@@ -38,7 +38,8 @@ class BlockLayout:
     are many of one shape, by one `cat` a shape; then the others measured whole and the ragged tails, by one `cat`,
     each padded to whole blocks with zeros.
     `rows`: of each sampled tensor its blocks, int32. `tensor_of_block` [blocks] int64 is a tensor's place, and
-    `host_tensor_of_block` the same on the host; `padding` lists the padded slots.
+    `host_tensor_of_block` the same on the host, where `block_numbers` says which of its tensor's blocks each one
+    is; `padding` lists the padded slots.
     """
 
     def __init__(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> None:
@@ -99,7 +100,8 @@ class BlockLayout:
         self.slots = count * self.block
         self.host_tensor_of_block = np.concatenate(tensors)
         self.tensor_of_block = torch.from_numpy(self.host_tensor_of_block).to(self.device)
-        self._keys = self.host_tensor_of_block * _MOST_BLOCKS + np.concatenate(numbers)
+        self.block_numbers = np.concatenate(numbers)
+        self._keys = self.host_tensor_of_block * _MOST_BLOCKS + self.block_numbers
 
     def _of_one_shape(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> list[list[int]]:
         """Tensors measured whole, without padding, of which there are many of one shape."""
@@ -144,7 +146,8 @@ class BlockLayout:
     def _block_names(self, members: Sequence[int]) -> NDArray[np.int64]:
         """A number of each block that is its own among all layouts whose tensors `members` names alike."""
         names = np.asarray(members, dtype=np.int64)
-        return names[self._keys // _MOST_BLOCKS] * _MOST_BLOCKS + self._keys % _MOST_BLOCKS
+        found: NDArray[np.int64] = names[self.host_tensor_of_block] * _MOST_BLOCKS + self.block_numbers
+        return found
 
     def gather(self, tensors: Sequence[Tensor], staging: Staging, *, lasting: bool = True) -> None:
         """Copy the sampled blocks of `tensors` (one each, in the layout's order) into `staging`.

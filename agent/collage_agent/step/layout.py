@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.sample import stored
 from collage_agent.sample.quantised import is_read_as_kept, own_parts, reading_dtype
+from collage_agent.sample.states import step_of
 from collage_agent.sample.stored import PARAMETER, Composition
 
 __all__ = [
@@ -173,7 +174,7 @@ def out_of_lock_step(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
     """
     counters = []
     for state in states:
-        step = state.get("step")
+        step = state["step"] if "step" in state else step_of(state)
         if not isinstance(step, Tensor) or step.is_cpu:
             return None
         counters.append(step.reshape(()))
@@ -210,7 +211,8 @@ def stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> bo
 
     Ours say since when; of others the first step may have had a rate of 0, as warm-ups do.
     """
-    count, since = state.get("step", group.get("step")), group.get(RESIDUALS_FROM, 1)
+    count, since = step_of(state), group.get(RESIDUALS_FROM, 1)
+    count = group.get("step") if count is None else count
     if isinstance(count, Tensor) and not count.is_cpu:
         return count.reshape(-1)[0].gt(since)
     return count is None or bool(count > since)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.intent.before_after import WholeTensor
 from collage_agent.intent.choose import Intent
 from collage_agent.sample.sampling import TensorSample
+from collage_agent.sample.states import states_of
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.gather import BlockLayout, TensorViews
@@ -219,15 +220,14 @@ class StepMeasurer:
         """What decides which tensors are stepped alike; steps are counted from the first tensor's."""
         kinds: dict[Kind, list[int]] = {}
         first: float | None = None
-        state_of = optimizer.state.get
+        kept = optimizer.state.get if self._planner.keeps_by_name else states_of(optimizer)
         for index, parameter, group, name in self._planner.stepped:
             gradient: Tensor | None = getattr(parameter, name, None)
             if gradient is None and not closure:
                 continue
-            own = state_of(parameter, _NO_STATE)
+            own = kept(parameter, _NO_STATE)
             counter = own.get("step")
-            on_host = type(counter) is Tensor and counter.is_cpu
-            step = counter.item() if on_host else step_counter_of(own)
+            step = counter.item() if type(counter) is Tensor and counter.is_cpu else step_counter_of(own)
             if first is None:
                 first = step
             dtype = None if gradient is None else gradient.dtype

@@ -16,7 +16,7 @@ from collage_agent.sample.stored import GRADIENT, PARAMETER
 from collage_agent.stats.classes import Flags, class_counts
 from collage_agent.stats.edq import edq_products, squared_block_sums
 from collage_agent.stats.elements import nonfinite, on_host, sum_is_finite, zero_excluded
-from collage_agent.stats.step_view import ROWS, Copies, MovingAverages, StepView, StoredWeights
+from collage_agent.stats.step_view import ROWS, Copies, LargestWeights, MovingAverages, StepView, StoredWeights
 from collage_agent.step.gather import BlockLayout
 from collage_agent.step.layout import StepLayout
 
@@ -119,7 +119,7 @@ class ObservedStep:
     `group` and `scalars` are what the optimizer held; `decay` is lr·λ where it decays weights apart from the
     gradient; `scale` is what gradients are to be divided by. The bucket has so many `tensors`. `scales` fp64
     [blocks] are those of fp8, where counterfactuals are asked for. `formats` of copies that are asked for: fp64
-    [blocks], NaN where one is not known; `largest` |θ| of each tensor before and after, where they need it. `held`
+    [blocks], NaN where one is not known; the `largest` |θ| before and after, where they need it. `held`
     uint8 [slots]: 1 where the last measured step left a residual, None: not known. `launch`, in the first step of a
     launch: whether the states were stepped since residuals could be kept; None in others. `adjacent`: see
     `StepView.adjacent`. Where only u is asked for, `after` is empty.
@@ -138,7 +138,7 @@ class ObservedStep:
     tensors: int
     scales: Tensor | None
     formats: Values
-    largest: tuple[Tensor | None, Tensor | None]
+    largest: tuple[LargestWeights | None, LargestWeights | None]
     held: Tensor | None
     adjacent: bool
     launch: bool | Tensor | None
@@ -325,11 +325,11 @@ def _residual_of(step: ObservedStep) -> Tensor | None:
 
 def _copies_of(step: ObservedStep, parameter: Tensor | None) -> Copies:
     """The copies of the tile's weights, before and after; `parameter`: θ before, where all of it is finite."""
-    layout, tensor_of_block = step.layout, step.tile.tensor_of_block
+    layout = step.layout
     before, after = KeptWeights(step.before, layout.before.stored), KeptWeights(step.after, layout.after.stored)
     start = before.total() if parameter is None or len(before.stored) == 1 else parameter
     ends = [
-        StoredWeights(values, None if found is None else found[tensor_of_block])
+        StoredWeights(values, None if found is None else found.of(step.tile.blocks))
         for values, found in zip((start, after.total()), step.largest, strict=True)
     ]
     return Copies(ends[0], ends[1], step.formats)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.intent.clone import clone_value
 from collage_agent.sample import stored
 from collage_agent.sample.quantised import reading
+from collage_agent.sample.states import state_of
 from collage_agent.stats.elements import on_host
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.gather import BlockLayout, Staging
@@ -98,7 +99,7 @@ class Oracles:
         for oracle in self.attached:
             kinds: dict[object, list[int]] = {}
             for member in oracle.members:
-                state = optimizer.state.get(parameters[member], {})
+                state = state_of(optimizer, parameters[member])
                 kind = len(state), stored.elementwise_dtypes(parameters[member], state)
                 kinds.setdefault(kind, []).append(member)
             alone = len(kinds) == 1
@@ -131,7 +132,7 @@ class Oracles:
             intent = self._planner.intents[watched.group]
             if intent.kind == "before-after" or not _can_have_oracle(watched, intent.composition):
                 continue
-            own = optimizer.state.get(watched.parameter, {})
+            own = state_of(optimizer, watched.parameter)
             key = (
                 watched.group,
                 step_counter_of(own),
@@ -153,7 +154,7 @@ class Oracles:
         """Stored weight, and averages, of the members' samples in fp64, scalars beside them."""
         composition = self._composition(members[0])
         parameters = [self._planner.watched[member].parameter for member in members]
-        states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+        states = [state_of(optimizer, parameter) for parameter in parameters]
         keys = tuple(stored.elementwise_state(parameters[0], states[0]))
         present = (stored.PARAMETER, *keys)
 

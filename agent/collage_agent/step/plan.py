@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 from zlib import crc32
 
 import torch
-from collage_optim.numerics.cast_formats import CAST_FORMATS, CastFormat
+from collage_optim.numerics.cast_formats import CastFormat, route_of
 from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,11 +18,12 @@ from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.sample import stored
 from collage_agent.sample.sampling import TensorSample, draw
+from collage_agent.sample.states import keeps_by_name, state_of, step_of
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.observe import Scratch
 from collage_agent.step.oracle import Oracle, OracleView
 from collage_agent.step.touched_rows import TouchedBucket
-from collage_agent.training.dtensors import placed_alike
+from collage_agent.training.dtensors import placed_alike, rows_of_a_shard
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Axis
 
@@ -63,9 +64,11 @@ class Planner:
         self.scratch = Scratch()
         self._seed = seed
         self._casts = tuple(casts)
-        self._least_block = max((CAST_FORMATS[key].block for key in casts), default=1)
+        self._least_block = max((route_of(key).last.block for key in casts), default=1)
         self.sparse: set[str] = set()
         """The tensors whose gradients were seen to be sparse, by name."""
+        self.keeps_by_name = False
+        """Whether all states are found by name alone (`states.keeps_by_name`); known from the first plan on."""
         self.regroup(watched, intents)
 
     def regroup(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
@@ -93,13 +96,17 @@ class Planner:
                 continue
             if not placed_alike(parameter, gradient):
                 continue
-            state = optimizer.state.get(parameter, {})
+            state = state_of(optimizer, parameter)
             form = stored.form_of(parameter, state)
             dtypes = dtypes_of.get(form)
             if dtypes is None:
                 dtypes = dtypes_of[form] = stored.elementwise_dtypes(parameter, state)
             kinds.setdefault((kind, local_part(parameter).device, parameter.dtype, dtypes), []).append(index)
-        return found + [self._bucket(members, signature.closure, cap, oracles) for members in kinds.values()]
+        found += [self._bucket(members, signature.closure, cap, oracles) for members in kinds.values()]
+        self.keeps_by_name = keeps_by_name(optimizer)
+        for bucket in found:
+            bucket.keeps_by_name = self.keeps_by_name
+        return found
 
     def _touched(
         self, index: int, cap: int | Literal["all"], gradient: Tensor, optimizer: Optimizer
@@ -110,7 +117,7 @@ class Planner:
         """
         watched = self.watched[index]
         parameter, intent = watched.parameter, self.intents[watched.group]
-        states = optimizer.state.get(parameter, {}).values()
+        states = state_of(optimizer, parameter).values()
         plain = type(parameter) in (Tensor, Parameter) and parameter.is_contiguous() and watched.shard.start is None
         dense = all(state.layout == torch.strided for state in states if isinstance(state, Tensor))
         if not (plain and dense and gradient.sparse_dim() == 1 and intent.kind in ("shadow", "before-after")):
@@ -158,7 +165,7 @@ class Planner:
     def casts_known(self, members: Sequence[int]) -> dict[str, list[bool]]:
         """The formats of copies, and of which of these watched parameters a copy can be worked out from samples."""
         return {
-            key: [_copy_is_known(self.watched[member], CAST_FORMATS[key]) for member in members]
+            key: [_copy_is_known(self.watched[member], route_of(key).last) for member in members]
             for key in self._casts
         }
 
@@ -178,20 +185,35 @@ class Planner:
 
 
 def _copy_is_known(watched: WatchedParameter, kind: CastFormat) -> bool:
-    """Whether what a copy depends on is here: blocks within rows, the whole tensor where that has a scale."""
+    """Whether what a copy depends on is here: blocks in rows, whole tiles, a tensor that has a scale."""
     shard, part = watched.shard, local_part(watched.parameter)
     whole = shard.elements == math.prod(shard.shape)
+    if kind.of_tensor and not whole:
+        return False
     if kind.block == 1:
         return True
-    if not shard.shape or (kind.of_tensor and not whole):
+    if not shard.shape or shard.shape[-1] % kind.block or not part.is_contiguous():
         return False
-    rows = whole if shard.start is not None or part.dim() != len(shard.shape) else part.shape[-1] == shard.shape[-1]
-    return rows and part.is_contiguous() and shard.shape[-1] % kind.block == 0
+    is_shaped = shard.start is None and part.dim() == len(shard.shape)
+    if kind.tile:
+        return is_shaped and len(shard.shape) > 1 and (whole or _has_whole_tiles(watched, kind.tile[0]))
+    return whole or (is_shaped and part.shape[-1] == shard.shape[-1])
 
 
-def step_counter_of(state: dict[str, Any]) -> float:
+def _has_whole_tiles(watched: WatchedParameter, high: int) -> bool:
+    """Whether tiles of so many rows in the last two dimensions of a sharded tensor are not split over ranks."""
+    shape, part = watched.shard.shape, local_part(watched.parameter)
+    if part.shape[-1] != shape[-1]:
+        return False
+    if part.dim() > 2 and part.shape[-2] == shape[-2]:
+        return True
+    rows = rows_of_a_shard(watched.parameter)
+    return part.dim() == 2 and rows is not None and rows % high == 0
+
+
+def step_counter_of(state: Mapping[str, Any]) -> float:
     """The step counter of one tensor's state, 0 where it is on a device: reading it would wait."""
-    step = state.get("step", 0.0)
+    step = step_of(state)
     if isinstance(step, Tensor):
         return step.item() if step.is_cpu else 0.0
-    return float(step)
+    return float(step or 0.0)

@@ -14,6 +14,7 @@ from collage_agent.sample.stored import PARAMETER
 from collage_agent.stats.casts import cast_block_sums
 from collage_agent.stats.elements import nonfinite
 from collage_agent.stats.several_steps import window_block_sums
+from collage_agent.stats.step_view import LargestWeights
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.observe import KeptWeights
 from collage_agent.training.scaling import loss_scaling
@@ -63,7 +64,7 @@ class _OpenWindow:
     span: WindowSpan
     intended: list[Tensor] = field(default_factory=list)
     start: list[KeptWeights] = field(default_factory=list)
-    largest: list[Tensor | None] = field(default_factory=list)
+    largest: list[LargestWeights | None] = field(default_factory=list)
     invalid: Tensor | None = None
 
     def totals(self, bucket: Bucket, by_block: Table[Tensor]) -> Table[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from collage_agent.training.shard import Shard
 
-__all__ = ["mesh_shard", "placed_alike"]
+__all__ = ["mesh_shard", "placed_alike", "rows_of_a_shard"]
 
 
 def mesh_shard(parameter: Tensor, outer_replica: int | None) -> Shard:
@@ -24,6 +24,19 @@ def placed_alike(parameter: Tensor, gradient: Tensor | None) -> bool:
     """Whether the local part of a gradient is that of its parameter: not so while it is still to be reduced."""
     placements = getattr(parameter, "placements", None)
     return placements is None or gradient is None or getattr(gradient, "placements", placements) == placements
+
+
+def rows_of_a_shard(parameter: Any) -> int | None:
+    """Along the first dimension, the length of each shard but the last ones; None: it is sharded in another way."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None:
+        return None
+    pairs = zip(parameter.device_mesh.shape, placements, strict=True)
+    sharded = [(size, placement) for size, placement in pairs if not placement.is_replicate()]
+    # A strided shard, of FSDP over tensor parallelism, holds rows that are no neighbours; importing it costs more.
+    if len(sharded) != 1 or type(sharded[0][1]).__name__ != "Shard" or not sharded[0][1].is_shard(0):
+        return None
+    return -(-int(parameter.shape[0]) // int(sharded[0][0]))
 
 
 def _mesh_position(parameter: Any) -> tuple[int, int, int]:

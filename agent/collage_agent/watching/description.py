@@ -21,6 +21,7 @@ from collage_agent.intent.choose import Intent
 from collage_agent.options import WatchOptions
 from collage_agent.sample.quantised import is_quantised, reading_dtype
 from collage_agent.sample.remainders import codes_of
+from collage_agent.sample.states import state_of
 from collage_agent.sample.stored import OURS, PLAIN, Composition, elementwise_state, factored_state, form_of
 from collage_agent.step.rotation import ELEMENTS_A_STEP, too_large
 from collage_agent.training.parameters import WatchedParameter
@@ -114,7 +115,7 @@ def _kinds_of(
         parameter = entry.parameter
         gradient = intents[entry.group].composition.gradient_of(parameter)
         of_gradient = None if gradient is None else gradient.dtype
-        form = form_of(parameter, optimizer.state.get(parameter, {}))
+        form = form_of(parameter, state_of(optimizer, parameter))
         key = entry.group, parameter.dtype, parameter.device, of_gradient, form
         first, elements = found.get(key, (entry, 0))
         found[key] = first, elements + entry.shard.elements
@@ -205,7 +206,7 @@ def _fingerprint(
         composition = intents[entry.group].composition
         if (gradient := composition.gradient_of(parameter)) is not None:
             gradients[dtype_name(gradient.dtype)] += elements
-        state = optimizer.state.get(parameter, {})
+        state = state_of(optimizer, parameter)
         for key in elementwise_state(parameter, state):
             states.setdefault(key, set()).add(_kept_as(state, key, composition))
         for key, value in factored_state(parameter, state).items():
@@ -261,7 +262,7 @@ def _observed_strategy(
 
 
 def _strategy_of(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) -> str:
-    state = optimizer.state.get(entry.parameter, {})
+    state = state_of(optimizer, entry.parameter)
     composition = intent.composition
     if composition.master is not None and state.get(composition.master) is not None:
         # Loading a state with torch's load_state_dict casts a master weight to the weight's dtype.
@@ -288,7 +289,7 @@ def _unexplained(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) 
     """What was seen at attach; where no clone could be watched, integers beside a 16-bit weight are told of."""
     if intent.unexplained is not None or intent.kind != "before-after" or not intent.composition.is_plain:
         return intent.unexplained
-    state = optimizer.state.get(entry.parameter, {})
+    state = state_of(optimizer, entry.parameter)
     found = [
         f"{key} ({dtype_name(value.dtype)})"
         for key, value in elementwise_state(entry.parameter, state).items()
@@ -306,7 +307,7 @@ def _cast_remainders(
         composition = intents[entry.group].composition
         if composition is OURS or composition.code is None:
             continue
-        remainder = optimizer.state.get(entry.parameter, {}).get(str(composition.residual))
+        remainder = state_of(optimizer, entry.parameter).get(str(composition.residual))
         if remainder is not None and remainder.is_floating_point():
             yield (
                 f"the integer remainder {composition.residual} has become {dtype_name(remainder.dtype)}: loading a "
@@ -361,7 +362,7 @@ def _findings(observed: str, declared: str | None, states: Mapping[str, set[str]
 def _is_cast(key: str, optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> bool:
     """Whether a 16-bit weight has its master weight in its own dtype."""
     narrow = [entry.parameter for entry in watched if entry.parameter.dtype.itemsize < 4]
-    pairs = ((parameter, optimizer.state.get(parameter, {}).get(key)) for parameter in narrow)
+    pairs = ((parameter, state_of(optimizer, parameter).get(key)) for parameter in narrow)
     return any(isinstance(master, Tensor) and master.dtype == parameter.dtype for parameter, master in pairs)
 
 

@@ -46,6 +46,8 @@ __all__ = [
 
 _WORST: Final = 3
 _ZERO_TOLERANCE: Final = 0.01
+_WORTH_A_DELTA: Final = 0.5
+"""Share of a copy's bytes below which sending what changed is worth saying."""
 _DRIFT_TOLERANCE: Final = 0.25
 _STEPS_KEPT: Final = ("edq_oracle_ratio", "state_decrement_ratio/")
 """What may be off although each step arrives."""
@@ -144,6 +146,7 @@ def _body(evidence: Evidence, last: Values, found: Judgement) -> Iterator[str]:
     yield from _states(model, found)
     yield from _underflowed(model, info)
     yield from _oracle(model)
+    yield from _copies(model)
     yield from average_in_words(model)
     if info.observed_strategy in ("plain", "unknown"):
         yield from _grid(last)
@@ -167,6 +170,17 @@ def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
         advice = "the window above judges it" if window is not None else "watch with windows=(64,) to judge it"
         caution = f"; one step misjudges stochastic rounding, {advice}"
     yield f"updates rounded away in a step: {percent(lost)}{_interval(model, 'lost_update_ratio', '.1%')}{caution}"
+
+
+def _copies(model: Values) -> Iterator[str]:
+    """What it would take to send copies after each step, where that saves at least half."""
+    for label, share in labelled(model, "cast_sync_ratio").items():
+        sent = finite(model.get(f"cast_sync_bytes/{label}"))
+        if sent is not None and 0 < share < _WORTH_A_DELTA:
+            yield (
+                f"sending what a step changes of a {label} copy takes {sent:,.0f} bytes, {percent(share)} of the "
+                f"{sent / share:,.0f} of all of it"
+            )
 
 
 def _worst_layers(layers: Mapping[str, Values]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.choose import Intent
 from collage_agent.sample.quantised import is_quantised
+from collage_agent.sample.states import state_of, states_of, step_of
 from collage_agent.sample.stored import OURS, average_names, components, elementwise_state
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
@@ -52,8 +53,10 @@ def largest_step_count(optimizer: Optimizer) -> int | None:
 
 def _counters(optimizer: Optimizer) -> list[Any]:
     """All counts of steps, in states and groups, as they are kept."""
-    states = (state for state in optimizer.state.values() if isinstance(state, Mapping))
-    return [holder["step"] for holder in (*states, *optimizer.param_groups) if "step" in holder]
+    kept = states_of(optimizer)
+    states = (kept(parameter, {}) for group in optimizer.param_groups for parameter in group["params"])
+    found = (step_of(holder) for holder in (*states, *optimizer.param_groups))
+    return [count for count in found if count is not None]
 
 
 def _largest(counts: Sequence[Any]) -> float:
@@ -82,7 +85,7 @@ class ResumeCheck:
         kept = [
             (entry, state, intents[entry.group])
             for entry in watched
-            if (state := optimizer.state.get(entry.parameter)) and entry.stepped
+            if (state := state_of(optimizer, entry.parameter)) and entry.stepped
         ]
         counters = _counters(optimizer)
         taken = self._taken = largest_step_count(optimizer)
@@ -101,7 +104,7 @@ class ResumeCheck:
             text = f"the step counter stands at {self._taken:,} before a step and after it"
             self._note("counter", text, step, lasting=True)
         absent, self._absent = self._absent, []
-        made = [key for parameter, key in absent if key in optimizer.state.get(parameter, {})]
+        made = [key for parameter, key in absent if key in state_of(optimizer, parameter)]
         if made and len(made) == len(absent):
             text = (
                 f"what stands beside the 16-bit weights ({' and '.join(dict.fromkeys(made))}) was made anew in the "

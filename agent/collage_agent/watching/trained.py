@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.sample.quantised import stored_tensors
+from collage_agent.sample.states import state_of
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 
@@ -39,7 +40,7 @@ def trained(
     parameters: Counter[str] = Counter()
     states, size = False, 0.0
     for entry in watched:
-        parameter, state = entry.parameter, optimizer.state.get(entry.parameter, {})
+        parameter, state = entry.parameter, state_of(optimizer, entry.parameter)
         parameters[dtype_name(parameter.dtype)] += entry.shard.elements
         states |= bool(state) or (fitting is not None and not _moments(optimizer, fitting))
         dense = entry.name not in sparse
@@ -79,8 +80,8 @@ def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
     From where they lie in memory, each byte once. Numbers kept once for a tensor, such as step counters, are left
     out. No synchronisation.
     """
-    states: dict[Tensor, dict[str, Any]] = {
-        parameter: optimizer.state.get(parameter, {})
+    states: dict[Tensor, Mapping[str, Any]] = {
+        parameter: state_of(optimizer, parameter)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
@@ -113,7 +114,7 @@ def _bytes_spanned(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
-def _tensors_of(parameter: Tensor, state: dict[str, Any]) -> Iterator[Tensor]:
+def _tensors_of(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[Tensor]:
     yield parameter
     for gradient in (parameter.grad, vars(parameter).get("decoupled_grad")):
         if gradient is not None and not gradient.is_sparse:

@@ -1,18 +1,19 @@
-"""Formats that copies of weights are cast to, for inference say; MXFP8 and NVFP4 with their scales.
+"""Formats that copies of weights are cast to, for inference say, with their scales, and routes through several.
 
 Everything here works element by element or block by block, stays on the tensor's device and never synchronises it.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from functools import cache
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from collage_optim.numerics.formats import power_of_two
 
-__all__ = ["CAST_FORMATS", "CastFormat", "coded", "round_to_grid", "scaled"]
+__all__ = ["CAST_FORMATS", "CastCodes", "CastFormat", "CastRoute", "coded", "round_to_grid", "route_of"]
 
 
 @dataclass(frozen=True)
@@ -20,62 +21,131 @@ class CastFormat:
     """What a copy of weights is kept in: numbers of `bits` significant bits, normal from `smallest`, to `largest`.
 
     `dtype`: torch's own, whose overflow is infinity; without one, numbers beyond the largest become the largest.
-    `block`: so many neighbours along the last dimension share a scale; `of_tensor`: the tensor has a scale, too.
+    `scale`: what numbers are times. `block`: so many neighbours along the last dimension have one scale, or share
+    it with `tile` rows × columns of the last two dimensions. `of_tensor`: a scale depends on the whole tensor.
     """
 
     bits: int
     smallest: float
     largest: float
     dtype: torch.dtype | None = None
+    scale: Literal["none", "power of two", "fp32", "e4m3"] = "none"
     block: int = 1
+    tile: tuple[int, int] | None = None
     of_tensor: bool = False
 
 
+_E4M3: Final = (4, 2.0**-6, 448.0)
+_E2M1: Final = (2, 1.0, 6.0)
 CAST_FORMATS: Final = {
     "bf16": CastFormat(8, 2.0**-126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
     "fp16": CastFormat(11, 2.0**-14, 65504.0, torch.float16),
-    "fp8_e4m3": CastFormat(4, 2.0**-6, 448.0),
+    "fp8_e4m3": CastFormat(*_E4M3),
     "fp8_e5m2": CastFormat(3, 2.0**-14, 57344.0),
-    "mxfp8": CastFormat(4, 2.0**-6, 448.0, block=32),
-    "nvfp4": CastFormat(2, 1.0, 6.0, block=16, of_tensor=True),
+    "fp8_tensor": CastFormat(*_E4M3, scale="fp32", of_tensor=True),
+    "fp8_block128": CastFormat(*_E4M3, scale="fp32", block=16, tile=(128, 128)),
+    "fp8_block128_ue8m0": CastFormat(*_E4M3, scale="power of two", block=16, tile=(128, 128)),
+    "mxfp8": CastFormat(*_E4M3, scale="power of two", block=32),
+    "nvfp4": CastFormat(*_E2M1, scale="e4m3", block=16, of_tensor=True),
+    "nvfp4_2d": CastFormat(*_E2M1, scale="e4m3", block=16, tile=(16, 16), of_tensor=True),
 }
 _EXPONENT: Final = 0x7FF << 52
 _ROUNDS_TO_WHOLE: Final = 1.5 * 2.0**52
 _SCALES: Final = CAST_FORMATS["fp8_e4m3"]
 """What NVFP4 keeps its blocks' scales in."""
-_LARGEST_FP32: Final = torch.finfo(torch.float32).max
+_FP32: Final = torch.finfo(torch.float32)
 
 
-def scaled(numbers: Tensor, scales: Tensor | None, kind: CastFormat) -> Tensor:
-    """What the numbers of `coded` stand for: [n], exact in fp64; without scales the numbers themselves."""
-    return numbers if scales is None else numbers.view(-1, kind.block).mul(scales).view(-1)
+@dataclass(frozen=True)
+class CastRoute:
+    """How a copy is made: cast to each format of `before` in turn, which have no scales, then to `last`."""
+
+    before: tuple[CastFormat, ...]
+    last: CastFormat
+
+    @property
+    def bits(self) -> int:
+        """Significant bits that are left at the end."""
+        return min(kind.bits for kind in (*self.before, self.last))
 
 
-def coded(values: Tensor, kind: CastFormat, largest: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The numbers that a copy of weights keeps: [n], and what each block's are times, fp64 [n / block, 1]; or None.
+@cache
+def route_of(name: str) -> CastRoute:
+    """The route that a name stands for: "mxfp8", or "bf16>mxfp8" by way of bf16.
 
-    values: fp32 or fp64 [n], blocks of `kind.block` one after the other; largest fp32 [n / block]: the largest
-    |value| of each block's whole tensor, for NVFP4. Rounding is to nearest, ties to even. NaN or infinite where a
-    value of the block is not finite. No synchronisation.
-
-    MXFP8: a block's scale is the smallest power of two, 2^−127 to 2^127, with which none of its numbers exceeds 448
-    (OCP Microscaling Formats 1.0, whose own choice of the scale may saturate; Transformer Engine's is this one).
-    NVFP4 in fp32 arithmetic: s = 6·448 / largest; the block's scale b = RN(amax / 6 · s) in e4m3; numbers are
-    RN(value · 1 / (b · 1/s)) in e2m1 and stand for themselves times b · 1/s (NVIDIA, arXiv 2509.25149).
+    Raises:
+        KeyError: no format is called that.
     """
+    kinds = [CAST_FORMATS[part] for part in name.split(">")]
+    return CastRoute(tuple(kinds[:-1]), kinds[-1])
+
+
+@dataclass(frozen=True)
+class CastCodes:
+    """What a copy keeps: numbers [n], and of equal runs of them their scales and the tensor's, fp64 [runs, 1]; or
+    None."""
+
+    numbers: Tensor
+    scales: Tensor | None = None
+    tensor_scale: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """What the numbers stand for: [n], exact in fp64; without scales the numbers themselves."""
+        if self.scales is None:
+            return self.numbers
+        scales = self.scales if self.tensor_scale is None else self.scales * self.tensor_scale
+        return self.numbers.view(len(scales), -1).mul(scales).view(-1)
+
+
+def coded(
+    values: Tensor, route: CastRoute, *, tensor: Tensor | None = None, tile: Tensor | None = None
+) -> CastCodes:
+    """What a copy of weights keeps of these.
+
+    values: fp32, fp64 or 16-bit [n], blocks of `last.block` one after the other. tensor: the largest |value| of the
+    whole tensor that each of so many equal runs of values belongs to, and tile: of the tile, one a block; of any
+    shape, for formats whose scales depend on them. Rounding is to nearest, ties to even. NaN or infinite where a
+    value with the same scale is not finite. No synchronisation.
+
+    fp32 scales, in fp32 arithmetic: s = amax / 448, at least 2⁻¹²⁶; numbers are RN(value / s) and stand for
+    themselves times s.
+    Powers of two: the smallest, 2^−127 to 2^127, with which none of the numbers exceeds 448 (OCP Microscaling
+    Formats 1.0, whose own choice of the scale may saturate; Transformer Engine's and DeepGEMM's is this one).
+    NVFP4 in fp32 arithmetic: s = 6·448 / amax of the tensor; b = RN(amax / 6 · s) in e4m3 is the scale of a block
+    or tile; numbers are RN(value · 1 / (b · 1/s)) in e2m1 and stand for themselves times b · 1/s, with 1/s in fp32
+    (NVIDIA, arXiv 2509.25149).
+    """
+    for kind in route.before:
+        values = _coded(values, kind, None, None).numbers
+        tensor, tile = (
+            None if largest is None else _coded(largest.reshape(-1), kind, None, None).numbers.to(torch.float64)
+            for largest in (tensor, tile)
+        )
+    return _coded(values, route.last, tensor, tile)
+
+
+def _coded(values: Tensor, kind: CastFormat, tensor: Tensor | None, tile: Tensor | None) -> CastCodes:
     if kind.dtype is not None:
         # By the format's own grid it takes a third of the passes of `round_to`, to the same numbers.
         on_grid = round_to_grid(values, kind.bits, kind.smallest)[0] if values.dtype == torch.float64 else values
-        return on_grid.to(kind.dtype), None
-    if kind.of_tensor:
-        assert largest is not None
-        return _coded_with_two_scales(values, kind, largest)
-    wide = values.to(torch.float64)
-    if kind.block == 1:
-        return _saturated(wide, kind), None
-    blocks = wide.view(-1, kind.block)
-    scale = _power_of_two_scale(blocks.abs().amax(1, keepdim=True), kind)
-    return _saturated(blocks / scale, kind).view(-1), scale
+        return CastCodes(on_grid.to(kind.dtype))
+    if kind.scale == "none":
+        return CastCodes(_saturated(values.to(torch.float64), kind))
+    given = tile if kind.tile else tensor if kind.block == 1 else values.view(-1, kind.block).abs().amax(1)
+    assert given is not None
+    largest = given.reshape(-1, 1)
+    if kind.scale == "e4m3":
+        assert tensor is not None
+        return _coded_with_two_scales(values, kind, largest, tensor.reshape(-1))
+    runs = values.view(len(largest), -1)
+    if kind.scale == "fp32":
+        single = largest.to(torch.float32)
+        # A number over a tensor, or the other way round, may be taken as a product with the reciprocal.
+        scale = single.div(torch.full_like(single, kind.largest)).clamp_(min=_FP32.tiny)
+        scale = torch.where(single.isfinite(), scale, torch.nan)
+        return CastCodes(_saturated(runs.to(torch.float32).div(scale).double(), kind).view(-1), scale.double())
+    scale = _power_of_two_scale(largest.to(torch.float64), kind)
+    return CastCodes(_saturated(runs.to(torch.float64) / scale, kind).view(-1), scale)
 
 
 def round_to_grid(values: Tensor, bits: int, smallest: float) -> tuple[Tensor, Tensor]:
@@ -104,14 +174,13 @@ def _power_of_two_scale(largest: Tensor, kind: CastFormat) -> Tensor:
     return torch.where(largest.isfinite(), power_of_two(exponent.to(torch.int64)), torch.nan)
 
 
-def _coded_with_two_scales(values: Tensor, kind: CastFormat, largest: Tensor) -> tuple[Tensor, Tensor]:
-    blocks = values.to(torch.float32).view(-1, kind.block)
-    whole = largest.to(torch.float32).unsqueeze(1)
-    # A number over a tensor would be the tensor's reciprocal times the number: two roundings.
-    encode = torch.full_like(whole, kind.largest * _SCALES.largest).div_(whole).clamp_(max=_LARGEST_FP32)
+def _coded_with_two_scales(values: Tensor, kind: CastFormat, largest: Tensor, of_tensor: Tensor) -> CastCodes:
+    blocks = values.to(torch.float32).view(len(largest), -1)
+    whole = of_tensor.to(torch.float32).repeat_interleave(len(largest) // len(of_tensor)).unsqueeze(1)
+    encode = torch.full_like(whole, kind.largest * _SCALES.largest).div_(whole).clamp_(max=_FP32.max)
     decode = encode.reciprocal()
-    wanted = blocks.abs().amax(1, keepdim=True).div(kind.largest).mul(encode)
+    wanted = largest.to(torch.float32).div(torch.full_like(whole, kind.largest)).mul(encode)
     scale = _saturated(wanted.to(torch.float64), _SCALES)
-    inverse = scale.to(torch.float32).mul(decode).reciprocal().clamp(max=_LARGEST_FP32)
+    inverse = scale.to(torch.float32).mul(decode).reciprocal().clamp(max=_FP32.max)
     numbers = _saturated(blocks.mul(inverse).to(torch.float64), kind)
-    return numbers.view(-1), scale * decode.to(torch.float64)
+    return CastCodes(numbers.view(-1), scale, decode.to(torch.float64))

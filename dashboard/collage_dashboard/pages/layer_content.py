@@ -26,6 +26,8 @@ _SHOWN: Final = (
     "lost_window_ratio",
     "edq_visible_ratio",
     "cast_changed_ratio",
+    "cast_recoded_ratio",
+    "cast_route_ratio",
     "half_ulp_margin",
     "param_norm",
     "update_to_weight_ratio",

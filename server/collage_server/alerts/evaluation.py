@@ -15,7 +15,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from collage_monitor.alerts.definition import RECORDED, Alert, Condition
 
@@ -32,8 +32,7 @@ _NAMES: Final = frozenset({"project", "run", "strategy"})
 """Labels that may change while it is the same run."""
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """The value of one series at the moment of an evaluation."""
 
     name: str
@@ -72,6 +71,8 @@ class _Series:
 
     labels: Labels
     """The newest ones."""
+    run_id: str
+    """Empty where it is no run's."""
     known: float
     """What it was at the first moment of all; 0 if it began later."""
     held: deque[tuple[float, float, bool]] = field(default_factory=deque)
@@ -93,19 +94,28 @@ class _History:
 
     def __init__(self) -> None:
         self._series: dict[str, dict[Labels, _Series]] = defaultdict(dict)
+        self._keys: dict[Labels, Labels] = {}
+        """What tells the newest samples' series apart, by their labels: most are the same at the next moment."""
         self._begun = False
         self.now = 0.0
 
     def add(self, now: float, samples: Iterable[Sample], longest_seconds: Mapping[str, float]) -> None:
         """Add the samples of one moment to the series that anybody asks for; others are left out."""
         self.now = now
-        for sample in samples:
-            if sample.name in longest_seconds:
-                known = 0.0 if self._begun else sample.value
-                new = _Series(sample.labels, known)
-                series = self._series[sample.name].setdefault(identity_labels(sample.labels), new)
-                series.labels = sample.labels
-                series.held.append((now, sample.value, True))
+        keys: dict[Labels, Labels] = {}
+        for name, labels, value in samples:
+            if name not in longest_seconds:
+                continue
+            key = keys.get(labels)
+            if key is None:
+                key = keys[labels] = self._keys.get(labels) or identity_labels(labels)
+            series = self._series[name].get(key)
+            if series is None:
+                run_id = next((own for label, own in key if label == _ON), "")
+                series = self._series[name][key] = _Series(labels, run_id, 0.0 if self._begun else value)
+            series.labels = labels
+            series.held.append((now, value, True))
+        self._keys = keys
         self._begun = True
         for name, by_key in self._series.items():
             kept_from = now - longest_seconds[name] - _LOOK_BACK_SECONDS
@@ -158,23 +168,26 @@ class Evaluation:
         Of a run those of the first condition."""
         window = alert.window_seconds * self._scale
         held: dict[Labels, tuple[Labels, float]] = {}
+        known: set[str] = set()
         for condition in alert.conditions:
-            known = {dict(key).get(_ON) for key in held}
+            holding: set[str] = set()
             for key, series in self._history.series(condition.series).items():
-                if not _matches(condition, series.labels) or dict(key).get(_ON) in known:
-                    continue
-                if not self._is_judged(alert, key):
+                if series.run_id in known or not _matches(condition, series.labels):
                     continue
                 value = self._measure(condition, series, window)
-                if value is not None:
+                if value is not None and self._is_judged(alert, series.run_id):
+                    holding.add(series.run_id)
                     held[key] = series.labels, value
+            known |= holding
         return held
 
-    def _is_judged(self, alert: Alert, key: Labels) -> bool:
-        steps = [self._value_of_run(name, dict(key).get(_ON, "")) for name in _STEPS]
-        if alert.warm_up_steps and (steps[0] is None or not steps[0] > alert.warm_up_steps):
+    def _is_judged(self, alert: Alert, run_id: str) -> bool:
+        if not alert.warm_up_steps and not alert.settle_steps:
+            return True
+        step, since_resume = (self._value_of_run(name, run_id) for name in _STEPS)
+        if alert.warm_up_steps and (step is None or not step > alert.warm_up_steps):
             return False
-        return not (alert.settle_steps and steps[1] is not None and steps[1] < alert.settle_steps)
+        return not (alert.settle_steps and since_resume is not None and since_resume < alert.settle_steps)
 
     def _value_of_run(self, name: str, run_id: str) -> float | None:
         series = self._history.series(name).get(((_ON, run_id),))
@@ -247,8 +260,8 @@ def quantile(values: list[float], share: float) -> float:
     """Prometheus's: NaN is less than any number; NaN of no values."""
     if not values:
         return math.nan
-    ordered = [value for value in values if math.isnan(value)]
-    ordered += sorted(value for value in values if not math.isnan(value))
+    numbers = [value for value in values if value == value]
+    ordered = [math.nan] * (len(values) - len(numbers)) + sorted(numbers)
     rank = share * (len(ordered) - 1)
     low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
@@ -256,9 +269,10 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def _recorded(samples: Iterable[Sample]) -> list[Sample]:
-    by_name: dict[str, dict[Labels, Sample]] = defaultdict(dict)
+    by_name: dict[str, dict[Labels, Sample]] = {name: {} for sources in RECORDED.values() for name in sources}
     for sample in samples:
-        by_name[sample.name][sample.labels] = sample
+        if sample.name in by_name:
+            by_name[sample.name][sample.labels] = sample
     found: list[Sample] = []
     for name, sources in RECORDED.items():
         first: dict[Labels, float] = {}
@@ -270,6 +284,8 @@ def _recorded(samples: Iterable[Sample]) -> list[Sample]:
 
 
 def _matches(condition: Condition, labels: Labels) -> bool:
+    if not condition.labels:
+        return True
     own = dict(labels)
     for name, operator, wanted in condition.labels:
         value = own.get(name, "")

@@ -80,7 +80,8 @@ class Messenger(BackgroundThread):
     def _send(self, target: Target, incident: wire.Incident) -> bool:
         """Try once, if the target's last failure is long enough ago."""
         now = self._clock()
-        if now < self._not_before[target.name]:
+        # A clock that was set back since makes no pause longer.
+        if 0 < self._not_before[target.name] - now <= _LONGEST_PAUSE_SECONDS:
             return False
         try:
             target.send(incident)

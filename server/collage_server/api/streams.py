@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
+from collage_monitor.alerts import ALERTS, enabled_alerts
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import Id
@@ -26,6 +27,7 @@ from collage_server.auth.bearer import principal_of
 from collage_server.auth.principals import Principal
 from collage_server.errors import Gone, NotFound
 from collage_server.queries.run_answers import alert_event, new_incident, with_lag
+from collage_server.settings import Settings
 from collage_server.store import NewEvent
 
 __all__ = ["alerts_router", "attempts_router", "router"]
@@ -102,6 +104,14 @@ async def receive_alerts(request: Request) -> Response:
     return answer(await run_in_threadpool(_keep, app_state, principal, notification.alerts))
 
 
+def _left_out(settings: Settings) -> set[str]:
+    """Alerts of the catalogue that the settings leave out: one setting, whoever evaluates. With "off" others do."""
+    if settings.alerts == "off":
+        return set()
+    chosen = enabled_alerts(None if settings.alerts == "default" else settings.alerts)
+    return ALERTS.keys() - {entry.name for entry in chosen}
+
+
 def _last_step(app_state: AppState, run_id: str) -> int | None:
     with suppress(Gone, NotFound):
         return app_state.store.runs.get(run_id).last_step
@@ -114,13 +124,14 @@ def _keep(
     by_run: dict[str, list[NewEvent]] = defaultdict(list)
     ignored = stored = known = 0
     incidents, now = app_state.store.incidents, app_state.clock()
+    left_out = _left_out(app_state.settings)
     for alert in alerts:
         run_id = alert.labels.get("run_id", "")
         project = app_state.store.access.project_of(run_id)
-        if project is None or not principal.owns(project):
+        name = alert.labels.get("alertname", "alert")
+        if project is None or not principal.owns(project) or (name in left_out and alert.status != "resolved"):
             ignored += 1
             continue
-        name = alert.labels.get("alertname", "alert")
         if incidents.is_open(name, alert.labels, "server"):
             known += 1  # This server noticed it first, and will say when it ends.
             continue

@@ -107,10 +107,16 @@ class _Known:
     def is_over(self, now: float, used_at: float) -> bool:
         """Whether this was a session that has ended by now; `used_at` is its last use in this process."""
         token = self.token
-        if token.expires_at is not None and now >= token.expires_at:
-            return True
         last = max(token.last_used_at or 0.0, token.created_at, used_at)
+        # Dated in the future by a clock that was ahead, a session would last for as much longer.
+        is_ahead = last > now + _MOST_AHEAD_SECONDS
+        if token.expires_at is not None and (now >= token.expires_at or is_ahead):
+            return True
         return token.idle_seconds is not None and now - last >= token.idle_seconds
+
+
+_MOST_AHEAD_SECONDS: Final = 300.0
+"""More than the clocks of servers on one database may differ."""
 
 
 class TokenDirectory:
@@ -210,7 +216,9 @@ class TokenDirectory:
     def _note_due(self) -> None:
         """Write last uses, each at most once a minute, and never in a request's way."""
         now = self._clock()
-        due = {actor: at for actor, at in self._uses.items() if now - self._noted.get(actor, 0.0) >= _NOTE_SECONDS}
+        due = {
+            actor: at for actor, at in self._uses.items() if abs(now - self._noted.get(actor, 0.0)) >= _NOTE_SECONDS
+        }
         known = {entry.principal.actor for entry in self._known.values()}
         for over in self._uses.keys() - known - due.keys():
             del self._uses[over]

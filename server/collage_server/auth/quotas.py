@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Final
+
 from collage_monitor import wire
 from collage_server.errors import Unprocessable
 from collage_server.settings import FixedLimits
@@ -10,16 +17,39 @@ from collage_server.store import AccessStore, QuotaName
 __all__ = ["Quotas"]
 
 
+_REMEMBERED_SECONDS: Final = 10.0
+
+
+@dataclass
+class _Counted:
+    """What a project held when it was counted, with what this process has added since."""
+
+    count: int
+    at: float
+
+
 class Quotas:
     """Runs and tags are counted in the transaction that adds them, so requests in flight together cannot overshoot.
 
-    Layers are counted before a run is created: many rows, for which no report should wait. A project overshoots by
-    what requests in flight and its running runs still add, each run at most the wire's `layers_per_run`.
+    Below half of a limit a count is remembered for ten seconds, and what this server may add is added to it:
+    creating a run costs the same in a large project. Layers are counted before a run is created: many rows, for
+    which no report should wait. A project overshoots by what requests in flight and its running runs still add,
+    each run at most the wire's `layers_per_run`, and, from below half, by what other servers add in ten seconds.
     """
 
-    def __init__(self, runs: int, limits: FixedLimits, store: AccessStore) -> None:
+    def __init__(
+        self,
+        runs: int,
+        limits: FixedLimits,
+        store: AccessStore,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._most = {"runs": runs, "tags": limits.tags_per_project, "layers": limits.layers_per_project}
         self._store = store
+        self._monotonic = monotonic
+        self._counted: dict[tuple[str, str], _Counted] = {}
+        self._lock = Lock()
 
     def check_layers(self, project: str, create: wire.RunCreate) -> None:
         """Refuse a new run in a project that has its layers; resuming one is always allowed.
@@ -28,15 +58,32 @@ class Quotas:
             Unprocessable: too many layers.
         """
         if self._store.project_of(create.run_id) is None:
-            self._check(project, "layers", self._store.count_layers(project))
+            most = wire.LIMITS["layers_per_run"]
+            self._judge(project, "layers", most, partial(self._store.count_layers, project))
 
-    def check(self, project: str, what: QuotaName, count: int) -> None:
+    def check(self, project: str, what: QuotaName, added: int, count: Callable[[], int]) -> None:
         """For the store: judge what the project holds with a change that is not committed yet.
 
         Raises:
             Unprocessable: too many; the change is undone.
         """
-        self._check(project, what, count)
+        self._judge(project, what, added, count)
+
+    def _judge(self, project: str, what: str, added: int, count: Callable[[], int]) -> None:
+        with self._lock:
+            known = self._counted.get((project, what))
+            if known is not None and self._monotonic() - known.at < _REMEMBERED_SECONDS:
+                known.count += added
+                if 2 * known.count <= self._most[what]:
+                    return
+        counted = _Counted(count(), self._monotonic())
+        with self._lock:
+            # Only projects that grow now are remembered.
+            over = [key for key, entry in self._counted.items() if counted.at - entry.at >= _REMEMBERED_SECONDS]
+            for key in over:
+                del self._counted[key]
+            self._counted[project, what] = counted
+        self._check(project, what, counted.count)
 
     def _check(self, project: str, what: str, count: int) -> None:
         most = self._most[what]

@@ -25,7 +25,7 @@ from collage_monitor.statistics import finished, reduce_steps
 from collage_server.queries.headline import headline
 from collage_server.store import Points, RunRecord, ScalarPoints
 
-__all__ = ["OverviewPoints", "begin_of_recent_past", "held_against", "overview"]
+__all__ = ["OverviewPoints", "begin_of_recent_past", "held_against", "most_losing", "overview"]
 
 WORST: Final = 5
 _TREND_POINTS: Final = 32
@@ -195,12 +195,27 @@ def _not_finite(losses: Mapping[str, ScalarPoints]) -> dict[str, int]:
     return found
 
 
-def _worst(layers: Points) -> list[wire.LayerLoss]:
-    """The layers that lose the most energy, Σu² − Σue, of those that lose any."""
+def most_losing(layers: Points, most: int) -> tuple[str, ...] | None:
+    """The layers that lose the most energy, in the run's order; None: all, they are no more than `most`."""
+    if len(layers.layers) <= most:
+        return None
+    lost = _lost_energy(layers)
+    places = np.sort(np.argsort(-lost, kind="stable")[:most])
+    return tuple(layers.layers[place] for place in places.tolist())
+
+
+def _lost_energy(layers: Points) -> NDArray[np.float64]:
+    """Σu² − Σue by layer, and 0 where that is unknown or negative."""
     intended, arrived = (layers.totals.get(key) for key in ("intended_squared_sum", "intended_effective_sum"))
     if intended is None or arrived is None or not len(layers.steps):
-        return []
-    lost = np.maximum(np.nan_to_num(np.nansum(intended, axis=0) - np.nansum(arrived, axis=0)), 0.0)
+        return np.zeros(len(layers.layers))
+    lost: NDArray[np.float64] = np.nansum(intended, axis=0) - np.nansum(arrived, axis=0)
+    return np.maximum(np.nan_to_num(lost), 0.0)
+
+
+def _worst(layers: Points) -> list[wire.LayerLoss]:
+    """The layers that lose the most, of those that lose any."""
+    lost = _lost_energy(layers)
     whole = float(lost.sum())
     if whole <= 0:
         return []

@@ -16,6 +16,7 @@ from collage_server.store.records import (
     NewEvent,
     NewIncident,
     Points,
+    ReportedState,
     ReportGroup,
     RunFilter,
     RunQuery,
@@ -29,6 +30,7 @@ from collage_server.store.records import (
     state_at,
 )
 from collage_server.store.runs.changes import QuotaName
+from collage_server.store.runs.live_runs import LiveRun
 from collage_server.store.runs.newest import KeptNewest, NewestPoint, RunProgress
 from collage_server.store.runs.overviews import DueRun
 from collage_server.store.sealing.archiving import Archiving
@@ -47,6 +49,7 @@ __all__ = [
     "IncidentQuery",
     "KeptNewest",
     "LatestPoint",
+    "LiveRun",
     "LogOut",
     "NewEvent",
     "NewIncident",
@@ -58,6 +61,7 @@ __all__ = [
     "READERS",
     "ReportGroup",
     "ReportJournal",
+    "ReportedState",
     "RunFilter",
     "RunProgress",
     "RunQuery",

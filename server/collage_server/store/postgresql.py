@@ -134,6 +134,11 @@ class PostgresqlStore(Store):
         """The database's own: servers stand on machines whose clocks may differ by days."""
         return float(connection.execute(select(func.extract("epoch", func.clock_timestamp()))).scalar_one())
 
+    def own_time(self) -> float | None:
+        """That of `time`."""
+        with self.reading() as connection:
+            return self.time(connection, 0.0)
+
     @contextmanager
     def _begin_reading(self) -> Iterator[Connection]:
         with self.engine.connect() as plain:

@@ -17,6 +17,7 @@ from collage_monitor import wire
 from collage_server.store.rows import from_json, int_array
 
 __all__ = [
+    "CLOCK_SLACK_SECONDS",
     "CONNECTIONS",
     "GroupOutcome",
     "IncidentQuery",
@@ -27,6 +28,7 @@ __all__ = [
     "READERS",
     "ROW_BYTES",
     "ReportGroup",
+    "ReportedState",
     "RunFilter",
     "RunPageRecord",
     "RunQuery",
@@ -52,6 +54,8 @@ CONNECTIONS: Final = 40
 READERS: Final = 32
 """How many threads may ask a store at once: the other connections are for writing, sealing and upkeep."""
 
+CLOCK_SLACK_SECONDS: Final = 5.0
+"""What is dated further in the future was written by a clock that was ahead."""
 UNBOUNDED: Final = 2**62
 """Later than any step."""
 
@@ -172,13 +176,31 @@ class GroupQuery(TableQuery):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
+class ReportedState:
+    """What the streams of a run have reported, over all its ranks, times by the server's clock.
+
+    `last_step` is the newest step at which something is seen, `last_attempt` the newest that has reported; None if
+    none has.
+    """
+
+    attempts: list[wire.Attempt]
+    first_step: int | None
+    last_step: int | None
+    last_attempt: int | None
+    first_time: float | None
+    last_report_at: float | None
+    reports: int
+    reports_dropped: float | None
+    scalars: dict[str, wire.LoggedScalar]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(ReportedState):
     """A run as it is stored, its times by the server's clock.
 
     `updated_at` is the training's last sign of life: a launch, a state that was stated, or a report. `changed_at`
     is the last change of fields by a request, or the last drop of coarse points by retention; None if there was
-    neither. `last_step` is the newest step at which something is seen, `last_attempt` the newest that has reported;
-    None if none has.
+    neither.
     """
 
     run_id: str
@@ -195,16 +217,7 @@ class RunRecord:
     created_at: float
     updated_at: float
     changed_at: float | None
-    first_step: int | None
-    last_step: int | None
-    last_attempt: int | None
-    first_time: float | None
-    last_report_at: float | None
-    reports: int
-    reports_dropped: float | None
-    attempts: list[wire.Attempt]
     watch: wire.WatchInfo | None
-    scalars: dict[str, wire.LoggedScalar]
 
 
 @dataclass(frozen=True)
@@ -366,7 +379,7 @@ class SealLimits:
     slice_bytes: int = 2**19
     delete_rows: int = 256
     delete_bytes: int = 2**22
-    coarse_bytes: int = 2**25
+    coarse_bytes: int = 2**23
 
     def scaled_to_commits(self, commit_bytes: int) -> SealLimits:
         """Limits for commits of so many bytes: slices a quarter as large, if that is more than now.

@@ -23,9 +23,18 @@ WAYS = {
     "fp32": (torch.float32, lambda p: torch.optim.AdamW(p, lr=3e-4, weight_decay=0.1)),
     "pairs": (torch.bfloat16, lambda p: CollageAdamW(p, lr=3e-4, weight_decay=0.1, strategy="light")),
     "master": (torch.bfloat16, lambda p: CollageAdamW(p, lr=3e-4, weight_decay=0.1, strategy="master-weights")),
+    "counts": (torch.bfloat16, lambda p: CollageAdamW(p, lr=3e-4, weight_decay=0.1, strategy="split-master")),
 }
-KNOWN = {"mxfp8": ("0.weight", "0.bias"), "nvfp4": ("0.weight", "0.bias", "2.weight")}
-"""The tensors whose last dimension holds whole blocks; other formats know all."""
+CASTS = (*FORMATS, "bf16>fp8_tensor", "bf16>fp8_block128", "bf16>mxfp8", "bf16>nvfp4_2d")
+_TILES = ("0.weight", "2.weight")
+KNOWN = {
+    "mxfp8": ("0.weight", "0.bias"),
+    "nvfp4": ("0.weight", "0.bias", "2.weight"),
+    "nvfp4_2d": _TILES,
+    "fp8_block128": _TILES,
+    "fp8_block128_ue8m0": _TILES,
+}
+"""The tensors whose last dimension holds whole blocks, in two dimensions for tiles; other formats know all."""
 STEPS = 4
 
 
@@ -39,6 +48,10 @@ def gradients(model, step):
     generator = torch.Generator().manual_seed(500 + step)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def known(layer, name):
+    return layer in KNOWN.get(name.rpartition(">")[2], (layer,))
 
 
 def stored(optimizer, parameter):
@@ -57,7 +70,7 @@ def watched_steps(way, steps, **options):
     dtype, make = WAYS[way]
     model = model_of(dtype)
     optimizer = make(model.parameters())
-    handle = watch(model, optimizer, every=1, budget=None, casts=FORMATS, **options)
+    handle = watch(model, optimizer, every=1, budget=None, casts=CASTS, **options)
     named = dict(model.named_parameters())
     ends: dict[str, list] = {name: [] for name in named}
     updates: dict[str, list] = {name: [] for name in named}
@@ -72,11 +85,14 @@ def watched_steps(way, steps, **options):
     return handle, ends, updates
 
 
-def check(totals, expected, key):
+def check(totals, expected, key, way):
     name, label = key
-    for part in ("elements", "changed", *(("recoded",) if label.split("/")[0] in casts.BLOCK else ())):
+    last = label.split("/")[0].rpartition(">")[2]
+    parts = ("recoded",) if last == "fp8_tensor" else ("recoded", "rescaled") if last in casts.TILE else ()
+    for part in ("elements", "changed", *parts):
         assert totals[f"{name}_{part}/{label}"] == expected[part], (name, part, label)
-    for part in ("squared_sum", "effective_sum"):
+    # The states of "counts" are no floats, and the reference's u is made of floats.
+    for part in ("squared_sum", "effective_sum") if way != "counts" else ():
         assert totals[f"{name}_{part}/{label}"] == pytest.approx(expected[part], rel=1e-6), (part, label)
 
 
@@ -84,14 +100,21 @@ def check(totals, expected, key):
 def test_a_step_of_whole_tensors_equals_a_count_by_hand(way):
     handle, ends, updates = watched_steps(way, STEPS, sample="all")
     for layer, totals in totals_of(handle).items():
-        for name in FORMATS:
-            if layer not in KNOWN.get(name, (layer,)):
+        for name in CASTS:
+            if not known(layer, name):
                 assert math.isnan(totals[f"cast_elements/{name}"])
                 continue
             before, after = ends[layer][-2:]
-            check(totals, casts.sums(before, after, updates[layer][-1], name), ("cast", name))
+            check(totals, casts.sums(before, after, updates[layer][-1], name), ("cast", name), way)
+            one, other = name.rpartition(">")[2], name
+            if one != other:
+                last = ends[layer][-1]
+                numbers = [casts.parts_of(last, route)[0] for route in (one, other)]
+                assert totals[f"cast_route_differing/{one}/{other}"] == (numbers[0] != numbers[1]).sum()
+                assert totals[f"cast_route_elements/{one}/{other}"] == last.size
     model = handle.summary()["model"]
     assert 0 < model["cast_changed_ratio/fp8_e4m3"] < 1
+    assert 0 < model["cast_route_ratio/mxfp8/bf16>mxfp8"] < 0.1
     # A tensor's scale follows its largest weight: the copy moves where hardly a code does.
     assert model["cast_recoded_ratio/nvfp4"] < 0.2 < 0.9 < model["cast_changed_ratio/nvfp4"]
 
@@ -100,33 +123,67 @@ def test_a_step_of_whole_tensors_equals_a_count_by_hand(way):
 def test_windows_of_whole_tensors_equal_a_count_by_hand(way):
     handle, ends, updates = watched_steps(way, CYCLE, sample="all", windows=(2, 4))
     for layer, totals in totals_of(handle).items():
-        for name in FORMATS:
-            if layer not in KNOWN.get(name, (layer,)):
+        for name in CASTS:
+            if not known(layer, name):
                 continue
             for length in (2, 4):
                 together = [sum(steps, Fraction(0)) for steps in zip(*updates[layer][-length:], strict=True)]
                 before, after = ends[layer][-1 - length], ends[layer][-1]
-                check(totals, casts.sums(before, after, together, name), ("cast_window", f"{name}/{length}"))
+                check(totals, casts.sums(before, after, together, name), ("cast_window", f"{name}/{length}"), way)
     model = handle.summary()["model"]
     assert model["cast_changed_window_ratio/bf16/4"] > model["cast_changed_ratio/bf16"] > 0
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_sample_counts_whole_blocks_of_the_formats(name):
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("shape", [(256, 64), (200, 144), (3, 70, 48)], ids=str)
+def test_a_sample_counts_whole_blocks_of_the_formats(name, shape):
+    """The sample's own copies, with scales that depend on weights outside it: tiles over three matrices, edges."""
     torch.manual_seed(1)
-    model = nn.Linear(64, 256, bias=False)
+    model, values = nn.Module(), torch.randn(shape) * torch.randn(shape[:-1]).exp().unsqueeze(-1)
+    weight = nn.Parameter(values)
+    model.register_parameter("weight", weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, sample=1024, budget=None, casts=FORMATS)
+    handle = watch(model, optimizer, every=1, sample=1024, budget=None, casts=(name,))
     gradients(model, 0)
-    before = model.weight.detach().numpy().copy()
+
+    def copies():
+        matrices = weight.detach().numpy().reshape(-1, *shape[-2:])
+        largest = float(np.abs(matrices).max())
+        return np.concatenate([casts.copy_of(rows, name, largest) for rows in matrices])
+
+    before = copies()
     optimizer.step()
     (sample,) = handle._hooks[0].measurer._buckets[0].samples
-    assert sample.block == 32
-    changed = casts.copy_of(model.weight.detach().numpy(), name) != casts.copy_of(before, name)
-    seen = changed.reshape(-1, 32)[sample.rows].sum()
-    totals = totals_of(handle)["weight"]
-    assert totals[f"cast_changed/{name}"] == seen * (16_384 / 1024)
-    assert totals[f"cast_elements/{name}"] == 16_384
+    totals, elements, last = totals_of(handle)["weight"], weight.numel(), name.rpartition(">")[2]
+    if last == "mxfp8" and shape[-1] % 32:
+        assert math.isnan(totals[f"cast_elements/{name}"])
+        return
+    places = sample.rows[:, None] * sample.block + np.arange(sample.block)
+    seen = (copies() != before).reshape(-1)[places].sum()
+    assert sample.block == (32 if last == "mxfp8" else 16)
+    assert totals[f"cast_changed/{name}"] == pytest.approx(seen * (elements / 1024), rel=1e-12)
+    assert totals[f"cast_elements/{name}"] == elements
+
+
+def test_a_sync_is_forecast_in_the_bytes_that_a_count_by_hand_finds():
+    torch.manual_seed(2)
+    model = nn.Linear(256, 384, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    handle = watch(model, optimizer, every=1, sample="all", casts=CASTS, windows=(2,))
+    ends = []
+    for step in range(8):
+        gradients(model, step)
+        ends.append(model.weight.detach().numpy().copy())
+        optimizer.step()
+    ends.append(model.weight.detach().numpy())
+    found = handle.summary()["model"]
+    for name in CASTS:
+        sent, dense = casts.sync_bytes(ends[-2], ends[-1], name)
+        assert found[f"cast_sync_bytes/{name}"] == pytest.approx(sent, rel=1e-9), name
+        assert found[f"cast_sync_ratio/{name}"] == pytest.approx(sent / dense, rel=1e-9), name
+        sent, dense = casts.sync_bytes(ends[-3], ends[-1], name)
+        assert found[f"cast_sync_window_bytes/{name}/2"] == pytest.approx(sent, rel=1e-9), name
+        assert found[f"cast_sync_window_ratio/{name}/2"] == pytest.approx(sent / dense, rel=1e-9), name
 
 
 def test_fp32_weights_at_a_low_rate_whose_copies_hardly_move_read_so():
@@ -160,7 +217,7 @@ def test_weights_as_narrow_as_the_copy_have_none():
     assert 0 < values["cast_changed_ratio/fp8_e4m3"] < 1
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4_2d", "fp8_block128"])
 def test_a_number_beside_the_layers_has_no_copy_in_blocks(name):
     model = nn.Linear(64, 32)
     model.scale = nn.Parameter(torch.tensor(2.0))
@@ -188,7 +245,9 @@ def test_an_element_whose_copy_overflows_is_left_out():
     assert np.isfinite(totals["cast_effective_sum/fp16"])
 
 
-@pytest.mark.parametrize("casts_asked", [("bfloat16",), ("bf16", "bf16"), "bf16"])
+@pytest.mark.parametrize(
+    "casts_asked", [("bfloat16",), ("bf16", "bf16"), "bf16", ("mxfp8>bf16",), ("bf16>",), ("bf16>bf16",)]
+)
 def test_a_format_that_is_not_known_is_refused_by_name(casts_asked):
     model = model_of(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

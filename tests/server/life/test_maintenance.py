@@ -205,6 +205,11 @@ class NoEvents:
         return []
 
 
+class NoSilences:
+    def end_silences(self, _):
+        pass
+
+
 class Worn(Disk):
     """A store with such a life."""
 
@@ -213,6 +218,7 @@ class Worn(Disk):
         self.retention = Life()
         self.events = NoEvents()
         self.expiry = self.retention
+        self.incidents = NoSilences()
 
     def release_space(self):
         return False

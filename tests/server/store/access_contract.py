@@ -228,9 +228,9 @@ class AccessContract:
         """Counted where they are added: of ten at once, as many as there is room for."""
         refused = []
 
-        def check(_project, what, count):
-            if what == "runs" and count > 3:
-                raise Unprocessable(f"{count} {what}")
+        def check(_project, what, _added, count):
+            if what == "runs" and count() > 3:
+                raise Unprocessable(what)
 
         def create(number):
             try:
@@ -245,9 +245,9 @@ class AccessContract:
         assert store.runs.create("q", wire.RunCreate(run_id="other"), NOW, check)[1]
 
     def test_tags_beyond_a_quota_are_undone(self, store):
-        def check(_project, what, count):
-            if what == "tags" and count > 2:
-                raise Unprocessable(f"{count} {what}")
+        def check(_project, what, _added, count):
+            if what == "tags" and count() > 2:
+                raise Unprocessable(what)
 
         store.runs.create("p", wire.RunCreate(run_id="a", tags=["x", "y"]), NOW, check)
         for refused in (

@@ -120,8 +120,9 @@ class IncidentsContract:
         )
         store.incidents.silence(made)
         store.incidents.silence(wire.Silence(**{**_plain(made), "silence_id": "t", "run_id": "r2"}))
-        assert [entry.silenced for entry in store.incidents.read(IncidentQuery(), NOW + 59)] == [True]
-        assert [entry.silenced for entry in store.incidents.read(IncidentQuery(), NOW + 60)] == [False]
+        asked = IncidentQuery(alert="CollageEdqLow")
+        assert [entry.silenced for entry in store.incidents.read(asked, NOW + 59)] == [True]
+        assert [entry.silenced for entry in store.incidents.read(asked, NOW + 60)] == [False]
         assert made in store.incidents.silences(NOW)
         assert store.incidents.silences(NOW + 60) == []
 

@@ -166,8 +166,9 @@ class AccessStore:
     def count_layers(self, project: str) -> int:
         """How many layers a project holds, summed over its runs."""
         run, layer = schema.run, schema.layer
-        mine = select(run.c.run_id).where(run.c.project == project)
-        count = select(func.count()).select_from(layer).where(layer.c.run_id.in_(mine))
+        # Numbered from 0: the last number of each run is one look-up, where counting reads all rows.
+        last = select(func.max(layer.c.layer)).where(layer.c.run_id == run.c.run_id).scalar_subquery()
+        count = select(func.coalesce(func.sum(last + 1), 0)).where(run.c.project == project)
         with self._reading() as connection:
             return int(connection.execute(count).scalar_one())
 

@@ -61,6 +61,11 @@ _INT: Final = np.dtype("<i8")
 _SLICED_LAYERS: Final = 4
 _SPANS_A_STATEMENT: Final = 1000
 _ROWS_A_BATCH: Final = 128
+_BATCH_BYTES: Final = 2**24
+"""Of blobs that stand in memory at once, beside what is made of them; one row at least."""
+_FETCHED_AT_ONCE: Final = 2**25
+"""Beyond that PostgreSQL's driver, which takes a whole answer into memory, fetches it batch by batch."""
+_POINTS_A_CHUNK: Final = 256
 _PLACE: Final = ("run_id", "attempt", "chunk", "part")
 
 
@@ -248,6 +253,10 @@ def _layer_rows(
     slice_of = "substr(t.data, 8 * t.point_count * w.layer + 1, 8 * t.point_count * w.layers)"
     data = ("t.rowid", "w.layers") if in_place else (slice_of,) if sliced else ("t.data",)
     columns = ("entry", "point_count", "layer_count", "w.layer", *data)
+    points = -(-_POINTS_A_CHUNK // level)
+    widest = max(
+        (size if sliced else layer + size for spans in extra.values() for _, layer, size in spans), default=0
+    )
     batches = select_rows(
         connection,
         "layer_chunk",
@@ -257,6 +266,7 @@ def _layer_rows(
         "t.entry = w.entry",
         spans=("entry", "layer", "layers"),
         extra=extra,
+        row_bytes=0 if in_place else 8 * points * widest,
     )
     raw: Any = connection.connection.driver_connection
     for row in itertools.chain.from_iterable(batches):
@@ -278,8 +288,11 @@ def select_rows(
     parameters: Mapping[str, Any] | None = None,
     spans: Sequence[str] = (),
     extra: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
+    row_bytes: int = 0,
 ) -> Iterator[Sequence[Any]]:
     """Rows (run_id, attempt, chunk, part, *columns) of these chunks, in batches, so that blobs can be freed early.
+
+    A row has about `row_bytes` of blobs, if that is much.
 
     `extra` gives, by run, further values of each span under the names `spans`, for the condition.
     """
@@ -294,8 +307,11 @@ def select_rows(
         some = wanted[start : start + _SPANS_A_STATEMENT]
         statement = _statement(table, tuple(columns), condition, tuple(spans), len(some))
         values = {f"v{i}": value for i, value in enumerate(value for span in some for value in span)}
-        found = connection.execute(statement, {**values, "level": level, **(parameters or {})})
-        for rows in found.partitions(_ROWS_A_BATCH):
+        given = {**values, "level": level, **(parameters or {})}
+        batch = min(max(_BATCH_BYTES // max(row_bytes, 1), 1), _ROWS_A_BATCH)
+        is_large = row_bytes * len(some) * max(map(len, chunks.values())) > _FETCHED_AT_ONCE
+        found = connection.execute(statement, given, execution_options={"yield_per": batch} if is_large else {})
+        for rows in found.partitions(batch):
             yield [row for row in rows if row[2] in held[row[:2]]]
 
 

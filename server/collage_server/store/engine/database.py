@@ -114,6 +114,10 @@ class Database(ABC):
         """The time by which servers on this database agree: `now`, where all of them share one machine's clock."""
         return now
 
+    def own_time(self) -> float | None:
+        """The time of the database's own clock; None where that is the machine's."""
+        return None
+
     @abstractmethod
     def _begin_reading(self) -> AbstractContextManager[Connection]:
         """A read transaction on one snapshot."""

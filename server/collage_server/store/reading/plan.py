@@ -34,6 +34,15 @@ class ReadPlan:
     contributors: dict[int, Contributors]
     infos: dict[tuple[int, int], tuple[ChunkInfo, ...]]
 
+    @property
+    def sealed_points(self) -> int:
+        """How many points the chunks hold at their levels."""
+        points = 0
+        for (_, level), infos in self.infos.items():
+            for info in infos:
+                points += -(-info.point_count // level)
+        return points
+
 
 def plan_read(
     view: RunView, unsealed: UnsealedReports, selection: Selection, infos: Sequence[ChunkInfo]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from sqlalchemy import Connection
@@ -30,6 +30,7 @@ from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
 from collage_server.store.chunks.merge import AttemptPoints, has_layer_extremes, join, select_points
 from collage_server.store.reading import unsealed
+from collage_server.store.reading.layer_blocks import read_in_blocks
 from collage_server.store.reading.plan import ReadPlan, plan_read
 from collage_server.store.reading.run_view import RunView, RunViews, chosen_layers, is_known
 from collage_server.store.records import FloatArray, IntArray, LatestPoint, Points, Selection
@@ -45,6 +46,8 @@ __all__ = [
     "sealed_model",
 ]
 
+_MOST_BYTES: Final = 2**26
+"""Of one table [statistic][point][layer]; what is larger is read a block of layers at a time."""
 Views = Mapping[str, RunView]
 Tables = dict[str, list[AttemptPoints]]
 
@@ -108,15 +111,50 @@ def _layer_points(
     plans = _plans(connection, views, selection, views)
     if selection.rank is not None:
         _check_one_rank(views, selection.rank)
-    tables: Tables = {run_id: [] for run_id in views}
-    for level, chunks in _by_level(plans).items():
-        held = {run_id: views[run_id] for run_id, _ in chunks}
-        found = sealed_layers(connection, archive, held, level, chunks, wanted, positions, selection.extremes_of)
-        for run_id, more in found.items():
-            tables[run_id] += more
-    for run_id, plan in plans.items():
-        tables[run_id] += _unsealed_layers(views[run_id], plan, wanted, selection, positions[run_id])
-    return _joined(views, tables, selection, chosen)
+
+    waiting, sizes = {}, {}
+    for run_id, view in views.items():
+        keys, plan = view.statistics(wanted), plans[run_id]
+        waiting[run_id] = unsealed.layer_tables(
+            view, plan.unsealed, plan.contributors, keys, positions[run_id], selection
+        )
+        sizes[run_id] = 8 * max(len(keys), 1) * max(plan.sealed_points + waiting[run_id].points, 1)
+
+    def read(
+        run_ids: Collection[str], some: Mapping[str, IntArray], *, neighbours: bool = False
+    ) -> dict[str, Points]:
+        """Totals of the layers at `some` positions, in the same order; their names are left out."""
+        held = {run_id: views[run_id] for run_id in run_ids}
+        tables: Tables = {run_id: [] for run_id in held}
+        for level, chunks in _by_level({run_id: plans[run_id] for run_id in held}).items():
+            of_level = {run_id: views[run_id] for run_id, _ in chunks}
+            found = sealed_layers(
+                connection,
+                archive,
+                of_level,
+                level,
+                chunks,
+                wanted,
+                some,
+                selection.extremes_of,
+                neighbours=neighbours,
+            )
+            for run_id, more in found.items():
+                tables[run_id] += more
+        for run_id in held:
+            tables[run_id] += waiting[run_id].at(some[run_id])
+        return _joined(held, tables, selection, {run_id: [""] * len(some[run_id]) for run_id in held})
+
+    few = (selection.points is not None or selection.at is not None) and not selection.extremes_of
+    large = [run_id for run_id in views if few and sizes[run_id] * len(positions[run_id]) > _MOST_BYTES]
+    found = read([run_id for run_id in views if run_id not in large], positions)
+    for run_id in large:
+
+        def of_block(block: IntArray, run_id: str = run_id) -> Points:
+            return read([run_id], {run_id: block}, neighbours=True)[run_id]
+
+        found[run_id] = read_in_blocks(of_block, positions[run_id], sizes[run_id], selection)
+    return {run_id: replace(found[run_id], layers=list(chosen[run_id])) for run_id in views}
 
 
 def _cached_model(
@@ -228,18 +266,6 @@ def _unsealed_model(
         return unsealed.model_of(unsealed.layer_table(view, attempt, rows, keys, positions, contributors))
 
     row_bytes = 8 * len(keys) * max(len(positions), 1)
-    return unsealed.merged_tables(view, plan.unsealed, plan.contributors, selection, row_bytes, table_of)
-
-
-def _unsealed_layers(
-    view: RunView, plan: ReadPlan, wanted: Collection[str] | None, selection: Selection, positions: IntArray
-) -> Iterator[AttemptPoints]:
-    keys = view.statistics(wanted)
-
-    def table_of(attempt: int, rows: Sequence[Any], contributors: Contributors) -> AttemptPoints:
-        return unsealed.layer_table(view, attempt, rows, keys, positions, contributors)
-
-    row_bytes = 8 * len(keys) * len(positions)
     return unsealed.merged_tables(view, plan.unsealed, plan.contributors, selection, row_bytes, table_of)
 
 

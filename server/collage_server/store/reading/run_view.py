@@ -55,6 +55,7 @@ class RunView:
         self.sealed_ranges = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
         self._scalars = rows.scalars
         self.chunk_infos: Sequence[ChunkInfo] | None = None
+        self._prefixes: dict[tuple[str, int], int] = {}
         self.unsealed: dict[type, dict[int, list[Any]]] = {}
         """All reports that wait, by kind of row and attempt."""
 
@@ -151,6 +152,20 @@ class RunView:
     def is_measured(self) -> bool:
         """Whether any stream has sent a measured step."""
         return any(row.measured_step is not None for row in self.latest_rows)
+
+    def prefix(self, stream_id: str, count: int) -> int:
+        """How much of the dictionary's beginning holds the first `count` layers of a stream; 0 for a stranger."""
+        known = self._prefixes.get((stream_id, count))
+        if known is None:
+            stream = self.streams.get(stream_id)
+            known = 0 if stream is None else int(stream.layers[:count].max(initial=-1)) + 1
+            self._prefixes[stream_id, count] = known
+        return known
+
+    @cached_property
+    def layer_count(self) -> int:
+        """How many layers the dictionary has: each stands there because some stream declared it."""
+        return max((int(stream.layers.max(initial=-1)) + 1 for stream in self.streams.values()), default=0)
 
     @cached_property
     def layers(self) -> dict[str, int]:

@@ -27,6 +27,7 @@ from collage_server.store.records import (
     Selection,
 )
 from collage_server.store.runs.events import read_events
+from collage_server.store.runs.live_runs import LiveRunPage, Place, read_live_runs
 from collage_server.store.runs.newest import KeptNewest, read_newest
 from collage_server.store.runs.run_store import read_page, read_records
 
@@ -63,6 +64,12 @@ class Snapshot:
         """A page of runs, newest first."""
         return read_page(self._connection, query, now, self._stale_after_seconds)
 
+    def live_runs(
+        self, projects: Collection[str] | None, now: float, after: Place | None, limit: int
+    ) -> LiveRunPage:
+        """A page of the runs that are running and not stale, newest first, with what gauges show of them."""
+        return read_live_runs(self._connection, projects, now - self._stale_after_seconds, after, limit)
+
     def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
         """Several runs, in the order given."""
         return read_records(self._connection, run_ids, self._views.attempts(run_ids))
@@ -73,7 +80,7 @@ class Snapshot:
 
     def layer_count(self, run_id: str) -> int:
         """How many layers the run has."""
-        return len(self._views.of([run_id], keys=())[run_id].layers)
+        return self._views.of([run_id], keys=())[run_id].layer_count
 
     def streams(self, run_id: str) -> list[wire.Stream]:
         """The run's streams, by attempt and rank."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -19,22 +19,29 @@ from sqlalchemy import Connection, Row, select, tuple_
 
 from collage_monitor.statistics import Totals, reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
-from collage_monitor.table import Axis, Table
 from collage_server.store import schema
 from collage_server.store.chunks.contributors import Contributors, StepReports
 from collage_server.store.chunks.merge import AttemptPoints, merged_to_one
-from collage_server.store.reading.assemble import RowOrigins, group_steps, merge_rows, visible
+from collage_server.store.reading.assemble import (
+    RowOrigins,
+    decode_layers,
+    decode_model,
+    group_steps,
+    layer_replicas,
+    merge_rows,
+    model_replica,
+    visible,
+)
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Selection, StreamRecord
 
 __all__ = [
+    "LayerTables",
     "ScalarRow",
     "UnsealedReports",
     "count_step_reports",
-    "decode_layers",
-    "decode_model",
-    "layer_replicas",
     "layer_table",
+    "layer_tables",
     "merged_tables",
     "model_of",
     "model_table",
@@ -83,9 +90,6 @@ class ScalarRow(NamedTuple):
     scalars: str
 
 
-Streams = Mapping[str, StreamRecord]
-_DECODED_AT_ONCE: Final = 2**22
-"""Bytes of totals by layer, side by side: all at once they would stand in memory twice."""
 _MOST_BYTES: Final = 2**26
 """Of totals of single steps that stand in memory; of more, where few points are wanted, steps are merged first."""
 _BYTES_AT_ONCE: Final = 2**23
@@ -139,6 +143,55 @@ def unsealed_rows(
             yield stream, row
 
 
+@dataclass(frozen=True)
+class LayerTables:
+    """Tables of the layers that some report brings; `positions` ascend."""
+
+    tables: list[AttemptPoints]
+    positions: IntArray
+
+    @property
+    def points(self) -> int:
+        """How many points they hold."""
+        return sum(map(len, [table.steps for table in self.tables]))
+
+    def at(self, wanted: IntArray) -> list[AttemptPoints]:
+        """The tables of the layers at these positions, in that order; NaN of those that none brings."""
+        if np.array_equal(self.positions, wanted):
+            return self.tables
+        place = np.minimum(np.searchsorted(self.positions, wanted), max(len(self.positions) - 1, 0))
+        targets = np.flatnonzero(self.positions[place] == wanted) if len(self.positions) else place[:0]
+        found = []
+        for table in self.tables:
+            totals = {key: np.full((len(table.steps), len(wanted)), np.nan) for key in table.totals}
+            for key, values in table.totals.items():
+                totals[key][:, targets] = values[:, place[targets]]
+            found.append(replace(table, totals=totals))
+        return found
+
+
+def layer_tables(
+    view: RunView,
+    reports: UnsealedReports,
+    contributors: Mapping[int, Contributors],
+    keys: Sequence[str],
+    positions: IntArray,
+    selection: Selection,
+) -> LayerTables:
+    """Unsealed totals by layer, of those of the layers at these positions that some report brings."""
+    shapes = {(row.stream_id, row.layer_count) for rows in reports.values() for row in rows}
+    brought = [view.streams[stream_id].layers[:count] for stream_id, count in shapes]
+    held = np.unique(np.concatenate(brought)) if brought else np.zeros(0, dtype=np.int64)
+    held = np.intersect1d(held, positions, assume_unique=True)
+
+    def table_of(attempt: int, rows: Sequence[Any], contributors: Contributors) -> AttemptPoints:
+        return layer_table(view, attempt, rows, keys, held, contributors)
+
+    row_bytes, point_bytes = (8 * len(keys) * len(some) for some in (held, positions))
+    tables = merged_tables(view, reports, contributors, selection, row_bytes, table_of, point_bytes=point_bytes)
+    return LayerTables(list(tables), held)
+
+
 def merged_tables(
     view: RunView,
     reports: UnsealedReports,
@@ -146,15 +199,18 @@ def merged_tables(
     selection: Selection,
     row_bytes: int,
     table_of: Callable[[int, Sequence[Row[Any]], Contributors], AttemptPoints],
+    *,
+    point_bytes: int = 0,
 ) -> Iterator[AttemptPoints]:
     """The tables that `table_of` makes of (attempt, rows, contributors), `row_bytes` a row.
 
-    Together they hold a point a step; but not much more than the points wanted, if all steps' are too many bytes.
+    Together they hold a point a step; but not much more than the points wanted, if all steps' are too many bytes,
+    as they are or with `point_bytes` each, which they take later.
     """
     count = sum(map(len, reports.values()))
     wanted = None if selection.extremes_of else selection.points
     level = 1
-    if wanted is not None and count * row_bytes > _MOST_BYTES:
+    if wanted is not None and count * max(row_bytes, point_bytes) > _MOST_BYTES:
         steps = sum(len({row.step for row in rows}) for rows in reports.values())
         level = max(steps // wanted, 1)
     for attempt, rows in sorted(reports.items()):
@@ -208,9 +264,31 @@ def layer_table(
     positions: IntArray,
     contributors: Contributors,
 ) -> AttemptPoints:
-    """Rows of one attempt merged to totals by step and layer."""
+    """Rows of one attempt merged to totals by step and layer.
+
+    Some layers at a time, where rows are merged and all would be many bytes: each row has room for every layer.
+    """
+    width = max(_BYTES_AT_ONCE // max(8 * len(keys) * len(rows), 1), 1)
     if _needs_no_merge(rows, contributors):
         return _table_of_one(attempt, rows, decode_layers(view.streams, rows, keys, positions))
+    if len(positions) <= width:
+        return _merged_layers(view, attempt, rows, keys, positions, contributors)
+    tables = [
+        _merged_layers(view, attempt, rows, keys, positions[start : start + width], contributors)
+        for start in range(0, len(positions), width)
+    ]
+    joined = {key: np.concatenate([table.totals[key] for table in tables], axis=1) for key in tables[0].totals}
+    return replace(tables[0], totals=joined)
+
+
+def _merged_layers(
+    view: RunView,
+    attempt: int,
+    rows: Sequence[Row[Any]],
+    keys: Sequence[str],
+    positions: IntArray,
+    contributors: Contributors,
+) -> AttemptPoints:
     cache: dict[str, FloatArray] = {}
 
     def replicas(stream_id: str) -> FloatArray:
@@ -363,67 +441,3 @@ def read_reports(
     if selection.last_step is not None:
         statement = statement.where(table.c.step <= selection.last_step)
     yield from connection.execute(statement)
-
-
-def decode_model(streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str]) -> Table[FloatArray]:
-    """Model totals [rows] by key; NaN where a row's stream does not declare the key."""
-    values = np.full((len(keys), len(rows)), np.nan)
-    declared: dict[tuple[str, ...], list[IntArray]] = defaultdict(list)
-    for (stream_id, count), members in _rows_by_shape(rows, "statistic_count"):
-        declared[streams[stream_id].statistics[:count]].append(members)
-    for statistics, parts in declared.items():
-        members = np.concatenate(parts)
-        data = b"".join(rows[i].model for i in members.tolist())
-        totals = np.frombuffer(data, dtype="<f8").reshape(len(members), len(statistics))
-        for target, source in _columns(keys, statistics):
-            values[target, members] = totals[:, source]
-    return Table(Axis(keys), None, values)
-
-
-def decode_layers(
-    streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str], positions: IntArray
-) -> Table[FloatArray]:
-    """Layer totals [rows, layers] by key, of the layers at these positions of the run's dictionary."""
-    values = np.full((len(keys), len(rows), len(positions)), np.nan)
-    target_of = {position: target for target, position in enumerate(positions.tolist())}
-    for (stream_id, statistic_count, layer_count), members in _rows_by_shape(
-        rows, "statistic_count", "layer_count"
-    ):
-        stream = streams[stream_id]
-        held = [(target_of[p], i) for i, p in enumerate(stream.layers[:layer_count].tolist()) if p in target_of]
-        targets = np.array([target for target, _ in held], dtype=np.int64)
-        sources = np.array([source for _, source in held], dtype=np.int64)
-        columns = _columns(keys, stream.statistics[:statistic_count])
-        width = max(_DECODED_AT_ONCE // max(8 * statistic_count * layer_count, 1), 1)
-        for start in range(0, len(members), width):
-            some = members[start : start + width]
-            data = b"".join(rows[i].statistics for i in some.tolist())
-            totals = np.frombuffer(data, dtype="<f8").reshape(len(some), statistic_count, layer_count)
-            for target, source in columns:
-                values[target, some[:, None], targets[None, :]] = totals[:, source][:, sources]
-    return Table(Axis(keys), None, values)
-
-
-def model_replica(stream: StreamRecord) -> float:
-    """The replica number of all the stream's layers, where it is one number."""
-    return float(stream.replicas[0]) if len(stream.replicas) else 0.0
-
-
-def layer_replicas(stream: StreamRecord, positions: IntArray) -> FloatArray:
-    """Replica numbers of the layers at these positions; NaN where the stream does not hold the layer."""
-    placed = np.full(max(int(stream.layers.max(initial=-1)), int(positions.max(initial=-1))) + 1, np.nan)
-    placed[stream.layers] = stream.replicas
-    return placed[positions]
-
-
-def _rows_by_shape(rows: Sequence[Row[Any]], *shape: str) -> list[tuple[tuple[Any, ...], IntArray]]:
-    """Indices of rows that can be decoded together: same stream, same counts."""
-    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        groups[(row.stream_id, *(getattr(row, name) for name in shape))].append(index)
-    return [(key, np.array(members, dtype=np.int64)) for key, members in groups.items()]
-
-
-def _columns(keys: Sequence[str], declared: Sequence[str]) -> list[tuple[int, int]]:
-    sources = {key: index for index, key in enumerate(declared)}
-    return [(target, sources[key]) for target, key in enumerate(keys) if key in sources]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Literal
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, Select, delete, func, insert, select, update
 
 from collage_monitor import wire
 from collage_server.errors import Conflict, NotFound
@@ -15,22 +16,32 @@ from collage_server.store.rows import missing_run, require_run, to_json
 __all__ = ["QuotaCheck", "QuotaName", "check_quotas", "create_run", "note_change", "update_run"]
 
 QuotaName = Literal["runs", "tags"]
-QuotaCheck = Callable[[str, QuotaName, int], None]
-"""(project, what, how many there would be): raises where that is too many, which undoes the change."""
+QuotaCheck = Callable[[str, QuotaName, int, Callable[[], int]], None]
+"""(project, what, how many are added at most, a count of what there would be): raises where that is too many, which
+undoes the change. It need not count: the more a project has, the longer that takes."""
 
 _RUN: Final = schema.run
 
 
-def check_quotas(connection: Connection, project: str, check: QuotaCheck, *, runs: bool, tags: bool) -> None:
-    """Show `check` what this transaction has made of the project. The caller keeps others from adding meanwhile."""
+def check_quotas(connection: Connection, project: str, check: QuotaCheck, *, runs: int, tags: int) -> None:
+    """Let `check` judge what this transaction, which added so many runs and tags, has made of the project.
+
+    The caller keeps others from adding meanwhile.
+    """
     run, tag = schema.run, schema.run_tag
-    if runs:
-        count = select(func.count()).select_from(run).where(run.c.project == project)
-        check(project, "runs", connection.execute(count).scalar_one())
-    if tags:
-        mine = select(run.c.run_id).where(run.c.project == project)
-        count = select(func.count(tag.c.tag.distinct())).where(tag.c.run_id.in_(mine))
-        check(project, "tags", connection.execute(count).scalar_one())
+    mine = select(run.c.run_id).where(run.c.project == project)
+    held: dict[QuotaName, Select[Any]] = {
+        "runs": select(func.count()).select_from(run).where(run.c.project == project),
+        "tags": select(func.count(tag.c.tag.distinct())).where(tag.c.run_id.in_(mine)),
+    }
+    added: dict[QuotaName, int] = {"runs": runs, "tags": tags}
+    for what, statement in held.items():
+        if added[what]:
+            check(project, what, added[what], partial(_count, connection, statement))
+
+
+def _count(connection: Connection, statement: Select[Any]) -> int:
+    return int(connection.execute(statement).scalar_one())
 
 
 def create_run(connection: Connection, project: str, create: wire.RunCreate, now: float) -> bool:

@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Select, Table, and_, false, func, or_, sel
 
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
+from collage_server.store.records import CLOCK_SLACK_SECONDS
 from collage_server.store.rows import later
 
 __all__ = ["DerivedRows"]
@@ -61,5 +62,7 @@ class DerivedRows:
         if made_by is None:
             return false()
         kept = self._table
-        earlier = func.coalesce(kept.c.made_at, 0.0) < self._began_at
+        made_at = func.coalesce(kept.c.made_at, 0.0)
+        # In the future: a clock was ahead then.
+        earlier = or_(made_at < self._began_at, made_at > time.time() + CLOCK_SLACK_SECONDS)
         return and_(func.coalesce(kept.c.made_by, "") != made_by, earlier)

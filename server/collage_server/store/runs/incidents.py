@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
@@ -15,7 +16,7 @@ from collage_monitor import wire
 from collage_server.errors import NotFound, Unprocessable
 from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
-from collage_server.store.records import IncidentQuery, NewEvent, NewIncident
+from collage_server.store.records import CLOCK_SLACK_SECONDS, IncidentQuery, NewEvent, NewIncident
 from collage_server.store.rows import from_json, to_json
 from collage_server.store.runs.events import add_events
 
@@ -23,7 +24,9 @@ __all__ = ["IncidentStore", "alert_key", "incident_id_of"]
 
 _LOG: Final = logging.getLogger(__name__)
 _INCIDENT: Final = server_tables.incident
-_CLOCK_SLACK_SECONDS: Final = 5.0
+SILENCED: Final = "CollageSilenced"
+"""The incident of a silence, open while it holds: of the server, so that no training takes it for its own."""
+_SILENCE_ID: Final = "silence_id"
 _INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _TELLING: Final = frozenset({"run_id", "key", "state", "worst", "window", "outcome"})
 _MOST_UNSETTLED: Final = 1000
@@ -153,9 +156,34 @@ class IncidentStore:
             return _incident(row, _silences(connection, now))
 
     def silence(self, silence: wire.Silence) -> None:
-        """Keep matching incidents from being sent until it ends."""
+        """Keep matching incidents from being sent until it ends. It is an incident itself: targets are told."""
+        until = datetime.fromtimestamp(silence.ends_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        named = (("alert", silence.alert), ("project", silence.project), ("run", silence.run_id))
+        covered = ", ".join(f"{kind} {name}" for kind, name in named if name is not None)
         with self._database.writing() as connection:
             connection.execute(insert(server_tables.silence).values(msgspec.structs.asdict(silence)))
+        told = NewIncident(
+            alert=SILENCED,
+            severity="info",
+            source="server",
+            labels={_SILENCE_ID: silence.silence_id},
+            text=f"No messages until {until} about {covered}. By {silence.made_by}: {silence.comment or '-'}",
+            started_at=silence.made_at,
+            project=silence.project or "",
+        )
+        self.fire(told, silence.made_at)
+
+    def end_silences(self, now: float) -> None:
+        """End the incidents of silences that hold no more."""
+        holding = {silence.silence_id for silence in self.silences(now)}
+        told = (_INCIDENT.c.alert == SILENCED, _INCIDENT.c.open_key.is_not(None))
+        with self._database.reading() as connection:
+            open_ones = [
+                from_json(text) for text in connection.execute(select(_INCIDENT.c.labels).where(*told)).scalars()
+            ]
+        for labels in open_ones:
+            if labels.get(_SILENCE_ID) not in holding:
+                self.resolve(SILENCED, labels, "server", now)
 
     def silences(self, now: float) -> list[wire.Silence]:
         """Those that have not ended, newest first; none that a clock which was ahead has made in the future."""
@@ -193,7 +221,7 @@ class IncidentStore:
             if connection.execute(row.on_conflict_do_nothing().returning(table.c.name)).first() is not None:
                 return True
             known = connection.execute(select(table).where(table.c.name == name).with_for_update()).first()
-            void = known is not None and known.ends_at > now + known.seconds + _CLOCK_SLACK_SECONDS
+            void = known is not None and known.ends_at > now + known.seconds + CLOCK_SLACK_SECONDS
             if known is not None and known.holder != holder and known.ends_at >= now and not void:
                 return False
             if void:
@@ -247,7 +275,7 @@ def _filters(query: IncidentQuery) -> list[ColumnElement[bool]]:
 
 def _silences(connection: Connection, now: float) -> list[wire.Silence]:
     table = server_tables.silence
-    holds = (table.c.ends_at > now, table.c.made_at <= now + _CLOCK_SLACK_SECONDS)
+    holds = (table.c.ends_at > now, table.c.made_at <= now + CLOCK_SLACK_SECONDS)
     rows = connection.execute(select(table).where(*holds).order_by(table.c.made_at.desc())).all()
     return [wire.Silence(**{name: getattr(row, name) for name in wire.Silence.__struct_fields__}) for row in rows]
 
@@ -266,6 +294,8 @@ def _incident(row: Row[Any], silences: Sequence[wire.Silence]) -> wire.Incident:
 
 
 def _covers(silence: wire.Silence, row: Row[Any]) -> bool:
+    if row.alert == SILENCED:
+        return False
     asked = ((silence.alert, row.alert), (silence.project, row.project), (silence.run_id, row.run_id))
     return all(wanted is None or wanted == own for wanted, own in asked)
 

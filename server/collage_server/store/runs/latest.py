@@ -1,4 +1,4 @@
-"""The newest numbers of a run, read from `run_latest`."""
+"""What the streams of a run have reported last, read from `run_latest`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, func, select
 from collage_monitor import wire
 from collage_monitor.wire import LoggedScalar
 from collage_server.store import schema
-from collage_server.store.records import UNBOUNDED
+from collage_server.store.records import UNBOUNDED, ReportedState, first_hidden_steps
 from collage_server.store.rows import scalars_from_json
 
 __all__ = [
@@ -21,8 +21,7 @@ __all__ = [
     "last_sealed_steps",
     "newest_logged_steps",
     "newest_measured_step",
-    "newest_scalars",
-    "sum_of_newest",
+    "reported_state",
 ]
 
 _PASSED: Final = 64
@@ -30,7 +29,53 @@ _PASSED: Final = 64
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 
 
-def newest_scalars(
+def reported_state(
+    connection: Connection, attempts: Sequence[wire.Attempt], latest: Sequence[Row[Any]]
+) -> ReportedState:
+    """What a run's streams have reported, from their rows of `run_latest` and its attempts, oldest first."""
+    if not latest and not attempts:
+        return _NOTHING
+    first_hidden = first_hidden_steps([(entry.attempt, entry.measured_from) for entry in attempts])
+    scalars = _newest_scalars(connection, latest, first_hidden)
+    reported = [entry for entry in latest if entry.last_report_at is not None]
+    newest = max((entry.attempt for entry in reported), default=0)
+    return ReportedState(
+        attempts=list(attempts),
+        first_step=min((entry.first_step for entry in reported), default=None),
+        last_step=_last_step(attempts, reported, scalars),
+        last_attempt=newest or None,
+        first_time=min((entry.first_time for entry in reported), default=None),
+        last_report_at=max((entry.last_report_at for entry in reported), default=None),
+        reports=sum(entry.reports for entry in latest),
+        reports_dropped=_sum_of_newest("reports_dropped", latest, newest),
+        scalars=scalars,
+    )
+
+
+_NOTHING: Final = ReportedState(
+    attempts=[],
+    first_step=None,
+    last_step=None,
+    last_attempt=None,
+    first_time=None,
+    last_report_at=None,
+    reports=0,
+    reports_dropped=None,
+    scalars={},
+)
+
+
+def _last_step(
+    attempts: Sequence[wire.Attempt], reported: list[Row[Any]], scalars: Mapping[str, LoggedScalar]
+) -> int | None:
+    """The newest step at which something is seen: of the newest measuring attempt, and of what was logged."""
+    measuring = {entry.attempt for entry in attempts if entry.measured_from is not None}
+    newest = max((entry.attempt for entry in reported if entry.attempt in measuring), default=0)
+    steps = [entry.last_step for entry in reported if entry.attempt == newest]
+    return max([*steps, *(entry.step for entry in scalars.values())], default=None)
+
+
+def _newest_scalars(
     connection: Connection, latest: Sequence[Row[Any]], first_hidden: Mapping[int, int]
 ) -> dict[str, LoggedScalar]:
     """The newest visible value of each logged name: of the newest attempt that logged it, at its highest step.
@@ -90,7 +135,7 @@ def newest_logged_steps(scalars: str) -> dict[str, int]:
     return {name: step for name, (step, _) in _DECODE(scalars).items()}
 
 
-def sum_of_newest(name: str, latest: Sequence[Row[Any]], attempt: int) -> float | None:
+def _sum_of_newest(name: str, latest: Sequence[Row[Any]], attempt: int) -> float | None:
     """Sum over the ranks of one attempt of a scalar that each counts for itself; None if none logged it."""
     entries = [_DECODE(row.scalars).get(name) for row in latest if row.attempt == attempt]
     values = [float(entry[1]) for entry in entries if entry is not None]

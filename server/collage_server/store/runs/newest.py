@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 from sqlalchemy import Connection, delete, insert, select
@@ -18,7 +19,7 @@ from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.runs.derived_rows import DerivedRows
 
-__all__ = ["KeptNewest", "NewestPoint", "NewestStore", "RunProgress", "read_newest"]
+__all__ = ["KeptNewest", "NewestPoint", "NewestStore", "RunProgress", "decode_point", "read_newest"]
 
 _RUN, _NEWEST = schema.run, schema.run_newest
 
@@ -49,7 +50,7 @@ class KeptNewest:
     point: NewestPoint | None
 
 
-_DECODE = msgspec.msgpack.Decoder(NewestPoint).decode
+decode_point: Final = msgspec.msgpack.Decoder(NewestPoint).decode
 
 
 class NewestStore(DerivedRows):
@@ -89,7 +90,9 @@ def read_newest(connection: Connection, run_ids: Sequence[str]) -> dict[str, Kep
     """The rows of these runs, as far as there are any, whatever code made them."""
     return {
         row.run_id: KeptNewest(
-            RunProgress(row.updated_at, row.reports), row.made_by, None if row.point is None else _DECODE(row.point)
+            RunProgress(row.updated_at, row.reports),
+            row.made_by,
+            None if row.point is None else decode_point(row.point),
         )
         for row in connection.execute(select(_NEWEST).where(_NEWEST.c.run_id.in_(run_ids)))
     }

@@ -19,20 +19,22 @@ from collage_server.store import schema, server_tables
 from collage_server.store.access.tokens import append_to_audit_log
 from collage_server.store.engine.database import Database
 from collage_server.store.records import (
+    CLOCK_SLACK_SECONDS,
     RunFilter,
     RunPageRecord,
     RunQuery,
     RunRecord,
     RunRevision,
-    first_hidden_steps,
 )
 from collage_server.store.rows import among, from_json, later, missing_run, require_runs
 from collage_server.store.runs.changes import QuotaCheck, check_quotas, create_run, update_run
-from collage_server.store.runs.latest import newest_scalars, sum_of_newest
+from collage_server.store.runs.latest import reported_state
 
 __all__ = [
     "RunStore",
+    "attempts_from",
     "attempts_of_runs",
+    "latest_of_runs",
     "matching",
     "read_page",
     "read_records",
@@ -85,7 +87,7 @@ class RunStore:
                 self._database.lock_project(connection, project)
             is_new = create_run(connection, project, create, now)
             if check is not None:
-                check_quotas(connection, project, check, runs=is_new, tags=bool(create.tags))
+                check_quotas(connection, project, check, runs=int(is_new), tags=len(create.tags))
             return read_run(connection, create.run_id), is_new
 
     def page(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
@@ -142,8 +144,24 @@ class RunStore:
                 self._database.lock_project(connection, counted)
             update_run(connection, run_id, update, now)
             if check is not None and counted is not None:
-                check_quotas(connection, counted, check, runs=False, tags=True)
+                check_quotas(connection, counted, check, runs=0, tags=len(update.tags or ()))
             return read_run(connection, run_id)
+
+    def bring_back(self, now: float) -> int:
+        """Date as of `now` what is dated later: how many runs. Else they would count as live for days after."""
+        future = now + CLOCK_SLACK_SECONDS
+        latest = schema.run_latest
+        with self._database.freeing() as connection:
+            launched = connection.execute(
+                update(_RUN).where(_RUN.c.updated_at > future).values(updated_at=now)
+            ).rowcount
+            reported = select(latest.c.run_id).where(latest.c.last_report_at > future).distinct()
+            found = len(connection.execute(reported).all())
+            if found:
+                connection.execute(
+                    update(latest).where(latest.c.last_report_at > future).values(last_report_at=now)
+                )
+            return max(launched, found)
 
     def delete(self, run_id: str, now: float, audit_entries: Sequence[wire.AuditLogEntry] = ()) -> None:
         """Make a run invisible: a tombstone stays, and its streams' ids, so that their reports answer 410.
@@ -274,13 +292,20 @@ def _records(
 @cache
 def _beside_runs() -> tuple[Select[Any], ...]:
     """Of some runs tags, the newest of each stream, and what each said when it began."""
-    tag, latest, stream = schema.run_tag, schema.run_latest, schema.stream
+    tag, stream = schema.run_tag, schema.stream
     said = [stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
     return (
         select(tag).where(among(tag.c.run_id)).order_by(tag.c.position),
-        select(latest).where(among(latest.c.run_id)),
+        latest_of_runs(),
         select(*said).where(stream.c.watch.is_not(None), among(stream.c.run_id)),
     )
+
+
+@cache
+def latest_of_runs() -> Select[Any]:
+    """What each stream of some runs has reported last."""
+    latest = schema.run_latest
+    return select(latest).where(among(latest.c.run_id))
 
 
 @cache
@@ -307,35 +332,18 @@ def _record(
     latest: list[Row[Any]],
     watches: list[Row[Any]],
 ) -> RunRecord:
-    first_hidden = first_hidden_steps([(entry.attempt, entry.measured_from) for entry in attempts])
-    scalars = newest_scalars(connection, latest, first_hidden)
     watch = max(watches, key=lambda entry: (entry.attempt, -entry.rank), default=None)
-    reported = [entry for entry in latest if entry.last_report_at is not None]
-    newest = max((entry.attempt for entry in reported), default=0)
-    last_report_at = max((entry.last_report_at for entry in reported), default=None)
+    reported = reported_state(connection, attempts_from(attempts), latest)
     return RunRecord(
         **{column: getattr(row, column) for column in _AS_STORED},
+        **vars(reported),
         tags=[entry.tag for entry in tags],
         config=from_json(row.config),
-        updated_at=max(row.updated_at, last_report_at or 0.0),
-        first_step=min((entry.first_step for entry in reported), default=None),
-        last_step=_last_step(attempts, reported, scalars),
-        last_attempt=newest or None,
-        first_time=min((entry.first_time for entry in reported), default=None),
-        last_report_at=last_report_at,
-        reports=sum(entry.reports for entry in latest),
-        reports_dropped=sum_of_newest("reports_dropped", latest, newest),
-        attempts=[msgspec.convert(entry, wire.Attempt, from_attributes=True) for entry in attempts],
+        updated_at=max(row.updated_at, reported.last_report_at or 0.0),
         watch=None if watch is None else msgspec.json.decode(watch.watch, type=wire.WatchInfo),
-        scalars=scalars,
     )
 
 
-def _last_step(
-    attempts: list[Row[Any]], reported: list[Row[Any]], scalars: Mapping[str, wire.LoggedScalar]
-) -> int | None:
-    """The newest step at which something is seen: of the newest measuring attempt, and of what was logged."""
-    measuring = {entry.attempt for entry in attempts if entry.measured_from is not None}
-    newest = max((entry.attempt for entry in reported if entry.attempt in measuring), default=0)
-    steps = [entry.last_step for entry in reported if entry.attempt == newest]
-    return max([*steps, *(entry.step for entry in scalars.values())], default=None)
+def attempts_from(rows: Sequence[Row[Any]]) -> list[wire.Attempt]:
+    """The attempts behind rows of `attempts_of_runs`."""
+    return [msgspec.convert(row, wire.Attempt, from_attributes=True) for row in rows]

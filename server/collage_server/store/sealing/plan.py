@@ -57,11 +57,15 @@ class SealPlan:
 
 @dataclass(frozen=True)
 class _WaitingReport:
+    """`statistics`: of so many it has totals; `layers`: so many of the dictionary's first hold its own."""
+
     stream_id: str
     seq: int
     step: int
     measured: bool
     bytes: int
+    statistics: int
+    layers: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +99,7 @@ def read_journal(
     """Read the run's journal. `closed`: the run is over, its tail is sealed too."""
     leftovers: list[tuple[str, int]] = []
     waiting: dict[int, list[_WaitingReport]] = defaultdict(list)
-    for report in _waiting_reports(connection, view.run_id):
+    for report in _waiting_reports(connection, view):
         if view.is_sealed(report.stream_id, report.seq):
             leftovers.append((report.stream_id, report.seq))
         elif report.stream_id in view.streams:
@@ -108,15 +112,17 @@ def read_journal(
     return JournalContents(leftovers, dict(waiting), ready, journal_full)
 
 
-def _waiting_reports(connection: Connection, run_id: str) -> Iterator[_WaitingReport]:
+def _waiting_reports(connection: Connection, view: RunView) -> Iterator[_WaitingReport]:
     table = schema.report
     rows = connection.execute(
         select(table.c.stream_id, table.c.seq, table.c.step, table.c.model.is_not(None), REPORT_BYTES)
-        .where(table.c.run_id == run_id)
+        .add_columns(table.c.statistic_count, table.c.layer_count, table.c.statistics.is_not(None))
+        .where(table.c.run_id == view.run_id)
         .order_by(table.c.stream_id, table.c.seq)
     )
-    for stream_id, seq, step, measured, size in rows:
-        yield _WaitingReport(stream_id, seq, step, bool(measured), size)
+    for stream_id, seq, step, measured, size, statistics, count, by_layer in rows:
+        layers = view.prefix(stream_id, count) if by_layer else 0
+        yield _WaitingReport(stream_id, seq, step, bool(measured), size, statistics, layers)
 
 
 def plan_seal(
@@ -128,7 +134,7 @@ def plan_seal(
         for attempt, members in sorted(journal.waiting.items()):
             own = [info for info in infos if info.attempt == attempt]
             ready = None if journal_full else journal.ready[attempt]
-            plan = _late(attempt, members, own, limits, ready is None)
+            plan = _late(attempt, members, own, limits, over=ready is None)
             room = _room(connection, view.run_id, own, limits)
             plan = plan or _next(attempt, members, own, room, limits, ready)
             if plan is not None:
@@ -152,7 +158,12 @@ def _ready_step(connection: Connection, view: RunView, attempt: int, stale_after
 
 
 def _late(
-    attempt: int, waiting: Sequence[_WaitingReport], infos: Sequence[ChunkInfo], limits: SealLimits, over: bool
+    attempt: int,
+    waiting: Sequence[_WaitingReport],
+    infos: Sequence[ChunkInfo],
+    limits: SealLimits,
+    *,
+    over: bool,
 ) -> SealPlan | None:
     """Reports of steps that are sealed already: a part of their own, once there are enough of them."""
     if not infos:
@@ -161,7 +172,9 @@ def _late(
     if not late or (len(late) < limits.late_rows and not over):
         return None
     info = next(info for info in infos if min(report.step for report in late) <= info.last_step)
-    chosen = [report for report in late if report.step <= info.last_step]
+    of_chunk = [report for report in late if report.step <= info.last_step]
+    cutoff = _cutoff(of_chunk, 0, limits, over=True) or 0
+    chosen = [report for report in of_chunk if report.step <= cutoff]
     return _plan(attempt, info.chunk, info.parts, chosen, info)
 
 
@@ -200,11 +213,13 @@ def _next(
 
 
 def _cutoff(fresh: Sequence[_WaitingReport], room: int, limits: SealLimits, *, over: bool) -> int | None:
-    """The last step to seal: where the chunk, the rows or the bytes are full; all when the attempt is `over`.
+    """The last step to seal: where the room (0: any), rows or bytes are full; all when the attempt is `over`.
+
+    Bytes are those of the reports, or of the part, which has room for each statistic of each layer.
 
     Otherwise whole multiples of `part_points` of at least `part_bytes`, so that parts are alike and worth it.
     """
-    points = rows = size = 0
+    points = rows = size = statistics = layers = 0
     part = None
     for step, members in groupby(sorted(fresh, key=attrgetter("step")), attrgetter("step")):
         waiting = list(members)
@@ -212,7 +227,10 @@ def _cutoff(fresh: Sequence[_WaitingReport], room: int, limits: SealLimits, *, o
         size += sum(report.bytes for report in waiting)
         measured = any(report.measured for report in waiting)
         points += measured
-        if size >= limits.bytes or rows >= limits.rows or points == room:
+        statistics = max(statistics, *(report.statistics for report in waiting))
+        layers = max(layers, *(report.layers for report in waiting))
+        table = 8 * statistics * (points * layers + rows)
+        if max(size, table) >= limits.bytes or rows >= limits.rows or points == room:
             return int(step)
         if measured and points % limits.part_points == 0 and size >= limits.part_bytes:
             part = int(step)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -25,19 +24,14 @@ from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.chunks.blobs import ALL_RANKS, LEVELS, pack_points, pack_totals
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
 from collage_server.store.chunks.merge import (
-    POINT_COLUMNS,
     AttemptPoints,
-    coarsen,
-    join,
-    layer_extremes,
-    model_extremes,
 )
 from collage_server.store.reading import unsealed
-from collage_server.store.reading.points import sealed_layers, sealed_model
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.reading.scalars import pack_scalars
-from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Points, SealLimits, Selection
+from collage_server.store.records import FloatArray, IntArray, SealLimits
 from collage_server.store.rows import add_numbers, int_bytes, ranges_from_json, ranges_to_json
+from collage_server.store.sealing.levels import ChunkLevel, chunk_of, coarse_levels, reported
 from collage_server.store.sealing.plan import SealPlan, plan_seal, read_journal, read_planned
 from collage_server.store.sealing.replicas import ReplicaComparison, keep_mismatches
 
@@ -47,21 +41,6 @@ Transaction = Callable[[], AbstractContextManager[Connection]]
 _BlobRow = tuple[Any, dict[str, Any]]
 _FLOAT: Final = np.dtype("<f8")
 _PARTS_AT_ONCE: Final = 16
-_NOBODY: Final = MappingProxyType({"contributor_ranks": b"", "contributors": b""})
-
-
-@dataclass(frozen=True, eq=False)
-class _ChunkLevel:
-    """What a chunk holds at one level: points, totals of model, single ranks and layers, by entry key.
-
-    `contributors`: the columns of `point_chunk` that say who contributed; coarse levels leave them empty.
-    """
-
-    points: Points
-    model: Mapping[str, FloatArray]
-    ranks: Mapping[int, Mapping[str, FloatArray]]
-    layers: Mapping[str, FloatArray]
-    contributors: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +48,13 @@ class _PartContents:
     """One part, and the coarse levels of its chunk if it is whole."""
 
     plan: SealPlan
-    part: _ChunkLevel | None
-    coarse: Mapping[int, _ChunkLevel]
+    part: ChunkLevel | None
+    coarse: Mapping[int, ChunkLevel]
     scalars: Mapping[tuple[str, str], bytes]
     counts: Mapping[tuple[str, str], int]
 
     @property
-    def levels(self) -> dict[int, _ChunkLevel]:
+    def levels(self) -> dict[int, ChunkLevel]:
         """All that is made, by level; nothing where only what was logged is sealed."""
         return {} if self.part is None else {LEVELS[0]: self.part, **self.coarse}
 
@@ -140,10 +119,9 @@ def _build(
     part = _part(connection, view, plan, measured) if measured else None
     if part is not None and not len(part.points.steps):
         part = None
-    coarse: Mapping[int, _ChunkLevel] = {}
+    coarse: Mapping[int, ChunkLevel] = {}
     if part is not None:
-        whole = _whole_model(view, plan, part)
-        coarse = _coarse(view, plan, part, whole, limits, archive)
+        coarse = coarse_levels(view, plan, part, limits, archive)
     return _PartContents(
         plan=plan,
         part=part,
@@ -153,13 +131,15 @@ def _build(
     )
 
 
-def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[Row[Any]]) -> _ChunkLevel:
+def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[Row[Any]]) -> ChunkLevel:
     """Ranks merged; where there are several, also one by one, for the model."""
-    keys = view.statistics(None)
-    positions = np.array(list(view.layers.values()), dtype=np.int64)
+    declared = {key for row in rows for key in view.streams[row.stream_id].statistics[: row.statistic_count]}
+    keys = view.statistics(declared.intersection(view.statistics(None)))
     held = [] if plan.info is None else [plan.chunk]
     contributors = read_contributors(connection, view.run_id, plan.attempt, held)
     with_layers = [row for row in rows if row.statistics is not None]
+    width = max((view.prefix(row.stream_id, row.layer_count) for row in with_layers), default=0)
+    positions = np.arange(width, dtype=np.int64)
     layers = unsealed.layer_table(view, plan.attempt, with_layers, keys, positions, contributors)
     model = unsealed.model_table(view, plan.attempt, rows, keys, contributors)
     if view.replicas_beside_shards:
@@ -170,7 +150,7 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
     contributing = sorted({view.ranks_by_stream[stream] for _, stream in counts})
     if len(contributing) > 1 or view.replicated:
         ranks = {rank: _one_rank(view, plan, seen, keys, model, rank) for rank in contributing}
-    return _ChunkLevel(
+    return ChunkLevel(
         points=model,
         model=_stored(model.totals),
         ranks=ranks,
@@ -198,72 +178,7 @@ def _aligned(table: AttemptPoints, steps: IntArray) -> dict[str, FloatArray]:
 
 def _stored(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     """Without totals that can be computed from a single step's others, and those that nobody reported."""
-    return _reported({key: v for key, v in totals.items() if not key.startswith("variance_product_root/")})
-
-
-def _reported(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-    """Those that are known anywhere: of a run that measures no layers, none by layer."""
-    return {key: values for key, values in totals.items() if not np.isnan(values).all()}
-
-
-def _join_part(
-    plan: SealPlan,
-    old: Sequence[AttemptPoints],
-    part: _ChunkLevel,
-    totals: Mapping[str, FloatArray],
-    layers: Sequence[str] | None = None,
-) -> Points:
-    """The chunk's `old` points and those of the part, with these `totals`."""
-    counted: dict[str, Any] = {name: getattr(part.points, name) for name in POINT_COLUMNS}
-    own = AttemptPoints(attempt=plan.attempt, **counted, totals=dict(totals))
-    return join([*old, own], lambda _: UNBOUNDED, Selection(), layers=layers)
-
-
-def _whole_model(view: RunView, plan: SealPlan, part: _ChunkLevel) -> Points:
-    """All points of the chunk so far, this part's joined in."""
-    held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
-    old = sealed_model(view.connection, {view.run_id: view}, 1, held, None, Selection())[view.run_id]
-    return _join_part(plan, old, part, part.model)
-
-
-def _coarse(
-    view: RunView, plan: SealPlan, part: _ChunkLevel, model: Points, limits: SealLimits, archive: ArchiveReader
-) -> dict[int, _ChunkLevel]:
-    """The chunk's coarse levels, made of all its parts, as soon as it is whole."""
-    if len(model.steps) < limits.points:
-        return {}
-    levels = {}
-    layers = _coarse_layers(view, plan, part, limits, archive)
-    for level in LEVELS[1:]:
-        points, stored = coarsen(model, level, limits.points, model_extremes(list(model.totals)))
-        levels[level] = _ChunkLevel(points, _reported(stored), {}, layers[level], _NOBODY)
-    return levels
-
-
-def _coarse_layers(
-    view: RunView, plan: SealPlan, part: _ChunkLevel, limits: SealLimits, archive: ArchiveReader
-) -> dict[int, dict[str, FloatArray]]:
-    """By coarse level, what the layers store; made of some layers at a time, however many there are."""
-    names, keys = list(view.layers), view.statistics(None)
-    held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
-    width = max(limits.coarse_bytes // (8 * limits.points * max(len(keys), 1)), 1)
-    found: dict[int, dict[str, list[FloatArray]]] = {level: defaultdict(list) for level in LEVELS[1:]}
-    for start in range(0, max(len(names), 1), width):
-        some = slice(start, start + width)
-        positions = {view.run_id: np.arange(len(names), dtype=np.int64)[some]}
-        old = sealed_layers(
-            view.connection, archive, {view.run_id: view}, 1, held, keys, positions, neighbours=width < len(names)
-        )
-        own = {key: values[:, some] for key, values in part.layers.items()}
-        layers = _join_part(plan, old[view.run_id], part, own, names[some])
-        for level, stored in found.items():
-            _, more = coarsen(layers, level, limits.points, layer_extremes(list(layers.totals)))
-            for key, values in more.items():
-                stored[key].append(values)
-    return {
-        level: _reported({key: np.concatenate(parts, axis=1) for key, parts in stored.items()})
-        for level, stored in found.items()
-    }
+    return reported({key: v for key, v in totals.items() if not key.startswith("variance_product_root/")})
 
 
 def _write(run_id: str, writing: Transaction, built: _PartContents, limits: SealLimits) -> None:
@@ -274,7 +189,7 @@ def _write(run_id: str, writing: Transaction, built: _PartContents, limits: Seal
         entries = _entry_numbers(connection, run_id, built)
         for table in (schema.model_chunk, schema.layer_chunk):
             if built.levels:
-                connection.execute(delete(table).where(*_chunk_of(table, run_id, plan), table.c.part == plan.part))
+                connection.execute(delete(table).where(*chunk_of(table, run_id, plan), table.c.part == plan.part))
         every = [_blob_rows(run_id, plan, level, held, entries) for level, held in built.levels.items()]
         slices = _slices(chain.from_iterable(every), limits)
         _insert(connection, next(slices, []))
@@ -317,10 +232,6 @@ def _require(connection: Connection, run_id: str) -> None:
         raise Gone(f"run {run_id!r} was deleted while it was being sealed", field="run_id")
 
 
-def _chunk_of(table: Any, run_id: str, plan: SealPlan) -> tuple[Any, ...]:
-    return (table.c.run_id == run_id, table.c.attempt == plan.attempt, table.c.chunk == plan.chunk)
-
-
 def _entry_numbers(connection: Connection, run_id: str, built: _PartContents) -> dict[str, int]:
     """The number of each entry of the run, by its key; entries that are new in this part are appended."""
     table = schema.entry
@@ -339,7 +250,7 @@ def _entry_numbers(connection: Connection, run_id: str, built: _PartContents) ->
 
 
 def _blob_rows(
-    run_id: str, plan: SealPlan, level: int, held: _ChunkLevel, entries: Mapping[str, int]
+    run_id: str, plan: SealPlan, level: int, held: ChunkLevel, entries: Mapping[str, int]
 ) -> Iterator[_BlobRow]:
     """(table, values) of every blob row of a level."""
     count = len(held.points.steps)
@@ -372,7 +283,7 @@ def _publish(connection: Connection, run_id: str, built: _PartContents, entries:
     plan = built.plan
     for table in (schema.point_chunk, schema.model_chunk, schema.layer_chunk) if built.coarse else ():
         replaced = (table.c.level.in_(built.coarse), table.c.part != plan.part)
-        connection.execute(delete(table).where(*_chunk_of(table, run_id, plan), *replaced))
+        connection.execute(delete(table).where(*chunk_of(table, run_id, plan), *replaced))
     for level, held in built.levels.items():
         connection.execute(insert(schema.point_chunk).values(**_point_row(run_id, plan, level, held)))
     _publish_scalars(connection, run_id, built)
@@ -384,7 +295,7 @@ def _publish(connection: Connection, run_id: str, built: _PartContents, entries:
         connection.execute(update(table).where(*mine).values(sealed=merged))
 
 
-def _point_row(run_id: str, plan: SealPlan, level: int, held: _ChunkLevel) -> dict[str, Any]:
+def _point_row(run_id: str, plan: SealPlan, level: int, held: ChunkLevel) -> dict[str, Any]:
     points = held.points
     return {
         "run_id": run_id,

@@ -1,0 +1,204 @@
+"""A checkpoint's cure: what is lacking, what keeps it, the converted file, the code, and steps that prove it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from collage_agent.audit.conversion import Conversion, check_output, convert_checkpoint
+from collage_agent.audit.findings import AuditFinding
+from collage_agent.audit.parameters import advice_about, checkpoint_parameters
+from collage_agent.audit.reading import read_checkpoint
+from collage_agent.audit.report import audit_checkpoint
+from collage_agent.checked_steps import CheckedSteps
+from collage_monitor.environment import CHECK_REPORT, CHECK_STEPS, CHECKPOINT, VARIABLES, launch_variables
+from collage_monitor.errors import CollageError
+from collage_monitor.judgement import Advice, Lacking
+
+__all__ = ["Cure", "check_cure", "cure_checkpoint", "cured_path", "render_cure"]
+
+_LACKING: Final[dict[str, Lacking]] = {
+    "learning-rate-lost": "weights",
+    "single-weight": "weights",
+    "master-rounded": "weights",
+    "second-moment-stuck": "states",
+    "second-moment-zero": "states",
+}
+"""What is kept too narrow where an audit finds this. Other findings are damage, which no conversion mends."""
+_PLACEHOLDER: Final = "{checkpoint}"
+_MEASURED: Final = {"mode": "disabled", "every": "1", "budget": "none"}
+
+
+class Cure(Struct, frozen=True):
+    """What was found in a checkpoint and what was done about it.
+
+    before, after: findings of the audits of the old checkpoint and of the new one, notes left out. advice: what to
+    try, in words; code: the lines to paste once the optimizer is built, before a checkpoint is loaded. output: the
+    converted checkpoint; "" where none was written. checked: the verdict of the first steps, one for each watch;
+    failures: sentences, each a reason why the check did not pass. cured: nothing was lacking, or what was is
+    converted and no check failed.
+    """
+
+    path: str
+    before: list[AuditFinding]
+    after: list[AuditFinding] = []
+    strategy: str = ""
+    advice: str = ""
+    code: str = ""
+    output: str = ""
+    conversion: Conversion | None = None
+    checked: list[CheckedSteps] = []
+    failures: list[str] = []
+    cured: bool = False
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing was found in the old checkpoint that a cure is for."""
+        return self.cured and not self.strategy
+
+
+def cured_path(checkpoint: Path) -> Path:
+    """Where the converted checkpoint is written unless another place is named: beside the old one."""
+    return checkpoint.with_name(f"{checkpoint.stem}-cured{checkpoint.suffix}")
+
+
+def cure_checkpoint(path: Path, strategy: str | None = None, output: Path | None = None) -> Cure:
+    """Audit a checkpoint, and where weights or states are too narrow, write it as the advised strategy keeps it.
+
+    strategy: another one than is advised. output: where to write it; None: see `cured_path`.
+
+    Raises:
+        CheckpointError: nothing that can be read safely, or an output that is there already.
+        ValueError: a strategy that does not exist or cannot keep these weights.
+    """
+    before = _told(path)
+    lacking = [finding for finding in before if finding.code in _LACKING]
+    if not lacking:
+        damaged = [finding.text for finding in before if finding.severity == "problem"]
+        words = [f"no conversion mends this: {text}" for text in damaged]
+        return Cure(str(path), before, failures=words, cured=not damaged)
+    advice = _advice(path, lacking)
+    choice = next((entry for entry in advice.choices if entry.strategy), None) if advice is not None else None
+    text = advice.text if advice is not None else "nothing here keeps more of these weights"
+    if choice is None or choice.strategy is None:
+        code = next((entry.code for entry in advice.choices), "") if advice is not None else ""
+        return Cure(str(path), before, advice=text, code=code, failures=[f"there is nothing to convert to: {text}"])
+    target, output = strategy or choice.strategy, output or cured_path(path)
+    check_output(output)
+    converted = convert_checkpoint(path, target)
+    converted.write(output)
+    after = _told(output)
+    left = [finding.text for finding in after if finding.code in _LACKING or finding.severity == "problem"]
+    return Cure(
+        path=str(path),
+        before=before,
+        after=after,
+        strategy=target,
+        advice=text,
+        code=choice.code.replace(f'"{choice.strategy}"', f'"{target}"'),
+        output=str(output),
+        conversion=converted.report,
+        failures=[f"still so in the converted checkpoint: {text}" for text in left],
+        cured=not left,
+    )
+
+
+def check_cure(cure: Cure, program: Sequence[str], steps: int) -> Cure:
+    """The cure with the verdict of so many first steps of a training from the converted checkpoint.
+
+    The training runs as `collage-monitor run` starts it, measured at each step and reported nowhere. Its command
+    gets the checkpoint in place of "{checkpoint}" and in COLLAGE_CHECKPOINT. It is ended after the last step.
+
+    Raises:
+        CollageError: there is no such program.
+    """
+    checked, status = _first_steps(program, cure.output or cure.path, steps)
+    # Without a conversion the steps alone decide.
+    failures = [*(cure.failures if cure.output else ()), *_failures(cure, checked, status, steps)]
+    return msgspec.structs.replace(cure, checked=checked, failures=failures, cured=not failures)
+
+
+def render_cure(cure: Cure) -> str:
+    """The cure in plain words: before, what to do, after."""
+    if cure.is_healthy:
+        warned = [f"  {finding.severity}: {finding.text}" for finding in cure.before]
+        return "\n".join([f"{cure.path}: nothing is kept too narrow; it is left as it is", *warned])
+    lines = [f"{cure.path}: before"]
+    lines += [f"  {finding.severity}: {finding.text}" for finding in cure.before]
+    if cure.output and cure.conversion is not None:
+        bytes_before, bytes_after = cure.conversion.bytes_before, cure.conversion.bytes_after
+        lines += [f"{cure.output}: the same training in strategy {cure.strategy}"]
+        lines += [f"  bytes of weights and states: {bytes_before:,} to {bytes_after:,}"]
+        lines += [f"  gained: {line}" for line in cure.conversion.gained]
+        lines += [f"  cannot be had: {line}" for line in cure.conversion.never_kept]
+        lines += [f"  {finding.severity}: {finding.text}" for finding in cure.after] or [
+            "  the audit finds nothing"
+        ]
+    if cure.code:
+        place = "before the checkpoint is loaded" if cure.output else "before the optimizer is built"
+        lines += [f"paste {place}:", *(f"    {line}" for line in cure.code.splitlines())]
+    lines += [f"steps up to {checked.last_step}: {checked.health}. {checked.text}" for checked in cure.checked]
+    lines += [f"not cured: {failure}" for failure in cure.failures]
+    if cure.cured and cure.checked:
+        lines.append(f"cured: {cure.checked[0].steps} steps prove it")
+    elif cure.cured:
+        lines.append("converted, not proven yet: add --check -- python train.py {checkpoint}")
+    return "\n".join(lines)
+
+
+def _told(path: Path) -> list[AuditFinding]:
+    return [finding for finding in audit_checkpoint(path).findings if finding.severity != "note"]
+
+
+def _advice(path: Path, lacking: Sequence[AuditFinding]) -> Advice | None:
+    """What to try for the parameters that the findings name; weights come first, whose cure widens states, too."""
+    kind: Lacking = "weights" if any(_LACKING[finding.code] == "weights" for finding in lacking) else "states"
+    named = {layer for finding in lacking if _LACKING[finding.code] == kind for layer in finding.layers}
+    parameters, _ = checkpoint_parameters(read_checkpoint(path))
+    entries = [entry for entry in parameters if entry.has_state and (entry.name in named or not named)]
+    made_anew = any(finding.code == "master-rounded" for finding in lacking)
+    # A master weight that equals its weight is as if there were none.
+    return advice_about(entries, kind, strategy="fp32-states" if made_anew else None)
+
+
+def _first_steps(program: Sequence[str], checkpoint: str, steps: int) -> tuple[list[CheckedSteps], int]:
+    """What the first steps of the program show, and its exit status."""
+    with tempfile.TemporaryDirectory(prefix="collage-check-") as folder:
+        report = Path(folder) / "steps.json"
+        added = {VARIABLES[name]: value for name, value in _MEASURED.items()}
+        added |= {CHECKPOINT: checkpoint, CHECK_STEPS: str(steps), CHECK_REPORT: str(report)}
+        command = [part.replace(_PLACEHOLDER, checkpoint) for part in program]
+        try:
+            environment = {**os.environ, **launch_variables(os.environ), **added}
+            # Its output goes where no reader of JSON looks.
+            status = subprocess.run(command, env=environment, stdout=2, check=False).returncode
+        except OSError as error:
+            raise CollageError(f"{command[0]}: {error.strerror}; pass a program that the shell finds") from error
+        found = report.read_bytes() if report.exists() else b"[]"
+    return msgspec.json.decode(found, type=list[CheckedSteps]), status
+
+
+def _failures(cure: Cure, checked: Sequence[CheckedSteps], status: int, steps: int) -> Iterator[str]:
+    """Why these steps prove nothing, or prove the contrary."""
+    if not checked:
+        yield f"the program ended with status {status} before a step of an optimizer was measured"
+    for found in checked:
+        begun = found.last_step - found.steps
+        if found.steps < steps:
+            yield f"the program took {found.steps} of {steps} steps; let it train for longer, or pass --steps"
+        if cure.conversion is not None and begun < cure.conversion.step:
+            yield (
+                f"it began after step {begun}, not after step {cure.conversion.step}: it did not load "
+                f"{cure.output}; pass {_PLACEHOLDER} in its command, or read {CHECKPOINT}"
+            )
+        if cure.strategy and found.strategy != cure.strategy:
+            yield f"weights are kept as {found.strategy}, not {cure.strategy}: paste the lines above"
+        if found.health != "healthy":
+            yield f"the first steps are not healthy but {found.health}: {found.text}"

@@ -1,0 +1,199 @@
+"""`collage-monitor cure`: checkpoints of real trainings are cured, and the steps that follow prove it or do not."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from collage_agent.audit import CheckpointError
+from collage_agent.audit.cure import cure_checkpoint
+from collage_agent.command.cure import cure
+from collage_optim import MASTER_PARAMETER, CollageAdamW
+
+from tests.audit.checkpoints import saved, trained
+
+PROGRAM = """
+import os, sys
+import torch
+from tests.audit.checkpoints import network
+
+model = network(torch.{dtype})
+optimizer = {optimizer}
+{code}
+path = {path}
+if path:
+    content = torch.load(path)
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+generator = torch.Generator().manual_seed(10)
+for step in range({steps}):
+    inputs = torch.randn(16, 24, generator=generator).to(torch.{dtype})
+    loss = (model(inputs).float() - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("trained to the end")
+"""
+ADAMW = "torch.optim.AdamW(model.parameters(), lr={rate})"
+FROM_COMMAND, FROM_ENVIRONMENT = "sys.argv[1]", 'os.environ["COLLAGE_CHECKPOINT"]'
+
+
+def masters_made_anew(model, optimizer):
+    for parameter, state in optimizer.state.items():
+        state[MASTER_PARAMETER] = parameter.detach().float()
+    return model, optimizer
+
+
+def adamw(rate, **options):
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=rate, **options)
+
+
+SICK = {
+    "plain bf16, which loses": (adamw(1e-5), ADAMW.format(rate=1e-5), "learning-rate-lost"),
+    "states that are stuck": (
+        lambda model: CollageAdamW(model.parameters(), lr=1e-3, strategy="light"),
+        ADAMW.format(rate=1e-3),
+        "second-moment-stuck",
+    ),
+    "fp32 masters made anew": (
+        lambda model: CollageAdamW(model.parameters(), lr=1e-5, strategy="master-weights"),
+        ADAMW.format(rate=1e-5),
+        "master-rounded",
+    ),
+    "SGD with momentum": (
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+        "torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)",
+        "single-weight",
+    ),
+}
+
+
+def sick_checkpoint(folder, kind):
+    model, optimizer = trained(SICK[kind][0])
+    if kind == "fp32 masters made anew":
+        model, optimizer = masters_made_anew(model, optimizer)
+    return saved(folder / "last.pt", model, optimizer)
+
+
+def program(folder, checkpoint, *, optimizer, code=None, path=FROM_COMMAND, steps=60, dtype="bfloat16"):
+    """A training with the advised lines pasted, or others."""
+    if code is None:
+        code = cure_checkpoint(checkpoint, output=folder / "for-the-code.pt").code
+    script = folder / "train.py"
+    script.write_text(PROGRAM.format(optimizer=optimizer, code=code, path=path, steps=steps, dtype=dtype))
+    return [sys.executable, str(script)]
+
+
+def run(*arguments):
+    answer = CliRunner().invoke(cure, [str(argument) for argument in arguments])
+    assert answer.exception is None or isinstance(answer.exception, SystemExit), answer.exception
+    return answer
+
+
+@pytest.fixture(autouse=True)
+def found_by_the_program(monkeypatch, request):
+    monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath))
+
+
+@pytest.mark.parametrize("kind", SICK)
+def test_a_sick_checkpoint_is_cured_and_twenty_steps_prove_it(kind, tmp_path):
+    checkpoint = sick_checkpoint(tmp_path, kind)
+    command = program(tmp_path, checkpoint, optimizer=SICK[kind][1])
+    answer = run(checkpoint, "--json", "--check", "--", *command, "{checkpoint}")
+    found = json.loads(answer.stdout)
+    assert answer.exit_code == 0, found["failures"]
+    assert found["cured"]
+    assert SICK[kind][2] in {finding["code"] for finding in found["before"]}
+    assert found["after"] == []
+    (checked,) = found["checked"]
+    # SGD counts no steps: a launch begins where the conversion does.
+    assert (checked["steps"], checked["last_step"]) == (20, 21 if kind.startswith("SGD") else 32)
+    assert checked["health"] == "healthy"
+    assert checked["strategy"] == found["strategy"] == "split-master"
+    assert "trained to the end" not in answer.output
+
+
+def test_the_words_say_before_what_to_paste_and_after(tmp_path):
+    checkpoint = sick_checkpoint(tmp_path, "plain bf16, which loses")
+    command = program(tmp_path, checkpoint, optimizer=ADAMW.format(rate=1e-5), path=FROM_ENVIRONMENT)
+    answer = run(checkpoint, "--steps", 5, "--check", "--", *command)
+    assert answer.exit_code == 0, answer.output
+    assert "problem: at learning rate 1e-05" in answer.output
+    assert 'CollageAdamW.from_optimizer(optimizer, strategy="split-master")' in answer.output
+    assert "steps up to 17: healthy." in answer.output
+    assert answer.output.rstrip().endswith("cured: 5 steps prove it")
+
+
+def test_without_a_check_it_is_converted_and_said_to_be_unproven(tmp_path):
+    checkpoint = sick_checkpoint(tmp_path, "plain bf16, which loses")
+    answer = run(checkpoint, "--to", "plus", "--output", tmp_path / "new.pt")
+    assert answer.exit_code == 0, answer.output
+    assert (tmp_path / "new.pt").exists()
+    assert 'strategy="plus"' in answer.output
+    assert "not proven yet: add --check -- python train.py {checkpoint}" in answer.output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_healthy_checkpoint_is_left_alone(dtype, tmp_path):
+    make = adamw(1e-3)
+    if dtype == torch.bfloat16:
+        make = lambda model: CollageAdamW(model.parameters(), lr=1e-3, strategy="split-master")  # noqa: E731
+    checkpoint = saved(tmp_path / "whole.pt", *trained(make, dtype=dtype))
+    answer = run(checkpoint, "--check", "--", sys.executable, tmp_path / "never-started.py")
+    assert answer.exit_code == 0, answer.output
+    assert "nothing is kept too narrow; it is left as it is" in answer.output
+    assert [file.name for file in tmp_path.iterdir()] == ["whole.pt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"code": ""}, "weights are kept as"),
+        ({"path": "None"}, "it began after step 0, not after step 12: it did not load"),
+        ({"steps": 7}, "the program took 7 of 20 steps"),
+        ({"steps": 0}, "the program ended with status 0 before a step of an optimizer was measured"),
+        ({"optimizer": "1 / 0"}, "the program ended with status 1 before a step of an optimizer was measured"),
+    ],
+    ids=["the advice ignored", "begun anew", "too short", "no step", "broken"],
+)
+def test_a_training_that_proves_nothing_fails(change, words, tmp_path):
+    checkpoint = sick_checkpoint(tmp_path, "plain bf16, which loses")
+    command = program(tmp_path, checkpoint, **{"optimizer": ADAMW.format(rate=1e-5), **change})
+    answer = run(checkpoint, "--check", "--", *command, "{checkpoint}")
+    assert answer.exit_code == 1
+    assert words in answer.output
+
+
+def test_a_training_that_ignores_the_advice_is_told_that_it_loses(tmp_path):
+    checkpoint = sick_checkpoint(tmp_path, "plain bf16, which loses")
+    command = program(tmp_path, checkpoint, optimizer=ADAMW.format(rate=1e-5), code="", path=repr(str(checkpoint)))
+    answer = run(checkpoint, "--check", "--", *command)
+    assert answer.exit_code == 1
+    assert "the first steps are not healthy but losing updates" in answer.output
+
+
+def test_damage_that_no_conversion_mends_is_not_called_cured(tmp_path):
+    model, optimizer = trained(adamw(1e-3), dtype=torch.float32)
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    answer = run(saved(tmp_path / "broken.pt", model, optimizer))
+    assert answer.exit_code == 1
+    assert "no conversion mends this: NaN or infinity in 1 tensors" in answer.output
+
+
+def test_what_cannot_be_read_or_started_or_written_is_a_sentence(tmp_path):
+    junk = tmp_path / "junk.pt"
+    junk.write_bytes(b"no checkpoint")
+    assert isinstance(CliRunner().invoke(cure, [str(junk)]).exception, CheckpointError)
+    checkpoint = sick_checkpoint(tmp_path, "plain bf16, which loses")
+    answer = CliRunner().invoke(cure, [str(checkpoint), "--check", "--", str(tmp_path / "no-program")])
+    assert "no-program: No such file or directory; pass a program" in str(answer.exception)
+    answer = CliRunner().invoke(cure, [str(checkpoint)])
+    assert "is there already; name a path that is not" in str(answer.exception)
+    answer = CliRunner().invoke(cure, [str(checkpoint), "--to", "nothing", "--output", str(tmp_path / "x.pt")])
+    assert answer.exit_code == 2
+    assert "--to" in answer.output
+    assert CliRunner().invoke(cure, [str(checkpoint), "--check"]).exit_code == 2

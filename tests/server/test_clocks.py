@@ -1,0 +1,221 @@
+"""Every stored deadline, written by a server whose clock was days off and that was killed; then it is right."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from collage_server.alerts import Messenger
+from collage_server.alerts.targets import Target
+from collage_server.app import create_app
+from collage_server.auth.administration import end_sessions, open_session
+from collage_server.auth.principals import Person, TokenDirectory
+from collage_server.clock import DatabaseClock
+from collage_server.errors import BadRequest
+from collage_server.settings import Settings
+from collage_server.store import IncidentQuery, KeptNewest, LogOut, NewEvent, RunQuery, SqliteStore, state_at
+from collage_server.store.runs.newest import NewestStore
+from starlette.testclient import TestClient
+
+from collage_monitor import wire
+from tests.server.conftest import NOW, Clock, Server
+from tests.server.migrated import put_migrated
+from tests.server.store.incidents import LOW
+
+DAY = 86_400.0
+AHEAD, BEHIND = 3 * DAY, -3 * DAY
+STALE = 600.0
+
+
+def opened(folder):
+    store = SqliteStore(folder / "collage.sqlite", stale_after_seconds=STALE)
+    store.open()
+    return store
+
+
+@pytest.fixture
+def store(tmp_path):
+    put_migrated(tmp_path)
+    found = opened(tmp_path)
+    found.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
+    yield found
+    found.close()
+
+
+class TestLease:
+    @pytest.mark.parametrize("off", [AHEAD, BEHIND])
+    def test_lease_of_alerts_and_of_messages(self, store, off):
+        for name in ("alerts", "messages"):
+            assert store.incidents.take_lease(name, "killed", NOW + off, 60.0)
+            assert store.incidents.take_lease(name, "restarted", NOW, 60.0)
+
+
+def silence(made_at):
+    return wire.Silence(
+        silence_id="s",
+        alert=LOW.alert,
+        project=None,
+        run_id=None,
+        comment="",
+        made_by="t",
+        made_at=made_at,
+        ends_at=made_at + 3600,
+    )
+
+
+@pytest.mark.parametrize("off", [AHEAD, BEHIND])
+def test_silence(store, off):
+    store.incidents.silence(silence(NOW + off))
+    store.incidents.fire(LOW, NOW)
+    (fired,) = store.incidents.read(IncidentQuery(alert=LOW.alert), NOW)
+    assert not fired.silenced
+    store.incidents.end_silences(NOW)
+    (told,) = store.incidents.read(IncidentQuery(alert="CollageSilenced"), NOW)
+    assert told.state == "resolved"
+
+
+PERSON = Person("ada", "Ada", (wire.Grant(role="read", projects=None),))
+
+
+def has_session(store, tmp_path, began_at):
+    settings = Settings(folder=tmp_path, no_auth=True, session_seconds=12 * 3600.0, session_idle_seconds=3600.0)
+    made = open_session(store.access, PERSON, settings, began_at, "oidc")
+    directory = TokenDirectory(store.access, None, clock=lambda: NOW)
+    return asyncio.run(directory.principal(made.secret.encode())) is not None
+
+
+@pytest.mark.parametrize("off", [AHEAD, BEHIND])
+def test_session_of_a_person(store, tmp_path, off):
+    assert has_session(store, tmp_path, NOW)
+    assert has_session(store, tmp_path, NOW + 60), "clocks of two servers differ a little"
+    assert not has_session(store, tmp_path, NOW + off)
+
+
+@pytest.mark.parametrize("off", [AHEAD, BEHIND])
+def test_log_out_token_of_a_provider(store, off):
+    """It says itself until when it holds: kept that long, it counts once."""
+    taken = LogOut(b"1" * 32, NOW + 120, "ada", None)
+    end_sessions(store.access, taken, NOW + min(off, 0.0))
+    with pytest.raises(BadRequest):
+        end_sessions(store.access, taken, NOW)
+
+
+@pytest.mark.parametrize("off", [AHEAD, BEHIND])
+def test_sign_of_life_of_a_run(tmp_path, off):
+    """Of a run that ended in silence alerts would wait for three days before they say that it stalled."""
+    put_migrated(tmp_path)
+    clock = Clock(NOW + off)
+    app = create_app(Settings(folder=tmp_path, no_auth=True), clock=clock)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        Server(client, clock, app).filled()
+    for passed, state in ((0.0, "running" if off > 0 else "stale"), (STALE + 1, "stale")):
+        store = opened(tmp_path)
+        store.runs.bring_back(NOW)
+        (run,) = store.runs.page(RunQuery(), NOW, STALE).runs
+        assert run.updated_at <= NOW
+        assert state_at(run.state, run.updated_at, NOW + passed, STALE) == state
+        store.close()
+
+
+def test_a_server_brings_signs_of_life_back_when_it_starts(tmp_path, caplog):
+    put_migrated(tmp_path)
+    for off, shown in ((AHEAD, True), (0.0, True), (STALE + 1, False)):
+        clock = Clock(NOW + off)
+        app = create_app(Settings(folder=tmp_path, no_auth=True), clock=clock)
+        with TestClient(app, base_url="http://127.0.0.1") as client:
+            server = Server(client, clock, app)
+            if off == AHEAD:
+                server.filled()
+            assert ('run_id="r1"' in server.get("/metrics")) == shown
+    assert caplog.text.count("a clock was ahead") == 1
+
+
+def event_count(store):
+    with store.points.snapshot() as snapshot:
+        return len(snapshot.events("r1", 0, 10))
+
+
+@pytest.mark.parametrize("off", [AHEAD, BEHIND])
+def test_retention_of_events_incidents_and_the_audit_log(store, off):
+    """By their age: what is dated ahead stays as much longer, what is dated behind goes as much sooner."""
+    for name in ("first", "second"):
+        store.events.add("r1", [NewEvent(origin=name, kind="retention", text=name)], NOW + off)
+    kept_days = 5
+    store.expiry.expire(NOW - kept_days * DAY, NOW)
+    assert event_count(store) == 2
+    store.expiry.expire(NOW + off + 1, NOW)
+    assert event_count(store) == 1
+
+
+class Refusing(Target):
+    """A target that is away, and how often it was asked."""
+
+    name = "webhook"
+    asked = 0
+
+    def send(self, _):
+        self.asked += 1
+        raise OSError
+
+
+@pytest.mark.parametrize("off", [AHEAD, BEHIND])
+def test_message_about_an_incident(store, off):
+    """However old it seems, it is tried; a pause that was begun by a clock that was ahead holds nothing back."""
+    store.incidents.fire(replace(LOW, started_at=NOW + off), NOW + off)
+    clock, target = Clock(NOW + off), Refusing()
+    work = Messenger(store, [target], clock=clock, interval_seconds=1.0)
+    if off > 0:
+        work.do_due_work()
+        clock.now = NOW
+        work.do_due_work()
+        assert target.asked == 2, "the clock was set back while the target was away"
+    clock.now = NOW
+    restarted_one = Messenger(store, [target], clock=clock, interval_seconds=1.0)
+    work.stop(1.0)
+    before = target.asked
+    restarted_one.do_due_work()
+    assert target.asked == before + 1
+
+
+@pytest.mark.parametrize("off", [AHEAD, BEHIND])
+def test_what_other_code_evaluated(store, off, monkeypatch):
+    """What a clock that was ahead has dated would not be made anew after an upgrade."""
+    (due,) = store.newest.due(10, "old").values()
+    real = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + off)
+        store.newest.put({"r1": KeptNewest(due, "old", None)})
+    assert list(NewestStore(store).due(10, "new")) == ["r1"]
+
+
+def test_the_clock_of_a_database_goes_on_whatever_becomes_of_the_machine_s(store, monkeypatch):
+    own, passed = Clock(NOW + AHEAD), Clock(0.0)
+    clock = DatabaseClock(store, own, passed)
+    clock.follow()
+    assert clock() == NOW + AHEAD, "on SQLite there is no other"
+    monkeypatch.setattr(store, "own_time", lambda: NOW)
+    clock.follow()
+    passed.now, own.now = 10.0, NOW + BEHIND
+    assert clock() == NOW + 10.0
+
+
+KINDS = {
+    "lease of alerts, of messages": TestLease,
+    "silence": test_silence,
+    "session of a person": test_session_of_a_person,
+    "log-out token of a provider": test_log_out_token_of_a_provider,
+    "sign of life of a run": test_sign_of_life_of_a_run,
+    "retention of points, events, incidents, the audit log": (test_retention_of_events_incidents_and_the_audit_log),
+    "message about an incident": test_message_about_an_incident,
+    "overview and newest step that other code made": test_what_other_code_evaluated,
+}
+
+
+def test_the_documented_table_has_each_stored_deadline():
+    text = Path("docs/operations.md").read_text().partition("## Clocks")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+?) +\|", text, re.MULTILINE)
+    assert {row for row in rows[1:] if not row.startswith("-")} == set(KINDS)

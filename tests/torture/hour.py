@@ -1,0 +1,237 @@
+"""`python -m tests.torture.hour`: one server for MINUTES, everything that may befall it at once, by a seed.
+
+Three honest senders and a reader go on all the time (`lives.py`), beside every hostile sender of `hostile.py` and
+whoever asks /healthz. Meanwhile lives end one after the other: killed anywhere and at chosen points, two servers on
+one file, a full disk, a clock that is days off, an import, a back-up that is restored. Printed: the server's memory
+at most, how long /healthz and honest requests waited, what was lost or doubled. Ends with 1 if anything was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import httpx
+import numpy as np
+from collage_server.store import SqliteStore
+
+from benchmarks._population import SMALL, register
+from tests.torture.disk import SmallDisk
+from tests.torture.hostile import bother, own_bytes
+from tests.torture.life import Births
+from tests.torture.lives import SqliteLives
+from tests.waiting import until
+
+__all__ = ["HostileLives", "hour"]
+
+DAYS = 3 * 86_400.0
+DISK_MEBIBYTES = 512
+LIVES_A_RUN = 20
+ROWS = 20_000
+COMMAND = (sys.executable, "-c", "from collage_monitor.command import main; main()")
+EVALUATED = "collage_server_alerts_evaluated_timestamp_seconds "
+
+
+def collage(*arguments):
+    """A command's answer; an error if it ends with another number than 0."""
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+class HostileLives(SqliteLives):
+    """Lives under hostile senders; memory is that of the newest life."""
+
+    kinds = (*SqliteLives.kinds, "disk full", "clock off", "imported", "restored")
+
+    def __init__(self, folder, births, seed):
+        super().__init__(folder, births, seed)
+        self.most_bytes = 0
+        self.waits: list[float] = []
+
+    def start(self, which=0, die=None, **settings):
+        return super().start(which, die, alert_interval_seconds=0.5, **settings)
+
+    def begin(self, run_id):
+        """And the stream that hostile senders send to."""
+        super().begin(run_id)
+        life = self.start()
+        until(self.is_registered, "the stream of hostile senders")
+        self.kill(life, "anywhere")
+
+    def is_registered(self):
+        """Whether a server has it; while none answers, it has not."""
+        with contextlib.suppress(OSError, RuntimeError):
+            register(self.ports[0], "hostile", SMALL, 1)
+            return True
+        return False
+
+    def watch(self, over):
+        """Look at the memory until told that it is over."""
+        while not over.wait(0.25):
+            life = self.newest
+            if life is not None:
+                self.most_bytes = max(self.most_bytes, own_bytes(life.pid))
+
+    def finish(self):
+        super().finish()
+        self.waits += self.ledger.waits
+
+    def end_clock_off(self, kind):
+        """Killed while its clock is days ahead or behind; the next one evaluates alerts as soon as it is up."""
+        life = self.start(clock_off=self.random.choice([DAYS, -DAYS]))
+        self.progress(self.random.randint(1, 20))
+        self.kill(life, kind)
+        began, life = time.time(), self.start()
+        until(lambda: self.evaluated_at() > began, "a round of alerts after a clock was off")
+        self.kill(life, "anywhere")
+
+    def evaluated_at(self):
+        """When the alerts were evaluated last, by the server's own word."""
+        with contextlib.suppress(httpx.HTTPError):
+            page = httpx.get(f"{self.urls[0]}/metrics", timeout=10.0, trust_env=False).text
+            found = [line for line in page.splitlines() if line.startswith(EVALUATED)]
+            return float(found[0].rpartition(" ")[2]) if found else 0.0
+        return 0.0
+
+    def end_imported(self, kind):
+        """A curve file becomes a run while reports come; who is cut off goes on with the same run."""
+        path = self.folder.parent / "curves.csv"
+        path.write_text("step,loss\n" + "".join(f"{step},{1 / step}\n" for step in range(1, ROWS + 1)))
+        run_id = f"imported-{self.random.randrange(10**9)}"
+        life = self.start()
+        self.progress()
+        asked = ("import", path, "--server-url", self.urls[0], "--project", "p", "--run-id", run_id)
+        with contextlib.suppress(subprocess.CalledProcessError):  # A busy server may refuse it; it is no loss.
+            collage(*asked)
+        self.progress()
+        self.kill(life, kind)
+
+    def end_restored(self, kind):
+        """A back-up that was made meanwhile is whole, and has what was acknowledged before it began."""
+        life = self.start()
+        self.progress(self.random.randint(1, 20))
+        place = Path(tempfile.mkdtemp(dir=self.folder.parent))
+        acknowledged, _ = self.ledger.snapshot()
+        collage("backup", place / "copy.sqlite", "--dir", self.folder)
+        collage("restore", place / "copy.sqlite", "--dir", place / "restored")
+        store = SqliteStore(place / "restored" / "collage.sqlite", stale_after_seconds=600.0)
+        store.open()
+        counts = {stream.rank: stream.reports for stream in store.streams.of_run(self.run_id)}
+        store.close()
+        for rank, before in enumerate(acknowledged):
+            if counts.get(rank, 0) < before:
+                self.ledger.find(f"rank {rank}: a back-up has {counts.get(rank)} reports of {before}")
+        self.progress()
+        self.kill(life, kind)
+
+
+def ask_health(port, end, queue):
+    """How long each answer of /healthz took, of all that came; while nobody serves there is none."""
+    waits = []
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=60.0)
+            with contextlib.closing(client):
+                client.connect()
+                while time.monotonic() < end:
+                    began = time.perf_counter()
+                    client.request("GET", "/healthz")
+                    client.getresponse().read()
+                    waits.append(time.perf_counter() - began)
+                    time.sleep(0.05)
+        time.sleep(0.05)
+    queue.put(waits)
+
+
+def hour(minutes, seed, folder, say=print):
+    """(findings, figures by name)."""
+    births = Births(folder / "servers.log")
+    disk = SmallDisk(folder / "disk", DISK_MEBIBYTES)
+    lives = HostileLives(disk.folder / "data", births, seed)
+    lives.disk = disk
+    end, over, context = time.monotonic() + 60 * minutes, threading.Event(), get_context("spawn")
+    health = context.Queue()
+    others = [
+        context.Process(target=bother, args=(lives.ports[0], 60 * minutes, seed), daemon=True),
+        context.Process(target=ask_health, args=(lives.ports[0], end, health), daemon=True),
+    ]
+    threading.Thread(target=lives.watch, args=(over,), daemon=True).start()
+    try:
+        for process in others:
+            process.start()
+        _live(lives, end, say)
+        waits = health.get(timeout=120.0)
+    finally:
+        over.set()
+        for process in others:
+            process.terminate()
+        disk.close()
+    acknowledged = sum(lives.acknowledged.values())
+    return lives.findings, {
+        "disk": disk.how,
+        "kills": dict(sorted(lives.kills.items())),
+        "acknowledged": acknowledged,
+        "memory, MiB at most": round(lives.most_bytes / 2**20),
+        "/healthz p99, ms": _late(waits),
+        "honest request p99, ms": _late(lives.waits),
+        "load": ", ".join(f"{value:.1f}" for value in os.getloadavg()),
+    }
+
+
+def _live(lives, end, say):
+    number = 0
+    due: list[str] = []
+    while time.monotonic() < end and not lives.findings:
+        number += 1
+        lives.begin(f"r{number}")
+        for _ in range(LIVES_A_RUN):
+            due = due or lives.random.sample(lives.kinds, len(lives.kinds))
+            lives.end(due.pop())
+            if time.monotonic() > end or lives.ledger.findings:
+                break
+        lives.finish()
+        say(f"run {number}: {sum(lives.kills.values())} kills, {len(lives.findings)} findings")
+
+
+def _late(waits):
+    return round(1000 * float(np.quantile(waits, 0.99))) if waits else math.nan
+
+
+def main():
+    """Figures on standard output."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    sys.stdout.write(f"seed {chosen.seed}\n")
+    with tempfile.TemporaryDirectory() as home:
+        findings, figures = hour(
+            chosen.minutes, chosen.seed, Path(home), lambda text: sys.stderr.write(f"{text}\n")
+        )
+    for name, value in figures.items():
+        sys.stdout.write(f"{name:<24} {value}\n")
+    sys.stdout.write(f"lost or doubled          {len(findings)}\n")
+    for finding in findings:
+        sys.stdout.write(f"  {finding}\n")
+    if chosen.json is not None:
+        chosen.json.write_text(
+            json.dumps({"seed": chosen.seed, "figures": figures, "findings": findings}, indent=1)
+        )
+    sys.exit(bool(findings))
+
+
+if __name__ == "__main__":
+    main()
