@@ -27,9 +27,14 @@ from collage_server.store.chunks.blobs import (
 )
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
-from collage_server.store.chunks.merge import AttemptPoints, has_layer_extremes, join, select_points
+from collage_server.store.chunks.merge import (
+    AttemptPoints,
+    has_layer_extremes,
+    join,
+    merged_in_blocks,
+    select_points,
+)
 from collage_server.store.reading import unsealed
-from collage_server.store.reading.layer_blocks import read_in_blocks
 from collage_server.store.reading.plan import ReadPlan, plan_read
 from collage_server.store.reading.run_view import RunView, RunViews, chosen_layers, is_known
 from collage_server.store.records import FloatArray, IntArray, LatestPoint, Points, Selection
@@ -134,7 +139,7 @@ def _layer_points(
         def of_block(block: IntArray, run_id: str = run_id) -> Points:
             return read([run_id], {run_id: block}, neighbours=True)[run_id]
 
-        found[run_id] = read_in_blocks(of_block, positions[run_id], sizes[run_id], selection)
+        found[run_id] = merged_in_blocks(of_block, positions[run_id], sizes[run_id], selection)
     return {run_id: replace(found[run_id], layers=list(chosen[run_id])) for run_id in views}
 
 
@@ -180,12 +185,16 @@ def _joined(
         run_id: join(
             tables[run_id],
             view.first_hidden_step,
-            selection.of(run_id),
+            _of_run(selection, run_id),
             view.world_sizes,
             None if layers is None else list(layers[run_id]),
         )
         for run_id, view in views.items()
     }
+
+
+def _of_run(selection: Selection, run_id: str) -> Selection:
+    return selection if selection.at is None else selection.of(run_id)
 
 
 def _needed(wanted: Collection[str] | None, selection: Selection) -> list[str] | None:
@@ -214,7 +223,7 @@ def _plans(
     reports = unsealed.read_unsealed(connection, plain, selection, layers=False)
     reports |= unsealed.read_unsealed(connection, others, selection, layers=True)
     return {
-        run_id: plan_read(view, reports[run_id], selection.of(run_id), infos[run_id])
+        run_id: plan_read(view, reports[run_id], _of_run(selection, run_id), infos[run_id])
         for run_id, view in views.items()
     }
 
