@@ -185,16 +185,12 @@ def _joined(
         run_id: join(
             tables[run_id],
             view.first_hidden_step,
-            _of_run(selection, run_id),
+            selection.of(run_id),
             view.world_sizes,
             None if layers is None else list(layers[run_id]),
         )
         for run_id, view in views.items()
     }
-
-
-def _of_run(selection: Selection, run_id: str) -> Selection:
-    return selection if selection.at is None else selection.of(run_id)
 
 
 def _needed(wanted: Collection[str] | None, selection: Selection) -> list[str] | None:
@@ -223,7 +219,7 @@ def _plans(
     reports = unsealed.read_unsealed(connection, plain, selection, layers=False)
     reports |= unsealed.read_unsealed(connection, others, selection, layers=True)
     return {
-        run_id: plan_read(view, reports[run_id], _of_run(selection, run_id), infos[run_id])
+        run_id: plan_read(view, reports[run_id], selection.of(run_id), infos[run_id])
         for run_id, view in views.items()
     }
 

@@ -120,7 +120,7 @@ def read_unsealed(
 
 def _selected(view: RunView, kind: type, selection: Selection) -> dict[int, list[Any]]:
     """Of the reports that the view has read already those that the selection is about."""
-    selection = selection if selection.at is None else selection.of(view.run_id)
+    selection = selection.of(view.run_id)
     first, rank = selection.first_step or 0, selection.rank
     last = UNBOUNDED if selection.last_step is None else selection.last_step
     found: dict[int, list[Any]] = defaultdict(list)
