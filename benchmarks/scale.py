@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from collage_server import exposition
 from collage_server.alerts import AlertEvaluator
+from collage_server.alerts.evaluation import Evaluation
 from collage_server.app import create_app
 from collage_server.app_state import AppState
 from collage_server.export.formats import column_names, csv_bytes, parquet_bytes
@@ -154,16 +155,17 @@ def measure_all_kinds(store: Store, folder: Path, rounds: int, seed: int) -> lis
     app_state = _state_of(store, folder)
     app_state.newest.do_due_work()
     moments = iter(np.arange(app_state.clock() - 3600, app_state.clock() + 3600, INTERVAL).tolist())
+    series = Evaluation(enabled_alerts()).series
     evaluator = AlertEvaluator(
         store,
-        lambda: exposition.samples(app_state),
+        lambda: exposition.samples(app_state, series),
         enabled_alerts(),
         clock=lambda: next(moments),
         interval_seconds=INTERVAL,
     )
     # What fires in the first round is stored in it.
     evaluator.do_due_work()
-    evaluation, samples = evaluator._evaluation, list(exposition.samples(app_state))
+    evaluation, samples = evaluator._evaluation, list(exposition.samples(app_state, series))
     assert evaluation is not None
     for _ in range(int(3600 / INTERVAL)):
         evaluation.observe(next(moments), samples)

@@ -6,6 +6,7 @@ import html
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Unpack
 
 from torch import nn
@@ -24,6 +25,7 @@ from collage_agent.watching.governor import Governor
 from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.iterations import Iterations
 from collage_agent.watching.judgement import edq_change, evidence_of_past, judgement_text, summarise
+from collage_agent.watching.saved import SavedNumbers
 from collage_monitor import wire
 from collage_monitor.judgement import Evidence, Judgement, judge
 
@@ -151,6 +153,11 @@ class Watch:
             other.remove()
         self._assembly.averages = [average]
         return self._governor
+
+    def compare_with_saved(self, folder: Path) -> None:
+        """Keep there what checkpoints hold, in brief, and compare what this launch begins with."""
+        for number, hooks in enumerate(self._hooks):
+            hooks.saved = SavedNumbers(folder / f"{number}.msgpack")
 
     @property
     def step(self) -> int | None:

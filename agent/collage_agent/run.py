@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, TextIO
 
@@ -134,6 +135,13 @@ class Run:
     def name(self) -> str:
         """The run's label; its id when none was given."""
         return self.settings.name or self.run_id
+
+    @property
+    def saved_folder(self) -> Path | None:
+        """Where this rank keeps what checkpoints of the run hold, in brief; None: nowhere, nothing is kept."""
+        if self.settings.mode == "disabled":
+            return None
+        return self.settings.folder / "saved" / self.run_id / f"rank{self._identity.rank}"
 
     @property
     def is_sent(self) -> bool:

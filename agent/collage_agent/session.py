@@ -189,6 +189,8 @@ class _Session:
         handle = record.handle
         if handle is None:
             return
+        if (folder := run.saved_folder) is not None:
+            handle.compare_with_saved(folder)
         predecessor = next((other for other in reversed(self.records) if record.succeeds(other)), None)
         reporter.report_to(run, handle, predecessor)
         if predecessor is None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from collage_monitor.definitions import Array, Definition, Metric, Statistic, ratio, sums
 
-__all__ = ["DEFINITION", "FORMATS", "CodeSizes", "is_copy", "is_route_pair", "route_pairs"]
+__all__ = ["CodeSizes", "DEFINITION", "FORMATS", "is_copy", "is_route_pair", "route_pairs"]
 
 
 @dataclass(frozen=True)

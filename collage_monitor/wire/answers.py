@@ -279,6 +279,7 @@ EventKind = Literal[
     "expectation",
     "kept_otherwise",
     "resume_loss",
+    "continuation",
     "rank_twice",
     "gap",
     "reports_dropped",
@@ -302,6 +303,7 @@ class Event(Struct, kw_only=True, frozen=True):
     `expectation`: something that the training was expected to keep is not kept.
     `kept_otherwise`: weights or states are kept in another way than in the launch before.
     `resume_loss`: what an optimizer keeps did not come through a resume.
+    `continuation`: whether a launch began with what an earlier one saved, bit for bit.
     `rank_twice`: a second process reported for a rank of the same launch; only
     the first is shown. `gap`: reports were dropped for good. `reports_dropped`, `skipped_steps`: a rank's count
     reached 1, 2, 4, 8 … `replica_mismatch`: ranks that should hold the same weights do not. `unknown_statistics`:

@@ -213,6 +213,43 @@ class ResumeLoss(Struct, kw_only=True, frozen=True):
     lasting: bool = False
 
 
+class Compared(Struct, kw_only=True, frozen=True):
+    """Tensors that were compared, how many differ, and the first few layers in which one does."""
+
+    tensors: Index = 0
+    differing: Index = 0
+    layers: list[Name] = field(default_factory=list)
+
+    def in_words(self, what: str) -> str:
+        """ "2 of 8 weights (a, b)", or "8 weights"."""
+        if not self.differing:
+            return f"{self.tensors:,} {what}"
+        named = f" ({', '.join(self.layers)}{', …' if self.differing > len(self.layers) else ''})"
+        return f"{self.differing:,} of {self.tensors:,} {what}{named}"
+
+
+class Continuation(Struct, kw_only=True, frozen=True):
+    """How what a launch began with stands to what was saved after `step`, by checksums of samples.
+
+    `distance` is ‖now − saved‖ / ‖saved‖ of the tensor that is farthest off, and `farthest` its name.
+    """
+
+    step: Index
+    weights: Compared
+    states: Compared
+    distance: float = 0.0
+    farthest: Text = ""
+
+    def __str__(self) -> str:
+        both = (self.weights, "weights"), (self.states, "states")
+        other = [compared.in_words(what) for compared, what in both if compared.differing]
+        if not other:
+            kept = " and ".join(compared.in_words(what) for compared, what in both if compared.tensors)
+            return f"this launch goes on bit for bit from step {self.step:,}: {kept}, as they were saved"
+        far = f"; farthest is {self.farthest}, by {self.distance:.2g} of its norm" if self.distance else ""
+        return f"{' and '.join(other)} are not what was saved at step {self.step:,}{far}"
+
+
 class Trained(Struct, kw_only=True, frozen=True):
     """What one optimizer trains, as far as advice needs it.
 
@@ -242,7 +279,8 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), or "before-after" (no u:
     only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights. `trained`
     says what each optimizer trains. `expected` is what was expected of it, as text, and `broken` says which of it
-    does not hold. `resume_losses` says what did not come through the resume before this launch.
+    does not hold. `resume_losses` says what did not come through the resume before this launch, `continuation`
+    whether it began with what an earlier one saved.
     """
 
     optimizer: Name
@@ -263,6 +301,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     expected: Text = ""
     broken: list[Breach] = field(default_factory=list)
     resume_losses: list[ResumeLoss] = field(default_factory=list)
+    continuation: Continuation | None = None
 
 
 class StreamCreate(Struct, kw_only=True, frozen=True):

@@ -20,6 +20,7 @@ from collage_monitor import __version__
 from collage_monitor.alerts import enabled_alerts
 from collage_server import exposition
 from collage_server.alerts import AlertEvaluator, AlertRounds, Messenger, targets_of
+from collage_server.alerts.evaluation import Evaluation
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
 from collage_server.api.routing import add_description
@@ -201,9 +202,10 @@ def _alert_threads(app_state: AppState) -> list[BackgroundThread]:
         return []
     interval = settings.alert_interval_seconds
     alerts = enabled_alerts(None if settings.alerts == "default" else settings.alerts)
+    series = Evaluation(alerts).series
     evaluator = AlertEvaluator(
         store,
-        lambda: exposition.samples(app_state),
+        lambda: exposition.samples(app_state, series),
         alerts,
         clock=clock,
         interval_seconds=interval,

@@ -84,17 +84,19 @@ def exposition(app_state: AppState, projects: Collection[str] | None = None) -> 
     return generate_latest(registry)
 
 
-def samples(app_state: AppState) -> Iterator[Sample]:
-    """What the page shows, as the alerts' evaluation takes it."""
-    yield from itertools.chain.from_iterable(_gauges_of_runs(app_state, None).samples())
+def samples(app_state: AppState, names: Collection[str] | None = None) -> Iterator[Sample]:
+    """What the page shows, as the alerts' evaluation takes it; of runs only the series called so (None: all)."""
+    yield from itertools.chain.from_iterable(_gauges_of_runs(app_state, None, names).samples())
     for family in _ServerCollector(app_state).collect():
         for sample in family.samples:
             yield Sample(sample.name, tuple(sorted(sample.labels.items())), float(sample.value))
 
 
-def _gauges_of_runs(app_state: AppState, projects: Collection[str] | None) -> _RunGauges:
+def _gauges_of_runs(
+    app_state: AppState, projects: Collection[str] | None, names: Collection[str] | None = None
+) -> _RunGauges:
     """Those of the live runs of these projects, of one moment."""
-    gauges, store, now = _RunGauges(), app_state.store, app_state.clock()
+    gauges, store, now = _RunGauges(names), app_state.store, app_state.clock()
     mismatches = store.sealing.mismatches_by_run()
     with store.points.snapshot() as snapshot:
         after = None
@@ -179,13 +181,16 @@ _GAUGES: Final = {
 
 
 class _RunGauges:
-    """The samples of runs, being gathered. A run's series share their labels."""
+    """The samples of runs, being gathered, of the families called so (None: of all). A run's share their labels."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] | None = None) -> None:
         self._samples: dict[str, list[Sample]] = {name: [] for name in _GAUGES}
+        self._asked = {name.removeprefix("collage_") for name in _GAUGES if names is None or name in names}
 
     def add(self, run: LiveRun, now: float, mismatches: int) -> None:
         """One run's series at the time `now`."""
+        if run.is_silent and "unmeasured_seconds" not in self._asked:
+            return
         labels: Labels = (
             ("project", run.project),
             ("run", run.name),
@@ -224,7 +229,7 @@ class _RunGauges:
 
     def _set(self, name: str, labels: Labels, value: Number | None) -> None:
         """An undefined value has no sample; it is never 0."""
-        if value is not None:
+        if value is not None and name in self._asked:
             name = f"collage_{name}"
             self._samples[name].append(Sample(name, labels, float(value)))
 

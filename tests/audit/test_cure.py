@@ -12,6 +12,7 @@ from collage_agent.audit import CheckpointError
 from collage_agent.audit.cure import cure_checkpoint
 from collage_agent.command.cure import cure
 from collage_optim import MASTER_PARAMETER, CollageAdamW
+from safetensors.torch import save_file
 
 from tests.audit.checkpoints import saved, trained
 
@@ -134,6 +135,19 @@ def test_without_a_check_it_is_converted_and_said_to_be_unproven(tmp_path):
     assert (tmp_path / "new.pt").exists()
     assert 'strategy="plus"' in answer.output
     assert "not proven yet: add --check -- python train.py {checkpoint}" in answer.output
+
+
+def test_a_folder_is_cured_into_a_folder_beside_it(tmp_path):
+    model, optimizer = trained(lambda model: torch.optim.AdamW(model.named_parameters(), lr=1e-5))
+    folder = tmp_path / "run-1.5"
+    folder.mkdir()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors"
+    )
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    answer = run(folder)
+    assert answer.exit_code == 0, answer.output
+    assert {file.name for file in (tmp_path / "run-1.5-cured").iterdir()} == {"model.safetensors", "optimizer.pt"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from collage_server.alerts.evaluation import Evaluation
 from collage_server.disk import DiskGuard
 from collage_server.errors import Busy, Gone
 from collage_server.exposition import MODEL_GAUGES, exposition, samples
@@ -23,6 +24,7 @@ from sqlalchemy import event, update
 from sqlalchemy.exc import OperationalError
 
 from collage_monitor import wire
+from collage_monitor.alerts import enabled_alerts
 from collage_monitor.metrics import METRICS
 from tests.server.samples import LAYERS, block, layer, report, watch
 from tests.waiting import PATIENCE_SECONDS
@@ -357,6 +359,23 @@ def test_neither_a_page_nor_a_round_of_alerts_reads_the_whole_record_of_a_run(se
     assert [sample for sample in again if "run_id" in dict(sample.labels)] == [
         sample for sample in shown if "run_id" in dict(sample.labels)
     ]
+
+
+def test_alerts_are_given_the_series_that_they_ask_for_and_no_others(server):
+    """Same answers, and a run that says nothing costs a round its row alone."""
+    server.filled("r1", "s1")
+    server.run("empty")
+    server.get("/metrics")
+    app_state = server.app.state.collage
+    asked = Evaluation(enabled_alerts()).series
+    chosen = [sample for sample in samples(app_state) if sample.name in asked and "run_id" in dict(sample.labels)]
+    given = [sample for sample in samples(app_state, asked) if "run_id" in dict(sample.labels)]
+    assert given == chosen
+    assert {dict(sample.labels)["run_id"] for sample in given} == {"r1"}
+    everything = {dict(sample.labels).get("run_id") for sample in samples(app_state)}
+    assert "empty" in everything
+    unmeasured = samples(app_state, ["collage_unmeasured_seconds"])
+    assert "empty" in {dict(sample.labels).get("run_id") for sample in unmeasured}
 
 
 def test_many_runs_whose_newest_step_is_sealed_take_as_many_statements_as_one(server):

@@ -7,7 +7,8 @@ import pytest
 from collage_server.newest import newest_points
 from collage_server.overviews import evaluate
 from collage_server.store import ReportGroup, Selection, SqliteStore
-from collage_server.store.reading import assemble, layer_blocks, points
+from collage_server.store.chunks import merge
+from collage_server.store.reading import assemble, points
 from collage_server.store.records import SealLimits
 
 from collage_monitor import wire
@@ -176,7 +177,7 @@ def test_layers_read_in_blocks_are_those_read_at_once(store, monkeypatch, sealed
     few = Selection(by_layer=True, layers=layers, points=100)
     before = [asked(store, selection) for selection in (at, few)]
     monkeypatch.setattr(points, "_MOST_BYTES", 0)
-    monkeypatch.setattr(layer_blocks, "_BLOCK_BYTES", 8 * 3 * 100 * 2)
+    monkeypatch.setattr(merge, "_BLOCK_BYTES", 8 * 3 * 100 * 2)
     for selection, known in zip((at, few), before, strict=True):
         same(asked(store, selection), known)
     merged = asked(store, Selection(by_layer=True, layers=layers, points=7))

@@ -66,7 +66,8 @@ class Cure(Struct, frozen=True):
 
 def cured_path(checkpoint: Path) -> Path:
     """Where the converted checkpoint is written unless another place is named: beside the old one."""
-    return checkpoint.with_name(f"{checkpoint.stem}-cured{checkpoint.suffix}")
+    stem, suffix = (checkpoint.name, "") if checkpoint.is_dir() else (checkpoint.stem, checkpoint.suffix)
+    return checkpoint.with_name(f"{stem}-cured{suffix}")
 
 
 def cure_checkpoint(path: Path, strategy: str | None = None, output: Path | None = None) -> Cure:

@@ -50,7 +50,9 @@ class CarriedNumbers:
         """What `func` gives where a number is seen as bits, or bits that carry one are at work; else None."""
         seen_as = _dtype_of_view(func, args, kwargs)
         first = args[0] if args else None
-        if isinstance(first, Tensor) and seen_as in _INTEGERS and first.dtype == torch.float64:
+        # A single number is a setting that is rounded on purpose, such as a β, and no weight.
+        weights = isinstance(first, Tensor) and first.dtype == torch.float64 and first.dim()
+        if isinstance(first, Tensor) and weights and seen_as in _INTEGERS:
             self.met = True
             return self._carrier(first, seen_as)
         if not self._carried:

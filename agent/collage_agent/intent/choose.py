@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.before_after import BeforeAfter, WholeTensor
+from collage_agent.intent.betas import ShadowByBetas, decays_otherwise
 from collage_agent.intent.bitsandbytes_rule import BitsandbytesRule, follows_bitsandbytes_rule, rule_mismatch
 from collage_agent.intent.clone import isolated, without_output_or_warnings
 from collage_agent.intent.foreign import ForeignOptimizer, why_no_clone
@@ -216,7 +217,8 @@ def _intent_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
     failure = seen.failure or _failure_on_device(optimizer, group, found)
     if failure is not None:
         return BeforeAfter(failure, seen.composition, seen.stochastic, seen.unexplained)
-    shadow = Shadow(
+    kind = ShadowByBetas if decays_otherwise(optimizer, group, found) else Shadow
+    shadow = kind(
         optimizer, seen.composition, widens=found.widens, stochastic=seen.stochastic, unexplained=seen.unexplained
     )
     return shadow if found.kind == "shadow" else WholeTensor(shadow, found.reason)

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from collage_agent.intent.betas import ShadowByBetas
 from collage_agent.intent.choose import Intent
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats.intervals import fourth_moments, interval_keys, product_rows, ratio_variances
@@ -81,7 +82,9 @@ class Oracle:
         if scale is not None:
             gradient.div_(scale)
         before = None if skipped is None else _copied(self._state)
-        intent.displacement(group, self._state, self.parameter, gradient, self.displacement)
+        # An oracle says what fp64 makes of the steps as they are taken, by whatever β.
+        step = intent.as_taken if isinstance(intent, ShadowByBetas) else intent.displacement
+        step(group, self._state, self.parameter, gradient, self.displacement)
         if skipped is not None and before is not None:
             self._take_back(before, skipped)
         self.parameter.add_(self.displacement)

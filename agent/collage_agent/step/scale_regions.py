@@ -140,7 +140,7 @@ class _TileIndex:
         shapes: Sequence[tuple[int, ...]],
         known: Sequence[bool],
     ) -> None:
-        self._tile = tile
+        self._tile, self._block = tile, block
         matrices = [shape[-2:] if is_known else (1, 1) for shape, is_known in zip(shapes, known, strict=True)]
         rows, columns = np.array(matrices, dtype=np.int64).T
         elements = np.array([sample.elements for sample in samples])
@@ -184,17 +184,18 @@ class _TileIndex:
 
     def _maxima(self, weight: WholeWeight, tiles: _TilesOfTensor) -> list[Tensor]:
         found, (high, wide) = [], self._tile
-        width = weight.visible.shape[-1]
+        runs = weight.visible.shape[-1] // self._block
         at_once = max(_READ_AT_ONCE // (high * wide), 1)
         down = torch.arange(high, device=self._device)
-        right = torch.arange(wide, device=self._device)
+        right = torch.arange(wide // self._block, device=self._device)
         for start in range(0, len(tiles.first), at_once):
             piece = slice(start, start + at_once)
-            # Beyond an edge the last row or column is read again: it changes no maximum.
+            # Beyond an edge the last row or run is read again: it changes no maximum.
             rows = torch.minimum(tiles.first[piece, None] + down, tiles.last[piece, None]).unsqueeze(2)
-            columns = (tiles.column[piece, None] + right).clamp_(max=width - 1).unsqueeze(1)
-            values = weight.read(lambda part, at=(rows, columns): part.view(-1, width)[at])  # type: ignore[misc]
-            found.append(values.abs_().amax((1, 2)).to(torch.float64))
+            columns = (tiles.column[piece, None] // self._block + right).clamp_(max=runs - 1).unsqueeze(1)
+            places = (rows * runs + columns).view(-1)
+            values = weight.read(lambda part, at=places: part.view(-1, self._block).index_select(0, at))  # type: ignore[misc]
+            found.append(values.view(len(rows), -1).abs_().amax(1).to(torch.float64))
         return found
 
 

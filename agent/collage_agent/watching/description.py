@@ -139,6 +139,7 @@ def joined(infos: Sequence[wire.WatchInfo]) -> wire.WatchInfo:
         conversion=next((info.conversion for info in by_size if info.conversion is not None), None),
         trained=[entry for info in infos for entry in info.trained],
         resume_losses=[loss for info in infos for loss in info.resume_losses],
+        continuation=next((info.continuation for info in by_size if info.continuation is not None), None),
     )
 
 

@@ -32,6 +32,7 @@ from collage_agent.watching.description import describe
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.iterations import Iterations
 from collage_agent.watching.resume import ResumeCheck
+from collage_agent.watching.saved import SavedNumbers, goes_on_from, numbers_of
 from collage_monitor import wire
 from collage_monitor.table import Table
 
@@ -102,6 +103,10 @@ class OptimizerHooks:
         self.skipped = SkippedSteps(self.optimizer)
         self.resume = ResumeCheck()
         self._looks_at_resume = True
+        self.saved: SavedNumbers | None = None
+        """What was saved in this run, if it is in one."""
+        self._continuation: wire.Continuation | None = None
+        self._goes_on = True
         self._iterations: Iterations | None = None
         self._depth = 0
         self._measuring = False
@@ -122,6 +127,7 @@ class OptimizerHooks:
             self.stepping.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
             self.optimizer.register_load_state_dict_post_hook(self._state_was_loaded),
+            self.stepping.register_state_dict_pre_hook(self._state_is_saved),
         ]
 
     def before_by_hand(self) -> None:
@@ -154,7 +160,7 @@ class OptimizerHooks:
             fitting=self._fitting,
             sparse=self.measurer.sparse,
         )
-        described = replace_fields(described, resume_losses=self.resume.losses)
+        described = replace_fields(described, resume_losses=self.resume.losses, continuation=self._continuation)
         return described if self.foreign is None else replace_fields(described, optimizer=self.foreign.named)
 
     def _before_step(
@@ -259,6 +265,7 @@ class OptimizerHooks:
                 if measured:
                     if self._looks_at_resume:
                         self.resume.before(self.stepping, self.measurer.watched, self._intents, self._step)
+                        self._compare_with_saved()
                     self.measurer.before(optimizer, closure=closure)
                     self._measuring = True
         except Exception as error:
@@ -299,6 +306,24 @@ class OptimizerHooks:
         self._looks_at_resume = True
         self._governor.measure_next_step()
         self.measurer.state_was_loaded()
+
+    def _state_is_saved(self, optimizer: Optimizer) -> None:
+        """A checkpoint is being made: what it holds is kept in brief, for a launch that goes on from it."""
+        if self.saved is None or not self._step or self._depth or self._guard.disabled or _swaps_weights(optimizer):
+            return
+        try:
+            with self._governor.timing(), isolated(_device_of(self.measurer)):
+                self.saved.keep(self._step, numbers_of(self.stepping, self._stepped()))
+        except Exception as error:
+            self._guard.caught("keeping checksums of what is saved", error)
+
+    def _compare_with_saved(self) -> None:
+        """Before the first step of a launch. Synchronises the device where something was saved at the last step."""
+        goes_on, self._goes_on = self._goes_on, False
+        saved = self.saved.at(self._step - 1) if goes_on and self.saved is not None else None
+        if saved is not None:
+            now = numbers_of(self.stepping, self._stepped())
+            self._continuation = goes_on_from(saved, now, self._step - 1)
 
     def _stepped(self) -> list[WatchedParameter]:
         return [entry for entry in self.measurer.watched if entry.stepped]
@@ -372,6 +397,11 @@ def _inside_own_step(optimizer: Optimizer) -> bool:
 def _members_of(optimizer: Optimizer) -> tuple[tuple[int, ...], ...]:
     """The identities of each group's parameters: all that decides, step by step, which group steps which tensor."""
     return tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
+
+
+def _swaps_weights(optimizer: Optimizer) -> bool:
+    """Whether it saves other weights than it steps, as schedule-free optimizers do."""
+    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
 
 
 def _device_of(measurer: StepMeasurer) -> torch.device:

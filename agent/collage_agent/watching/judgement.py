@@ -120,6 +120,7 @@ def judgement_text(evidence: Evidence, summary: Mapping[str, Any], changed: str 
     notes += [f"  expectation broken: {breach}" for breach in info.broken]
     notes += [f"  note: {info.intent_reason}"] if info.intent_reason else []
     notes += [f"  note: {info.conversion}"] if info.conversion is not None else []
+    notes += [f"  note: {info.continuation}"] if info.continuation is not None else []
     if not evidence.model:
         due = f"steps divisible by {info.every} (fewer where they cost too much), and the first one of this launch"
         return "\n".join([f"{head}: nothing measured yet; to be measured: {due}", *notes])

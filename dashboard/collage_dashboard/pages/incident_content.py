@@ -36,6 +36,7 @@ _KINDS: Final = {
     "expectation": "Expectation broken",
     "kept_otherwise": "Kept otherwise",
     "resume_loss": "Lost at a resume",
+    "continuation": "Compared with what was saved",
     "rank_twice": "Rank reported twice",
     "gap": "Gap",
     "reports_dropped": "Reports dropped",

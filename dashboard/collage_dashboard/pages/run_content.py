@@ -201,6 +201,7 @@ def _watch_facts(watch: wire.WatchInfo) -> list[tuple[str, str]]:
     facts += [("Expected", watch.expected)] if watch.expected else []
     facts += [("Expectation broken", str(breach)) for breach in watch.broken]
     facts += [("Lost at the resume", loss.text) for loss in watch.resume_losses]
+    facts += [("Goes on from", str(watch.continuation))] if watch.continuation is not None else []
     if watch.fingerprint is not None:
         facts += _fingerprint_facts(watch.fingerprint)
     facts += [("Oracle", "on" if watch.oracle else "off: watch(…, oracle=True) attaches one")]

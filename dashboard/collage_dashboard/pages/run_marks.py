@@ -15,7 +15,7 @@ __all__ = ["Marks", "marks_in_words", "marks_of", "place_marks"]
 Marks = Sequence[tuple[int, str]]
 """Steps of a run, and what happened there."""
 _MOST_MARKS: Final = 12
-_UNMARKED: Final = frozenset({"retention", "alert_resolved"})
+_UNMARKED: Final = frozenset({"retention", "alert_resolved", "continuation"})
 _EVENTS: Final = {
     "conversion": "weights converted",
     "expectation": "expectation broken",

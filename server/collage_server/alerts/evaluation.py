@@ -150,6 +150,11 @@ class Evaluation:
                 for name in (condition.series, *RECORDED.get(condition.series, ())):
                     self._longest[name] = max(self._longest.get(name, 0.0), entry.window_seconds * time_scale)
 
+    @property
+    def series(self) -> frozenset[str]:
+        """The names of all series that are asked for; samples of others are left out."""
+        return frozenset(self._longest)
+
     def observe(self, now: float, samples: Iterable[Sample]) -> list[AlertChange]:
         """Take in the samples of the moment `now` (Unix seconds); what began to fire, and what ended."""
         given = list(samples)

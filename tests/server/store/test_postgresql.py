@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from collage_server.clock import DatabaseClock
 from collage_server.errors import Busy, Gone, StoreUnusable, Unprocessable
 from collage_server.store import PostgresqlStore, ReportGroup, Selection, schema
 from collage_server.store.migrate import head_revision
@@ -486,3 +487,13 @@ def test_a_cluster_that_recovers_is_waited_for(caplog):
             assert not opening.is_alive()
         assert caplog.text.count("this server waits for it") == 1
         cluster.stop()
+
+
+def test_what_is_stored_is_dated_by_the_clock_of_the_database(store):
+    """A server whose machine's clock is days off asks the database instead."""
+    clock = DatabaseClock(store, own=lambda: NOW)
+    assert clock() == NOW
+    clock.follow()
+    theirs = store.own_time()
+    assert abs(theirs - clock()) < PATIENCE_SECONDS
+    assert abs(clock() - NOW) > 86_400

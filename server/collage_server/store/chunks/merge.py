@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor.metrics import METRICS, split_key
-from collage_monitor.statistics import finish, metric_keys, reduce_shards, reduce_steps
+from collage_monitor.statistics import finish, merge_starts, metric_keys, reduce_shards, reduce_steps
 from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store.chunks.blobs import maximum_key, minimum_key
 from collage_server.store.records import FloatArray, IntArray, Points, Selection
@@ -22,6 +22,7 @@ __all__ = [
     "has_layer_extremes",
     "join",
     "layer_extremes",
+    "merged_in_blocks",
     "merged_to_one",
     "model_extremes",
     "select_points",
@@ -29,6 +30,8 @@ __all__ = [
 
 POINT_COLUMNS: Final = ("first_steps", "steps", "times", "ranks", "counts")
 """What points have beside their totals."""
+_BLOCK_BYTES: Final = 2**24
+"""Of layers that are merged at a time, where all of them are too many bytes for one table."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -230,3 +233,37 @@ def merged(table: _Points, starts: NDArray[np.intp]) -> _Points:
         counts=np.add.reduceat(table.counts, starts),
         totals=reduce_steps(table.totals, axis=0, starts=starts),
     )
+
+
+def merged_in_blocks(
+    read: Callable[[IntArray], Points], positions: IntArray, layer_bytes: int, selection: Selection
+) -> Points:
+    """The points of the layers at these positions, in that order, from `read` of layers that follow on each other.
+
+    layer_bytes: what one layer takes of a table. Points are merged to `selection.points` at most.
+    """
+    width = max(_BLOCK_BYTES // layer_bytes, 1)
+    order = np.argsort(positions, kind="stable")
+    ordered = positions[order]
+    parts: list[Points] = []
+    for first in range(int(ordered[0]), int(ordered[-1]) + 1, width):
+        chosen = ordered[np.searchsorted(ordered, first) : np.searchsorted(ordered, first + width)]
+        if len(chosen):
+            block = np.arange(first, min(first + width, int(ordered[-1]) + 1))
+            parts.append(_of_layers(_merged(read(block), selection), chosen - first))
+    return _of_layers(_beside(parts), np.argsort(order, kind="stable"))
+
+
+def _merged(points: Points, selection: Selection) -> Points:
+    if selection.points is None or not len(points.steps):
+        return points
+    return merged(points, merge_starts(points.counts, selection.points))
+
+
+def _of_layers(points: Points, columns: IntArray) -> Points:
+    return replace(points, totals={key: values[:, columns] for key, values in points.totals.items()})
+
+
+def _beside(parts: Sequence[Points]) -> Points:
+    totals = {key: np.concatenate([part.totals[key] for part in parts], axis=1) for key in parts[0].totals}
+    return replace(parts[0], totals=totals)

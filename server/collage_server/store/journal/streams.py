@@ -32,6 +32,7 @@ from collage_server.store.rows import (
 from collage_server.store.runs.events import (
     add_events,
     attempt_event,
+    continuation_event,
     conversion_event,
     correct_event,
     expectation_event,
@@ -156,6 +157,8 @@ def _events_of_watch(
         yield expectation_event(attempt, breach)
     for loss in watch.resume_losses:
         yield resume_loss_event(attempt, loss)
+    if watch.continuation is not None:
+        yield continuation_event(attempt, watch.continuation)
     if attempt > 1 and watch.fingerprint is not None and watch.fingerprint.states:
         mine = (_STREAM.c.run_id == run_id, _STREAM.c.rank == create.rank, _STREAM.c.attempt < attempt)
         earlier = select(_STREAM.c.watch, _STREAM.c.attempt).where(*mine, _STREAM.c.watch.is_not(None))

@@ -28,9 +28,14 @@ from collage_server.store.chunks.blobs import (
 )
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
-from collage_server.store.chunks.merge import AttemptPoints, has_layer_extremes, join, select_points
+from collage_server.store.chunks.merge import (
+    AttemptPoints,
+    has_layer_extremes,
+    join,
+    merged_in_blocks,
+    select_points,
+)
 from collage_server.store.reading import unsealed
-from collage_server.store.reading.layer_blocks import read_in_blocks
 from collage_server.store.reading.plan import ReadPlan, plan_read
 from collage_server.store.reading.run_view import RunView, RunViews, chosen_layers, is_known
 from collage_server.store.records import FloatArray, IntArray, LatestPoint, Points, Selection
@@ -153,7 +158,7 @@ def _layer_points(
         def of_block(block: IntArray, run_id: str = run_id) -> Points:
             return read([run_id], {run_id: block}, neighbours=True)[run_id]
 
-        found[run_id] = read_in_blocks(of_block, positions[run_id], sizes[run_id], selection)
+        found[run_id] = merged_in_blocks(of_block, positions[run_id], sizes[run_id], selection)
     return {run_id: replace(found[run_id], layers=list(chosen[run_id])) for run_id in views}
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "correct_event",
     "count_event",
     "expectation_event",
+    "continuation_event",
     "kept_otherwise",
     "kept_otherwise_event",
     "rank_twice",
@@ -186,6 +187,12 @@ def resume_loss_event(attempt: int, loss: wire.ResumeLoss) -> NewEvent:
     """What did not come through a resume, told once a launch, as the first rank saw it."""
     origin = f"resume_loss/{attempt}/{loss.kind}/{loss.step}"[:64]
     return NewEvent(origin=origin, kind="resume_loss", text=loss.text, attempt=attempt, step=loss.step)
+
+
+def continuation_event(attempt: int, continuation: wire.Continuation) -> NewEvent:
+    """Whether a launch began with what was saved, told once a launch, as the first rank saw it."""
+    origin, step = f"continuation/{attempt}", continuation.step
+    return NewEvent(origin=origin, kind="continuation", text=str(continuation), attempt=attempt, step=step)
 
 
 def kept_otherwise(before: wire.WatchInfo, now: wire.WatchInfo) -> list[str]:

@@ -36,6 +36,11 @@ class LiveRun(NamedTuple):
     point: NewestPoint | None
     findings: dict[str, float]
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing was reported: all that is known is when it was created."""
+        return self.point is None and self.reported.last_report_at is None and not self.findings
+
 
 @dataclass(frozen=True)
 class LiveRunPage:

@@ -1,0 +1,145 @@
+"""Whether a launch goes on from the very numbers that an earlier one saved: bit for bit, or where not, and how far.
+
+A training saves a checkpoint through `optimizer.state_dict()`. At that call, and at no other step, a checksum and a
+few numbers of each weight and state are kept, beside the step that they stand at: in the run's data folder, so that
+it works online and offline alike, and needs no server. Before its first step a launch of the same run that goes on
+from one of these steps is compared with them. Where the folder is another (another machine's disk), or the tensor
+is cut otherwise (2 ranks → 4), nothing can be compared and nothing is said.
+
+It is told, not weighed: weights that were changed on purpose are no illness. What is one, `ResumeCheck` finds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+from zlib import crc32
+
+import msgspec
+import torch
+from collage_optim.names import dtype_name
+from collage_optim.stepping import local_part
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from collage_agent.sample.quantised import is_quantised, stored_tensors
+from collage_agent.sample.states import state_of
+from collage_agent.sample.stored import PARAMETER, elementwise_state
+from collage_agent.training.parameters import WatchedParameter
+from collage_monitor import wire
+
+__all__ = ["SavedNumbers", "goes_on_from", "numbers_of"]
+
+_CHECKED: Final = 1024
+"""Elements of each tensor that the checksum is of, at equal distances."""
+_KEPT: Final = 32
+"""Of these, at equal distances again: by them it is told how far numbers are off."""
+_MOST_STEPS: Final = 8
+_NAMED: Final = 3
+
+
+class _Mark(msgspec.Struct, frozen=True, array_like=True):
+    """What is kept of one tensor: how it is cut, and what it held."""
+
+    place: tuple[int, ...]
+    dtype: str
+    checksum: int
+    numbers: tuple[float, ...]
+
+
+Numbers = dict[str, dict[str, _Mark]]
+"""By layer, then by state; the weight is under PARAMETER."""
+
+
+class SavedNumbers:
+    """What was saved at the last few steps, in a file of its own for each rank and optimizer of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._steps = msgspec.msgpack.decode(path.read_bytes(), type=dict[int, Numbers])
+        except (OSError, msgspec.MsgspecError):
+            self._steps = {}
+
+    def at(self, step: int) -> Numbers | None:
+        """What was saved after this step; None: nothing was."""
+        return self._steps.get(step)
+
+    def keep(self, step: int, numbers: Numbers) -> None:
+        """Remember them, and on disk. Steps after this one were not gone on from, and are forgotten."""
+        known = {other: value for other, value in self._steps.items() if other < step}
+        self._steps = dict(sorted(known.items())[1 - _MOST_STEPS :]) | {step: numbers}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        made = self._path.with_suffix(f".{os.getpid()}")
+        made.write_bytes(msgspec.msgpack.encode(self._steps))
+        made.replace(self._path)
+
+
+def numbers_of(optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> Numbers:
+    """Checksums and a few numbers of all that is watched and of its states. Waits for the device."""
+    return {entry.name: dict(_marks(optimizer, entry)) for entry in watched if entry.shard.elements}
+
+
+def _marks(optimizer: Optimizer, entry: WatchedParameter) -> Iterator[tuple[str, _Mark]]:
+    shard = entry.shard
+    place = (*shard.shape, -1, *((shard.start,) if shard.start is not None else ()))
+    states = elementwise_state(entry.parameter, state_of(optimizer, entry.parameter))
+    for key, tensor in {PARAMETER: entry.parameter.detach(), **states}.items():
+        checksum, numbers = 0, tuple[float, ...]()
+        for part in stored_tensors(tensor):
+            sampled = _evenly(local_part(part).detach(), _CHECKED).contiguous().cpu()
+            checksum = crc32(sampled.view(torch.uint8).numpy().tobytes(), checksum)
+            if not is_quantised(local_part(tensor)):
+                numbers = tuple(_evenly(sampled, _KEPT).to(torch.float64).tolist())
+        yield str(key), _Mark((*place, local_part(tensor).numel()), dtype_name(tensor.dtype), checksum, numbers)
+
+
+def _evenly(tensor: Tensor, most: int) -> Tensor:
+    flat = tensor.reshape(-1)
+    return flat[:: max(-(-flat.numel() // most), 1)]
+
+
+def goes_on_from(saved: Numbers, now: Numbers, step: int) -> wire.Continuation | None:
+    """How what a launch begins with stands to what was saved after `step`; None: nothing is comparable."""
+    weights, states = wire.Compared(), wire.Compared()
+    farthest: tuple[float, str] = (0.0, "")
+    for layer, before in saved.items():
+        for key, mark in before.items():
+            other = now.get(layer, {}).get(key)
+            if layer not in now or (other is not None and other.place != mark.place):
+                continue
+            same = other is not None and (other.checksum, other.dtype) == (mark.checksum, mark.dtype)
+            what = weights if key == PARAMETER else states
+            found = wire.Compared(
+                tensors=what.tensors + 1,
+                differing=what.differing + (not same),
+                layers=what.layers if same or layer in what.layers else [*what.layers, layer],
+            )
+            weights, states = (found, states) if key == PARAMETER else (weights, found)
+            if not same and other is not None:
+                name = layer if key == PARAMETER else f"{layer} ({key})"
+                farthest = max(farthest, (_distance(mark.numbers, other.numbers), name))
+    if not weights.tensors:
+        return None
+    return wire.Continuation(
+        step=step,
+        weights=_shortened(weights),
+        states=_shortened(states),
+        distance=farthest[0],
+        farthest=farthest[1],
+    )
+
+
+def _shortened(compared: wire.Compared) -> wire.Compared:
+    return msgspec.structs.replace(compared, layers=compared.layers[:_NAMED])
+
+
+def _distance(before: Sequence[float], now: Sequence[float]) -> float:
+    """‖now − before‖ / ‖before‖ of the numbers that both have; 0 where that is not known."""
+    squares = sum(x * x for x in before)
+    if not squares or len(before) != len(now):
+        return 0.0
+    found = (sum((y - x) ** 2 for x, y in zip(before, now, strict=True)) / squares) ** 0.5
+    return found if found < float("inf") else 0.0
