@@ -1,5 +1,6 @@
 """A project's Delta table: every visible measured step in one row a layer, in step with what the database holds."""
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from collage_server.publishing import publish
 from collage_server.store.archive.files import project_folder
 from collage_server.store.sealing import archiving
 from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
 
 from collage_monitor import wire
 from tests.server import fleet
@@ -128,6 +130,22 @@ def test_sweeping_leaves_the_table_alone(store, files, monkeypatch):
     assert store.archiving.sweep(time.time()) == 0
     assert sorted(files.folder.rglob("*")) == before
     check(store, done.table)
+
+
+def test_vacuum_of_another_engine_takes_no_file(store, files):
+    """Those of a run that goes on are named by no log yet, and older than the week that engines wait."""
+    fleet.fill(store, [fleet.FleetRun("late", "plus", 1e-3)])
+    fleet.archive_all(store, [fleet.FleetRun("late", "plus", 1e-3)])
+    store.runs.update("late", wire.RunUpdate(state="running"), NOW + 200)
+    done = publish(store, "p")
+    for path in files.folder.rglob("*.parquet"):
+        os.utime(path, (0, 0))
+    table = DeltaTable(done.table)
+    assert len(list(files.stored())) > done.files
+    assert table.vacuum(full=True, dry_run=True) == []
+    assert table.vacuum(retention_hours=0, enforce_retention_duration=False, full=True, dry_run=True) != []
+    with pytest.raises(DeltaError, match="retention"):
+        table.vacuum(retention_hours=168, full=True)
 
 
 def test_what_retention_left_at_a_coarse_level_alone_is_read_there(store, files):
