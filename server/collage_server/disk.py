@@ -33,6 +33,7 @@ class DiskGuard:
         self._reserve_bytes = reserve_bytes
         self._reason: str | None = None
         self._left_ratio: float | None = None
+        self._archived_bytes = 0
         self._room_bytes = 0.0
         self._may_seal = True
         self._lock = Lock()
@@ -41,6 +42,11 @@ class DiskGuard:
     def left_ratio(self) -> float | None:
         """Share of the room for data that is left, beside the data or in its budget; None: neither is known."""
         return self._left_ratio
+
+    @property
+    def archived_bytes(self) -> int:
+        """What all archived files took at the last look."""
+        return self._archived_bytes
 
     @property
     def reason(self) -> str | None:
@@ -88,6 +94,7 @@ class DiskGuard:
         except StoreUnusable as error:
             return error.message
         used = sizes.used_bytes + sizes.archived_bytes
+        self._archived_bytes = sizes.archived_bytes
         self._left_ratio = self._left(sizes, used)
         budget = math.inf if self._budget_bytes is None else self._budget_bytes - used
         free = math.inf if sizes.free_bytes is None else sizes.free_bytes - self._reserve_bytes

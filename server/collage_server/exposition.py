@@ -150,7 +150,7 @@ class _ServerCollector(Collector):
         )
         _add_defined(left, [], self._guard.left_ratio)
         archived = GaugeMetricFamily("collage_server_archived_bytes", "What all archived files take.")
-        archived.add_metric([], self._store.archived_bytes())
+        archived.add_metric([], self._guard.archived_bytes)
         away = GaugeMetricFamily(
             "collage_server_archive_away_seconds",
             "For how long the archive has taken no files; absent where nothing is archived.",
