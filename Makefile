@@ -79,7 +79,7 @@ gpu: $(VENV)/.stamp-dev  ## The CUDA lane
 	$(BIN)/python -m pytest -m gpu
 
 bench: $(VENV)/.stamp-dev  ## Every benchmark
-	for name in watch averages deliver ingest load ranks query runs scale optimizer accumulation dashboard; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in watch averages deliver ingest load ranks query runs scale optimizer accumulation dashboard archive; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) demo-output

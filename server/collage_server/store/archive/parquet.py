@@ -1,6 +1,6 @@
 """What is in an archived file: layer totals of one run's chunks at one level, as any engine reads Parquet.
 
-Rows are sorted by layer and step; a row group holds 32 layers, so that one layer is read without the others.
+Rows are sorted by layer and step; a row group holds some layers, so that one is read without most others.
 Columns are what a row is of (`layer`, `name`, `first_step`, `step`, `time`, `ranks`, `points`), then one
 float64 column a statistic under its key, null where nobody reported it. At coarse levels there are "minimum METRIC"
 and "maximum METRIC", too. Sums are byte-stream-split and compressed with zstd.
@@ -10,7 +10,7 @@ The file's metadata say in `collage` which parts of which chunks it holds, in th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import accumulate
@@ -27,17 +27,20 @@ from collage_server.store.chunks.blobs import PointRows
 from collage_server.store.records import FloatArray, IntArray
 
 __all__ = [
-    "LAYERS_A_GROUP",
-    "OF_A_ROW",
     "Contents",
     "Footer",
     "HeldPart",
+    "OF_A_ROW",
+    "Rows",
     "copy_points",
+    "layers_in_group",
     "read_layers",
     "write_layers",
 ]
 
-LAYERS_A_GROUP: Final = 32
+_ROWS_A_GROUP: Final = 2**14
+"""Of fewer, all layers together cost more to read; of more, one layer alone."""
+_GROUPS_AT_ONCE: Final = 16
 _FORMAT: Final = 1
 _METADATA: Final = b"collage"
 OF_A_ROW: Final = ("layer", "name", "first_step", "step", "time", "ranks", "points")
@@ -61,6 +64,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     level: int
     parts: tuple[HeldPart, ...]
     layers: int
+    layers_a_group: int
     format: int = _FORMAT
 
     @property
@@ -74,6 +78,11 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
         return list(zip(self.parts, starts, strict=False))
 
 
+def layers_in_group(points: int) -> int:
+    """How many layers of so many points a row group holds."""
+    return max(_ROWS_A_GROUP // max(points, 1), 1)
+
+
 def write_layers(
     file: Path,
     contents: Contents,
@@ -84,7 +93,7 @@ def write_layers(
 ) -> bytes:
     """Write a file; its footer, to be kept beside its path.
 
-    `groups`: totals [keys, points, layers] of `LAYERS_A_GROUP` layers after each other, the last ones of the rest.
+    `groups`: totals [keys, points, layers] of each row group's layers, best with the points of each side by side.
     `names`: of all layers, as many as `contents` says. `points` are those of the parts, in their order.
     """
     schema = _schema(keys)
@@ -186,29 +195,54 @@ class Footer:
         return cls(contents, metadata, frozenset(metadata.schema.names).difference(OF_A_ROW))
 
 
-def read_layers(
-    source: pa.NativeFile, footer: Footer, keys: Sequence[str], layers: IntArray
-) -> dict[str, FloatArray]:
-    """Totals [layers, points] of some layers by key, without keys that the file does not have.
+class Rows(NamedTuple):
+    """Points that follow on each other both in a file and where they are wanted."""
 
-    Layers that are not in it are NaN. Row groups without any of the layers are not touched.
+    target: int
+    row: int
+    points: int
+
+
+def read_layers(
+    source: pa.NativeFile,
+    footer: Footer,
+    layers: IntArray,
+    rows: Sequence[Rows],
+    targets: Mapping[str, FloatArray],
+) -> None:
+    """Put totals of some layers into `targets` [points, layers] by key.
+
+    What the file does not have stays as it is there. Row groups without any of the layers are not touched.
     """
-    contents = footer.contents
-    held = [key for key in keys if key in footer.keys]
-    groups = np.unique(layers[layers < contents.layers] // LAYERS_A_GROUP)
-    if not held or not len(groups):
-        return {}
+    held, contents = [key for key in targets if key in footer.keys], footer.contents
+    group_of = np.where(layers < contents.layers, layers // contents.layers_a_group, -1)
+    groups = [int(group) for group in np.unique(group_of) if group >= 0]
+    if not held or not groups:
+        return
     file = pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=False)
-    table = file.read_row_groups(groups.tolist(), columns=held, use_threads=False)
-    # Of each group that was read its place among those; a layer that is not there gets the last row, and NaN.
-    place_of = np.zeros(int(groups[-1]) + 1, dtype=np.int64)
-    place_of[groups] = np.arange(len(groups))
-    known = layers < contents.layers
-    wanted = np.where(known, layers, groups[-1] * LAYERS_A_GROUP)
-    rows = place_of[wanted // LAYERS_A_GROUP] * LAYERS_A_GROUP + wanted % LAYERS_A_GROUP
-    found = {}
-    for key in held:
-        values = table.column(key).to_numpy().reshape(-1, contents.points)[rows]
-        values[~known] = np.nan
-        found[key] = values
-    return found
+    for start in range(0, len(groups), _GROUPS_AT_ONCE):
+        some = groups[start : start + _GROUPS_AT_ONCE]
+        table = file.read_row_groups(some, columns=held, use_threads=False)
+        blocks = {key: table.column(key).to_numpy().reshape(-1, contents.points) for key in held}
+        for place, group in enumerate(some):
+            wanted = np.flatnonzero(group_of == group)
+            found = layers[wanted] + contents.layers_a_group * (place - group)
+            for key, block in blocks.items():
+                _copy(block, _slice_of(found), rows, targets[key], _slice_of(wanted))
+
+
+def _copy(
+    block: FloatArray,
+    layers: slice | IntArray,
+    rows: Sequence[Rows],
+    target: FloatArray,
+    columns: slice | IntArray,
+) -> None:
+    for start, row, points in rows:
+        target[start : start + points, columns] = block[layers, row : row + points].T
+
+
+def _slice_of(places: IntArray) -> slice | IntArray:
+    """The same places as a slice where they follow on each other: numpy then copies them once."""
+    first, last = int(places[0]), int(places[-1])
+    return slice(first, last + 1) if np.array_equal(places, np.arange(first, last + 1)) else places

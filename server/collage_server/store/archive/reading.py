@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
 import pyarrow
 from cachetools import LRUCache
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Select, bindparam, select
 
 from collage_server.errors import Busy
 from collage_server.store import schema
 from collage_server.store.archive.files import ArchiveFiles
-from collage_server.store.archive.parquet import Footer, read_layers
+from collage_server.store.archive.parquet import Footer, Rows, read_layers
 from collage_server.store.chunks.blobs import Chunks, PointRows
 from collage_server.store.records import FloatArray, IntArray
+from collage_server.store.rows import among
 
 __all__ = ["ArchiveReader", "FoundSegment", "uncovered"]
 
@@ -45,10 +47,8 @@ class ArchiveReader:
 
     def find(self, connection: Connection, level: int, chunks: Chunks) -> list[FoundSegment]:
         """Files at a level that hold some of these chunks."""
-        table = schema.segment
-        columns = (table.c.run_id, table.c.attempt, table.c.first_chunk, table.c.last_chunk, table.c.path)
         runs = sorted({run_id for run_id, _ in chunks})
-        rows = connection.execute(select(*columns).where(table.c.run_id.in_(runs), table.c.level == level)).all()
+        rows = connection.execute(_segments_of_runs(), {"run_ids": runs, "level": level}).all()
         held = [
             row
             for row in rows
@@ -91,16 +91,20 @@ class ArchiveReader:
         positions: Mapping[str, IntArray],
     ) -> None:
         """Put totals into `values` [keys, points, layers] of the layers at these positions by run."""
+        targets = dict(zip(keys, values, strict=True))
         for segment in segments:
-            places = list(_places(segment, points))
-            if not places:
-                continue
-            with self._opened(segment.path) as source:
-                found = read_layers(source, segment.footer, keys, positions[segment.run_id])
-            for target, key in enumerate(keys):
-                if key in found:
-                    for start, count, row in places:
-                        values[target, start : start + count] = found[key][:, row : row + count].T
+            rows = list(_rows(segment, points))
+            if rows:
+                with self._opened(segment.path) as source:
+                    read_layers(source, segment.footer, positions[segment.run_id], rows, targets)
+
+
+@cache
+def _segments_of_runs() -> Select[Any]:
+    """Files of some runs at a level."""
+    table = schema.segment
+    columns = (table.c.run_id, table.c.attempt, table.c.first_chunk, table.c.last_chunk, table.c.path)
+    return select(*columns).where(among(table.c.run_id), table.c.level == bindparam("level"))
 
 
 def uncovered(chunks: Chunks, points: PointRows, segments: Sequence[FoundSegment]) -> Chunks:
@@ -117,11 +121,8 @@ def uncovered(chunks: Chunks, points: PointRows, segments: Sequence[FoundSegment
     return {owner: [chunk for chunk in numbers if chunk in left[owner]] for owner, numbers in chunks.items()}
 
 
-def _places(segment: FoundSegment, points: PointRows) -> Iterator[tuple[int, int, int]]:
-    """(first point of the question, points, first row of the file) of parts that are asked for.
-
-    Parts that follow on each other in both are one.
-    """
+def _rows(segment: FoundSegment, points: PointRows) -> Iterator[Rows]:
+    """Where the parts that are asked for stand; those that follow on each other in both are one."""
     start = count = row = 0
     for part, first in segment.footer.contents.places():
         place = points.where.get((segment.run_id, segment.attempt, part.chunk, part.part))
@@ -131,10 +132,10 @@ def _places(segment: FoundSegment, points: PointRows) -> Iterator[tuple[int, int
             count += part.points
             continue
         if count:
-            yield start, count, row
+            yield Rows(start, row, count)
         start, count, row = place, part.points, first
     if count:
-        yield start, count, row
+        yield Rows(start, row, count)
 
 
 def _overlap(first: int, last: int, numbers: Sequence[int]) -> bool:

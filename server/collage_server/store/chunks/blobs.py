@@ -195,13 +195,16 @@ def read_layer_data(
     positions: Mapping[str, IntArray],
     *,
     neighbours: bool = False,
+    by_layer: bool = False,
 ) -> FloatArray:
     """Totals [keys, points, layers] of the layers at these positions by run.
 
-    Few layers are read as slices, and so are `neighbours`: layers that follow on each other.
+    Few layers are read as slices, and so are `neighbours`: layers that follow on each other. `by_layer`: the points
+    of each layer stand side by side in memory, as they are stored, else the layers of each point.
     """
-    width = len(next(iter(positions.values()), ()))
-    values = np.full((len(keys), len(points.steps), width), np.nan)
+    width, count = len(next(iter(positions.values()), ())), len(points.steps)
+    values = np.full((len(keys), width, count) if by_layer else (len(keys), count, width), np.nan)
+    values = values.transpose(0, 2, 1) if by_layer else values
     if not width:
         return values
     targets = {

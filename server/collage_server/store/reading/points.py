@@ -360,10 +360,12 @@ def sealed_layers(
     keys = _keys(views, wanted, extremes_of, level)
     points = read_point_rows(connection, level, chunks)
     entries = _entries(views)
-    files = archive.find(connection, level, chunks)
+    archived = {owner: held for owner, held in chunks.items() if held and owner[1] in views[owner[0]].archived}
+    files = archive.find(connection, level, archived) if archived else []
     left = uncovered(chunks, points, files) if files else chunks
     values = read_layer_data(connection, level, left, points, entries, keys, positions, neighbours=neighbours)
-    archive.read_into(values, files, points, keys, positions)
+    if files:
+        archive.read_into(values, files, points, keys, positions)
     return _point_tables(views, level, points, keys, values)
 
 

@@ -51,6 +51,8 @@ class RunView:
         """Its streams with their places in `run_latest`, and the run's `state`."""
         self.attempt_rows = rows.attempts
         self.attempts = [(row.attempt, row.measured_from) for row in rows.attempts]
+        self.archived = frozenset(row.attempt for row in rows.attempts if row.archived)
+        """Attempts of which some layers lie in archived files."""
         self.first_hidden_steps = first_hidden_steps(self.attempts)
         self.sealed_ranges = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
         self._scalars = rows.scalars
@@ -291,7 +293,7 @@ def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
         found[row.run_id].sealed[row.stream_id] = row.sealed
         found[row.run_id].scalars[row.stream_id] = row.scalars
     require_runs(connection, [run_id for run_id, rows in found.items() if not rows.streams])
-    for run_id, attempts in rows_by_run(connection, attempts_of_runs(), run_ids).items():
+    for run_id, attempts in rows_by_run(connection, _attempts_with_files(), run_ids).items():
         found[run_id].attempts.extend(attempts)
     return found
 
@@ -305,6 +307,15 @@ def _streams_of_runs() -> Select[Any]:
     places = (latest.c[name] for name in ("sealed", "scalars", "measured_step", "last_step", "last_report_at"))
     streams = select(*stream.c, *places, run.c.state).select_from(there).where(among(stream.c.run_id))
     return streams.order_by(stream.c.stream)
+
+
+@cache
+def _attempts_with_files() -> Select[Any]:
+    """The attempts of some runs, and whether some of their layers lie in archived files."""
+    segment, attempt = schema.segment, schema.attempt
+    same = (segment.c.run_id == attempt.c.run_id, segment.c.attempt == attempt.c.attempt)
+    files = select(segment.c.path).where(*same)
+    return attempts_of_runs().add_columns(files.exists().label("archived"))
 
 
 def read_entries(

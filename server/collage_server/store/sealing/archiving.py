@@ -1,4 +1,4 @@
-"""Chunks become archived files: four of level 1, 64 of level 16, and all that is left once the run is over.
+"""Chunks become archived files: four of level 1, 64 of level 16, and what is left once the run is over.
 
 A file is made from a snapshot without a claim, as parts of chunks never change. It is put where it stays, and only
 then a short transaction names it, if the chunks still have the parts that it holds. Then the rows that it replaces
@@ -20,7 +20,7 @@ from sqlalchemy import Connection, and_, delete, or_, select, update
 
 from collage_server.store import schema
 from collage_server.store.archive.files import ArchiveFiles, archived_path, run_of
-from collage_server.store.archive.parquet import LAYERS_A_GROUP, Contents, Footer, HeldPart, write_layers
+from collage_server.store.archive.parquet import Contents, Footer, HeldPart, layers_in_group, write_layers
 from collage_server.store.archive.segments import Segment, add_segment
 from collage_server.store.chunks.blobs import (
     LEVELS,
@@ -42,9 +42,9 @@ __all__ = ["Archiving"]
 
 _LOG: Final = logging.getLogger(__name__)
 _CHUNKS: Final = {1: 4, 16: 64}
-"""Whole chunks that become one file while the run goes on; of 256 there are none before its end."""
+"""Chunks of a file by level: with more a question about few of its points costs more, with fewer one about many."""
 _MOST_CHUNKS: Final = 512
-"""In one file, and in one statement that deletes their rows."""
+"""Of a file at any other level, and in one statement that deletes their rows."""
 _FILES_A_SLICE: Final = 256
 _GRACE_SECONDS: Final = 3600.0
 """Longer than any reader's snapshot lasts, and than it takes from a file to the row that names it."""
@@ -157,8 +157,9 @@ class Archiving:
                     level=plan.level,
                     parts=tuple(_parts(points)),
                     layers=len(view.layers),
+                    layers_a_group=layers_in_group(len(points.steps)),
                 )
-                groups = self._groups(view, plan, points, keys, contents.layers)
+                groups = self._groups(view, contents, points, keys)
                 footer = write_layers(made, contents, points, list(view.layers), keys, groups)
             size = made.stat().st_size
             first, last = plan.chunks[0], plan.chunks[-1]
@@ -172,20 +173,28 @@ class Archiving:
         return True
 
     def _groups(
-        self, view: RunView, plan: _Plan, points: PointRows, keys: Sequence[str], layers: int
+        self, view: RunView, contents: Contents, points: PointRows, keys: Sequence[str]
     ) -> Iterator[FloatArray]:
-        """Totals of 32 layers after each other, read so many at a time that they take little memory."""
-        chunks = {(view.run_id, plan.attempt): plan.chunks}
-        group_bytes = 8 * LAYERS_A_GROUP * len(keys) * max(len(points.steps), 1)
-        width = LAYERS_A_GROUP * max(_READ_BYTES // group_bytes, 1)
+        """Totals of each row group's layers, read so many at a time that they take little memory."""
+        chunks = {(view.run_id, contents.attempt): sorted({part.chunk for part in contents.parts})}
+        group, layers = contents.layers_a_group, contents.layers
+        width = group * max(_READ_BYTES // (8 * group * len(keys) * max(contents.points, 1)), 1)
         entries = {view.run_id: view.entries}
         for start in range(0, layers, width):
             positions = {view.run_id: np.arange(start, min(start + width, layers), dtype=np.int64)}
             totals = read_layer_data(
-                view.connection, plan.level, chunks, points, entries, keys, positions, neighbours=width < layers
+                view.connection,
+                contents.level,
+                chunks,
+                points,
+                entries,
+                keys,
+                positions,
+                neighbours=True,
+                by_layer=True,
             )
-            for first in range(0, totals.shape[2], LAYERS_A_GROUP):
-                yield totals[:, :, first : first + LAYERS_A_GROUP]
+            for first in range(0, totals.shape[2], group):
+                yield totals[:, :, first : first + group]
 
     def _name(self, segment: Segment, contents: Contents) -> bool:
         """Let readers use the file; False where its chunks have changed meanwhile, or others seal the run now."""
@@ -220,30 +229,30 @@ class Archiving:
 def _due(
     infos: Sequence[ChunkInfo], archived: Mapping[tuple[int, int], set[int]], *, over: bool
 ) -> Iterator[_Plan]:
-    """What is to become a file, oldest first: whole chunks in groups; of an attempt that ended all that is left."""
+    """What is to become a file, oldest first: groups of whole chunks; of an attempt that ended all that is left.
+
+    Its last chunk, which has no coarse levels, is a file of its own: coarse questions read it beside them.
+    """
     newest = max((info.attempt for info in infos), default=0)
     for attempt, members in groupby(infos, lambda info: info.attempt):
         own = list(members)
         for level in LEVELS:
-            left = [
-                info.chunk
-                for info in own
-                if level in info.levels and info.chunk not in archived.get((attempt, level), ())
-            ]
-            if over or attempt < newest:
-                for start in range(0, len(left), _MOST_CHUNKS):
-                    yield _Plan(attempt, level, tuple(left[start : start + _MOST_CHUNKS]))
-            elif level in _CHUNKS:
-                yield from _groups_of(attempt, level, left, own[-1].chunk)
+            known = archived.get((attempt, level), ())
+            left = [info for info in own if level in info.levels and info.chunk not in known]
+            for plan in _groups(attempt, level, left):
+                if over or attempt < newest or _is_whole(plan, own[-1].chunk):
+                    yield plan
 
 
-def _groups_of(attempt: int, level: int, left: Sequence[int], newest: int) -> Iterator[_Plan]:
-    """Chunks side by side, as many as a file takes, without the newest one."""
-    size = _CHUNKS[level]
-    for group, members in groupby(left, lambda chunk: chunk // size):
-        chunks = tuple(members)
-        if len(chunks) == size and (group + 1) * size <= newest:
-            yield _Plan(attempt, level, chunks)
+def _groups(attempt: int, level: int, infos: Sequence[ChunkInfo]) -> Iterator[_Plan]:
+    size = _CHUNKS.get(level, _MOST_CHUNKS)
+    for _, members in groupby(infos, lambda info: (info.chunk // size, LEVELS[1] in info.levels)):
+        yield _Plan(attempt, level, tuple(info.chunk for info in members))
+
+
+def _is_whole(plan: _Plan, newest: int) -> bool:
+    """Whether it has all chunks of its group, without the attempt's newest one."""
+    return len(plan.chunks) == _CHUNKS.get(plan.level, _MOST_CHUNKS) and plan.chunks[-1] < newest
 
 
 def _archived(connection: Connection, run_id: str) -> dict[tuple[int, int], set[int]]:

@@ -1,0 +1,117 @@
+"""What stands in archived files: which chunks become one, how layers are read out of it, and what reading asks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow
+import pytest
+from collage_server.store import Selection, SqliteStore
+from collage_server.store.archive.files import Folder
+from collage_server.store.archive.parquet import Contents, Footer, HeldPart, Rows, read_layers, write_layers
+from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, PointRows
+from collage_server.store.sealing.archiving import _due
+from sqlalchemy import event
+
+from benchmarks.archive import filled, reports
+
+ALL = frozenset(LEVELS)
+POINTS, LAYERS, A_GROUP = 6, 11, 4
+
+
+def chunk(number, levels=ALL, attempt=1):
+    return ChunkInfo(attempt, number, 4, 256, 256 * number, 256 * number + 255, levels)
+
+
+def chunks_by_level(infos, archived=None, *, over):
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for plan in _due(infos, archived or {}, over=over):
+        found.setdefault(plan.level, []).append(plan.chunks)
+    return found
+
+
+def test_while_a_run_goes_on_whole_groups_become_files_without_the_newest_chunk():
+    assert chunks_by_level([chunk(number) for number in range(9)], over=False) == {1: [(0, 1, 2, 3), (4, 5, 6, 7)]}
+    assert chunks_by_level([chunk(number) for number in range(8)], over=False) == {1: [(0, 1, 2, 3)]}
+    assert chunks_by_level([chunk(number) for number in range(65)], over=False)[16] == [tuple(range(64))]
+
+
+def test_once_it_is_over_the_rest_does_and_the_chunk_without_coarse_levels_stands_alone():
+    infos = [*(chunk(number) for number in range(10)), chunk(10, frozenset({1}))]
+    archived = {(1, 1): {0, 1, 2, 3}}
+    assert chunks_by_level(infos, archived, over=True) == {
+        1: [(4, 5, 6, 7), (8, 9), (10,)],
+        16: [tuple(range(10))],
+        256: [tuple(range(10))],
+    }
+
+
+def test_no_file_spans_chunks_that_stand_in_another():
+    """Chunks before and behind an archived group became one file, which nobody may name, again and again."""
+    infos = [chunk(0, frozenset({16, 256})), *(chunk(number) for number in range(1, 10))]
+    archived = {(1, 1): {4, 5, 6, 7}}
+    assert chunks_by_level(infos, archived, over=True)[1] == [(1, 2, 3), (8, 9)]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """(path, footer, totals by key [points, layers]) of a file of three row groups, the last one smaller."""
+    path = tmp_path_factory.mktemp("archive") / "file.parquet"
+    generator = np.random.default_rng(0)
+    totals = {key: generator.normal(size=(POINTS, LAYERS)) for key in ("a", "b")}
+    totals["b"][2, 3:6] = np.nan
+    steps, times = np.arange(POINTS), np.linspace(1.7e9, 1.7e9 + 5, POINTS)
+    points = PointRows({}, {}, steps, steps, times, np.ones(POINTS, np.int64), np.ones(POINTS, np.int64))
+    contents = Contents(
+        run_id="r", attempt=1, level=1, parts=(HeldPart(0, 0, POINTS),), layers=LAYERS, layers_a_group=A_GROUP
+    )
+    groups = (np.stack([*totals.values()])[:, :, start : start + A_GROUP] for start in range(0, LAYERS, A_GROUP))
+    footer = write_layers(path, contents, points, [f"layer.{i}" for i in range(LAYERS)], [*totals], groups)
+    return path, Footer.of(footer), totals
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [range(LAYERS), [5], [10, 0, 4], [3, 4, 5, 6], [9, 11, 1], [11, 12], []],
+    ids=["all", "one", "out of order", "over two groups", "one that it lacks", "only such", "none"],
+)
+@pytest.mark.parametrize("rows", [[Rows(0, 0, POINTS)], [Rows(1, 4, 2), Rows(5, 0, 3)]], ids=["all", "some"])
+def test_layers_are_put_where_they_are_wanted(written, layers, rows):
+    path, footer, totals = written
+    layers = np.array([*layers], dtype=np.int64)
+    found = {key: np.full((9, len(layers)), np.nan) for key in ("b", "a", "unknown")}
+    expected = {key: values.copy() for key, values in found.items()}
+    for key, values in totals.items():
+        padded = np.concatenate([values, np.full((POINTS, 2), np.nan)], axis=1)
+        for target, row, points in rows:
+            expected[key][target : target + points] = padded[row : row + points, layers]
+    with pyarrow.memory_map(str(path)) as source:
+        read_layers(source, footer, layers, rows, found)
+    for key, values in expected.items():
+        assert found[key].tobytes() == values.tobytes(), key
+
+
+def test_only_a_run_with_files_is_looked_for_among_them(tmp_path):
+    """Every question about layers took one more statement, wherever its layers stood."""
+    store = SqliteStore(
+        tmp_path / "collage.sqlite", stale_after_seconds=600.0, archive=Folder(tmp_path / "archive")
+    )
+    store.open()
+    counted: list[str] = []
+
+    def ask():
+        counted.clear()
+        with store.points.snapshot() as snapshot:
+            points = snapshot.points(["r"], ("lost",), Selection(by_layer=True))["r"]
+        return len(counted), points.totals["lost"].tobytes()
+
+    files, store.archiving = store.archiving, None
+    assert files is not None
+    filled(store, "r", 3, reports(3, 300, seed=0))
+    event.listen(store.engine, "before_cursor_execute", lambda _c, _u, statement, *_: counted.append(statement))
+    without, answer = ask()
+    assert not [statement for statement in counted if "FROM segment" in statement and "EXISTS" not in statement]
+    while files.archive("r"):
+        pass
+    assert ask() == (without + 1, answer), "files and their footers; no rows of layers are left to be asked for"
+    assert ask() == (without, answer), "footers are known by now"
+    store.close()
