@@ -1,4 +1,4 @@
-"""Archived files in a folder and in a real bucket: the bound of the cache, what is fetched, what a fault says."""
+"""Archived files in a folder and in a bucket: the cache's bound, what is fetched how often, what a fault says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 
 import obstore
 import pytest
@@ -19,6 +18,7 @@ from collage_server.store.archive import files
 from collage_server.store.archive.files import Bucket, Folder, archive_files
 
 SIZE = 1000
+_KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret"}
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_a_bucket_that_is_not_there_is_no_missing_file(object_store, tmp_path, b
 
 def test_what_is_stored_is_listed_with_its_age_and_goes_when_told(archive, tmp_path):
     for some in (archive, Folder(tmp_path / "folder")):
-        paths = {keep(some, name) for name in "ab"}
+        paths = {keep(some, f"0-1-{name * 32}") for name in "ab"}
         with some.new_file():
             found = list(some.stored())
         assert {file.path for file in found} == paths
@@ -250,11 +250,12 @@ def listener(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("AWS_", "AZURE_", "GOOGLE_")):
             monkeypatch.delenv(name)
-    kind: Any = type("Own", (Listener,), {"asked": []})
+    asked: list[tuple[str, str]] = []
+    kind = type("Own", (Listener,), {"asked": asked})
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), kind) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", kind.asked
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
         server.shutdown()
         thread.join()
 
@@ -264,31 +265,21 @@ def listener(monkeypatch):
     [
         (
             "s3://b/folder",
-            {
-                "AWS_ENDPOINT_URL": "*",
-                "AWS_REGION": "eu-1",
-                "AWS_ACCESS_KEY_ID": "me",
-                "AWS_SECRET_ACCESS_KEY": "s",
-            },
+            {"AWS_ENDPOINT_URL": "*", "AWS_REGION": "eu-1", **_KEYS},
             "/b/folder/object",
             "Credential=me/ /eu-1/s3",
         ),
         (
             "s3://b",
-            {
-                "AWS_ENDPOINT": "*",
-                "AWS_DEFAULT_REGION": "x",
-                "AWS_ACCESS_KEY_ID": "m",
-                "AWS_SECRET_ACCESS_KEY": "s",
-            },
+            {"AWS_ENDPOINT": "*", "AWS_DEFAULT_REGION": "eu-2", **_KEYS},
             "/b/object",
-            "Credential=m/ /x/s3",
+            "Credential=me/ /eu-2/s3",
         ),
         (
             "s3://b",
-            {"AWS_ENDPOINT_URL_S3": "*", "AWS_ACCESS_KEY_ID": "m", "AWS_SECRET_ACCESS_KEY": "s"},
+            {"AWS_ENDPOINT_URL_S3": "*", **_KEYS},
             "/b/object",
-            "Credential=m/",
+            "Credential=me/",
         ),
         (
             "az://c",

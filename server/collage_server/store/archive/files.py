@@ -29,7 +29,16 @@ from obstore.store import ObjectStore, from_url
 
 from collage_server.errors import Busy, StoreUnusable
 
-__all__ = ["ArchiveFiles", "Bucket", "Folder", "StoredFile", "archive_files", "archived_path", "project_folder"]
+__all__ = [
+    "ArchiveFiles",
+    "Bucket",
+    "Folder",
+    "StoredFile",
+    "archive_files",
+    "archived_path",
+    "project_folder",
+    "run_of",
+]
 
 _LOG: Final = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 30
@@ -339,6 +348,11 @@ def archive_files(address: str, cache: Path, cache_bytes: int) -> ArchiveFiles:
 def archived_path(project: str, run_id: str, attempt: int, level: int, name: str) -> str:
     """Where a file of a run lies."""
     return f"{project_folder(project)}/run={run_id}/attempt={attempt}/level={level}/{name}"
+
+
+def run_of(path: str) -> str:
+    """Whose file this is."""
+    return path.partition("/run=")[2].partition("/")[0]
 
 
 def project_folder(project: str) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from sqlalchemy import Connection, and_, delete, or_, select, update
 
 from collage_server.store import schema
-from collage_server.store.archive.files import ArchiveFiles, archived_path
+from collage_server.store.archive.files import ArchiveFiles, archived_path, run_of
 from collage_server.store.archive.parquet import LAYERS_A_GROUP, Contents, Footer, HeldPart, write_layers
 from collage_server.store.archive.segments import Segment, add_segment
 from collage_server.store.chunks.blobs import (
@@ -111,13 +111,27 @@ class Archiving:
                 connection.execute(delete(table).where(table.c.path.in_(some)))
 
     def _unnamed(self, paths: Sequence[str]) -> list[str]:
+        """Those that no row names, of runs that this database knows: the others are another database's."""
         named: set[str] = set()
+        known: set[str] = set()
         for start in range(0, len(paths), _FILES_A_SLICE):
             some = paths[start : start + _FILES_A_SLICE]
+            runs = {run_of(path) for path in some}
             with self._database.reading() as connection:
                 for table in (schema.segment, schema.segment_gone):
                     named.update(connection.execute(select(table.c.path).where(table.c.path.in_(some))).scalars())
-        return [path for path in paths if path not in named]
+                for table in (schema.run, schema.deleted_run):
+                    known.update(
+                        connection.execute(select(table.c.run_id).where(table.c.run_id.in_(runs))).scalars()
+                    )
+        strange = sum(run_of(path) not in known for path in paths)
+        if strange:
+            _LOG.warning(
+                "%d archived files are of runs that this database does not know, and stay: give each database an "
+                "archive of its own",
+                strange,
+            )
+        return [path for path in paths if path not in named and run_of(path) in known]
 
     def _next(self, connection: Connection, run_id: str) -> _Plan | None:
         record = read_run(connection, run_id)

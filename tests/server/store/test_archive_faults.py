@@ -1,0 +1,234 @@
+"""Archiving amid faults: an archive that is away, files that no row names, several servers on one run."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+from collage_server.errors import Busy
+from collage_server.store import PostgresqlStore, Selection, SqliteStore, schema
+from collage_server.store.archive import files
+from collage_server.store.archive.files import Bucket, Folder, archived_path
+from collage_server.store.sealing import archiving
+from collage_server.store.sealing.archiving import Archiving
+from sqlalchemy import func, select
+
+from collage_monitor import wire
+from tests.server.migrated import put_migrated
+from tests.server.reads import layer_points, model_points
+from tests.server.samples import STATISTICS, report
+from tests.server.store.contract import LIMITS, NOW, StoreContract
+from tests.server.store.life import NEVER
+from tests.server.store.seen import AFTER_SILENCE, ALL, arrays_of, plain, seal_all, seen, unchanged
+
+CHUNK = LIMITS.points
+HOUR = 3600.0
+ORPHAN = archived_path("p", "r1", 1, 1, f"0-1-{0:032x}.parquet")
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    """Opens stores that seal small chunks and archive two of them at a time; they are closed at the end."""
+    monkeypatch.setattr(archiving, "_CHUNKS", {1: 2, 16: 2})
+    known = []
+
+    def open_store(database, archive=None):
+        kind = PostgresqlStore if isinstance(database, str) else SqliteStore
+        known.append(kind(database, stale_after_seconds=600.0, limits=LIMITS, archive=archive))
+        known[-1].open()
+        return known[-1]
+
+    yield open_store
+    for store in known:
+        store.close()
+
+
+@pytest.fixture
+def store(opened, tmp_path):
+    """SQLite beside a folder."""
+    return opened(put_migrated(tmp_path), Folder(tmp_path / "archive"))
+
+
+def fill(store, steps, first=0):
+    """A running run of so many measured steps, sealed."""
+    stream = StoreContract.fill(store) if not first else store.streams.stream_record("s0")
+    StoreContract.append(store, stream, *(report(i, i + 1) for i in range(first, steps)))
+    seal_all(store)
+
+
+def archive_all(store):
+    while store.archiving.archive("r1"):
+        pass
+
+
+def finish(store):
+    """The run is over, and all of it is sealed."""
+    store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
+    seal_all(store, now=AFTER_SILENCE)
+
+
+def paths(store, table=schema.segment):
+    with store.reading() as connection:
+        return set(connection.execute(select(table.c.path)).scalars())
+
+
+def stored(store):
+    return {file.path for file in store.archiving.files.stored()}
+
+
+def without_an_archive(opened, tmp_path, steps):
+    """What a reader sees of the same run where nothing is archived."""
+    (tmp_path / "plain").mkdir()
+    plain_store = opened(put_migrated(tmp_path / "plain"))
+    fill(plain_store, steps)
+    return plain_store
+
+
+def test_while_a_bucket_is_away_what_is_live_answers_and_nothing_is_lost(
+    opened, tmp_path, bucket, object_store, monkeypatch
+):
+    monkeypatch.setattr(files, "_CLIENT", {**files._CLIENT, "read_timeout": "1s"})
+    path = put_migrated(tmp_path)
+    store = opened(path, Bucket(bucket, tmp_path / "cache", 2**20))
+    fill(store, 5 * CHUNK)
+    archive_all(store)
+    assert len(paths(store)) == 4
+    other = opened(path, Bucket(bucket, tmp_path / "other", 2**20))
+    newest = Selection(first_step=4 * CHUNK + 1)
+    object_store.signal(signal.SIGSTOP)
+    try:
+        fill(store, 9 * CHUNK, first=5 * CHUNK)
+        with pytest.raises(Busy, match="older points wait for it; newer ones can be asked for by their steps"):
+            layer_points(other, "r1", STATISTICS, ALL)
+        assert layer_points(other, "r1", STATISTICS, newest).steps.tolist() == list(
+            range(4 * CHUNK + 1, 9 * CHUNK + 1)
+        )
+        assert len(model_points(other, "r1", None, ALL).steps) == 9 * CHUNK
+        for _ in range(2):
+            with pytest.raises(Busy):
+                store.archiving.archive("r1")
+        with pytest.raises(Busy):
+            store.archiving.sweep(time.time() + 2 * HOUR)
+        assert len(paths(store)) == 4
+    finally:
+        object_store.signal(signal.SIGCONT)
+    for server in (store, other):
+        server.archiving.files._away_until = 0.0
+    archive_all(store)
+    assert len(paths(store)) == 8
+    unchanged(seen(without_an_archive(opened, tmp_path, 9 * CHUNK)), seen(other))
+
+
+def test_a_file_that_could_not_be_named_is_never_written_over(store, monkeypatch):
+    """Another server may hold the run's claim just then: what it reads stays as it is."""
+    fill(store, 3 * CHUNK)
+    with monkeypatch.context() as patch:
+        patch.setattr(Archiving, "_name", lambda *_: False)
+        assert not store.archiving.archive("r1")
+    [orphan] = stored(store)
+    content = (store.archiving.files.folder / orphan).read_bytes()
+    archive_all(store)
+    assert orphan not in paths(store)
+    assert (store.archiving.files.folder / orphan).read_bytes() == content
+    assert stored(store) == {orphan, *paths(store)}
+
+
+def test_what_no_row_names_goes_after_an_hour_and_nothing_else(store):
+    fill(store, 5 * CHUNK)
+    archive_all(store)
+    named = paths(store)
+    left = store.archiving.files
+    with left.new_file() as made:
+        made.write_bytes(b"1")
+        left.put(made, ORPHAN)
+    half = left.staging / "half.parquet"
+    half.write_bytes(b"1")
+    written = max(file.modified_at for file in left.stored())
+    for seconds, there in ((HOUR - 60, True), (HOUR + 60, False)):
+        assert store.archiving.sweep(written + seconds) == (not there)
+        assert stored(store) == named | ({ORPHAN} if there else set())
+    assert half.exists(), "its age is told by the clock of who made it"
+
+
+def test_files_of_another_database_are_left_alone(store, opened, tmp_path, caplog):
+    """Two servers with a database each were told the same place."""
+    fill(store, 5 * CHUNK)
+    archive_all(store)
+    (tmp_path / "stranger").mkdir()
+    stranger = opened(put_migrated(tmp_path / "stranger"), store.archiving.files)
+    assert stranger.archiving.sweep(time.time() + 2 * HOUR) == 0
+    assert "4 archived files are of runs that this database does not know" in caplog.text
+    assert stored(store) == paths(store)
+    caplog.clear()
+    assert store.archiving.sweep(time.time() + 2 * HOUR) == 0
+    assert not caplog.records
+
+
+def test_files_of_a_deleted_run_go_an_hour_after_their_rows(store):
+    fill(store, 5 * CHUNK)
+    archive_all(store)
+    named = paths(store)
+    with store.points.snapshot():
+        store.runs.delete("r1", NOW)
+    while store.retention.purge(10):
+        pass
+    assert paths(store) == set()
+    assert paths(store, schema.segment_gone) == named == stored(store)
+    now = time.time()
+    assert store.archiving.sweep(now + HOUR - 60) == 0
+    assert stored(store) == named
+    assert store.archiving.sweep(now + HOUR + 60) == len(named)
+    assert stored(store) == paths(store, schema.segment_gone) == set()
+    assert store.archiving.sweep(now + HOUR + 60) == 0
+
+
+def test_a_file_stays_until_retention_has_dropped_all_of_its_chunks(store):
+    fill(store, 5 * CHUNK)
+    archive_all(store)
+    before = plain(layer_points(store, "r1", STATISTICS, Selection(first_step=4 * CHUNK + 1)))
+    assert store.retention.expire("r1", NEVER)
+    assert {path.split("/")[3] for path in paths(store)} <= {"level=256"}
+    assert all(path.split("/")[3] in {"level=1", "level=16"} for path in paths(store, schema.segment_gone))
+    store.archiving.sweep(time.time() + 2 * HOUR)
+    assert stored(store) == paths(store)
+    assert plain(layer_points(store, "r1", STATISTICS, Selection(first_step=4 * CHUNK + 1))) == before
+    assert len(layer_points(store, "r1", STATISTICS, ALL).steps) > CHUNK
+
+
+@pytest.mark.slow
+def test_servers_that_archive_one_run_at_once_make_no_point_visible_twice(opened, database, tmp_path, bucket):
+    servers = [opened(database, Bucket(bucket, tmp_path / f"{number}", 2**20)) for number in range(3)]
+    fill(servers[0], 9 * CHUNK + 5)
+    finish(servers[0])
+    before = seen(servers[0])
+    together = Barrier(len(servers))
+
+    def archive(server):
+        together.wait()
+        for _ in range(20):
+            while server.archiving.archive("r1"):
+                pass
+
+    with ThreadPoolExecutor(len(servers)) as pool:
+        list(pool.map(archive, servers))
+    table = schema.segment
+    with servers[0].reading() as connection:
+        ranges = connection.execute(
+            select(table.c.attempt, table.c.level, table.c.first_chunk, table.c.last_chunk)
+        ).all()
+        left = connection.execute(select(func.count()).select_from(schema.layer_chunk)).scalar_one()
+    held = [(attempt, level, chunk) for attempt, level, a, b in ranges for chunk in range(a, b + 1)]
+    assert len(held) == len(set(held))
+    assert {level for _, level, _ in held} == {1, 16, 256}
+    assert left == 0
+    for server in servers:
+        unchanged(before, seen(server))
+    servers[1].archiving.sweep(time.time() + 2 * HOUR)
+    assert stored(servers[2]) == paths(servers[2])
+    fresh = opened(database, Bucket(bucket, tmp_path / "fresh", 2**20))
+    assert arrays_of(layer_points(fresh, "r1", STATISTICS, ALL).totals) == arrays_of(
+        layer_points(servers[0], "r1", STATISTICS, ALL).totals
+    )
