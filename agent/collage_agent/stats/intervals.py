@@ -23,12 +23,14 @@ __all__ = [
     "population_factor",
     "product_rows",
     "ratio_variances",
+    "tail_share",
 ]
 
 UNSEEN: Final = "unseen_variance"
 """The key of `missed_share` times the variance of Σ u²."""
 _SURE: Final = 2.0
 _NORM_ERROR: Final = 2.0**-7
+_OUTLYING: Final = 10.0
 _MOST_BIAS: Final = 0.4
 """Standard errors that one element outside the sample may bring: 95 % intervals that are off by so much hold the
 truth in 0.93 (Cochran, Sampling Techniques, 1.8)."""
@@ -85,6 +87,23 @@ def fourth_moments(
     """
     deviations = numerators - ratios.index_select(1, segments.tensor_of_block) * denominators
     return segments.sums(deviations.square_().square_()) * factor * factor
+
+
+def tail_share(intended: Tensor, segments: Segments, blocks: Tensor, factor: Tensor) -> Tensor:
+    """(what the largest block adds to Σ u² / the standard error that the others tell of)², fp64 [tensors].
+
+    As `missed_share`, where the sample holds what is large: at another step another block may be, as with the rows
+    of rare tokens, and outside the sample. 0 where the largest stands within _OUTLYING standard deviations of the
+    others, as in sums without tails. intended [blocks]: Σ u² by block. No synchronisation.
+    """
+    zeros = torch.zeros_like(blocks)
+    largest = zeros.scatter_reduce(0, segments.tensor_of_block, intended, "amax")
+    u, uu = segments.sums(torch.stack((intended, intended * intended)))
+    others = u - largest
+    spread = uu - largest * largest - others * others / (blocks - 1)
+    outlies = largest - others / (blocks - 1) > _OUTLYING * (spread / (blocks - 2)).sqrt()
+    share = (largest * (MOST_UNSEEN / _MOST_BIAS)).square_() / (spread * factor)
+    return torch.nan_to_num(share.where(outlies, 0.0), 0.0, 0.0, 0.0)
 
 
 def missed_share(

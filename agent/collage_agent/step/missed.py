@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -11,13 +12,14 @@ from torch import Tensor
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats.edq import squared_block_sums
 from collage_agent.stats.elements import on_host
-from collage_agent.stats.intervals import missed_share
+from collage_agent.stats.intervals import missed_share, tail_share
 from collage_agent.step.gather import BlockLayout
 from collage_agent.step.layout import StateLayout
 from collage_agent.step.totals import BlockTotals, SampleSizes
 
 __all__ = ["MissedShares"]
 
+_LOOKS_KEPT: Final = 4
 _INTENDED: Final = "intended_squared_sum"
 SquareSums = tuple[Tensor, Tensor]
 """Σ x² by block [blocks] of the sample; of whole tensors Σ x² and the largest x² [2, tensors]; fp64."""
@@ -26,7 +28,8 @@ SquareSums = tuple[Tensor, Tensor]
 class MissedShares:
     """What the sample misses of each tensor, kept from one look at whole tensors to the next.
 
-    `shares` fp64 [tensors]: `missed_share` of the last look, 0 before the first. `unseen` bool [tensors]: of which
+    `shares` fp64 [tensors]: the largest `missed_share` of the last few looks, and `tail_share` of those before this
+    one: what is large may be another element at each step. 0 before the first. `unseen` bool [tensors]: of which
     the sample saw no gradient; None: of none. A look begins before a step, with its gradients, and ends after it,
     with the momenta and the block totals. Two passes over each tensor looked at.
     """
@@ -38,6 +41,7 @@ class MissedShares:
         self._samples = samples
         self._layout = layout
         self._gradients: list[SquareSums] = []
+        self._past: deque[Tensor] = deque(maxlen=_LOOKS_KEPT)
 
     def begin(self, sampled: Tensor | None, gradients: Sequence[Tensor]) -> None:
         """Before the step: the gradients' squares. `sampled`: what was gathered of them; None: none is known."""
@@ -64,7 +68,10 @@ class MissedShares:
         shares = torch.stack(found or [torch.zeros_like(self.shares)])
         # The first is the gradient's, a momentum's where none is known. Where the sample saw none of it, its
         # zeros say nothing of the tensor.
-        self.shares, unseen = shares.amax(0), shares[0].isinf()
+        missed, unseen = shares.amax(0), shares[0].isinf()
+        tail = tail_share(intended, sizes.segments, sizes.blocks, sizes.factor)
+        self._past.append(torch.maximum(missed.where(missed.isfinite(), 0.0), tail))
+        self.shares = torch.stack([missed, *self._past]).amax(0)
         self.unseen = None if on_host(unseen) and not unseen.any() else unseen
 
     def _momentum_squares(

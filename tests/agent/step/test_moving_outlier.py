@@ -1,0 +1,52 @@
+"""A row that is large is another at each step, as with rare tokens: no interval is given that does not hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collage_agent.handle import watch
+from torch import nn
+
+
+def intervals(scale, seed, rows, every, steps, momentum=0.0, cap=4096):
+    """(given, of them held): the intervals of `edq_ratio` at the measured steps."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    model = nn.Embedding(rows, 64).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum)
+    handle = watch(model, optimizer, every=every, budget=None, sample=cap, seed=seed)
+    given = held = 0
+    buffer = torch.zeros(rows, 64, dtype=torch.float64)
+    for step in range(1, steps + 1):
+        gradient = 0.5 * torch.randn(rows, 64, generator=generator)
+        gradient[torch.randint(0, rows, (1,), generator=generator)] *= scale
+        model.weight.grad = gradient.bfloat16()
+        kept = optimizer.state.get(model.weight, {}).get("momentum_buffer")
+        buffer = model.weight.grad.double() + (momentum * kept.double() if kept is not None else 0.0)
+        before, intended = model.weight.detach().double(), -1e-3 * buffer
+        optimizer.step()
+        if step % every:
+            continue
+        truth = float((intended * (model.weight.detach().double() - before)).sum() / intended.square().sum())
+        found = handle.summary()["model"]
+        if found.get("edq_ratio_low") is not None:
+            given += 1
+            held += found["edq_ratio_low"] <= truth <= found["edq_ratio_high"]
+    return given, held
+
+
+@pytest.mark.parametrize(("scale", "rows", "every", "momentum"), [
+    (300, 2000, 1, 0.0), (300, 2000, 10, 0.0), (100, 3000, 1, 0.0), (1000, 800, 2, 0.0), (300, 2000, 1, 0.9),
+])  # fmt: skip
+def test_an_outlier_that_moves_is_given_no_interval(scale, rows, every, momentum):
+    found = [intervals(scale, seed, rows, every, 24 * min(every, 3), momentum) for seed in range(3)]
+    given, held = (sum(column) for column in zip(*found, strict=True))
+    assert held == given, f"{held} of {given} hold"
+
+
+@pytest.mark.parametrize(("rows", "every"), [(2000, 1), (140, 1)])
+def test_without_one_intervals_are_given_and_hold(rows, every):
+    found = [intervals(1, seed, rows, every, 24) for seed in range(3)]
+    given, held = (sum(column) for column in zip(*found, strict=True))
+    assert given >= 0.9 * 72
+    assert held >= 0.85 * given
