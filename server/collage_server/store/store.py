@@ -13,14 +13,13 @@ from collage_server.store.journal.streams import StreamStore
 from collage_server.store.reading.snapshot import PointStore
 from collage_server.store.records import SealLimits
 from collage_server.store.runs.events import EventStore
-from collage_server.store.runs.expiry import Expiry
 from collage_server.store.runs.incidents import IncidentStore
 from collage_server.store.runs.newest import NewestStore
 from collage_server.store.runs.overviews import OverviewStore
 from collage_server.store.runs.run_store import RunStore
 from collage_server.store.runs.run_table import TableStore
 from collage_server.store.sealing.archiving import Archiving
-from collage_server.store.sealing.retention import Retention, Sealing
+from collage_server.store.sealing.retention import Expiry, Retention, Sealing
 from collage_server.store.sealing.slices import SliceDeletion
 
 __all__ = ["Store"]

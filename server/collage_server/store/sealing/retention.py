@@ -1,4 +1,8 @@
-"""What happens to stored reports: sealed into chunks, thinned when old, removed with their run.
+"""What happens to stored reports: sealed into chunks, thinned when old, removed with their run; and what expires.
+
+`Expiry` deletes old records of what happened: ended incidents with their deliveries, events, silences, the audit log.
+What stays: open incidents and what their runs told since, ended ones that are still owed a message, notes, and each
+run's newest event.
 
 All work is done in short transactions, so that readers and the writer do not wait.
 
@@ -16,9 +20,9 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Table, delete, exists, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Table, delete, exists, func, or_, select
 
-from collage_server.store import schema
+from collage_server.store import schema, server_tables
 from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.archive.segments import remove_segments
 from collage_server.store.chunks.blobs import LEVELS, read_point_rows
@@ -26,7 +30,7 @@ from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import freeze
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.records import SealLimits
-from collage_server.store.rows import require_run
+from collage_server.store.rows import delete_slice, require_run
 from collage_server.store.runs.changes import note_change
 from collage_server.store.runs.latest import all_ranks_are_through
 from collage_server.store.runs.run_store import read_run
@@ -34,8 +38,12 @@ from collage_server.store.sealing.replicas import ReplicaComparison, count_misma
 from collage_server.store.sealing.seal import seal
 from collage_server.store.sealing.slices import SliceDeletion
 
-__all__ = ["Retention", "Sealing"]
+__all__ = ["Expiry", "Retention", "Sealing"]
 
+_INCIDENT: Final = server_tables.incident
+_EVENT: Final = schema.event
+_SILENCE: Final = server_tables.silence
+_SLICE_ROWS: Final = 500
 SealLateReports = Callable[[str], None]
 """Seals every late report of the run; the caller holds the claim."""
 _BULKY: Final = (
@@ -301,3 +309,46 @@ def _last_point(connection: Connection, run_id: str, attempt: int, level: int, c
     """The last step of a chunk, and the newest time in it."""
     points = read_point_rows(connection, level, {(run_id, attempt): [chunk]})
     return int(points.steps.max()), float(points.times.max())
+
+
+class Expiry:
+    """Deletes what is too old, in short transactions that may be cut off anywhere without harm."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def expire(self, before: float, owed_before: float) -> int:
+        """Remove a slice of what ended before a moment (Unix seconds); how many rows went, 0 when nothing is left.
+
+        What is open stays, with all that its run told since it began, and what ended and is owed a message until
+        `owed_before`. Of a run stay the notes, which people wrote, and the newest event: they are numbered from it.
+        """
+        return next(filter(None, (self._remove(table, *old) for table, old in self._old(before, owed_before))), 0)
+
+    def expire_audit_log(self, before: float) -> int:
+        """Remove a slice of the audit log from before a moment (Unix seconds); how many entries went."""
+        return self._remove(server_tables.act, server_tables.act.c.time < before)
+
+    def _remove(self, table: Table, *old: ColumnElement[bool]) -> int:
+        with self._database.freeing() as connection:
+            return delete_slice(connection, table, *old, rows=_SLICE_ROWS)
+
+    @staticmethod
+    def _old(before: float, owed_before: float) -> list[tuple[Table, tuple[Any, ...]]]:
+        done = _INCIDENT.c.settled | (_INCIDENT.c.resolved_at < owed_before)
+        # The index is by when it began.
+        ended = (_INCIDENT.c.started_at < before, _INCIDENT.c.resolved_at < before, done)
+        firing = exists().where(
+            _INCIDENT.c.run_id == _EVENT.c.run_id,
+            _INCIDENT.c.open_key.is_not(None),
+            _INCIDENT.c.started_at <= _EVENT.c.time,
+        )
+        later = _EVENT.alias()
+        newest = select(func.max(later.c.event)).where(later.c.run_id == _EVENT.c.run_id).scalar_subquery()
+        told = (
+            _EVENT.c.time < before,
+            _EVENT.c.kind != "note",
+            _EVENT.c.event < newest,
+            ~firing,
+        )
+        return [(_INCIDENT, ended), (_EVENT, told), (_SILENCE, (_SILENCE.c.ends_at < before,))]
