@@ -1,6 +1,6 @@
 """What happens to stored reports: sealed into chunks, thinned when old, removed with their run; and what expires.
 
-`Expiry` deletes old records of what happened: ended incidents with their deliveries, events, silences, the audit log.
+`Expiry` deletes old records of what happened: ended incidents with deliveries, events, silences, the audit log.
 What stays: open incidents and what their runs told since, ended ones that are still owed a message, notes, and each
 run's newest event.
 
