@@ -27,6 +27,7 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 
 from collage_server.errors import Busy, StoreUnusable
 from collage_server.store import (
+    COPY,
     OF_A_ROW,
     ArchiveFiles,
     FinishedRun,
@@ -54,7 +55,8 @@ _NO_COLUMN: Final = re.compile(r"[ ,;{}()\n\t=]")
 _CONFIGURATION: Final = {"delta.deletedFileRetentionDuration": "interval 36500 days"}
 """The files are the archive's: VACUUM of another engine must not take those that the log does not name (yet)."""
 _BOUNDED: Final = ("layer", "first_step", "step")
-_VISIBLE: Final = "visible-"
+_GRACE_SECONDS: Final = 3600.0
+"""Longer than it takes from a copy to the log that names it."""
 _RETRY_SECONDS: Final = 10
 _RUNS: Final = pa.schema(
     [
@@ -126,7 +128,8 @@ def publish(store: Store, project: str) -> Published:
         raise Busy(
             f"the table {address} cannot be read or written: {error}", retry_after_seconds=_RETRY_SECONDS
         ) from error
-    files.delete([f"{folder}/{path}" for path in gone if _is_copy(path)])
+    unnamed = {f"{folder}/{path}" for path in gone if _is_copy(path)} | _left_copies(files, project, folder, wanted)
+    files.delete(unnamed)
     if runs or table is not None:
         _write_runs(files, folder, runs)
     return Published(project, address, len(runs), len(wanted), len(added), len(gone))
@@ -138,13 +141,20 @@ def _entries(run: FinishedRun, folder: str) -> Iterator[_Entry]:
         if part.chunks is not None:
             # The same name for the same points: a call that was killed, or a log made anew, finds them again.
             text = f"{part.path} {part.chunks} {part.before}".encode()
-            name = f"{_VISIBLE}{hashlib.blake2b(text, digest_size=16).hexdigest()}.parquet"
+            name = f"{COPY}{hashlib.blake2b(text, digest_size=16).hexdigest()}.parquet"
             path = archived_path(run.record.project, run.record.run_id, part.attempt, part.level, name)
         yield _Entry(run.record.run_id, part, path.removeprefix(f"{folder}/"))
 
 
 def _is_copy(path: str) -> bool:
-    return path.rpartition("/")[2].startswith(_VISIBLE)
+    return path.rpartition("/")[2].startswith(COPY)
+
+
+def _left_copies(files: ArchiveFiles, project: str, folder: str, wanted: Collection[str]) -> set[str]:
+    """Copies that a call which was killed has left behind: no log names them, and their run may be deleted."""
+    before = time.time() - _GRACE_SECONDS
+    held = {f"{folder}/{path}" for path in wanted}
+    return {file.path for file in files.copies(project) if file.modified_at < before} - held
 
 
 def _named(table: DeltaTable | None) -> set[str]:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from collage_server import publishing
 from collage_server.command.archive import archive
 from collage_server.publishing import publish
 from collage_server.store.archive.files import project_folder
@@ -98,6 +99,26 @@ def test_a_deleted_run_leaves_the_table_and_nothing_of_it_is_kept(store, files):
     assert not any("plain-wide" in path for path in DeltaTable(table).file_uris())
     assert not any("plain-wide" in str(path) and "visible-" in path.name for path in files.folder.rglob("*"))
     assert "plain-wide" not in pq.read_table(f"{table}/runs.parquet").column("run").to_pylist()
+
+
+def test_a_copy_that_a_killed_call_has_left_goes_with_its_run(store, files, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as change:
+        change.setattr(publishing, "_create", killed)
+        with pytest.raises(KeyboardInterrupt):
+            publish(store, "p")
+    [copy] = files.copies("p")
+    done = publish(store, "p")
+    assert [file.path for file in files.copies("p")] == [copy.path], "it is found again"
+    shutil.rmtree(Path(done.table, "_delta_log"))
+    store.runs.delete("plain-wide", NOW)
+    publish(store, "p")
+    assert list(files.copies("p")), "a call that goes on may be about to name it"
+    monkeypatch.setattr(publishing, "_GRACE_SECONDS", -1.0)
+    publish(store, "p")
+    assert not list(files.copies("p"))
 
 
 def test_a_log_that_was_deleted_is_made_anew_from_the_database(store, files):

@@ -1,7 +1,7 @@
 """Storage: the only package that uses a database. What the other packages use of it is listed here."""
 
 from collage_server.store.access.tokens import AccessStore, LogOut
-from collage_server.store.archive.files import ArchiveFiles, archive_files, archived_path, project_folder
+from collage_server.store.archive.files import COPY, ArchiveFiles, archive_files, archived_path, project_folder
 from collage_server.store.archive.finished import FinishedRun, VisiblePart
 from collage_server.store.archive.parquet import OF_A_ROW, Footer, copy_points
 from collage_server.store.journal.reports import ReportJournal
@@ -41,6 +41,7 @@ __all__ = [
     "AccessStore",
     "ArchiveFiles",
     "Archiving",
+    "COPY",
     "DueRun",
     "FinishedRun",
     "Footer",

@@ -32,6 +32,7 @@ from collage_server.errors import Busy, StoreUnusable
 __all__ = [
     "ArchiveFiles",
     "Bucket",
+    "COPY",
     "Folder",
     "StoredFile",
     "archive_files",
@@ -53,6 +54,8 @@ _UPLOADS: Final = 4
 """Parts of 5 MiB of one file that are sent at a time: each must be taken within the read timeout."""
 _LOGGED: Final = 300
 _PRIVATE_FOLDER: Final = 0o700
+COPY: Final = "visible-"
+"""Begins the name of a copy of what is visible of an archived file."""
 _ARCHIVED: Final = re.compile(r"\d+-\d+-[0-9a-f]{32}\.parquet")
 _NOT_PLAIN: Final = re.compile(rb"^[_.]|[^A-Za-z0-9_.-]")
 """Engines skip what begins with an underscore or a dot."""
@@ -100,9 +103,18 @@ class ArchiveFiles(ABC):
     def delete(self, paths: Collection[str]) -> None:
         """Remove files; one that is not there is no error."""
 
-    @abstractmethod
     def stored(self) -> Iterator[StoredFile]:
         """Every archived file that is there."""
+        return (file for file in self._listed() if _ARCHIVED.fullmatch(file.path.rpartition("/")[2]))
+
+    def copies(self, project: str) -> Iterator[StoredFile]:
+        """Every copy of visible points that publishing has put beside a project's archived files."""
+        found = self._listed(project_folder(project))
+        return (file for file in found if file.path.rpartition("/")[2].startswith(COPY))
+
+    @abstractmethod
+    def _listed(self, folder: str = "") -> Iterator[StoredFile]:
+        """Every Parquet file that is there, or in a folder."""
 
     @contextmanager
     def new_file(self) -> Iterator[Path]:
@@ -169,10 +181,9 @@ class Folder(ArchiveFiles):
                     if folder != Path():
                         (self.folder / folder).rmdir()
 
-    def stored(self) -> Iterator[StoredFile]:
-        """Every file of the folder."""
-        for path in self.folder.rglob(f"*{_SUFFIX}"):
-            if _ARCHIVED.fullmatch(path.name):
+    def _listed(self, folder: str = "") -> Iterator[StoredFile]:
+        for path in (self.folder / folder).rglob(f"*{_SUFFIX}"):
+            if path.parent != self.staging:
                 with suppress(FileNotFoundError):
                     yield StoredFile(path.relative_to(self.folder).as_posix(), path.stat().st_mtime)
 
@@ -237,13 +248,12 @@ class Bucket(ArchiveFiles):
                     obstore.delete(self._bucket, path)
                 (self._cache / path).unlink(missing_ok=True)
 
-    def stored(self) -> Iterator[StoredFile]:
-        """Every file of the bucket."""
+    def _listed(self, folder: str = "") -> Iterator[StoredFile]:
         with self._answering():
-            for some in obstore.list(self._bucket):
+            for some in obstore.list(self._bucket, prefix=folder or None):
                 for found in some:
                     path = str(found["path"])
-                    if _ARCHIVED.fullmatch(path.rpartition("/")[2]):
+                    if path.endswith(_SUFFIX):
                         yield StoredFile(path, found["last_modified"].timestamp())
 
     def _fetch(self, path: str) -> None:
