@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
+from collage_server.memory import MemoryBudget
 from collage_server.store.access.tokens import AccessStore
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.reports import ReportJournal
@@ -18,6 +22,10 @@ from collage_server.store.runs.run_table import TableStore
 from collage_server.store.sealing.retention import Retention, Sealing
 
 __all__ = ["Store"]
+
+
+_COARSE_BYTES_A_NUMBER: Final = 320
+"""A number of every point takes so much where a chunk's coarse levels are made: 17 points, and their extremes."""
 
 
 class Store(Database):
@@ -42,3 +50,10 @@ class Store(Database):
         self.newest = NewestStore(self)
         self.overviews = OverviewStore(self)
         self.table = TableStore(self)
+
+    def fit_into(self, memory: MemoryBudget) -> None:
+        """Keep caches, and what is sealed at a time, within a budget."""
+        self.points.limit_cache(memory.cache_bytes // 2)
+        self.streams.most_numbers = memory.working_bytes // (2 * _COARSE_BYTES_A_NUMBER)
+        limits = self.sealing.limits
+        self.sealing.limits = replace(limits, bytes=min(limits.bytes, memory.working_bytes // 16))

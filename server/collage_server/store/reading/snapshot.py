@@ -9,6 +9,7 @@ from typing import Final
 from sqlalchemy import Connection
 
 from collage_monitor import wire
+from collage_server.memory import released_afterwards
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.streams import read_layers, read_streams
@@ -43,10 +44,22 @@ class PointStore:
         self._stale_after_seconds = stale_after_seconds
         self._columns = ColumnCache(_CACHED_COLUMN_BYTES)
 
+    def limit_cache(self, limit_bytes: int) -> None:
+        """Keep no more than so many bytes of columns."""
+        self._columns = ColumnCache(min(limit_bytes, _CACHED_COLUMN_BYTES))
+
+    @property
+    def cached_bytes(self) -> int:
+        """What is kept of columns."""
+        return self._columns.bytes
+
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """Runs as they are at this moment, to be asked several things while the context lasts."""
-        with self._database.reading() as connection:
+        """Runs as they are at this moment, to be asked several things while the context lasts.
+
+        An evaluation keeps none of what it read; an answer is made of it.
+        """
+        with released_afterwards("evaluations"), self._database.reading() as connection:
             yield Snapshot(connection, self._columns, self._stale_after_seconds)
 
 
