@@ -33,6 +33,11 @@ class AnswerCache:
         self._answers: LRUCache[bytes, bytes] = LRUCache(limit_bytes, getsizeof=_bytes)
         self._lock = Lock()
 
+    @property
+    def bytes(self) -> int:
+        """What is kept."""
+        return int(self._answers.currsize)
+
     def encoded(self, key: object, make: Callable[[], Any]) -> msgspec.Raw:
         """The answer kept under `key`, else the one that `make` gives."""
         return self.get(key) or self.put(key, make())

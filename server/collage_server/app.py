@@ -35,20 +35,22 @@ from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
+from collage_server.memory import MemoryBudget, available_memory
 from collage_server.newest import NewestKeeper
 from collage_server.overviews import OverviewKeeper
 from collage_server.settings import FIXED_LIMITS, FixedLimits, Settings
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store, archive_files
 from collage_server.web.failures import answer_to
-from collage_server.web.middleware import AccessControl, ReadOnlyGate, RequestIdentity
+from collage_server.web.middleware import AccessControl, AnswerMemory, ReadOnlyGate, RequestIdentity
 
 if TYPE_CHECKING:
     from collage_server.auth.oidc import Provider
 
 __all__ = ["create_app", "make_store"]
 
+_LEAST_MEMORY: Final = 512 * 2**20
+_MOST_MEMORY: Final = 4 * 2**30
 _BALLAST_BYTES: Final = 32 * 2**20
-_ANSWER_CACHE_BYTES: Final = 64 * 2**20
 """Held inside the reserve: a checkpoint of SQLite's 16 MiB log needs as much space again."""
 
 
@@ -77,6 +79,7 @@ def create_app(
             Middleware(RequestIdentity),
             Middleware(AccessControl, access=AccessPolicy(settings, app_state.directory, app_state.store.access)),
             Middleware(ReadOnlyGate, guard=app_state.guard),
+            Middleware(AnswerMemory, memory=app_state.memory),
         ],
         # Every other error goes through to `RequestIdentity`; for these two the framework has words of its own.
         exception_handlers={HTTPException: _failed, RequestValidationError: _failed},
@@ -139,7 +142,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 def _app_state(settings: Settings, store: Store, clock: Callable[[], float], limits: FixedLimits) -> AppState:
     counters = IngestCounters()
     guard = DiskGuard(store, budget_bytes=settings.disk_budget_bytes, reserve_bytes=settings.disk_reserve_bytes)
-    bounds = JournalBounds(limits.journal_run_bytes, limits.journal_bytes)
+    memory = _memory(settings)
+    store.fit_into(memory)
+    # A reader takes all that waits of a run into memory.
+    bounds = JournalBounds(min(limits.journal_run_bytes, memory.working_bytes // 4), limits.journal_bytes)
     archiver = _archiver(settings, store, guard, clock)
     return AppState(
         settings=settings,
@@ -154,6 +160,7 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
             clock=clock,
             interval_seconds=settings.seal_interval_seconds,
             sealed=archiver.tell if archiver is not None else lambda _: None,
+            memory=memory,
         ),
         archiver=archiver,
         maintenance=Maintenance(
@@ -164,17 +171,18 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
             event_days=settings.retention_event_days,
             audit_days=settings.retention_audit_days,
         ),
-        newest=NewestKeeper(store),
-        overviews=OverviewKeeper(store),
+        newest=NewestKeeper(store, memory=memory, counters=counters),
+        overviews=OverviewKeeper(store, memory=memory, counters=counters),
         guard=guard,
         alert_rounds=AlertRounds(),
         registry=StreamRegistry(store.streams.stream_record),
         counters=counters,
-        in_flight=InFlightBudget(settings.in_flight_bytes),
+        memory=memory,
+        in_flight=InFlightBudget(memory.body_bytes),
         decoding=asyncio.Semaphore(),
         directory=TokenDirectory(store.access, settings.token, clock=clock),
         quotas=Quotas(settings.runs_per_project, limits, store.access),
-        answers=AnswerCache(_ANSWER_CACHE_BYTES),
+        answers=AnswerCache(memory.cache_bytes // 2),
         clock=clock,
         provider=_provider(settings, clock),
     )
@@ -184,6 +192,13 @@ def _archiver(settings: Settings, store: Store, guard: DiskGuard, clock: Callabl
     if store.archiving is None:
         return None
     return Archiver(store, store.archiving, guard, clock=clock, interval_seconds=settings.seal_interval_seconds)
+
+
+def _memory(settings: Settings) -> MemoryBudget:
+    limit = settings.memory_bytes
+    if limit is None:
+        limit = min(max((available_memory() or 0) // 2, _LEAST_MEMORY), _MOST_MEMORY)
+    return MemoryBudget(limit, settings.in_flight_bytes)
 
 
 def _provider(settings: Settings, clock: Callable[[], float]) -> Provider | None:
@@ -210,6 +225,7 @@ def _alert_threads(app_state: AppState) -> list[BackgroundThread]:
         clock=clock,
         interval_seconds=interval,
         rounds=app_state.alert_rounds,
+        memory=app_state.memory,
     )
     targets = targets_of(settings)
     return (

@@ -19,6 +19,7 @@ from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
+from collage_server.memory import MemoryBudget
 from collage_server.newest import NewestKeeper
 from collage_server.overviews import OverviewKeeper
 from collage_server.settings import Settings
@@ -50,6 +51,7 @@ class AppState:
     alert_rounds: AlertRounds
     registry: StreamRegistry
     counters: IngestCounters
+    memory: MemoryBudget
     in_flight: InFlightBudget
     decoding: asyncio.Semaphore
     directory: TokenDirectory

@@ -9,6 +9,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from threading import Event, Thread
 from typing import Final
 
@@ -16,6 +17,7 @@ from collage_server.clock import DatabaseClock
 from collage_server.disk import DiskGuard
 from collage_server.errors import Gone, NotFound
 from collage_server.ingest.backpressure import JournalBounds
+from collage_server.memory import MemoryBudget, Owner
 from collage_server.store import NewEvent, Store
 
 __all__ = ["BackgroundThread", "Maintenance", "Sealer"]
@@ -34,11 +36,19 @@ class BackgroundThread(ABC):
     It may be stopped at any point without harm: `do_due_work` checks `stopping` between slices of its work.
     """
 
-    def __init__(self, name: str, *, interval_seconds: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        interval_seconds: float,
+        memory: MemoryBudget | None = None,
+        owner: Owner = "evaluations",
+    ) -> None:
         self.stopping = Event()
         self._woken = Event()
         self._name = name
         self._interval_seconds = interval_seconds
+        self._memory, self._owner = memory, owner
         self._thread: Thread | None = None
 
     @abstractmethod
@@ -75,7 +85,8 @@ class BackgroundThread(ABC):
             self._woken.wait(self._interval_seconds)
             self._woken.clear()
             if not self.stopping.is_set():
-                self.attempt(self.do_due_work)
+                with nullcontext() if self._memory is None else self._memory.lease(self._owner):
+                    self.attempt(self.do_due_work)
 
 
 class Sealer(BackgroundThread):
@@ -94,8 +105,9 @@ class Sealer(BackgroundThread):
         clock: Callable[[], float],
         interval_seconds: float,
         sealed: Callable[[str], None] = lambda _: None,
+        memory: MemoryBudget | None = None,
     ) -> None:
-        super().__init__("sealer", interval_seconds=interval_seconds)
+        super().__init__("sealer", interval_seconds=interval_seconds, memory=memory, owner="sealing")
         self._sealed = sealed
         self._waiting = waiting
         self._seal = seal

@@ -10,7 +10,8 @@ ServerError
 ├── TooLarge              413  a body beyond its limit
 ├── UnsupportedMediaType  415  a content type or encoding that is not spoken here
 ├── Unprocessable         422  well-formed, but a value is not acceptable
-│   └── SignInRefused     422  what a provider says of a person does not open this server
+│   ├── SignInRefused     422  what a provider says of a person does not open this server
+│   └── NeedsTooMuch      422  an answer that no budget of this server could hold
 ├── JournalFull           429  too much waits to be sealed: the same reports may be taken later
 ├── TooManyFailures       429  unknown tokens, again and again from one address
 ├── HeadTooLarge          431  request line and headers beyond their limit
@@ -33,6 +34,7 @@ __all__ = [
     "Gone",
     "HeadTooLarge",
     "JournalFull",
+    "NeedsTooMuch",
     "NotFound",
     "ServerError",
     "SignInRefused",
@@ -150,6 +152,12 @@ class SignInRefused(Unprocessable):
     """What a provider says of a person does not open this server: a forged or stale token, no group with a role."""
 
     code = "sign_in_refused"
+
+
+class NeedsTooMuch(Unprocessable):
+    """What is asked for, or evaluated, takes more memory than this server has for it."""
+
+    code = "needs_too_much"
 
 
 class JournalFull(ServerError):

@@ -29,6 +29,7 @@ from collage_server.alerts.evaluation import Labels, Sample
 from collage_server.api.answers import describes
 from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.bearer import principal_of
+from collage_server.memory import PROCESS_BYTES
 from collage_server.store import LiveRun, NewestPoint, ReportedState
 
 __all__ = ["MODEL_GAUGES", "RUN_GAUGES", "SCALAR_GAUGES", "exposition", "router", "samples"]
@@ -133,6 +134,21 @@ class _ServerCollector(Collector):
         self._guard = app_state.guard
         self._archiver = app_state.archiver
         self._rounds = app_state.alert_rounds
+        self._memory = app_state.memory
+        self._in_flight = app_state.in_flight
+        self._answers = app_state.answers
+
+    def _held(self) -> dict[str, int]:
+        """Bytes by owner."""
+        held = self._memory.held
+        return {
+            "process": PROCESS_BYTES,
+            "bodies": self._in_flight.bytes + self._in_flight.arriving,
+            "caches": self._answers.bytes + self._store.points.cached_bytes,
+            "answers": held["answers"],
+            "evaluations": held["evaluations"],
+            "sealing": held["sealing"],
+        }
 
     def collect(self) -> Iterable[Metric]:
         for family in self._counters.registry.collect():
@@ -161,9 +177,16 @@ class _ServerCollector(Collector):
             "When a server on this database last evaluated the alerts, in Unix time; absent where none does.",
         )
         _add_defined(evaluated, [], self._rounds.evaluated_at)
+        memory = GaugeMetricFamily(
+            "collage_server_memory_bytes", "Memory held, as estimated before it is taken.", labels=("owner",)
+        )
+        for owner, held in self._held().items():
+            memory.add_metric([owner], held)
+        most = GaugeMetricFamily("collage_server_memory_limit_bytes", "Memory that the server may take.")
+        most.add_metric([], self._memory.limit_bytes)
         build = GaugeMetricFamily("collage_server_build_info", "Version of this server.", labels=("version",))
         build.add_metric([__version__], 1)
-        yield from (mismatches, left, archived, away, evaluated, build)
+        yield from (mismatches, left, archived, away, evaluated, memory, most, build)
 
 
 _GAUGES: Final = {

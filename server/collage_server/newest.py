@@ -12,7 +12,9 @@ import numpy as np
 from collage_monitor import __version__, wire
 from collage_monitor.statistics import finish_all, statistics_for
 from collage_server.background import BackgroundThread
-from collage_server.errors import Busy, Gone, NotFound
+from collage_server.errors import Busy, Gone, NeedsTooMuch, NotFound
+from collage_server.ingest.writer import IngestCounters
+from collage_server.memory import MemoryBudget, released_afterwards
 from collage_server.queries.layers import worst_layers
 from collage_server.store import KeptNewest, NewestPoint, RunProgress, RunRecord, Selection, Snapshot, Store
 
@@ -81,10 +83,17 @@ class NewestKeeper(BackgroundThread):
     """Writes the row of each run of which something has come since, every `interval_seconds`."""
 
     def __init__(
-        self, store: Store, *, interval_seconds: float = 1.0, share_of_time: float = _SHARE_OF_TIME
+        self,
+        store: Store,
+        *,
+        interval_seconds: float = 1.0,
+        share_of_time: float = _SHARE_OF_TIME,
+        memory: MemoryBudget | None = None,
+        counters: IngestCounters | None = None,
     ) -> None:
-        super().__init__("newest", interval_seconds=interval_seconds)
+        super().__init__("newest", interval_seconds=interval_seconds, memory=memory)
         self._store = store
+        self._counters = counters
         self._share_of_time = share_of_time
         self._unreadable: set[str] = set()
 
@@ -102,7 +111,7 @@ class NewestKeeper(BackgroundThread):
     def _keep(self, due: Mapping[str, RunProgress]) -> None:
         try:
             with self._store.points.snapshot() as now:
-                points = _evaluated(now, list(due), layers=True)
+                points = self._points(now, list(due))
         except Busy:  # The database, not a run.
             raise
         except Exception as error:
@@ -115,6 +124,18 @@ class NewestKeeper(BackgroundThread):
         self._unreadable -= points.keys()
         rows = {run_id: KeptNewest(due[run_id], __version__, point) for run_id, point in points.items()}
         self._store.newest.put(rows)
+
+    def _points(self, now: Snapshot, run_ids: list[str]) -> dict[str, NewestPoint | None]:
+        """Of a run alone without its worst layers, where these do not fit into memory."""
+        try:
+            with released_afterwards():
+                return _evaluated(now, run_ids, layers=True)
+        except NeedsTooMuch:
+            if len(run_ids) > 1:
+                raise
+        if self._counters is not None:
+            self._counters.cut("newest")
+        return _evaluated(now, run_ids, layers=False)
 
     def _leave_out(self, run_id: str) -> None:
         """Without its row the run is not shown, rather than with old numbers; the log says so once."""

@@ -13,11 +13,13 @@ from collage_monitor import __version__, wire
 from collage_monitor.judgement import OF_LAYERS, WORDS_VERSION
 from collage_monitor.statistics import statistics_for
 from collage_server.background import BackgroundThread
-from collage_server.errors import Gone, NotFound
+from collage_server.errors import Gone, NeedsTooMuch, NotFound
+from collage_server.ingest.writer import IngestCounters
+from collage_server.memory import MemoryBudget, released_afterwards
 from collage_server.queries.overview import OverviewPoints, begin_of_recent_past, most_losing, overview
 from collage_server.store import DueRun, Points, RunRecord, Selection, Snapshot, Store
 
-__all__ = ["MADE_BY", "OverviewKeeper", "evaluate", "keep_overview"]
+__all__ = ["MADE_BY", "OverviewKeeper", "evaluate", "evaluate_within", "keep_overview"]
 
 MADE_BY: Final = f"{__version__}/{WORDS_VERSION}"
 """Stands beside each overview: one that was made by another release, or in other words, is made anew."""
@@ -28,6 +30,8 @@ _SHARE_OF_TIME: Final = 0.1
 """The most of its time that the thread works while nobody waits: live runs come round the less often the more."""
 _HISTORY_POINTS: Final = 128
 _RECENT_POINTS: Final = 2000
+_MOST_CUTS: Final = 5
+"""Each takes the newest quarter of what did not fit."""
 _MOST_LAYERS: Final = 1024
 """Whose histories are looked through for a change: those that lose the most, of a model of more."""
 _LOSSES: Final = ("loss", "validation_loss")
@@ -37,10 +41,17 @@ class OverviewKeeper(BackgroundThread):
     """Evaluates the runs of which something has come since they were last evaluated."""
 
     def __init__(
-        self, store: Store, *, interval_seconds: float = 2.0, share_of_time: float = _SHARE_OF_TIME
+        self,
+        store: Store,
+        *,
+        interval_seconds: float = 2.0,
+        share_of_time: float = _SHARE_OF_TIME,
+        memory: MemoryBudget | None = None,
+        counters: IngestCounters | None = None,
     ) -> None:
-        super().__init__("overviews", interval_seconds=interval_seconds)
+        super().__init__("overviews", interval_seconds=interval_seconds, memory=memory)
         self._store = store
+        self._counters = counters
         self._share_of_time = share_of_time
 
     def do_due_work(self) -> None:
@@ -55,7 +66,7 @@ class OverviewKeeper(BackgroundThread):
                 return
             began = time.thread_time()
             try:
-                keep_overview(self._store, due)
+                keep_overview(self._store, due, self._counters)
             except (Gone, NotFound):
                 continue
             except Exception:
@@ -66,33 +77,57 @@ class OverviewKeeper(BackgroundThread):
                 self.stopping.wait((time.thread_time() - began) / self._share_of_time)
 
 
-def keep_overview(store: Store, due: DueRun) -> wire.Overview:
-    """Evaluate a run and keep what was found.
+def keep_overview(store: Store, due: DueRun, counters: IngestCounters | None = None) -> wire.Overview:
+    """Evaluate a run and keep what was found; `counters` are told if it was cut.
 
     Raises:
         NotFound, Gone: there is no such run.
     """
     with store.points.snapshot() as now:
         record = now.records([due.run_id])[due.run_id]
-        found = evaluate(now, record)
+        found, first_step = evaluate_within(now, record)
+    if first_step is not None:
+        _LOG.warning("run %s is judged from step %d on: more does not fit into --memory", due.run_id, first_step)
+        if counters is not None:
+            counters.cut("overview")
     store.overviews.put(due, record, found, MADE_BY)
     return found
 
 
-def evaluate(now: Snapshot, record: RunRecord) -> wire.Overview:
-    """The overview of a run as a snapshot has it."""
+def evaluate_within(now: Snapshot, record: RunRecord) -> tuple[wire.Overview, int | None]:
+    """The overview, of as much of the run's newest part as fits into memory; and from which step, None: all.
+
+    Raises:
+        NeedsTooMuch: not even its last steps fit.
+    """
+    first, last = record.first_step or 0, record.last_step or 0
+    for part in range(_MOST_CUTS + 1):
+        begin = None if part == 0 else last - (last - first) // 4**part
+        try:
+            with released_afterwards():
+                return evaluate(now, record, begin), begin
+        except NeedsTooMuch:
+            if part == _MOST_CUTS:
+                raise
+    raise AssertionError("the last part returns or raises")
+
+
+def evaluate(now: Snapshot, record: RunRecord, first_step: int | None = None) -> wire.Overview:
+    """The overview of a run as a snapshot has it; of its steps from `first_step` on."""
     run_id = record.run_id
 
     def read(keys: tuple[str, ...] | None, selection: Selection) -> Points:
         return now.points([run_id], keys, selection)[run_id]
 
-    recent = read(("measured_steps", "intended_squared_sum"), Selection(points=_RECENT_POINTS))
-    past = Selection(first_step=begin_of_recent_past(recent), points=1)
+    recent = read(
+        ("measured_steps", "intended_squared_sum"), Selection(first_step=first_step, points=_RECENT_POINTS)
+    )
+    past = Selection(first_step=begin_of_recent_past(recent) or first_step, points=1)
     layers = tuple(dict.fromkeys(key for metric in OF_LAYERS for key in statistics_for(metric, intervals=False)))
     edq = statistics_for("edq_ratio", intervals=False)
     model = read(None, past)
     states = tuple(key for key in model.totals if key.startswith("state_decrement_"))
-    history = Selection(points=_HISTORY_POINTS)
+    history = Selection(first_step=first_step, points=_HISTORY_POINTS)
     merged = read(layers, replace(past, by_layer=True))
     losing = most_losing(merged, _MOST_LAYERS)
     lost = [

@@ -30,6 +30,8 @@ _PREFIX = "COLLAGE_SERVER_"
 _NOT_OURS = "COLLAGE_SERVER_URL"
 _SECRET = frozenset({"token", "alert_webhook", "alert_slack", "alert_smtp", "oidc_client_secret"})
 _LEAST_BITS: Final = 72
+_LEAST_MEMORY: Final = 256 * 2**20
+_UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30}
 _Flag = Annotated[bool, Meta(description="yes or no; set 1 or 0")]
 _Count = Annotated[int, Meta(gt=0, description="a positive whole number; unset it for the default")]
 _Number = Annotated[
@@ -88,6 +90,9 @@ _LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
     Meta(description="one that it knows; set one of debug, info, warning, error"),
 ]
+_Size = Annotated[
+    str, Meta(pattern=r"^[1-9][0-9]{0,12}[KMG]?\Z", description="bytes, or a whole number with K, M or G, as 512M")
+]
 """What a setting must be, and what to set where it is not: the sentence that follows `VARIABLE must be`."""
 
 
@@ -124,6 +129,9 @@ class Settings:
     `connections` bounds those open at a time, `idle_seconds` the wait for a whole head. `in_flight_bytes` bounds
     report bodies that are read but not yet acknowledged: beyond it the answer is 503.
 
+    `memory` is what the whole server may take (docs/server.md says by whom), 256M at least; None: half of what its
+    control group or the machine has, from 512M to 4G.
+
     `alerts` says which entries of the catalogue this server evaluates, every `alert_interval_seconds`: those on by
     default, these and all from a severity on, or none. Messages go to `alert_webhook` (JSON), `alert_slack`, and by
     e-mail through `alert_smtp` to `alert_email`, whose first address is the sender, too. Each leads to the
@@ -155,6 +163,7 @@ class Settings:
     connections: _Count = 1000
     idle_seconds: _Number = 10.0
     in_flight_bytes: _Count = 128 * 2**20
+    memory: _Size | None = None
     stale_after_seconds: _Number = 600.0
     seal_interval_seconds: _Number = 5.0
     shutdown_seconds: _Number = 10.0
@@ -202,6 +211,10 @@ class Settings:
                 f"{_variable('token')} is too weak: its characters hold {_most_bits(self.token):.0f} bits at most, "
                 f"{_LEAST_BITS} are asked for; make one with: openssl rand -base64 32"
             )
+        if self.memory is not None and _bytes_of(self.memory) < _LEAST_MEMORY:
+            raise SettingsError(
+                f"{_variable('memory')}={self.memory} is too little: an idle server takes 128M; set 256M or more"
+            )
         raw, coarse = self.retention_raw_days, self.retention_coarse_days
         if coarse is not None and (raw is None or raw > coarse):
             raise SettingsError(
@@ -219,6 +232,11 @@ class Settings:
         return None if self.archive == "off" else self.archive
 
     @property
+    def memory_bytes(self) -> int | None:
+        """`memory` as bytes."""
+        return None if self.memory is None else _bytes_of(self.memory)
+
+    @property
     def retention_days(self) -> dict[int, float]:
         """Days by level of those levels that are not kept for good."""
         days = {1: self.retention_raw_days, 16: self.retention_coarse_days}
@@ -228,6 +246,11 @@ class Settings:
         """Every setting as plain JSON values; secrets are masked."""
         values = dataclasses.asdict(self)
         return {name: "***" if name in _SECRET and value else masked(value) for name, value in values.items()}
+
+
+def _bytes_of(size: str) -> int:
+    number, unit = (size[:-1], size[-1]) if size[-1] in _UNITS else (size, "")
+    return int(number) * _UNITS.get(unit, 1)
 
 
 def _most_bits(token: str) -> float:

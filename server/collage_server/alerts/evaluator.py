@@ -13,7 +13,8 @@ from collage_monitor.wire import from_number
 from collage_server.alerts.evaluation import AlertChange, Evaluation, Labels, Sample, identity_labels
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
-from collage_server.overviews import evaluate
+from collage_server.memory import MemoryBudget
+from collage_server.overviews import evaluate_within
 from collage_server.queries.headline import beyond_judgement
 from collage_server.store import IncidentQuery, NewIncident, Store
 
@@ -50,8 +51,9 @@ class AlertEvaluator(BackgroundThread):
         interval_seconds: float,
         time_scale: float = 1.0,
         rounds: AlertRounds | None = None,
+        memory: MemoryBudget | None = None,
     ) -> None:
-        super().__init__("alerts", interval_seconds=interval_seconds)
+        super().__init__("alerts", interval_seconds=interval_seconds, memory=memory)
         self._store = store
         self._samples = samples
         self._alerts = list(alerts)
@@ -137,7 +139,7 @@ class AlertEvaluator(BackgroundThread):
             if run_id:
                 with self._store.points.snapshot() as snapshot:
                     record = snapshot.records([run_id])[run_id]
-                    step, found = record.last_step, evaluate(snapshot, record)
+                    step, found = record.last_step, evaluate_within(snapshot, record)[0]
                 parts += [
                     beyond_judgement(found.headline, found.verdict),
                     f"Judged {found.health}: {found.verdict}",

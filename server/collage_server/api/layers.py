@@ -20,6 +20,7 @@ from collage_server.api.reading import LayerChoice, measured_step, points_of, po
 from collage_server.api.routing import resource
 from collage_server.app_state import app_state_of
 from collage_server.errors import Unprocessable
+from collage_server.memory import hold
 from collage_server.queries.layers import heatmap, histogram
 from collage_server.store import Selection
 
@@ -27,6 +28,8 @@ __all__ = ["router"]
 
 router = resource("reading")
 _MOST_CELLS = 5_000_000
+_CELL_BYTES = 80
+"""Of a cell: a float in a list, its text, and the arrays that it is made of."""
 
 
 @router.get("/runs/{run_id}/heatmap", **describes(wire.Heatmap))
@@ -57,6 +60,7 @@ def get_heatmap(
             selection = Selection(
                 first_step=first_step, last_step=last_step, points=points, by_layer=True, layers=chosen
             )
+            hold(_CELL_BYTES * points * (len(chosen) if chosen else snapshot.layer_count(run_id)))
             measured = snapshot.points([run_id], keys, selection)[run_id]
             positions = None if axis == "step" else positions_of(snapshot, [run_id], axis)[run_id]
         found = heatmap(run_id, metric, measured, points, order)

@@ -11,6 +11,7 @@ from collage_monitor.metrics import METRICS, SCALARS, split_key
 from collage_monitor.statistics import reduce_shards, statistics_for
 from collage_server.api.parameters import checked_metric
 from collage_server.errors import NotFound, Unprocessable
+from collage_server.memory import released_afterwards
 from collage_server.queries.curves import CLIP_RATIO, UNCLIPPED, AxisName, Positions, clip_ratio, concatenated
 from collage_server.queries.layers import worst_layers
 from collage_server.store import Points, ScalarPoints, Selection, Snapshot
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 _STEPS_AT_ONCE = 4096
+_NUMBERS_AT_ONCE = 2**22
 _NOTHING = ScalarPoints.empty()
 
 
@@ -141,10 +143,13 @@ def _merged_layers(
     steps = snapshot.points([run_id], ("measured_steps",), _every_step(selection))[run_id].steps
     single = _every_step(by_layer)
     parts = []
-    for start in range(0, max(len(steps), 1), _STEPS_AT_ONCE):
-        some = steps[start : start + _STEPS_AT_ONCE].tolist()
+    layers = len(names) if names is not None else snapshot.layer_count(run_id)
+    width = min(max(_NUMBERS_AT_ONCE // max(len(keys) * layers, 1), 1), _STEPS_AT_ONCE)
+    for start in range(0, max(len(steps), 1), width):
+        some = steps[start : start + width].tolist()
         at = dataclasses.replace(single, first_step=some[0], last_step=some[-1]) if some else single
-        parts.append(_layers_as_one(snapshot.points([run_id], keys, at)[run_id]))
+        with released_afterwards():
+            parts.append(_layers_as_one(snapshot.points([run_id], keys, at)[run_id]))
     return concatenated(parts)
 
 

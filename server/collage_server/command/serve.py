@@ -40,6 +40,7 @@ _ARENA_MAX: Final = -8
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder: database and token.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, help="Another name under which it is reached.")
 @click.option("--database", help="postgresql://USER@HOST/NAME. Default: SQLite in the folder.")
+@click.option("--memory", help="What the server may take, as 512M. Default: half of what there is, at most 4G.")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),

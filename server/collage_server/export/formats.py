@@ -42,6 +42,8 @@ __all__ = [
 
 _PLACES: Final = ("step", "first_step", "time", "ranks", "layer")
 _RANK: Final = "rank"
+_CELLS_AT_ONCE: Final = 2**18
+"""Of a page of text: a cell takes 60 bytes beside its digits until it is joined."""
 FloatArray = NDArray[np.float64]
 VERSION: Final = 1
 _ROOT: Final = "variance_product_root/"
@@ -63,6 +65,13 @@ class TableRows:
     layers: list[str]
     values: dict[str, tuple[FloatArray, NDArray[np.bool_]]]
     rank: int | None = None
+
+    def between(self, first: int, end: int) -> TableRows:
+        """Some of the rows."""
+        some = slice(first, end)
+        values = {name: (numbers[some], there[some]) for name, (numbers, there) in self.values.items()}
+        places = (self.steps[some], self.first_steps[some], self.times[some], self.ranks[some])
+        return TableRows(*places, self.layers[some], values, self.rank)
 
 
 def place_names(plan: ExportPlan) -> tuple[str, ...]:
@@ -176,8 +185,11 @@ def csv_bytes(store: Store, plan: ExportPlan) -> Iterator[bytes]:
     yield _text([[*place_names(plan), *names]])
     titles = {name: _text([[name]])[:-1] for name in ["", *(layer.name for layer in plan.layers)]}
     titles[""] = b""
+    at_once = max(_CELLS_AT_ONCE // len(names), 1) if names else _CELLS_AT_ONCE
     for columns in read_rows(store, plan):
-        yield b"\n".join([*map(b",".join, _rows(plan, columns, names, titles)), b""])
+        for start in range(0, len(columns.layers), at_once):
+            some = columns.between(start, start + at_once)
+            yield b"\n".join([*map(b",".join, _rows(plan, some, names, titles)), b""])
 
 
 def _rows(

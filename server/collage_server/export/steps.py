@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor import wire
+from collage_server.memory import hold, released_afterwards
 from collage_server.store import Points, RunRecord, ScalarPoints, Selection, Snapshot, Store
 
 __all__ = ["ExportPlan", "StepBatch", "plan_export", "read_batches", "read_ranks"]
@@ -17,7 +18,7 @@ __all__ = ["ExportPlan", "StepBatch", "plan_export", "read_batches", "read_ranks
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-_NUMBERS: Final = 2**22
+_NUMBERS: Final = 2**21
 """Numbers of totals by layer that one batch holds at most, unless a single step has more."""
 _POINTS: Final = 4096
 _STEPS: Final = 4096
@@ -92,10 +93,11 @@ def read_batches(store: Store, plan: ExportPlan) -> Iterator[StepBatch]:
     before = -1
     for last in _ends(plan):
         selection = Selection(first_step=before + 1, last_step=last)
-        batch = _read(store, plan, selection)
         before = last
-        if len(batch.steps):
-            yield batch
+        with released_afterwards():
+            batch = _read(store, plan, selection)
+            if len(batch.steps):
+                yield batch
 
 
 def read_ranks(store: Store, plan: ExportPlan, batch: StepBatch) -> Iterator[tuple[int, Points]]:
@@ -153,7 +155,9 @@ def _layers(snapshot: Snapshot, plan: ExportPlan, selection: Selection, points: 
     group = max(_NUMBERS // (len(points.steps) * len(names)), 1)
     found: dict[str, FloatArray] = {}
     for start in range(0, len(keys), group):
-        part = snapshot.points([run_id], keys[start : start + group], by_layer)[run_id]
+        with released_afterwards():
+            part = snapshot.points([run_id], keys[start : start + group], by_layer)[run_id]
+        hold(8 * len(part.totals) * len(points.steps) * len(names))
         place = np.searchsorted(points.steps, part.steps)
         for key, values in part.totals.items():
             found[key] = np.full((len(points.steps), len(names)), np.nan)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Final
+from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -25,6 +25,7 @@ _LOG: Final = logging.getLogger(__name__)
 COMMIT_BYTES = 16 * 2**20
 """The most bodies of reports that one commit takes; a benchmark sets it, to commit reports one by one."""
 _REPORTS_A_COMMIT: Final = 5_000
+_EVALUATIONS: Final = ("newest", "overview")
 _OUTCOMES: Final = ("accepted", "duplicate", "rejected", "late")
 _COMMIT_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
@@ -180,6 +181,13 @@ class IngestCounters:
             "collage_server_reports", "Reports received, by outcome.", ["outcome"], registry=self.registry
         )
         self._reports = {outcome: reports.labels(outcome) for outcome in _OUTCOMES}
+        cut = Counter(
+            "collage_server_evaluations_cut",
+            "Evaluations made of a run's newest part, or without its layers: the rest does not fit into --memory.",
+            ["evaluation"],
+            registry=self.registry,
+        )
+        self._cut = {name: cut.labels(name) for name in _EVALUATIONS}
         self._commits = Histogram(
             "collage_server_commit_seconds",
             "Duration of the commits that make reports durable.",
@@ -192,6 +200,10 @@ class IngestCounters:
         for outcome, count in zip(_OUTCOMES, (accepted, duplicates, rejected, late), strict=True):
             if count:
                 self._reports[outcome].inc(count)
+
+    def cut(self, evaluation: Literal["newest", "overview"]) -> None:
+        """Add an evaluation that was cut to fit into memory."""
+        self._cut[evaluation].inc()
 
     def committed(self, seconds: float) -> None:
         """Add one commit."""

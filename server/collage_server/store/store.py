@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
+from collage_server.memory import MemoryBudget
 from collage_server.store.access.tokens import AccessStore
 from collage_server.store.archive.files import ArchiveFiles
 from collage_server.store.archive.finished import FinishedRuns
@@ -23,6 +27,10 @@ from collage_server.store.sealing.retention import Expiry, Retention, Sealing
 from collage_server.store.sealing.slices import SliceDeletion
 
 __all__ = ["Store"]
+
+
+_COARSE_BYTES_A_NUMBER: Final = 320
+"""A number of every point takes so much where a chunk's coarse levels are made: 17 points, and their extremes."""
 
 
 class Store(Database):
@@ -55,3 +63,10 @@ class Store(Database):
         """What all archived files take."""
         with self.reading() as connection:
             return archived_bytes(connection)
+
+    def fit_into(self, memory: MemoryBudget) -> None:
+        """Keep caches, and what is sealed at a time, within a budget."""
+        self.points.limit_cache(memory.cache_bytes // 2)
+        self.streams.most_numbers = memory.working_bytes // (2 * _COARSE_BYTES_A_NUMBER)
+        limits = self.sealing.limits
+        self.sealing.limits = replace(limits, bytes=min(limits.bytes, memory.working_bytes // 16))

@@ -20,9 +20,10 @@ from collage_server.auth.principals import Principal
 from collage_server.disk import DiskGuard
 from collage_server.errors import Busy
 from collage_server.logs import REQUEST_ID
+from collage_server.memory import MemoryBudget
 from collage_server.web.failures import answer_to
 
-__all__ = ["AccessControl", "ReadOnlyGate", "RequestIdentity", "client_of"]
+__all__ = ["AccessControl", "AnswerMemory", "ReadOnlyGate", "RequestIdentity", "client_of"]
 
 _HEADER: Final = b"x-request-id"
 _LONGEST_ID: Final = 64
@@ -134,6 +135,21 @@ class ReadOnlyGate:
         if scope["type"] == "http" and _stores(scope):
             self.guard.require_room()
         await self.app(scope, receive, send)
+
+
+class AnswerMemory:
+    """Charges what a GET reads and answers to the budget, until the answer is sent."""
+
+    def __init__(self, app: ASGIApp, memory: MemoryBudget) -> None:
+        self.app = app
+        self.memory = memory
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "GET":
+            await self.app(scope, receive, send)
+            return
+        with self.memory.lease("answers"):
+            await self.app(scope, receive, send)
 
 
 def _stores(scope: Scope) -> bool:

@@ -27,6 +27,11 @@ class ColumnCache:
         self._tables: LRUCache[Hashable, AttemptPoints] = LRUCache(limit_bytes, getsizeof=_bytes)
         self._lock = Lock()
 
+    @property
+    def bytes(self) -> int:
+        """What is kept."""
+        return int(self._tables.currsize)
+
     def get(self, place: Hashable, totals: Collection[str], metrics: Collection[str]) -> AttemptPoints | None:
         """The table kept for a place, if it has these totals, and the extremes of these metrics."""
         with self._lock:

@@ -30,7 +30,7 @@ __all__ = [
 
 POINT_COLUMNS: Final = ("first_steps", "steps", "times", "ranks", "counts")
 """What points have beside their totals."""
-_BLOCK_BYTES: Final = 2**24
+_BLOCK_BYTES: Final = 2**23
 """Of layers that are merged at a time, where all of them are too many bytes for one table."""
 
 

@@ -16,6 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, upd
 
 from collage_monitor import wire
 from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_stream
+from collage_server.memory import held_rows
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.declarations import UNKNOWN_MARK, check_names, stored_name, unknown_statistics
@@ -51,14 +52,20 @@ __all__ = [
 
 _STREAM: Final = schema.stream
 _LAYER: Final = schema.layer
+_LAYER_BYTES: Final = 1024
+"""What a layer takes as an object and in an answer, beside its name."""
 _IDENTITY: Final = ("run_id", "stream_id", "attempt", "rank", "world_size", "process_id")
 
 
 class StreamStore:
-    """Attempts, streams, and the layers that they have declared."""
+    """Attempts, streams, and the layers that they have declared.
+
+    `most_numbers`: layers times statistics of a run, at most; a point has room for each of both.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.most_numbers = 2**63
 
     def create_attempt(self, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
         """Register a launch; sent again (by another rank, say) the same launch_id keeps the lowest first step."""
@@ -101,6 +108,7 @@ class StreamStore:
         """Register a stream, or extend it."""
         with self._database.writing() as connection:
             _create_stream(connection, run_id, create, now)
+            _check_numbers(connection, run_id, create, self.most_numbers)
             return _read_stream(connection, create.stream_id)
 
     def of_run(self, run_id: str) -> list[wire.Stream]:
@@ -143,6 +151,35 @@ def _create_stream(connection: Connection, run_id: str, create: wire.StreamCreat
             add_events(connection, run_id, [unknown_statistics_event(unknown, attempt.attempt)], now)
     if create.watch is not None:
         add_events(connection, run_id, list(_events_of_watch(connection, run_id, attempt.attempt, create)), now)
+
+
+def _check_numbers(connection: Connection, run_id: str, create: wire.StreamCreate, most: int) -> None:
+    """Refuse a stream with which a point of the run would hold too many numbers.
+
+    Raises:
+        Unprocessable: there are more than `most`.
+    """
+    mine = select(_STREAM.c.statistics, _STREAM.c.layers).where(_STREAM.c.stream_id == create.stream_id).cte()
+    alike = (_STREAM.c.statistics == mine.c.statistics) & (_STREAM.c.layers == mine.c.layers)
+    others = select(_STREAM.c.stream).join(mine, alike).where(_STREAM.c.run_id == run_id)
+    if (
+        not create.layers
+        or connection.execute(others.where(_STREAM.c.stream_id != create.stream_id).limit(1)).first()
+    ):
+        return  # Nothing new: ranks of one model are alike.
+    declared = select(_STREAM.c.statistics).where(_STREAM.c.run_id == run_id).distinct()
+    keys = {key for text in connection.execute(declared).scalars() for key in from_json(text)}
+    layers = connection.execute(
+        select(func.count()).select_from(_LAYER).where(_LAYER.c.run_id == run_id)
+    ).scalar_one()
+    numbers = layers * len(keys)
+    if numbers > most:
+        raise Unprocessable(
+            f"layers: {layers} in the run, of {len(keys)} statistics each, are {numbers} numbers a step, "
+            f"at most {most}; watch fewer layers, or give the server more with --memory",
+            field="layers",
+            limit=most,
+        )
 
 
 def _events_of_watch(
@@ -377,7 +414,8 @@ def _arrived(row: Row[Any]) -> dict[str, Any]:
 def read_layers(connection: Connection, run_id: str) -> list[wire.Layer]:
     """The run's dictionary of layers, in its order."""
     require_run(connection, run_id)
-    rows = connection.execute(select(_LAYER).where(_LAYER.c.run_id == run_id).order_by(_LAYER.c.layer))
+    found = connection.execute(select(_LAYER).where(_LAYER.c.run_id == run_id).order_by(_LAYER.c.layer))
+    rows = held_rows((row, _LAYER_BYTES + 2 * len(row.name)) for row in found)
     return [
         wire.Layer(
             name=row.name,

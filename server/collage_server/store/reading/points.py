@@ -14,6 +14,7 @@ import numpy as np
 from sqlalchemy import Connection
 
 from collage_server.errors import Unprocessable
+from collage_server.memory import hold
 from collage_server.store.archive.reading import ArchiveReader, uncovered
 from collage_server.store.chunks.blobs import (
     ChunkInfo,
@@ -51,8 +52,11 @@ __all__ = [
     "sealed_model",
 ]
 
-_MOST_BYTES: Final = 2**26
+_COPIES: Final = 3
+"""Of a table that stand side by side while it is read, joined and merged."""
+_MOST_BYTES: Final = 2**24
 """Of one table [statistic][point][layer]; what is larger is read a block of layers at a time."""
+_NEVER: Final = 2**62
 Views = Mapping[str, RunView]
 Tables = dict[str, list[AttemptPoints]]
 
@@ -91,6 +95,9 @@ def points_of_views(
         return _layer_points(connection, views, wanted, selection, sources.archive)
     layerwise = [run for run, view in views.items() if view.replicas_beside_shards]
     plans = _plans(connection, views, selection, layerwise)
+    for run_id, plan in plans.items():
+        keys = len(views[run_id].statistics(wanted)) + 2 * len(selection.extremes_of)
+        hold(_COPIES * 8 * keys * (plan.sealed_points + sum(map(len, plan.unsealed.values()))))
     tables: Tables = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
         kept_columns = None if level == 1 or selection.rank is not None else sources.columns
@@ -124,6 +131,8 @@ def _layer_points(
             view, plan.unsealed, plan.contributors, keys, positions[run_id], selection
         )
         sizes[run_id] = 8 * max(len(keys), 1) * max(plan.sealed_points + waiting[run_id].points, 1)
+        size = sizes[run_id] * len(positions[run_id])
+        hold(_COPIES * (size if selection.extremes_of else min(size, _MOST_BYTES)))
 
     def read(
         run_ids: Collection[str], some: Mapping[str, IntArray], *, neighbours: bool = False
@@ -150,16 +159,26 @@ def _layer_points(
             tables[run_id] += waiting[run_id].at(some[run_id])
         return _joined(held, tables, selection, {run_id: [""] * len(some[run_id]) for run_id in held})
 
-    few = (selection.points is not None or selection.at is not None) and not selection.extremes_of
-    large = [run_id for run_id in views if few and sizes[run_id] * len(positions[run_id]) > _MOST_BYTES]
+    most = _NEVER if selection.extremes_of else _MOST_BYTES
+    large = [run_id for run_id in views if sizes[run_id] * len(positions[run_id]) > most]
     found = read([run_id for run_id in views if run_id not in large], positions)
     for run_id in large:
+        columns = 8 * len(views[run_id].statistics(wanted)) * len(positions[run_id])
+        hold(_COPIES * min(sizes[run_id] * len(positions[run_id]), columns * _most_points(selection)))
 
         def of_block(block: IntArray, run_id: str = run_id) -> Points:
             return read([run_id], {run_id: block}, neighbours=True)[run_id]
 
         found[run_id] = merged_in_blocks(of_block, positions[run_id], sizes[run_id], selection)
     return {run_id: replace(found[run_id], layers=list(chosen[run_id])) for run_id in views}
+
+
+def _most_points(selection: Selection) -> int:
+    """What the selection alone says of how many points there can be."""
+    if selection.at is not None:
+        return 1
+    steps = _NEVER if selection.last_step is None else selection.last_step + 1 - (selection.first_step or 0)
+    return min(selection.points or _NEVER, steps)
 
 
 def _cached_model(

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Row, Select, select
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
 from collage_server.errors import NotFound
+from collage_server.memory import held_rows
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import ChunkInfo
 from collage_server.store.journal.declarations import unknown_statistics
@@ -26,6 +27,7 @@ from collage_server.store.runs.run_store import attempts_of_runs, rows_by_run
 __all__ = ["RunView", "RunViews", "chosen_layers", "is_known", "read_entries", "read_views"]
 
 _NAMES_A_STATEMENT: Final = 10_000
+_STREAM_BYTES: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -286,8 +288,8 @@ def read_views(
 
 def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
     found: dict[str, _Rows] = {run_id: _Rows() for run_id in run_ids}
-    rows: Sequence[Any] = connection.execute(_streams_of_runs(), {"run_ids": run_ids}).all()
-    for row in rows:
+    rows = connection.execute(_streams_of_runs(), {"run_ids": run_ids})
+    for row in held_rows((row, _stream_bytes(row)) for row in rows):
         found[row.run_id].streams.append(stream_record(row))
         found[row.run_id].latest.append(row)
         found[row.run_id].sealed[row.stream_id] = row.sealed
@@ -296,6 +298,11 @@ def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
     for run_id, attempts in rows_by_run(connection, _attempts_with_files(), run_ids).items():
         found[run_id].attempts.extend(attempts)
     return found
+
+
+def _stream_bytes(row: Any) -> int:
+    """What a stream takes: its numbers twice, and its words as objects."""
+    return _STREAM_BYTES + 4 * (len(row.layers) + len(row.statistics) + len(row.scalars))
 
 
 @cache

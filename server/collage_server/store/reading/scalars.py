@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import Connection, Row, TextClause, select, text
 
+from collage_server.memory import held_rows
 from collage_server.store import schema
 from collage_server.store.reading.assemble import RowOrigins, group_steps, visible
 from collage_server.store.reading.run_view import RunView
@@ -36,6 +37,10 @@ __all__ = ["pack_scalars", "read_newest_scalars", "read_scalar_points"]
 
 _NEWEST_PARTS: Final = 2
 _KEYS_A_STATEMENT: Final = 1000
+_ROWS_AT_ONCE: Final = 256
+_COPIES: Final = 4
+"""Of a logged value that stand side by side: as stored, unpacked, joined, and in an answer."""
+_ROW_BYTES: Final = 1024
 
 
 @dataclass
@@ -171,9 +176,9 @@ def _read_sealed(
         statement = select(table).where(table.c.run_id.in_(whole)).execution_options(blobs=True)
         if names is not None:
             statement = statement.where(table.c.name.in_(list(names)))
-        rows += connection.execute(
-            statement.order_by(table.c.run_id, table.c.stream_id, table.c.name, table.c.part)
-        ).all()
+        ordered = statement.order_by(table.c.run_id, table.c.stream_id, table.c.name, table.c.part)
+        stored = connection.execute(ordered.execution_options(yield_per=_ROWS_AT_ONCE))
+        rows += held_rows((row, _COPIES * len(row.data) + _ROW_BYTES) for row in stored)
     alike = groupby(rows, lambda row: (row.run_id, row.stream_id, row.name, row.point_count))
     for (run_id, stream_id, name, count), members in alike:
         stream = views[run_id].streams.get(stream_id)

@@ -9,6 +9,7 @@ from typing import Final
 from sqlalchemy import Connection
 
 from collage_monitor import wire
+from collage_server.memory import released_afterwards
 from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.engine.database import Database
@@ -44,10 +45,23 @@ class PointStore:
         self._stale_after_seconds = stale_after_seconds
         self._sources = Sources(ColumnCache(_CACHED_COLUMN_BYTES), archive)
 
+    def limit_cache(self, limit_bytes: int) -> None:
+        """Keep no more than so many bytes of columns."""
+        columns = ColumnCache(min(limit_bytes, _CACHED_COLUMN_BYTES))
+        self._sources = Sources(columns, self._sources.archive)
+
+    @property
+    def cached_bytes(self) -> int:
+        """What is kept of columns."""
+        return self._sources.columns.bytes
+
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """Runs as they are at this moment, to be asked several things while the context lasts."""
-        with self._database.reading() as connection:
+        """Runs as they are at this moment, to be asked several things while the context lasts.
+
+        An evaluation keeps none of what it read; an answer is made of it.
+        """
+        with released_afterwards("evaluations"), self._database.reading() as connection:
             yield Snapshot(connection, self._sources, self._stale_after_seconds)
 
 

@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Row, select, tuple_
 
 from collage_monitor.statistics import Totals, reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
+from collage_server.memory import held_rows
 from collage_server.store import schema
 from collage_server.store.chunks.contributors import Contributors, StepReports
 from collage_server.store.chunks.merge import AttemptPoints, merged_to_one
@@ -90,9 +91,13 @@ class ScalarRow(NamedTuple):
     scalars: str
 
 
-_MOST_BYTES: Final = 2**26
+_MOST_BYTES: Final = 2**25
 """Of totals of single steps that stand in memory; of more, where few points are wanted, steps are merged first."""
 _BYTES_AT_ONCE: Final = 2**23
+_ROW_BYTES: Final = 512
+"""What a row takes beside its totals."""
+_ROWS_AT_ONCE: Final = 64
+"""That PostgreSQL's driver fetches: it would take a whole answer into memory."""
 _Kind = TypeVar("_Kind", ModelRow, LayerRow, ScalarRow)
 UnsealedReports = Mapping[int, Sequence[Any]]
 """Journal rows that are not sealed yet, by attempt, in order of `seq`."""
@@ -136,7 +141,8 @@ def unsealed_rows(
 ) -> Iterator[tuple[StreamRecord, _Kind]]:
     """Journal rows that are not sealed yet, with their streams."""
     streams = {name: stream for view in views.values() for name, stream in view.streams.items()}
-    for row in map(kind._make, read_reports(connection, list(views), kind._fields, present, selection)):
+    found = read_reports(connection, list(views), kind._fields, present, selection)
+    for row in map(kind._make, held_rows((row, len(row[-1]) + _ROW_BYTES) for row in found)):
         stream = streams.get(row.stream_id)
         wanted = stream is not None and selection.rank in (None, stream.rank)
         if stream is not None and wanted and not views[row.run_id].is_sealed(row.stream_id, row.seq):
@@ -431,7 +437,7 @@ def read_reports(
     statement = (
         select(*(table.c[name] for name in columns))
         .where(table.c.run_id.in_(run_ids), table.c[present].is_not(None))
-        .execution_options(blobs=True)
+        .execution_options(blobs=True, yield_per=_ROWS_AT_ONCE)
     )
     if selection.at is not None:
         places = [(run_id, selection.at[run_id]) for run_id in run_ids]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
 from collage_server.errors import Unprocessable
+from collage_server.memory import held_rows
 from collage_server.store import schema, server_tables
 from collage_server.store.access.tokens import append_to_audit_log
 from collage_server.store.engine.database import Database
@@ -44,6 +45,10 @@ __all__ = [
 
 
 _RUN: Final = schema.run
+_ROWS_AT_ONCE: Final = 32
+_RECORD_BYTES: Final = 8192
+_CONFIG_GROWTH: Final = 8
+"""How much more JSON takes as objects, and encoded again."""
 _AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"config", "updated_at"}]
 _OWNED: Final = (
     schema.entry,
@@ -200,7 +205,7 @@ def read_page(connection: Connection, query: RunQuery, now: float, stale_after_s
     statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
     if query.cursor is not None:
         statement = _after(statement, query.cursor)
-    rows = connection.execute(statement).all()
+    rows = _held(connection.execute(statement.execution_options(yield_per=_ROWS_AT_ONCE)))
     page, more = rows[: query.limit], len(rows) > query.limit
     cursor = _cursor(page[-1].created_at, page[-1].run_id) if more else None
     return RunPageRecord(_records(connection, page), cursor)
@@ -211,16 +216,21 @@ def read_records(
 ) -> dict[str, RunRecord]:
     """Several runs, in the order given; `attempts`: theirs, where they are read already."""
     ids = list(dict.fromkeys(run_ids))
-    rows = connection.execute(_runs_by_id(), {"run_ids": ids}).all()
+    rows = _held(connection.execute(_runs_by_id(), {"run_ids": ids}))
     if len(rows) < len(ids):
         require_runs(connection, ids)
     found = {record.run_id: record for record in _records(connection, rows, attempts)}
     return {run_id: found[run_id] for run_id in ids}
 
 
+def _held(rows: Iterable[Row[Any]]) -> list[Row[Any]]:
+    """Rows of runs, charged with their config as objects."""
+    return list(held_rows((row, _RECORD_BYTES + _CONFIG_GROWTH * len(row.config) + len(row.notes)) for row in rows))
+
+
 @cache
 def _runs_by_id() -> Select[Any]:
-    return select(_RUN).where(among(_RUN.c.run_id))
+    return select(_RUN).where(among(_RUN.c.run_id)).execution_options(yield_per=_ROWS_AT_ONCE)
 
 
 def matching(query: RunFilter) -> list[ColumnElement[bool]]:

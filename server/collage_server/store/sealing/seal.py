@@ -19,6 +19,7 @@ import numpy as np
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from collage_server.errors import Gone
+from collage_server.memory import hold, released_afterwards
 from collage_server.store import schema
 from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.chunks.blobs import ALL_RANKS, LEVELS, pack_points, pack_totals
@@ -41,6 +42,8 @@ Transaction = Callable[[], AbstractContextManager[Connection]]
 _BlobRow = tuple[Any, dict[str, Any]]
 _FLOAT: Final = np.dtype("<f8")
 _PARTS_AT_ONCE: Final = 16
+_COPIES: Final = 6
+"""Of a part that stand side by side: its reports, its tables, those of its chunk, and what is written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,7 @@ def seal(
     Replicas are compared first: once sealed they cannot be. Leftovers of an interrupted sealing are deleted next,
     and count as a part. A run with statistics that this server cannot merge is left to a newer server.
     """
-    with reading() as connection:
+    with released_afterwards(), reading() as connection:
         view = RunView(connection, run_id)
         if view.has_unknown_statistics:
             return 0
@@ -97,13 +100,15 @@ def seal(
         _delete_reports(run_id, writing, journal.leftovers, limits)
         return 1
     for number in range(_PARTS_AT_ONCE):
-        with reading() as connection:
-            view = RunView(connection, run_id)
-            plan = plan_seal(connection, view, journal, limits)
-            built = None if plan is None else _build(connection, view, plan, limits, archive)
-        if built is None:
-            return number
-        _write(run_id, writing, built, limits)
+        with released_afterwards():
+            with reading() as connection:
+                view = RunView(connection, run_id)
+                plan = plan_seal(connection, view, journal, limits)
+                hold(_COPIES * limits.bytes if plan else 0)
+                built = None if plan is None else _build(connection, view, plan, limits, archive)
+            if built is None:
+                return number
+            _write(run_id, writing, built, limits)
         _delete_reports(run_id, writing, sorted(built.plan.reports), limits)
         journal = journal.without(built.plan.reports)
     return _PARTS_AT_ONCE

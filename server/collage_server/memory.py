@@ -1,0 +1,198 @@
+"""One accountant for the server's memory: who holds how much, estimated before it is taken, within one budget.
+
+| owner | what it holds | its bound | beyond it |
+|---|---|---|---|
+| process | interpreter, libraries, connections | `PROCESS_BYTES` | |
+| bodies | requests that came, until they are stored | an eighth | 503, Retry-After |
+| caches | encoded answers, coarse columns | an eighth, 128 MiB at most | the oldest go |
+| answers | what a question reads, its answer | half of the rest | waits, then 503; 422 if it could never fit |
+| evaluations | newest values, overviews, alerts | three quarters of the rest | waits; cut to the newest part |
+| sealing | a part of a chunk on its way | half of the rest | waits, then goes on: the journal must empty |
+
+The last three share the rest. A thread that works for one has a `Lease`; whoever is about to take much memory for
+it calls `hold` with an estimate from counts: rows × bytes. A lease that nobody charged costs no lock.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from threading import Condition
+from typing import Final, Literal, TypeVar
+
+from collage_server.errors import Busy, NeedsTooMuch
+
+__all__ = [
+    "PROCESS_BYTES",
+    "Lease",
+    "Owner",
+    "MemoryBudget",
+    "available_memory",
+    "hold",
+    "held_rows",
+    "released_afterwards",
+    "wait_patiently",
+]
+
+Owner = Literal["answers", "evaluations", "sealing"]
+PROCESS_BYTES: Final = 128 * 2**20
+_MOST_CACHED: Final = 128 * 2**20
+_LIMIT_FILES: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_PATIENCE_SECONDS: Final[dict[Owner, float]] = {"answers": 2.0, "evaluations": 30.0, "sealing": 5.0}
+_PATIENCE_OF_STREAMS: Final = 31.0
+_STEP_BYTES: Final = 2**20
+"""Rows are charged in steps: a lock a row would cost more than the row."""
+_Row = TypeVar("_Row")
+
+
+class MemoryBudget:
+    """So many bytes for the whole server. Thread-safe."""
+
+    def __init__(self, limit_bytes: int, most_bodies: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.body_bytes = min(most_bodies, limit_bytes // 8)
+        self.cache_bytes = min(_MOST_CACHED, limit_bytes // 8)
+        self.working_bytes = limit_bytes - PROCESS_BYTES - self.body_bytes - self.cache_bytes
+        self.held: Counter[Owner] = Counter()
+        self._free = Condition()
+
+    def share(self, owner: Owner) -> int:
+        """The most that all of an owner's leases hold together."""
+        return self.working_bytes * 3 // 4 if owner == "evaluations" else self.working_bytes // 2
+
+    @contextmanager
+    def lease(self, owner: Owner) -> Iterator[Lease]:
+        """What this thread, or this request, holds from now on is the owner's; all of it is released at the end."""
+        lease = Lease(self, owner)
+        token = _LEASE.set(lease)
+        try:
+            yield lease
+        finally:
+            _LEASE.reset(token)
+            lease.release(0)
+
+    def take(self, owner: Owner, size: int, patience_seconds: float) -> None:
+        """Hold more, as soon as it fits.
+
+        Raises:
+            Busy: others have held too much for too long.
+        """
+        end = time.monotonic() + patience_seconds
+        with self._free:
+            while not self._fits(owner, size):
+                left = end - time.monotonic()
+                if left > 0 and self._free.wait(left):
+                    continue
+                if owner == "sealing":
+                    break
+                raise Busy(
+                    f"{sum(self.held.values())} bytes are held for others, of {self.working_bytes} in all; "
+                    "ask again later, or give the server more with --memory",
+                    limit=self.working_bytes,
+                    retry_after_seconds=2,
+                )
+            self.held[owner] += size
+
+    def give_back(self, owner: Owner, size: int) -> None:
+        """Hold less."""
+        with self._free:
+            self.held[owner] -= size
+            self._free.notify_all()
+
+    def _fits(self, owner: Owner, size: int) -> bool:
+        all_held = sum(self.held.values())
+        return self.held[owner] + size <= self.share(owner) and all_held + size <= self.working_bytes
+
+
+class Lease:
+    """What one request, or one piece of background work, holds; of one thread at a time."""
+
+    def __init__(self, budget: MemoryBudget, owner: Owner) -> None:
+        self.owner = owner
+        self.held = 0
+        self.patience_seconds = _PATIENCE_SECONDS[owner]
+        self._budget = budget
+
+    def hold(self, size: int) -> None:
+        """Hold more.
+
+        Raises:
+            NeedsTooMuch: it could never fit, whatever others hold.
+            Busy: it does not fit beside what others hold.
+        """
+        share = self._budget.share(self.owner)
+        if self.held + size > share:
+            if self.owner != "sealing" and self.patience_seconds != _PATIENCE_OF_STREAMS:
+                raise NeedsTooMuch(
+                    f"this takes about {(self.held + size) // 2**20} MiB of memory, and the server has "
+                    f"{share // 2**20} for it; ask for fewer points, layers or runs, or give it more --memory",
+                    limit=share,
+                )
+            size = share - self.held
+        if size > 0:
+            self._budget.take(self.owner, size, self.patience_seconds)
+            self.held += size
+
+    def release(self, left: int) -> None:
+        """Hold so much and no more."""
+        if self.held > left:
+            self._budget.give_back(self.owner, self.held - left)
+            self.held = left
+
+
+_LEASE: ContextVar[Lease | None] = ContextVar("lease", default=None)
+
+
+def hold(size: int) -> None:
+    """Charge an estimate to whom this thread works for; nobody, in a test or a tool."""
+    lease = _LEASE.get()
+    if lease is not None:
+        lease.hold(size)
+
+
+def wait_patiently() -> None:
+    """Of what is answered bit by bit: it has begun, and can say no more that it does not fit."""
+    lease = _LEASE.get()
+    if lease is not None:
+        lease.patience_seconds = _PATIENCE_OF_STREAMS
+
+
+def held_rows(rows: Iterable[tuple[_Row, int]]) -> Iterator[_Row]:
+    """The rows of (row, bytes), charged as they come, a step ahead."""
+    ahead = 0
+    for row, size in rows:
+        ahead -= size
+        if ahead < 0:
+            hold(_STEP_BYTES - ahead)
+            ahead = _STEP_BYTES
+        yield row
+
+
+@contextmanager
+def released_afterwards(*owners: Owner) -> Iterator[None]:
+    """What is held inside is given back at the end; with `owners`, for these alone."""
+    lease = _LEASE.get()
+    before = 0 if lease is None else lease.held
+    try:
+        yield
+    finally:
+        if lease is not None and (not owners or lease.owner in owners):
+            lease.release(before)
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may take: of its control group, else of the machine; None where neither is known."""
+    found = []
+    for name in _LIMIT_FILES:
+        try:
+            found.append(int(Path(name).read_text(encoding="ascii")))
+        except (OSError, ValueError):
+            continue
+    with suppress(AttributeError, OSError, ValueError):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(found, default=None)

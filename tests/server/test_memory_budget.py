@@ -1,0 +1,193 @@
+"""The accountant: who holds how much, who waits for whom, what is refused, and what the settings make of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import suppress
+
+import pytest
+from collage_server.app import create_app
+from collage_server.errors import Busy, NeedsTooMuch
+from collage_server.memory import MemoryBudget, available_memory, held_rows, hold, released_afterwards
+from collage_server.overviews import evaluate, evaluate_within
+from collage_server.settings import Settings, SettingsError
+from starlette.testclient import TestClient
+
+from collage_monitor import wire
+from tests.server.conftest import Clock, Server
+from tests.server.samples import report
+from tests.waiting import until
+
+MIB = 2**20
+
+
+@pytest.fixture
+def budget():
+    return MemoryBudget(512 * MIB, 128 * MIB)
+
+
+def test_the_parts_of_512_mib(budget):
+    assert (budget.body_bytes, budget.cache_bytes, budget.working_bytes) == (64 * MIB, 64 * MIB, 256 * MIB)
+    assert [budget.share(owner) for owner in ("answers", "evaluations", "sealing")] == [
+        128 * MIB,
+        192 * MIB,
+        128 * MIB,
+    ]
+
+
+def test_without_a_lease_nobody_is_charged(budget):
+    hold(10**12)
+    assert list(held_rows((row, 10**12) for row in range(3))) == [0, 1, 2]
+    assert sum(budget.held.values()) == 0
+
+
+def test_what_a_lease_holds_is_given_back_at_its_end_even_after_an_error(budget):
+    with suppress(ZeroDivisionError), budget.lease("answers"):
+        hold(10 * MIB)
+        with released_afterwards():
+            hold(20 * MIB)
+            assert budget.held["answers"] == 30 * MIB
+        assert budget.held["answers"] == 10 * MIB
+        raise ZeroDivisionError
+    assert budget.held["answers"] == 0
+
+
+def test_rows_are_charged_before_they_come(budget):
+    with budget.lease("answers") as lease:
+        rows = held_rows((row, MIB // 4) for row in range(9))
+        next(rows)
+        assert lease.held >= MIB
+        assert len(list(rows)) == 8
+        assert 9 * MIB // 4 <= lease.held <= 4 * MIB
+
+
+def test_what_could_never_fit_is_refused_at_once_and_says_the_limit(budget):
+    with budget.lease("answers"), pytest.raises(NeedsTooMuch) as refused:
+        hold(129 * MIB)
+    assert (refused.value.status, refused.value.limit) == (422, 128 * MIB)
+
+
+def test_what_does_not_fit_beside_others_waits_for_them_and_then_for_another_time(budget, monkeypatch):
+    monkeypatch.setattr("collage_server.memory._PATIENCE_SECONDS", {"answers": 0.05, "evaluations": 30.0})
+    began = threading.Event()
+    found = []
+
+    def evaluation():
+        with budget.lease("evaluations"):
+            began.set()
+            hold(180 * MIB)
+            found.append(budget.held["evaluations"])
+
+    with budget.lease("answers"):
+        hold(100 * MIB)
+        thread = threading.Thread(target=evaluation)
+        thread.start()
+        began.wait(10.0)
+        assert not found
+    thread.join(10.0)
+    assert found == [180 * MIB]
+    with budget.lease("evaluations"):
+        hold(192 * MIB)
+        with budget.lease("answers"), pytest.raises(Busy) as refused:
+            hold(65 * MIB)
+    assert (refused.value.status, refused.value.retry_after_seconds) == (503, 2)
+
+
+def test_sealing_goes_on_whatever_it_needs(budget, monkeypatch):
+    monkeypatch.setattr("collage_server.memory._PATIENCE_SECONDS", {"answers": 0.0, "sealing": 0.0})
+    with budget.lease("answers"):
+        hold(128 * MIB)
+        with budget.lease("sealing") as lease:
+            hold(10**12)
+            hold(1)
+            assert lease.held == 128 * MIB
+
+
+@pytest.mark.parametrize(("stated", "limit"), [("512M", 512 * MIB), ("1G", 2**30), (str(300 * MIB), 300 * MIB)])
+def test_the_setting_is_a_size(tmp_path, stated, limit):
+    app = create_app(Settings(folder=tmp_path, no_auth=True, memory=stated))
+    assert app.state.collage.memory.limit_bytes == limit
+
+
+@pytest.mark.parametrize("stated", ["255M", "1", "512MB", "half", "-1M", ""])
+def test_what_is_no_size_or_too_little_is_refused(tmp_path, stated):
+    with pytest.raises(SettingsError, match="COLLAGE_SERVER_MEMORY"):
+        Settings(folder=tmp_path, no_auth=True, memory=stated)
+
+
+def test_by_default_it_is_half_of_what_there_is_within_bounds(tmp_path):
+    limit = create_app(Settings(folder=tmp_path, no_auth=True)).state.collage.memory.limit_bytes
+    there = available_memory()
+    assert there is not None
+    assert limit == min(max(there // 2, 512 * MIB), 4096 * MIB)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A server with the least memory."""
+    app = create_app(
+        Settings(folder=tmp_path, no_auth=True, memory="256M", seal_interval_seconds=1e6), clock=Clock()
+    )
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        yield Server(client, Clock(), app)
+
+
+def declared(layers, statistics):
+    named = [wire.Layer(name=f"l{i}", shape=[1], dtype="bfloat16", elements=1) for i in range(layers)]
+    return wire.StreamCreate(
+        stream_id="s0", launch_id="launch-1", rank=0, world_size=1, layers=named, statistics=statistics
+    )
+
+
+def test_layers_times_statistics_beyond_the_budget_are_refused_where_they_are_declared(small):
+    most = small.app.state.collage.store.streams.most_numbers
+    states = [f"state_decrement_observed_sum/s{i}" for i in range(most // 1000)]
+    small.run()
+    small.attempt()
+    small.post("/runs/r1/streams", declared(1000, states), wire.Stream)
+    error = small.post("/runs/r1/streams", declared(1001, [*states, "elements"]), status=422)
+    assert (error.field, error.limit) == ("layers", most)
+    assert "--memory" in error.message
+
+
+def test_a_heatmap_that_could_never_fit_is_told_so_and_a_smaller_one_is_answered(small):
+    small.run()
+    small.attempt()
+    small.post("/runs/r1/streams", declared(3000, ["measured_steps", "intended_squared_sum"]), wire.Stream)
+    error = small.get("/runs/r1/heatmap?metric=intended_norm&points=1000", status=422)
+    assert error.code == "needs_too_much"
+    assert small.get("/runs/r1/heatmap?metric=intended_norm&points=20", wire.Heatmap).values is not None
+    assert small.app.state.collage.memory.held["answers"] == 0
+
+
+def test_memory_is_shown_by_owner(server):
+    server.filled()
+    shown = [line for line in server.get("/metrics").splitlines() if line.startswith("collage_server_memory_")]
+    owners = {line.split('"')[1] for line in shown if "owner" in line}
+    assert owners == {"process", "bodies", "caches", "answers", "evaluations", "sealing"}
+
+
+def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(server, caplog):
+    """8,000 reports take 48 MiB; there are 18."""
+    app_state = server.app.state.collage
+    for thread in (app_state.sealer, app_state.overviews, app_state.newest):
+        thread.stop(10.0)
+    server.filled(steps=range(0))
+    for first in range(0, 8000, 2000):
+        server.reports([report(seq, seq + 1) for seq in range(first, first + 2000)])
+    store, memory = app_state.store, app_state.memory
+    with store.points.snapshot() as snapshot:
+        whole = evaluate(snapshot, snapshot.records(["r1"])["r1"])
+    memory.working_bytes = 24 * MIB
+    with memory.lease("evaluations"), store.points.snapshot() as snapshot:
+        found, begin = evaluate_within(snapshot, snapshot.records(["r1"])["r1"])
+    assert begin is not None
+    assert 4000 < begin < 8000
+    assert whole.last_step == found.last_step == 8000
+    assert memory.held["evaluations"] == 0
+    caplog.set_level(logging.WARNING, "collage_server.overviews")
+    app_state.overviews.start()
+    until(lambda: "does not fit into --memory" in caplog.text, "a line that says so")
+    memory.working_bytes = 2**30
+    until(lambda: 'evaluations_cut_total{evaluation="overview"} 1' in server.get("/metrics"), "the counter")
