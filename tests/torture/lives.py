@@ -145,7 +145,7 @@ class Lives(ABC):
         self.kill(life, kind)
 
     def end_at_a_point(self, kind):
-        life = self.start(die=(kind, self.random.randint(1, 30)))
+        life = self.start(die=(kind, self.random.randint(1, 6 if kind == "file" else 30)))
         self.kill(life, kind if self._ends_itself(life) else "anywhere")
 
     def _ends_itself(self, life):
