@@ -74,6 +74,13 @@ def test_what_was_not_read_for_longest_leaves_the_cache_first(archive):
     assert len(cached(archive)) == 3
 
 
+def test_a_file_that_is_sent_in_parts_comes_back_as_it_was(archive, tmp_path):
+    content = os.urandom(12 * 2**20 + 7)
+    path = keep(archive, "a", content)
+    with another(archive, tmp_path / "other").open(path) as source:
+        assert source.read() == content
+
+
 def test_a_file_that_is_being_read_can_leave_the_cache(archive):
     first = keep(archive, "a", b"a" * SIZE)
     with archive.open(first) as source:
