@@ -68,6 +68,10 @@ def _clock_set(_evidence: IncidentEvidence) -> CauseVerdict:
     return left_open("how clocks were set is not reported")
 
 
+def _credentials_ended(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("what the archive answered stands in the server's log alone")
+
+
 def _other_programs(_evidence: IncidentEvidence) -> CauseVerdict:
     return left_open("what else is on the disk is not reported")
 
@@ -200,5 +204,19 @@ ALERTS: Final = (
             "Delete runs, shorten the retention (COLLAGE_SERVER_RETENTION_RAW_DAYS), or make room; `/readyz` tells "
             "whether the server reads only."
         ),
+    ),
+    about_the_server(
+        "CollageArchiveAway",
+        Condition("collage_server_archive_away_seconds", ">", 1800.0),
+        for_seconds=300.0,
+        severity="warning",
+        summary="the archive has taken no files for half an hour",
+        meaning=(
+            "Older points cannot be written to, or read from, the folder or bucket of COLLAGE_SERVER_ARCHIVE. "
+            "Nothing is lost: what would be archived stays in the database, which grows until the archive answers."
+        ),
+        other_causes=("credentials of the bucket that have ended",),
+        checks=(_credentials_ended,),
+        first_step="Look at the server's log for what the archive answers, and whether other clients reach it.",
     ),
 )

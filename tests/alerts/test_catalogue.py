@@ -25,6 +25,7 @@ GAUGES = {
     "server_reports_total",
     "server_alerts_evaluated_timestamp_seconds",
     "server_disk_left_ratio",
+    "server_archive_away_seconds",
 }
 
 
@@ -39,7 +40,7 @@ def test_the_alerts():
         *("CollageGradientExploding", "CollageGradientVanishing", "CollageLossUnstable", "CollageLossNotFinite"),
         *("CollageStepsSkipped", "CollageRunStalled", "CollageRunWithoutData", "CollageAgentOverBudget"),
         *("CollageReportsDropped", "CollageIngestFailing"),
-        *("CollageAlertsNotEvaluated", "CollageDiskNearlyFull"),
+        *("CollageAlertsNotEvaluated", "CollageDiskNearlyFull", "CollageArchiveAway"),
     ]
     assert alert("CollageEdqLow") is ALERTS["CollageEdqLow"]
     with pytest.raises(CatalogueError, match="'CollageEdqHigh'"):

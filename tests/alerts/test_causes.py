@@ -244,6 +244,7 @@ CASES = {
     ("CollageIngestFailing", 0): (None, None, evidence(run=None)),
     ("CollageAlertsNotEvaluated", 0): (None, None, evidence()),
     ("CollageDiskNearlyFull", 0): (None, None, evidence(run=None)),
+    ("CollageArchiveAway", 0): (None, None, evidence(run=None)),
 }
 """(alert, place of the cause) → evidence for it, against it, and some that decides nothing; None: there is none."""
 

@@ -72,6 +72,7 @@ CASES = {
         "collage_server_alerts_evaluated_timestamp_seconds", 0.0, 0.0, delay_minutes=5, clock=True
     ),
     "CollageDiskNearlyFull": Case("collage_server_disk_left_ratio", 0.5, 0.05),
+    "CollageArchiveAway": Case("collage_server_archive_away_seconds", 0.0, 3600.0),
 }
 
 
