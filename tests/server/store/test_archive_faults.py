@@ -22,7 +22,8 @@ from tests.server.reads import layer_points, model_points
 from tests.server.samples import STATISTICS, report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.life import NEVER
-from tests.server.store.seen import AFTER_SILENCE, ALL, arrays_of, plain, seal_all, seen, unchanged
+from tests.server.store.ranks import Senders
+from tests.server.store.seen import AFTER_SILENCE, ALL, arrays_of, plain, rows, seal_all, seen, unchanged
 
 CHUNK = LIMITS.points
 HOUR = 3600.0
@@ -120,6 +121,27 @@ def test_while_a_bucket_is_away_what_is_live_answers_and_nothing_is_lost(
     archive_all(store)
     assert len(paths(store)) == 8
     unchanged(seen(without_an_archive(opened, tmp_path, 9 * CHUNK)), seen(other))
+
+
+def test_while_files_are_away_late_reports_wait_and_newer_ones_are_sealed(store):
+    first, second = Senders().ranks(store, 2)
+    send = Senders().send
+    send(store, first, range(1, 5 * CHUNK + 1))
+    seal_all(store, now=AFTER_SILENCE)
+    archive_all(store)
+    folder = store.archiving.files.folder
+    folder.rename(folder.with_name("away"))
+    send(store, second, range(1, 21), 1)
+    send(store, first, range(5 * CHUNK + 1, 8 * CHUNK + 1), first_seq=5 * CHUNK)
+    while store.sealing.seal("r1", AFTER_SILENCE):
+        pass
+    assert rows(store, schema.report) == 20
+    assert len(model_points(store, "r1", ["lost"], ALL).steps) == 8 * CHUNK
+    folder.with_name("away").rename(folder)
+    seal_all(store, now=AFTER_SILENCE)
+    assert rows(store, schema.report) == 0
+    points = layer_points(store, "r1", ["lost"], ALL)
+    assert points.ranks.tolist() == [2] * 20 + [1] * (8 * CHUNK - 20)
 
 
 def test_a_file_that_could_not_be_named_is_never_written_over(store, monkeypatch):

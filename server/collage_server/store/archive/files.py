@@ -43,8 +43,8 @@ __all__ = [
 
 _LOG: Final = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 30
-_PAUSE_SECONDS: Final = 5.0
-"""A bucket that failed is left alone for so long: whoever waits for it holds a reader's place meanwhile."""
+_PAUSE_SECONDS: Final = 30.0
+"""A bucket that failed is left alone for so long: whoever waits for it holds up readers or sealing."""
 _OPENINGS: Final = 3
 _STAGING: Final = ".staging"
 _SUFFIX: Final = ".parquet"

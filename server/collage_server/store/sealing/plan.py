@@ -126,15 +126,15 @@ def _waiting_reports(connection: Connection, view: RunView) -> Iterator[_Waiting
 
 
 def plan_seal(
-    connection: Connection, view: RunView, journal: JournalContents, limits: SealLimits
+    connection: Connection, view: RunView, journal: JournalContents, limits: SealLimits, *, late: bool = True
 ) -> SealPlan | None:
-    """The next part to make, None when nothing is due."""
+    """The next part to make, None when nothing is due; without `late` none for steps that are sealed already."""
     infos = read_chunk_infos(connection, [view.run_id])[view.run_id]
     for journal_full in (False, True) if journal.journal_full else (False,):
         for attempt, members in sorted(journal.waiting.items()):
             own = [info for info in infos if info.attempt == attempt]
             ready = None if journal_full else journal.ready[attempt]
-            plan = _late(attempt, members, own, limits, over=ready is None)
+            plan = _late(attempt, members, own, limits, over=ready is None) if late else None
             room = _room(connection, view.run_id, own, limits)
             plan = plan or _next(attempt, members, own, room, limits, ready)
             if plan is not None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
-from collage_server.errors import Gone
+from collage_server.errors import Busy, Gone
 from collage_server.memory import hold, released_afterwards
 from collage_server.store import schema
 from collage_server.store.archive.reading import ArchiveReader
@@ -33,7 +33,7 @@ from collage_server.store.reading.scalars import pack_scalars
 from collage_server.store.records import FloatArray, IntArray, SealLimits
 from collage_server.store.rows import add_numbers, int_bytes, ranges_from_json, ranges_to_json
 from collage_server.store.sealing.levels import ChunkLevel, chunk_of, coarse_levels, reported
-from collage_server.store.sealing.plan import SealPlan, plan_seal, read_journal, read_planned
+from collage_server.store.sealing.plan import JournalContents, SealPlan, plan_seal, read_journal, read_planned
 from collage_server.store.sealing.replicas import ReplicaComparison, keep_mismatches
 
 __all__ = ["seal"]
@@ -103,15 +103,30 @@ def seal(
         with released_afterwards():
             with reading() as connection:
                 view = RunView(connection, run_id)
-                plan = plan_seal(connection, view, journal, limits)
-                hold(_COPIES * limits.bytes if plan else 0)
-                built = None if plan is None else _build(connection, view, plan, limits, archive)
+                built = _next_part(connection, view, journal, limits, archive)
             if built is None:
                 return number
             _write(run_id, writing, built, limits)
         _delete_reports(run_id, writing, sorted(built.plan.reports), limits)
         journal = journal.without(built.plan.reports)
     return _PARTS_AT_ONCE
+
+
+def _next_part(
+    connection: Connection, view: RunView, journal: JournalContents, limits: SealLimits, archive: ArchiveReader
+) -> _PartContents | None:
+    """What is due next. While an archive is away, late reports of what lies there wait, and newer ones do not."""
+    for late in (True, False):
+        plan = plan_seal(connection, view, journal, limits, late=late)
+        hold(_COPIES * limits.bytes if plan else 0)
+        if plan is None:
+            return None
+        try:
+            return _build(connection, view, plan, limits, archive)
+        except Busy:
+            if not late:
+                raise
+    return None
 
 
 def _build(
