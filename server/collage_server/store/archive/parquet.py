@@ -78,6 +78,9 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
         return list(zip(self.parts, starts, strict=False))
 
 
+_decode_contents: Final = msgspec.json.Decoder(Contents).decode
+
+
 def layers_in_group(points: int) -> int:
     """How many layers of so many points a row group holds."""
     return max(_ROWS_A_GROUP // max(points, 1), 1)
@@ -110,7 +113,7 @@ def write_layers(
 def copy_points(file: Path, source: pa.NativeFile, chunks: Collection[int], before: int) -> None:
     """Write the points of some chunks of a file, before a step, to another one, which has no metadata of ours."""
     opened = pq.ParquetFile(source, pre_buffer=False)
-    contents = msgspec.json.decode(opened.metadata.metadata[_METADATA], type=Contents)
+    contents = _decode_contents(opened.metadata.metadata[_METADATA])
     held = np.concatenate([np.full(part.points, part.chunk in chunks) for part in contents.parts])
     keys = [name for name in opened.schema_arrow.names if name not in OF_A_ROW]
     with _writer(file, opened.schema_arrow.remove_metadata(), keys) as writer:
@@ -191,7 +194,7 @@ class Footer:
     def of(cls, data: bytes) -> Footer:
         """Read the bytes that `write_layers` returned."""
         metadata = pq.read_metadata(BytesIO(data))
-        contents = msgspec.json.decode(metadata.metadata[_METADATA], type=Contents)
+        contents = _decode_contents(metadata.metadata[_METADATA])
         return cls(contents, metadata, frozenset(metadata.schema.names).difference(OF_A_ROW))
 
 
