@@ -219,30 +219,22 @@ def read_layers(
     """
     held, contents = [key for key in targets if key in footer.keys], footer.contents
     group_of = np.where(layers < contents.layers, layers // contents.layers_a_group, -1)
-    groups = [int(group) for group in np.unique(group_of) if group >= 0]
-    if not held or not groups:
+    groups = np.unique(group_of[group_of >= 0])
+    if not held or not len(groups):
         return
     file = pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=False)
     for start in range(0, len(groups), _GROUPS_AT_ONCE):
         some = groups[start : start + _GROUPS_AT_ONCE]
-        table = file.read_row_groups(some, columns=held, use_threads=False)
-        blocks = {key: table.column(key).to_numpy().reshape(-1, contents.points) for key in held}
-        for place, group in enumerate(some):
-            wanted = np.flatnonzero(group_of == group)
-            found = layers[wanted] + contents.layers_a_group * (place - group)
-            for key, block in blocks.items():
-                _copy(block, _slice_of(found), rows, targets[key], _slice_of(wanted))
-
-
-def _copy(
-    block: FloatArray,
-    layers: slice | IntArray,
-    rows: Sequence[Rows],
-    target: FloatArray,
-    columns: slice | IntArray,
-) -> None:
-    for start, row, points in rows:
-        target[start : start + points, columns] = block[layers, row : row + points].T
+        table = file.read_row_groups(some.tolist(), columns=held, use_threads=False)
+        wanted = np.flatnonzero(np.isin(group_of, some))
+        of_wanted = group_of[wanted]
+        places = layers[wanted] + contents.layers_a_group * (np.searchsorted(some, of_wanted) - of_wanted)
+        from_layers, to_layers = _slice_of(places), _slice_of(wanted)
+        for key in held:
+            block = table.column(key).to_numpy().reshape(-1, contents.points)
+            for target, row, points in rows:
+                values = block[from_layers, row : row + points]
+                targets[key][target : target + points, to_layers] = values.T
 
 
 def _slice_of(places: IntArray) -> slice | IntArray:
