@@ -34,7 +34,7 @@ from benchmarks._harness import Figure, Measuring, Options, main
 from benchmarks._population import EDQ, NOW, TWENTY, UnsyncedStore, declare, twenty
 from collage_monitor import wire
 
-__all__ = ["Question", "filled", "measure", "questions", "trained"]
+__all__ = ["Question", "ask", "filled", "in_turns", "measure", "opened", "questions", "reports", "trained"]
 
 ROUNDS, GATE_ROUNDS = 9, 5
 ASKED: Final = 5

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from collage_server.store.server_tables import metadata
 from benchmarks._harness import Figure
 from benchmarks._population import LARGE, SMALL, UnsyncedStore, batches, numbers_in, populate, requests
 from benchmarks._serving import NullStore
+from benchmarks.archive import Question, ask, filled, in_turns, opened, reports
 from benchmarks.query import StoredColumns, StoredRows, questions, read_by_key
 from benchmarks.runs import fill
 from benchmarks.runs import questions as questions_about_runs
@@ -126,3 +128,18 @@ def test_many_runs_are_told_apart_and_answered_alike(server):
         rows = StoredRows(("run", "run_overview"), ["run-1", "run-2"], counted=True)
         known = len(metadata.tables["run"].c) + len(metadata.tables["run_overview"].c)
         assert read_by_key(connection, [rows], "?") == 2 * known
+
+
+def test_an_answer_that_differs_fails_the_benchmark_of_archives(tmp_path):
+    question = Question("all layers", Selection(by_layer=True), 1.0)
+    with ExitStack() as stack:
+        stores = [opened(stack, tmp_path / str(number)) for number in range(3)]
+        for store, seed in zip(stores, (0, 0, 1), strict=True):
+            filled(store, "run", 2, reports(2, 70, seed))
+        first, same, other = (partial(ask, store, question) for store in stores)
+        assert {kind: len(taken) for kind, taken in in_turns({"a": first, "b": same}, 2).items()} == {
+            "a": 2,
+            "b": 2,
+        }
+        with pytest.raises(RuntimeError, match="has another answer"):
+            in_turns({"a": first, "b": other}, 2)
