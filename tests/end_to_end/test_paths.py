@@ -13,7 +13,7 @@ STATEMENTS = {
     "compare": 18,
     "latest": 9,
     "worst": 9,
-    "metrics": 9,
+    "metrics": 5,
     "overview": 24,
 }
 """SQL statements of a question about one run, a second after its last report."""
