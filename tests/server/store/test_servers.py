@@ -57,11 +57,7 @@ def test_one_of_two_servers_is_killed(tmp_path, database):
                 post_numbers(third, worker, range(60), acknowledged)
             for path in ASKED:
                 assert first.get("/api/v1" + path).json() == third.get("/api/v1" + path).json(), path
-            first_metrics, third_metrics = (without_time(client.get("/metrics").text) for client in (first, third))
-            assert [line for line in first_metrics if "collage_finding{" not in line] == [
-                line for line in third_metrics if "collage_finding{" not in line
-            ]
-            # Runs are judged in the background, by either server; what was judged is the same wherever it is asked.
+            # Newest values and judgements are written in the background, by either server, and read by both.
             until(
                 lambda: without_time(first.get("/metrics").text) == without_time(third.get("/metrics").text),
                 "the same findings from both servers",
