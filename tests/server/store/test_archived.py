@@ -56,7 +56,7 @@ def opened(path):
     return store
 
 
-@pytest.fixture(params=["in groups", "at once"])
+@pytest.fixture(params=[pytest.param("in groups", marks=pytest.mark.nightly), "at once"])
 def store(tmp_path, request, monkeypatch):
     monkeypatch.setattr(archiving, "_CHUNKS", {1: 2, 16: 2})
     if request.param == "at once":
