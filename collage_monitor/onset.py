@@ -170,7 +170,7 @@ def first_step_if_always_below(steps: Sequence[int], values: ArrayLike, bound: f
 def since_in_words(
     onset: Onset | None, steps: Sequence[int], values: ArrayLike, metric: str, *, tolerance: float
 ) -> str | None:
-    """Since when a metric whose ideal is 1 is what it is; None if it did not change, or crept.
+    """Since when a metric whose ideal is 1 is what it is; None if no abrupt change was found.
 
     onset: what `find_onset` found in the series; tolerance: more below 1 is a loss.
     """

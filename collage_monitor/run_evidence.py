@@ -125,7 +125,7 @@ def read_onset(
 
 
 def read_edq_since(client: Client, run_id: str) -> str | None:
-    """Since when a run's EDQ is what it is, in a sentence; None if it did not change, or crept.
+    """Since when a run's EDQ is what it is, in a sentence; None if no abrupt change was found.
 
     Raises:
         CollageError: the server does not answer, or refuses.

@@ -16,6 +16,7 @@ from collage_monitor.onset import Onset
 from collage_monitor.wire import Number
 
 __all__ = [
+    "Breach",
     "CauseVerdict",
     "Check",
     "IncidentEvidence",
@@ -82,12 +83,29 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Breach:
+    """The steps at which an alert's condition held without a break.
+
+    before: the metric's value just before, None if it was not measured; value: its extreme where the breach began.
+    lasts: whether it still held when the alert fired; from_start: whether it held from the first measured step on.
+    """
+
+    first_step: int
+    last_step: int
+    before: float | None
+    value: float | None
+    lasts: bool
+    from_start: bool
+
+
+@dataclass(frozen=True)
 class IncidentEvidence:
     """What was reported around an incident. `run` is None where the run is gone or the alert is about the server.
 
     step: the run's step when the alert fired. metric: what the alert judges, with its `series` up to there. onset:
-    since when that is different; held_since: the step from which the condition held without a break. before, after:
-    the steps beside the change, or beside the moment at which the condition began to hold. highest: largest logged
+    since when that is different; breach: the steps at which the condition held, where there is no onset.
+    resumed_at: the step of the resume at which the change came or, with none found, of the newest before the alert.
+    before, after: the steps beside the change, the breach or the resume. highest: largest logged
     values since the run began; rising: whether they still grow at `step`. layers: metrics by layer after the
     change; types: their module types. events: the run's around the alert, oldest first; so many older and later
     ones are left out.
@@ -99,7 +117,8 @@ class IncidentEvidence:
     metric: str | None = None
     series: wire.Series | None = None
     onset: Onset | None = None
-    held_since: int | None = None
+    breach: Breach | None = None
+    resumed_at: int | None = None
     before: Span | None = None
     after: Span | None = None
     highest: Mapping[str, float] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from typing import Final
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, Alert, Condition
-from collage_monitor.alerts.causes import IncidentEvidence, Span
+from collage_monitor.alerts.causes import Breach, IncidentEvidence, Span
 from collage_monitor.client import Client
 from collage_monitor.errors import NotFound
 from collage_monitor.judgement import EDQ_TOLERANCE, finite
@@ -104,8 +104,9 @@ class _Reader:
         last = self._step + STEPS_AFTER_ALERT * every
         series = self._client.series(run.run_id, key, points=_POINTS, axis="time", last_step=last)
         onset = self._onset(metric, series, last) if metric else None
-        split, held_since = self._split(series, metric)
-        ranges = _ranges(series, onset, split, self._place(series, 0.0))
+        breach = self._breach(series) if metric and not onset else None
+        resumed_at = self._resumed_at(onset, breach)
+        ranges = self._ranges(series, onset, breach, resumed_at)
         before, after = (None if found is None else self._span(found) for found in ranges)
         highest, rising = self._so_far("learning_rate")
         return IncidentEvidence(
@@ -115,7 +116,8 @@ class _Reader:
             metric,
             series if metric else None,
             onset,
-            held_since,
+            breach,
+            resumed_at,
             before,
             after,
             highest=highest,
@@ -141,32 +143,64 @@ class _Reader:
             onset = read_onset(self._client, self._run.run_id, metric, first_step=first, last_step=last)
             if onset is None or self._step is None or onset.last_before >= self._step:
                 continue
+            if self._heals(onset):
+                continue
             if entry is None or entry.ideal is None or onset.explains(entry.ideal, EDQ_TOLERANCE):
                 return onset
         return None
 
+    def _heals(self, onset: Onset) -> bool:
+        """Whether a change led out of the alert's condition: the fault came before it."""
+        return self._is_beyond(onset.before) is True and self._is_beyond(onset.after) is False
+
     def _look_back(self, series: wire.Series) -> int | None:
         fired = self._place(series, 0.0)
-        seconds = (
-            self._alert.for_seconds + max(self._alert.window_seconds, _LOOK_BACK_SECONDS) if self._alert else 0
-        )
-        place = min(self._place(series, seconds), fired - _FEWEST_POINTS)
+        place = min(self._place(series, self._seconds_looked_back()), fired - _FEWEST_POINTS)
         return series.first_steps[place] if place > 0 else None
 
-    def _split(self, series: wire.Series, metric: str | None) -> tuple[int, int | None]:
-        """The last point before the condition held without a break, and its first step where values tell it.
+    def _breach(self, series: wire.Series) -> Breach | None:
+        """The newest steps up to the alert at which its condition held without a break, where values tell that.
 
-        Else it is as old as the alert's waiting time.
+        What held a moment only, such as residuals dropped at a resume, is looked for as far back as the alert
+        looks; a merged point hides it, so that the extremes of its steps count there.
         """
-        place = self._place(series, 0.0)
-        beyond = [self._is_beyond(value) for value in series.values[: place + 1]] if metric else []
-        if beyond and beyond[-1]:
-            while place > 0 and beyond[place] is not False:
-                place -= 1
-            return place, series.first_steps[place + 1 if beyond[place] is False else place]
-        return self._place(series, self._alert.for_seconds if self._alert else 0.0), None
+        fired, oldest = self._place(series, 0.0), self._place(series, self._seconds_looked_back())
+        beyond = [self._is_beyond(value) for value in series.values]
+        found = _stretch(beyond, fired, fired) or _stretch(beyond, fired, oldest)
+        if found is None:
+            ends = zip(series.minimum, series.maximum, strict=True)
+            beyond = [True in {self._is_beyond(value) for value in pair} for pair in ends]
+            found = _stretch(beyond, fired, oldest)
+        if found is None:
+            return None
+        first, last = found
+        before = finite(series.values[first - 1]) if first else None
+        extreme = series.minimum if before is not None and (finite(series.maximum[first]) or 0) <= before else None
+        value = finite((extreme or series.maximum)[first])
+        return Breach(series.first_steps[first], series.steps[last], before, value, last >= fired, first == 0)
 
-    def _is_beyond(self, value: Number | None) -> bool | None:
+    def _resumed_at(self, onset: Onset | None, breach: Breach | None) -> int | None:
+        """The step of the resume at which the change came; with no change found, of the newest before the alert."""
+        oldest = self._incident.started_at - self._seconds_looked_back()
+        resumes = [
+            attempt.measured_from
+            for attempt in self._run.attempts
+            if attempt.attempt > 1
+            and attempt.measured_from is not None
+            and attempt.measured_from <= (self._step or 0)
+            and (onset or breach or oldest <= attempt.created_at <= self._incident.started_at)
+        ]
+        if onset is not None:
+            resumes = [step for step in resumes if onset.last_before < step <= onset.first_changed]
+        elif breach is not None:
+            resumes = [step for step in resumes if step == breach.first_step]
+        return max(resumes, default=None)
+
+    def _seconds_looked_back(self) -> float:
+        entry = self._alert
+        return entry.for_seconds + max(entry.window_seconds, _LOOK_BACK_SECONDS) if entry else _LOOK_BACK_SECONDS
+
+    def _is_beyond(self, value: Number | float | None) -> bool | None:
         """Whether a value meets one of the alert's conditions; None where a single value does not tell."""
         found = {condition.is_beyond(from_number(value)) for condition in self._conditions() if value is not None}
         return True if True in found else None if None in found or not found else False
@@ -176,6 +210,37 @@ class _Reader:
         entry, key = self._alert, self._incident.labels.get("key")
         conditions = entry.conditions if entry else ()
         return [one for one in conditions if key is None or ("key", "=", key) in one.labels]
+
+    def _ranges(
+        self, series: wire.Series, onset: Onset | None, breach: Breach | None, resumed_at: int | None
+    ) -> list[tuple[int, int] | None]:
+        """The steps before and after: beside the change, the breach or the resume; a breach that passed, while it
+        was there. Else beside the steps in which the alert waits.
+
+        Where that is older than the run, its beginning and its end so far are compared.
+        """
+        steps, firsts, fired = series.steps, series.first_steps, self._place(series, 0.0)
+        waiting = self._place(series, self._alert.for_seconds if self._alert else 0.0)
+        end = steps[-1] if steps else 0
+        if onset is not None:
+            last_before, first_after = onset.last_before, onset.settled
+        elif breach is not None:
+            last_before, first_after = breach.first_step - 1, breach.first_step
+            end = end if breach.lasts else breach.last_step
+        elif resumed_at is not None:
+            last_before, first_after = resumed_at - 1, resumed_at
+        else:
+            last_before = steps[waiting] if steps else 0
+            first_after = last_before + 1
+        before = [place for place, step in enumerate(steps) if step <= last_before]
+        after = [place for place, step in enumerate(firsts) if first_after <= step <= end]
+        if onset is None and resumed_at is None and (breach.from_start if breach else waiting == 0):
+            half = min(_BESIDE, (len(steps) + 1) // 2)
+            before, after = list(range(half)), list(range(max(half, fired + 1 - _BESIDE), fired + 1))
+        return [
+            (firsts[places[0]], steps[places[-1]]) if places else None
+            for places in (before[-_BESIDE:], after[:_BESIDE])
+        ]
 
     def _place(self, series: wire.Series, seconds: float) -> int:
         """The newest point that is at least so many seconds older than the alert."""
@@ -250,21 +315,18 @@ def _rises(before: float, after: float) -> bool:
     return after > before + 1e-6 * abs(before)
 
 
-def _ranges(series: wire.Series, onset: Onset | None, split: int, fired: int) -> list[tuple[int, int] | None]:
-    """The steps before and after: beside the change, or beside the point at which the condition began to hold.
-
-    Where that is older than the run, its beginning and its end so far are compared.
-    """
-    steps, firsts = series.steps, series.first_steps
-    if onset is None and split == 0:
-        half = min(_BESIDE, (len(steps) + 1) // 2)
-        before, after = list(range(half)), list(range(max(half, fired + 1 - _BESIDE), fired + 1))
-    elif onset is None:
-        before, after = list(range(split + 1)), list(range(split + 1, len(steps)))
-    else:
-        before = [place for place, step in enumerate(steps) if step <= onset.last_before]
-        after = [place for place, step in enumerate(firsts) if step >= onset.settled]
-    return [
-        (firsts[places[0]], steps[places[-1]]) if places else None
-        for places in (before[-_BESIDE:], after[:_BESIDE])
-    ]
+def _stretch(beyond: Sequence[bool | None], newest: int, oldest: int) -> tuple[int, int] | None:
+    """The newest places that are beyond, of which one lies in [oldest, newest]; what is unknown does not end it."""
+    found = next((place for place in range(newest, oldest - 1, -1) if beyond[place : place + 1] == [True]), None)
+    if found is None:
+        return None
+    first = last = found
+    for place in range(found, -1, -1):
+        if beyond[place] is False:
+            break
+        first = place if beyond[place] else first
+    for place in range(found, len(beyond)):
+        if beyond[place] is False:
+            break
+        last = place if beyond[place] else last
+    return first, last

@@ -1,10 +1,12 @@
 """The incident page: where an alert leads, what it says of before and after, its causes, and what one may write."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from collage_dashboard.incident_evidence import read_incident_evidence
+from collage_dashboard.pages.incident_content import body
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
@@ -12,6 +14,8 @@ from collage_monitor.client import Client
 from collage_monitor.run_evidence import read_edq_since, read_onset
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.posting import post_run
+from tests.dashboard.walk import text
 from tests.waiting import until
 
 pytestmark = pytest.mark.browser
@@ -52,6 +56,20 @@ class Declining(GeneratedRun):
         return super().scalars(step) | {"learning_rate": 2e-4 * min(step / 40, 1.0)}
 
 
+RESUMED = 300
+
+
+@dataclass
+class Emptied(GeneratedRun):
+    """Resumed without its residuals: at the first step 97.7 % of them are 0 again, and none a step later."""
+
+    def totals(self, step):
+        found = super().totals(step)
+        elements = found["elements"]
+        dropped = 0.977 * elements if step == RESUMED else np.zeros_like(elements)
+        return found | {"residual_elements": elements, "residual_dropped": dropped}
+
+
 @dataclass
 class Overflowed(GeneratedRun):
     """Its weights are infinite from half of the run on: this server's own evaluation finds that at once."""
@@ -61,11 +79,15 @@ class Overflowed(GeneratedRun):
         return found | {"nonfinite_parameters": np.full(len(self.layers), float(3 * (step > self.steps / 2)))}
 
 
+EMPTIED = Emptied("emptied", "plus", steps=RESUMED - 10, state="running", run_id="run-emptied")
+
+
 @pytest.fixture(scope="module")
 def runs():
     return [
         Dropping(HOSTILE, "plus", steps=600, state="running", run_id="run-drop"),
         Declining("declining", "plus", steps=600, state="running", run_id="run-decline"),
+        EMPTIED,
         Overflowed("overflowed", "plus", state="running", run_id="run-inf"),
     ]
 
@@ -104,6 +126,32 @@ def test_a_rate_whose_warm_up_is_over_is_not_said_to_rise(client):
     found = ALERTS["CollageEdqLow"].checks[0](read_incident_evidence(client, incident))
     assert found.holds is False
     assert found.because.endswith("it does not rise")
+
+
+@pytest.mark.parametrize("fired_at", [RESUMED, RESUMED + 20, RESUMED + 200])
+def test_a_resume_divides_before_from_after_whenever_the_alert_is_evaluated(client, server_url, fired_at):
+    address, token_file = server_url
+    whole = replace(EMPTIED, steps=600)
+    post_run(address, whole, token_file.read_text().strip(), first=RESUMED)
+    incident = wire.Incident(
+        incident_id="1",
+        alert="CollageResidualsOff",
+        severity="warning",
+        source="server",
+        state="firing",
+        text="residuals were dropped",
+        started_at=time.time(),
+        run_id="run-emptied",
+        labels={"key": "residual_dropped_ratio"},
+        step=fired_at,
+    )
+    found = read_incident_evidence(client, incident)
+    assert "At the resume at step 300, 97.7 % of the residuals were dropped." in text(body(found))
+    assert found.before is not None
+    assert found.after is not None
+    assert (found.before.last_step, found.after.first_step) == (RESUMED - 10, RESUMED)
+    assert found.before.number("residual_dropped_ratio") == 0
+    assert found.after.number("residual_dropped_ratio") == pytest.approx(0.977)
 
 
 def test_an_alerts_link_leads_to_what_changed(watched, client):

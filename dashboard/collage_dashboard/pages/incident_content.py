@@ -19,7 +19,7 @@ from collage_dashboard.incident_evidence import COMPARED_METRICS
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
-from collage_monitor.alerts.causes import CauseVerdict, IncidentEvidence, Span
+from collage_monitor.alerts.causes import Breach, CauseVerdict, IncidentEvidence, Span
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import describe as describe_onset
 
@@ -137,28 +137,46 @@ def body(evidence: IncidentEvidence) -> list[Any]:
 
 def _change(evidence: IncidentEvidence) -> html.Div:
     """What changed, in a sentence; and what was said when the alert fired."""
-    incident = evidence.incident
-    if evidence.onset is not None and evidence.metric is not None:
-        text = describe_onset(evidence.onset, describe(evidence.metric).title)
-    elif incident.run_id is None:
-        text = "This alert is about the server, not about a run"
-    elif evidence.run is None:
-        text = "The run is gone, and with it what it reported"
-    elif evidence.metric is None:
-        text = "The alert judges nothing that stands in a curve of the run"
-    elif evidence.held_since is not None:
-        text = (
-            f"{describe(evidence.metric).title} is beyond the alert's threshold since step {evidence.held_since:,}"
-        )
-    else:
-        title = describe(evidence.metric).title
-        text = f"No abrupt change of {title} was found: it crept, or it was so from the start"
     return html.Div(
         [
-            html.Div(html.Div(f"{text}.", className="verdict"), className="answer"),
-            html.P(f"Said then: {incident.text}", className="reasons"),
+            html.Div(html.Div(f"{_change_in_words(evidence)}.", className="verdict"), className="answer"),
+            html.P(f"At the time: {evidence.incident.text}", className="reasons"),
         ]
     )
+
+
+def _change_in_words(evidence: IncidentEvidence) -> str:
+    onset, breach, resumed_at = evidence.onset, evidence.breach, evidence.resumed_at
+    if evidence.incident.run_id is None:
+        return "This alert is about the server, not about a run"
+    if evidence.run is None:
+        return "The run is gone, and with it what it reported"
+    if evidence.metric is None:
+        resumed = f". The run resumed at step {resumed_at:,}" if resumed_at is not None else ""
+        return f"No curve shows what this alert watches{resumed}"
+    title = describe(evidence.metric).title
+    if onset is not None:
+        resumed = f"At the resume at step {resumed_at:,}: " if resumed_at is not None else ""
+        return resumed + describe_onset(onset, title)
+    if breach is None:
+        resumed = f". The run resumed at step {resumed_at:,}" if resumed_at is not None else ""
+        return f"The step at which {title} changed was not found{resumed}"
+    if resumed_at is not None:
+        return _at_the_resume(evidence.metric, breach, resumed_at)
+    if breach.lasts:
+        start = ", the first that was measured" if breach.from_start else ""
+        return f"{title} is beyond the alert's threshold since step {breach.first_step:,}{start}"
+    one = breach.first_step == breach.last_step
+    where = f"at step {breach.first_step:,}" if one else f"from step {breach.first_step:,} to {breach.last_step:,}"
+    return f"{title} was beyond the alert's threshold {where}"
+
+
+def _at_the_resume(metric: str, breach: Breach, step: int) -> str:
+    """'At the resume at step 170, 97.7 % of the residuals were dropped'."""
+    if metric == "residual_dropped_ratio" and breach.value is not None:
+        return f"At the resume at step {step:,}, {100 * breach.value:.1f} % of the residuals were dropped"
+    before = f" from {number(breach.before)}" if breach.before is not None else ""
+    return f"At the resume at step {step:,}, {describe(metric).title} went{before} to {number(breach.value)}"
 
 
 def _picture(evidence: IncidentEvidence) -> Any:
@@ -173,11 +191,10 @@ def _picture(evidence: IncidentEvidence) -> Any:
     )
     name = evidence.run.name if evidence.run else ""
     drawn = curves(evidence.metric, [NamedCurve(name, colour, series)])
-    onset = evidence.onset
+    onset, breach, resumed_at = evidence.onset, evidence.breach, evidence.resumed_at
     marks = [(onset.first_changed, "changed")] if onset else []
-    marks += (
-        [(evidence.held_since, "beyond the threshold")] if not onset and evidence.held_since is not None else []
-    )
+    marks += [(breach.first_step, "beyond the threshold")] if breach and breach.first_step != resumed_at else []
+    marks += [(resumed_at, "resumed")] if resumed_at is not None else []
     marks += [(evidence.step, "fired")] if evidence.step is not None else []
     graph = dcc.Graph(id="incident-figure", figure=mark_steps(drawn, marks), config=GRAPH_CONFIG)
     title = describe(evidence.metric).title
@@ -192,7 +209,12 @@ def _compared(evidence: IncidentEvidence) -> Any:
     head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text) for text in heads]))
     rows = [*_values(before, after), *_ranks(evidence)]
     table = dmc.Table([head, dmc.TableTbody(rows)], verticalSpacing=4)
-    how = "Beside the change." if evidence.onset else "Beside the steps in which the alert waits, or all there is."
+    if evidence.onset or evidence.breach:
+        how = "Beside the change."
+    elif evidence.resumed_at is not None:
+        how = "Beside the resume."
+    else:
+        how = "Beside the steps in which the alert waits, or all there is."
     note = dmc.Text(f"{how} Metrics merged, logged values averaged.", size="xs", className="quiet", px=10, pt=6)
     return _card("Before and after", [scrollable([table], "Before and after"), note], "comparison-table")
 
