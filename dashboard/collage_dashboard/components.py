@@ -212,9 +212,10 @@ def over_steps(overview: wire.Overview | None) -> str:
     return f"over steps {overview.first_step:,} to {overview.last_step:,}"
 
 
-def report_link(run_ids: Sequence[str]) -> html.A:
-    """The way to one HTML file about these runs, to keep or send."""
-    address = f"/report?{urlencode([('run', run_id) for run_id in run_ids])}"
+def report_link(run_ids: Sequence[str], left_out: int = 0) -> html.A:
+    """The way to one HTML file about these runs, to keep or send; left_out: how many more were asked for."""
+    pairs = [("run", run_id) for run_id in run_ids] + ([("left_out", str(left_out))] if left_out else [])
+    address = f"/report?{urlencode(pairs)}"
     return html.A(
         "Download report", href=address, download="", title="One HTML file, readable without server or network"
     )

@@ -6,7 +6,7 @@ What a verdict holds against a run counts beside its loss: a state that cannot d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from collage_dashboard.strategy_results import StrategyResult
@@ -29,12 +29,27 @@ class Recommendation:
     reasons: tuple[str, ...] = ()
 
 
-def recommendation(results: Sequence[StrategyResult]) -> Recommendation:
+def recommendation(results: Sequence[StrategyResult], left_out: int = 0) -> Recommendation:
     """The strategy that needs the fewest bytes of those that nothing speaks against.
 
     Against a strategy speak a verdict of one of its runs, and a loss above the reference's by more than
     `NOTICEABLE_LOSS_SHARE` of it. What is not known to be healthy is not recommended.
+
+    left_out: runs that were asked for and are not among the results; the sentence says of how many it speaks.
     """
+    found = _recommended(results)
+    if not left_out:
+        return found
+    shown = sum(len(result.runs) for result in results)
+    how = (
+        f"{left_out} {'run is' if left_out == 1 else 'runs are'} left out and may change the answer: "
+        "filter the table of runs by project, group or strategy, and pick fewer."
+    )
+    text = f"Among {shown} of {shown + left_out} runs: {found.text}"
+    return replace(found, text=text, reasons=(how, *found.reasons))
+
+
+def _recommended(results: Sequence[StrategyResult]) -> Recommendation:
     reference = next((result for result in results if result.is_reference), None)
     fit = [result for result in results if _against(result, reference) is None]
     reasons = [_reason(result, reference) for result in results]

@@ -43,7 +43,7 @@ from collage_dashboard.reader import Reader, explain
 from collage_dashboard.recommendation import recommendation
 from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
 from collage_dashboard.strategy_results import StrategyResult, results_of, run_results
-from collage_dashboard.view import MAXIMUM_RUNS, View
+from collage_dashboard.view import View, comparison_of, read_address
 from collage_monitor import __version__, wire
 from collage_monitor.errors import CollageError, NotFound
 from collage_monitor.judgement import CAVEATS
@@ -86,20 +86,23 @@ class Section:
     is_short: bool = False
 
 
-def report(reader: Reader, run_ids: Sequence[str]) -> str:
+def report(reader: Reader, run_ids: Sequence[str], left_out: int = 0) -> str:
     """The report on one run, or the comparison of several, as HTML of about 5 MB, most of it Plotly.
+
+    Of many it holds the first `MAXIMUM_RUNS` and says how many are left out; left_out: of those not named here.
 
     Raises:
         CollageError: the server does not answer or refuses, there is no such run, or none is named.
     """
-    chosen = list(dict.fromkeys(run_ids))
+    view = comparison_of(run_ids)
+    chosen, left_out = list(view.runs), view.left_out + left_out
     if not chosen:
         raise CollageError("no run is named; `collage-monitor list` shows the ids of those that are there")
     # The table of runs holds what was evaluated before; this evaluates what is new.
     reader.ask_together(*(lambda client, run_id=run_id: client.overview(run_id) for run_id in chosen))
     if len(chosen) == 1:
         return _about_run(reader, chosen[0])
-    return _about_strategies(reader, chosen)
+    return _about_strategies(reader, chosen, left_out)
 
 
 def file_name(names: Sequence[str]) -> str:
@@ -113,10 +116,11 @@ def install_report(server: Flask, reader: Reader) -> None:
 
     @server.get("/report")
     def send() -> Response:
-        run_ids = request.args.getlist("run")[:MAXIMUM_RUNS]
+        view = read_address("/compare", request.query_string.decode())
+        run_ids = view.runs
         try:
             names = [_name(reader, run_id) for run_id in run_ids]
-            text = report(reader, run_ids)
+            text = report(reader, run_ids, view.left_out)
         except CollageError as error:
             problem = explain(error)
             status = 404 if isinstance(error, NotFound) or not run_ids else 502
@@ -197,7 +201,7 @@ def _worst(entry: wire.LayerLoss) -> Row:
     return Row(entry.layer, [(text, "") for text in cells])
 
 
-def _about_strategies(reader: Reader, run_ids: Sequence[str]) -> str:
+def _about_strategies(reader: Reader, run_ids: Sequence[str], left_out: int) -> str:
     found = reader.ask(lambda client: client.run_table(run_ids=run_ids, limit=len(run_ids))).rows
     by_id = {row.run_id: row for row in found}
     rows = [by_id[run_id] for run_id in run_ids]
@@ -212,7 +216,7 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str]) -> str:
         _chart(describe(key).title, draw_curves(answers[key], key, view, () if by_run else results), key)
         for key in metrics
     ]
-    said = recommendation(results)
+    said = recommendation(results, left_out)
     overviews = {row.run_id: row.overview for row in rows if row.overview}
     costs = [
         _chart(f"Loss against {describe(cost).title.lower()}", figure, cost)

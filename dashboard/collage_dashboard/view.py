@@ -22,6 +22,7 @@ __all__ = [
     "Scale",
     "Tab",
     "View",
+    "comparison_of",
     "read_address",
     "write_address",
 ]
@@ -32,8 +33,8 @@ Rows = Literal["all", "block", "type"]
 Tab = Literal["layers", "curves", "norms", "states", "classes", "oracle", "about"]
 Lines = Literal["run", "strategy"]
 Scale = Literal["linear", "log"]
-MAXIMUM_RUNS: Final = 20
-"""Runs that one comparison shows; more curves than this cannot be told apart."""
+MAXIMUM_RUNS: Final = 60
+"""Runs that one comparison shows. A view counts those beyond: the page says what is left out."""
 FILTERS: Final = ("project", "strategy", "group", "tag", "state", "health")
 """What the table of runs can be filtered by."""
 GROUPS: Final[dict[wire.GroupBy, str]] = {
@@ -58,6 +59,7 @@ class View:
     Of the table of runs: `query`, filters, and what it is sorted by, with a "-" before it where the largest comes
     first; `by`: what they are grouped by, and the keys of the groups that are `opened`.
     An incident is found by its id, or is the newest of an `alert` on a run.
+    `left_out`: runs that were asked for beyond the `MAXIMUM_RUNS` of a comparison.
     """
 
     page: Page = "runs"
@@ -85,6 +87,13 @@ class View:
     opened: tuple[str, ...] = ()
     incident: str | None = None
     alert: str | None = None
+    left_out: int = 0
+
+
+def comparison_of(run_ids: Sequence[str]) -> View:
+    """The comparison of these runs: the first `MAXIMUM_RUNS`, and how many more are left out."""
+    runs = tuple(dict.fromkeys(run_ids))
+    return View(page="compare", runs=runs[:MAXIMUM_RUNS], left_out=max(len(runs) - MAXIMUM_RUNS, 0))
 
 
 def read_address(pathname: str | None, search: str | None) -> View:
@@ -92,9 +101,11 @@ def read_address(pathname: str | None, search: str | None) -> View:
     given = parse_qsl((search or "").removeprefix("?"))
     values = dict(given)
     page, runs, incident = _place(pathname or "/", [value for name, value in given if name == "run"])
+    compared = comparison_of(runs) if page == "compare" else View(runs=runs)
     return View(
         page=page,
-        runs=runs,
+        runs=compared.runs,
+        left_out=compared.left_out + (_whole(values.get("left_out")) or 0 if page == "compare" else 0),
         incident=incident,
         alert=values.get("alert"),
         metric=values.get("metric"),
@@ -153,6 +164,7 @@ _QUERY: Final = (
     ("sort", "sort"),
     ("by", "by"),
     ("alert", "alert"),
+    ("left_out", "left_out"),
 )
 
 
@@ -162,7 +174,7 @@ def _place(pathname: str, runs: Sequence[str]) -> tuple[Page, tuple[str, ...], s
     if not parts:
         return "runs", (), None
     if parts == ["compare"]:
-        return "compare", tuple(dict.fromkeys(runs))[:MAXIMUM_RUNS], None
+        return "compare", tuple(runs), None
     if len(parts) == 2 and parts[0] == "run":
         return "run", (parts[1],), None
     if parts == ["incidents"]:

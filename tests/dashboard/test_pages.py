@@ -5,6 +5,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 import pytest
+from collage_dashboard import create_dashboard
 from collage_dashboard.app import render
 from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS, milliseconds_after
 from collage_dashboard.incident_evidence import read_incident_evidence
@@ -67,6 +68,22 @@ def test_picked_runs_lead_to_their_comparison():
     assert text(link) == "Compare 2 runs"
     assert link.title == "one, two"
     assert compare_link({}).disabled is True
+
+
+def test_more_runs_than_a_comparison_shows_are_counted_on_the_button_the_page_and_its_report(server, reader):
+    for place in range(70):
+        run = GeneratedRun(f"run {place}", "plus", run_id=f"r{place}", steps=20)
+        server.runs[run.run_id] = run
+    tray = compare_link({f"r{place}": f"run {place}" for place in range(70)})
+    link = next(part for part in components(tray) if getattr(part, "href", None))
+    assert text(link) == "Compare 60 of 70 runs"
+    page = render(read_address("/compare", urlsplit(link.href).query), reader)
+    said = by_id(page, "compare-advice")
+    assert "Among 60 of 70 runs: " in text(said)
+    assert "10 runs are left out and may change the answer: filter the table of runs" in text(said)
+    way = next(part.href for part in components(said) if getattr(part, "href", "").startswith("/report"))
+    report = create_dashboard(server.client).server.test_client().get(way).get_data(as_text=True)
+    assert "Among 60 of 70 runs: " in report
 
 
 def test_the_first_screen_of_a_comparison_is_four_numbers_a_run(compared, overviews):

@@ -145,7 +145,7 @@ def test_the_command_writes_the_file_and_says_where(command, tmp_path):
     [
         ([], "collage-monitor list"),
         (["run-plain", "--dir", "."], "add --offline"),
-        ([f"run-{place}" for place in range(21)], "holds up to 20"),
+        ([f"run-{place}" for place in range(61)], "holds up to 60"),
         (["run-plain", "--output", "/nowhere/at/all.html"], "another --output"),
         (["--offline", "--dir", "."], "no run has left reports"),
         (["run-x", "--offline", "--dir", "."], "run 'run-x' has left no reports"),

@@ -28,6 +28,7 @@ pages = st.one_of(
         smoothing=st.integers(0, 99).map(lambda percent: percent / 100),
         scale=st.sampled_from(["linear", "log"]),
         zoom=st.none() | zooms,
+        left_out=st.integers(0, 10**6),
     ),
     st.builds(
         View,
@@ -61,9 +62,12 @@ def test_the_order_of_the_runs_is_kept_and_doubles_go():
     assert read_address("/compare", "?run=b&run=a&run=b").runs == ("b", "a")
 
 
-def test_an_address_with_too_many_runs_is_cut():
+def test_an_address_with_too_many_runs_counts_what_it_leaves_out_and_hands_the_count_on():
+    assert MAXIMUM_RUNS >= 60
     search = "?" + "&".join(f"run=r{place}" for place in range(MAXIMUM_RUNS + 5))
-    assert len(read_address("/compare", search).runs) == MAXIMUM_RUNS
+    view = read_address("/compare", search)
+    assert (len(view.runs), view.left_out) == (MAXIMUM_RUNS, 5)
+    assert read_address(*write_address(view)) == view
 
 
 def test_what_cannot_be_read_keeps_its_default():

@@ -89,7 +89,7 @@ def layout(view: View, reader: Reader) -> html.Div:
     search = write_address(view)[1]
     shown_numbers, shown_judgements, shown_legend = _first_screen(view, rows)
     results = results_of(run_results(rows))
-    said = recommendation(results)
+    said = recommendation(results, view.left_out)
     return page(
         [
             dcc.Location(id="compare-address", refresh=False, search=search),
@@ -103,7 +103,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div([dcc.Link("Runs", href="/"), " / Strategies"], className="crumbs"),
             html.Div(_picker(view, rows), className="toolbar"),
             html.Div(_missing(view, rows), id="compare-alert"),
-            html.Div(advice(said, [row.run_id for row in rows]), id="compare-advice"),
+            html.Div(advice(said, _shown(view, rows)), id="compare-advice"),
             cost_cards(results, said),
             html.Div(strategy_table(results), id="compare-strategies"),
             html.H2("Runs", className="part"),
@@ -200,7 +200,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_of(run_results(rows, runs or ()))
-        shown = [no_update] * (4 + len(COSTS)) if runs is None else _tables_and_answer(rows, runs, results)
+        shown = [no_update] * (4 + len(COSTS)) if runs is None else _tables_and_answer(view, rows, runs, results)
         means = results if lines_of(view, rows) == "strategy" else ()
         figures = {
             place: with_zoom(draw_curves(found[metrics[place]], metrics[place], view, means), view)
@@ -301,6 +301,7 @@ def _register_navigation(app: dash.Dash) -> None:
             view = replace(
                 before,
                 runs=tuple(runs or ())[:MAXIMUM_RUNS],
+                left_out=0 if dash.ctx.triggered_id == "compare-runs" else before.left_out,
                 axis=picked.axis,
                 zoom=before.zoom if picked.axis == before.axis else None,
                 scale=picked.scale,
@@ -352,6 +353,10 @@ def _missing(view: View, rows: Sequence[wire.RunRow]) -> Any:
     )
 
 
+def _shown(view: View, rows: Sequence[wire.RunRow]) -> View:
+    return replace(view, runs=tuple(row.run_id for row in rows))
+
+
 def _first_screen(view: View, rows: Sequence[wire.RunRow]) -> tuple[Any, Any, Any]:
     """(numbers, judgements, legend) of the runs, from what the server keeps of each."""
     if not rows:
@@ -377,13 +382,13 @@ def _rows_from_json(kept: str) -> list[wire.RunRow]:
 
 
 def _tables_and_answer(
-    rows: Sequence[wire.RunRow], runs: Sequence[wire.ComparedRun], results: Results
+    view: View, rows: Sequence[wire.RunRow], runs: Sequence[wire.ComparedRun], results: Results
 ) -> tuple[Any, ...]:
     """The tables and the answer, now that the curves are there."""
-    said = recommendation(results)
+    said = recommendation(results, view.left_out)
     return (
         comparison_table(runs, _overviews(rows)),
-        advice(said, [row.run_id for row in rows]),
+        advice(said, _shown(view, rows)),
         strategy_table(results),
         counterfactual_table(runs),
         *cost_figures(results, said),

@@ -45,6 +45,7 @@ CHARTS: Final = ("edq_ratio", "lost_update_ratio", "validation_loss")
 LOSS: Final = 2
 """The place of the loss among them: the training loss where not every run logs a validation loss."""
 DEFAULT_METRIC: Final = "state_decrement_ratio/exp_avg_sq"
+_TOLD_APART: Final = 20
 _THROUGHPUT: Final = "tokens_per_second"
 
 
@@ -77,9 +78,14 @@ def figure(
 
 
 def lines_of(view: View, rows: Sequence[wire.RunRow]) -> Lines:
-    """What a curve stands for: a strategy where its runs have seeds of their own, unless the reader chose."""
+    """What a curve stands for: a strategy where its runs have seeds of their own, unless the reader chose.
+
+    Of more than `_TOLD_APART` runs, too: so many curves look alike.
+    """
     if view.lines is not None:
         return view.lines
+    if len(rows) > _TOLD_APART:
+        return "strategy"
     seeds: dict[tuple[str | None, str | None], list[int | None]] = {}
     for row in rows:
         seeds.setdefault((row.strategy or row.observed_strategy, row.dtype), []).append(row.seed)

@@ -17,7 +17,7 @@ from collage_dashboard.components import judgement_mark, text_of_tags
 from collage_dashboard.descriptions import describe, state_key
 from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.run_styles import strategy_title
-from collage_dashboard.view import MAXIMUM_RUNS, View, write_address
+from collage_dashboard.view import View, comparison_of, write_address
 from collage_monitor import wire
 
 __all__ = ["columns", "compare_link", "group_rows", "headline_of", "rows"]
@@ -131,8 +131,10 @@ def compare_link(picked: Mapping[str, str]) -> Any:
     count = len(picked)
     if count < 1:
         return dmc.Button("Pick runs to compare", disabled=True, variant="light", id="compare-button")
-    text = "Compare 1 run" if count == 1 else f"Compare {min(count, MAXIMUM_RUNS)} runs"
-    pathname, search = write_address(View(page="compare", runs=tuple(picked)[:MAXIMUM_RUNS]))
+    view = comparison_of(tuple(picked))
+    shown = f"{len(view.runs)} of {count}" if view.left_out else str(count)
+    text = f"Compare {shown} {'run' if count == 1 else 'runs'}"
+    pathname, search = write_address(view)
     names = ", ".join(picked.values())
     link = dcc.Link(text, href=pathname + search, className="button", title=names)
     clear = dmc.Button("Clear", id={"type": "clear-picked", "index": 0}, variant="subtle", size="compact-sm")

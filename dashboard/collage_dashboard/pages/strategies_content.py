@@ -25,7 +25,7 @@ from collage_dashboard.figures.tradeoff import Cost
 from collage_dashboard.recommendation import Recommendation, signed
 from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
 from collage_dashboard.strategy_results import StrategyResult
-from collage_dashboard.view import MAXIMUM_RUNS, View, write_address
+from collage_dashboard.view import View, comparison_of, write_address
 from collage_monitor import wire
 from collage_monitor.metrics import split_key
 from collage_monitor.seeds import Estimate
@@ -72,7 +72,7 @@ def strategy_styles(results: Sequence[StrategyResult]) -> list[LineStyle]:
     ]
 
 
-def advice(found: Recommendation, run_ids: Sequence[str]) -> Any:
+def advice(found: Recommendation, view: View) -> Any:
     """What to train with, in a sentence, and a line about each strategy that it rests on; all of it as a file."""
     mark, kind = judgement_mark("healthy" if found.chosen else "unknown")
     sentence = html.Div(
@@ -82,7 +82,7 @@ def advice(found: Recommendation, run_ids: Sequence[str]) -> Any:
         [
             html.Div(sentence, className="answer"),
             html.Ul([html.Li(reason) for reason in found.reasons], className="reasons"),
-            html.Div(report_link(run_ids), className="crumbs"),
+            html.Div(report_link(view.runs, view.left_out), className="crumbs"),
         ]
     )
 
@@ -292,7 +292,7 @@ _GROUPS_SHOWN: Final = 12
 
 
 def _choice(project: str, group: str | None, rows: Sequence[wire.RunRow]) -> html.Li:
-    address = write_address(View(page="compare", runs=tuple(row.run_id for row in rows)[:MAXIMUM_RUNS]))
+    address = write_address(comparison_of([row.run_id for row in rows]))
     kinds = dict.fromkeys(strategy_title(row.strategy or row.observed_strategy) for row in rows)
     return html.Li(
         [
