@@ -8,6 +8,7 @@ whole group beside its first parameter: stacked, one row a parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -39,7 +40,9 @@ def state_of(optimizer: Any, parameter: Tensor) -> Mapping[str, Any]:
 
     An entry is never made.
     """
-    return states_of(optimizer)(parameter, _NOTHING)
+    if keeps_by_name(optimizer):
+        return optimizer.state.get(parameter, _NOTHING)
+    return _flat(optimizer, parameter) or _NOTHING
 
 
 def states_of(optimizer: Any) -> Callable[[Tensor, Mapping[str, Any]], Mapping[str, Any]]:
@@ -51,7 +54,13 @@ def states_of(optimizer: Any) -> Callable[[Tensor, Mapping[str, Any]], Mapping[s
 
 def keeps_by_name(optimizer: Any) -> bool:
     """Whether all that it keeps is in `state[parameter][name]`, as torch's optimizers and ours do."""
-    return isinstance(optimizer, CollageOptimizer) or type(optimizer).__module__.startswith("torch.optim")
+    return _kind_keeps_by_name(type(optimizer))
+
+
+@lru_cache(maxsize=64)
+def _kind_keeps_by_name(kind: type) -> bool:
+    """Asked for each of maybe 20,000 tensors at the first step."""
+    return issubclass(kind, CollageOptimizer) or kind.__module__.startswith("torch.optim")
 
 
 def _flat(optimizer: Any, parameter: Tensor) -> Mapping[str, Any]:
