@@ -7,7 +7,7 @@ whole group beside its first parameter: stacked, one row a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -41,7 +41,7 @@ def state_of(optimizer: Any, parameter: Tensor) -> Mapping[str, Any]:
     An entry is never made.
     """
     if keeps_by_name(optimizer):
-        return optimizer.state.get(parameter, _NOTHING)
+        return optimizer.state.get(parameter, _NOTHING)  # type: ignore[no-any-return]
     return _flat(optimizer, parameter) or _NOTHING
 
 
@@ -58,8 +58,9 @@ def keeps_by_name(optimizer: Any) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _kind_keeps_by_name(kind: type) -> bool:
+def _kind_keeps_by_name(kind: Hashable) -> bool:
     """Asked for each of maybe 20,000 tensors at the first step."""
+    assert isinstance(kind, type)
     return issubclass(kind, CollageOptimizer) or kind.__module__.startswith("torch.optim")
 
 
