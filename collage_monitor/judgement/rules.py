@@ -122,7 +122,8 @@ def _layers(case: Case) -> Iterator[Finding]:
     if share <= LAYER_TOLERANCE:
         return
     sizes = {name: case.number("elements", name) or 0.0 for name in case.evidence.layers if case.share_of([name])}
-    losing.sort(key=lambda name: -case.share_of([name]))
+    # By lost energy, Σu² − Σue, as wherever layers are ordered by what they lose.
+    losing.sort(key=lambda name: -case.share_of([name]) * (1 - (case.number("edq_ratio", name) or 0.0)))
     worst = losing[0]
     lost = case.number("lost_update_ratio", worst)
     still = all((case.number("lost_update_ratio", name) or 0.0) >= STILL for name in losing)

@@ -22,6 +22,7 @@ class FakeServer:
         self.refuse_with = None
         self.down = False
         self.events: list[wire.Event] = []
+        self.worst: list[wire.LayerLoss] = []
         self.asked = []
         self._points = {}
 
@@ -117,6 +118,7 @@ class FakeServer:
             health=found.health,
             headline=headline(found, evidence),
             verdict=found.text,
+            worst=self.worst,
         )
 
     def _totals(self, run, step, layer):

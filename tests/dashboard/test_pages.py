@@ -272,6 +272,21 @@ def test_an_incident_shows_what_happened_around_its_alert(server, alert_at, show
     assert len([url for url in server.asked if "/events?" in url]) == 2
 
 
+def test_the_heatmap_sorts_worst_first_as_the_table_of_what_loses_most_does(server, reader):
+    """EDQ alone puts a layer of next to no updates first, and the table one of many."""
+    depth = [layer.name for layer in server.client().layers("run-plain").layers]
+    server.worst = [
+        wire.LayerLoss(layer=name, share=share, edq_ratio=0.9, lost_update_ratio=0.3)
+        for name, share in ((depth[3], 0.7), (depth[1], 0.2))
+    ]
+    view = View(page="run", runs=("run-plain",), order="worst")
+    for metric in ("edq_ratio", "lost_update_ratio"):
+        shown = list(draw("heatmap", metric, view, reader).data[0].y)
+        assert shown[:2] == [depth[3], depth[1]]
+        assert sorted(shown) == sorted(depth)
+    assert list(draw("heatmap", "param_norm", view, reader).data[0].y)[:2] != [depth[3], depth[1]]
+
+
 def test_a_layer_and_a_step_narrow_curves_and_histogram(server, reader):
     view = View(page="run", runs=("run-plain",), layer="head.weight", step=100)
     assert draw("series", "edq_ratio", view, reader).data[-1].name == "head.weight"

@@ -16,7 +16,37 @@ def test_the_sentence_and_the_reasons_count_the_same_layers():
     evidence = Evidence(model, layers)
     found = judge(evidence)
     assert "1 layer loses most of its updates (blocks.0.weight" in found.text
-    assert "in blocks.0.weight" in headline(found, evidence)
+    assert headline(found, evidence).endswith("blocks.0.weight loses most of its own (33.3 % of the elements).")
+
+
+def test_what_the_model_loses_and_where_most_is_lost_are_two_facts():
+    """ "Loses 57.6 % of its updates, in 14 layers" was said of 14 layers that hold 35.7 % of the elements."""
+
+    def layer(lost, elements):
+        return {"lost_update_ratio": lost, "update_error_ratio": lost, "intended_norm": 1.0, "elements": elements}
+
+    layers = {f"blocks.{place}.weight": layer(0.9, 10.0) for place in (1, 2, 4)}
+    layers |= {f"blocks.{place}.weight": layer(0.4, 30.0) for place in (5, 6)}
+    model = {"lost_update_ratio": 0.576, "update_error_ratio": 0.5, "edq_ratio": 0.915, "measured_steps": 30.0}
+    evidence = Evidence(model, layers)
+    said = headline(judge(evidence), evidence)
+    assert "3 of 5 layers lose most of theirs: between 1 and 4, 33.3 % of the elements" in said
+    assert "updates, in" not in said
+    assert "3 of 5 layers changed then: between 1 and 4" in headline(
+        judge(evidence), evidence, since=20, changed=list(layers)[:3]
+    )
+
+
+def test_the_layer_that_a_verdict_names_first_is_the_one_that_loses_the_most():
+    """It named the one with the largest updates, and the table beside it the one with the largest loss."""
+
+    def layer(edq, norm):
+        lost = {"lost_update_ratio": 0.9, "update_error_ratio": 0.9}
+        return lost | {"edq_ratio": edq, "intended_norm": norm, "elements": 10.0}
+
+    layers = {"large.weight": layer(0.45, 1.0), "still.weight": layer(0.0, 0.9), "well.weight": layer(1.0, 0.0)}
+    model = {"lost_update_ratio": 0.7, "update_error_ratio": 0.5, "edq_ratio": 0.4, "measured_steps": 30.0}
+    assert "(still.weight, …" in judge(Evidence(model, layers)).text
 
 
 def test_residuals_that_are_dropped_at_each_step_are_told_by_their_own_number():

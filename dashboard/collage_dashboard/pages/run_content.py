@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import dash_mantine_components as dmc
+import msgspec
 import plotly.graph_objects as go
 from dash import dcc, html
 
@@ -386,18 +387,28 @@ def _series(metric: str, view: View, reader: Reader, steps: Steps, colour: str, 
 
 def _heatmap(metric: str, view: View, reader: Reader, steps: Steps) -> go.Figure:
     run_id = view.runs[0]
+    as_in_table = view.order == "worst" and metric in _OF_THE_LOSS
     answer, *known = reader.ask_together(
         lambda client: client.heatmap(
             run_id, metric, order=view.order, first_step=steps[0], last_step=steps[1], axis=view.axis
         ),
+        *([lambda client: client.overview(run_id).worst] if as_in_table else []),
         *([lambda client: client.layers(run_id).layers] if view.rows == "type" else []),
     )
+    answer = _ordered(answer, [entry.layer for entry in known.pop(0)]) if as_in_table else answer
     groups = None
     if view.rows == "block":
         groups = {name: block_of(name) for name in answer.layers}
     elif view.rows == "type":
         groups = {layer.name: layer.module_type for layer in known[0]}
     return heatmap(answer, selected=view.layer, groups=groups)
+
+
+def _ordered(answer: wire.Heatmap, first: Sequence[str]) -> wire.Heatmap:
+    """The heatmap with these layers first, as the table of the layers that lose the most has them."""
+    rows = dict(zip(answer.layers, answer.values, strict=True))
+    order = [*(name for name in first if name in rows), *(name for name in rows if name not in set(first))]
+    return msgspec.structs.replace(answer, layers=order, values=[rows[name] for name in order])
 
 
 def _histogram(view: View, reader: Reader, since: int | None) -> go.Figure:
@@ -434,4 +445,6 @@ def _read_series(metric: str, view: View, reader: Reader, steps: Steps) -> wire.
     return reader.ask(lambda client: series_between(client, view, metric, layer, steps))
 
 
+_OF_THE_LOSS: Final = frozenset({"edq_ratio", "lost_update_ratio"})
+"""Metrics whose worst layers are those that lose the most; of others, those that are worst by the metric."""
 _DRAWERS = {"heatmap": _heatmap, "classes": _classes}

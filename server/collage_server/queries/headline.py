@@ -79,7 +79,7 @@ def _losing(judgement: Judgement, evidence: Evidence, since: int | None, changed
         text = "loses updates" + (f" (EDQ {edq:.3f})" if edq is not None else "")
     text += _since(since)
     where = _where(evidence, changed if since is not None else ())
-    return f"{text}, {where}" if where else text
+    return f"{text}; {where}" if where else text
 
 
 def _short_by(judgement: Judgement) -> tuple[float, str]:
@@ -95,15 +95,29 @@ def _since(step: int | None) -> str:
 
 
 def _where(evidence: Evidence, changed: Sequence[str]) -> str:
+    """Which layers lose most of their updates, or changed then, and how much of the model they are."""
     names = list(evidence.layers)
-    if not names:
+    then = [name for name in names if name in set(changed)]
+    found = then or [name for name in names if loses_most(evidence.layers[name])]
+    if not found:
         return ""
-    losing = [name for name in names if name in set(changed)] or [
-        name for name in names if loses_most(evidence.layers[name])
-    ]
-    if not losing or len(losing) > _LAYER_CHANGED_SHARE * len(names):
-        return "" if not losing else "in all layers" if len(losing) == len(names) else "in nearly all layers"
-    return f"in {layers_in_words(losing)}"
+    verb = "changed then" if then else "loses most of its own" if len(found) == 1 else "lose most of theirs"
+    if len(found) > _LAYER_CHANGED_SHARE * len(names):
+        return f"all {len(names)} layers {verb}" if len(found) == len(names) else f"nearly all layers {verb}"
+    share = _share_of_elements(evidence, found)
+    if len(found) <= _NAMED:
+        return f"{layers_in_words(found)} {verb}{f' ({share})' if share else ''}"
+    place = layers_in_words(found).removeprefix(f"{len(found)} layers").strip()
+    told = ", ".join(filter(None, [place, share]))
+    return f"{len(found)} of {len(names)} layers {verb}" + (f": {told}" if told else "")
+
+
+def _share_of_elements(evidence: Evidence, layers: Sequence[str]) -> str:
+    """'35.7 % of the elements'; empty where not every layer's are known."""
+    sizes = {name: finite(values.get("elements")) for name, values in evidence.layers.items()}
+    if None in sizes.values() or not (whole := sum(size or 0.0 for size in sizes.values())):
+        return ""
+    return f"{100 * sum(sizes[name] or 0.0 for name in layers) / whole:.1f} % of the elements"
 
 
 def layers_in_words(names: Sequence[str]) -> str:
