@@ -7,8 +7,7 @@ whole group beside its first parameter: stacked, one row a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,8 @@ from torch.optim.optimizer import Optimizer
 __all__ = ["StateKey", "flat_state", "keeps_by_name", "nested_state", "state_of", "states_of", "step_of"]
 
 _NOTHING: Final[dict[str, Any]] = {}
+_BY_NAME: Final[dict[type, bool]] = {}
+"""By class of optimizer: whether all that it keeps is found by name."""
 _PLACES: Final[WeakKeyDictionary[Any, dict[int, tuple[int, int]]]] = WeakKeyDictionary()
 """By optimizer: group and place of each of its parameters, by id."""
 
@@ -54,14 +55,11 @@ def states_of(optimizer: Any) -> Callable[[Tensor, Mapping[str, Any]], Mapping[s
 
 def keeps_by_name(optimizer: Any) -> bool:
     """Whether all that it keeps is in `state[parameter][name]`, as torch's optimizers and ours do."""
-    return _kind_keeps_by_name(type(optimizer))
-
-
-@lru_cache(maxsize=64)
-def _kind_keeps_by_name(kind: Hashable) -> bool:
-    """Asked for each of maybe 20,000 tensors at the first step."""
-    assert isinstance(kind, type)
-    return issubclass(kind, CollageOptimizer) or kind.__module__.startswith("torch.optim")
+    kind = type(optimizer)
+    if kind not in _BY_NAME:
+        # Asked for each of maybe 20,000 tensors at the first step.
+        _BY_NAME[kind] = issubclass(kind, CollageOptimizer) or kind.__module__.startswith("torch.optim")
+    return _BY_NAME[kind]
 
 
 def _flat(optimizer: Any, parameter: Tensor) -> Mapping[str, Any]:
