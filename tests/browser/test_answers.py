@@ -22,7 +22,7 @@ def test_a_fall_is_told_with_its_step_and_its_layers(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-falls")
     answer = page.locator(".answer .verdict")
-    answer.get_by_text(re.compile(rf"since step {DROP + 10}, in ")).wait_for()
+    answer.get_by_text(re.compile(rf"since step {DROP + 10}; .*changed then")).wait_for()
     worst = page.get_by_role("region", name="Layers that lose the most")
     worst.get_by_role("link").nth(4).wait_for()
     assert worst.get_by_role("link").count() == 5
