@@ -146,7 +146,7 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
     store.fit_into(memory)
     # A reader takes all that waits of a run into memory.
     bounds = JournalBounds(min(limits.journal_run_bytes, memory.working_bytes // 4), limits.journal_bytes)
-    archiver = _archiver(settings, store, guard, clock)
+    archiver = _archiver(settings, store, guard, clock, memory)
     return AppState(
         settings=settings,
         store=store,
@@ -188,10 +188,13 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
     )
 
 
-def _archiver(settings: Settings, store: Store, guard: DiskGuard, clock: Callable[[], float]) -> Archiver | None:
+def _archiver(
+    settings: Settings, store: Store, guard: DiskGuard, clock: Callable[[], float], memory: MemoryBudget
+) -> Archiver | None:
     if store.archiving is None:
         return None
-    return Archiver(store, store.archiving, guard, clock=clock, interval_seconds=settings.seal_interval_seconds)
+    interval = settings.seal_interval_seconds
+    return Archiver(store, store.archiving, guard, clock=clock, interval_seconds=interval, memory=memory)
 
 
 def _memory(settings: Settings) -> MemoryBudget:

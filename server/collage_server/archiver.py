@@ -11,6 +11,7 @@ from typing import Final
 from collage_server.background import BackgroundThread
 from collage_server.disk import DiskGuard
 from collage_server.errors import Busy, Gone, NotFound
+from collage_server.memory import MemoryBudget
 from collage_server.store import Archiving, Store
 
 __all__ = ["Archiver"]
@@ -34,8 +35,9 @@ class Archiver(BackgroundThread):
         *,
         clock: Callable[[], float],
         interval_seconds: float,
+        memory: MemoryBudget | None = None,
     ) -> None:
-        super().__init__("archiver", interval_seconds=interval_seconds)
+        super().__init__("archiver", interval_seconds=interval_seconds, memory=memory, owner="sealing")
         self._store = store
         self._archiving = archiving
         self._guard = guard
@@ -51,11 +53,6 @@ class Archiver(BackgroundThread):
         since = self._away_since
         return 0.0 if since is None else time.monotonic() - since
 
-    @property
-    def waiting_runs(self) -> int:
-        """Runs that were sealed and not looked at since."""
-        return len(self._told)
-
     def tell(self, run_id: str) -> None:
         """Some of this run was sealed."""
         with self._lock:
@@ -67,10 +64,11 @@ class Archiver(BackgroundThread):
             return
         try:
             if time.monotonic() >= self._round_due:
+                # First of all: while the archive is away, not all runs are looked through again and again.
+                self._round_due = time.monotonic() + _ROUND_SECONDS
                 for sealed in self._store.retention.sealed_runs():
                     self.tell(sealed)
                 self._archiving.sweep(self._clock())
-                self._round_due = time.monotonic() + _ROUND_SECONDS
             while (run_id := self._next()) is not None:
                 self._archive(run_id)
         except Busy as error:
@@ -83,19 +81,22 @@ class Archiver(BackgroundThread):
             self._away_since = None
 
     def _next(self) -> str | None:
+        """The run that waits for longest. What is told of it from now on is looked at once more."""
         with self._lock:
-            return None if self.stopping.is_set() else next(iter(self._told), None)
+            run_id = None if self.stopping.is_set() else next(iter(self._told), None)
+            if run_id is not None:
+                del self._told[run_id]
+            return run_id
 
     def _archive(self, run_id: str) -> None:
-        """Archive all that is due of the run; it stays among those told of where the archive is away."""
+        """Archive all that is due of the run; it is told of again where the archive is away."""
         try:
             while not self.stopping.is_set() and self._archiving.archive(run_id):
                 pass
         except (Gone, NotFound):
             pass
         except Busy:
+            self.tell(run_id)
             raise
         except Exception:
             _LOG.exception("run %s cannot be archived; its chunks stay in the database, the others go on", run_id)
-        with self._lock:
-            self._told.pop(run_id, None)

@@ -41,15 +41,6 @@ from collage_server.store import (
 __all__ = ["Published", "publish"]
 
 _PARTITIONS: Final = {"run": pa.string(), "attempt": pa.int32(), "level": pa.int32()}
-_OF_A_ROW: Final = {
-    "layer": pa.int32(),
-    "name": pa.string(),
-    "first_step": pa.int64(),
-    "step": pa.int64(),
-    "time": pa.timestamp("us", tz="UTC"),
-    "ranks": pa.int32(),
-    "points": pa.int32(),
-}
 _NO_COLUMN: Final = re.compile(r"[ ,;{}()\n\t=]")
 """Delta takes no such characters in names: extremes of coarse points ("minimum METRIC") stay out of the table."""
 _CONFIGURATION: Final = {"delta.deletedFileRetentionDuration": "interval 36500 days"}
@@ -214,7 +205,7 @@ def _bounds(metadata: pq.FileMetaData) -> dict[str, Any]:
 
 
 def _schema(columns: Collection[str]) -> Schema:
-    fields = [*_PARTITIONS.items(), *_OF_A_ROW.items(), *((key, pa.float64()) for key in columns)]
+    fields = [*_PARTITIONS.items(), *OF_A_ROW.items(), *((key, pa.float64()) for key in columns)]
     return Schema.from_arrow(pa.schema(fields))
 
 

@@ -12,7 +12,7 @@ It is told, not weighed: weights that were changed on purpose are no illness. Wh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 from zlib import crc32
@@ -36,6 +36,8 @@ _CHECKED: Final = 1024
 """Elements of each tensor that the checksum is of, at equal distances."""
 _KEPT: Final = 32
 """Of these, at equal distances again: by them it is told how far numbers are off."""
+_MOST_NUMBERS: Final = 2**16
+"""Of all tensors at a step: with more than 2,048 of them fewer are kept of each."""
 _MOST_STEPS: Final = 8
 _NAMED: Final = 3
 
@@ -79,20 +81,22 @@ class SavedNumbers:
 
 def numbers_of(optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> Numbers:
     """Checksums and a few numbers of all that is watched and of its states. Waits for the device."""
-    return {entry.name: dict(_marks(optimizer, entry)) for entry in watched if entry.shard.elements}
+    here = [entry for entry in watched if entry.shard.elements]
+    states = [elementwise_state(entry.parameter, state_of(optimizer, entry.parameter)) for entry in here]
+    kept = min(max(_MOST_NUMBERS // max(len(here) + sum(map(len, states)), 1), 1), _KEPT)
+    return {entry.name: dict(_marks(entry, own, kept)) for entry, own in zip(here, states, strict=True)}
 
 
-def _marks(optimizer: Optimizer, entry: WatchedParameter) -> Iterator[tuple[str, _Mark]]:
+def _marks(entry: WatchedParameter, states: Mapping[str, Tensor], kept: int) -> Iterator[tuple[str, _Mark]]:
     shard = entry.shard
     place = (*shard.shape, -1, *((shard.start,) if shard.start is not None else ()))
-    states = elementwise_state(entry.parameter, state_of(optimizer, entry.parameter))
     for key, tensor in {PARAMETER: entry.parameter.detach(), **states}.items():
         checksum, numbers = 0, tuple[float, ...]()
         for part in stored_tensors(tensor):
             sampled = _evenly(local_part(part).detach(), _CHECKED).contiguous().cpu()
             checksum = crc32(sampled.view(torch.uint8).numpy().tobytes(), checksum)
             if not is_quantised(local_part(tensor)):
-                numbers = tuple(_evenly(sampled, _KEPT).to(torch.float64).tolist())
+                numbers = tuple(_evenly(sampled, kept).to(torch.float64).tolist())
         yield str(key), _Mark((*place, local_part(tensor).numel()), dtype_name(tensor.dtype), checksum, numbers)
 
 
@@ -103,37 +107,33 @@ def _evenly(tensor: Tensor, most: int) -> Tensor:
 
 def goes_on_from(saved: Numbers, now: Numbers, step: int) -> wire.Continuation | None:
     """How what a launch begins with stands to what was saved after `step`; None: nothing is comparable."""
-    weights, states = wire.Compared(), wire.Compared()
+    compared = {True: 0, False: 0}
+    apart: dict[bool, list[str]] = {True: [], False: []}
     farthest: tuple[float, str] = (0.0, "")
     for layer, before in saved.items():
         for key, mark in before.items():
             other = now.get(layer, {}).get(key)
             if layer not in now or (other is not None and other.place != mark.place):
                 continue
-            same = other is not None and (other.checksum, other.dtype) == (mark.checksum, mark.dtype)
-            what = weights if key == PARAMETER else states
-            found = wire.Compared(
-                tensors=what.tensors + 1,
-                differing=what.differing + (not same),
-                layers=what.layers if same or layer in what.layers else [*what.layers, layer],
-            )
-            weights, states = (found, states) if key == PARAMETER else (weights, found)
-            if not same and other is not None:
-                name = layer if key == PARAMETER else f"{layer} ({key})"
+            is_weight = key == PARAMETER
+            compared[is_weight] += 1
+            if other is not None and (other.checksum, other.dtype) == (mark.checksum, mark.dtype):
+                continue
+            apart[is_weight].append(layer)
+            if other is not None:
+                name = layer if is_weight else f"{layer} ({key})"
                 farthest = max(farthest, (_distance(mark.numbers, other.numbers), name))
-    if not weights.tensors:
+    if not compared[True]:
         return None
-    return wire.Continuation(
-        step=step,
-        weights=_shortened(weights),
-        states=_shortened(states),
-        distance=farthest[0],
-        farthest=farthest[1],
+    weights, states = (
+        wire.Compared(
+            tensors=compared[of_weights],
+            differing=len(apart[of_weights]),
+            layers=list(dict.fromkeys(apart[of_weights]))[:_NAMED],
+        )
+        for of_weights in (True, False)
     )
-
-
-def _shortened(compared: wire.Compared) -> wire.Compared:
-    return msgspec.structs.replace(compared, layers=compared.layers[:_NAMED])
+    return wire.Continuation(step=step, weights=weights, states=states, distance=farthest[0], farthest=farthest[1])
 
 
 def _distance(before: Sequence[float], now: Sequence[float]) -> float:

@@ -19,7 +19,7 @@ from typing import Final
 from collage_server.errors import StoreUnusable
 from collage_server.store.migrate import check_revision
 
-__all__ = ["Backup", "back_up", "inspect", "restore"]
+__all__ = ["Backup", "back_up", "inspect", "restore", "sync"]
 
 _ARCHIVE: Final = "archive"
 """The folder beside back-ups that holds their archived files."""
@@ -163,16 +163,17 @@ def _temporary_name(target: Path) -> Iterator[Path]:
         # For its owner alone, like the database.
         os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         yield part
-        _sync(part)
+        sync(part)
         part.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     except OSError as error:
         raise StoreUnusable(f"{target} cannot be written: {error}") from error
     finally:
         part.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """A file's bytes, or a folder's entries, are on the disk when this returns."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

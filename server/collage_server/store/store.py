@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Final
 
@@ -30,6 +31,7 @@ __all__ = ["Store"]
 
 
 _COARSE_BYTES_A_NUMBER: Final = 320
+_ARCHIVED_SECONDS: Final = 60.0
 """A number of every point takes so much where a chunk's coarse levels are made: 17 points, and their extremes."""
 
 
@@ -58,11 +60,15 @@ class Store(Database):
         self.newest = NewestStore(self)
         self.overviews = OverviewStore(self)
         self.table = TableStore(self)
+        self._archived_bytes, self._archived_due = 0, time.monotonic()
 
     def archived_bytes(self) -> int:
-        """What all archived files take."""
-        with self.reading() as connection:
-            return archived_bytes(connection)
+        """What all archived files took, a minute ago at most: of a million of them it takes a while to add up."""
+        if time.monotonic() >= self._archived_due:
+            with self.reading() as connection:
+                self._archived_bytes = archived_bytes(connection)
+            self._archived_due = time.monotonic() + _ARCHIVED_SECONDS
+        return self._archived_bytes
 
     def fit_into(self, memory: MemoryBudget) -> None:
         """Keep caches, and what is sealed at a time, within a budget."""

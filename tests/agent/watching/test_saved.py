@@ -8,6 +8,7 @@ import collage_agent as collage
 import pytest
 import torch
 from collage_agent.optim import CollageAdamW
+from collage_agent.watching import saved
 from collage_agent.watching.saved import SavedNumbers
 from torch import nn
 
@@ -167,3 +168,14 @@ def test_a_file_that_cannot_be_read_is_none(tmp_path):
     path = tmp_path / "0.msgpack"
     path.write_bytes(b"\x81\x01\xc1")
     assert SavedNumbers(path).at(1) is None
+
+
+def test_of_many_tensors_fewer_numbers_of_each_are_kept(tmp_path, monkeypatch):
+    """10,000 layers would else write 80 MB at each checkpoint."""
+    monkeypatch.setattr(saved, "_MOST_NUMBERS", 36)
+    Job(tmp_path).launch(0, 3, saves=[3])
+    (path,) = tmp_path.rglob("*.msgpack")
+    numbers = SavedNumbers(path).at(3)
+    assert numbers is not None
+    marks = [mark for layer in numbers.values() for mark in layer.values()]
+    assert {len(mark.numbers) for mark in marks} == {3}, "4 tensors, each with two moments"

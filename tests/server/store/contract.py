@@ -26,6 +26,20 @@ LIMITS = SealLimits(points=32, part_points=32, part_bytes=1, late_rows=4, slice_
 ALL = Selection()
 
 
+def reopening(store, open_again):
+    """The body of a fixture: what closes the store and opens the same data anew, as often as it is called."""
+    opened = [store]
+
+    def reopened():
+        opened[-1].close()
+        opened.append(open_again())
+        return opened[-1]
+
+    yield reopened
+    for entry in opened[1:]:
+        entry.close()
+
+
 class StoreContract:
     """Subclasses give the fixtures `store` (open, empty) and `reopen` (closes it and opens the same data anew)."""
 

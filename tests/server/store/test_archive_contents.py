@@ -6,8 +6,18 @@ import numpy as np
 import pyarrow
 import pytest
 from collage_server.store import Selection, SqliteStore
+from collage_server.store.archive import reading
 from collage_server.store.archive.files import Folder
-from collage_server.store.archive.parquet import Contents, Footer, HeldPart, Rows, read_layers, write_layers
+from collage_server.store.archive.parquet import (
+    Contents,
+    Footer,
+    HeldPart,
+    Rows,
+    _footer_of,
+    read_layers,
+    write_layers,
+)
+from collage_server.store.archive.segments import Segment, add_segment
 from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, PointRows
 from collage_server.store.sealing.archiving import _due
 from sqlalchemy import event
@@ -22,9 +32,14 @@ def chunk(number, levels=ALL, attempt=1):
     return ChunkInfo(attempt, number, 4, 256, 256 * number, 256 * number + 255, levels)
 
 
-def chunks_by_level(infos, archived=None, *, over):
+def chunks_by_level(infos, archived=None, *, over, without_layers=()):
+    held: dict[tuple[int, int], set[int]] = {}
+    for info in infos:
+        for level in info.levels:
+            if info.chunk not in without_layers:
+                held.setdefault((info.attempt, level), set()).add(info.chunk)
     found: dict[int, list[tuple[int, ...]]] = {}
-    for plan in _due(infos, archived or {}, over=over):
+    for plan in _due(infos, held, archived or {}, over=over):
         found.setdefault(plan.level, []).append(plan.chunks)
     return found
 
@@ -33,6 +48,12 @@ def test_while_a_run_goes_on_whole_groups_become_files_without_the_newest_chunk(
     assert chunks_by_level([chunk(number) for number in range(9)], over=False) == {1: [(0, 1, 2, 3), (4, 5, 6, 7)]}
     assert chunks_by_level([chunk(number) for number in range(8)], over=False) == {1: [(0, 1, 2, 3)]}
     assert chunks_by_level([chunk(number) for number in range(65)], over=False)[16] == [tuple(range(64))]
+
+
+def test_chunks_without_layers_become_no_files():
+    infos = [chunk(number) for number in range(9)]
+    assert chunks_by_level(infos, over=True, without_layers=range(9)) == {}
+    assert chunks_by_level(infos, over=False, without_layers={1}) == {1: [(4, 5, 6, 7)]}
 
 
 def test_once_it_is_over_the_rest_does_and_the_chunk_without_coarse_levels_stands_alone():
@@ -114,4 +135,21 @@ def test_only_a_run_with_files_is_looked_for_among_them(tmp_path):
         pass
     assert ask() == (without + 1, answer), "files and their footers; no rows of layers are left to be asked for"
     assert ask() == (without, answer), "footers are known by now"
+    store.close()
+
+
+def test_footers_in_memory_are_bounded_by_what_they_take(written, tmp_path, monkeypatch):
+    """One of 4,000 layers of 12 statistics takes 15 MiB: 512 of them were kept."""
+    path, footer, _ = written
+    monkeypatch.setattr(reading, "_KEPT_BYTES", 4 * footer.memory_bytes)
+    store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
+    store.open()
+    data = _footer_of(path)
+    with store.writing() as connection:
+        for chunk in range(20):
+            add_segment(connection, Segment("r", 1, 1, chunk, chunk, f"{chunk}.parquet", 1, data))
+    reader = reading.ArchiveReader(None)
+    with store.reading() as connection:
+        assert len(reader.find(connection, 1, {("r", 1): range(20)})) == 20
+    assert len(reader._footers) == 4
     store.close()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from collage_server.store import SqliteStore
 from collage_server.store.archive.files import Folder
 from collage_server.store.sealing import archiving
 
 from tests.server.migrated import put_migrated
-from tests.server.store.contract import LIMITS, StoreContract
+from tests.server.store.contract import LIMITS, StoreContract, reopening
 from tests.server.store.laws import LawsContract
 from tests.server.store.life import LifeContract
 from tests.server.store.parts import PartsContract
@@ -56,12 +54,17 @@ def opened(path):
     return store
 
 
+def archive_at_once(monkeypatch):
+    """Whatever is sealed becomes a file, as if the run were over."""
+    due = archiving._due
+    monkeypatch.setattr(archiving, "_due", lambda *known, over: due(*known, over=True))
+
+
 @pytest.fixture(params=[pytest.param("in groups", marks=pytest.mark.nightly), "at once"])
 def store(tmp_path, request, monkeypatch):
     monkeypatch.setattr(archiving, "_CHUNKS", {1: 2, 16: 2})
     if request.param == "at once":
-        due = archiving._due
-        monkeypatch.setattr(archiving, "_due", lambda infos, archived, *, over: due(infos, archived, over=True))
+        archive_at_once(monkeypatch)
     store = opened(put_migrated(tmp_path))
     yield store
     store.close()
@@ -69,16 +72,7 @@ def store(tmp_path, request, monkeypatch):
 
 @pytest.fixture
 def reopen(store):
-    again: list[Any] = []
-
-    def reopened():
-        (again or [store])[-1].close()
-        again.append(opened(store.path))
-        return again[-1]
-
-    yield reopened
-    for entry in again:
-        entry.close()
+    yield from reopening(store, lambda: opened(store.path))
 
 
 class TestArchived(StoreContract):

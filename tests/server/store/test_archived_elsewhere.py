@@ -15,7 +15,7 @@ from collage_server.store.sealing import archiving
 
 from tests.server.migrated import put_migrated
 from tests.server.store import test_archived
-from tests.server.store.contract import LIMITS, StoreContract
+from tests.server.store.contract import LIMITS, StoreContract, reopening
 from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
 from tests.server.store.replicas import ReplicasContract
@@ -33,8 +33,7 @@ def due(request, monkeypatch):
     """When chunks become files."""
     monkeypatch.setattr(archiving, "_CHUNKS", {1: 2, 16: 2})
     if request.param == "at once":
-        due = archiving._due
-        monkeypatch.setattr(archiving, "_due", lambda infos, archived, *, over: due(infos, archived, over=True))
+        test_archived.archive_at_once(monkeypatch)
 
 
 @pytest.fixture(
@@ -75,16 +74,7 @@ def store(opened):
 
 @pytest.fixture
 def reopen(store, opened):
-    again: list[Any] = []
-
-    def reopened():
-        (again or [store])[-1].close()
-        again.append(opened())
-        return again[-1]
-
-    yield reopened
-    for entry in again:
-        entry.close()
+    yield from reopening(store, opened)
 
 
 class TestArchivedParts(PartsContract):

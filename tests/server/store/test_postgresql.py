@@ -8,7 +8,6 @@ import logging
 import shutil
 import tempfile
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from sqlalchemy import event, text
 from collage_monitor import wire
 from tests.server.reads import latest_point, model_points
 from tests.server.samples import LAYERS, STATISTICS, report
-from tests.server.store.contract import LIMITS, NOW, StoreContract
+from tests.server.store.contract import LIMITS, NOW, StoreContract, reopening
 from tests.server.store.events import EventsContract
 from tests.server.store.incidents import IncidentsContract
 from tests.server.store.laws import LawsContract
@@ -55,16 +54,7 @@ def store(database):
 
 @pytest.fixture
 def reopen(store, database):
-    again: list[Any] = []
-
-    def reopened():
-        (again or [store])[-1].close()
-        again.append(opened(database))
-        return again[-1]
-
-    yield reopened
-    for entry in again:
-        entry.close()
+    yield from reopening(store, lambda: opened(database))
 
 
 class TestPostgresql(StoreContract):

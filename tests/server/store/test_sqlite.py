@@ -8,7 +8,6 @@ import sqlite3
 import threading
 import typing
 from contextlib import closing
-from typing import Any
 
 import pytest
 from collage_server.errors import StoreUnusable
@@ -19,7 +18,7 @@ from sqlalchemy import event
 from collage_monitor import wire
 from tests.server.migrated import put_migrated
 from tests.server.samples import report
-from tests.server.store.contract import LIMITS, NOW, StoreContract
+from tests.server.store.contract import LIMITS, NOW, StoreContract, reopening
 from tests.server.store.events import EventsContract
 from tests.server.store.incidents import IncidentsContract
 from tests.server.store.laws import LawsContract
@@ -45,16 +44,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def reopen(store):
-    again: list[Any] = []
-
-    def reopened():
-        (again or [store])[-1].close()
-        again.append(opened(store.path))
-        return again[-1]
-
-    yield reopened
-    for entry in again:
-        entry.close()
+    yield from reopening(store, lambda: opened(store.path))
 
 
 class TestSqlite(StoreContract):

@@ -28,6 +28,7 @@ from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
 
 from collage_server.errors import Busy, StoreUnusable
+from collage_server.store.backup import sync
 
 __all__ = [
     "ArchiveFiles",
@@ -160,10 +161,10 @@ class Folder(ArchiveFiles):
         target = self.folder / path
         with self._usable():
             target.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
-            _sync(made)
+            sync(made)
             made.rename(target)
             for folder in (target.parent, *target.parent.parents):
-                _sync(folder)
+                sync(folder)
                 if folder == self.folder:
                     break
 
@@ -271,7 +272,7 @@ class Bucket(ArchiveFiles):
         cached = self._cache / path
         size = made.stat().st_size
         # What a power cut leaves of a file that was not on the disk would be read for ever.
-        _sync(made)
+        sync(made)
         with self._lock:
             self._make_room(size)
             cached.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
@@ -372,11 +373,3 @@ def project_folder(project: str) -> str:
     if len(plain) <= _LONGEST_FOLDER:
         return plain
     return f"{plain[:_LONGEST_FOLDER]}@{hashlib.blake2b(name, digest_size=16).hexdigest()}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

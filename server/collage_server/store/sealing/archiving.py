@@ -3,14 +3,14 @@
 A file is made from a snapshot without a claim, as parts of chunks never change. It is put where it stays, and only
 then a short transaction names it, if the chunks still have the parts that it holds. Then the rows that it replaces
 are deleted, in transactions as short as those of retention. A process that is killed in between leaves a file that
-no row names (`Archive.sweep` removes it), or rows that are not read any more (the next round deletes them).
+no row names (`Archiving.sweep` removes it), or rows that are not read any more (the next round deletes them).
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 from sqlalchemy import Connection, and_, delete, or_, select, update
 
+from collage_server.memory import hold, released_afterwards
 from collage_server.store import schema
 from collage_server.store.archive.files import ArchiveFiles, archived_path, run_of
 from collage_server.store.archive.parquet import Contents, Footer, HeldPart, layers_in_group, write_layers
@@ -50,6 +51,10 @@ _GRACE_SECONDS: Final = 3600.0
 """Longer than any reader's snapshot lasts, and than it takes from a file to the row that names it."""
 _READ_BYTES: Final = 2**25
 """Layer totals that are read at once."""
+_COPIES: Final = 3
+"""Of these: as they were read, in the order of a file's rows, encoded."""
+_Chunks = dict[tuple[int, int], set[int]]
+"""(attempt, level) → numbers of chunks."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,6 @@ class Archiving:
         self._database = database
         self.files = files
         self._deletion = deletion
-        self._without_layers: set[tuple[str, _Plan]] = set()
 
     def archive(self, run_id: str) -> bool:
         """Make the next file of the run, if one is due; True if there may be more to do.
@@ -137,19 +141,17 @@ class Archiving:
         record = read_run(connection, run_id)
         over = record.state != "running" and all_ranks_are_through(connection, run_id)
         infos = read_chunk_infos(connection, [run_id])[run_id]
-        plans = _due(infos, _archived(connection, run_id), over=over)
-        return next((plan for plan in plans if (run_id, plan) not in self._without_layers), None)
+        held = _with_layers(connection, run_id)
+        return next(_due(infos, held, _archived(connection, run_id), over=over), None)
 
     def _make(self, run_id: str, plan: _Plan) -> bool:
-        with self.files.new_file() as made:
+        with self.files.new_file() as made, released_afterwards():
+            hold(_COPIES * _READ_BYTES)
             with self._database.reading() as connection:
                 view = RunView(connection, run_id)
                 project = read_run(connection, run_id).project
                 chunks = {(run_id, plan.attempt): plan.chunks}
                 keys = _keys_of(connection, view, plan)
-                if not keys:
-                    self._without_layers.add((run_id, plan))
-                    return True
                 points = read_point_rows(connection, plan.level, chunks)
                 contents = Contents(
                     run_id=run_id,
@@ -226,10 +228,10 @@ class Archiving:
             connection.execute(update(schema.segment).where(schema.segment.c.path == path).values(has_rows=False))
 
 
-def _due(
-    infos: Sequence[ChunkInfo], archived: Mapping[tuple[int, int], set[int]], *, over: bool
-) -> Iterator[_Plan]:
+def _due(infos: Sequence[ChunkInfo], held: _Chunks, archived: _Chunks, *, over: bool) -> Iterator[_Plan]:
     """What is to become a file, oldest first: groups of whole chunks; of an attempt that ended all that is left.
+
+    Only chunks that hold layers (`held`) do, and are in no file yet.
 
     Its last chunk, which has no coarse levels, is a file of its own: coarse questions read it beside them.
     """
@@ -237,9 +239,9 @@ def _due(
     for attempt, members in groupby(infos, lambda info: info.attempt):
         own = list(members)
         for level in LEVELS:
-            known = archived.get((attempt, level), ())
-            left = [info for info in own if level in info.levels and info.chunk not in known]
-            for plan in _groups(attempt, level, left):
+            left = held.get((attempt, level), set()) - archived.get((attempt, level), set())
+            chunks = [info for info in own if level in info.levels and info.chunk in left]
+            for plan in _groups(attempt, level, chunks):
                 if over or attempt < newest or _is_whole(plan, own[-1].chunk):
                     yield plan
 
@@ -255,11 +257,21 @@ def _is_whole(plan: _Plan, newest: int) -> bool:
     return len(plan.chunks) == _CHUNKS.get(plan.level, _MOST_CHUNKS) and plan.chunks[-1] < newest
 
 
-def _archived(connection: Connection, run_id: str) -> dict[tuple[int, int], set[int]]:
-    """(attempt, level) → chunks that stand in files."""
+def _with_layers(connection: Connection, run_id: str) -> _Chunks:
+    """Chunks that hold layers in the database."""
+    table = schema.layer_chunk
+    columns = (table.c.attempt, table.c.level, table.c.chunk)
+    found: _Chunks = {}
+    for attempt, level, chunk in connection.execute(select(*columns).where(table.c.run_id == run_id).distinct()):
+        found.setdefault((attempt, level), set()).add(chunk)
+    return found
+
+
+def _archived(connection: Connection, run_id: str) -> _Chunks:
+    """Chunks that stand in files."""
     table = schema.segment
     columns = (table.c.attempt, table.c.level, table.c.first_chunk, table.c.last_chunk)
-    found: dict[tuple[int, int], set[int]] = {}
+    found: _Chunks = {}
     for attempt, level, first, last in connection.execute(select(*columns).where(table.c.run_id == run_id)):
         found.setdefault((attempt, level), set()).update(range(first, last + 1))
     return found
