@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from threading import Lock
 from typing import Final
 
 import numpy as np
+from cachetools import TTLCache, cached
 
 from collage_monitor import __version__, wire
 from collage_monitor.judgement import OF_LAYERS, WORDS_VERSION
@@ -87,11 +89,17 @@ def keep_overview(store: Store, due: DueRun, counters: IngestCounters | None = N
         record = now.records([due.run_id])[due.run_id]
         found, first_step = evaluate_within(now, record)
     if first_step is not None:
-        _LOG.warning("run %s is judged from step %d on: more does not fit into --memory", due.run_id, first_step)
+        _warn_of_a_cut(due.run_id, first_step)
         if counters is not None:
             counters.cut("overview")
     store.overviews.put(due, record, found, MADE_BY)
     return found
+
+
+@cached(TTLCache(1_000, 3600.0), key=lambda run_id, _: run_id, lock=Lock())
+def _warn_of_a_cut(run_id: str, first_step: int) -> None:
+    """Once an hour a run: it is evaluated after each of its reports."""
+    _LOG.warning("run %s is judged from step %d on: more does not fit into --memory", run_id, first_step)
 
 
 def evaluate_within(now: Snapshot, record: RunRecord) -> tuple[wire.Overview, int | None]:

@@ -10,7 +10,7 @@ import pytest
 from collage_server.app import create_app
 from collage_server.errors import Busy, NeedsTooMuch
 from collage_server.memory import MemoryBudget, available_memory, held_rows, hold, released_afterwards
-from collage_server.overviews import evaluate, evaluate_within
+from collage_server.overviews import _warn_of_a_cut, evaluate, evaluate_within
 from collage_server.settings import Settings, SettingsError
 from starlette.testclient import TestClient
 
@@ -170,6 +170,7 @@ def test_memory_is_shown_by_owner(server):
 
 def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(server, caplog):
     """8,000 reports take 48 MiB; there are 18."""
+    _warn_of_a_cut.cache_clear()
     app_state = server.app.state.collage
     for thread in (app_state.sealer, app_state.overviews, app_state.newest):
         thread.stop(10.0)
@@ -189,5 +190,7 @@ def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(s
     caplog.set_level(logging.WARNING, "collage_server.overviews")
     app_state.overviews.start()
     until(lambda: "does not fit into --memory" in caplog.text, "a line that says so")
-    memory.working_bytes = 2**30
     until(lambda: 'evaluations_cut_total{evaluation="overview"} 1' in server.get("/metrics"), "the counter")
+    server.reports([report(8000, 8001)])
+    until(lambda: 'evaluations_cut_total{evaluation="overview"} 2' in server.get("/metrics"), "another cut")
+    assert caplog.text.count("does not fit into --memory") == 1, "once an hour a run"
