@@ -152,6 +152,9 @@ class Archiving:
                 project = read_run(connection, run_id).project
                 chunks = {(run_id, plan.attempt): plan.chunks}
                 keys = _keys_of(connection, view, plan)
+                if not keys:
+                    # Another server has made the file meanwhile, and its rows are gone.
+                    return True
                 points = read_point_rows(connection, plan.level, chunks)
                 contents = Contents(
                     run_id=run_id,
