@@ -331,7 +331,7 @@ class CollageOptimizer(Optimizer):
             form = (group["maximize"], dtype, device.type, tuple(scalars))
             compiled = compiled_step(Structure(rule, strategy, moments, *form))
         if compiled is not None:
-            scalars = packed_scalars(scalars, wide)
+            scalars = packed_scalars(scalars, wide, device)
         elif not strict:
             scalars = {name: constant(value, wide) for name, value in scalars.items()}
         return Step(

@@ -76,9 +76,14 @@ def compiler_options(device_type: str) -> Options:
     return {**_OPTIONS, **(_CUDA_OPTIONS if device_type == "cuda" else {})}
 
 
-def packed_scalars(scalars: Mapping[str, Scalar], dtype: torch.dtype) -> dict[str, Scalar]:
+def packed_scalars(scalars: Mapping[str, Scalar], dtype: torch.dtype, device: torch.device) -> dict[str, Scalar]:
     """Hyper-parameters as one tensor: a new value is no reason to compile again, and there is one to guard."""
-    return {"packed": torch.tensor(list(scalars.values()), dtype=dtype)}
+    return {"packed": _sent(torch.tensor(list(scalars.values()), dtype=dtype), device)}
+
+
+def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Numbers where a kernel can read them. From pinned memory, for which the host does not wait."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 @lru_cache(maxsize=64)
@@ -184,7 +189,8 @@ def _is_cut(structure: Structure, name: str) -> bool:
 
 
 def _advance(whole: _Packed, components: State, scalars: Mapping[str, Scalar], source: RandomSource | None) -> None:
-    whole(components, torch.as_tensor(scalars["packed"]), None if source is None else source.numbers())
+    numbers = None if source is None else _sent(source.numbers(), components["parameter"].device)
+    whole(components, torch.as_tensor(scalars["packed"]), numbers)
 
 
 def _advance_in_words(
@@ -262,7 +268,8 @@ def _difference_from_eager(structure: Structure, advance: Advance) -> str | None
     compiled = {name: tensor.clone() for name, tensor in eager.items()}
     with torch.no_grad():
         step_tensors(_step(structure, numbers), [Member(0, eager["parameter"], eager["gradient"], eager)])
-        advance(compiled, packed_scalars(numbers, torch.float32), source)
+        device = eager["parameter"].device
+        advance(compiled, packed_scalars(numbers, torch.float32, device), source)
     low = compiled.get(PARAMETER_LOW)
     if low is not None and int((low != 0).sum()) < TESTED_ELEMENTS // 2:
         return "the compiler folds the low component to zero"

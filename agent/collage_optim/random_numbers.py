@@ -1,4 +1,4 @@
-"""The random numbers of stochastic rounding: counters hashed, the same on every device and in every chunk.
+"""The random numbers of stochastic rounding: counters hashed, the same in every chunk.
 
 An element's numbers are a hash of its index plus a multiple of the golden ratio, one more with each step (Weyl's
 sequence). Elements, tensors and optimizers are independent of each other. The numbers of one element are uniform,

@@ -8,7 +8,7 @@ import torch
 from collage_optim import STRATEGIES, CollageAdamW, numerics
 
 from tests.numerics.bits import finite_patterns, from_bits, to_hexadecimal
-from tests.optim.models import give_gradients, parameters, tensors_of
+from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +49,22 @@ def test_device_and_cpu_give_the_same_bits(strategy):
     found = tensors_of(optimizers[1])
     for key, tensor in tensors_of(optimizers[0]).items():
         assert torch.equal(found[key].cpu(), tensor), key
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("strategy", ["plus", "light", "kahan", "stochastic", "split-master", "split-master-16bit"])
+def test_a_compiled_step_is_used_and_has_the_eager_steps_bits(strategy):
+    """Of tensors that are stepped together, and of one that is too long for that."""
+    shapes = ((300, 70), (7,), (1,), (10_007,), (1_500, 1_501))
+    pairs = []
+    for form in (False, True):
+        members = [torch.nn.Parameter(member.detach().cuda()) for member in parameters(shapes=shapes)]
+        pairs.append((members, CollageAdamW(members, strategy=strategy, compiled=form, seed=7)))
+    for step in range(5):
+        for members, optimizer in pairs:
+            give_gradients(members, step=step)
+            optimizer.step()
+    assert_same_bits(*(optimizer for _, optimizer in pairs))
 
 
 def test_plain_in_storage_arithmetic_is_torch_on_the_device():

@@ -10,6 +10,7 @@ from collage_optim.numerics.cast_formats import route_of
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from collage_agent.from_host import from_host
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_entries
 from collage_agent.sample.sampling import TensorSample
@@ -119,7 +120,8 @@ class Bucket:
         """What its steps lack of what statistics need."""
         known = {key: torch.tensor(of) for key, of in (copies or {}).items()}
         self._copies = {
-            key: of.to(torch.float64).where(of, torch.nan).to(self.layout.device) for key, of in known.items()
+            key: from_host(of.to(torch.float64).where(of, torch.nan), self.layout.device)
+            for key, of in known.items()
         }
         regions = ScaleRegions(self.layout, samples, parameters, copies or {})
         self._regions = regions if regions else None
@@ -387,7 +389,7 @@ class Bucket:
         if len(here):
             if self._held is None:
                 self._held = torch.zeros(self.layout.slots, dtype=torch.uint8, device=self.layout.device)
-            places = torch.from_numpy(here).to(self.layout.device), torch.from_numpy(there).to(self.layout.device)
+            places = from_host(here, self.layout.device), from_host(there, self.layout.device)
             block = self.layout.block
             self._held.view(-1, block)[places[0]] = other._held.view(-1, block)[places[1]]
 

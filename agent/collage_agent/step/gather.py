@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
+from collage_agent.from_host import from_host
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored import GRADIENT, PARAMETER, Composition
@@ -60,7 +61,7 @@ class BlockLayout:
         count = 0
         for tensor, sample in enumerate(samples):
             if not sample.whole and len(sample.rows):
-                rows = torch.from_numpy(sample.rows.astype(np.int32)).to(self.device)
+                rows = from_host(sample.rows.astype(np.int32), self.device)
                 self.rows.append(rows)
                 self._sampled.append((tensor, slice(count, count + len(rows))))
                 tensors.append(np.full(len(rows), tensor))
@@ -99,7 +100,7 @@ class BlockLayout:
         self.blocks = count
         self.slots = count * self.block
         self.host_tensor_of_block = np.concatenate(tensors)
-        self.tensor_of_block = torch.from_numpy(self.host_tensor_of_block).to(self.device)
+        self.tensor_of_block = from_host(self.host_tensor_of_block, self.device)
         self.block_numbers = np.concatenate(numbers)
         self._keys = self.host_tensor_of_block * _MOST_BLOCKS + self.block_numbers
 
@@ -185,7 +186,7 @@ class BlockLayout:
         lengths = np.array([-(-elements // BLOCK_ELEMENTS) for elements in self._elements], dtype=np.int64)
         numbers = self._keys % _MOST_BLOCKS * self.block // BLOCK_ELEMENTS
         first = lengths.cumsum() - lengths
-        return torch.from_numpy(first[self.host_tensor_of_block] + numbers).to(self.device)
+        return from_host(first[self.host_tensor_of_block] + numbers, self.device)
 
     def whole_squares(self, samples: Sequence[TensorSample], tensors: Sequence[Tensor]) -> Tensor:
         """Σ x² over all of each tensor that is not measured whole, and its largest x²: fp64 [2, tensors], else 0.

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from collage_agent.from_host import from_host
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_entries
 from collage_agent.sample.stored import GRADIENT, PARAMETER
@@ -65,8 +66,8 @@ def tiles_of(layout: BlockLayout) -> list[Tile]:
         padding = [slot - start for slot in layout.padding if start <= slot < slots.stop]
         held = torch.full((slots.stop - start,), 1.0, dtype=torch.float64)
         held[padding] = 0.0
-        empty = torch.tensor(padding).to(torch.int64).to(layout.device)
-        elements = held.view(-1, block).sum(1).to(layout.device)
+        empty = from_host(torch.tensor(padding, dtype=torch.int64), layout.device)
+        elements = from_host(held.view(-1, block).sum(1), layout.device)
         found.append(Tile(slots, blocks, layout.tensor_of_block[blocks], elements, empty))
     return found
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from collage_agent.from_host import from_host
 from collage_agent.intent.betas import ShadowByBetas
 from collage_agent.intent.choose import Intent
 from collage_agent.sample.sampling import TensorSample
@@ -95,7 +96,7 @@ class Oracle:
         chosen = [self.members.index(member) for member in members]
         samples = [self.samples[index] for index in chosen]
         layout = BlockLayout(samples, [parameters[member] for member in members])
-        blocks = torch.from_numpy(self.layout.positions_of(layout, chosen)).to(self.layout.device)
+        blocks = from_host(self.layout.positions_of(layout, chosen), self.layout.device)
 
         def part(value: Any) -> Any:
             if isinstance(value, Tensor) and value.shape == self.parameter.shape:
@@ -132,14 +133,14 @@ class OracleView:
         self.factors = self.sizes.factors(ORACLE_SUMS)
         tensors = [members.index(member) for member in oracle.members]
         positions = torch.from_numpy(layout.positions_of(oracle.layout, tensors))
-        self.positions = positions.to(oracle.layout.device)
+        self.positions = from_host(positions, oracle.layout.device)
         blocks = TILE_SLOTS // layout.block
         self._where = []
         for start in range(0, layout.blocks, blocks):
             target = torch.nonzero((positions >= start) & (positions < start + blocks)).view(-1)
             source = positions[target] - start
-            self._where.append((source.to(oracle.layout.device), target.to(oracle.layout.device)))
-        self.padding = torch.tensor(oracle.layout.padding, dtype=torch.int64).to(oracle.layout.device)
+            self._where.append((from_host(source, oracle.layout.device), from_host(target, oracle.layout.device)))
+        self.padding = from_host(torch.tensor(oracle.layout.padding, dtype=torch.int64), oracle.layout.device)
         self.rows = torch.zeros(3, oracle.layout.slots, dtype=torch.float64, device=oracle.layout.device)
         self.excluded = torch.zeros(oracle.layout.slots, dtype=torch.uint8, device=oracle.layout.device)
         self._finite = True

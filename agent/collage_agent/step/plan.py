@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
+from collage_agent.from_host import from_host
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.sample import stored
@@ -155,7 +156,7 @@ class Planner:
             if set(oracle.members) <= set(members)
         ]
         replicated = [self.watched[member].shard.replicated for member in members]
-        bucket.replicated = torch.tensor(replicated).to(bucket.layout.device) if any(replicated) else None
+        bucket.replicated = from_host(torch.tensor(replicated), bucket.layout.device) if any(replicated) else None
         return bucket
 
     def names_of(self, members: Sequence[int]) -> Axis:

@@ -12,6 +12,7 @@ from collage_optim.numerics.cast_formats import CastFormat, route_of
 from collage_optim.stepping import local_part
 from torch import Tensor
 
+from collage_agent.from_host import from_host
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored import PARAMETER, Composition
@@ -155,7 +156,7 @@ class _TileIndex:
         numbers = first[of] + (matrix * down[of] + row // tile[0]) * across[of] + column // tile[1]
         used, index = np.unique(numbers, return_inverse=True)
         self._device = layout.device
-        self._index = torch.from_numpy(index.reshape(numbers.shape)).to(layout.device)
+        self._index = from_host(index.reshape(numbers.shape), layout.device)
         self._tensors: list[_TilesOfTensor | int] = []
         for tensor, is_known in enumerate(known):
             own = (
@@ -169,7 +170,7 @@ class _TileIndex:
             above, lower = np.divmod(above, down[tensor])
             begin = above * rows[tensor] + lower * tile[0]
             end = np.minimum(begin + tile[0], (above + 1) * rows[tensor]) - 1
-            places = (torch.from_numpy(part).to(layout.device) for part in (begin, end, right * tile[1]))
+            places = (from_host(part, layout.device) for part in (begin, end, right * tile[1]))
             self._tensors.append(_TilesOfTensor(tensor, *places))
 
     def largest(self, weights: Sequence[WholeWeight]) -> Tensor:

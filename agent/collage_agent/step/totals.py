@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from collage_agent.from_host import from_host
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import MEASURES, OPTIONAL, StepView, Sums, classes, edq, update_histogram
 from collage_agent.stats.blocks import Segments
@@ -140,7 +141,7 @@ class SampleSizes:
         device = layout.device
 
         def vector(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float64).to(device)
+            return from_host(torch.tensor(values, dtype=torch.float64), device)
 
         self.segments = Segments(layout.tensor_of_block, len(samples))
         self.elements = vector([sample.elements for sample in samples])
@@ -182,7 +183,7 @@ class SampleSizes:
         )
 
     def _indices(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.scale.device)
+        return from_host(torch.tensor(values, dtype=torch.int64), self.scale.device)
 
     def factors(self, keys: Sequence[str], missing: frozenset[str] = frozenset()) -> Tensor:
         """What turns sums over the sample under these keys into estimated totals, fp64 [rows, tensors]; NaN where
@@ -258,5 +259,5 @@ class TableUnion:
             self.statistics.extend(part.statistics)
             rows = torch.tensor(self.statistics.positions(part.statistics)).unsqueeze(1)
             columns = torch.tensor(self.layers.positions(part.layers)).unsqueeze(0)
-            known = self._places[name] = rows.to(device), columns.to(device)
+            known = self._places[name] = from_host(rows, device), from_host(columns, device)
         return known

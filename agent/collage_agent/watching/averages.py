@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
+from collage_agent.from_host import from_host
 from collage_agent.guard import Guard
 from collage_agent.measurement import Layout, Measurement
 from collage_agent.options import WatchOptions
@@ -169,7 +170,7 @@ class AverageWatch:
         assert own is not None
         if (chosen := self._chosen.get((own, len(layers)))) is None:
             places = [place for place, name in enumerate(own) if name in layers]
-            columns = torch.tensor(places, dtype=torch.int64).to(table.array.device)
+            columns = from_host(torch.tensor(places, dtype=torch.int64), table.array.device)
             chosen = self._chosen[own, len(layers)] = columns, Axis(own[place] for place in places)
         columns, axis = chosen
         if len(columns) == len(own):

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from collage_agent.from_host import from_host
 from collage_agent.measurement import Layout, Measurement
 from collage_monitor.judgement import recent_points
 from collage_monitor.metrics import split_key, statistic
@@ -145,7 +146,7 @@ class StepHistory:
         self._layout = layout
         rows = [row for row, key in enumerate(layout.statistics) if statistic(key).label not in _LEFT_OUT]
         self._keys = [layout.statistics[row] for row in rows]
-        self._rows = torch.tensor(rows, dtype=torch.int64).to(device)
+        self._rows = from_host(torch.tensor(rows, dtype=torch.int64), device)
         entries = [statistic(key) for key in self._keys]
         self._over_shards = _rules([entry.over_shards for entry in entries], device)
         self._over_steps = _rules([entry.over_steps for entry in entries], device)
@@ -190,7 +191,9 @@ def _padded(array: Tensor, rows: int, columns: int) -> Tensor:
 
 def _rules(names: Sequence[str], device: torch.device) -> Rules:
     return {
-        rule: torch.tensor([row for row, name in enumerate(names) if name == rule], dtype=torch.int64).to(device)
+        rule: from_host(
+            torch.tensor([row for row, name in enumerate(names) if name == rule], dtype=torch.int64), device
+        )
         for rule in dict.fromkeys(names)
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +39,10 @@ from collage_monitor.table import Table
 
 __all__ = ["OptimizerHooks"]
 
+_LOGGER = logging.getLogger("collage_agent")
+_CAPTURED: Final = (
+    "a step was captured in a CUDA graph: the steps that the graph replays call no hook, and are not seen"
+)
 _IN_PARTS: Final = (
     "in parts on several ranks, and no rank can step its part alone: only what changed is known of them"
 )
@@ -110,6 +115,7 @@ class OptimizerHooks:
         self._iterations: Iterations | None = None
         self._depth = 0
         self._measuring = False
+        self._captured = False
         # If the user compiles the step, the hooks are called from compiled code, and must themselves run eagerly.
         self._eager_before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
         self._eager_after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
@@ -168,7 +174,19 @@ class OptimizerHooks:
     ) -> _Arguments | None:
         if torch.compiler.is_compiling():
             return self._eager_before(optimizer, args, kwargs)  # type: ignore[no-any-return]
+        if self._is_being_captured():
+            return None
         return self._before(optimizer, args, kwargs)
+
+    def _is_being_captured(self) -> bool:
+        """Whether a CUDA graph records the step: nothing is computed now, and work of ours would be replayed."""
+        if _device_of(self.measurer).type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return False
+        if not self._captured:
+            self._captured = True
+            self.changes += 1
+            _LOGGER.warning("%s; training is not affected", _CAPTURED)
+        return True
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         if self._sub_group is not None and not self._sub_group.steps(optimizer):
@@ -333,6 +351,8 @@ class OptimizerHooks:
         whole = [entry for entry in self._stepped() if isinstance(self._intents[entry.group], WholeTensor)]
         if parts := sum(not is_whole(entry) for entry in whole):
             notes.append(f"{parts} tensors are {_IN_PARTS}")
+        if self._captured:
+            notes.append(_CAPTURED)
         if self.stepping is not self.optimizer:
             notes.append(f"tensors are shared out over ranks by {type(self.optimizer).__name__}")
         if self._mixed_precision:

@@ -1,0 +1,197 @@
+"""What steps and watching cost on a CUDA device: time between events on the device, beside torch's own.
+
+Bytes a step moves (read once, written once) over its time, beside a plain copy of as many bytes, say how far from
+the memory's limit it is. A training step is that of a bf16 byte-level GPT of about 300 million parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from collage_agent.handle import watch
+from collage_optim import CollageAdamW
+from torch import nn
+
+from benchmarks import optimizer as shapes_of
+from benchmarks._harness import Figure, Measuring, Options, main
+
+ROUNDS, CALLS, WARM_UP = 9, 10, 4
+MODELS = {"85 M": (768, 12), "303 M": (1024, 24)}
+FORMS = (("plus", True), ("split-master", True), ("split-master-16bit", True), ("plus", False))
+WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 1024, 24, 16, 1024, 8
+WATCHES: dict[str, dict[str, Any]] = {
+    "watch(), defaults": {},
+    "watch(every=1, sample=2048, budget=None)": {"every": 1, "sample": 2048, "budget": None},
+    "watch(every=1, budget=None, oracle=True)": {"every": 1, "budget": None, "oracle": True},
+}
+DEFAULTS_ROUND, EVERY_STEP_ROUND = 20, 8
+
+
+def milliseconds(work: Callable[[], object], calls: int) -> float:
+    """Of one call, as the device sees it."""
+    event: Any = torch.cuda.Event
+    begin, end = event(enable_timing=True), event(enable_timing=True)
+    begin.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / calls
+
+
+def on_device(model: tuple[int, int], dtype: torch.dtype) -> list[nn.Parameter]:
+    """A GPT's parameters with gradients."""
+    found = []
+    for member in shapes_of.parameters(model, 0, dtype):
+        moved = nn.Parameter(member.detach().cuda())
+        assert member.grad is not None
+        moved.grad = member.grad.cuda()
+        found.append(moved)
+    return found
+
+
+def master_step(model: tuple[int, int]) -> Callable[[], None]:
+    """fp32 weights stepped by torch's fused AdamW, gradients cast up and weights cast down."""
+    weights, masters = on_device(model, torch.bfloat16), on_device(model, torch.float32)
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    gradients, lifted = ([member.grad for member in own if member.grad is not None] for own in (weights, masters))
+
+    def step() -> None:
+        torch._foreach_copy_(lifted, gradients)
+        optimizer.step()
+        torch._foreach_copy_([weight.data for weight in weights], [master.data for master in masters])
+
+    return step
+
+
+def bytes_moved(optimizer: torch.optim.Optimizer) -> int:
+    """Weights and states read and written, gradients read."""
+    moved = 0
+    for group in optimizer.param_groups:
+        for member in group["params"]:
+            kept = [x for x in optimizer.state[member].values() if isinstance(x, torch.Tensor) and x.dim()]
+            moved += 2 * sum(x.numel() * x.element_size() for x in (member, *kept))
+            moved += member.grad.numel() * member.grad.element_size()
+    return moved
+
+
+def steps_of(model: tuple[int, int], rounds: int) -> Measuring:
+    """Every form of a step, alternated, beside torch's."""
+    elements = sum(math.prod(shape) for shape in shapes_of.shapes(model))
+    contenders: dict[str, Callable[[], object]] = {}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+
+    def add(name: str, made: torch.optim.Optimizer) -> None:
+        contenders[name], optimizers[name] = made.step, made
+
+    add("torch bf16 foreach", torch.optim.AdamW(on_device(model, torch.bfloat16), lr=1e-4, foreach=True))
+    add("torch bf16 fused", torch.optim.AdamW(on_device(model, torch.bfloat16), lr=1e-4, fused=True))
+    contenders["torch fp32 master fused"] = master_step(model)
+    for strategy, form in FORMS:
+        members = on_device(model, torch.bfloat16)
+        name = f"{strategy} {'compiled' if form else 'eager'}"
+        add(name, CollageAdamW(members, lr=1e-4, strategy=strategy, compiled=form, seed=1))
+    for step in contenders.values():
+        for _ in range(WARM_UP):
+            step()
+    source = torch.empty(12 * elements // 4, device="cuda")
+    target = torch.empty_like(source)
+    contenders["a copy of 12 bytes a parameter"] = lambda: target.copy_(source)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, step in contenders.items():
+            times[name].append(milliseconds(step, CALLS))
+    size = next(key for key, value in MODELS.items() if value == model)
+    for name, found in times.items():
+        yield Figure(f"{size}: {name}", "ms", tuple(found))
+        ratios = [one / other for one, other in zip(found, times["torch fp32 master fused"], strict=True)]
+        yield Figure(f"{size}: {name}, of torch's with an fp32 master", "", tuple(ratios))
+        if name in optimizers:
+            rate = bytes_moved(optimizers[name]) / 1e9 / (statistics.median(found) / 1e3)
+            yield Figure(f"{size}: {name}", "GB/s", (rate,))
+    copied = 24 * elements / 1e9 / (statistics.median(times["a copy of 12 bytes a parameter"]) / 1e3)
+    yield Figure(f"{size}: a copy", "GB/s", (copied,))
+    return []
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.attention(self.norm_attention(x)).chunk(3, dim=-1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.project(mixed)
+        return x + self.mlp(self.norm_mlp(x))  # type: ignore[no-any-return]
+
+
+def training(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[nn.Module, Any, Callable[[], None]]:
+    """The model, its optimizer, and a step of training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(256, WIDTH), *(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH))
+    model.append(nn.Linear(WIDTH, 256))
+    model.to("cuda", torch.bfloat16)
+    optimizer = make(model.parameters())
+    tokens = torch.randint(0, 256, (BATCH, CONTEXT + 1), device="cuda")
+
+    def step() -> None:
+        logits = model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def watching(rounds: int) -> Measuring:
+    """A training step with and without a watch, alternated."""
+    model, optimizer, step = training(lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True))
+    yield Figure("parameters", "M", (sum(p.numel() for p in model.parameters()) / 1e6,))
+    for _ in range(WARM_UP):
+        step()
+    yield Figure("a training step", "ms", (milliseconds(step, CALLS),))
+    for name, options in WATCHES.items():
+        calls = EVERY_STEP_ROUND if options else DEFAULTS_ROUND
+        ratios, extra = [], []
+        for _ in range(rounds):
+            bare = milliseconds(step, calls)
+            handle = watch(model, optimizer, **options)
+            for _ in range(3):
+                step()
+            watched = milliseconds(step, calls)
+            handle.remove()
+            ratios.append(watched / bare)
+            extra.append(watched - bare)
+        yield Figure(f"{name}, of a step without", "", tuple(ratios))
+        yield Figure(f"{name}, more a step", "ms", tuple(extra))
+    return []
+
+
+def measure(options: Options) -> Measuring:
+    """All of it; one device."""
+    if not torch.cuda.is_available():
+        return ["no CUDA device here: nothing is measured"]
+    rounds = options.rounds or ROUNDS
+    for model in MODELS.values():
+        yield from steps_of(model, rounds)
+        torch.cuda.empty_cache()
+    yield from watching(rounds)
+    return [f"{torch.cuda.get_device_name()}, torch {torch.__version__}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main("device", (__doc__ or "").splitlines()[0], measure))

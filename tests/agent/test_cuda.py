@@ -1,0 +1,200 @@
+"""The agent on a CUDA device: training stays bit-identical, nothing waits, and the numbers are the host's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from typing import Any
+
+import collage_agent as collage
+import pytest
+import torch
+from collage_agent.handle import watch
+from collage_agent.transport import MemoryTransport
+from collage_optim import STRATEGIES, CollageAdamW
+
+from tests.agent.training import mlp, train
+from tests.optim.models import give_gradients, parameters, tensors_of
+
+pytestmark = pytest.mark.gpu
+
+NEAREST = [name for name, strategy in STRATEGIES.items() if not strategy.stochastic]
+OPTIMIZERS = {
+    "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "AdamW capturable": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3, device="cuda"), capturable=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "plus": lambda p: CollageAdamW(p, lr=1e-3, strategy="plus"),
+    "split-master": lambda p: CollageAdamW(p, lr=1e-3, strategy="split-master", seed=1),
+    "plus compiled": lambda p: CollageAdamW(p, lr=1e-3, strategy="plus", compiled=True),
+}
+WATCHING: dict[str, Any] = {"every": 1, "sample": 512, "oracle": True, "windows": (2,), "budget": None}
+
+
+def device_loss(model, step):
+    """Inputs are drawn on the host, so that they are the same however often a run is repeated."""
+    generator = torch.Generator().manual_seed(2000 + step)
+    x = torch.randn(16, 30, generator=generator).to("cuda", torch.bfloat16)
+    return (model(x).float() - 1.0).square().mean()
+
+
+def trained(name, watched, steps=20):
+    model = mlp().cuda()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    handle = watch(model, optimizer, **WATCHING, casts=("bf16", "fp8_tensor")) if watched else None
+    losses = train(model, optimizer, steps, device_loss)
+    if handle is not None:
+        summary = handle.summary()
+        assert summary["step"] == steps
+        assert summary["model"]["edq_ratio"] is not None, handle.info.intent_reason
+    return losses, [tensor.cpu() for tensor in tensors_of(optimizer).values()], torch.cuda.get_rng_state()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_bit_identical_with_and_without_the_agent(name):
+    (losses, tensors, state), (others, found, other_state) = trained(name, False), trained(name, True)
+    assert losses == others
+    assert torch.equal(state, other_state)
+    for one, other in zip(tensors, found, strict=True):
+        assert torch.equal(one, other)
+
+
+FIRST_WATCH = """
+import torch
+from collage_agent.handle import watch
+model = torch.nn.Linear(64, 64, dtype=torch.bfloat16, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+handle = watch(model, optimizer, every=1, budget=None)
+for _ in range(2):
+    model(torch.ones(4, 64, dtype=torch.bfloat16, device="cuda")).sum().backward()
+    optimizer.step()
+print(handle.summary()["model"]["edq_ratio"], handle.info.intent_reason)
+"""
+
+
+def test_the_first_watch_of_a_process_knows_what_was_intended():
+    """CUDA warns of its own doing when it is first asked to say who waits."""
+    found = subprocess.run([sys.executable, "-c", FIRST_WATCH], capture_output=True, text=True, check=True)
+    assert not found.stdout.startswith("None"), found.stdout
+
+
+@pytest.mark.parametrize("strategy", NEAREST)
+def test_the_numbers_are_those_of_the_host(strategy):
+    """Steps have the same bits on both, so every statistic is the same, but for the order of fp64 sums."""
+    found = []
+    for device in ("cpu", "cuda"):
+        members = [torch.nn.Parameter(member.detach().to(device)) for member in parameters()]
+        model = torch.nn.Module()
+        for index, member in enumerate(members):
+            model.register_parameter(f"weight{index}", member)
+        optimizer = CollageAdamW(members, lr=1e-3, strategy=strategy)
+        handle = watch(model, optimizer, **WATCHING, casts=("bf16", "fp8_tensor", "fp8_block128", "nvfp4_2d"))
+        for step in range(1, 9):
+            give_gradients(members, step=step)
+            optimizer.step()
+        found.append(handle.summary())
+    host, there = found
+    assert host["model"].keys() == there["model"].keys()
+    assert host["model"]["edq_window_ratio/2"] is not None
+    for mine, theirs in [(host["model"], there["model"]), *zip_layers(host, there)]:
+        for key, value in mine.items():
+            # The error's square is a difference of sums, which fp64 knows to 1e-16 of the whole.
+            least = 1e-8 if key == "update_error_ratio" else 1e-15
+            assert theirs[key] == (value if value is None else pytest.approx(value, rel=1e-9, abs=least)), key
+
+
+def zip_layers(host, device):
+    return [(host["layers"][name], device["layers"][name]) for name in host["layers"]]
+
+
+@contextmanager
+def waiting_is_listened_to():
+    """Collects a warning for each time that this process waits for the device."""
+    with warnings.catch_warnings(record=True) as waited:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waited
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_measured_steps_wait_for_nothing(name):
+    model = mlp().cuda()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    handle = watch(model, optimizer, **WATCHING)
+    train(model, optimizer, 3, device_loss)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-2)
+    with waiting_is_listened_to() as waited:
+        for _ in range(4):
+            optimizer.step()
+    places = {f"{place.filename}:{place.lineno}" for place in waited if "synchronizing" in str(place.message)}
+    assert places == set()
+    assert handle.summary()["step"] == 7
+
+
+def test_a_loss_scaler_s_skipped_steps_are_counted():
+    model = mlp(dtype=torch.float32).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+    handle = watch(model, optimizer, every=1, budget=None)
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(16, 30, generator=torch.Generator().manual_seed(step)).cuda()
+        scaler.scale(model(x).square().mean()).backward()
+        if step == 3:
+            next(model.parameters()).grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+    assert handle.summary()["model"]["skipped_steps"] == 1
+
+
+def test_a_measured_step_is_delivered_while_the_device_is_busy(tmp_path):
+    transport = MemoryTransport()
+    run = collage.init(transport=transport, dir=tmp_path)
+    model = mlp().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    collage.watch(model, optimizer, every=1, budget=None)
+    train(model, optimizer, 3, device_loss)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    optimizer.step()
+    assert not torch.cuda.current_stream().query()
+    run.finish()
+    assert [report.step for report in transport.reports if report.statistics is not None] == [1, 2, 3, 4]
+
+
+def captured_training(watched):
+    """Ten replays of a step that a CUDA graph has recorded, after three eager ones."""
+    members = [torch.nn.Parameter(member.detach().cuda()) for member in parameters()]
+    model = torch.nn.ParameterList(members)
+    optimizer = torch.optim.AdamW(members, lr=torch.tensor(1e-3, device="cuda"), capturable=True)
+    handle = watch(model, optimizer, **WATCHING) if watched else None
+    give_gradients(members, step=0)
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for _ in range(10):
+        graph.replay()
+    return handle, [tensor.cpu() for tensor in tensors_of(optimizer).values()]
+
+
+def test_a_step_in_a_cuda_graph_is_left_alone_and_said_not_to_be_seen(caplog):
+    _, tensors = captured_training(watched=False)
+    handle, found = captured_training(watched=True)
+    for one, other in zip(tensors, found, strict=True):
+        assert torch.equal(one, other)
+    assert handle.summary()["step"] == 3
+    assert "captured in a CUDA graph" in handle.info.intent_reason
+    assert "captured in a CUDA graph" in caplog.text
