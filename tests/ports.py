@@ -1,12 +1,16 @@
 """Ports and processes for tests that start the real command."""
 
 import contextlib
+import fcntl
+import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import httpx
 
@@ -22,8 +26,24 @@ _PORTS = range(20_000, 32_000)
 
 @cache
 def _free_ports():
-    """Never the same one twice in a process, and in another order in each."""
-    return filter(_is_free, random.SystemRandom().sample(_PORTS, len(_PORTS)))
+    """Never the same one twice, in this process or in another of this machine; in another order in each."""
+    return _taken(random.SystemRandom().sample(_PORTS, len(_PORTS)))
+
+
+def _taken(ports):
+    """Those of the ports that nobody uses, each taken as it is asked for: a locked file holds it until this process
+    ends, for nobody may be listening on it yet, or any more."""
+    folder = Path(tempfile.gettempdir(), f"collage-test-ports-{os.getuid()}")
+    folder.mkdir(exist_ok=True)
+    for port in ports:
+        descriptor = os.open(folder / str(port), os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        if _is_free(port):
+            yield port
 
 
 def _is_free(port):
