@@ -1,96 +1,41 @@
-"""Sign-in through an OpenID provider: what opens a session, what ends it, and every token that must not."""
+"""Sign-in through an OpenID provider: who gets in, and every token that must not open a session."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import hmac
-import json
 import logging
-from contextlib import contextmanager
 
 import pytest
-from collage_server.auth.principals import Principal, TokenDirectory
-from collage_server.store import SqliteStore
+from collage_server.auth.principals import Principal
 from joserfc.jwk import OctKey, RSAKey
 
 from collage_monitor import wire
 from tests import provider as providers
-from tests.server.conftest import NOW, Clock
+from tests.server.conftest import NOW
 from tests.server.guarded import guarded_server
+from tests.server.signing_in import (
+    OTHER_KEY,
+    answered,
+    attacked,
+    begin,
+    by_hand,
+    finish,
+    guarded,
+    hmac_with_public_key,
+    log_out,
+    other_payload,
+    provider,
+    running,
+    server_of,
+    signed_in,
+    status,
+    target,
+    tokens,
+    without,
+)
+
+__all__ = ["attacked", "guarded", "provider", "running", "target"]
 
 pytestmark = [providers.MARK, pytest.mark.slow]
-OTHER_KEY = RSAKey.generate_key(2048)
-IDLE_SECONDS, SESSION_SECONDS = 3_600, 43_200
-BACK_CHANNEL = "/api/v1/back-channel-log-out"
-
-
-@pytest.fixture(scope="module")
-def running():
-    with providers.running_provider() as provider:
-        yield provider
-
-
-@pytest.fixture
-def provider(running):
-    running.begin_anew()
-    running.person("ada", ["team-a", "everyone"])
-    running.person("root", ["admins", "team-a"])
-    return running
-
-
-@contextmanager
-def server_of(provider, folder, **settings):
-    with guarded_server(folder, **provider.settings(**settings)) as opened:
-        provider.clock = opened.clock
-        yield opened
-
-
-@pytest.fixture
-def guarded(provider, tmp_path):
-    with server_of(provider, tmp_path) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def attacked(running, tmp_path_factory):
-    """One server that all forgeries are sent to."""
-    with server_of(running, tmp_path_factory.mktemp("attacked")) as opened:
-        yield opened
-
-
-def begin(guarded):
-    answer = guarded.ask("POST", "/api/v1/sign-in")
-    assert answer.status_code == 200, answer.text
-    return wire.decode_message(answer.content, wire.SignInRequest, wire.JSON)
-
-
-def finish(guarded, begun, given, **other):
-    kept = {"code": given, "code_verifier": begun.code_verifier, "nonce": begun.nonce} | other
-    return guarded.ask("POST", "/api/v1/sessions", message=wire.SignInFinish(**kept))
-
-
-def answered(guarded, provider, sub):
-    begun = begin(guarded)
-    return finish(guarded, begun, provider.code(begun.authorization_url, sub))
-
-
-def signed_in(guarded, provider, sub="ada"):
-    answer = answered(guarded, provider, sub)
-    assert answer.status_code == 201, answer.text
-    return wire.decode_message(answer.content, wire.TokenCreated, wire.JSON)
-
-
-def status(guarded, secret, path="/api/v1/runs", method="GET"):
-    return guarded.ask(method, path, secret).status_code
-
-
-def log_out(guarded, token):
-    return guarded.client.post(BACK_CHANNEL, data={"logout_token": token})
-
-
-def tokens(guarded):
-    return guarded.ask("GET", "/api/v1/tokens").json()["tokens"]
 
 
 # Who gets in, and where.
@@ -203,29 +148,6 @@ def test_a_sign_in_is_begun_by_a_dashboard_and_with_a_secret_each(guarded):
 # Which tokens must not open a session. `forge` gets the claims of an ID token that would be good.
 
 
-def segment(value):
-    return base64.urlsafe_b64encode(value if isinstance(value, bytes) else json.dumps(value).encode()).rstrip(b"=")
-
-
-def by_hand(header, claims, signature=b""):
-    return b".".join([segment(header), segment(claims), segment(signature)]).decode()
-
-
-def without(claims, *names):
-    return {name: value for name, value in claims.items() if name not in names}
-
-
-def other_payload(provider, claims):
-    head, _, signature = provider.signed(claims).split(".")
-    return ".".join([head, segment({**claims, "groups": ["admins"]}).decode(), signature])
-
-
-def hmac_with_public_key(provider, claims):
-    """By hand: joserfc takes no public key for a secret."""
-    signed = b".".join([segment({"alg": "HS256"}), segment(claims)])
-    return b".".join([signed, segment(hmac.digest(provider.key.as_pem(private=False), signed, "sha256"))]).decode()
-
-
 FORGERIES = {
     "signed by another key": lambda p, c: p.signed(c, OTHER_KEY),
     "signed by another key that it brings along": lambda p, c: p.signed(c, OTHER_KEY, jwk=OTHER_KEY.as_dict(False)),
@@ -273,21 +195,6 @@ FORGERIES = {
     "a log-out token": lambda p, c: p.signed(p.log_out_claims(sub="ada"), typ="logout+jwt"),
     "of another sign-in": lambda p, c: p.earlier,
 }
-
-
-@pytest.fixture
-def target(attacked, provider):
-    """The attacked server, and an ID token that was good a moment ago, in another sign-in of the same person."""
-    provider.clock = attacked.clock
-
-    def remember(claims):
-        provider.earlier = provider.signed(claims)
-        return provider.earlier
-
-    provider.forge = remember
-    signed_in(attacked, provider)
-    provider.forge = provider.signed
-    return attacked
 
 
 @pytest.mark.parametrize("name", FORGERIES)
@@ -451,244 +358,3 @@ def test_where_no_provider_is_named_there_is_none(tmp_path):
             answer = opened.ask("POST", f"/api/v1/{path}")
             assert answer.status_code == 404
             assert "COLLAGE_SERVER_OIDC_ISSUER" in answer.text
-
-
-# How a session ends.
-
-
-def test_a_session_ends_after_its_bound_however_much_it_is_used(guarded, provider):
-    secret = signed_in(guarded, provider).secret
-    for _ in range(SESSION_SECONDS // 3_000):
-        guarded.clock.now += 3_000
-        assert status(guarded, secret) == 200
-    guarded.clock.now = NOW + SESSION_SECONDS - 1
-    assert status(guarded, secret) == 200
-    guarded.clock.now += 1
-    assert status(guarded, secret) == 401
-
-
-def test_a_session_that_is_not_used_ends(guarded, provider):
-    secret = signed_in(guarded, provider).secret
-    guarded.clock.now += IDLE_SECONDS - 1
-    assert status(guarded, secret) == 200
-    guarded.clock.now += IDLE_SECONDS - 1
-    assert status(guarded, secret) == 200
-    guarded.clock.now += IDLE_SECONDS
-    for _ in range(2):
-        assert status(guarded, secret) == 401
-
-
-def test_a_session_that_was_never_used_ends(guarded, provider):
-    secret = signed_in(guarded, provider).secret
-    guarded.clock.now += IDLE_SECONDS
-    assert status(guarded, secret) == 401
-
-
-def test_another_process_knows_how_long_a_session_was_not_used(guarded, provider, tmp_path):
-    secret = signed_in(guarded, provider).secret.encode()
-    guarded.clock.now += 3_000
-    assert status(guarded, secret.decode()) == 200
-    guarded.client.portal.call(guarded.app.state.collage.directory.close, 5.0)
-    store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
-    store.open()
-    try:
-        for later, knows in ((IDLE_SECONDS - 1, True), (IDLE_SECONDS, False)):
-            directory = TokenDirectory(store.access, None, clock=Clock(NOW + 3_000 + later))
-            assert (asyncio.run(directory.principal(secret)) is not None) is knows
-    finally:
-        store.close()
-
-
-def test_bounds_are_settings(provider, tmp_path):
-    with server_of(provider, tmp_path, session_seconds=1_000.0, session_idle_seconds=300.0) as opened:
-        secret = signed_in(opened, provider).secret
-        for seconds, expected in ((299, 200), (299, 200), (299, 200), (103, 401)):
-            opened.clock.now += seconds
-            assert status(opened, secret) == expected
-
-
-def test_who_signs_out_is_out_and_led_to_the_provider(guarded, provider):
-    ada, other = signed_in(guarded, provider), signed_in(guarded, provider)
-    answer = guarded.ask("POST", "/api/v1/sign-out", ada.secret)
-    url = answer.json()["log_out_url"]
-    assert url.startswith(
-        f"{provider.url}/oauth2/end_session?client_id={provider.client_id}&post_logout_redirect_uri="
-    )
-    assert url.endswith("http%3A%2F%2F127.0.0.1%3A7421%2Fsign-in")
-    assert (status(guarded, ada.secret), status(guarded, other.secret)) == (401, 200)
-
-
-def test_a_provider_without_a_page_to_sign_out_at(provider, tmp_path):
-    with server_of(provider, tmp_path) as opened:
-        secrets = [signed_in(opened, provider).secret for _ in range(3)]
-        known = opened.app.state.collage.provider
-        for secret, page in zip(secrets, (None, "javascript:alert(1)", 7), strict=True):
-            known._metadata = known._metadata | {"end_session_endpoint": page}
-            assert opened.ask("POST", "/api/v1/sign-out", secret).json() == {"log_out_url": None}
-            assert status(opened, secret) == 401
-
-
-def test_a_token_of_a_machine_is_not_signed_out(guarded):
-    secret, _ = guarded.token("read", ["mine"])
-    assert guarded.ask("POST", "/api/v1/sign-out", secret).json() == {"log_out_url": None}
-    assert guarded.ask("POST", "/api/v1/sign-out").json() == {"log_out_url": None}
-    assert status(guarded, secret) == 200
-
-
-def test_an_administrator_sees_sessions_and_ends_one(guarded, provider):
-    session = signed_in(guarded, provider)
-    [shown] = tokens(guarded)
-    assert (shown["name"], shown["subject"], shown["expires_at"]) == ("Ada", "ada", NOW + SESSION_SECONDS)
-    guarded.ask("DELETE", f"/api/v1/tokens/{session.token.token_id}")
-    assert status(guarded, session.secret) == 401
-
-
-def test_sessions_that_are_over_go_and_tokens_stay(guarded, provider):
-    revoked, kept = guarded.token("read")[1].token_id, guarded.token("read")[1].token_id
-    guarded.ask("DELETE", f"/api/v1/tokens/{revoked}")
-    first, second = signed_in(guarded, provider), signed_in(guarded, provider)
-    guarded.ask("POST", "/api/v1/sign-out", first.secret)
-    third = signed_in(guarded, provider)
-    listed = {token["token_id"] for token in tokens(guarded)}
-    assert listed == {revoked, kept, second.token.token_id, third.token.token_id}
-    guarded.clock.now += SESSION_SECONDS
-    fourth = signed_in(guarded, provider)
-    assert {token["token_id"] for token in tokens(guarded)} == {revoked, kept, fourth.token.token_id}
-
-
-def test_who_signed_in_and_how_it_ended_stands_in_the_audit_log(guarded, provider):
-    dashboard, token = guarded.token("read", name="dashboard")
-    guarded.clock.now += 1
-    begun = begin(guarded)
-    finished = wire.SignInFinish(
-        code=provider.code(begun.authorization_url, "ada"), code_verifier=begun.code_verifier, nonce=begun.nonce
-    )
-    created = guarded.ask("POST", "/api/v1/sessions", dashboard, finished, **{"X-Request-Id": "req-1"}).json()
-    guarded.clock.now += 1
-    guarded.ask("POST", "/api/v1/sign-out", created["secret"])
-    guarded.clock.now += 1
-    again = signed_in(guarded, provider)
-    guarded.clock.now += 1
-    log_out(guarded, provider.signed(provider.log_out_claims(sub="ada")))
-    by_provider, _, ended, begun_entry, _ = guarded.audit_log()
-    session_id = created["token"]["token_id"]
-    assert (begun_entry.action, begun_entry.actor, begun_entry.subject) == (
-        "session.begin",
-        token.token_id,
-        session_id,
-    )
-    assert (begun_entry.details["name"], begun_entry.details["subject"]) == ("Ada", "ada")
-    assert begun_entry.details["grants"] == [
-        {"role": "read", "projects": None},
-        {"role": "operate", "projects": ["mine"]},
-    ]
-    assert begun_entry.request_id == "req-1"
-    assert (ended.action, ended.actor, ended.subject) == ("session.end", session_id, session_id)
-    assert (by_provider.action, by_provider.actor) == ("session.end", "oidc-provider")
-    assert by_provider.subject == again.token.token_id
-
-
-# Back-channel log-out.
-
-
-def test_the_provider_ends_all_sessions_of_a_person(guarded, provider):
-    ada, again, root = (signed_in(guarded, provider, sub) for sub in ("ada", "ada", "root"))
-    machine, _ = guarded.token("read", name="ada")
-    answer = log_out(guarded, provider.signed(provider.log_out_claims(sub="ada"), typ="logout+jwt"))
-    assert (answer.status_code, answer.content, answer.headers["Cache-Control"]) == (200, b"", "no-store")
-    ended = [status(guarded, session.secret) for session in (ada, again, root)]
-    assert (ended, status(guarded, machine)) == ([401, 401, 200], 200)
-
-
-def test_the_provider_ends_one_session(guarded, provider):
-    sessions = []
-    for sid in ("s-1", "s-2", None):
-        provider.person("ada", ["everyone"], **({} if sid is None else {"sid": sid}))
-        sessions.append(signed_in(guarded, provider))
-    assert log_out(guarded, provider.signed(provider.log_out_claims(sid="s-1"))).status_code == 200
-    assert [status(guarded, session.secret) for session in sessions] == [401, 200, 200]
-    other = provider.log_out_claims(sid="s-2", sub="somebody else", jti="two")
-    assert log_out(guarded, provider.signed(other)).status_code == 200
-    assert [status(guarded, session.secret) for session in sessions] == [401, 200, 200]
-    both = provider.log_out_claims(sid="s-2", sub="ada", jti="three")
-    assert log_out(guarded, provider.signed(both)).status_code == 200
-    # Of the last one it is not known whether it was the provider's s-2.
-    assert [status(guarded, session.secret) for session in sessions] == [401, 401, 401]
-
-
-def test_a_log_out_token_counts_once(guarded, provider):
-    token = provider.signed(provider.log_out_claims(sub="ada"))
-    assert log_out(guarded, token).status_code == 200
-    session = signed_in(guarded, provider)
-    for seconds in (0, 60, 60, 59, 1, 3_000):
-        guarded.clock.now += seconds
-        answer = log_out(guarded, token)
-        assert (answer.status_code, answer.json()["error"]["field"]) == (400, "logout_token")
-        assert status(guarded, session.secret) == 200
-    fresh = provider.signed(provider.log_out_claims(sub="ada"))
-    assert log_out(guarded, fresh).status_code == 200
-    assert status(guarded, session.secret) == 401
-
-
-BAD_LOG_OUTS = {
-    "signed by another key": lambda p, c: p.signed(c, OTHER_KEY),
-    "alg none": lambda p, c: by_hand({"alg": "none"}, c),
-    "HS256 with the public key": hmac_with_public_key,
-    "another payload under a good signature": other_payload,
-    "another issuer": lambda p, c: p.signed(c | {"iss": "https://evil.example"}),
-    "another audience": lambda p, c: p.signed(c | {"aud": "another"}),
-    "expired": lambda p, c: p.signed(c | {"exp": NOW - 61}),
-    "no end": lambda p, c: p.signed(without(c, "exp")),
-    "issued in the future": lambda p, c: p.signed(c | {"iat": NOW + 61}),
-    "no date": lambda p, c: p.signed(without(c, "iat")),
-    "no id": lambda p, c: p.signed(without(c, "jti")),
-    "an empty id": lambda p, c: p.signed(c | {"jti": ""}),
-    "an id that is no text": lambda p, c: p.signed(c | {"jti": 7}),
-    "an id that is no Unicode": lambda p, c: p.signed(c | {"jti": "a\ud800"}),
-    "a subject that no database takes": lambda p, c: p.signed(c | {"sub": "a\x00"}),
-    "a nonce": lambda p, c: p.signed(c | {"nonce": "some"}),
-    "no events": lambda p, c: p.signed(without(c, "events")),
-    "another event": lambda p, c: p.signed(c | {"events": {"https://evil.example": {}}}),
-    "events that are a list": lambda p, c: p.signed(c | {"events": list(c["events"])}),
-    "nobody": lambda p, c: p.signed(without(c, "sub")),
-    "a subject that is no text": lambda p, c: p.signed(c | {"sub": ["ada"]}),
-    "another type": lambda p, c: p.signed(c, typ="at+jwt"),
-    "an ID token": lambda p, c: p.earlier,
-    "nothing": lambda p, c: "",
-}
-
-
-@pytest.mark.parametrize("name", BAD_LOG_OUTS)
-def test_no_forged_log_out_token_ends_a_session(target, provider, name):
-    session = signed_in(target, provider)
-    answer = log_out(target, BAD_LOG_OUTS[name](provider, provider.log_out_claims(sub="ada")))
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
-    assert status(target, session.secret) == 200
-    good = provider.log_out_claims(sub="ada", jti=f"after {name}")
-    assert log_out(target, provider.signed(good)).status_code == 200
-    # Asked of the table: tokens that are over, sent again and again from one address, are answered 429 in the end.
-    known = {token["token_id"]: token["revoked_at"] for token in tokens(target)}
-    assert known[session.token.token_id] == NOW
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"logout_token", b"\xff=\xff", b"logout_token=a&logout_token=b", b"x=1&" * 20, b'{"logout_token": 1}'],
-)
-def test_what_is_no_form_with_one_token_is_refused(guarded, body):
-    answer = guarded.client.post(BACK_CHANNEL, content=body)
-    assert (answer.status_code, answer.json()["error"]["field"]) == (400, "logout_token")
-
-
-def test_a_full_disk_keeps_nobody_out(guarded, provider):
-    """Who cannot sign in cannot see why the server takes no reports."""
-    guarded.app.state.collage.guard._reason = "the disk is full"
-    session = signed_in(guarded, provider)
-    assert (
-        guarded.ask(
-            "POST", "/api/v1/tokens", message=wire.TokenCreate(name="n", role="read", projects=None)
-        ).status_code
-        == 503
-    )
-    assert log_out(guarded, provider.signed(provider.log_out_claims(sub="ada"))).status_code == 200
-    assert status(guarded, session.secret) == 401
