@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up screenshots studies test quick costs check format nightly exhaustive torture hostile gpu bench clean
+.PHONY: demo up screenshots studies test quick check format nightly exhaustive torture hostile gpu bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -42,11 +42,8 @@ test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
 
-quick: $(VENV)/.stamp-dev  ## The fast half, for while you work: the cheapest of the tests that start no processes
-	$(BIN)/python -m pytest -n 2 --quick -m "not slow and not nightly and not gpu"
-
-costs: $(VENV)/.stamp-dev  ## Record what those tests cost (tests/costs.json), on a quiet machine
-	$(BIN)/python -m pytest -n 2 --quick --record-costs -m "not slow and not nightly and not gpu"
+quick: $(VENV)/.stamp-dev  ## The fast part, for while you work: what is not marked slow; none of it starts a process
+	$(BIN)/python -m pytest -n 2 -m "not slow and not nightly and not gpu"
 
 check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of the contract, compose file, Dockerfile
 	$(BIN)/ruff format --check .

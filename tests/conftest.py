@@ -5,14 +5,14 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.costs import CostRecorder, is_costly
-from tests.lanes import is_slow, starts_processes
+from tests.drawn import leave_to_the_night
 
 # Properties have no clock: on a busy machine a slow example is no failure. `make nightly` looks further, at random.
 settings.register_profile(
@@ -64,22 +64,6 @@ def _announce(home: Path, address: str) -> None:
     path.write_text(json.dumps(server))
 
 
-def pytest_addoption(parser):
-    parser.addoption("--quick", action="store_true", help="leave out what starts processes")
-    parser.addoption("--record-costs", action="store_true", help="write tests/costs.json anew")
-
-
-def pytest_configure(config):
-    if config.getoption("--record-costs"):
-        config.pluginmanager.register(CostRecorder())
-
-
-def pytest_ignore_collect(collection_path, config):
-    """Modules that start processes are not even imported for the fast half."""
-    quick = config.getoption("--quick") and collection_path.name.startswith("test_")
-    return True if quick and starts_processes(collection_path) else None
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """What is imported and collected stays; to look for garbage in it again and again takes a tenth of all."""
@@ -92,19 +76,14 @@ def pytest_collection():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items, config):
-    """What starts processes or costs much is slow and comes first; a CUDA test says why it is skipped.
-
-    What is recorded again must not depend on the last record.
-    """
-    recording = config.getoption("--record-costs")
-    for item in items:
-        if is_slow(item) or (not recording and is_costly(item)):
-            item.add_marker(pytest.mark.slow)
-    # First the modules that start processes, then the other slow ones, so that no worker is left alone with one of
-    # them at the end. A module stays in one piece, and with it what its tests share.
+def pytest_collection_modifyitems(items):
+    """A part of each matrix is left to the night; slow modules come first; a CUDA test says why it is skipped."""
+    leave_to_the_night(items)
+    # First the modules that are slow as a whole, so that no worker is left alone with one of them at the end. A
+    # module stays in one piece, and with it what its tests share.
+    quick = {item.path for item in items if not item.get_closest_marker("slow")}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (not starts_processes(item.path), item.path not in slow))
+    items.sort(key=lambda item: (item.path in quick, item.path not in slow))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -113,3 +92,17 @@ def pytest_collection_modifyitems(items, config):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """What `make quick` runs starts no process: where a test does, it says so by the marker `slow`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not any(item.get_closest_marker(lane) for lane in ("slow", "nightly", "gpu")):
+            patch.setattr(subprocess.Popen, "_execute_child", _refused)
+            patch.setattr(os, "fork", _refused)
+        return (yield)
+
+
+def _refused(*_, **__):
+    raise AssertionError("a test that starts a process is marked slow")

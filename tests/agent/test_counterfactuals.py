@@ -17,6 +17,7 @@ from tests.reference import diagnostics
 KEPT = "counterfactual_kept_sum"
 
 
+@pytest.mark.slow
 def test_an_fp32_run_says_what_16_bits_would_have_kept():
     model = mlp(dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -22,6 +22,7 @@ def check(found: dict[str, Held], law: str, tolerance: float) -> None:
             assert counted.given >= 0.95 * counted.of, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", LAWS)
 def test_intervals_of_each_law(law):
     check(held(law, "SGD", 64, 250, range(4)), law, tolerance=0.02)

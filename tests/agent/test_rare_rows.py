@@ -37,6 +37,7 @@ def backward(model, step, uses=64):
     return rows.unique()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("sample", [4096, "all"])
 def test_all_rows_that_a_sparse_step_touches_are_measured(name, sample):
@@ -64,6 +65,7 @@ def test_all_rows_that_a_sparse_step_touches_are_measured(name, sample):
         assert totals["intended_squared_sum"] == pytest.approx(float(expected.square().sum()), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_touched_rows_stands_for_them():
     found, given = [], 0
     for seed in range(40):
@@ -125,6 +127,7 @@ def test_a_layer_with_a_sparse_gradient_has_no_oracle_and_the_others_keep_theirs
     assert totals["1.weight"]["oracle_steps"] == totals["1.bias"]["oracle_steps"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_touches_no_row_is_measured_as_idle(name):
     model = embedding()

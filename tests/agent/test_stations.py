@@ -28,6 +28,7 @@ def test_a_measured_step_passes_its_stations(model):
     assert not passes(called, stations[::-1])
 
 
+@pytest.mark.slow
 def test_a_report_passes_its_stations_on_the_way_out(model, tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     with called_files("collage_agent") as called:

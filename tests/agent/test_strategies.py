@@ -23,6 +23,7 @@ def watched(strategy, steps=30, **options):
     return handle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
 @pytest.mark.parametrize("strategy", BYTES)
 def test_edq_and_decrements_tell_the_strategies_apart(strategy, arithmetic):
@@ -127,6 +128,7 @@ def test_what_kahan_loses_is_the_same_however_it_is_measured():
     assert lost[0] == lost[1] < 0.01
 
 
+@pytest.mark.slow
 def test_lost_updates_of_kahan_are_those_of_the_stored_weight():
     """At default settings, against every element counted in fp64; the visible weight loses far more of them."""
     torch.manual_seed(0)

@@ -255,6 +255,7 @@ def test_removing_ends_it_and_copies_are_not_watched():
     assert handle.summary()["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_removed_watch_frees_the_model():
     model = mlp()
     optimizer = adamw(model)
@@ -428,6 +429,7 @@ def test_two_parts_that_wrappers_names_would_confuse_keep_apart():
     assert set(handle.summary()["layers"]) == {"weight", "module.weight"}
 
 
+@pytest.mark.slow
 def test_the_governor_s_choice_is_reported():
     model, recorder = mlp(), Recorder()
     optimizer = adamw(model)

@@ -119,6 +119,7 @@ def went_back(training, how):
     training.take(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["removed", "a new optimizer", "everything new", "everything new, nothing removed"])
 def test_totals_after_going_back_are_those_of_a_run_that_did_not(application, how):
     collage.init("p", run_id="straight", transport=application)
@@ -141,6 +142,7 @@ def test_totals_after_going_back_are_those_of_a_run_that_did_not(application, ho
     assert names == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
+@pytest.mark.slow
 def test_all_ranks_call_the_new_launch_alike_and_streams_differ():
     transport = MemoryTransport()
     collage.init(transport=transport)
@@ -187,6 +189,7 @@ def test_a_second_model_that_begins_later_opens_no_attempt():
     assert attempts(transport) == [1]
 
 
+@pytest.mark.slow
 def test_a_model_of_the_same_kind_that_begins_later_or_steps_beside_opens_no_attempt():
     transport = MemoryTransport()
     collage.init(transport=transport)
@@ -216,6 +219,7 @@ def test_two_watches_of_one_optimizer_open_no_attempt():
     assert attempts(transport) == [1]
 
 
+@pytest.mark.slow
 def test_two_models_that_go_back_together_open_one_attempt():
     transport = MemoryTransport()
     collage.init(transport=transport)
@@ -239,6 +243,7 @@ def test_two_models_that_go_back_together_open_one_attempt():
     assert len(stream.layers) == 8
 
 
+@pytest.mark.slow
 def test_one_optimizer_for_each_parameter_opens_no_attempt():
     transport = MemoryTransport()
     collage.init(transport=transport)

@@ -57,6 +57,7 @@ def test_the_token_shows_nowhere(tmp_path, server, caplog, capsys):
     assert not any(b"secret-token" in path.read_bytes() for path in spools(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trouble", [500, 503, (429, (("Retry-After", "0.02"),)), "garbage", "hang", "cut", 302, 408]
 )
@@ -129,25 +130,6 @@ def test_a_server_that_lost_the_stream_is_told_again(tmp_path, server):
     ]
 
 
-@pytest.mark.parametrize("taken", [0, 3], ids=["while registering again", "at the repeat"])
-@pytest.mark.parametrize(
-    "trouble", [(503, (("Retry-After", "0.5"),)), (429, (("Retry-After", "0.5"),)), "hang", 401], ids=str
-)
-def test_a_server_that_lost_the_stream_and_is_away_gets_everything_later(tmp_path, server, trouble, taken):
-    run = make_run(tmp_path, server_url=server.url)
-    run.started(1)
-    log_steps(run, 1, 1)
-    until(lambda: run.reports_sent == 1)
-    server.script = [404, *[None] * taken, trouble]
-    log_steps(run, 2, 2)
-    until(lambda: not server.script)
-    log_steps(run, 3, 4)
-    until(lambda: run.reports_made == 4 and not run.reports_pending and not run.reports_spooled)
-    run.finish()
-    assert server.steps() == [1, 2, 3, 4]
-    assert (run.reports_made, run.reports_sent, run.reports_spooled, run.reports_dropped) == (4, 4, 0, {})
-
-
 def test_a_deleted_run_stops_sending(tmp_path, server, caplog):
     run = make_run(tmp_path, server_url=server.url)
     run.started(1)
@@ -175,6 +157,7 @@ def test_a_refused_run_stops_sending(tmp_path, server, caplog):
     assert "refuses run taken" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 403])
 def test_without_a_valid_token_reports_wait_on_disk(tmp_path, server, status, capsys):
     server.always = status
@@ -260,6 +243,7 @@ def test_an_absent_server_costs_nothing_and_the_next_run_delivers_once(tmp_path,
     assert later.reports_sent == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_gets_everything_once_and_in_order(tmp_path):
     server = ServerDouble()
     port = server.http.server_port

@@ -15,6 +15,8 @@ from tests.forking import TRAINING, fork, run_forked
 from tests.ports import free_port
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.slow
+
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "0",

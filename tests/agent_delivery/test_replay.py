@@ -14,6 +14,8 @@ from collage_monitor.wire import RunCreate, RunUpdate
 from tests.agent_delivery.doubles import make_run
 from tests.agent_delivery.test_spool import reports
 
+pytestmark = pytest.mark.slow
+
 
 def leave_behind(folder, runs, steps=5):
     for number in range(runs):

@@ -17,6 +17,8 @@ from collage_monitor.statistics import finish_all
 from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate, array_from_bytes, decode_batch
 from tests.forking import TORCH, TRAINING, run_forked
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path, monkeypatch):

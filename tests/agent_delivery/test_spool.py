@@ -12,6 +12,8 @@ from collage_monitor.errors import WireError
 from collage_monitor.wire import AttemptCreate, Report, ReportBatch, ReportGap, RunCreate
 from tests.forking import TRAINING, run_forked
 
+pytestmark = pytest.mark.slow
+
 
 def reports(*seqs):
     batch = ReportBatch(reports=[Report(seq=seq, step=seq, time=1.0, scalars={"loss": 0.5}) for seq in seqs])

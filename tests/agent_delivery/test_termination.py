@@ -12,6 +12,8 @@ from collage_monitor.wire import RunUpdate
 from tests.forking import TRAINING, fork
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.slow
+
 BEGIN = """
 import os, signal, sys, threading, time
 import collage_agent as collage

@@ -20,6 +20,8 @@ from tests.server.reads import current_samples
 from tests.server.samples import report
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 15.0
 FINDING = "collage_finding"
 

@@ -7,6 +7,8 @@ from collage_monitor.alerts import ALERTS
 from tests.alerts.study import done, healthy_cases, sick_cases
 from tests.alerts.trainings import SICK
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def one_thread():

@@ -20,6 +20,8 @@ from collage_monitor.wire import AlertmanagerAlert, AlertmanagerMessage
 from tests.ports import command, free_port, running
 from tests.waiting import PATIENCE_SECONDS, until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path, monkeypatch):

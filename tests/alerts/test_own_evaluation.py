@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collage_agent as collage
+import pytest
 import torch
 
 from collage_monitor.client import Client
@@ -10,6 +11,8 @@ from collage_monitor.local import ensure_token, read_token, token_path
 from tests.alerts.receivers import web_server
 from tests.ports import command, free_port, running
 from tests.waiting import until
+
+pytestmark = pytest.mark.slow
 
 
 def test_weights_that_are_nan_reach_the_webhook(tmp_path, monkeypatch):

@@ -24,6 +24,8 @@ from tests.ports import command, free_port, running
 from tests.system import require
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 TIME_SCALE = 1 / 300
 CONFIGURATION = """
 global: {{ scrape_interval: 500ms, scrape_timeout: 400ms, evaluation_interval: 500ms }}

@@ -13,6 +13,8 @@ from tests.server.samples import report
 from tests.system import require
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[2] / "server" / "prometheus"
 
 

@@ -205,6 +205,7 @@ def test_a_hugging_face_folder_keeps_its_layout(tmp_path):
         torch.testing.assert_close(kept.stored_parameter(own), wide.detach().double(), rtol=2**-16, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("flattened", [False, True])
 def test_a_distributed_checkpoint_keeps_its_layout(flattened, tmp_path):

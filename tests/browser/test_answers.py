@@ -8,7 +8,7 @@ from collage_dashboard.figures.style import STRATEGY_COLOURS
 from tests.browser.test_incidents import DROP, Dropping
 from tests.dashboard.generated import GeneratedRun, demo_runs
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 
 @pytest.fixture(scope="module")

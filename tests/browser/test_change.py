@@ -9,7 +9,7 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from tests.dashboard.generated import GeneratedRun
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 FELL_AT = 310
 NOTE = "<b>cooling</b> failed"

@@ -4,7 +4,7 @@ import pytest
 
 from tests.browser.boxes import drag
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 PICKED = ("plain", "light", "plus", "master-weights", "fp32 reference")
 

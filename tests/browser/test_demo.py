@@ -16,6 +16,8 @@ from tests.ports import command, free_port, interruptible
 from tests.system import chromium
 from tests.waiting import PATIENCE_SECONDS, until
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 DRAWN = ("plain float32", "plain bfloat16", "light bfloat16", "plus bfloat16", "master-weights bfloat16")
 

@@ -12,7 +12,7 @@ from tests.dashboard.generated import demo_runs
 from tests.dashboard.posting import post_run
 from tests.waiting import until
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 STACK = "document.querySelector('#run-stack .js-plotly-plot')"
 TITLES = ["Training loss", "EDQ (ratio)", "Updates lost (ratio)", "Learning rate"]

@@ -16,7 +16,7 @@ from tests.dashboard.posting import post_run
 from tests.system import chromium
 from tests.waiting import PATIENCE_SECONDS, until
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 FILES = re.compile(r"/assets/.*\.(js|css)\?|/_dash-component-suites/.*\.(js|css)$")
 VERSIONED = re.compile(r"\?m=|\.v\d+_\d+_\d+m\d+\.")

@@ -5,11 +5,11 @@ import pytest
 from collage_monitor.client import Client
 from collage_monitor.seeds import mean_over_seeds
 from tests.browser.test_comparison import tick
-from tests.browser.test_layout import serious_violations
+from tests.browser.test_layout import IN_ONE_SCHEME, serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 SEEDS = 3
 LOSSES = {"plain": 2.0, "plus": 1.5}
@@ -100,6 +100,7 @@ def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
     page.get_by_role("link", name="plain-seed1").wait_for(state="detached")
 
 
+@IN_ONE_SCHEME
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_groups_can_be_used_by_everyone(open_page, dashboard_url, scheme):
     page = open_page(dashboard_url, width=1280, scheme=scheme).page

@@ -12,13 +12,13 @@ from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
 from collage_monitor.run_evidence import read_edq_since, read_onset
-from tests.browser.test_layout import serious_violations
+from tests.browser.test_layout import IN_ONE_SCHEME, serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
 from tests.dashboard.walk import text
 from tests.waiting import until
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 HOSTILE = '<img src=x onerror="alert(1)">' + "n" * 250
 NOTE = '<b>cooling</b> of node 3 failed & "swapped"'
@@ -234,6 +234,7 @@ def test_a_token_that_may_only_read_is_told_so(open_page, dashboard, server_url,
 PAGES = {"/incidents": ".incident-table", "/incident?run=run-drop&alert=CollageEdqDrop": ".cause"}
 
 
+@IN_ONE_SCHEME
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("path", PAGES)
 def test_pages_of_incidents_fit_and_can_be_used_by_everyone(open_page, dashboard_url, client, path, scheme):

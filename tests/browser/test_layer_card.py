@@ -6,7 +6,7 @@ import pytest
 
 from tests.dashboard.generated import GeneratedRun
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 LAYER = "blocks.1.mlp.up.weight"
 

@@ -11,9 +11,11 @@ from tests.browser.boxes import boxes, drag
 from tests.dashboard.generated import GeneratedRun, demo_runs
 from tests.waiting import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 WIDTHS = (1280, 1920, 390)
+IN_ONE_SCHEME = pytest.mark.drawn(by=lambda path="", **_: [path])
+"""Each page by day in one of the two colour schemes, drawn for it, at all widths; in the other at night."""
 HOSTILE = ("a" * 300, '<img src=x onerror="alert(1)">' + "ß" * 40)
 NOT_FINITE = "not finite"
 LONG = "gpt2-medium_collage-light_bs256_lr6e-4_cosine-decay_openwebtext_2026-11-03_seed2"
@@ -63,6 +65,7 @@ PAGES = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("path", PAGES)
 def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path, scheme):
@@ -74,6 +77,7 @@ def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path,
     assert serious_violations(page) == []
 
 
+@IN_ONE_SCHEME
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_page_without_a_server_or_without_runs_can_be_used_by_everyone(lonely, open_page, scheme):
     address, server = lonely

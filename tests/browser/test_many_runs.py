@@ -8,7 +8,7 @@ from benchmarks._population import UnsyncedStore, copy_often, evaluate, seal_run
 from collage_monitor import wire
 from tests.system import chromium
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 RUNS = 5_000
 NOW = 1.7e9

@@ -11,14 +11,14 @@ import httpx
 import pytest
 
 from tests import provider as providers
-from tests.browser.test_layout import serious_violations
+from tests.browser.test_layout import IN_ONE_SCHEME, serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
 from tests.dashboard.test_sign_in import routing
 from tests.ports import command, free_port, running
 from tests.system import chromium
 
-pytestmark = [pytest.mark.browser, providers.MARK]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, providers.MARK]
 STYLES = "https://cdn.jsdelivr.net/"
 """Where the mock's pages want their looks from."""
 
@@ -72,6 +72,7 @@ def log_out(site):
     assert answer.status_code == 200, answer.text
 
 
+@IN_ONE_SCHEME
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everyone_can_sign_in(site, opened, scheme):
     page = opened.page

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.browser.test_layout import HOSTILE, WIDTHS, pale_inks, violations_now
+from tests.browser.test_layout import HOSTILE, IN_ONE_SCHEME, WIDTHS, pale_inks, violations_now
 from tests.dashboard.generated import GeneratedRun, demo_runs
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].every(chart => chart.querySelector('.main-svg'))"
 
@@ -19,9 +19,11 @@ def runs():
 SEVERAL = "/compare?run=run-hostile-1&run=run-plus&run=run-fp32-reference"
 
 
+@IN_ONE_SCHEME
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("path", "charts"), [("/run/run-hostile-1", 9), (SEVERAL, 6)])
-def test_a_downloaded_report_opens_by_itself_for_everyone(open_page, dashboard_url, path, charts, tmp_path):
-    page = open_page(dashboard_url).page
+def test_a_downloaded_report_opens_by_itself_for_everyone(open_page, dashboard_url, path, charts, scheme, tmp_path):
+    page = open_page(dashboard_url, scheme=scheme).page
     page.goto(dashboard_url + path)
     with page.expect_download() as found:
         page.get_by_role("link", name="Download report").click()
@@ -31,15 +33,13 @@ def test_a_downloaded_report_opens_by_itself_for_everyone(open_page, dashboard_u
     page.goto("about:blank")
     asked = []
     page.on("request", lambda request: asked.append(request.url))
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        page.set_content(file.read_text(encoding="utf-8"))
-        page.wait_for_function(DRAWN)
-        assert page.locator(".plotly-graph-div").count() == charts
-        assert page.locator("main img").count() == 0
-        assert pale_inks(page) == set()
-        for width in WIDTHS:
-            page.set_viewport_size({"width": width, "height": 900})
-            page.wait_for_function(f"innerWidth === {width} && document.documentElement.scrollWidth <= {width}")
-            assert violations_now(page) == [], (scheme, width)
+    page.set_content(file.read_text(encoding="utf-8"))
+    page.wait_for_function(DRAWN)
+    assert page.locator(".plotly-graph-div").count() == charts
+    assert page.locator("main img").count() == 0
+    assert pale_inks(page) == set()
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_function(f"innerWidth === {width} && document.documentElement.scrollWidth <= {width}")
+        assert violations_now(page) == [], width
     assert not [url for url in asked if not url.startswith(("data:", "blob:", "about:"))]

@@ -7,7 +7,7 @@ import pytest
 from tests.browser.boxes import boxes, drag
 from tests.dashboard.generated import demo_runs
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 STACKED = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
 

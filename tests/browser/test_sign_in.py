@@ -4,10 +4,10 @@ import pytest
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from tests.browser.test_layout import serious_violations
+from tests.browser.test_layout import IN_ONE_SCHEME, serious_violations
 from tests.dashboard.generated import GeneratedRun
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,7 @@ def reader(client):
     return client.create_token(wire.TokenCreate(name="reader", role="read", projects=["demo"]))
 
 
+@IN_ONE_SCHEME
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everyone_can_sign_in(open_page, dashboard_url, scheme):
     page = open_page(dashboard_url, scheme=scheme).page

@@ -7,7 +7,7 @@ from collage_monitor.client import Client
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 COMMA_TAG = 'lr 0.1, "warm"'
 HOSTILE_TAG = "<img src=x onerror=alert(1)>"

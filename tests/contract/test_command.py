@@ -16,6 +16,8 @@ from collage_monitor.command import root, show
 from collage_monitor.errors import NotAuthorised, ServerUnreachable
 from tests.contract.test_client import RUN
 
+pytestmark = pytest.mark.slow
+
 LATEST = {
     "run_id": "r",
     "step": 10,

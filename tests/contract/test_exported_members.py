@@ -9,6 +9,8 @@ import pytest
 
 import collage_monitor
 
+pytestmark = pytest.mark.slow
+
 MODULES = [info.name for info in pkgutil.walk_packages(collage_monitor.__path__, "collage_monitor.")]
 HEAVY = ("torch", "fastapi", "starlette", "dash", "plotly", "sqlalchemy", "httpx")
 

@@ -15,6 +15,7 @@ NAMES = [name for name, entry in STATISTICS.items() if entry.label is None and n
 amounts = st.one_of(st.just(0.0), st.floats(1e-12, 1e12))
 
 
+@pytest.mark.slow
 @given(st.fixed_dictionaries(dict.fromkeys(NAMES, amounts)), st.integers(1, 10**6))
 def test_every_ratio_and_norm_against_exact_arithmetic(totals, steps):
     totals["measured_steps"] = float(steps)

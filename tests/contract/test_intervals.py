@@ -58,6 +58,7 @@ def truth(layers):
     return {"edq_ratio": ue / uu, "lost_update_ratio": lost / active}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["edq_ratio", "lost_update_ratio"])
 def test_the_true_value_is_inside_about_95_times_of_100(name):
     generator = np.random.default_rng(11)

@@ -23,6 +23,8 @@ from collage_monitor.local import (
     web_address,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_folder_comes_from_argument_environment_and_home(tmp_path):
     assert data_folder(tmp_path, {"COLLAGE_DIR": "/x"}) == tmp_path

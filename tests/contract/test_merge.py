@@ -35,12 +35,14 @@ def assert_same(left, right):
         np.testing.assert_allclose(values, right[key], rtol=1e-12, err_msg=key)
 
 
+@pytest.mark.slow
 @given(parts(), parts(), parts())
 def test_merging_shards_is_associative_and_commutative(a, b, c):
     assert_same(merge_shards([merge_shards([a, b]), c]), merge_shards([a, merge_shards([b, c])]))
     assert_same(merge_shards([a, b]), merge_shards([b, a]))
 
 
+@pytest.mark.slow
 @given(parts(), parts(), parts())
 def test_merging_steps_is_associative(a, b, c):
     whole = merge_steps([a, b, c])
@@ -48,6 +50,7 @@ def test_merging_steps_is_associative(a, b, c):
     assert_same(merge_steps([a, merge_steps([b, c])]), whole)
 
 
+@pytest.mark.slow
 @given(parts(), parts())
 def test_merging_steps_is_commutative_but_for_the_last_value(a, b):
     left, right = merge_steps([a, b]), merge_steps([b, a])
@@ -55,6 +58,7 @@ def test_merging_steps_is_commutative_but_for_the_last_value(a, b):
     assert_same(*({k: v for k, v in side.items() if k not in ordered} for side in (left, right)))
 
 
+@pytest.mark.slow
 @given(st.lists(parts(), min_size=1, max_size=6), st.data())
 def test_buckets_are_the_merges_of_their_steps(steps, data):
     cuts = data.draw(st.sets(st.integers(1, len(steps)), max_size=3))

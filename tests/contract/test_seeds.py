@@ -80,6 +80,7 @@ def test_without_pairs_it_is_welchs_interval():
     assert not difference(twice, [SeedValue(0.0, seed=1)]).paired, "a seed that names two runs pairs none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("paired", "most"), [(True, 0.97), (False, 0.98)], ids=["paired", "Welch, rounded down"])
 def test_intervals_hold_the_truth_in_95_of_100(paired, most):
     generator = np.random.default_rng(3)

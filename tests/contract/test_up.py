@@ -11,6 +11,8 @@ from collage_monitor.command.up import Services, up
 from collage_monitor.local import local_server
 from tests.ports import free_port
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("option", ["--port", "--dashboard-port"])
 def test_a_port_in_use_is_named(tmp_path, option):

@@ -68,6 +68,7 @@ def same_number(left, right):
     return left == right or (math.isnan(left) and math.isnan(right))
 
 
+@pytest.mark.slow
 @BOTH
 @given(st.lists(reports(), max_size=3))
 def test_batches_keep_every_number(content_type, batch):

@@ -14,6 +14,8 @@ from collage_dashboard.pages.comparison import CHARTS, DEFAULT_METRIC
 
 from collage_monitor.local import LOOPBACK_HOSTS
 
+pytestmark = pytest.mark.slow
+
 ROUTED = {
     "output": "page.children",
     "outputs": {"id": "page", "property": "children"},

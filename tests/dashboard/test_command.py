@@ -12,6 +12,8 @@ from collage_dashboard import command
 from collage_monitor.local import LOOPBACK_HOSTS
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def served(monkeypatch):

@@ -36,6 +36,7 @@ def overviews(server):
     return {run_id: server.client().overview(run_id) for run_id in DEMO}
 
 
+@pytest.mark.slow
 def test_a_row_holds_numbers_that_sort(server):
     plain, *_ = rows(server.client().run_table().rows)
     assert plain["address"] == "/run/run-plain"
@@ -47,6 +48,7 @@ def test_a_row_holds_numbers_that_sort(server):
     assert plain["disputed"] is False
 
 
+@pytest.mark.slow
 def test_a_strategy_that_is_not_what_was_declared_is_marked(server):
     class Misled(GeneratedRun):
         def watch(self):
@@ -86,6 +88,7 @@ def test_more_runs_than_a_comparison_shows_are_counted_on_the_button_the_page_an
     assert "Among 60 of 70 runs: " in report
 
 
+@pytest.mark.slow
 def test_the_first_screen_of_a_comparison_is_four_numbers_a_run(compared, overviews):
     shown = number_cards(compared.runs, overviews)
     cards = [part for part in components(shown) if "number-card" in str(getattr(part, "className", ""))]
@@ -96,6 +99,7 @@ def test_the_first_screen_of_a_comparison_is_four_numbers_a_run(compared, overvi
             assert run.name in text(card)
 
 
+@pytest.mark.slow
 def test_a_comparison_says_nothing_good_about_light_whose_state_cannot_decay(compared, overviews):
     lines = {
         run.name: text(line)
@@ -106,6 +110,7 @@ def test_a_comparison_says_nothing_good_about_light_whose_state_cannot_decay(com
     assert "Updates arrive" in lines["plus"]
 
 
+@pytest.mark.slow
 def test_the_table_has_every_column_for_every_run(compared, overviews):
     whole = text(comparison_table(compared.runs, overviews))
     for column in COLUMNS:
@@ -126,6 +131,7 @@ def test_the_table_has_every_column_for_every_run(compared, overviews):
     ]
 
 
+@pytest.mark.slow
 def test_stochastic_runs_come_with_a_note_on_their_lost_share(server, reader):
     runs = server.client().compare(["run-live", "run-plain"], "edq_ratio").runs
     assert "misjudges stochastic rounding" in text(comparison_table(runs, {}))
@@ -134,6 +140,7 @@ def test_stochastic_runs_come_with_a_note_on_their_lost_share(server, reader):
     assert "misjudges" not in text(render(read_address("/compare", "?run=run-plain"), reader))
 
 
+@pytest.mark.slow
 def test_curves_have_the_names_of_the_runs(compared):
     names = [trace.name for trace in figure(compared, 0.0).data if trace.showlegend is not False]
     assert names == [run.name for run in compared.runs]
@@ -169,6 +176,7 @@ def test_a_page_whose_runs_have_ended_rests_from_its_opening_on(reader, pathname
     assert text(by_id(page, marker)) == str(milliseconds)
 
 
+@pytest.mark.slow
 def test_a_comparison_of_nothing_says_how_to_pick(reader):
     assert "Tick two or more runs" in text(render(View(page="compare"), reader))
 
@@ -186,6 +194,7 @@ def test_a_run_page_shows_four_numbers_before_its_details(server, reader):
     assert [part.value for part in by_id(page, "run-tab").children[0].children] == list(TABS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tab", TABS)
 def test_every_tab_has_content_and_every_figure_of_it_draws(server, reader, tab):
     view = View(page="run", runs=("run-plain",), tab=tab)
@@ -198,6 +207,7 @@ def test_every_tab_has_content_and_every_figure_of_it_draws(server, reader, tab)
         assert drawn.data, entry
 
 
+@pytest.mark.slow
 def test_stacked_curves_share_an_axis_and_say_why_one_is_missing(server, reader):
     view = View(page="run", runs=("run-plain",), layer="head.weight")
     drawn = draw("stack", "stack", view, reader, marks=[(100, "attempt 2")])
@@ -237,6 +247,7 @@ def test_of_many_events_the_newest_are_marked(server, reader):
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alert_at", "shown", "left_out"),
     [
@@ -331,6 +342,7 @@ def test_a_slow_server_is_asked_less_often():
     assert milliseconds_after(5.0) == 20_000
 
 
+@pytest.mark.slow
 def test_limits_stand_on_every_page(reader):
     for address in (("/", ""), ("/compare", "?run=run-plain"), ("/run/run-plain", "")):
         assert "invisible here" in text(render(read_address(*address), reader))

@@ -58,6 +58,7 @@ def test_words_escape_text_and_attributes():
     assert static_html(html.P(HOSTILE, title=HOSTILE)).count("<") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("address", "said"),
     [
@@ -89,6 +90,7 @@ def test_hostile_names_neither_close_the_answers_nor_become_elements(server):
     assert HOSTILE in str(answers_in(document))
 
 
+@pytest.mark.slow
 def test_the_table_opens_with_the_rows_that_its_address_asks_for(http, server):
     server.asked.clear()
     layout = str(answers_in(http.get("/?sort=edq_ratio").get_data(as_text=True)))
@@ -96,6 +98,7 @@ def test_the_table_opens_with_the_rows_that_its_address_asks_for(http, server):
     assert sum("run-table" in asked for asked in map(str, server.asked)) == 2, "the rows, and the newest run"
 
 
+@pytest.mark.slow
 def test_a_document_comes_packed_where_the_browser_takes_it(http):
     plain, packed = (http.get("/", headers={"Accept-Encoding": kind}) for kind in ("", "gzip"))
     assert packed.headers["Content-Encoding"] == "gzip"

@@ -38,6 +38,7 @@ class Page(HTMLParser):
         return " ".join(filter(None, self.text))
 
 
+@pytest.mark.slow
 def test_a_runs_report_has_its_verdict_numbers_charts_layers_and_facts(server, reader):
     page = Page(report(reader, ["run-plain"]))
     overview = server.client().overview("run-plain")
@@ -52,6 +53,7 @@ def test_a_runs_report_has_its_verdict_numbers_charts_layers_and_facts(server, r
     assert "invisible here" in page.words
 
 
+@pytest.mark.slow
 def test_the_report_of_several_compares_strategies(reader):
     page = Page(report(reader, DEMO))
     assert "Train with Collage plus · bfloat16" in page.words
@@ -62,6 +64,7 @@ def test_the_report_of_several_compares_strategies(reader):
     assert page.words.count("Tokens/s") == 2
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_elsewhere_and_the_browser_is_told_so(reader):
     page = Page(report(reader, ["run-plain"]))
     assert not [attrs for _, attrs in page.tags if attrs.keys() & {"src", "href"}]
@@ -70,6 +73,7 @@ def test_nothing_is_loaded_from_elsewhere_and_the_browser_is_told_so(reader):
     assert "http" not in policy
 
 
+@pytest.mark.slow
 def test_names_notes_and_config_are_shown_as_they_are(server, reader):
     class Hostile(GeneratedRun):
         def watch(self):
@@ -108,6 +112,7 @@ def test_a_files_name_is_made_of_letters_digits_and_dashes(names, expected):
     assert file_name(names) == expected
 
 
+@pytest.mark.slow
 def test_the_pages_offer_their_report_as_a_file(server):
     http = create_dashboard(server.client).server.test_client()
     answer = http.get("/report?run=run-plain&run=run-plus")
@@ -131,6 +136,7 @@ def command(server, monkeypatch):
     return lambda *arguments: CliRunner().invoke(report_command.report, ["--token", "t", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_file_and_says_where(command, tmp_path):
     path = tmp_path / "r.html"
     done = command("run-plain", "--output", path, "--json")

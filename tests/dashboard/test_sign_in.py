@@ -109,6 +109,7 @@ def test_the_cookie_is_an_id_alone_and_stays_on_this_site(server):
     assert "Secure" in by_https.headers["Set-Cookie"]
 
 
+@pytest.mark.slow
 def test_everybody_sees_what_their_own_token_sees(server):
     ada, bob = sign_in(server, "ada-token")[0], sign_in(server, "bob-token")[0]
     for _ in range(2):

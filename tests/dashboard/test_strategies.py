@@ -42,6 +42,7 @@ def seeds(server):
     return [msgspec.structs.replace(row, seed=int(row.run_id[-1])) for row in found], ids
 
 
+@pytest.mark.slow
 def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, reader):
     page = render(read_address("/compare", "?" + "&".join(f"run={run}" for run in DEMO)), reader)
     said = text(by_id(page, "compare-advice"))
@@ -55,6 +56,7 @@ def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, rea
     assert len(server.asked) == 1
 
 
+@pytest.mark.slow
 def test_the_pictures_have_a_point_a_strategy_in_its_colour_and_mark_the_chosen(rows):
     results = results_of(run_results(rows))
     by_bytes, by_speed = cost_figures(results, recommendation(results))
@@ -146,6 +148,7 @@ def test_where_points_crowd_a_line_leads_to_the_label():
     assert len({(note.ax, note.ay) for note in led.values()}) == len(led)
 
 
+@pytest.mark.slow
 def test_intervals_over_seeds_are_drawn_and_do_not_squeeze_the_points():
     def row(name, seed, loss, speed):
         run = GeneratedRun(f"{name}{seed}", "plain", name, run_id=f"{name}-{seed}")
@@ -170,6 +173,7 @@ def test_intervals_over_seeds_are_drawn_and_do_not_squeeze_the_points():
     assert "paired" in text(strategy_table(results))
 
 
+@pytest.mark.slow
 def test_seeds_make_a_curve_a_strategy_unless_the_reader_wants_each_run(server, seeds):
     found, ids = seeds
     assert lines_of(View(page="compare"), found) == "strategy"
@@ -200,6 +204,7 @@ def test_the_same_steps_kept_otherwise_shows_only_what_was_measured(server):
     assert "fp8" not in said
 
 
+@pytest.mark.slow
 def test_without_runs_the_page_offers_those_that_belong_together(reader):
     page = render(View(page="compare"), reader)
     links = [part.href for part in components(page) if "run=" in str(getattr(part, "href", ""))]

@@ -20,6 +20,7 @@ def test_one_point_has_no_slope():
     assert throughput_of(series([], "tokens", axis="time")) is None
 
 
+@pytest.mark.slow
 def test_only_what_was_not_logged_is_filled_in(server):
     client = server.client()
     logged, other = client.compare(["run-plain", "run-plus"], "edq_ratio").runs

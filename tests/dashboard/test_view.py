@@ -48,6 +48,7 @@ pages = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(pages)
 def test_a_view_comes_back_from_its_address(view):
     assert read_address(*write_address(view)) == view

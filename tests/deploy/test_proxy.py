@@ -23,6 +23,8 @@ from tests.server.sockets import HEAD, everything, listening, status_of
 from tests.system import require
 from tests.waiting import PATIENCE_SECONDS, until
 
+pytestmark = pytest.mark.slow
+
 CONFIGURATION = ROOT / "server/deploy/nginx.conf"
 ELSEWHERE = "127.0.0.9"
 CLOSE = b"Connection: close\r\n\r\n"

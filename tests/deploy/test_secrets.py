@@ -8,6 +8,8 @@ import pytest
 
 from tests.deploy.secrets import ROOT, Secrets
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def secrets(tmp_path):

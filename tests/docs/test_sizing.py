@@ -9,6 +9,8 @@ from collage_server.settings import Settings
 
 from benchmarks._population import LARGE
 
+pytestmark = pytest.mark.slow
+
 TEXT = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
 
 

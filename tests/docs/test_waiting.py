@@ -13,7 +13,6 @@ EXEMPT = {
     "waiting.py": "the one place that waits",
     "alerts/test_prometheus.py": "logs how soon a person sees an alert; no limit is asked of a busy machine",
     "agent_delivery/doubles.py": "notes when a request came, of which a test asks that enough time lies between",
-    "costs.py": "records what tests cost, for those who choose the cheap ones",
     "alerts/study.py": "says what a run of the study took",
     "numerics/exhaustive.py": "says what the lane took",
     "torture": "servers are killed at random moments, and its log says how long a lane took",
@@ -54,6 +53,7 @@ def test_a_clock_is_seen(source, found):
     assert clocks_in(source) == found
 
 
+@pytest.mark.slow
 def test_tests_wait_for_conditions():
     exempt = {TESTS / name for name in EXEMPT}
     found = {

@@ -13,6 +13,8 @@ from collage_monitor.wire import from_number
 from tests.agent_delivery.doubles import layout, measurement
 from tests.waiting import PATIENCE_SECONDS, until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def client(server):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from collage_monitor.client import Client
 from collage_monitor.local import read_token
 from tests.extensions import run_with
+
+pytestmark = pytest.mark.slow
 
 ALERTS = """
 from collage_monitor.alerts import ALERTS

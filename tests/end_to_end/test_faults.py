@@ -16,6 +16,8 @@ from tests.parallel.launch import told_to_all
 from tests.ports import free_port
 from tests.waiting import PATIENCE_SECONDS, until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def undisturbed():

@@ -6,6 +6,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import uvicorn
 from collage_server.app import create_app
 from collage_server.settings import FixedLimits, Settings
@@ -14,6 +15,8 @@ from collage_monitor.client import Client
 from tests.agent_delivery.doubles import QUICK, make_run, measurement
 from tests.ports import free_port
 from tests.waiting import PATIENCE_SECONDS, until
+
+pytestmark = pytest.mark.slow
 
 BOUND = 40_000
 REPORTS = 150

@@ -1,12 +1,15 @@
 """`kill -9` of the real server in mid-run: training goes on, nothing acknowledged is lost, nothing doubled."""
 
 import collage_agent as collage
+import pytest
 import torch
 from torch import nn
 
 from collage_monitor.client import Client
 from collage_monitor.local import read_token
 from tests.waiting import until
+
+pytestmark = pytest.mark.slow
 
 
 class Training:

@@ -18,6 +18,8 @@ from collage_monitor.local import read_token
 from collage_monitor.wire import from_number
 from tests.end_to_end.servers import KillableServer
 
+pytestmark = pytest.mark.slow
+
 KEYS = (
     "edq_window_ratio/8",
     "lost_visible_window_ratio/16",

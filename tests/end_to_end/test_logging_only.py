@@ -9,6 +9,8 @@ from collage_monitor.local import read_token
 from tests.forking import TRAINING, fork, run_command
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 LOGS = """
 import sys, time
 import collage_agent as collage

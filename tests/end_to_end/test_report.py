@@ -3,6 +3,7 @@
 import json
 
 import collage_agent as collage
+import pytest
 from click.testing import CliRunner
 from collage_dashboard.reader import Reader
 from collage_dashboard.report import report as rendered
@@ -11,6 +12,8 @@ from collage_dashboard.report_command import report
 from collage_monitor.client import Client
 from collage_monitor.local import read_token
 from tests.end_to_end.trainings import train
+
+pytestmark = pytest.mark.slow
 
 
 def test_an_offline_run_is_reported_and_can_still_be_sent(tmp_path, monkeypatch):

@@ -9,6 +9,8 @@ import pytest
 from tests.forking import TRAINING, run_command, run_forked
 from tests.ports import command, free_port, running
 
+pytestmark = pytest.mark.slow
+
 REPORTING = """
 import collage_agent as collage
 with collage.init("found", run_id="by-itself"):

@@ -61,6 +61,7 @@ def trained(
     return handle, recorded(network, optimizer.optimizer, losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"accumulated": 4}, {"mixed_precision": "bf16", "dtype": torch.float32}, {"make": torch.optim.SGD}],
@@ -74,6 +75,7 @@ def test_training_is_bit_identical_with_and_without_the_agent(options):
     assert handle.summary()["model"]["edq_ratio"] is not None
 
 
+@pytest.mark.slow
 def test_the_run_carries_steps_scalars_and_configuration():
     transport = MemoryTransport()
     trained(CollageTracker("numbers", "first", run_options={"transport": transport}), watched=True, accumulated=2)

@@ -12,6 +12,8 @@ from torch import nn
 
 from tests.forking import TORCH, run_forked
 
+pytestmark = pytest.mark.slow
+
 FRAMEWORKS = ("transformers", "lightning", "accelerate")
 
 

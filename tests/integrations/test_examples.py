@@ -7,6 +7,8 @@ import pytest
 
 from tests.forking import TORCH, run_forked
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

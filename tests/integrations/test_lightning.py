@@ -90,6 +90,7 @@ def trained(folder, callback=None, optimizers=1, validated=False, **options):
     return recorded(module, keeps.optimizer, module.losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -126,6 +127,7 @@ def test_the_run_carries_steps_scalars_and_configuration(tmp_path):
     assert begun(transport).name == "first"
 
 
+@pytest.mark.slow
 def test_several_optimizers_are_watched_apart(tmp_path):
     without = trained(tmp_path, optimizers=2)
     callback = CollageCallback(run_options={"mode": "offline"}, every=5)

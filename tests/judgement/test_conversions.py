@@ -60,16 +60,6 @@ ALL = [
     for rule, source, target in product(RULES, SOURCES, TARGETS)
     if not (rule != "AdamW" and target == "plus") and not (rule == "Lion" and source.startswith("torch"))
 ]
-FEW = [
-    *(("AdamW", source, "split-master") for source in SOURCES),
-    *(("AdamW", source, target) for source in ("torch's", "kahan") for target in TARGETS[:3]),
-    ("AdamW", "plain", "split-master-8bit"),
-    *((rule, "plain", target) for rule in ("SGD", "Lion") for target in ("light", "split-master")),
-    ("SGD", "torch's", "kahan"),
-    ("SGD", "torch's in fp32", "split-master-8bit"),
-]
-"""What every run of the tests takes; the others are for the nightly one."""
-MATRIX = [entry if entry in FEW else pytest.param(*entry, marks=pytest.mark.slow) for entry in ALL]
 
 
 def of_source(rule, source):
@@ -107,7 +97,9 @@ def no_word(handle):
     assert not fires(judgement)
 
 
-@pytest.mark.parametrize(("rule", "source", "target"), MATRIX)
+@pytest.mark.slow
+@pytest.mark.drawn(pairs=True)
+@pytest.mark.parametrize(("rule", "source", "target"), ALL)
 def test_a_conversion_drops_nothing(rule, source, target, tmp_path):
     model, optimizer = of_source(rule, source)
     train(model, optimizer, 4)
@@ -122,15 +114,9 @@ def test_a_conversion_drops_nothing(rule, source, target, tmp_path):
     no_word(handle)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "every"),
-    [
-        (strategy, every)
-        if every == 1 or strategy == "plus"
-        else pytest.param(strategy, every, marks=pytest.mark.slow)
-        for strategy, every in product(("light", "plus", "kahan", "split-master", "full"), (1, 2, 10))
-    ],
-)
+@pytest.mark.drawn
+@pytest.mark.parametrize("every", [1, 2, 10])
+@pytest.mark.parametrize("strategy", ["light", "plus", "kahan", "split-master", "full"])
 def test_a_warm_up_from_a_rate_of_0_drops_nothing(strategy, every):
     model = network()
     optimizer = CollageAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), strategy=strategy)
@@ -207,19 +193,11 @@ def emptied(states, what):
 
 
 DROPS = list(product(("all", "half", "a layer", "left out"), (False, True), KEPT))
-FEW_DROPS = [
-    *(("all", converted, kept) for converted in (False, True) for kept in KEPT),
-    *((what, True, ("AdamW", "light")) for what in ("half", "a layer", "left out")),
-    ("half", False, ("SGD", "light")),
-    ("half", False, ("Lion", "light")),
-    ("half", False, ("AdamW", "split-master")),
-]
 
 
-@pytest.mark.parametrize(
-    ("dropped", "converted", "kept"),
-    [entry if entry in FEW_DROPS else pytest.param(*entry, marks=pytest.mark.slow) for entry in DROPS],
-)
+@pytest.mark.slow
+@pytest.mark.drawn(pairs=True)
+@pytest.mark.parametrize(("dropped", "converted", "kept"), DROPS)
 def test_what_a_checkpoint_dropped_is_found_in_the_first_step(dropped, converted, kept):
     rule, strategy = kept
     model, optimizer = of_source(rule, "plain")

@@ -10,6 +10,8 @@ from collage_monitor.judgement import finite
 from tests.judgement.low_rank import Apollo, GaLore
 from tests.judgement.trainings import draw, loss_of, model_of
 
+pytestmark = pytest.mark.slow
+
 TRAINING = draw(4)
 STEPS = 12
 

@@ -53,6 +53,7 @@ def two_ways(model):
     return CollageAdamW([at_random, to_nearest], betas=(0.9, 0.95))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [adamw, two_ways])
 def test_terminal_notebook_and_server_say_the_same(served, monkeypatch, make):
     application, client = served

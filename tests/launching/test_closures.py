@@ -36,6 +36,7 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positional", [True, False])
 def test_a_closure_changes_no_number(positional):
     plain, _ = trained(adamw, closure=False, watched=True)

@@ -19,6 +19,8 @@ from collage_agent.transport.spool import spool_path
 from tests.launching.programs import bootstrap
 from tests.ports import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

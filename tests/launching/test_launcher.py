@@ -21,18 +21,29 @@ from tests import forking
 from tests.forking import command, fork, run_command
 from tests.launching.programs import TRAINING, bootstrap, launched, python, write
 
+pytestmark = pytest.mark.slow
+
 
 def digest_of(answer):
     assert answer.returncode == 0, answer.stderr
     return next(line for line in answer.stdout.splitlines() if line.startswith("digest"))
 
 
-def test_a_program_is_watched_and_its_training_is_bit_identical(tmp_path):
+@pytest.fixture(scope="module")
+def unwatched(tmp_path_factory):
+    """The training as it is without us, once."""
+    folder = tmp_path_factory.mktemp("unwatched")
+    return launched(folder, *python(write(folder, TRAINING)), watched=False)
+
+
+def test_a_program_is_watched_and_its_training_is_bit_identical(unwatched, tmp_path):
+    """Also where it keeps what it is expected to keep."""
     script = write(tmp_path, TRAINING)
-    without = launched(tmp_path, *python(script), watched=False)
-    watched = launched(tmp_path, *python(script), options=["--every", 3], forked=False, PYTHONWARNINGS="error")
-    assert digest_of(watched) == digest_of(without)
-    assert "collage" not in without.stdout
+    options = ["--every", 3, "--expect", "plain", "--on-breach", "exit"]
+    watched = launched(tmp_path, *python(script), options=options, forked=False, PYTHONWARNINGS="error")
+    assert digest_of(watched) == digest_of(unwatched)
+    assert "collage" not in unwatched.stdout
+    assert "broken" not in watched.stdout + watched.stderr
     assert "AdamW, bfloat16, strategy plain, step 18: " in watched.stdout
     assert "0.weight" in watched.stdout
     assert "of run train wait" in watched.stdout
@@ -65,7 +76,7 @@ def test_the_status_of_the_program_is_passed_on(tmp_path):
     assert "KeyError: 'mine'" in failing.stderr
 
 
-def test_a_program_that_does_not_keep_what_was_expected_ends_where_that_was_asked_for(tmp_path):
+def test_a_program_that_does_not_keep_what_was_expected_ends_where_that_was_asked_for(unwatched, tmp_path):
     script = write(tmp_path, TRAINING)
     expecting = ["--expect", "weights=float32,states=float32", "--on-breach"]
     ended = launched(tmp_path, *python(script), options=[*expecting, "exit"])
@@ -75,11 +86,8 @@ def test_a_program_that_does_not_keep_what_was_expected_ends_where_that_was_aske
     assert broken in ended.stderr
     assert "expected states in float32, kept are exp_avg in bfloat16 and exp_avg_sq in bfloat16" in ended.stdout
     warned = launched(tmp_path, *python(script), options=[*expecting, "warn"])
-    assert digest_of(warned) == digest_of(launched(tmp_path, *python(script), watched=False))
+    assert digest_of(warned) == digest_of(unwatched)
     assert warned.stderr.count("expectation broken") == 1
-    held = launched(tmp_path, *python(script), options=["--expect", "plain", "--on-breach", "exit"])
-    assert held.returncode == 0
-    assert "broken" not in held.stdout + held.stderr
 
 
 def test_a_signal_reaches_the_program(tmp_path):

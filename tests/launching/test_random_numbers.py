@@ -3,12 +3,15 @@
 import random
 
 import collage_agent as collage
+import pytest
 import torch
 
 from tests.agent.training import mlp, train
 from tests.forking import TORCH, run_forked
 from tests.ports import free_port
 from tests.waiting import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.slow
 
 
 def test_retries_draw_nothing_from_the_trainings_generators(tmp_path):

@@ -41,6 +41,7 @@ def fail(model, optimizer, step, written=0):
     hook.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [0, 3])
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_step_after_one_that_raised_is_measured_as_if_it_had_not_been(name, written):
@@ -81,6 +82,7 @@ def test_a_step_that_raised_within_a_window_leaves_none_of_it():
     assert values["oracle_steps"] == 2
 
 
+@pytest.mark.slow
 def test_of_several_optimizers_the_one_that_raised_starts_anew():
     model = mlp()
     parameters = list(model.parameters())
@@ -113,6 +115,7 @@ def test_of_several_optimizers_the_one_that_raised_starts_anew():
     assert [layers[name].get("edq_window_ratio/4") is None for name in names] == 3 * [False] + 3 * [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_copy_in_mid_run_goes_its_own_way_and_the_watch_stays(name):
     """As for an evaluation by fine-tuning, or an average of weights: within a window, the oracle running."""

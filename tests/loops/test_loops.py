@@ -19,6 +19,8 @@ from collage_monitor.wire import StreamCreate
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
 from tests.reference.intended import full_precision_update
 
+pytestmark = pytest.mark.slow
+
 
 def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **options})

@@ -28,6 +28,7 @@ def values_around_the_grid(dtype, count):
     return chosen + torch.sign(chosen) * gap * (share + hair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_from_fp64_is_correct(dtype):
     layout = layout_of(dtype)
@@ -45,6 +46,7 @@ def test_rounding_from_fp64_is_correct(dtype):
     assert wrong_in_torch > 0, "the cases no longer provoke a double rounding"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_from_fp32_is_correct(dtype):
     layout = layout_of(dtype)
@@ -68,6 +70,7 @@ def test_rounding_keeps_signed_zero_and_the_smallest_subnormal():
     assert to_bits(round_to(x, torch.bfloat16)) == [0x8000, 0, 1, 1, 0x8000]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ulp_of_every_number(dtype):
     layout = layout_of(dtype)

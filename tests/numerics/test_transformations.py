@@ -34,6 +34,7 @@ def exact(tensor, layout):
     return [layout.decode(bits) for bits in to_bits(tensor)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operation", ["two_sum", "fast_two_sum", "two_product", "grow"])
 def test_every_bit_on_random_patterns(operation, dtype):
@@ -51,6 +52,7 @@ def test_every_bit_on_random_patterns(operation, dtype):
     assert checked > 0.8 * PAIRS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("operation", "combine", "bound"),
@@ -81,6 +83,7 @@ def test_sum_of_expansions_survives_cancellation(dtype):
     assert (total != 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fast_two_sum_is_exact_on_ordered_operands(dtype):
     a, b = draw(dtype, 2, seed=7)

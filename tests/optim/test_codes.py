@@ -127,6 +127,7 @@ def test_roots_of_what_is_too_large_are_the_largest():
     assert state["exp_avg_sq"].bitwise_and(0xFFFF).tolist() == [ROOTS - 1 - 2**16, ROOTS - 1 - 2**16, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("storage", "second"), [("ROOT", True), ("SPLIT_24", False), ("BLOCKS", True), ("BLOCKS", False)]
 )

@@ -32,6 +32,7 @@ class LowRank(nn.Module):
         self.up.zero_()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_adapter_is_trained_merged_and_trained_on(strategy):
     """The frozen weight costs no state; merging writes to it and to the adapter, which begins anew."""
@@ -88,6 +89,7 @@ def test_a_tied_weight_is_stepped_once_and_resumes(strategy):
     assert_same_bits(optimizer, resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [name for name, reference_value in STRATEGIES.items() if not reference_value.stochastic]
 )

@@ -19,6 +19,8 @@ from collage_monitor.strategies import catalogue_of
 from tests.extensions import run_with
 from tests.optim.models import parameters
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("example", "module"), [("extension_strategy", "with_strategy"), ("extension_rule", "with_rule")]

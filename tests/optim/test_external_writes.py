@@ -85,6 +85,7 @@ def assert_adopted(optimizer, members, before, written):
         assert torch.equal(stored[changed], value.double()[changed])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_write_survives_and_what_was_kept_beside_the_old_weight_goes(strategy, write, caplog):
@@ -161,6 +162,7 @@ def by_swapping(members, values):
         member.grad = gradient
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("arithmetic", "exchange"),
     [("storage", by_copy), *(("fp32", exchange) for exchange in (by_copy, by_data, by_rebinding, by_swapping))],
@@ -353,6 +355,7 @@ class TestDevices:
             then(value)
         self.coming.clear()
 
+    @pytest.mark.drawn
     @pytest.mark.parametrize(
         "write", [write for write in WRITES if not write.startswith(".data.") and "+=" not in write]
     )

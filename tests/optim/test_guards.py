@@ -65,6 +65,7 @@ def test_nothing_is_said_of_what_holds(caplog, strategy, beta2):
     assert findings(caplog, make, steps=2) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "decays", "lowest", "highest"),
     [
@@ -144,6 +145,7 @@ def losses(caplog, chosen, steps=STEPS):
         yield 1 - float(gone @ way / (way @ way)), warned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_falling_rate_warns_before_a_tenth_of_the_displacement_is_lost(caplog, name):
     shares, warned = zip(*losses(caplog, stream(name)), strict=True)
@@ -157,6 +159,7 @@ def cosine(share):
     return (1 + math.cos(math.pi * share)) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "healthy",
     [

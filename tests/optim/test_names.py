@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 NAMES = {"collage_agent.optim": "collage_optim", "collage_agent.numerics": "collage_optim.numerics"}
 LOADED = """
 import sys, {package}
@@ -21,7 +23,6 @@ def test_the_agent_offers_the_same_objects(name):
     assert all(getattr(offered, member) is getattr(own, member) for member in own.__all__)
 
 
-@pytest.mark.slow
 def test_the_optimizers_load_neither_agent_nor_web():
     code = LOADED.format(package="collage_optim", watched=WATCHED)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

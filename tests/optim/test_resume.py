@@ -8,7 +8,7 @@ from collage_optim import STRATEGIES, CollageAdam, CollageAdamW, CollageLion, Co
 
 from tests.optim.models import assert_same_bits
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.drawn(pairs=True)]
 
 RULES = {
     "AdamW": (CollageAdamW, {"lr": 3e-3}),

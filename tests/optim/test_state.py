@@ -80,6 +80,7 @@ def test_bytes_per_parameter(strategy):
     assert found == BYTES[strategy] * sum(member.numel() for member in members)
 
 
+@pytest.mark.drawn(pairs=True)
 @pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("amsgrad", [False, True])
@@ -136,6 +137,7 @@ def trained(strategy):
     return members, optimizer
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("target", STRATEGIES)
 @pytest.mark.parametrize("source", STRATEGIES)
 def test_checkpoints_load_across_strategies(source, target):

@@ -16,6 +16,7 @@ from tests.optim.models import assert_same_bits, give_gradients, parameters, tra
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_expected_value_is_the_number(dtype, source):
@@ -209,6 +210,7 @@ def test_noise_is_the_hash_that_it_was(stream):
         assert [value & low for value in bits.tolist()] == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1e-7, 5e-8])
 @pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
 def test_one_number_moves_in_the_mean_below_the_resolution_of_fp32(share, arithmetic):
@@ -274,6 +276,7 @@ def test_updates_far_below_half_an_ulp_arrive_in_the_mean(arithmetic):
     assert moved.mean() == pytest.approx(64 * 2.0**-13, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "arithmetic"),
     [
@@ -295,6 +298,7 @@ def test_second_moment_decays_in_the_mean(strategy, arithmetic):
     assert left == pytest.approx(0.999**300, rel=0.01)
 
 
+@pytest.mark.slow
 def test_light_stochastic_passes_its_break_point():
     """An update of 2**-20 of the weight: the low component loses it to nearest, and keeps it in the mean."""
     left = {}

@@ -23,7 +23,7 @@ pytestmark = [
 STRATEGIES = ("plus", "split-master", "split-master-16bit")
 
 
-@pytest.fixture(scope="module", params=[8, 9], ids=["sm_80", "sm_90"])
+@pytest.fixture(scope="module", params=[8, pytest.param(9, marks=pytest.mark.nightly)], ids=["sm_80", "sm_90"])
 def compiled_ahead(request, tmp_path_factory):
     """A generation of devices, and the folder of what was compiled for it."""
     folder = tmp_path_factory.mktemp("kernels")

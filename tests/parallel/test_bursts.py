@@ -9,6 +9,8 @@ from tests.parallel import bursts
 from tests.parallel.launch import launch
 from tests.parallel.merged import assert_equal_totals, merged_layers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def alone():

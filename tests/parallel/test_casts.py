@@ -10,6 +10,8 @@ from tests.parallel.casts import OPTIONS, SHAPES, WAYS, alone
 from tests.parallel.launch import launch
 from tests.parallel.merged import merged_layers
 
+pytestmark = pytest.mark.slow
+
 TILES = ("fp8_block128", "fp8_block128_ue8m0")
 OF_TENSOR = ("fp8_tensor", "nvfp4", "nvfp4_2d")
 

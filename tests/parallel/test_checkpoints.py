@@ -10,6 +10,8 @@ from tests.parallel.checkpoints import OPTIONS, SOURCES, expected, read_alone, t
 from tests.parallel.launch import launch
 from tests.parallel.models import injected
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -8,6 +8,8 @@ import torch
 from tests.parallel.jobs import IDENTITY_STEPS
 from tests.parallel.launch import launch
 
+pytestmark = pytest.mark.slow
+
 WAYS = ["ddp", "fsdp2", "fsdp1 original", "fsdp1 flat", "zero"]
 
 

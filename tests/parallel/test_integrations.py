@@ -11,6 +11,8 @@ from tests.launching.programs import launched, python, write
 from tests.parallel.integrations import ACCUMULATED, BATCHES
 from tests.parallel.launch import launch
 
+pytestmark = pytest.mark.slow
+
 # It leaves out the interpreter's teardown: torch's own threads sometimes abort it (SIGABRT), watched or not.
 PROGRAM = """
 import atexit, hashlib, json, os, sys

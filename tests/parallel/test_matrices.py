@@ -9,6 +9,8 @@ from tests.parallel.launch import launch
 from tests.parallel.matrices import alone
 from tests.parallel.merged import assert_equal_totals
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request, tmp_path_factory):

@@ -8,6 +8,8 @@ import torch
 from tests.parallel.launch import launch
 from tests.parallel.optimizers import MAKERS
 
+pytestmark = pytest.mark.slow
+
 ULP = 2.0**-7
 
 

@@ -14,6 +14,8 @@ from tests.parallel.jobs import FLIPPED, FLIPPED_STEP
 from tests.parallel.launch import launch
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 LOOK_SECONDS = 0.2
 
 

@@ -10,6 +10,8 @@ from collage_monitor.wire import from_number
 from tests.end_to_end.servers import KillableServer
 from tests.parallel.launch import launch
 
+pytestmark = pytest.mark.slow
+
 PROCESSES = 2
 
 

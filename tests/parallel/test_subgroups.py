@@ -78,6 +78,7 @@ def rank(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.slow
 def test_partitions_that_are_stepped_in_turn_make_one_report_a_step(rank):
     engine, recorder = Engine(rank), Recorder()
     handle = watch(engine.model, engine.optimizer, every=2, sample="all", oracle=True, reporter=recorder)
@@ -101,6 +102,7 @@ def test_partitions_that_are_stepped_in_turn_make_one_report_a_step(rank):
     assert "cast to bfloat16" in handle.info.intent_reason
 
 
+@pytest.mark.slow
 def test_watching_changes_no_bit(rank):
     plain, watched = Engine(rank), Engine(rank)
     watch(watched.model, watched.optimizer, every=1, oracle=True, reporter=Recorder())
@@ -141,6 +143,7 @@ def test_a_partition_that_is_elsewhere_is_refused(rank):
     assert [group["params"] for group in engine.optimizer.param_groups] == [[], []]
 
 
+@pytest.mark.slow
 def test_the_model_of_such_an_optimizer_is_found_during_its_step(rank):
     engine, found = Engine(rank), []
     engine.optimizer.register_step_pre_hook(lambda optimizer, *_: found.append(find_model(optimizer)))

@@ -12,6 +12,8 @@ from tests.parallel.launch import launch
 from tests.parallel.merged import assert_equal_totals
 from tests.parallel.models import MIXED, SHAPES, SPREAD
 
+pytestmark = pytest.mark.slow
+
 EVERYWHERE = [name for name in SPREAD if name != "fsdp2 hybrid"]
 
 

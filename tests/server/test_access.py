@@ -23,6 +23,7 @@ def guarded(tmp_path):
         yield client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("header", "status"),
     [

@@ -33,6 +33,7 @@ def fetch(server, path, etag=None):
     return server.client.get("/api/v1" + path, headers=headers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_an_answer_changes_with_its_run_and_not_before(server, path, monkeypatch):
     server.filled("r1", "s1")
@@ -90,6 +91,7 @@ def test_another_curve_of_the_same_runs_reads_only_the_curve(server, monkeypatch
     assert second.runs[1] == alone.runs[1]
 
 
+@pytest.mark.slow
 def test_names_states_and_attempts_change_an_answer_too(server, clock):
     server.filled("r1", "s1")
     path = "/compare?run=r1&metric=edq_ratio"
@@ -141,6 +143,7 @@ def test_an_answer_holds_the_metrics_in_the_order_asked_for(server):
     assert swapped.status_code == 304, "the order of other parameters does not matter"
 
 
+@pytest.mark.slow
 def test_so_do_layers_a_strategy_and_retention(server, clock):
     server.app.state.collage.store.sealing.limits = LIMITS
     server.filled("r1", "s1", steps=range(1, 81))
@@ -213,6 +216,7 @@ def test_the_newest_values_of_a_run_read_once_what_it_is_made_of(server):
     assert sum("FROM stream JOIN run" in statement for statement in statements) == 1
 
 
+@pytest.mark.slow
 def test_a_page_of_the_list_reads_its_runs_together(server):
     """Each run took a snapshot and thirty statements of its own."""
     for place in range(12):

@@ -20,6 +20,7 @@ def resumed(server, first_step, steps):
     server.reports([report(i, step, rank=3) for i, step in enumerate(steps)], "s1")
 
 
+@pytest.mark.slow
 def test_a_resume_hides_what_came_after_it(server):
     resumed(server, 55, [60, 70])
     series = server.series("lost")

@@ -7,6 +7,8 @@ import pytest
 from collage_monitor import wire
 from tests.server.samples import LAYERS, block, layer, report
 
+pytestmark = pytest.mark.slow
+
 STEPS = range(1, 601)
 
 
@@ -89,6 +91,7 @@ def test_coarse_points_keep_the_extremes_of_single_steps(long):
         assert series.positions == ends.get(axis, [step - 1.0 for step in series.steps])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("metric", ["edq_ratio", "edq_cosine", "grad_norm"])
 @pytest.mark.parametrize("asked", [{}, {"layer": "blocks.1.weight"}, {"pattern": "blocks.*"}])
 def test_extremes_are_those_of_single_steps_or_unknown(long, metric, asked):

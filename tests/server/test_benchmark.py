@@ -22,6 +22,8 @@ from collage_monitor import wire
 from tests.server.reads import layer_points, model_points
 from tests.server.samples import layer, stream_create
 
+pytestmark = pytest.mark.slow
+
 
 def declared(shape):
     return stream_create(

@@ -85,6 +85,7 @@ def sent(client, batch):
     return client.post("/api/v1/streams/s0/reports", content=batch, headers={"Content-Type": wire.MSGPACK})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SENT)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sealing_is_due_whenever_the_bound_is_reached(tmp_path, kind, ranks):
@@ -149,6 +150,7 @@ def outcomes(server, outcome):
     return next(float(line.removeprefix(name)) for line in server.get("/metrics").splitlines() if name in line)
 
 
+@pytest.mark.slow
 def test_what_no_commit_took_does_not_fill_the_journal(bounded):
     batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1) for seq in range(3)]))
     with held_by_another(bounded):
@@ -157,11 +159,13 @@ def test_what_no_commit_took_does_not_fill_the_journal(bounded):
     assert sent(bounded.client, batch).json()["accepted"] == 3
 
 
+@pytest.mark.slow
 def test_what_is_stored_already_does_not_fill_the_journal(bounded):
     batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1) for seq in range(3)]))
     assert [sent(bounded.client, batch).status_code for _ in range(30)] == [200] * 30
 
 
+@pytest.mark.slow
 def test_what_is_logged_takes_room_in_the_journal_too(bounded):
     """Two hundred scalars are more than most measurements: uncounted, they came in until the next count."""
     scalars = {f"name of a scalar {number:40}": 1 / 3 for number in range(200)}
@@ -188,6 +192,7 @@ def test_a_report_is_measured_once_on_its_way_into_the_journal(bounded, monkeypa
     assert measured == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_report_is_counted_as_rejected_once_however_often_its_batch_is_sent(bounded):
     bad = replace(report(0, 1), statistic_count=999)
     batch = wire.encode_batch(wire.ReportBatch(reports=[bad, report(1, 2)]))

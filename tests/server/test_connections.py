@@ -26,6 +26,7 @@ def error_of(answer):
     return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent",
     [
@@ -63,6 +64,7 @@ def test_heads_of_one_byte_at_a_time_do_not_count_the_bodies(tmp_path):
     assert b"HTTP/1.1 200" in answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"\r\n" + HEAD, HEAD + b"\r\n\r\n\r\n"])
 def test_half_a_head_is_not_waited_for(tmp_path, sent):
     """The connection ends though nobody ends it from here; whole requests before are answered."""
@@ -113,6 +115,7 @@ def test_beyond_the_connections_the_silent_ones_go_and_who_asks_is_answered(tmp_
             client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent",
     [

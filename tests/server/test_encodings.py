@@ -22,6 +22,7 @@ MIB = 2**20
 GZIP = {"Content-Encoding": "gzip"}
 
 
+@pytest.mark.slow
 def test_reports_arrive_as_if_plain(server):
     server.run()
     server.attempt()
@@ -62,6 +63,7 @@ def bomb(megabytes):
     return b"".join([stream.compress(piece) for _ in range(megabytes)]) + stream.flush()
 
 
+@pytest.mark.slow
 def test_a_gigabyte_behind_a_small_body_is_413_and_costs_little_memory():
     body = bomb(1024)
     assert len(body) < 2 * MIB

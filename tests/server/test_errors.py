@@ -47,6 +47,7 @@ def shape(response):
     return body["error"]
 
 
+@pytest.mark.slow
 def test_every_route_answers_errors_in_one_shape(server):
     seen = 0
     for method, path in routes(server.app):
@@ -64,6 +65,7 @@ def test_every_route_of_the_application_is_described(server):
     assert routed == set(server.app.openapi()["paths"])
 
 
+@pytest.mark.slow
 def test_without_a_token_every_route_but_the_open_ones_is_401(tmp_path):
     app = create_app(Settings(folder=tmp_path, token=OWN))
     with TestClient(app) as client:
@@ -108,6 +110,7 @@ def test_a_bug_is_500_in_the_shape_without_its_text(settings, clock, monkeypatch
     assert "division" not in error["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "status", "field"),
     [
@@ -226,6 +229,7 @@ def changed(**fields):
     return msgspec.structs.replace(report(1, 20), **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad", "code", "field"),
     [
@@ -254,6 +258,7 @@ def test_a_bad_report_is_named_and_its_neighbours_are_kept(server, bad, code, fi
     assert server.series("edq_ratio").steps == [10, 30]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content_type", [wire.MSGPACK, wire.JSON])
 @pytest.mark.parametrize(
     ("field", "value", "seq"),
@@ -344,6 +349,7 @@ def test_the_clients_request_id_comes_back_when_sane(server):
     assert shape(response)["request_id"] != "a b\tc" * 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("query", "field"),
     [

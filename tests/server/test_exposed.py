@@ -22,6 +22,8 @@ from tests.server.guarded import OWN, guarded_server
 from tests.server.sockets import listening, status_of
 from tests.server.test_process import serving
 
+pytestmark = pytest.mark.slow
+
 
 def asked(server, path="/healthz", host="127.0.0.1", **headers):
     lines = [f"GET {path} HTTP/1.1", f"Host: {host}", "Connection: close"]

@@ -94,6 +94,7 @@ def test_at_most_fifteen_series_a_run(server):
     assert {sample.labels["strategy"] for sample in samples} == {"plus"}
 
 
+@pytest.mark.slow
 def test_only_running_and_fresh_runs_are_shown(server, clock):
     server.filled("r1", "s1")
     server.filled("r2", "s2")
@@ -106,6 +107,7 @@ def test_only_running_and_fresh_runs_are_shown(server, clock):
     assert 'run_id="r2"' in server.get("/metrics")
 
 
+@pytest.mark.slow
 def test_a_resume_counts_its_steps_from_none_until_it_reports(server):
     def gauge(name):
         line = next((line for line in server.get("/metrics").splitlines() if line.startswith(f"{name}{{")), None)
@@ -123,6 +125,7 @@ def test_a_resume_counts_its_steps_from_none_until_it_reports(server):
     assert gauge("collage_steps_since_resume") == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, monkeypatch):
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
@@ -148,6 +151,7 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
     assert [run.run_id for run in server.get("/runs", wire.RunPage).runs] == ["r2"]
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_read_takes_no_other_with_it(server, monkeypatch, caplog):
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
@@ -336,6 +340,7 @@ def statements_of(server):
     return len(counted)
 
 
+@pytest.mark.slow
 def test_many_runs_take_as_many_statements_as_one(server):
     """A page of a thousand runs took twenty statements for each of them."""
     server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
@@ -382,6 +387,7 @@ def test_alerts_are_given_the_series_that_they_ask_for_and_no_others(server):
     assert "empty" in {dict(sample.labels).get("run_id") for sample in unmeasured}
 
 
+@pytest.mark.slow
 def test_many_runs_whose_newest_step_is_sealed_take_as_many_statements_as_one(server):
     server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
     server.app.state.collage.sealer.stop(PATIENCE_SECONDS)
@@ -398,6 +404,7 @@ def test_many_runs_whose_newest_step_is_sealed_take_as_many_statements_as_one(se
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_many_runs_are_all_shown(server, monkeypatch):
     monkeypatch.setattr("collage_server.exposition._PAGE", 2)
     for i in range(5):

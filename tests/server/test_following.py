@@ -11,6 +11,8 @@ from collage_monitor import wire
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = (
     {"metric": "edq_ratio"},
     {"metric": "edq_ratio", "layer": "blocks.0.weight", "from": 3},

@@ -17,6 +17,8 @@ from tests.server.samples import report as sample_report
 from tests.server.samples import stream_create
 from tests.server.test_memory import traced
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 EDQ = ("measured_steps", "intended_squared_sum", "intended_effective_sum")
 FIRST = (*EDQ, "elements", "sampled")

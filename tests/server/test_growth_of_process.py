@@ -8,6 +8,8 @@ from benchmarks._serving import run_cluster
 from tests.server.store.postgresql import programs_or_skip
 from tests.torture.growth import FEEDS, fed_and_asked
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("fill", FEEDS, ids=lambda fill: fill.__name__)
 @pytest.mark.nightly

@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.waiting import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.slow
 
 CHECK = """
 import logging, sys, threading

@@ -170,6 +170,7 @@ def test_the_budget_falls_while_reports_wait_and_grows_back_when_they_do_not():
     assert budget.allowed == budget.limit
 
 
+@pytest.mark.slow
 def test_beyond_the_budget_the_answer_is_503_with_retry_after(tmp_path, monkeypatch):
     app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=10))
     store = app.state.collage.store
@@ -268,6 +269,7 @@ def test_questions_leave_connections_for_reports(server):
     assert server.client.portal.call(lambda: current_default_thread_limiter().total_tokens) == READERS
 
 
+@pytest.mark.slow
 def test_concurrent_duplicates_are_stored_once_and_counted(server):
     """Eight clients send overlapping batches of the same forty reports; every report is stored exactly once."""
     server.run()

@@ -18,6 +18,8 @@ from tests.server.samples import LAYERS, STATISTICS, layer, report, stream_creat
 from tests.server.sockets import listening
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.slow
+
 JSON = {"Content-Type": wire.JSON}
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 
+import pytest
+
 from benchmarks.load import Load, run_load, stored
+
+pytestmark = pytest.mark.slow
 
 
 def test_what_is_shed_is_refused_and_what_is_acknowledged_is_kept(tmp_path):

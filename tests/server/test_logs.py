@@ -13,6 +13,8 @@ from collage_server.logs import REQUEST_ID, configure
 from tests.server.test_process import serving
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.slow
+
 SECRET = "collage_" + "s" * 43
 
 

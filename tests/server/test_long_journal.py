@@ -20,6 +20,8 @@ from tests.server.samples import LAYERS, report, stream_create
 from tests.server.test_memory import traced
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 KEYS = ("measured_steps", "intended_squared_sum", "intended_effective_sum")
 TINY = Shape("tiny", 1, ("measured_steps", "elements", "sampled", "intended_squared_sum", "intended_effective_sum"))
 REPORTS = 20_000
@@ -41,7 +43,6 @@ def evaluated_step(port, run_id):
     return answer.json().get("last_step")
 
 
-@pytest.mark.slow
 def test_twenty_thousand_small_reports_of_one_run_are_evaluated_within_256_mib(tmp_path):
     with serving(tmp_path, seal_interval_seconds=1e6) as (process_id, port), Connection(port) as connection:
         register(port, "r1", TINY, 1)
@@ -105,6 +106,7 @@ def test_a_run_that_declares_more_than_it_reports_is_evaluated_within_256_mib(st
     assert peak[0] < MOST_GROWTH
 
 
+@pytest.mark.drawn(pairs=True)
 @pytest.mark.parametrize("sealed", [False, True], ids=["nothing sealed", "sealed, and late reports"])
 @pytest.mark.parametrize("by_layer", [False, True], ids=["model", "layers"])
 @pytest.mark.parametrize("wanted", [1, 7, 40])

@@ -31,6 +31,8 @@ from tests.server.holding import holding
 from tests.server.samples import LAYERS, STATISTICS, report, stream_create
 from tests.torture.hostile import own_bytes
 
+pytestmark = pytest.mark.slow
+
 NAMES = wire.LIMITS["scalars_per_report"]
 MSGPACK = {"Content-Type": wire.MSGPACK}
 
@@ -197,7 +199,6 @@ def test_a_body_that_waits_for_its_commit_stands_in_memory_once(server, monkeypa
     assert held[0] < 2 * len(body)
 
 
-@pytest.mark.slow
 def test_large_bodies_leave_no_heap_behind_in_each_thread(tmp_path):
     """A process that took them one after the other holds no less than one that was sent them at once."""
     body = wire.encode_batch(wire.ReportBatch(reports=logged(1500)))

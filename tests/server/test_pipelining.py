@@ -15,6 +15,8 @@ from tests.server.test_connections import CLOSE, error_of
 from tests.server.test_process import serving
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.slow
+
 NEXT = HEAD + b"\r\n"
 CHUNKED = b"POST /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 FLOODS = {

@@ -18,6 +18,8 @@ from collage_monitor import wire
 from tests.server.samples import report, stream_create
 from tests.waiting import PATIENCE_SECONDS, until
 
+pytestmark = pytest.mark.slow
+
 SERVE = [sys.executable, "-c", "from collage_monitor.command import main; main()", "serve", "--json"]
 
 

@@ -86,6 +86,7 @@ def test_a_run_that_cannot_be_sealed_holds_up_no_other(caplog):
     assert "run a cannot be sealed" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_running_server_seals_a_finished_run(tmp_path):
     app = create_app(Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=0.01))
     with TestClient(app, base_url="http://127.0.0.1") as client:

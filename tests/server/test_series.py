@@ -62,6 +62,7 @@ def test_a_layer_and_a_pattern(server):
     assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3))])
 
 
+@pytest.mark.slow
 def test_by_module_type(server):
     server.filled()
     linear = server.series("edq_ratio", module_type="Linear", points=1)
@@ -139,6 +140,7 @@ def test_logged_scalars_keep_non_finite_values(server):
     assert server.get("/runs/r1", wire.Run).scalars["loss"].value == "-Infinity"
 
 
+@pytest.mark.slow
 def test_a_logged_name_that_begins_as_a_metric_does_is_a_scalar(server):
     server.filled()
     scalars = {"grad_norm/encoder": 7.0, "lost_window_ratio": 2.0, "grad_norm": 3.0}
@@ -305,6 +307,7 @@ def test_a_partial_step_says_so_and_is_not_the_latest(server):
     assert server.get("/runs/r1/latest", wire.Latest).step == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_a_point_lacks_ranks_of_its_own_attempt_only(server, before, after):
     server.run()
@@ -381,6 +384,7 @@ def test_nan_is_not_reported(server):
     assert server.series("lost", layer=LAYERS[0]).values == [None]
 
 
+@pytest.mark.slow
 def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
     """Long runs answer from coarse levels: a layer's extremes are those over its single steps."""
     store = server.app.state.collage.store
@@ -395,6 +399,7 @@ def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(pairs=True)
 @pytest.mark.parametrize("together", [50, 4096])
 @pytest.mark.parametrize("more", [{"pattern": "blocks.*"}, {"module_type": "Linear"}, {"pattern": "*"}])
 @pytest.mark.parametrize("metric", ["edq_ratio", "intended_norm"])
@@ -431,6 +436,7 @@ def of_few(seq, step, names):
     )
 
 
+@pytest.mark.slow
 def test_runs_compared_together_are_what_each_is_alone(server):
     """Other lengths, other statistics, nothing measured: one pass over all runs gives what a run alone gives."""
     server.filled()

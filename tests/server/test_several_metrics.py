@@ -11,6 +11,7 @@ from tests.server.store.contract import LIMITS
 SEVERAL = ["edq_ratio", "loss", "grad_norm", "state_decrement_ratio/exp_avg_sq"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["", "&layer=blocks.0.weight", "&points=2", "&rank=0", "&axis=tokens&from=20"])
 def test_several_metrics_are_answered_together_as_each_alone(server, monkeypatch, chosen):
     monkeypatch.setattr(server.app.state.collage.store.sealing, "limits", LIMITS)

@@ -13,12 +13,15 @@ from contextlib import closing
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 
 from collage_monitor import wire
 from collage_monitor.local import read_token
 from tests.server.samples import report
 from tests.server.test_process import prepare, send, serving
 from tests.waiting import PATIENCE_SECONDS, until
+
+pytestmark = pytest.mark.slow
 
 DEADLINE_SECONDS = 4.0
 

@@ -13,6 +13,8 @@ from tests.server.samples import report, stream_create
 from tests.server.sockets import everything, listening, status_of
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 def head(path, secret=OWN, **headers):
     lines = [f"POST /api/v1{path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {secret}"]

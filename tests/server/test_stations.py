@@ -10,6 +10,8 @@ from tests.server.samples import report
 from tests.stations import called_files, passes, stations_of
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def traced(settings, clock):

@@ -98,6 +98,7 @@ def test_bad_gaps(two):
     assert streams(two)["s0"].reports == 0
 
 
+@pytest.mark.slow
 def test_more_separate_gaps_than_can_be_kept_are_missing_and_refuse_no_report(two):
     for start in range(0, 20_000, 10_000):
         send(two, gaps=[(i, i) for i in range(start, start + 10_000, 2)])

@@ -50,6 +50,7 @@ def arrived(step, share):
     return values
 
 
+@pytest.mark.slow
 def test_rows_are_filtered_sorted_and_paged_by_the_server(server, evaluate):
     for place, (name, project) in enumerate((("alpha", "p"), ("beta", "q"), ("gamma", "p"))):
         run_id = f"r{place}"
@@ -109,6 +110,7 @@ def listed(page):
     return [entry.group.runs and list(entry.group.runs) if entry.group else entry.run.run_id for entry in page.rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("by", "expected"),
     [
@@ -133,6 +135,7 @@ def test_runs_that_differ_by_seed_alone_are_one_row(server, seeds, by, expected)
     assert (single.numbers["loss"].count, single.numbers["loss"].spread) == (1, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "speaks"),
     [
@@ -155,6 +158,7 @@ def test_the_run_that_has_most_against_it_speaks_for_its_group(server, seeds, sa
     assert row.headline == f"headline of {speaks}"
 
 
+@pytest.mark.slow
 def test_an_open_group_is_followed_by_its_runs_on_any_page(server, seeds):
     order = {"by": "group", "sort": "loss", "descending": "false"}
     whole = groups(server, **order)
@@ -195,6 +199,7 @@ def test_a_number_and_the_verdict_that_quotes_it_come_from_one_evaluation(server
     assert table(server).live == {found.health: 1}
 
 
+@pytest.mark.slow
 def test_a_run_is_due_again_when_something_came_and_gone_with_its_run(server, evaluate):
     server.filled("r1", "s1")
     assert (evaluate(), evaluate()) == (["r1"], [])
@@ -207,6 +212,7 @@ def test_a_run_is_due_again_when_something_came_and_gone_with_its_run(server, ev
     server.get("/runs/r1/overview", status=410)
 
 
+@pytest.mark.slow
 def test_what_another_release_said_is_said_anew(server, evaluate, monkeypatch):
     """Of a finished run nothing comes any more: its words stayed those of the release that it ended under."""
     server.filled("r1", "s1")
@@ -270,6 +276,7 @@ def test_so_is_one_of_a_run_that_measured_nothing(server, evaluate):
     assert "Loss is not finite since step 20" in found.headline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "since", "told"),
     [

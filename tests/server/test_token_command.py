@@ -15,6 +15,8 @@ from collage_monitor.errors import NotAuthorised
 from collage_monitor.local import LocalServer, announced
 from tests.server.test_process import serving
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def call(monkeypatch):

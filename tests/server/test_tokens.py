@@ -47,6 +47,7 @@ def test_two_tokens_never_share_a_secret(guarded):
     assert len({guarded.token("read")[0] for _ in range(5)}) == 5
 
 
+@pytest.mark.slow
 def test_a_revoked_token_is_refused_at_once_and_stays_listed(guarded):
     secret, token = guarded.token("read", ["p"])
     assert guarded.ask("GET", "/api/v1/runs", secret).status_code == 200
@@ -113,6 +114,7 @@ def test_the_audit_log_comes_in_pages_that_skip_nothing(guarded):
     assert guarded.ask("GET", "/api/v1/audit?cursor=zz").status_code == 422
 
 
+@pytest.mark.slow
 def test_runs_of_other_projects_are_not_listed_nor_exposed(guarded):
     for project in ("p", "q"):
         guarded.fill(project, f"{project}-1")

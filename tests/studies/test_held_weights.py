@@ -25,6 +25,7 @@ def nearest_parts(value, finite, parts):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_an_expansion_of_eight_bit_floats_in_exact_rationals(dtype, parts):
@@ -63,6 +64,7 @@ def test_a_pair_of_bfloat16_is_the_number_and_what_it_lacks():
     assert torch.equal(expansion(torch.bfloat16, 2)(weights), high + (weights - high).to(torch.bfloat16).float())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 def test_rounding_at_random_is_right_in_the_mean(parts):
     weights = numbers(50)

@@ -1,8 +1,6 @@
 """Studies from the command line: trials stream to a server, records are kept, and the page is written from them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -10,9 +8,12 @@ import pytest
 from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.study import Record
 
+from tests.forking import run_forked
 from tests.ports import free_port
-from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.slow
+
+STUDY = ("collage_monitor.command", "collage_studies.command", "collage_studies.pages")
 IN_EVERY_RUN = ("strategies", "accumulation")
 """A training and a computation; the others run nightly."""
 LANES = [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly) for name in STUDY_NAMES]
@@ -21,19 +22,13 @@ LANES = [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.
 def run_quick(name, folder):
     """(The page, the records, what was said meanwhile) of a quick run into the folder."""
     ports = ["--port", str(free_port()), "--dashboard-port", str(free_port())]
-    done = subprocess.run(
-        [sys.executable, "-m", "collage_studies", name, "--quick", "--json", "--output", folder, *ports],
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE_SECONDS,
-    )
+    done = run_forked(STUDY, "-m", "collage_studies", name, "--quick", "--json", "--output", folder, *ports)
     assert done.returncode == 0, done.stderr
     (page,) = map(Path, json.loads(done.stdout)["pages"])
     lines = (page.parent / "data" / f"{name}.jsonl").read_bytes().splitlines()
     return page, [msgspec.json.decode(line, type=Record) for line in lines], done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LANES)
 def test_a_study_runs_through_agent_server_and_page(name, tmp_path):
     page, records, _ = run_quick(name, tmp_path)

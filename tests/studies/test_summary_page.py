@@ -17,11 +17,13 @@ def found():
     return {name: records_of(name, STUDIES) for name in STUDY_NAMES}
 
 
+@pytest.mark.slow
 def test_the_page_is_what_its_records_say():
     text = (STUDIES / "README.md").read_text()
     assert text == summary_text(STUDIES), "python -m collage_studies all --pages-only --output docs/studies"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_answer_of_a_study_is_what_its_records_say(name, found):
     text = (STUDIES / f"{name}.md").read_text()
@@ -44,6 +46,7 @@ def test_pages_alone_start_no_training(tmp_path):
         assert f"no page of {name}: it has not been run whole under {tmp_path}" in done.output
 
 
+@pytest.mark.slow
 def test_records_on_disk_make_a_page_without_running(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "expansions.jsonl").write_bytes((STUDIES / "data" / "expansions.jsonl").read_bytes())

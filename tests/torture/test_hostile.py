@@ -6,8 +6,9 @@ import pytest
 
 from tests.torture.hostile import run
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_hostile_senders_cost_nobody_a_report_and_no_memory(tmp_path):
     seen, lost = run(20.0, 5, tmp_path)
     assert lost == 0

@@ -6,6 +6,8 @@ import pytest
 
 from tests.torture.hour import HostileLives, hour
 
+pytestmark = pytest.mark.slow
+
 MEBIBYTES = 512
 
 
@@ -19,7 +21,6 @@ def held(minutes, seed, folder):
     return figures
 
 
-@pytest.mark.slow
 def test_half_a_minute(tmp_path):
     assert sum(held(0.5, 3, tmp_path)["kills"].values()) > 3
 

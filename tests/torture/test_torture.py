@@ -10,6 +10,8 @@ from tests.torture.__main__ import LANES, torture
 from tests.torture.ledger import RANKS, Ledger, members, report_of
 from tests.torture.verify import _compare
 
+pytestmark = pytest.mark.slow
+
 SHORT = {
     "sqlite": 11,
     "sqlite, small disk": 4,

@@ -21,6 +21,8 @@ from tests.server.test_process import SERVE, prepare, send
 from tests.torture.trace import parse, requests, settled, synced_before, synced_bytes, traced
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.slow
+
 ROUTE = "/api/v1/streams/s0/reports"
 LOG = "collage.sqlite-wal"
 COUNT = 8

@@ -80,6 +80,7 @@ def test_what_cannot_be_stepped_is_not_known():
     assert (found.composition, found.stochastic) == (PLAIN, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Subtracting", "Adding", "Master"])
 def test_stored_and_visible_are_told_apart(name):
     model = small_gpt()
@@ -140,6 +141,7 @@ def in_later_groups(name, watched):
     return handle, layers, [p.detach().clone() for p in (*model.parameters(), *copied[0].parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LATER)
 def test_later_groups_loaded_states_and_copies_go_on(name):
     handle, layers, with_agent = in_later_groups(name, True)

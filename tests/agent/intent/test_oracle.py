@@ -33,6 +33,7 @@ def flat(tensors):
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -88,6 +89,7 @@ def test_tensors_that_skip_steps_are_stepped_by_the_oracle_only_when_they_are_li
     assert layers["2.weight"]["oracle_displacement_ratio"] == pytest.approx(1.0, abs=0.5)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_state_is_seen_by_the_oracle_and_the_decrements_but_not_by_edq():
     """Falling gradients, beta2 0.999: light's second moment cannot decay, plus' does."""
     ratios = {}
@@ -109,6 +111,7 @@ def test_an_error_in_the_state_is_seen_by_the_oracle_and_the_decrements_but_not_
     assert ratios["plus"]["edq_oracle_ratio"] == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", ["data", "counted"])
 def test_weights_written_between_steps_restart_the_oracle_and_are_counted(write):
     model = mlp()
@@ -128,6 +131,7 @@ def test_weights_written_between_steps_restart_the_oracle_and_are_counted(write)
     assert measurement.scalars["oracle_restarts"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", ["plain", "stochastic", "light", "plus", "master-weights", "split-master", "split-24bit-8bit"]
 )

@@ -10,6 +10,8 @@ from collage_agent.step import observe
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, mlp_loss
 
+pytestmark = pytest.mark.slow
+
 
 def totals(bad):
     model, recorder = mlp(), Recorder()

@@ -18,6 +18,7 @@ from tests.reference import diagnostics
 from tests.reference.expansions import LAYOUTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-3, 0.2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_decay_of_a_step_equals_the_exact_sums(dtype, lr):
@@ -44,6 +45,7 @@ def test_coupled_decay_is_undefined():
     assert "decay_ratio" not in handle.summary()["model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", ["all", 256])
 def test_residuals_of_a_pair_equal_the_exact_ones(sample):
     model = mlp()
@@ -107,6 +109,8 @@ RESIDUALS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.drawn(pairs=True)
 @pytest.mark.parametrize("loaded", ["before the watch", "after it"])
 @pytest.mark.parametrize("faithful", [True, False], ids=["faithful", "dropped"])
 @pytest.mark.parametrize("name", RESIDUALS)
@@ -161,6 +165,7 @@ def test_a_residual_that_is_not_finite_is_counted_and_left_out():
     assert values["residual_fill_ratio"] < 0.6
 
 
+@pytest.mark.slow
 def test_states_that_underflow_are_counted_where_the_gradient_is_not_zero():
     model = small_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999))

@@ -82,6 +82,7 @@ def test_sums_of_whole_tensors_equal_a_full_fp64_run(name):
         assert totals["sampled"] == totals["elements"] == theta.numel()
 
 
+@pytest.mark.slow
 def test_classes_and_histogram_of_whole_tensors_equal_the_exact_counts():
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -99,6 +100,7 @@ def test_classes_and_histogram_of_whole_tensors_equal_the_exact_counts():
         assert five == totals["elements"]
 
 
+@pytest.mark.slow
 def test_sampled_totals_estimate_the_whole_without_bias():
     """Mean over many draws of the sampled total of Σ u·e and of the lost elements: within 4 standard errors."""
     model, whole = mlp(width=130), []
@@ -115,6 +117,7 @@ def test_sampled_totals_estimate_the_whole_without_bias():
         assert abs(float(values.mean()) - whole[key]) < 4 * standard_error
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_value_of_the_whole_tensors():
     model = mlp(width=130)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -147,6 +150,7 @@ def test_a_parameter_without_gradient_is_not_reported_and_one_that_joins_later_i
         assert totals["intended_effective_sum"] == pytest.approx(float(u @ e), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_groups_with_their_own_settings_and_added_later():
     model = mlp()
     decayed = [p for p in model.parameters() if p.dim() > 1][:2]

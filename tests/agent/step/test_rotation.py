@@ -60,6 +60,7 @@ def stored(optimizer, parameter):
     return weight if residual is None else weight + residual.double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_sums_equal_those_of_a_whole_rerun(name):
     model = mlp()
@@ -91,6 +92,7 @@ def test_muon_is_followed_in_fp64_though_it_computes_in_bf16():
     assert values["edq_ratio"] != pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_tensors_take_turns_and_are_handed_over_together():
     model = mlp()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
@@ -120,6 +122,7 @@ class ScaledAdafactor(torch.optim.Adafactor):
         self.found_inf = verdict
 
 
+@pytest.mark.slow
 def test_a_skipped_step_costs_its_own_tensors_and_not_those_of_earlier_turns():
     def measured(skips):
         model = mlp()
@@ -145,6 +148,7 @@ def test_a_skipped_step_costs_its_own_tensors_and_not_those_of_earlier_turns():
         assert left[name] == whole[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bound", "buckets"), [(2**20, 6), (5000, 18), (None, 18)])
 def test_buffers_are_made_once_where_one_turn_is_a_round_and_has_a_bound(bound, buckets, monkeypatch):
     made: list[int] = []
@@ -184,6 +188,7 @@ def test_a_coupling_of_all_tensors_is_refused():
     assert "not separable" in info.intent_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Adafactor", "optimi StableAdamW, with a residual"])
 def test_training_is_bit_identical(name):
     def weights(watched):

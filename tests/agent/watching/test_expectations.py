@@ -65,6 +65,7 @@ class Training:
         return {breach.expectation: breach for breach in handle.info.broken}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
 @pytest.mark.parametrize("way", WAYS, ids=[f"{way.who}, {way.name}" for way in WAYS])
 def test_what_is_kept_is_known_at_the_first_step(way, resumed):

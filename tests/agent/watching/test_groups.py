@@ -11,6 +11,8 @@ from tests.agent.step.test_measurer import step_with_reference, totals_of
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, train
 
+pytestmark = pytest.mark.slow
+
 
 def watched(model, optimizer, every=1, reporter=None):
     """All that is kept from step to step is on."""

@@ -84,6 +84,7 @@ def test_merged_steps_are_those_of_the_contract(room, count):
         np.testing.assert_allclose(values, expected[key], rtol=1e-12, err_msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 40_000, 200_000])
 def test_no_measured_step_is_lost_when_tables_grow_and_room_for_points_shrinks(room):
     history, told = StepHistory(room), []
@@ -110,6 +111,7 @@ def test_statistics_and_layers_may_come_later():
         np.testing.assert_allclose(values, expected[key], rtol=1e-12, err_msg=key)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded():
     history, sizes = StepHistory(30_000), []
     for measurement in steps(1000):

@@ -139,6 +139,7 @@ def test_entries_of_the_state_that_are_no_parameters_are_no_failure():
     assert handle.judgement().health == "losing updates"
 
 
+@pytest.mark.slow
 def test_no_gradient_no_matching_parameter_and_nan_weights_are_three_sentences():
     """All three were "no update was intended"."""
     model, other = mlp(), mlp(1)
@@ -174,6 +175,7 @@ def test_a_learning_rate_of_0_is_told_from_a_loss():
 NEAREST, AT_RANDOM = {"strategy": "plain", "lr": 1e-5}, {"strategy": "split-master", "lr": 1e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_one", [True, False], ids=["groups", "optimizers"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_groups_and_optimizers_that_round_otherwise_are_told_apart(of_one, turned):
@@ -201,6 +203,7 @@ def test_groups_and_optimizers_that_round_otherwise_are_told_apart(of_one, turne
     assert "one step misjudges stochastic rounding" in str(handle)
 
 
+@pytest.mark.slow
 def test_layers_that_round_at_random_beside_a_larger_optimizer_are_no_false_alarm():
     """fp32 AdamW, the larger, and a stochastic one: "41 % of the updates are rounded away"."""
     model = mlp(width=90)

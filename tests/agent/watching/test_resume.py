@@ -64,6 +64,7 @@ class Saved:
 ALL = [(way, dtype) for way in ways() for dtype in way.dtypes]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("way", "dtype"), ALL, ids=[f"{named(way)}, {str(dtype)[6:]}" for way, dtype in ALL])
 def test_a_resume_that_lost_nothing_is_not_accused(way, dtype):
     for count in (1, 2, STEPS, 40):

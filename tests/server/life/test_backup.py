@@ -45,6 +45,7 @@ def seqs(server, stream_id="s0"):
     return next(stream.reports for stream in streams if stream.stream_id == stream_id)
 
 
+@pytest.mark.slow
 def test_a_restored_server_answers_what_the_old_one_did(server, settings, tmp_path, restored):
     server.filled(steps=range(1, 301))
     store = server.app.state.collage.store
@@ -62,6 +63,7 @@ def test_a_restored_server_answers_what_the_old_one_did(server, settings, tmp_pa
         assert answers[0] == answers[1], question
 
 
+@pytest.mark.slow
 def test_the_loss_window_is_what_came_after(server, settings, tmp_path, restored):
     server.filled(steps=range(10, 60, 10))
     back_up(settings.folder / "collage.sqlite", tmp_path / "copy")
@@ -78,6 +80,7 @@ def test_the_loss_window_is_what_came_after(server, settings, tmp_path, restored
     assert (answer.accepted, answer.duplicates) == (1, 1)
 
 
+@pytest.mark.slow
 def test_all_acknowledged_before_is_in_it_and_nothing_in_half(server, settings, tmp_path, restored):
     server.filled(steps=range(1, 3))
     sent, stop = [2], threading.Event()
@@ -128,6 +131,7 @@ def test_nothing_is_ever_overwritten(server, settings, tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.slow
 def test_damage_is_seen_before_anything_is_put_in_place(server, settings, tmp_path):
     server.filled(steps=range(1, 200))
     back_up(settings.folder / "collage.sqlite", tmp_path / "copy")

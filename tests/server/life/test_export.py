@@ -38,6 +38,7 @@ def filled(server):
     return server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_numbers", [2**22, 100])
 def test_json_lines_hold_what_was_sent(filled, monkeypatch, batch_numbers):
     monkeypatch.setattr(export_steps, "_NUMBERS", batch_numbers)
@@ -74,6 +75,7 @@ def test_without_layers_only_the_model_is_there(filled):
     assert all("layers" not in line for line in lines)
 
 
+@pytest.mark.slow
 def test_sealed_and_unsealed_steps_stand_in_one_export(server, clock):
     server.filled(steps=range(1, 301))
     before = lines_of(server)[1]
@@ -87,6 +89,7 @@ def test_sealed_and_unsealed_steps_stand_in_one_export(server, clock):
     assert len(after) == 1 + len(LAYERS) + 300 + 1 + 1
 
 
+@pytest.mark.slow
 def test_csv_has_a_row_a_step_and_layer_with_finished_metrics(filled):
     rows = table_of(filled)
     assert len(rows) == 5 * (1 + len(LAYERS)) + 1
@@ -133,6 +136,7 @@ def test_ranks_are_merged(server):
     assert step["layers"]["lost"] == (block(10)[at] + block(10, 1)[at]).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sealed", [False, True])
 def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, sealed):
     monkeypatch.setattr(export_steps, "_POINTS", 2)
@@ -170,6 +174,7 @@ def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, seale
     assert len(rows) == len(table_of(server)) + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
 def test_between_batches_no_transaction_is_open_and_reports_arrive(server, monkeypatch, form):
     """A long export, or a slow reader of one, keeps neither the log of SQLite nor dead rows of PostgreSQL alive."""
@@ -224,6 +229,7 @@ def test_names_that_csv_must_quote_come_back(server):
     assert [row["layer"] for row in table_of(server)] == ["", *names]
 
 
+@pytest.mark.slow
 def test_a_run_of_few_layers_is_read_in_few_batches(server):
     """Each batch costs a dozen statements, however few points it has."""
     server.filled(steps=range(1, 601))

@@ -21,6 +21,8 @@ from tests.server.samples import report
 from tests.system import lacking
 from tests.torture.disk import SmallDisk
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 DAY = 86_400.0
 RESERVE = 64 * MIB

@@ -40,6 +40,7 @@ def two_ranks(server):
     return server
 
 
+@pytest.mark.slow
 def test_a_round_trip_keeps_every_number(two_ranks, tmp_path):
     run = taken_in(two_ranks, export_to(two_ranks, tmp_path / "r1.jsonl"))
     old = two_ranks.get("/runs/r1", wire.Run)
@@ -78,6 +79,7 @@ def test_a_round_trip_keeps_every_number(two_ranks, tmp_path):
         assert answers[0] == answers[1], question
 
 
+@pytest.mark.slow
 def test_the_export_of_an_import_is_the_export(two_ranks, tmp_path):
     first = export_to(two_ranks, tmp_path / "first.jsonl")
     taken_in(two_ranks, first)
@@ -91,6 +93,7 @@ def test_the_export_of_an_import_is_the_export(two_ranks, tmp_path):
     assert steps(first) == steps(second)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_no_import_is_left_alone(two_ranks, tmp_path):
     path = export_to(two_ranks, tmp_path / "r1.jsonl")
     before = two_ranks.get("/runs/r1")
@@ -102,6 +105,7 @@ def test_a_run_that_is_no_import_is_left_alone(two_ranks, tmp_path):
         taken_in(two_ranks, path, "r1", "q")
 
 
+@pytest.mark.slow
 def test_lines_of_single_ranks_stay_in_the_file(two_ranks, tmp_path):
     path = tmp_path / "r1.jsonl"
     with transfer(two_ranks) as client, client.export("r1", "jsonl", ranks=True) as stream:
@@ -110,6 +114,7 @@ def test_lines_of_single_ranks_stay_in_the_file(two_ranks, tmp_path):
     assert taken_in(two_ranks, path).latest == two_ranks.get("/runs/r1", wire.Run).latest
 
 
+@pytest.mark.slow
 def test_an_import_sent_twice_stores_nothing_twice(two_ranks, tmp_path):
     path = export_to(two_ranks, tmp_path / "r1.jsonl")
     taken_in(two_ranks, path)
@@ -118,6 +123,7 @@ def test_an_import_sent_twice_stores_nothing_twice(two_ranks, tmp_path):
     assert [(stream.stream_id, stream.reports) for stream in streams] == [("again:import", 9)]
 
 
+@pytest.mark.slow
 def test_it_is_closed_from_the_start_and_failed_until_it_is_whole(two_ranks, tmp_path):
     path = export_to(two_ranks, tmp_path / "r1.jsonl")
     seen = []
@@ -131,11 +137,13 @@ def test_it_is_closed_from_the_start_and_failed_until_it_is_whole(two_ranks, tmp
     assert seen == ["failed"]
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_asked_again(two_ranks, tmp_path):
     path = export_to(two_ranks, tmp_path / "r1.jsonl")
     assert taken_in(two_ranks, path, refuse=3).state == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut", "garbled", "miscounted"])
 def test_a_damaged_file_is_refused_and_its_run_is_not_taken_for_whole(two_ranks, tmp_path, damage):
     path = export_to(two_ranks, tmp_path / "r1.jsonl")
@@ -211,6 +219,7 @@ def test_new_names_of_columns_are_checked(tmp_path):
         read_curves(path, rename={"Valeu": "loss"})
 
 
+@pytest.mark.slow
 def test_a_step_with_more_names_than_one_report_may_log(server, tmp_path):
     server.filled(steps=[1, 2])
     for seq, letter in enumerate("ab", start=2):

@@ -67,6 +67,7 @@ def test_the_guard_names_the_bound_and_a_remote_disk_has_no_reserve():
     assert free.reason is None
 
 
+@pytest.mark.slow
 def test_read_only_refuses_what_would_be_stored_and_answers_the_rest(server):
     server.filled(steps=range(10, 60, 10))
     guard = server.app.state.collage.guard
@@ -98,6 +99,7 @@ def test_read_only_refuses_what_would_be_stored_and_answers_the_rest(server):
     assert server.get("/readyz", wire.Health).status == "ok"
 
 
+@pytest.mark.slow
 def test_nothing_acknowledged_is_lost_when_the_budget_is_reached(server):
     server.filled(steps=range(1, 3))
     app_state = server.app.state.collage
@@ -116,6 +118,7 @@ def test_nothing_acknowledged_is_lost_when_the_budget_is_reached(server):
     assert len(server.series("loss", points=5000).steps) == accepted
 
 
+@pytest.mark.slow
 def test_retention_by_settings(tmp_path):
     clock = Clock()
     settings = Settings(folder=tmp_path, no_auth=True, retention_raw_days=30, retention_coarse_days=365)
@@ -148,6 +151,7 @@ def test_retention_by_settings(tmp_path):
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("days", "kept"), [(None, ["second", "first"]), (30, ["second"])])
 def test_the_audit_log_is_kept_for_good_or_as_long_as_its_setting_says(tmp_path, days, kept):
     clock = Clock()

@@ -24,6 +24,7 @@ QUERIES = re.findall(r"```sql\n(.*?)```", DOCS, re.DOTALL)
 READ = re.compile(r"read_parquet\('([^']+)'[^)]*\)")
 
 
+@pytest.mark.slow
 def test_parquet_holds_what_csv_holds(server, monkeypatch):
     monkeypatch.setattr("collage_server.export.steps._POINTS", 2)
     server.filled(steps=range(10, 60, 10))

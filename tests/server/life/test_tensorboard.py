@@ -22,6 +22,7 @@ def test_a_folder_without_event_files_is_refused(tmp_path):
         read_events(tmp_path)
 
 
+@pytest.mark.slow
 def test_scalars_of_event_files_arrive(server, tmp_path):
     event = pytest.importorskip("tensorboard.compat.proto.event_pb2", reason="the extra `tensorboard` is missing")
     summary = pytest.importorskip("tensorboard.compat.proto.summary_pb2")

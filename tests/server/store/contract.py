@@ -91,20 +91,6 @@ class StoreContract:
         assert store.runs.get("r1").scalars["loss"].step == 40
         assert (store.runs.get("r1").first_step, store.runs.get("r1").first_time) == (10, NOW + 10)
 
-    def test_the_same_seq_on_two_streams_are_two_reports(self, store):
-        first, second = self.fill(store), self.fill(store, "r2", "s1")
-        outcomes = store.journal.append(
-            [ReportGroup(first, [report(0, 10)]), ReportGroup(second, [report(0, 10)])], NOW
-        )
-        assert [outcome.accepted for outcome in outcomes] == [1, 1]
-
-    def test_what_was_acknowledged_is_there_after_reopening(self, store, reopen):
-        stream = self.fill(store)
-        self.append(store, stream, report(0, 10))
-        again = reopen()
-        assert again.streams.of_run("r1")[0].reports == 1
-        assert self.append(again, stream, report(0, 10)).duplicates == 1
-
     def test_as_many_readers_as_may_be_keep_no_report_waiting(self, store):
         stream = self.fill(store)
         with contextlib.ExitStack() as readers, ThreadPoolExecutor(1) as writer:

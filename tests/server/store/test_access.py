@@ -17,6 +17,7 @@ class TestSqlite(AccessContract):
         store.close()
 
 
+@pytest.mark.slow
 class TestPostgresql(AccessContract):
     @pytest.fixture
     def store(self, database):

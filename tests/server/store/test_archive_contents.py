@@ -24,6 +24,8 @@ from sqlalchemy import event
 
 from benchmarks.archive import filled, reports
 
+pytestmark = pytest.mark.slow
+
 ALL = frozenset(LEVELS)
 POINTS, LAYERS, A_GROUP = 6, 11, 4
 

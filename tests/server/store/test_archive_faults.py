@@ -88,6 +88,7 @@ def without_an_archive(opened, tmp_path, steps):
     return plain_store
 
 
+@pytest.mark.slow
 def test_while_a_bucket_is_away_what_is_live_answers_and_nothing_is_lost(
     opened, tmp_path, bucket, object_store, monkeypatch
 ):

@@ -60,6 +60,7 @@ def counted(monkeypatch):
         yield fetched
 
 
+@pytest.mark.slow
 def test_what_was_not_read_for_longest_leaves_the_cache_first(archive):
     paths = {name: keep(archive, name) for name in "abc"}
     for age, path in enumerate(cached(archive).values()):
@@ -74,6 +75,7 @@ def test_what_was_not_read_for_longest_leaves_the_cache_first(archive):
     assert len(cached(archive)) == 3
 
 
+@pytest.mark.slow
 def test_a_file_that_is_sent_in_parts_comes_back_as_it_was(archive, tmp_path):
     content = os.urandom(12 * 2**20 + 7)
     path = keep(archive, "a", content)
@@ -81,6 +83,7 @@ def test_a_file_that_is_sent_in_parts_comes_back_as_it_was(archive, tmp_path):
         assert source.read() == content
 
 
+@pytest.mark.slow
 def test_a_file_that_is_being_read_can_leave_the_cache(archive):
     first = keep(archive, "a", b"a" * SIZE)
     with archive.open(first) as source:
@@ -90,6 +93,7 @@ def test_a_file_that_is_being_read_can_leave_the_cache(archive):
         assert source.read() == b"a" * SIZE
 
 
+@pytest.mark.slow
 def test_threads_that_ask_for_one_file_fetch_it_once(archive, tmp_path, monkeypatch):
     path, other = keep(archive, "a", b"a" * SIZE), another(archive, tmp_path / "other")
     together = threading.Barrier(8)
@@ -105,6 +109,7 @@ def test_threads_that_ask_for_one_file_fetch_it_once(archive, tmp_path, monkeypa
     assert not other._fetching
 
 
+@pytest.mark.slow
 def test_a_file_that_leaves_the_cache_before_it_is_opened_is_fetched_again(archive, monkeypatch):
     path, local = keep(archive, "a"), archive.local
     left = [2]
@@ -134,6 +139,7 @@ def test_a_missing_file_says_what_to_do(kind, tmp_path, request):
         assert source.size() == SIZE, "one that is missing says nothing of the others"
 
 
+@pytest.mark.slow
 def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object_store, monkeypatch, tmp_path):
     """Whoever waits for it holds a reader's place: a few may, and the others are told at once."""
     path = keep(archive, "a")
@@ -156,6 +162,7 @@ def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object
         assert source.size() == SIZE
 
 
+@pytest.mark.slow
 def test_a_bucket_that_refuses_is_told_in_the_log(bucket, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     archive = Bucket(bucket, tmp_path, SIZE)
@@ -167,6 +174,7 @@ def test_a_bucket_that_refuses_is_told_in_the_log(bucket, tmp_path, monkeypatch,
         assert "SignatureDoesNotMatch" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_not_there_is_no_missing_file(object_store, tmp_path, bucket, caplog):
     archive = Bucket("s3://no-such-bucket", tmp_path, SIZE)
     with pytest.raises(Busy, match="the archive s3://no-such-bucket cannot be used"):
@@ -174,6 +182,7 @@ def test_a_bucket_that_is_not_there_is_no_missing_file(object_store, tmp_path, b
     assert "NoSuchBucket" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_listed_with_its_age_and_goes_when_told(archive, tmp_path):
     for some in (archive, Folder(tmp_path / "folder")):
         paths = {keep(some, f"0-1-{name * 32}") for name in "ab"}
@@ -218,6 +227,7 @@ def test_what_a_folder_keeps_is_on_the_disk_before_anybody_is_told(tmp_path, mon
     ]
 
 
+@pytest.mark.slow
 def test_what_is_cached_was_on_the_disk_before_it_had_its_name(archive, tmp_path, monkeypatch):
     """A power cut would else leave a file of zeros, which would be read for ever."""
     path, other = keep(archive, "a"), another(archive, tmp_path / "other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 
+import pytest
 from collage_server.app import create_app
 from collage_server.settings import Settings
 from starlette.testclient import TestClient
@@ -14,6 +15,8 @@ from tests.server.conftest import Clock, Server
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS
 from tests.server.test_following import Follower
+
+pytestmark = pytest.mark.slow
 
 STEPS = 150
 

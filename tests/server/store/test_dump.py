@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
 from collage_server.store import PostgresqlStore, ReportGroup
 
 from collage_monitor import wire
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.seen import seal_all, seen, unchanged
+
+pytestmark = pytest.mark.slow
 
 
 def opened(url):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.server.store.life import LifeContract
 from tests.server.store.test_postgresql import reopen, store
+
+pytestmark = pytest.mark.slow
 
 __all__ = ["reopen", "store"]
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from click.testing import CliRunner
 from collage_server.command.migrate import migrate
 from collage_server.store import PostgresqlStore
 from collage_server.store.migrate import head_revision
+
+pytestmark = pytest.mark.slow
 
 
 def test_it_migrates_and_says_the_revision(empty_database):

@@ -36,6 +36,8 @@ from tests.server.store.sealing import SealingContract
 from tests.server.store.seen import rows, seal_all, seen, unchanged
 from tests.waiting import PATIENCE_SECONDS, until
 
+pytestmark = pytest.mark.slow
+
 ALL = Selection()
 
 
@@ -70,7 +72,9 @@ class TestPostgresqlSealed(SealedContract):
 
 
 class TestPostgresqlLaws(LawsContract):
-    """The store's life on PostgreSQL."""
+    """The store's life on PostgreSQL, where each takes five times as long: the same code but for the dialect."""
+
+    share_of_examples = 12
 
 
 class TestPostgresqlParts(PartsContract):

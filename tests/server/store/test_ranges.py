@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from collage_server.store.rows import add_numbers, contains, ranges_from_json, ranges_to_json
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytestmark = pytest.mark.slow
 
 numbers = st.lists(st.integers(min_value=0, max_value=60))
 

@@ -12,6 +12,8 @@ from tests.server.samples import report
 from tests.server.test_process import prepare, send, serving
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 ASKED = (
     "/runs/r1/latest",
     "/runs/r1/streams",

@@ -65,10 +65,12 @@ class TestSqliteLaws(LawsContract):
     """The store's life on SQLite."""
 
 
+@pytest.mark.slow
 class TestSqliteParts(PartsContract):
     """Parts of steps on SQLite."""
 
 
+@pytest.mark.slow
 class TestSqliteRanks(RanksContract):
     """Ranks on SQLite."""
 
@@ -94,6 +96,7 @@ def test_page_settings_are_in_force(store):
     assert found == {"page_size": 16384, "auto_vacuum": 2, "journal_mode": "wal"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -138,6 +141,7 @@ def test_every_connection_commits_durably(store):
             assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
 
 
+@pytest.mark.slow
 def test_the_log_gives_back_what_it_took_beside_a_long_reader(store):
     log = store.path.with_name(store.path.name + "-wal")
 
@@ -157,6 +161,7 @@ def test_the_log_gives_back_what_it_took_beside_a_long_reader(store):
     assert log.stat().st_size <= 16 * 2**20
 
 
+@pytest.mark.slow
 def test_readers_without_a_pause_do_not_make_the_log_grow_for_good(store):
     """One begins before the other ends: without help the log would never begin anew."""
     log = store.path.with_name(store.path.name + "-wal")
@@ -228,6 +233,7 @@ def test_the_file_survives_a_second_opening(store):
     opened(store.path).close()
 
 
+@pytest.mark.slow
 def test_of_two_servers_on_one_file_one_seals_at_a_time(store):
     other = opened(store.path)
     stream = StoreContract.fill(store)
