@@ -114,11 +114,18 @@ class Client:
         descending: bool = True,
         offset: int = 0,
         limit: int = 50,
+        config: Sequence[str] = (),
+        differing: bool = False,
         **filters: Any,
     ) -> wire.RunTable:
-        """Rows of the table of runs; `filters` are project, strategy, group, tag, state, health and q."""
+        """Rows of the table of runs; `filters` are project, strategy, group, tag, state, health and q.
+
+        config: entries of the configuration, by path, that the rows hold; differing: those in which they differ.
+        """
         order = {"sort": sort, "descending": str(descending).lower(), "offset": offset, "limit": limit}
-        chosen = {} if run_ids is None else {"run_id": list(run_ids)}
+        chosen: dict[str, Any] = {} if run_ids is None else {"run_id": list(run_ids)}
+        chosen |= {"config": list(config)} if config else {}
+        chosen |= {"differing": "true"} if differing else {}
         return self._get("/run-table", wire.RunTable, {**filters, **order, **chosen})
 
     def run_groups(
@@ -311,7 +318,7 @@ class Client:
         return self._get("/metrics-catalogue", wire.Catalogue)
 
     def update_run(self, run_id: str, update: wire.RunUpdate) -> wire.Run:
-        """Change a run's state, name, group, tags or notes."""
+        """Change a run's state, name, group, tags, notes, or which runs it is a seed of."""
         body = wire.encode_message(update, wire.JSON)
         return self.send("PATCH", f"/runs/{quoted(run_id)}", wire.Run, content=body, content_type=wire.JSON)
 

@@ -100,13 +100,17 @@ class SignedOut(Struct, kw_only=True, frozen=True):
 
 
 class RunUpdate(Struct, kw_only=True, frozen=True):
-    """Change a run; a field that is None stays as it is."""
+    """Change a run; a field that is None stays as it is.
+
+    configuration: that of the runs whose seed this one counts as, as their rows tell it; "": its own again.
+    """
 
     state: Literal["running", "finished", "failed"] | None = None
     name: Name | None = None
     group: Name | None = None
     tags: Annotated[list[Name], Meta(max_length=64)] | None = None
     notes: Text | None = None
+    configuration: Annotated[str, Meta(max_length=32)] | None = None
 
 
 class AttemptCreate(Struct, kw_only=True, frozen=True):

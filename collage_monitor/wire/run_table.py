@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
@@ -86,7 +86,12 @@ class Overview(Struct, kw_only=True, frozen=True):
 
 class RunRow(Struct, kw_only=True, frozen=True):
     """A run as a row of the table of runs; times as in `Run`. `overview` is null until it was evaluated for the
-    first time."""
+    first time.
+
+    `configuration` is the same for runs of a project that are configured alike but for seeds; `is_treated`: people
+    said to which it belongs. `config`: the entries that were asked for, by their path. `resumed_at`: the first
+    steps of later launches that measure.
+    """
 
     run_id: str
     project: str
@@ -106,6 +111,10 @@ class RunRow(Struct, kw_only=True, frozen=True):
     seed: int | None = None
     changed_at: float | None = None
     trained: list[Trained] = field(default_factory=list)
+    configuration: str | None = None
+    is_treated: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    resumed_at: list[int] = field(default_factory=list)
 
 
 class RunTable(Struct, kw_only=True, frozen=True):

@@ -5,13 +5,13 @@ What a verdict holds against a run counts beside its loss: a state that cannot d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
-from collage_dashboard.strategy_results import StrategyResult
+from collage_dashboard.strategy_results import StrategyResult, differences
 from collage_monitor.judgement import most_exact, percent
-from collage_monitor.seeds import Estimate
+from collage_monitor.seeds import Estimate, SeedValue, difference
 from collage_monitor.strategies import strategy_title
 
 __all__ = ["NOTICEABLE_LOSS_SHARE", "Recommendation", "recommendation", "signed"]
@@ -33,7 +33,8 @@ def recommendation(results: Sequence[StrategyResult], left_out: int = 0) -> Reco
     """The strategy that needs the fewest bytes of those that nothing speaks against.
 
     Against a strategy speak a verdict of one of its runs, and a loss above the reference's by more than
-    `NOTICEABLE_LOSS_SHARE` of it. What is not known to be healthy is not recommended.
+    `NOTICEABLE_LOSS_SHARE` of it. What is not known to be healthy is not recommended, nor is one of runs that
+    differ in more than their strategy.
 
     left_out: runs that were asked for and are not among the results; the sentence says of how many it speaks.
     """
@@ -51,8 +52,10 @@ def recommendation(results: Sequence[StrategyResult], left_out: int = 0) -> Reco
 
 def _recommended(results: Sequence[StrategyResult]) -> Recommendation:
     reference = next((result for result in results if result.is_reference), None)
-    fit = [result for result in results if _against(result, reference) is None]
     reasons = [_reason(result, reference) for result in results]
+    if found := differences(results):
+        return Recommendation(None, f"{_differ(found)} {_of_configurations(results)}", tuple(reasons))
+    fit = [result for result in results if _against(result, reference) is None]
     if not fit:
         return Recommendation(None, _none_fits(results), tuple(reasons))
     chosen = fit[0]
@@ -64,6 +67,37 @@ def _recommended(results: Sequence[StrategyResult]) -> Recommendation:
     words += f" ({size.value:.3g} bytes a parameter)" if size else ""
     words += _of_the_gap(chosen, reference)
     return Recommendation(chosen, f"{words}.", (*reasons, *_not_compared(chosen, results)))
+
+
+def _differ(found: Mapping[str, Sequence[Any]]) -> str:
+    """'These runs differ in learning_rate (0.0003 and 0.001).'"""
+    named = [
+        f"{name} ({' and '.join(map(str, values))})" if len(values) < _MANY else f"{name} ({len(values)} values)"
+        for name, values in list(found.items())[:_MANY]
+    ]
+    more = f" and {len(found) - _MANY} more entries" if len(found) > _MANY else ""
+    return f"These runs differ in {', '.join(named)}{more}."
+
+
+def _of_configurations(results: Sequence[StrategyResult]) -> str:
+    """Of two configurations of one strategy, which has the lower loss; else that no strategy can be named."""
+    same = len({(result.strategy, result.dtype) for result in results}) == 1
+    losses = [
+        [SeedValue(run.loss, run.group, run.seed) for run in r.counted if run.loss is not None] for r in results
+    ]
+    if not same or len(results) != 2 or not all(losses):
+        return "No strategy is recommended across them: compare runs that differ in their strategy alone."
+    first, second = sorted(range(2), key=lambda place: sum(v.value for v in losses[place]) / len(losses[place]))
+    gap = difference(losses[second], losses[first])
+    assert gap is not None, "both have losses"
+    words = f"The loss with {results[first].apart} is lower by {signed(gap.value).removeprefix('+')}"
+    if gap.low is None or gap.high is None:
+        return f"{words}; from one run each, chance is not known."
+    sure = "" if gap.low > 0 else "; it may be chance"
+    return f"{words} (95 %: {signed(gap.low)} to {signed(gap.high)}){sure}."
+
+
+_MANY: Final = 4
 
 
 def signed(value: float, digits: int = 3) -> str:
@@ -99,6 +133,8 @@ def _reason(result: StrategyResult, reference: StrategyResult | None) -> str:
     elif result.gap is not None:
         parts.append(f"loss {signed(result.gap.value)}{_share(result.gap, reference)}")
     parts.append(_against(result, reference) or "nothing speaks against it")
+    if result.set_apart:
+        parts.append(f"not counted: {'; '.join(run.why_odd for run in result.set_apart)}")
     return f"{result.title}: {', '.join(parts)}"
 
 

@@ -202,7 +202,7 @@ def _worst(entry: wire.LayerLoss) -> Row:
 
 
 def _about_strategies(reader: Reader, run_ids: Sequence[str], left_out: int) -> str:
-    found = reader.ask(lambda client: client.run_table(run_ids=run_ids, limit=len(run_ids))).rows
+    found = reader.ask(lambda client: client.run_table(run_ids=run_ids, limit=len(run_ids), differing=True)).rows
     by_id = {row.run_id: row for row in found}
     rows = [by_id[run_id] for run_id in run_ids]
     view = View(page="compare", runs=tuple(run_ids))

@@ -1,26 +1,37 @@
 """Precision strategies side by side: the runs' numbers, and each strategy over its runs against a reference.
 
-Losses are compared at a step that all runs have reached.
+Losses are compared at a step that all runs have reached. Runs are seeds of one strategy where project and
+configuration agree; else each configuration is a row of its own, and none is held against another's reference.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from collage_monitor import wire
 from collage_monitor.judgement import finite
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_monitor.strategies import STRATEGIES, strategy_title
 
-__all__ = ["RunResult", "StrategyResult", "loss_name", "results_of", "run_results"]
+__all__ = ["RunResult", "StrategyResult", "differences", "loss_name", "results_of", "run_results"]
 
 _LAST_SHARE: Final = 0.1
 """Of the steps: a training loss, noisy from step to step, is its mean over this last part."""
 _WIDE: Final = frozenset({"float32", "float64"})
 _NO_STRATEGY: Final = frozenset({None, "plain", "unknown"})
+_WELL: Final = frozenset({"healthy", "unknown"})
+_OF_STRATEGY: Final = re.compile(
+    r".*(strategy|precision|dtype|autocast|master_weights?|kahan|stochastic_rounding|arithmetic).*|bf16|fp16|amp",
+    re.IGNORECASE,
+)
+"""Entries of a configuration that name the strategy: in them strategies differ, and stay comparable."""
+_CLASS: Final = re.compile(r".*\.|collage", re.IGNORECASE)
+"""What an optimizer's class has before the name of its rule."""
+_SHOWN: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +39,8 @@ class RunResult:
     """A run in the numbers by which strategies are compared. None: not known.
 
     `loss` is read at `loss_step`; `health` and `headline` are its verdict's, `numbers` those that it rests on,
-    `advice` what it says to try. `trained`: what its optimizers train.
+    `advice` what it says to try. `trained`: what its optimizers train. `configuration` is the same for seeds of one
+    strategy, `entries` are those of its configuration, and its project, in which the runs differ.
     """
 
     run_id: str
@@ -46,11 +58,31 @@ class RunResult:
     numbers: Mapping[str, float]
     advice: str
     trained: Sequence[wire.Trained]
+    configuration: str = ""
+    is_treated: bool = False
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    resumed_at: Sequence[int] = ()
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether something befell this run: it was resumed, or is not well."""
+        return bool(self.resumed_at) or self.health not in _WELL
+
+    @property
+    def why_odd(self) -> str:
+        """'NAME: resumed at step 170, losing updates'."""
+        said = [f"resumed at step {step:,}" for step in self.resumed_at[-1:]]
+        said += [self.health] if self.health not in _WELL else []
+        return f"{self.name}: {', '.join(said)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyResult:
-    """A strategy over its runs. `gap`: its loss minus the reference's; None of the reference itself."""
+    """A strategy over its runs. `gap`: its loss minus the reference's; None of the reference itself.
+
+    set_apart: those of the runs that count in no number here, since something befell them that did not befall most.
+    apart: what tells it from other rows of the strategy, "" if there are none. entries: as those of its runs.
+    """
 
     strategy: str | None
     dtype: str | None
@@ -60,11 +92,20 @@ class StrategyResult:
     gap: Estimate | None
     bytes_per_parameter: Estimate | None
     tokens_per_second: Estimate | None
+    set_apart: tuple[RunResult, ...] = ()
+    apart: str = ""
+    configuration: str = ""
+    entries: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
-        """'Collage plus · bfloat16'."""
-        return strategy_title(self.strategy, self.dtype)
+        """'Collage plus · bfloat16', and what tells it from other rows of the strategy."""
+        return " · ".join(filter(None, (strategy_title(self.strategy, self.dtype), self.apart)))
+
+    @property
+    def counted(self) -> tuple[RunResult, ...]:
+        """The runs whose numbers count."""
+        return tuple(run for run in self.runs if run not in self.set_apart)
 
     @property
     def health(self) -> str:
@@ -74,7 +115,7 @@ class StrategyResult:
 
     def over_runs(self, metric: str) -> Estimate | None:
         """A metric's mean over those runs that have it."""
-        return mean_over_seeds([run.numbers[metric] for run in self.runs if metric in run.numbers])
+        return mean_over_seeds([run.numbers[metric] for run in self.counted if metric in run.numbers])
 
 
 def loss_name(rows: Sequence[wire.RunRow]) -> str:
@@ -92,6 +133,7 @@ def run_results(rows: Sequence[wire.RunRow], compared: Sequence[wire.ComparedRun
     curves = {run_id: curve for run_id, run in found.items() if (curve := _curve(run, name)) and curve.steps}
     common = min((curve.steps[-1] for curve in curves.values()), default=None)
     ends = {row.scalars[name].step for row in rows if name in row.scalars}
+    several_projects = len({row.project for row in rows}) > 1
     results = []
     for row in rows:
         loss: float | None = None
@@ -100,11 +142,18 @@ def run_results(rows: Sequence[wire.RunRow], compared: Sequence[wire.ComparedRun
             loss = _loss_at(curves[row.run_id], common, name)
         elif name == "validation_loss" and len(ends) == 1:
             loss, step = finite(row.scalars[name].value), row.scalars[name].step
-        results.append(_result(row, found.get(row.run_id), loss, step))
+        entries = {**({"project": row.project} if several_projects else {}), **row.config}
+        results.append(_result(row, found.get(row.run_id), loss, step, entries))
     return results
 
 
-def _result(row: wire.RunRow, run: wire.ComparedRun | None, loss: float | None, step: int | None) -> RunResult:
+def _result(
+    row: wire.RunRow,
+    run: wire.ComparedRun | None,
+    loss: float | None,
+    step: int | None,
+    entries: Mapping[str, Any],
+) -> RunResult:
     speed = run.mean_scalars.get("tokens_per_second") if run else None
     logged = {name: entry.value for name, entry in row.scalars.items()}
     strategy = row.strategy or row.observed_strategy
@@ -130,40 +179,129 @@ def _result(row: wire.RunRow, run: wire.ComparedRun | None, loss: float | None, 
         numbers={key: value for key, value in numbers.items() if value is not None},
         advice=overview.advice if overview else "",
         trained=row.trained,
+        configuration=row.configuration or row.project,
+        is_treated=row.is_treated,
+        entries=entries,
+        resumed_at=row.resumed_at,
     )
 
 
 def results_of(runs: Sequence[RunResult]) -> list[StrategyResult]:
-    """The runs by strategy and dtype, cheapest in bytes first, each against the reference.
+    """The runs by strategy, dtype and configuration, cheapest in bytes first, each against its reference.
 
-    The reference is plain storage in fp32 or wider, else fp32 master weights; with neither there is no gap.
+    The reference is plain storage in fp32 or wider, else fp32 master weights, of runs that differ in nothing but
+    what names the strategy; with neither there is no gap.
     """
-    by_kind: dict[tuple[str | None, str | None], list[RunResult]] = {}
+    by_kind: dict[_Kind, dict[str, list[RunResult]]] = {}
     for run in runs:
-        by_kind.setdefault((run.strategy, run.dtype), []).append(run)
-    reference = _reference(list(by_kind))
-    theirs = _seed_values(by_kind[reference]) if reference else []
-    results = [
-        StrategyResult(
-            strategy=kind[0],
-            dtype=kind[1],
-            runs=tuple(own),
-            is_reference=kind == reference,
-            loss=mean_over_seeds([run.loss for run in own if run.loss is not None]),
-            gap=None if kind == reference else difference(_seed_values(own), theirs),
-            bytes_per_parameter=mean_over_seeds(
-                [run.bytes_per_parameter for run in own if run.bytes_per_parameter is not None]
-            ),
-            tokens_per_second=mean_over_seeds(
-                [run.tokens_per_second for run in own if run.tokens_per_second is not None]
-            ),
-        )
-        for kind, own in by_kind.items()
-    ]
+        by_kind.setdefault((run.strategy, run.dtype), {}).setdefault(run.configuration, []).append(run)
+    entries = _entries_of(runs)
+    kind = _reference(list(by_kind))
+    references = by_kind[kind] if kind else {}
+    results = []
+    for name, rows in by_kind.items():
+        apart = _told_apart({own: entries[own] for own in rows})
+        for own, seeds in rows.items():
+            reference = next((other for other in references if _agree(entries[own], entries[other])), None)
+            theirs = () if reference is None or name == kind else _counted(references[reference])
+            results.append(_strategy_result(name, seeds, theirs, name == kind, apart[own], entries[own]))
     return sorted(results, key=_cost)
 
 
-def _reference(kinds: Sequence[tuple[str | None, str | None]]) -> tuple[str | None, str | None] | None:
+def differences(results: Sequence[StrategyResult]) -> dict[str, list[Any]]:
+    """Entries beside what names the strategy in which these rows differ, with their values: {"lr": [0.001, 0.01]}.
+
+    What a configuration does not state is not held against it.
+    """
+    stated: dict[str, list[Any]] = {}
+    for result in results:
+        for name, value in result.entries.items():
+            known = stated.setdefault(name, [])
+            if not _names_strategy(name) and not any(_same(name, value, other) for other in known):
+                known.append(value)
+    return {name: values for name, values in stated.items() if len(values) > 1}
+
+
+_Kind = tuple[str | None, str | None]
+
+
+def _strategy_result(
+    kind: _Kind,
+    runs: Sequence[RunResult],
+    reference: Sequence[RunResult],
+    is_reference: bool,
+    apart: str,
+    entries: Mapping[str, Any],
+) -> StrategyResult:
+    counted = _counted(runs)
+
+    def mean(name: str) -> Estimate | None:
+        return mean_over_seeds([value for run in counted if (value := getattr(run, name)) is not None])
+
+    return StrategyResult(
+        strategy=kind[0],
+        dtype=kind[1],
+        runs=tuple(runs),
+        is_reference=is_reference,
+        loss=mean("loss"),
+        gap=difference(_seed_values(counted), _seed_values(reference)),
+        bytes_per_parameter=mean("bytes_per_parameter"),
+        tokens_per_second=mean("tokens_per_second"),
+        set_apart=tuple(run for run in runs if run not in counted),
+        apart=apart,
+        configuration=runs[0].configuration,
+        entries=entries,
+    )
+
+
+def _counted(runs: Sequence[RunResult]) -> list[RunResult]:
+    """The runs whose numbers count: those that something befell do not, unless it befell most of them."""
+    even = [run for run in runs if not run.is_odd]
+    return even if 2 * len(even) >= len(runs) else list(runs)
+
+
+def _entries_of(runs: Sequence[RunResult]) -> dict[str, Mapping[str, Any]]:
+    """By configuration its entries: those of a run that has it by itself, not by what people say."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for run in sorted(runs, key=lambda run: run.is_treated):
+        found.setdefault(run.configuration, run.entries)
+    return found
+
+
+def _told_apart(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """What tells each of these configurations from the others: "lr 0.001"; "" where there is one."""
+    if len(rows) < 2:
+        return dict.fromkeys(rows, "")
+    names = dict.fromkeys(name for entries in rows.values() for name in entries)
+    telling = [name for name in names if len({repr(entries.get(name)) for entries in rows.values()}) > 1]
+    shown, more = telling[:_SHOWN], len(telling) - _SHOWN
+    said = {}
+    for place, (own, entries) in enumerate(rows.items(), 1):
+        words = [f"{name} {entries.get(name, 'not stated')}" for name in shown]
+        words += [f"{more} more"] if more > 0 else []
+        if not any(name in entries for name in shown):
+            words = ["not stated" if shown else f"configuration {place}"]
+        said[own] = ", ".join(words)
+    return said
+
+
+def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two configurations differ in nothing that both state but what names the strategy."""
+    shared = [name for name in one if name in other and not _names_strategy(name)]
+    return all(_same(name, one[name], other[name]) for name in shared)
+
+
+def _same(name: str, one: Any, other: Any) -> bool:
+    if "optim" in name.rpartition(".")[2].lower():
+        one, other = (_CLASS.sub("", str(value)).lower() for value in (one, other))
+    return bool(one == other)
+
+
+def _names_strategy(name: str) -> bool:
+    return _OF_STRATEGY.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def _reference(kinds: Sequence[_Kind]) -> _Kind | None:
     wide = [kind for kind in kinds if kind[1] in _WIDE and kind[0] in _NO_STRATEGY]
     return next(iter([*wide, *(kind for kind in kinds if kind[0] == "master-weights")]), None)
 

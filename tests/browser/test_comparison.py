@@ -3,6 +3,8 @@
 import pytest
 
 from tests.browser.boxes import drag
+from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.posting import post_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -158,6 +160,30 @@ def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(watched, growing
     page.go_back()
     page.wait_for_function(f"(ends => ends[0] < 11 && ends[1] > 195)(({shown})())")
     page.wait_for_function(f"({last})() === 200")
+
+
+def test_runs_that_differ_in_a_learning_rate_are_told_apart_until_a_reader_treats_them_as_one(watched, server_url):
+    address, token_file = server_url
+    for place, rate in enumerate((1e-3, 3e-4, 3e-4)):
+        run = GeneratedRun(f"rate {place}", "plus", seed=place, config={"lr": rate, "seed": place})
+        post_run(address, run, token_file.read_text().strip())
+    page = watched.page
+    page.goto(f"{watched.url}/compare?run=run-rate-0&run=run-rate-1&run=run-rate-2")
+    drawn(page)
+    said = page.locator("#compare-advice .verdict")
+    assert "These runs differ in lr (0.001 and 0.0003)." in said.inner_text()
+    rows = page.locator("#compare-strategies tbody tr .run-label")
+    assert rows.all_text_contents() == [
+        "Collage plus · bfloat16 · lr 0.001",
+        "Collage plus · bfloat16 · lr 0.0003 (2 runs)",
+    ]
+    page.get_by_role("button", name="Treat these runs as one configuration").click()
+    page.get_by_role("button", name="Tell them apart by configuration again").wait_for()
+    assert rows.all_text_contents() == ["Collage plus · bfloat16 (3 runs)"]
+    page.reload()
+    page.get_by_role("button", name="Tell them apart by configuration again").click()
+    page.get_by_role("button", name="Treat these runs as one configuration").wait_for()
+    assert rows.count() == 2
 
 
 def test_an_unknown_run_says_so(watched):

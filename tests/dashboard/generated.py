@@ -40,6 +40,8 @@ class GeneratedRun:
     every: int = 10
     state: str = "finished"
     run_id: str = ""
+    seed: int | None = None
+    config: dict = field(default_factory=dict)
     layers: list = field(init=False)
 
     def __post_init__(self):

@@ -20,7 +20,8 @@ def post_run(server_url, run, token=None, steps=None, *, first=1):
     with httpx.Client(
         base_url=f"{server_url}/api/v1", headers=headers, trust_env=False, timeout=PATIENCE_SECONDS
     ) as http:
-        _post(http, "/projects/demo/runs", wire.RunCreate(run_id=run.run_id, name=run.name, tags=["test"]))
+        create = wire.RunCreate(run_id=run.run_id, name=run.name, tags=["test"], seed=run.seed, config=run.config)
+        _post(http, "/projects/demo/runs", create)
         resumed = "" if first == 1 else f"{first}-"
         launch = f"launch-{resumed}{run.run_id}"[:64]
         _post(http, f"/runs/{run.run_id}/attempts", wire.AttemptCreate(launch_id=launch, first_step=first))

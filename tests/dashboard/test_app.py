@@ -66,7 +66,7 @@ def look(search, known=CALM):
     """What is asked at each tick, and where other runs are chosen."""
     outputs = [("compare-revision", "data"), ("compare-rows", "data")]
     outputs += [(f"compare-{name}", "children") for name in ("alert", "pace", "numbers", "verdicts", "legend")]
-    inputs = [("tick", "data", 1), ("compare-shown", "data", search)]
+    inputs = [("tick", "data", 1), ("compare-shown", "data", search), ("compare-treated", "data", None)]
     return question(outputs, inputs, [("compare-revision", "data", known)])
 
 

@@ -170,6 +170,66 @@ def test_a_training_loss_is_the_mean_of_the_last_tenth_of_its_steps():
     assert broken.loss is None
 
 
+def configured(run, suffix="", **config):
+    """The run with these entries of its configuration, in which it differs from others."""
+    told = "/".join(f"{name}={value}" for name, value in config.items())
+    return msgspec.structs.replace(
+        run, run_id=run.run_id + suffix, name=run.run_id + suffix, config=config, configuration=told
+    )
+
+
+def test_runs_that_differ_in_more_than_their_seed_are_rows_of_their_own_and_nothing_is_recommended_across_them():
+    slow = [configured(row("plus", loss, seed=seed), lr=3e-4) for seed, loss in enumerate((2.40, 2.42))]
+    fast = [configured(row("plus", loss, seed=seed), "f", lr=1e-3) for seed, loss in enumerate((2.50, 2.52))]
+    reference = configured(REFERENCE, lr=3e-4)
+    rows = {result.title: result for result in results([*slow, *fast, reference])}
+    assert list(rows) == [
+        "Collage plus · bfloat16 · lr 0.0003",
+        "Collage plus · bfloat16 · lr 0.001",
+        "Plain · float32",
+    ]
+    assert rows["Collage plus · bfloat16 · lr 0.0003"].gap.value == pytest.approx(-0.01)
+    assert rows["Collage plus · bfloat16 · lr 0.001"].gap is None, "its reference has another learning rate"
+    said = found([*slow, *fast, reference])
+    assert said.chosen is None
+    assert said.text.startswith(
+        "These runs differ in lr (0.0003 and 0.001). No strategy is recommended across them"
+    )
+    assert found([*slow, *fast]).text == (
+        "These runs differ in lr (0.0003 and 0.001). The loss with lr 0.0003 is lower by 0.1 (95 %: +0.1 to +0.1)."
+    )
+    across = [reference, configured(row("plus", 2.42), lr=1e-3)]
+    assert found(across).chosen is None, "a strategy is not compared at another learning rate"
+    projects = [msgspec.structs.replace(entry, project=f"p{place}") for place, entry in enumerate(DEMO)]
+    assert "These runs differ in project (5 values)." in found(projects).text
+
+
+def test_what_names_the_strategy_may_differ_and_people_may_treat_runs_as_one():
+    named = [configured(row("plus", 2.42), optimizer="collage.CollageAdamW", precision="bf16-true", lr=1e-3)]
+    named += [configured(REFERENCE, optimizer="torch.optim.AdamW", precision="32", lr=1e-3)]
+    assert found(named).chosen.strategy == "plus"
+    seeds = [configured(row("plus", 2.4 + seed, seed=seed), str(seed), lr=seed) for seed in range(2)]
+    treated = [msgspec.structs.replace(run, configuration=seeds[0].configuration, is_treated=True) for run in seeds]
+    assert (len(results(seeds)), len(results(treated))) == (2, 1)
+    assert found(treated).chosen.loss.count == 2
+
+
+def test_a_resumed_or_sick_run_does_not_move_its_strategys_loss_and_is_named():
+    well = [row("plus", 2.42, seed=seed) for seed in (1, 2)]
+    sick = row("plus", 9.0, seed=3, health="residuals are off", headline="Residuals were dropped.")
+    resumed = msgspec.structs.replace(row("plus", 5.0, seed=4), resumed_at=[170])
+    [plus, _] = results([*well, sick, resumed, REFERENCE])
+    assert (plus.loss.value, plus.loss.count, plus.gap.count) == (2.42, 2, 1)
+    assert [run.seed for run in plus.set_apart] == [3, 4]
+    said = found([*well, sick, resumed, REFERENCE])
+    assert (
+        "not counted: plus-bfloat16-3: residuals are off; plus-bfloat16-4: resumed at step 170" in said.reasons[0]
+    )
+    assert said.chosen.is_reference, "one of its runs is not well, whether it counts or not"
+    plain = [row("plain", 2.5 + seed, seed=seed, health="losing updates", headline="Loses.") for seed in range(2)]
+    assert results(plain)[0].loss.value == 3.0, "what befalls all is the strategy's own"
+
+
 def test_nothing_is_recommended_that_is_not_known_to_be_well():
     unknown = [msgspec.structs.replace(entry, overview=None) for entry in DEMO]
     assert found(unknown).text == "No strategy can be named yet: no run is known to keep its updates."

@@ -303,3 +303,35 @@ def test_since_when_is_that_of_the_loss_and_not_of_some_change(server, evaluate,
     assert told in found.headline
     assert ("since" in found.headline.partition(";")[0]) == bool(told)
     assert ("changed then" in found.headline) == ("changed then" in told)
+
+
+def test_runs_that_are_configured_alike_but_for_seeds_names_and_places_are_told_by_one_word(server):
+    configs = {
+        "a": {"lr": 1e-3, "seed": 1, "output_dir": "/a", "name": "a", "data": {"path": "corpus"}},
+        "b": {"lr": 1e-3, "seed": 2, "output_dir": "/b", "name": "b", "data": {"path": "corpus"}},
+        "c": {"lr": 3e-4, "seed": 1, "data": {"path": "corpus"}, "code_version": "9f3"},
+        "d": {"lr": 1e-3, "seed": 3, "data": {"path": "corpus"}},
+    }
+    for run_id, config in configs.items():
+        server.run(run_id, project="q" if run_id == "d" else "p", config=config)
+    asked = "&run_id=".join(("a", "b", "c", "d"))
+    rows = {row.run_id: row for row in table(server, run_id=asked, differing="true").rows}
+    kinds = {run_id: row.configuration for run_id, row in rows.items()}
+    assert kinds["a"] == kinds["b"]
+    assert len(set(kinds.values())) == 3, "another learning rate, another project"
+    assert rows["a"].config == {"lr": 1e-3}, "of the code of the first two nothing is known"
+    assert rows["c"].config == {"lr": 3e-4, "code_version": "9f3"}
+    assert table(server, run_id="a", config="data.path").rows[0].config == {"data.path": "corpus"}
+    server.post("/projects/p/runs", wire.RunCreate(run_id="b", config=configs["b"] | {"lr": 2.0}), wire.Run)
+    assert table(server, run_id="b").rows[0].configuration not in kinds.values(), "a resume may change it"
+
+
+def test_people_say_which_runs_count_as_one(server, seeds):
+    rows = {row.run_id: row for row in table(server).rows}
+    one = wire.RunUpdate(configuration=rows["a0"].configuration)
+    server.send("PATCH", "/runs/b0", one, wire.Run)
+    told = table(server, run_id="b0").rows[0]
+    assert (told.configuration, told.is_treated) == (rows["a0"].configuration, True)
+    assert listed(groups(server, by="configuration", project="p")) == [["b0", "a2", "a1", "a0"]]
+    server.send("PATCH", "/runs/b0", wire.RunUpdate(configuration=""), wire.Run)
+    assert table(server, run_id="b0").rows[0].configuration == rows["b0"].configuration

@@ -19,9 +19,6 @@ from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
     axis_control,
-    chart_card,
-    chart_note,
-    labelled,
     limits_note,
     notice,
     page,
@@ -31,16 +28,17 @@ from collage_dashboard.components import (
     scale_control,
     smoothing_control,
 )
-from collage_dashboard.descriptions import describe, metric_choices
 from collage_dashboard.figures.style import digest
 from collage_dashboard.pages.comparison_content import comparison_table, judgement_lines, legend, number_cards
 from collage_dashboard.pages.comparison_curves import (
     CHARTS,
     DEFAULT_METRIC,
     LOSS,
+    chart_cards,
     charted_metrics,
     draw_curves,
     figure,
+    lines_control,
     lines_of,
     read_curves,
     runs_with_throughput,
@@ -63,7 +61,6 @@ from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_addre
 from collage_dashboard.zoom import with_zoom, zoomed
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
-from collage_monitor.metrics import METRICS
 
 __all__ = ["CHARTS", "DEFAULT_METRIC", "figure", "layout", "register"]
 
@@ -100,10 +97,11 @@ def layout(view: View, reader: Reader) -> html.Div:
             *(dcc.Store(id=f"compare-answer-{place}") for place in range(len(CHARTS) + 1)),
             dcc.Store(id="compare-drawn", data=[]),
             dcc.Store(id="compare-zoom"),
+            dcc.Store(id="compare-treated"),
             html.Div([dcc.Link("Runs", href="/"), " / Strategies"], className="crumbs"),
             html.Div(_picker(view, rows), className="toolbar"),
             html.Div(_missing(view, rows), id="compare-alert"),
-            html.Div(advice(said, _shown(view, rows)), id="compare-advice"),
+            html.Div(advice(said, _shown(view, rows), results), id="compare-advice"),
             cost_cards(results, said),
             html.Div(strategy_table(results), id="compare-strategies"),
             html.H2("Runs", className="part"),
@@ -111,7 +109,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(shown_judgements, id="compare-verdicts"),
             html.Div(
                 [
-                    _lines_control(view, rows),
+                    lines_control(view, rows),
                     axis_control("compare-axis", view),
                     scale_control("compare-scale", view),
                     smoothing_control("compare-smoothing", view),
@@ -119,7 +117,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                 className="controls",
             ),
             html.Div(shown_legend, id="compare-legend", className="legend"),
-            html.Div(_charts(view, rows), className="charts"),
+            html.Div(chart_cards(view, rows), className="charts"),
             html.Div(id="compare-counterfactuals"),
             html.Div(id="compare-table"),
             limits_note(),
@@ -132,6 +130,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
     _register_navigation(app)
     _register_search(app, reader)
+    _register_treat(app, reader)
     _register_charts(app, reader)
 
     @app.callback(
@@ -144,10 +143,13 @@ def register(app: dash.Dash, reader: Reader) -> None:
         Output("compare-legend", "children"),
         Input("tick", "data"),
         Input("compare-shown", "data"),
+        Input("compare-treated", "data"),
         State("compare-revision", "data"),
         prevent_initial_call=True,
     )
-    def check_for_changes(_tick: int | None, search: str | None, known: dict[str, Any]) -> tuple[Any, ...]:
+    def check_for_changes(
+        _tick: int | None, search: str | None, _treated: int | None, known: dict[str, Any]
+    ) -> tuple[Any, ...]:
         """Whether anything changed: one light question, however many charts there are."""
         view, start = read_address("/compare", search), time.monotonic()
         try:
@@ -232,6 +234,28 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         *(Input(f"compare-chart-{place}", "hoverData") for place in places),
         prevent_initial_call=True,
     )
+
+
+def _register_treat(app: dash.Dash, reader: Reader) -> None:
+    @app.callback(
+        Output("compare-treated", "data"),
+        Output("compare-alert", "children", allow_duplicate=True),
+        Input("compare-treat", "n_clicks"),
+        State("compare-rows", "data"),
+        prevent_initial_call=True,
+    )
+    def treat_as_one(clicks: int | None, kept: str) -> tuple[Any, Any]:
+        """All runs count as configured like the first, or each by its own configuration again."""
+        if not clicks:
+            raise dash.exceptions.PreventUpdate
+        rows = _rows_from_json(kept)
+        treated = any(row.is_treated for row in rows)
+        update = wire.RunUpdate(configuration="" if treated else rows[0].configuration)
+        try:
+            reader.ask(lambda client: [client.update_run(row.run_id, update) for row in rows])
+        except CollageError as error:
+            return no_update, notice(explain(error))
+        return time.time(), no_update
 
 
 def _register_search(app: dash.Dash, reader: Reader) -> None:
@@ -322,7 +346,8 @@ def _register_navigation(app: dash.Dash) -> None:
 def _rows(reader: Reader, run_ids: Sequence[str]) -> list[wire.RunRow]:
     """The rows of those of the runs that are there, in the order given."""
     found = {
-        row.run_id: row for row in reader.ask(lambda client: client.run_table(run_ids=run_ids, limit=500)).rows
+        row.run_id: row
+        for row in reader.ask(lambda client: client.run_table(run_ids=run_ids, limit=500, differing=True)).rows
     }
     return [found[run_id] for run_id in run_ids if run_id in found]
 
@@ -388,7 +413,7 @@ def _tables_and_answer(
     said = recommendation(results, view.left_out)
     return (
         comparison_table(runs, _overviews(rows)),
-        advice(said, _shown(view, rows)),
+        advice(said, _shown(view, rows), results),
         strategy_table(results),
         counterfactual_table(runs),
         *cost_figures(results, said),
@@ -418,42 +443,6 @@ def _run_options(rows: Sequence[wire.RunRow]) -> list[dict[str, str]]:
         {"value": row.run_id, "label": style.label}
         for row, style in zip(rows, styles_of([_RunNames(row) for row in rows]), strict=True)
     ]
-
-
-def _lines_control(view: View, rows: Sequence[wire.RunRow]) -> Any:
-    data = [{"value": "run", "label": "A run"}, {"value": "strategy", "label": "Mean of a strategy"}]
-    control = dmc.SegmentedControl(id="compare-lines", data=data, value=lines_of(view, rows), size="xs")
-    return labelled("A curve is", control)
-
-
-def _charts(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
-    strategies = [row.strategy or row.observed_strategy for row in rows]
-    cards = [
-        chart_card(
-            key,
-            f"compare-chart-{place}",
-            note=chart_note(key, strategies),
-            title="Loss" if place == LOSS and key != CHARTS[LOSS] else "",
-        )
-        for place, key in enumerate(charted_metrics(rows))
-    ]
-    measured = {key for row in rows if row.overview for key in row.overview.numbers}
-    metrics = measured | {name for name, entry in METRICS.items() if not entry.label} | {DEFAULT_METRIC}
-    scalars = {key for row in rows for key in row.scalars} | {"learning_rate", "loss"}
-    chosen = view.metric or DEFAULT_METRIC
-    if describe(chosen).scalar:
-        scalars |= {chosen}
-    select = dmc.Select(
-        id="compare-metric",
-        data=metric_choices(metrics | {chosen}, scalars),
-        value=chosen,
-        searchable=True,
-        allowDeselect=False,
-        size="xs",
-        maw=320,
-        **{"aria-label": "Metric"},
-    )
-    return [*cards, chart_card(chosen, f"compare-chart-{len(CHARTS)}", header=select)]
 
 
 class _RunNames:

@@ -6,12 +6,14 @@ Where a run logs no throughput, the curve of its tokens over time gives it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
+import dash_mantine_components as dmc
 import msgspec
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import finite
+from collage_dashboard.components import chart_card, chart_note, labelled
+from collage_dashboard.descriptions import describe, finite, metric_choices
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.style import empty_figure
 from collage_dashboard.pages.comparison_content import curve_of
@@ -23,16 +25,19 @@ from collage_dashboard.view import Lines, Scale, View
 from collage_dashboard.zoom import POINTS
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
+from collage_monitor.metrics import METRICS
 from collage_monitor.seeds import curve_over_seeds
 
 __all__ = [
     "CHARTS",
     "DEFAULT_METRIC",
     "LOSS",
+    "chart_cards",
     "charted_metrics",
     "draw_curves",
     "figure",
     "lacks_throughput",
+    "lines_control",
     "lines_of",
     "read_curves",
     "runs_with_throughput",
@@ -86,11 +91,50 @@ def lines_of(view: View, rows: Sequence[wire.RunRow]) -> Lines:
         return view.lines
     if len(rows) > _TOLD_APART:
         return "strategy"
-    seeds: dict[tuple[str | None, str | None], list[int | None]] = {}
+    seeds: dict[tuple[str | None, ...], list[int | None]] = {}
     for row in rows:
-        seeds.setdefault((row.strategy or row.observed_strategy, row.dtype), []).append(row.seed)
+        kind = row.strategy or row.observed_strategy, row.dtype, row.configuration or row.project
+        seeds.setdefault(kind, []).append(row.seed)
     several = any(len(own) > 1 and None not in own and len(set(own)) == len(own) for own in seeds.values())
     return "strategy" if several else "run"
+
+
+def lines_control(view: View, rows: Sequence[wire.RunRow]) -> Any:
+    """What a curve stands for, to choose."""
+    data = [{"value": "run", "label": "A run"}, {"value": "strategy", "label": "Mean of a strategy"}]
+    control = dmc.SegmentedControl(id="compare-lines", data=data, value=lines_of(view, rows), size="xs")
+    return labelled("A curve is", control)
+
+
+def chart_cards(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
+    """The cards of the charts, the reader's choice last."""
+    strategies = [row.strategy or row.observed_strategy for row in rows]
+    cards = [
+        chart_card(
+            key,
+            f"compare-chart-{place}",
+            note=chart_note(key, strategies),
+            title="Loss" if place == LOSS and key != CHARTS[LOSS] else "",
+        )
+        for place, key in enumerate(charted_metrics(rows))
+    ]
+    measured = {key for row in rows if row.overview for key in row.overview.numbers}
+    metrics = measured | {name for name, entry in METRICS.items() if not entry.label} | {DEFAULT_METRIC}
+    scalars = {key for row in rows for key in row.scalars} | {"learning_rate", "loss"}
+    chosen = view.metric or DEFAULT_METRIC
+    if describe(chosen).scalar:
+        scalars |= {chosen}
+    select = dmc.Select(
+        id="compare-metric",
+        data=metric_choices(metrics | {chosen}, scalars),
+        value=chosen,
+        searchable=True,
+        allowDeselect=False,
+        size="xs",
+        maw=320,
+        **{"aria-label": "Metric"},
+    )
+    return [*cards, chart_card(chosen, f"compare-chart-{len(CHARTS)}", header=select)]
 
 
 def charted_metrics(rows: Sequence[wire.RunRow]) -> tuple[str, ...]:
@@ -136,7 +180,7 @@ def draw_curves(
 
 
 def _mean_curve(result: StrategyResult, runs: Mapping[str, wire.ComparedRun], metric: str) -> wire.Series:
-    own = [curve_of(runs[run.run_id], metric) for run in result.runs if run.run_id in runs]
+    own = [curve_of(runs[run.run_id], metric) for run in result.counted if run.run_id in runs]
     return own[0] if len(own) == 1 else curve_over_seeds(own)
 
 

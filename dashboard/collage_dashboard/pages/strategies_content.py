@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,11 +21,11 @@ from collage_dashboard.components import (
 )
 from collage_dashboard.descriptions import UNDEFINED, describe, number, state_key
 from collage_dashboard.figures import tradeoff
-from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
+from collage_dashboard.figures.style import DASHES, GRAPH_CONFIG, strategy_colour
 from collage_dashboard.figures.tradeoff import Cost
 from collage_dashboard.recommendation import Recommendation, signed
 from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
-from collage_dashboard.strategy_results import StrategyResult
+from collage_dashboard.strategy_results import StrategyResult, differences
 from collage_dashboard.view import View, comparison_of, write_address
 from collage_monitor import wire
 from collage_monitor.metrics import split_key
@@ -67,13 +68,20 @@ class StrategyColumn:
 
 def strategy_styles(results: Sequence[StrategyResult]) -> list[LineStyle]:
     """How each strategy looks where one line stands for all of its runs."""
-    return [
-        LineStyle(_labelled(result), strategy_colour(result.strategy, result.dtype), "solid") for result in results
-    ]
+    used: Counter[str] = Counter()
+    styles = []
+    for result in results:
+        colour = strategy_colour(result.strategy, result.dtype)
+        styles.append(LineStyle(_labelled(result), colour, DASHES[used[colour] % len(DASHES)]))
+        used[colour] += 1
+    return styles
 
 
-def advice(found: Recommendation, view: View) -> Any:
-    """What to train with, in a sentence, and a line about each strategy that it rests on; all of it as a file."""
+def advice(found: Recommendation, view: View, results: Sequence[StrategyResult]) -> Any:
+    """What to train with, in a sentence, and a line about each strategy that it rests on; all of it as a file.
+
+    Where configurations keep runs apart, a button treats them as one; where people have done so, one takes it back.
+    """
     mark, kind = judgement_mark("healthy" if found.chosen else "unknown")
     sentence = html.Div(
         [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), html.Div(found.text)], className="verdict"
@@ -82,9 +90,17 @@ def advice(found: Recommendation, view: View) -> Any:
         [
             html.Div(sentence, className="answer"),
             html.Ul([html.Li(reason) for reason in found.reasons], className="reasons"),
-            html.Div(report_link(view.runs, view.left_out), className="crumbs"),
+            html.Div([*_treat(results), report_link(view.runs, view.left_out)], className="crumbs"),
         ]
     )
+
+
+def _treat(results: Sequence[StrategyResult]) -> list[Any]:
+    treated = any(run.is_treated for result in results for run in result.runs)
+    if not treated and not differences(results) and not any(result.apart for result in results):
+        return []
+    said = "Tell them apart by configuration again" if treated else "Treat these runs as one configuration"
+    return [html.Button(said, id="compare-treat", className="textual"), " · "]
 
 
 _HIDDEN: Final[dict[str, Any]] = {"aria-hidden": "true"}
@@ -114,7 +130,7 @@ def strategy_table(results: Sequence[StrategyResult]) -> dmc.Paper:
         rows,
         "Strategies",
         "Means over a strategy's runs, ± the standard deviation of one; below the gap its 95 % interval. "
-        "Runs of one strategy count as its seeds: compare runs that differ in nothing else. "
+        "Runs of one strategy are its seeds where project and configuration agree but for the seed. "
         + _where_losses_stand(results),
     )
 
@@ -185,7 +201,10 @@ def _labelled(result: StrategyResult) -> str:
 
 def _health(result: StrategyResult) -> list[Any]:
     mark, kind = judgement_mark(result.health)
-    return [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), result.health]
+    apart = result.set_apart
+    said = f"{len(apart)} of {len(result.runs)} not counted: {'; '.join(run.why_odd for run in apart)}"
+    small = [html.Div(said, className="detail")] if apart else []
+    return [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), result.health, *small]
 
 
 def _where_losses_stand(results: Sequence[StrategyResult]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Query
+from pydantic import StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,10 +19,15 @@ from collage_server.auth.bearer import principal_of
 from collage_server.overviews import MADE_BY, keep_overview
 from collage_server.queries.run_answers import run_row
 from collage_server.store import DueRun, GroupQuery
+from collage_server.store.runs.configurations import differing as differing_entries
 
 __all__ = ["router"]
 
 router = resource("runs")
+Entries = Annotated[
+    list[Annotated[str, StringConstraints(max_length=512)]],
+    Query(default_factory=list, max_length=50, description="Entries of configurations, by path: `optimizer.lr`."),
+]
 
 
 @router.get("/run-table", **describes(wire.RunTable))
@@ -36,13 +42,16 @@ def get_run_table(
             description="These runs alone; those that are gone are left out.",
         ),
     ],
+    config: Entries,
+    differing: Annotated[bool, Query(description="Each row with the entries in which the rows differ.")] = False,
 ) -> Response:
     """Rows `offset` … of the table of runs. `q` searches names, ids, projects, groups, tags and notes."""
     app_state = app_state_of(request)
     query = replace(part, run_ids=tuple(run_id) or None)
     now, stale_after = app_state.clock(), app_state.settings.stale_after_seconds
     page = app_state.store.table.page(query, now, stale_after)
-    rows = [run_row(*row, now, stale_after) for row in page.rows]
+    asked = [*config, *(differing_entries([record.config for record, _ in page.rows]) if differing else ())]
+    rows = [run_row(*row, now, stale_after, dict.fromkeys(asked)) for row in page.rows]
     return answer(wire.RunTable(rows=rows, total=page.total, live=page.live, changed_at=page.changed_at))
 
 

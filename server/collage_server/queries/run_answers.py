@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from collage_monitor import wire
 from collage_server.store import NewestPoint
 from collage_server.store.records import NewEvent, NewIncident, RunRecord, State, state_at
+from collage_server.store.runs.configurations import entries
 
 __all__ = [
     "alert_event",
@@ -53,15 +54,25 @@ def run_answer(record: RunRecord, point: NewestPoint | None, now: float, stale_a
 
 
 def run_row(
-    record: RunRecord, overview: wire.Overview | None, now: float, stale_after_seconds: float
+    record: RunRecord,
+    overview: wire.Overview | None,
+    now: float,
+    stale_after_seconds: float,
+    config: Collection[str] = (),
 ) -> wire.RunRow:
-    """The run as a row of the table of runs."""
+    """The run as a row of the table of runs, with these entries of its configuration."""
+    launched = [attempt.measured_from for attempt in record.attempts if attempt.measured_from is not None]
+    known = entries(record.config) if config else {}
     computed: dict[str, Any] = {
         "state": state_of(record, now, stale_after_seconds),
         "observed_strategy": record.watch.observed_strategy if record.watch else None,
         "scalars": {name: record.scalars[name] for name in _ROW_SCALARS if name in record.scalars},
         "overview": overview,
         "trained": record.watch.trained if record.watch else [],
+        "configuration": record.treated_as or record.configuration,
+        "is_treated": record.treated_as is not None,
+        "config": {name: known[name] for name in config if name in known},
+        "resumed_at": launched[1:],
     }
     stored = (name for name in wire.RunRow.__struct_fields__ if name not in computed)
     return wire.RunRow(**computed, **{name: getattr(record, name) for name in stored})

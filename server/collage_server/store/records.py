@@ -200,7 +200,7 @@ class RunRecord(ReportedState):
 
     `updated_at` is the training's last sign of life: a launch, a state that was stated, or a report. `changed_at`
     is the last change of fields by a request, or the last drop of coarse points by retention; None if there was
-    neither.
+    neither. `configuration` and `treated_as` as in `schema.run`.
     """
 
     run_id: str
@@ -217,6 +217,8 @@ class RunRecord(ReportedState):
     created_at: float
     updated_at: float
     changed_at: float | None
+    configuration: str | None
+    treated_as: str | None
     watch: wire.WatchInfo | None
 
 

@@ -12,6 +12,7 @@ from collage_monitor import wire
 from collage_server.errors import Conflict, NotFound
 from collage_server.store import schema
 from collage_server.store.rows import missing_run, require_run, to_json
+from collage_server.store.runs.configurations import configuration_of
 
 __all__ = ["QuotaCheck", "QuotaName", "check_quotas", "create_run", "note_change", "update_run"]
 
@@ -70,6 +71,7 @@ def create_run(connection: Connection, project: str, create: wire.RunCreate, now
             notes=create.notes,
             seed=create.seed,
             config=to_json(create.config),
+            configuration=configuration_of(project, create.config),
             state="running",
             created_at=now,
             updated_at=now,
@@ -99,6 +101,7 @@ def _resume(
             ("notes", create.notes or None),
             ("seed", create.seed),
             ("config", to_json(create.config) if create.config else None),
+            ("configuration", configuration_of(project, create.config) if create.config else None),
         )
         if value is not None
     }
@@ -114,7 +117,7 @@ def _taken(run_id: str) -> Conflict:
 
 
 def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now: float) -> None:
-    """Change the stated fields, if any. A stated state is a sign of life; name, group, tags and notes are none."""
+    """Change the stated fields, if any. A stated state is a sign of life; the others are none."""
     require_run(connection, run_id, lock=True)
     stated = {
         name: getattr(change, name)
@@ -123,6 +126,8 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
     }
     if change.state is not None:
         stated["updated_at"] = now
+    if change.configuration is not None:
+        stated["treated_as"] = change.configuration or None
     if stated:
         connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(**stated))
     if not stated and change.tags is None:

@@ -3,16 +3,13 @@ runs can be filtered by."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import delete, func, insert, select
+from sqlalchemy import delete, func, insert, select, update
 
 from collage_monitor import wire
 from collage_monitor.metrics import preferred_state
@@ -20,13 +17,13 @@ from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord
 from collage_server.store.rows import from_json, to_json
+from collage_server.store.runs.configurations import configuration_of
 from collage_server.store.runs.derived_rows import DerivedRows
 
 __all__ = ["DECODE_OVERVIEW", "DueRun", "OverviewStore"]
 
 _RUN: Final = schema.run
 _OVERVIEW: Final = schema.run_overview
-_SEED: Final = re.compile(r"(.*[^a-z])?seed", re.IGNORECASE)
 DECODE_OVERVIEW: Final = msgspec.json.Decoder(wire.Overview).decode
 
 
@@ -79,6 +76,9 @@ class OverviewStore(DerivedRows):
             there = select(_RUN.c.run_id).where(_RUN.c.run_id == due.run_id).with_for_update()
             if connection.execute(there).first() is None:
                 return
+            if record.configuration is None:
+                known = configuration_of(record.project, record.config)
+                connection.execute(update(_RUN).where(_RUN.c.run_id == due.run_id).values(configuration=known))
             connection.execute(
                 insert(_OVERVIEW).values(
                     run_id=due.run_id,
@@ -86,7 +86,6 @@ class OverviewStore(DerivedRows):
                     reports=due.reports,
                     last_step=record.last_step,
                     health=overview.health,
-                    configuration=_configuration_of(record),
                     findings=to_json(overview.findings) if overview.findings else None,
                     overview=to_json(overview),
                     made_by=made_by,
@@ -142,18 +141,3 @@ def _numbers(record: RunRecord, overview: wire.Overview) -> dict[str, float | No
 def _finite(value: Any) -> float | None:
     number = float("nan") if value is None else float(value)
     return number if abs(number) < float("inf") else None
-
-
-def _configuration_of(record: RunRecord) -> str:
-    """The same for runs of one strategy and dtype whose configurations differ in nothing but seeds.
-
-    A seed is an entry, at any depth, whose name is or ends with the word "seed".
-    """
-    text = json.dumps([record.strategy, record.dtype, _without_seeds(record.config)], sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _without_seeds(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_seeds(entry) for name, entry in value.items() if not _SEED.fullmatch(name)}
-    return [_without_seeds(entry) for entry in value] if isinstance(value, list) else value

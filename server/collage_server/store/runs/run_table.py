@@ -188,12 +188,12 @@ class _Table:
 
 def _parts(by: wire.GroupBy) -> list[ColumnElement[Any]]:
     """What the runs of a group have in common; their strategy and dtype always, so that means mean."""
-    more: Sequence[ColumnElement[Any]] = {
+    parts: dict[str, Sequence[ColumnElement[Any]]] = {
         "strategy": [],
         "group": [_RUN.c.group],
-        "configuration": [_OVERVIEW.c.configuration],
-    }[by]
-    return [_RUN.c.project, _RUN.c.strategy, _RUN.c.dtype, *more]
+        "configuration": [func.coalesce(_RUN.c.treated_as, _RUN.c.configuration)],
+    }
+    return [_RUN.c.project, _RUN.c.strategy, _RUN.c.dtype, *parts[by]]
 
 
 def _key(by: wire.GroupBy) -> ColumnElement[str]:
