@@ -24,7 +24,15 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["LayerChange", "Onset", "describe", "find_onset", "first_step_if_always_below", "since_in_words"]
+__all__ = [
+    "LayerChange",
+    "Onset",
+    "describe",
+    "find_onset",
+    "find_onsets",
+    "first_step_if_always_below",
+    "since_in_words",
+]
 
 Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -143,6 +151,34 @@ def find_onset(
         after,
         tuple(LayerChange(names[rows[index] - 1], *_levels(series[index], ramp)) for index in order if rows[index]),
     )
+
+
+def find_onsets(
+    steps: Sequence[int], model: ArrayLike, layers: Mapping[str, ArrayLike] | None = None, *, least: float = 0.0
+) -> list[Onset]:
+    """All changes of a metric over measured steps, in order; arguments as in `find_onset`.
+
+    The largest is found first, then those of the points before it and of those after it.
+    """
+    found = find_onset(steps, model, layers, least=least)
+    if found is None:
+        return []
+    parts: tuple[list[int], list[int]] = ([], [])
+    for place, step in enumerate(steps):
+        if step <= found.last_before or step >= found.settled:
+            parts[step >= found.settled].append(place)
+    series = np.asarray(model, dtype=np.float64)
+    columns = {name: np.asarray(values, dtype=np.float64) for name, values in (layers or {}).items()}
+    before, after = (
+        find_onsets(
+            [steps[place] for place in part],
+            series[part],
+            {name: values[part] for name, values in columns.items()},
+            least=least,
+        )
+        for part in parts
+    )
+    return [*before, found, *after]
 
 
 def describe(onset: Onset, metric: str) -> str:

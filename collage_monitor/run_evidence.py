@@ -9,15 +9,24 @@ A process that holds the totals themselves, such as the server, needs no client:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
 from collage_monitor.client import Client
-from collage_monitor.judgement import EDQ_TOLERANCE, OF_LAYERS, Evidence, finite, recent_points
+from collage_monitor.judgement import (
+    EDQ_TOLERANCE,
+    OF_LAYERS,
+    Evidence,
+    SilentRanks,
+    finite,
+    recent_points,
+    silent_ranks,
+)
 from collage_monitor.metrics import METRICS, is_metric, split_key
 from collage_monitor.onset import Onset, find_onset, since_in_words
 from collage_monitor.statistics import metric_keys
-from collage_monitor.wire import Number, Series, WatchInfo
+from collage_monitor.wire import Number, Run, Series, WatchInfo
 
 __all__ = ["read_edq_since", "read_evidence", "read_onset"]
 
@@ -93,7 +102,8 @@ def read_evidence(client: Client, run_id: str) -> Evidence:
         for name, row in zip(heatmap.layers, heatmap.values, strict=True):
             layers.setdefault(name, {})[key] = row[-1] if row else None
     earliest, end = min((own.first_steps[0] for own in series if own.steps), default=None), series[0].steps[-1:]
-    return Evidence(model, layers, run.watch, earliest, end[0] if end else None)
+    silent = _silent_ranks(client, run)
+    return Evidence(model, layers, run.watch, earliest, end[0] if end else None, silent)
 
 
 def read_onset(
@@ -139,6 +149,26 @@ def _numbers(values: Sequence[Number | None]) -> list[float]:
     return [float("nan") if (number := finite(value)) is None else number for value in values]
 
 
+def _silent_ranks(client: Client, run: Run) -> SilentRanks | None:
+    """Those that do not report any more; layers are asked for only where no step has all ranks."""
+    found = client.series(run.run_id, "elements", points=_POINTS)
+    ranks, expected = found.ranks or [], found.expected_ranks or []
+    if not ranks or ranks[-1] >= expected[-1]:
+        return None
+    torn = all(own < wanted for own, wanted in zip(ranks, expected, strict=True))
+    layers = client.layers(run.run_id).layers if torn else []
+    whole = float(sum(math.prod(layer.shape) for layer in layers))
+    measured, elements = _measured_steps(found, run.watch), [finite(value) or 0.0 for value in found.values]
+    is_over = run.state not in {"running", "stale"}
+    return silent_ranks(found.first_steps, measured, ranks, expected, elements, whole, is_over=is_over)
+
+
+def _measured_steps(series: Series, watch: WatchInfo | None) -> list[float]:
+    """How many measured steps each point merges, by what `watch.every` gives."""
+    every = watch.every if watch and watch.every else 1
+    return [(last - first) // every + 1.0 for first, last in zip(series.first_steps, series.steps, strict=True)]
+
+
 def _begin_of_recent_past(client: Client, run_id: str, watch: WatchInfo | None) -> int | None:
     """The first step of the recent past; Σ u² of a point is its mean norm squared times its measured steps.
 
@@ -146,8 +176,7 @@ def _begin_of_recent_past(client: Client, run_id: str, watch: WatchInfo | None) 
     lengthened the interval and the point merges several steps, so the recent past may hold fewer than it should.
     """
     norms = client.series(run_id, "intended_norm", points=_POINTS)
-    every = watch.every if watch and watch.every else 1
-    measured = [(last - first) // every + 1.0 for first, last in zip(norms.first_steps, norms.steps, strict=True)]
+    measured = _measured_steps(norms, watch)
     squares = [count * (finite(norm) or 0.0) ** 2 for count, norm in zip(measured, norms.values, strict=True)]
     taken = recent_points(measured, squares)
     return norms.first_steps[-taken] if taken else None

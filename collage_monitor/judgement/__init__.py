@@ -16,12 +16,14 @@ from collage_monitor.judgement.evidence import (
     RECENT_SHARE,
     RECENT_STEPS,
     Evidence,
+    SilentRanks,
     Values,
     evidence_of,
     finite,
     labelled,
     longest_window,
     recent_points,
+    silent_ranks,
     state_decrements,
 )
 from collage_monitor.judgement.judge import judge
@@ -35,6 +37,7 @@ from collage_monitor.judgement.words import (
     Health,
     Judgement,
     percent,
+    silence,
 )
 
 __all__ = [
@@ -52,6 +55,7 @@ __all__ = [
     "RECENT_SHARE",
     "RECENT_STEPS",
     "STATE_TOLERANCE",
+    "SilentRanks",
     "Values",
     "WORDS_VERSION",
     "advice_for",
@@ -65,5 +69,7 @@ __all__ = [
     "most_exact",
     "percent",
     "recent_points",
+    "silence",
+    "silent_ranks",
     "state_decrements",
 ]

@@ -15,11 +15,13 @@ from collage_monitor.judgement.rules import (
     OWN_DECAY,
     STATE_TOLERANCE,
 )
-from collage_monitor.judgement.words import Finding, percent
+from collage_monitor.judgement.words import Finding, percent, silence
 
 __all__ = ["doubts", "nothing_intended", "witnesses"]
 
 MEASURED_TOLERANCE: Final = 0.1
+HELD_BY_ALL: Final = 0.999
+"""Share of the elements: beyond it the ranks that report hold the whole model."""
 _WIDE: Final = re.compile("float(32|64)")
 _NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
 """Names of tensors that the model does not know."""
@@ -28,6 +30,7 @@ _NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
 def doubts(case: Case) -> Iterator[Finding]:
     """Every reason not to call a run healthy, each a function."""
     for doubt in (
+        _silent_ranks,
         _little_measured,
         _wide_interval,
         _no_interval,
@@ -54,6 +57,14 @@ def nothing_intended(case: Case) -> Finding:
         return Finding("unknown", text, "measured_ratio", None)
     text = "every intended update was 0: gradients and decay are 0, or the learning rate is"
     return Finding("unknown", text, "idle", case.number("idle"))
+
+
+def _silent_ranks(case: Case) -> Iterator[Finding]:
+    """What silent ranks hold may be sick; where the others hold copies of it, nothing is missed."""
+    silent = case.evidence.silent
+    if silent is not None and (silent.held is None or silent.held < HELD_BY_ALL):
+        text = f"{silence(silent)}: what the others hold is not known"
+        yield Finding("unknown", text, "elements", silent.held, HELD_BY_ALL)
 
 
 def _little_measured(case: Case) -> Iterator[Finding]:

@@ -15,12 +15,14 @@ from collage_monitor.wire import Number, WatchInfo
 __all__ = [
     "Evidence",
     "OF_LAYERS",
+    "SilentRanks",
     "Values",
     "evidence_of",
     "finite",
     "labelled",
     "longest_window",
     "recent_points",
+    "silent_ranks",
     "state_decrements",
 ]
 
@@ -44,12 +46,26 @@ RECENT_SHARE: Final = 0.05
 """Share of the run's Σ u² that it has at least."""
 
 
+SILENT_STEPS: Final = 8
+"""Measured steps without a rank after which it counts as silent: of fewer, its reports may be on their way."""
+
+
+@dataclass(frozen=True)
+class SilentRanks:
+    """Since when not all ranks report. `held`: the share of the elements that the others hold; None: not known."""
+
+    reporting: int
+    expected: int
+    since: int
+    held: float | None
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What a judgement rests on: metrics of the recent past, merged, and what is known of the watch.
 
     model: the whole model's metrics by key; layers: those of each layer, empty where they were not looked at.
-    first_step to last_step: the steps that they merge.
+    first_step to last_step: the steps that they merge. silent: ranks that do not report any more.
     """
 
     model: Values
@@ -57,6 +73,7 @@ class Evidence:
     watch: WatchInfo | None = None
     first_step: int | None = None
     last_step: int | None = None
+    silent: SilentRanks | None = None
 
 
 def evidence_of(
@@ -67,6 +84,7 @@ def evidence_of(
     watch: WatchInfo | None,
     first_step: int | None = None,
     last_step: int | None = None,
+    silent: SilentRanks | None = None,
 ) -> Evidence:
     """The evidence in totals of the recent past, as any process holds them: the training's own, and a server's.
 
@@ -85,7 +103,7 @@ def evidence_of(
             name: {key: _number(values[index]) for key, values in finished.items()}
             for index, name in enumerate(names)
         }
-    return Evidence(columns, of_layers, watch, first_step, last_step)
+    return Evidence(columns, of_layers, watch, first_step, last_step, silent)
 
 
 def _finished(totals: Totals) -> dict[str, Array]:
@@ -110,6 +128,34 @@ def recent_points(measured: Sequence[float], squares: Sequence[float]) -> int:
         if steps >= RECENT_STEPS and carried >= RECENT_SHARE * whole:
             return taken
     return len(measured)
+
+
+def silent_ranks(
+    first_steps: Sequence[int],
+    measured: Sequence[float],
+    ranks: Sequence[int],
+    expected: Sequence[int],
+    elements: Sequence[float],
+    whole: float = 0.0,
+    *,
+    is_over: bool = False,
+) -> SilentRanks | None:
+    """Ranks that have not reported since some step, from the points of the whole run, oldest first; None: all do.
+
+    measured, ranks, expected, elements: of each point its measured steps, how many ranks reported and should have,
+    and the elements of a step. whole: the model's elements where no point has all ranks; 0: not known.
+    is_over: nothing more will come of the run.
+    """
+    begin = len(ranks)
+    while begin and ranks[begin - 1] < expected[begin - 1]:
+        begin -= 1
+    least = min(SILENT_STEPS, sum(measured)) if is_over else SILENT_STEPS
+    if begin == len(ranks) or sum(measured[begin:]) < least:
+        return None
+    before = elements[begin - 1] if begin else whole
+    there = max(elements[begin:])
+    held = min(there / before, 1.0) if before > 0 and math.isfinite(there) else None
+    return SilentRanks(max(ranks[begin:]), max(expected[begin:]), first_steps[begin], held)
 
 
 def longest_window(metrics: Values, name: str) -> tuple[int, float] | None:

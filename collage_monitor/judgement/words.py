@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from collage_monitor.judgement.case import LAYER_TOLERANCE, Case
-from collage_monitor.judgement.evidence import labelled
+from collage_monitor.judgement.evidence import SilentRanks, labelled
 
 __all__ = [
     "Advice",
@@ -20,9 +20,10 @@ __all__ = [
     "WORDS_VERSION",
     "judgement_of",
     "percent",
+    "silence",
 ]
 
-WORDS_VERSION: Final = 4
+WORDS_VERSION: Final = 5
 """Raise it when a run may be judged or headlined otherwise than before while the package's version stays: what
 servers keep is then made anew."""
 Health = Literal[
@@ -131,7 +132,7 @@ class Judgement:
 
 def judgement_of(case: Case, findings: Sequence[Finding]) -> Judgement:
     """The first finding's word, and a sentence made of all of them."""
-    evidence, measured = case.evidence, case.measured
+    evidence, measured = case.evidence, _measured(case)
     text = "; ".join(finding.text for finding in findings).rstrip(".")
     said = [f"{text[0].upper()}{text[1:]}.", *_about_layers(case), *_about_copies(case), _basis(case)]
     sentences = " ".join(sentence for sentence in said if sentence)
@@ -189,11 +190,24 @@ def _basis(case: Case) -> str:
         parts.append(
             f"step {evidence.last_step}" if one else f"steps {evidence.first_step} to {evidence.last_step}"
         )
-    if case.measured is not None:
-        parts.append(f"{percent(case.measured)} of the elements")
+    if (measured := _measured(case)) is not None:
+        parts.append(f"{percent(measured)} of the elements")
     if parts and not evidence.layers:
         parts.append("the model as a whole, not its layers")
     return f"Measured: {', '.join(parts)}." if parts else ""
+
+
+def _measured(case: Case) -> float | None:
+    """Share of the elements whose intended update is known, those of silent ranks among them."""
+    silent = case.evidence.silent
+    if silent is None or case.measured is None:
+        return case.measured
+    return None if silent.held is None else silent.held * case.measured
+
+
+def silence(silent: SilentRanks) -> str:
+    """'2 of 4 ranks report since step 500'."""
+    return f"{silent.reporting} of {silent.expected} ranks report since step {silent.since:,}"
 
 
 def percent(share: float) -> str:

@@ -95,6 +95,7 @@ from collage_monitor.wire.numbers import (
     undefined_to_none,
 )
 from collage_monitor.wire.run_table import (
+    EdqChange,
     GroupBy,
     GroupValue,
     LayerLoss,
@@ -132,6 +133,7 @@ __all__ = [
     "EventPage",
     "Fingerprint",
     "Grant",
+    "EdqChange",
     "GroupBy",
     "GroupValue",
     "Health",

@@ -11,6 +11,7 @@ from collage_monitor.wire.messages import Trained
 from collage_monitor.wire.numbers import Number
 
 __all__ = [
+    "EdqChange",
     "GroupBy",
     "GroupValue",
     "LayerLoss",
@@ -59,14 +60,22 @@ class LayerLoss(Struct, kw_only=True, frozen=True):
     lost_update_ratio: Number | None
 
 
+class EdqChange(Struct, kw_only=True, frozen=True):
+    """A step at which the model's EDQ changed at once, with its medians just before and after."""
+
+    step: int
+    before: float
+    after: float
+
+
 class Overview(Struct, kw_only=True, frozen=True):
     """What is said of a run: one evaluation of its recent past, so that every number quoted is one that is shown.
 
     first_step … last_step: the recent past, `measured_steps` in it; `numbers` are the model's metrics over it, with
     their intervals. `headline` says in one sentence what is wrong, where and since when; `verdict` gives the
     reasons, `advice` what to try, "" where there is nothing, and `findings` the metrics that are held against the
-    run, with their values. `since`: the first step at
-    which EDQ was different, null if it never changed. `worst`: up to five layers. `trend`: EDQ over the whole run.
+    run, with their values. `since`: the first step with the present EDQ, null if it never changed; `changes`: all
+    at once, in order. `worst`: up to five layers. `trend`: EDQ over the whole run.
     """
 
     run_id: str
@@ -80,6 +89,7 @@ class Overview(Struct, kw_only=True, frozen=True):
     advice: str = ""
     findings: dict[str, float] = field(default_factory=dict)
     since: int | None = None
+    changes: list[EdqChange] = field(default_factory=list)
     worst: list[LayerLoss] = field(default_factory=list)
     trend: list[Number | None] = field(default_factory=list)
 

@@ -18,7 +18,14 @@ from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NeedsTooMuch, NotFound
 from collage_server.ingest.writer import IngestCounters
 from collage_server.memory import MemoryBudget, released_afterwards
-from collage_server.queries.overview import OverviewPoints, begin_of_recent_past, most_losing, overview
+from collage_server.queries.overview import (
+    OverviewPoints,
+    begin_of_recent_past,
+    edq_changes,
+    find_silent_ranks,
+    most_losing,
+    overview,
+)
 from collage_server.store import DueRun, Points, RunRecord, Selection, Snapshot, Store
 
 __all__ = ["MADE_BY", "OverviewKeeper", "evaluate", "evaluate_within", "keep_overview"]
@@ -128,7 +135,8 @@ def evaluate(now: Snapshot, record: RunRecord, first_step: int | None = None) ->
         return now.points([run_id], keys, selection)[run_id]
 
     recent = read(
-        ("measured_steps", "intended_squared_sum"), Selection(first_step=first_step, points=_RECENT_POINTS)
+        ("measured_steps", "intended_squared_sum", "elements"),
+        Selection(first_step=first_step, points=_RECENT_POINTS),
     )
     past = Selection(first_step=begin_of_recent_past(recent) or first_step, points=1)
     layers = tuple(dict.fromkeys(key for metric in OF_LAYERS for key in statistics_for(metric, intervals=False)))
@@ -141,13 +149,20 @@ def evaluate(now: Snapshot, record: RunRecord, first_step: int | None = None) ->
     lost = [
         name for name in _LOSSES if name in record.scalars and not np.isfinite(float(record.scalars[name].value))
     ]
+    of_model = read((*edq, *states), history)
+    by_layer = read(edq, replace(history, by_layer=True, layers=losing))
+
+    def between(first: int, last: int) -> Points:
+        return read(edq, replace(history, first_step=first, last_step=last))
+
     return overview(
         record,
         OverviewPoints(
             model=model,
             layers=merged,
-            history=read((*edq, *states), history),
-            layer_history=read(edq, replace(history, by_layer=True, layers=losing)),
+            history=of_model,
+            changes=edq_changes(of_model, by_layer, between),
             logged_losses=now.scalars([run_id], lost, Selection())[run_id] if lost else {},
+            silent=find_silent_ranks(recent, record, lambda: now.layers(run_id)),
         ),
     )

@@ -283,8 +283,14 @@ def test_so_is_one_of_a_run_that_measured_nothing(server, evaluate):
         ((1.0, 1.0, 1.0), (1.0, 0.3, 1.0), 310, "since step 310; blocks.0.weight changed then"),
         ((0.6, 0.6, 1.0), (0.6, 0.6, 0.9), 10, "since step 10"),
         ((0.96, 0.96, 0.96), (0.96, 0.96, 0.9), None, ""),
+        ((0.9, 0.9, 0.9), (0.82, 0.82, 0.82), 310, "since step 10, more since step 310; all 3 layers changed then"),
     ],
-    ids=["one layer fell", "always lost, one layer a little more", "a little lost, then a little more"],
+    ids=[
+        "one layer fell",
+        "always lost, one layer a little more",
+        "a little lost, then a little more",
+        "lost more",
+    ],
 )
 def test_since_when_is_that_of_the_loss_and_not_of_some_change(server, evaluate, before, after, since, told):
     server.run()
@@ -335,3 +341,25 @@ def test_people_say_which_runs_count_as_one(server, seeds):
     assert listed(groups(server, by="configuration", project="p")) == [["b0", "a2", "a1", "a0"]]
     server.send("PATCH", "/runs/b0", wire.RunUpdate(configuration=""), wire.Run)
     assert table(server, run_id="b0").rows[0].configuration == rows["b0"].configuration
+
+
+def test_since_when_is_the_newest_change_that_matters_to_the_step_while_a_run_lives(server, evaluate):
+    """It kept "since step 10" of a run that fell further, and placed a fall of a long run to hundreds of steps."""
+    server.run()
+    server.attempt()
+    server.stream(stream_id="s1")
+    levels = {0: 0.9, 2010: 0.6, 3010: 0.9, 4370: 0.3}
+    noise = np.random.default_rng(0).normal(0, 0.004, (600, len(LAYERS)))
+    said = []
+    for begin, end in ((0, 240), (240, 600)):
+        reports = []
+        for place in range(begin, end):
+            step = 10 * (place + 1)
+            level = levels[max(at for at in levels if at <= step)]
+            reports.append(report(place, step, values=arrived(step, level + noise[place])))
+        server.reports(reports, "s1")
+        evaluate()
+        found = server.get("/runs/r1/overview", wire.Overview)
+        said.append((found.since, [(change.step, round(change.after, 1)) for change in found.changes]))
+    assert said == [(2010, [(2010, 0.6)]), (4370, [(2010, 0.6), (3010, 0.9), (4370, 0.3)])]
+    assert "since step 4,370" in found.headline

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from collage_monitor.judgement import Evidence, Judgement, finite, loses_most, percent
+from collage_monitor.judgement import Evidence, Judgement, finite, loses_most, percent, silence
 
 __all__ = ["beyond_judgement", "headline", "layers_in_words"]
 
@@ -23,12 +23,14 @@ def headline(
     *,
     since: int | None = None,
     changed: Sequence[str] = (),
+    further: int | None = None,
     states_since: Mapping[str, int] | None = None,
     not_finite: Mapping[str, int] | None = None,
 ) -> str:
     """The sentence for a run.
 
     since: the first step with the present EDQ, None if it never changed; changed: the layers that changed with it.
+    further: since when it is worse than it was then.
     states_since: by optimizer state, the same of its decrement. not_finite: by logged name, the first step at which
     it was NaN or infinite.
     """
@@ -39,16 +41,16 @@ def headline(
             parts.append(finding.text)
         elif finding.health == "losing updates" and "lost" not in told:
             told.add("lost")
-            parts.append(_losing(judgement, evidence, since, changed))
+            parts.append(_losing(judgement, evidence, since, changed, further))
         elif finding.health == "states are stuck":
             state = finding.key.partition("/")[2]
             parts.append(f"{state} stuck{_since((states_since or {}).get(state))}")
         elif finding.health not in {"losing updates", "healthy", "unknown"}:
             parts.append(finding.text)
-    if not parts:
-        text = "; ".join(finding.text for finding in judgement.findings)
-        return _sentence(text) if text else judgement.text
-    return _sentence("; ".join(parts))
+    parts = parts or [finding.text for finding in judgement.findings]
+    if evidence.silent is not None and not any(silence(evidence.silent) in part for part in parts):
+        parts.append(silence(evidence.silent))
+    return _sentence("; ".join(parts)) if parts else judgement.text
 
 
 def beyond_judgement(sentence: str, judgement: str) -> str:
@@ -65,7 +67,9 @@ def _sentence(text: str) -> str:
     return f"{text if named else text[:1].upper() + text[1:]}."
 
 
-def _losing(judgement: Judgement, evidence: Evidence, since: int | None, changed: Sequence[str]) -> str:
+def _losing(
+    judgement: Judgement, evidence: Evidence, since: int | None, changed: Sequence[str], further: int | None
+) -> str:
     lost, edq = finite(evidence.model.get("lost_update_ratio")), finite(evidence.model.get("edq_ratio"))
     short, steps = _short_by(judgement)
     rounded_away = any(finding.key == "lost_update_ratio" for finding in judgement.findings)
@@ -77,8 +81,8 @@ def _losing(judgement: Judgement, evidence: Evidence, since: int | None, changed
         text = f"loses {percent(lost)} of its updates" + (f" (EDQ {edq:.3f})" if edq is not None else "")
     else:
         text = "loses updates" + (f" (EDQ {edq:.3f})" if edq is not None else "")
-    text += _since(since)
-    where = _where(evidence, changed if since is not None else ())
+    text += _since(since) + ("" if further is None else f", more{_since(further)}")
+    where = _where(evidence, changed if since is not None or further is not None else ())
     return f"{text}; {where}" if where else text
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -15,20 +16,35 @@ from collage_monitor.judgement import (
     STATE_TOLERANCE,
     Evidence,
     Judgement,
+    SilentRanks,
     evidence_of,
     judge,
     recent_points,
+    silent_ranks,
 )
 from collage_monitor.metrics import split_key
-from collage_monitor.onset import Onset, find_onset, first_step_if_always_below
+from collage_monitor.onset import Onset, find_onset, find_onsets, first_step_if_always_below
 from collage_monitor.statistics import finished, reduce_steps
 from collage_server.queries.headline import headline
 from collage_server.store import Points, RunRecord, ScalarPoints
 
-__all__ = ["OverviewPoints", "begin_of_recent_past", "held_against", "most_losing", "overview"]
+__all__ = [
+    "OverviewPoints",
+    "begin_of_recent_past",
+    "edq_changes",
+    "find_silent_ranks",
+    "held_against",
+    "most_losing",
+    "overview",
+]
 
 WORST: Final = 5
 _TREND_POINTS: Final = 32
+_POINTS_AROUND: Final = 12
+"""Of a coarse history, on each side of a change: so much is read again."""
+_MOST_READINGS: Final = 4
+_TOLD_SHARE: Final = 0.25
+"""Of the present loss: a fall of less, of a run that lost before, is not told."""
 _SHOWN: Final = frozenset(
     {
         "edq_ratio",
@@ -53,14 +69,16 @@ class OverviewPoints:
     """What an overview is made of.
 
     model, layers: the recent past, merged into one point. history: EDQ's totals and the states' over the whole run,
-    of the model; layer_history: EDQ's by layer, at the same steps. logged_losses: those not finite now.
+    of the model. logged_losses: those not finite now.
+    silent: ranks that do not report any more. changes: `edq_changes` of the histories.
     """
 
     model: Points
     layers: Points
     history: Points
-    layer_history: Points
     logged_losses: Mapping[str, ScalarPoints] = field(default_factory=dict)
+    silent: SilentRanks | None = None
+    changes: Sequence[Onset] = ()
 
 
 def begin_of_recent_past(points: Points) -> int | None:
@@ -68,6 +86,25 @@ def begin_of_recent_past(points: Points) -> int | None:
     squares = np.nan_to_num(points.totals.get("intended_squared_sum", np.zeros(len(points.steps))))
     taken = recent_points(points.counts.astype(float).tolist(), squares.tolist())
     return int(points.first_steps[-taken]) if taken and len(points.steps) else None
+
+
+def find_silent_ranks(
+    points: Points, record: RunRecord, layers: Callable[[], Sequence[wire.Layer]]
+) -> SilentRanks | None:
+    """The ranks that do not report any more, from the points of `measured_steps` and `elements`.
+
+    layers: the model's, asked for only where no step has all ranks.
+    """
+    firsts, sizes = np.array(points.world_sizes, dtype=np.int64).T
+    expected = sizes[np.maximum(np.searchsorted(firsts, points.steps, side="right") - 1, 0)]
+    if not len(points.steps) or points.ranks[-1] >= expected[-1]:
+        return None
+    elements = np.nan_to_num(points.totals.get("elements", np.zeros(len(points.steps)))) / points.counts
+    torn = bool((points.ranks < expected).all())
+    whole = float(sum(math.prod(layer.shape) for layer in layers())) if torn else 0.0
+    measured, ranks = points.counts.tolist(), points.ranks.tolist()
+    columns = (points.first_steps.tolist(), measured, ranks, expected.tolist(), elements.tolist())
+    return silent_ranks(*columns, whole, is_over=record.state != "running")
 
 
 def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
@@ -84,12 +121,13 @@ def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
         )
     evidence = _evidence(record, points)
     found = judge(evidence)
-    since, changed = _losing_since(points)
+    losing = _losing_since(points)
     sentence = headline(
         found,
         evidence,
-        since=since,
-        changed=changed,
+        since=losing.since,
+        changed=losing.changed,
+        further=losing.further,
         states_since=_states_since(points.history),
         not_finite=not_finite,
     )
@@ -104,7 +142,12 @@ def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
         verdict=found.text,
         advice=found.advised,
         findings=held_against(found),
-        since=since,
+        since=losing.since if losing.further is None else losing.further,
+        changes=[
+            wire.EdqChange(step=onset.first_changed, before=onset.before, after=onset.after)
+            for onset in points.changes
+            if abs(onset.after - onset.before) >= EDQ_TOLERANCE
+        ],
         worst=_worst(points.layers),
         trend=_trend(points.history),
     )
@@ -137,33 +180,79 @@ def _evidence(record: RunRecord, points: OverviewPoints) -> Evidence:
             watch=record.watch,
             first_step=int(model.first_steps[0]),
             last_step=int(model.steps[-1]),
+            silent=points.silent,
         )
 
 
-def _losing_since(points: OverviewPoints) -> tuple[int | None, list[str]]:
-    """The first step with the present loss, and the layers that changed with it.
+@dataclass(frozen=True)
+class _LosingSince:
+    """The first step with a loss, the layers that changed when it last grew, and since when it is larger."""
 
-    Where most of the loss came at once, its onset; else the first measured step, of a run that was never better.
-    None where the loss came by and by, or grew a little from one that was there.
+    since: int | None
+    changed: Sequence[str] = ()
+    further: int | None = None
+
+
+def _losing_since(points: OverviewPoints) -> _LosingSince:
+    """Since when the run loses what it loses.
+
+    Where most of the loss came at once, its newest onset; else the first measured step, of a run that was never
+    better, and the newest fall from there, if there was one. Nothing where the loss came by and by, or grew a
+    little from one that was there.
     """
-    history, by_layer = points.history, points.layer_history
+    history = points.history
     series = finished("edq_ratio", history.totals, (len(history.steps),))
-    onset = _onset(history, series, by_layer)
-    if onset is not None and onset.after < onset.before and onset.explains(1.0):
-        return onset.first_changed, [change.layer for change in onset.layers if change.after < change.before]
-    return first_step_if_always_below(history.first_steps.tolist(), series, 1 - EDQ_TOLERANCE), []
+    first = first_step_if_always_below(history.first_steps.tolist(), series, 1 - EDQ_TOLERANCE)
+    fall = next((onset for onset in reversed(points.changes) if onset.after < onset.before), None)
+    if fall is None:
+        return _LosingSince(first)
+    changed = [change.layer for change in fall.layers if change.after < change.before]
+    if fall.explains(1.0):
+        return _LosingSince(fall.first_changed, changed)
+    if fall.before - fall.after < max(EDQ_TOLERANCE, _TOLD_SHARE * (1 - fall.after)):
+        return _LosingSince(first)
+    return _LosingSince(first, changed, fall.first_changed)
 
 
-def _onset(model: Points, series: NDArray[np.float64], layers: Points) -> Onset | None:
-    """Since when EDQ is what it is; `series` is that of the model."""
+def edq_changes(history: Points, layers: Points, read: Callable[[int, int], Points] | None = None) -> list[Onset]:
+    """When EDQ changed at once, in order: from its history of the model and by layer, at the same steps.
+
+    read: the model's history between two steps in finer points, by which a change is placed to the step.
+    """
+    series = finished("edq_ratio", history.totals, (len(history.steps),))
     if not len(layers.steps):
-        return find_onset(model.first_steps.tolist(), series, least=EDQ_TOLERANCE)
-    shape = (len(layers.steps), len(layers.layers))
-    by_layer = finished("edq_ratio", layers.totals, shape) if layers.totals else np.zeros((len(layers.steps), 0))
-    columns = {name: by_layer[:, place] for place, name in enumerate(layers.layers[: by_layer.shape[1]])}
-    at = dict(zip(model.steps.tolist(), series.tolist(), strict=True))
-    of_model = [at.get(step, np.nan) for step in layers.steps.tolist()]
-    return find_onset(layers.first_steps.tolist(), of_model, columns, least=EDQ_TOLERANCE)
+        found = find_onsets(history.first_steps.tolist(), series, least=EDQ_TOLERANCE)
+    else:
+        shape = (len(layers.steps), len(layers.layers))
+        by_layer = (
+            finished("edq_ratio", layers.totals, shape) if layers.totals else np.zeros((len(layers.steps), 0))
+        )
+        columns = {name: by_layer[:, place] for place, name in enumerate(layers.layers[: by_layer.shape[1]])}
+        at = dict(zip(history.steps.tolist(), series.tolist(), strict=True))
+        of_model = [at.get(step, np.nan) for step in layers.steps.tolist()]
+        found = find_onsets(layers.first_steps.tolist(), of_model, columns, least=EDQ_TOLERANCE)
+    if read is None or not len(history.counts) or history.counts.max() == 1:
+        return found
+    width = int(np.median(np.diff(history.first_steps)))
+    return [_placed(onset, width, read) for onset in found]
+
+
+def _placed(onset: Onset, width: int, read: Callable[[int, int], Points]) -> Onset:
+    """The same change, found again among finer points, until each is a step. width: of a point, in steps."""
+    for _ in range(_MOST_READINGS):
+        around = _POINTS_AROUND * width
+        points = read(max(onset.last_before - around, 0), onset.settled + width + around)
+        series = finished("edq_ratio", points.totals, (len(points.steps),))
+        finer = find_onset(points.first_steps.tolist(), series, least=0.5 * abs(onset.after - onset.before))
+        if finer is None:
+            return onset
+        onset = replace(
+            onset, last_before=finer.last_before, first_changed=finer.first_changed, settled=finer.settled
+        )
+        if points.counts.max() == 1:
+            return onset
+        width = int(np.median(np.diff(points.first_steps)))
+    return onset
 
 
 def _states_since(history: Points) -> dict[str, int]:
@@ -174,10 +263,10 @@ def _states_since(history: Points) -> dict[str, int]:
         if name != "state_decrement_observed_sum" or not label:
             continue
         series = finished(f"{_STATE}/{label}", history.totals, (len(history.steps),))
-        onset = find_onset(history.first_steps.tolist(), series, least=STATE_TOLERANCE)
-        if onset is not None and onset.after < onset.before:
-            found[label] = onset.first_changed
-        elif onset is None:
+        onsets = find_onsets(history.first_steps.tolist(), series, least=STATE_TOLERANCE)
+        if onsets and onsets[-1].after < onsets[-1].before:
+            found[label] = onsets[-1].first_changed
+        elif not onsets:
             first = first_step_if_always_below(history.first_steps.tolist(), series, 1 - STATE_TOLERANCE)
             if first is not None:
                 found[label] = first

@@ -1,0 +1,116 @@
+"""Ranks that fall silent: the head says so, and what they hold is not known, on the server as in a terminal."""
+
+from __future__ import annotations
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from collage_server.app import create_app
+from collage_server.settings import Settings
+from starlette.testclient import TestClient
+
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.judgement import SilentRanks, judge, silent_ranks
+from collage_monitor.run_evidence import read_evidence
+from tests.dashboard.generated import GeneratedRun
+from tests.server.conftest import Clock, Server
+
+RANKS = 4
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A server of this process with its helper, and a client that reads from it."""
+    clock = Clock()
+    app = create_app(Settings(folder=tmp_path, no_auth=True), clock=clock)
+    with TestClient(app, base_url="http://127.0.0.1") as inside:
+
+        def forward(request: httpx.Request) -> httpx.Response:
+            answer = inside.request(request.method, request.url.raw_path.decode())
+            return httpx.Response(answer.status_code, content=answer.content)
+
+        yield Server(inside, clock, app), Client("http://127.0.0.1", transport=httpx.MockTransport(forward))
+
+
+def train(server, steps_of, replicas=False):
+    """A healthy run of four ranks, each of which measures its steps; each holds a quarter of all, or a copy."""
+    made = GeneratedRun("sharded", "master-weights", steps=1000)
+    server.app.state.collage.overviews.stop(60.0)
+    server.run("r1")
+    server.attempt("r1")
+    statistics = list(made.totals(10))
+    share = np.full((len(statistics), 1), 1.0 if replicas else 1 / RANKS)
+    share[statistics.index("measured_steps")] = 1.0
+    for rank, steps in steps_of.items():
+        layers = [
+            msgspec.structs.replace(
+                layer,
+                shape=[layer.elements],
+                elements=int(layer.elements * share.min()),
+                replica=rank if replicas else 0,
+            )
+            for layer in made.layers
+        ]
+        told = {"layers": layers, "statistics": statistics, "watch": made.watch()}
+        server.stream("r1", stream_id=f"s{rank}", rank=rank, world_size=RANKS, **told)
+        server.reports([of_rank(made, seq, step, share) for seq, step in enumerate(steps)], f"s{rank}")
+    server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    return server.get("/runs/r1/overview", wire.Overview)
+
+
+def of_rank(made, seq, step, share):
+    """What a rank that holds this share of each total reports of a step."""
+    by_layer, model = made.totals(step), made.model_totals(step)
+    return wire.Report(
+        seq=seq,
+        step=step,
+        time=1_700_000_000.0 + step,
+        statistic_count=len(by_layer),
+        layer_count=len(made.layers),
+        statistics=wire.array_to_bytes(np.stack(list(by_layer.values())) * share),
+        model=wire.array_to_bytes(np.array([float(model[key]) for key in by_layer]) * share[:, 0]),
+    )
+
+
+ALL, HALF = range(10, 1001, 10), range(10, 500, 10)
+
+
+def test_two_of_four_ranks_fall_silent_and_what_they_hold_is_not_known(served):
+    server, client = served
+    found = train(server, {0: ALL, 1: ALL, 2: HALF, 3: HALF})
+    assert found.health == "unknown"
+    assert found.headline == "2 of 4 ranks report since step 500: what the others hold is not known."
+    assert "50.0 % of the elements" in found.verdict
+    read = judge(read_evidence(client, "r1"))
+    assert (read.health, read.text) == (found.health, found.verdict), "the terminal says the same"
+
+
+def test_ranks_that_hold_copies_fall_silent_and_the_head_says_so(served):
+    server, client = served
+    found = train(server, {0: ALL, 1: ALL, 2: HALF, 3: HALF}, replicas=True)
+    assert found.health == "healthy", found.verdict
+    assert found.headline.endswith("; 2 of 4 ranks report since step 500.")
+    assert judge(read_evidence(client, "r1")).text == found.verdict
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_ranks_that_never_spoke_are_missed_where_the_others_hold_no_copies(served, replicas):
+    server, client = served
+    found = train(server, {0: ALL, 1: ALL}, replicas=replicas)
+    assert found.health == ("healthy" if replicas else "unknown")
+    assert "2 of 4 ranks report since step 10" in found.headline
+    assert judge(read_evidence(client, "r1")).text == found.verdict
+
+
+def test_a_report_that_is_on_its_way_is_no_silence():
+    whole, torn = [4] * 20, [4] * 13 + [2] * 7
+    steps, ones = list(range(20)), [1.0] * 20
+    assert silent_ranks(steps, ones, torn, whole, ones) is None
+    found = silent_ranks(steps, ones, [4] * 12 + [2] * 8, whole, ones)
+    assert found == SilentRanks(reporting=2, expected=4, since=12, held=1.0)
+    assert silent_ranks(steps, ones, whole, whole, ones) is None
+    alone = [1], [1.0], [1], [2], [1.0]
+    assert silent_ranks(*alone) is None
+    assert silent_ranks(*alone, is_over=True) == SilentRanks(reporting=1, expected=2, since=1, held=None)
