@@ -30,6 +30,7 @@ from collage_monitor.judgement.judge import judge
 from collage_monitor.judgement.rules import STATE_TOLERANCE, average_findings
 from collage_monitor.judgement.words import (
     CAVEATS,
+    GRAVITY,
     WORDS_VERSION,
     Advice,
     Choice,
@@ -47,6 +48,7 @@ __all__ = [
     "EDQ_TOLERANCE",
     "Evidence",
     "Finding",
+    "GRAVITY",
     "Health",
     "Judgement",
     "LOST_TOLERANCE",

@@ -107,6 +107,7 @@ from collage_monitor.wire.run_table import (
     RunSort,
     RunTable,
     TableEntry,
+    WorstRun,
 )
 
 __all__ = [
@@ -185,6 +186,7 @@ __all__ = [
     "StreamCreate",
     "StreamList",
     "TableEntry",
+    "WorstRun",
     "Token",
     "TokenCreate",
     "TokenCreated",

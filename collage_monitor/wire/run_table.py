@@ -23,6 +23,7 @@ __all__ = [
     "RunSort",
     "RunTable",
     "TableEntry",
+    "WorstRun",
 ]
 
 RunSort = Literal[
@@ -127,14 +128,25 @@ class RunRow(Struct, kw_only=True, frozen=True):
     resumed_at: list[int] = field(default_factory=list)
 
 
+class WorstRun(Struct, kw_only=True, frozen=True):
+    """The run with the gravest word against it, and of those the one that keeps the least of its updates."""
+
+    run_id: str
+    name: str
+    headline: str
+
+
 class RunTable(Struct, kw_only=True, frozen=True):
-    """A page of the table of runs. `total` counts the runs that the filters leave, `live` the running ones among
-    them by their health ("" where it is not known yet). `changed_at`: the newest sign of life or change of any."""
+    """A page of the table of runs. `total` counts the runs that the filters leave, `healths` them by their health,
+    `live` the running ones among them ("" where it is not known yet). `worst`: null where nothing speaks against
+    any. `changed_at`: the newest sign of life or change of any."""
 
     rows: list[RunRow]
     total: int
     live: dict[str, int]
     changed_at: float | None = None
+    healths: dict[str, int] = field(default_factory=dict)
+    worst: WorstRun | None = None
 
 
 class GroupValue(Struct, kw_only=True, frozen=True):

@@ -363,3 +363,12 @@ def test_since_when_is_the_newest_change_that_matters_to_the_step_while_a_run_li
         said.append((found.since, [(change.step, round(change.after, 1)) for change in found.changes]))
     assert said == [(2010, [(2010, 0.6)]), (4370, [(2010, 0.6), (3010, 0.9), (4370, 0.3)])]
     assert "since step 4,370" in found.headline
+
+
+def test_the_table_names_the_run_with_the_gravest_word_and_counts_all_by_health(server, seeds):
+    page = table(server)
+    assert page.healths["losing updates"] == 1
+    assert sum(page.healths.values()) == page.total == 5
+    assert (page.worst.run_id, page.worst.name) == ("a1", "a1")
+    assert page.worst.headline == server.get("/runs/a1/overview", wire.Overview).headline
+    assert table(server, project="q").worst is None

@@ -52,7 +52,8 @@ def get_run_table(
     page = app_state.store.table.page(query, now, stale_after)
     asked = [*config, *(differing_entries([record.config for record, _ in page.rows]) if differing else ())]
     rows = [run_row(*row, now, stale_after, dict.fromkeys(asked)) for row in page.rows]
-    return answer(wire.RunTable(rows=rows, total=page.total, live=page.live, changed_at=page.changed_at))
+    counted = {name: getattr(page, name) for name in ("total", "live", "changed_at", "healths", "worst")}
+    return answer(wire.RunTable(rows=rows, **counted))
 
 
 @router.get("/run-groups", **describes(wire.RunGroups))

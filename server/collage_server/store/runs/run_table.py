@@ -12,6 +12,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Select, String, case, func, literal, literal_column, select
 
 from collage_monitor import wire
+from collage_monitor.judgement import GRAVITY
 from collage_monitor.seeds import mean_over_seeds
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
@@ -43,7 +44,7 @@ TableRow = tuple[RunRecord, wire.Overview | None]
 
 @dataclass(frozen=True)
 class TablePage:
-    """A page of the table: records with their overviews, how many runs there are, and the live ones by health.
+    """A page of the table: records with their overviews, how many runs there are, all and the live ones by health.
 
     `changed_at`: the newest change or report of any of the runs; None without runs.
     """
@@ -52,6 +53,8 @@ class TablePage:
     total: int
     live: dict[str, int]
     changed_at: float | None
+    healths: dict[str, int]
+    worst: wire.WorstRun | None
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,10 @@ class TableStore:
         """A page of the table of runs."""
         table = _Table(query, now - stale_after_seconds)
         with self._database.reading() as connection:
-            total, live, changed_at = table.counted(connection)
+            live, healths, changed_at = table.counted(connection)
+            worst = table.worst(connection) if not set(healths) <= {"", "healthy", "unknown"} else None
             rows = table.rows(connection, query.offset, query.limit) if query.limit else []
-        return TablePage(rows, total, live, changed_at)
+        return TablePage(rows, sum(healths.values()), live, changed_at, healths, worst)
 
     def groups(self, query: GroupQuery, now: float, stale_after_seconds: float) -> GroupPage:
         """A page of the table of runs in groups: each by what its runs have in common, the open ones with them."""
@@ -127,16 +131,30 @@ class _Table:
         self._base = select(_RUN.c.run_id).outerjoin(_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)
         self._base = self._base.where(*conditions).with_hint(_OVERVIEW, _NARROW, "sqlite")
 
-    def counted(self, connection: Connection) -> tuple[int, dict[str, int], float | None]:
-        """How many runs there are, the live ones by health, and when one of them changed last."""
+    def counted(self, connection: Connection) -> tuple[dict[str, int], dict[str, int], float | None]:
+        """The live runs by health, all runs by health, and when one of them changed last."""
         health = func.coalesce(_OVERVIEW.c.health, "").label("health")
         live = (self._state == "running").label("live")
         changed = func.max(later(self._columns["updated_at"], _RUN.c.changed_at)).label("changed_at")
         counts = self._base.with_only_columns(live, health, func.count().label("runs"), changed)
         counts = counts.group_by(live, health)
         rows = connection.execute(counts).all()
-        total, newest = sum(row.runs for row in rows), max((row.changed_at for row in rows), default=None)
-        return total, {row.health: row.runs for row in rows if row.live}, newest
+        newest = max((row.changed_at for row in rows), default=None)
+        healths: Counter[str] = Counter()
+        for row in rows:
+            healths[row.health] += row.runs
+        return {row.health: row.runs for row in rows if row.live}, dict(healths), newest
+
+    def worst(self, connection: Connection) -> wire.WorstRun | None:
+        """The run with the gravest word against it, and of those the one with the lowest EDQ."""
+        health, edq = _OVERVIEW.c.health, _OVERVIEW.c.edq_ratio
+        grave = case(*((health == word, place) for place, word in enumerate(GRAVITY)), else_=len(GRAVITY))
+        chosen = self._base.where(health.in_(GRAVITY)).order_by(grave, edq.is_(None), edq, _RUN.c.run_id).limit(1)
+        run_id = connection.execute(chosen).scalar()
+        if run_id is None:
+            return None
+        name = connection.execute(select(_RUN.c.name).where(_RUN.c.run_id == run_id)).scalar_one()
+        return wire.WorstRun(run_id=run_id, name=name, headline=_overviews(connection, [run_id])[run_id].headline)
 
     def rows(
         self, connection: Connection, offset: int, limit: int, *conditions: ColumnElement[bool]
