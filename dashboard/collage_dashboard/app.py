@@ -13,6 +13,7 @@ from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import problem_page
 from collage_dashboard.guard import install_compression, install_guard
+from collage_dashboard.numbers import install_numbers
 from collage_dashboard.pages import comparison, incident, incidents, run, runs
 from collage_dashboard.prerendering import DOCUMENT, PrerenderingDash
 from collage_dashboard.reader import Problem, Reader, explain
@@ -70,6 +71,7 @@ def create_dashboard(
         app.sends_at_once = True
     install_compression(app.server)
     install_report(app.server, reader)
+    install_numbers(app.server, reader)
     shell = partial(_shell, signed_in=sign_in is not None)
     app.layout = shell()
     app.layout_for = lambda pathname, search: shell(

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import dash_mantine_components as dmc
 from dash import dcc, html
 
-from collage_dashboard.descriptions import Description, describe
+from collage_dashboard.descriptions import Description, describe, iso, when
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
 from collage_dashboard.reader import Problem
 from collage_dashboard.run_styles import LineStyle, is_stochastic
@@ -35,6 +35,7 @@ __all__ = [
     "help_text",
     "labelled",
     "limits_note",
+    "moment",
     "milliseconds_after",
     "notice",
     "number_card",
@@ -104,8 +105,14 @@ def chart_card(
     header: Any = None,
     height: int = 300,
     title: str = "",
+    is_map: bool = False,
 ) -> dmc.Paper:
-    """A chart with its title and help; `header` takes the title's place (a select, say)."""
+    """A chart with its title and help; `header` takes the title's place (a select, say).
+
+    is_map: its cells are picked with the keyboard, too.
+    """
+    keys: dict[str, Any] = {"data-map": "", "tabIndex": "0", "role": "application"} if is_map else {}
+    keys |= {"aria-label": f"{title}: arrow keys walk its cells, Enter picks one"} if is_map else {}
     description = describe(key)
     blank = empty_figure("", height=height)
     return dmc.Paper(
@@ -114,7 +121,9 @@ def chart_card(
             html.Div(
                 dcc.Graph(id=graph_id, figure=blank, config=GRAPH_CONFIG, clear_on_unhover=True),
                 className="figure-place",
+                **keys,
             ),
+            *([html.Div(id="map-cell", role="status", className="quiet map-cell")] if is_map else []),
             html.Div(
                 [dmc.Text(note, size="xs", className="quiet"), save_buttons(title or description.title)],
                 className="chart-foot",
@@ -296,6 +305,11 @@ def problem_page(problem: Problem, *, retry: bool = False, order: int = 1) -> ht
         lines.append(html.Div(str(LIVE_MILLISECONDS), id={"type": "retry", "index": 0}, className="pace"))
     lines.append(dcc.Link("All runs", href="/"))
     return html.Div(dmc.Stack(lines, align="center", gap="md"), className="problem")
+
+
+def moment(seconds: float) -> html.Time:
+    """A Unix time: the page's scripts show it as the reader's clock has it, with UTC on hover."""
+    return html.Time(when(seconds), dateTime=iso(seconds), title=when(seconds))
 
 
 def limits_note() -> dmc.Text:

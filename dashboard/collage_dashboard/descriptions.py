@@ -24,6 +24,7 @@ __all__ = [
     "describe",
     "finite",
     "interval",
+    "iso",
     "metric_choices",
     "number",
     "state_key",
@@ -139,6 +140,11 @@ def finite(value: Number | None) -> float | None:
         return None
     plain = from_number(value)
     return plain if math.isfinite(plain) else None
+
+
+def iso(seconds: float) -> str:
+    """A Unix time as HTML's `time` has it."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def when(seconds: float | None) -> str:

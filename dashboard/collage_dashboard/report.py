@@ -20,6 +20,7 @@ from plotly.offline import get_plotlyjs
 from collage_dashboard.components import over_steps
 from collage_dashboard.descriptions import STATE, describe, interval, number, state_key, when
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
+from collage_dashboard.numbers import file_stem
 from collage_dashboard.pages.comparison_content import COLUMNS, with_recent
 from collage_dashboard.pages.comparison_curves import (
     DEFAULT_METRIC,
@@ -106,9 +107,8 @@ def report(reader: Reader, run_ids: Sequence[str], left_out: int = 0) -> str:
 
 
 def file_name(names: Sequence[str]) -> str:
-    """A name for the report's file, of letters, digits and dashes, whatever the runs are called."""
-    text = names[0] if len(names) == 1 else f"comparison of {len(names)} runs"
-    return f"collage-{re.sub(r'[^a-z0-9]+', '-', text.lower())[:60].strip('-') or 'run'}.html"
+    """A name for the report's file, whatever the runs are called."""
+    return f"{file_stem(names)}.html"
 
 
 def install_report(server: Flask, reader: Reader) -> None:

@@ -38,9 +38,10 @@ _SHOWN: Final = 3
 class RunResult:
     """A run in the numbers by which strategies are compared. None: not known.
 
-    `loss` is read at `loss_step`; `health` and `headline` are its verdict's, `numbers` those that it rests on,
-    `advice` what it says to try. `trained`: what its optimizers train. `configuration` is the same for seeds of one
-    strategy, `entries` are those of its configuration, and its project, in which the runs differ.
+    `loss`, which of them `loss_name` says, is read at `loss_step`; `health` and `headline` are its verdict's,
+    `numbers` those that it rests on, `advice` what it says to try. `trained`: what its optimizers train.
+    `configuration` is the same for seeds of one strategy, `entries` are those of its configuration, and its
+    project, in which the runs differ.
     """
 
     run_id: str
@@ -53,6 +54,7 @@ class RunResult:
     headline: str
     loss: float | None
     loss_step: int | None
+    loss_name: str
     bytes_per_parameter: float | None
     tokens_per_second: float | None
     numbers: Mapping[str, float]
@@ -143,7 +145,7 @@ def run_results(rows: Sequence[wire.RunRow], compared: Sequence[wire.ComparedRun
         elif name == "validation_loss" and len(ends) == 1:
             loss, step = finite(row.scalars[name].value), row.scalars[name].step
         entries = {**({"project": row.project} if several_projects else {}), **row.config}
-        results.append(_result(row, found.get(row.run_id), loss, step, entries))
+        results.append(_result(row, found.get(row.run_id), loss, step, entries, name))
     return results
 
 
@@ -153,6 +155,7 @@ def _result(
     loss: float | None,
     step: int | None,
     entries: Mapping[str, Any],
+    loss_name: str,
 ) -> RunResult:
     speed = run.mean_scalars.get("tokens_per_second") if run else None
     logged = {name: entry.value for name, entry in row.scalars.items()}
@@ -173,6 +176,7 @@ def _result(
         headline=overview.headline if overview else "Not evaluated yet.",
         loss=loss,
         loss_step=None if loss is None else step,
+        loss_name=loss_name,
         # The catalogue counts bytes of 16-bit weights.
         bytes_per_parameter=size if size is not None or wide or known is None else known.bytes_per_parameter,
         tokens_per_second=finite(speed if speed is not None else logged.get("tokens_per_second")),

@@ -91,8 +91,13 @@ def test_the_first_screens_curves_are_pointed_at_together_and_saved(opened):
     with page.expect_download() as found:
         page.get_by_role("button", name="Curves of the run as CSV").press("Enter")
     head, *lines = found.value.path().read_text().splitlines()
-    assert head == "name,step,value"
-    assert [line.split(",")[0] for line in lines] == [title for title in TITLES for _ in range(20)]
+    assert found.value.suggested_filename == "collage-plain-curves.csv"
+    assert head.startswith("run,run_id,metric,layer,first_step,step,value,minimum,maximum,low,high,")
+    metrics = [metric for metric in ("loss", "edq_ratio", "lost_update_ratio", "learning_rate") for _ in range(20)]
+    assert [line.split(",")[:3] for line in lines] == [["plain", "run-plain", metric] for metric in metrics]
+    with page.expect_download() as picture:
+        page.get_by_role("button", name="Curves of the run as PNG").press("Enter")
+    assert picture.value.suggested_filename == "collage-plain-curves-of-the-run.png"
     page.locator("#run-stack .annotation-text", has_text="EDQ").hover()
     page.locator("#run-stack .hoverlayer", has_text="Share of the intended descent").wait_for()
 

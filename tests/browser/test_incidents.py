@@ -197,6 +197,13 @@ def test_the_servers_own_incident_is_acknowledged_and_noted_from_its_page(watche
         "CollageNotFinite",
         "Non-finite weights",
     ]
+    name = client.run("run-inf").name
+    assert page.locator(".incident-table a", has_text=name).count() == 1, "a run goes by its name"
+    page.locator("#page .crumbs", has_text=f"Only {name}. Show all").wait_for()
+    fired = page.locator(".incident-table time")
+    local = page.evaluate("at => new Date(at).toTimeString().slice(0, 5)", fired.get_attribute("datetime"))
+    assert fired.inner_text().endswith(local), "as the reader's clock has it"
+    assert fired.get_attribute("title").endswith(" UTC")
     page.get_by_role("link", name="CollageNotFinite").click()
     page.locator(".answer", has_text="Non-finite weights is beyond the alert's threshold since step 110").wait_for()
     page.locator(".cause", has_text="Ruled out: 0 were not finite before, 36 after").wait_for()

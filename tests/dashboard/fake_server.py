@@ -1,6 +1,7 @@
 """A server in memory: the read routes answered from generated runs, through the real client and codec."""
 
 import json
+from collections import Counter
 
 import httpx
 import msgspec
@@ -9,7 +10,7 @@ from collage_server.queries.headline import headline
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.judgement import Evidence, judge
+from collage_monitor.judgement import GRAVITY, Evidence, judge
 from collage_monitor.metrics import HISTOGRAM_LABELS, METRICS, split_key
 from collage_monitor.statistics import finish_all, histogram_counts, merge_steps
 
@@ -67,7 +68,7 @@ class FakeServer:
         if route == "series":
             first, *others = query.get_list("metric")
             series, *more = (
-                self._series(run, metric, query.get("layer"), query.get("axis", "step"))
+                self._series(run, metric, query.get("layer"), query.get("axis", "step"), query)
                 for metric in (first, *others)
             )
             return _json(
@@ -94,7 +95,15 @@ class FakeServer:
         live = sum(run.state == "running" for run in found)
         start = int(query.get("offset", 0))
         rows = [self._row(run) for run in found[start : start + int(query["limit"])]]
-        return wire.RunTable(rows=rows, total=len(found), live={"healthy": live} if live else {})
+        said = {run.run_id: self._overview(run) for run in found}
+        healths = Counter(entry.health for entry in said.values())
+        order = [*GRAVITY, "healthy", "unknown"]
+        worst = min(found, key=lambda run: order.index(said[run.run_id].health), default=None)
+        told = None
+        if worst is not None and said[worst.run_id].health in GRAVITY:
+            told = wire.WorstRun(run_id=worst.run_id, name=worst.name, headline=said[worst.run_id].headline)
+        live = {"healthy": live} if live else {}
+        return wire.RunTable(rows=rows, total=len(found), live=live, healths=dict(healths), worst=told)
 
     def _row(self, run):
         whole = self._run(run)
@@ -139,9 +148,12 @@ class FakeServer:
             self._points[key] = finish_all(merge_steps([run.model_totals(step) for step in run.measured]))
         return self._points[key]
 
-    def _series(self, run, metric, layer, axis):
+    def _series(self, run, metric, layer, axis, query=()):
+        asked = dict(query)
+        first, last, most = (int(asked.get(name, 10**9)) for name in ("from", "to", "points"))
+        measured = [step for step in run.measured if first % 10**9 <= step <= last]
         if split_key(metric)[0] in METRICS:
-            steps = run.measured
+            steps = measured
             points = [self._finished(run, step, layer) for step in steps]
             values = [_number(point.get(metric, np.nan)) for point in points]
             bounds = {
@@ -150,15 +162,23 @@ class FakeServer:
                 if f"{metric}_{name}" in points[0]
             }
         else:
-            steps = [step for step in run.measured if metric in run.scalars(step)]
+            steps = [step for step in measured if metric in run.scalars(step)]
             values, bounds = [run.scalars(step)[metric] for step in steps], {}
+        if len(steps) > most:
+            # Thinned as a server does: a point is the mean of several steps, under the last one's label.
+            size = -(-len(steps) // most)
+            places = range(0, len(steps), size)
+            values = [float(np.mean(values[at : at + size])) for at in places]
+            firsts, steps, bounds = steps[::size], [steps[min(at + size, len(steps)) - 1] for at in places], {}
+        else:
+            firsts = steps
         scale = {"step": 1.0, "tokens": 2048.0, "time": 0.5}[axis]
         return wire.Series(
             run_id=run.run_id,
             metric=metric,
             layer=layer,
             axis=axis,
-            first_steps=steps,
+            first_steps=firsts,
             steps=steps,
             positions=[step * scale for step in steps],
             values=values,

@@ -13,7 +13,7 @@ from collage_dashboard.pages.comparison import figure
 from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table, judgement_lines, number_cards
 from collage_dashboard.pages.incident_content import body
 from collage_dashboard.pages.run_content import TABS, about, draw, head, panel, summary
-from collage_dashboard.pages.runs_content import compare_link, rows
+from collage_dashboard.pages.runs_content import compare_link, headline_of, rows
 from collage_dashboard.view import View, read_address
 
 from collage_monitor import wire
@@ -346,3 +346,13 @@ def test_a_slow_server_is_asked_less_often():
 def test_limits_stand_on_every_page(reader):
     for address in (("/", ""), ("/compare", "?run=run-plain"), ("/run/run-plain", "")):
         assert "invisible here" in text(render(read_address(*address), reader))
+
+
+def test_the_line_above_the_table_answers(server):
+    """It said "6 runs, none of them live." of three that have a problem."""
+    assert headline_of(server.client().run_table()) == (
+        "2 of 6 runs have a problem; the worst is plain: loses 33.2 % of its updates (EDQ 0.913). 1 is live."
+    )
+    assert headline_of(server.client().run_table(q="plus")) == "The run is healthy. None is live."
+    nothing = wire.RunTable(rows=[], total=2, live={}, healths={"unknown": 2})
+    assert headline_of(nothing) == "No problem is known of 2 runs, 0 of them healthy. None is live."

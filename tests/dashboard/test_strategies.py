@@ -52,7 +52,7 @@ def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, rea
     assert [table.count(name) for name in ("Plain · bfloat16", "Plain · float32", "Collage plus")] == [1, 1, 1]
     for column in STRATEGY_COLUMNS:
         assert column.title in table
-    assert "Losses are those at step 200." in table
+    assert "Losses are the validation losses at step 200." in table
     assert len(server.asked) == 1
 
 

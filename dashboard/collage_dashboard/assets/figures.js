@@ -20,6 +20,14 @@
     return { ...next, layout };
   }
 
+  // Of a heatmap that has grown only the newest columns come.
+  function grown(part, current) {
+    const [before] = current.data;
+    const cells = (name) => part[name] && { [name]: before[name].map((row, place) => [...row.slice(0, part.from), ...part[name][place]]) };
+    const trace = { ...before, x: [...before.x.slice(0, part.from), ...part.x], ...cells("z"), ...cells("customdata") };
+    return { ...current, data: [trace, ...current.data.slice(1)] };
+  }
+
   // What was zoomed to on the x axis; nothing for any other change of a layout.
   function zoomOf(change) {
     if (!change) return null;
@@ -77,6 +85,49 @@
     return [...document.querySelectorAll(`${place} .js-plotly-plot`)].filter((plot) => plot.data && plot.data.length);
   }
 
+  // A heatmap is walked with the arrow keys; Enter picks the cell, as a click does.
+  document.addEventListener("focusin", (event) => {
+    const plot = mapOf(event.target);
+    if (plot && !plot.cell) walk(plot, 0, 0);
+  });
+  document.addEventListener("keydown", (event) => {
+    const plot = mapOf(event.target);
+    const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+    if (!plot || (!move && event.key !== "Enter")) return;
+    event.preventDefault();
+    if (move) walk(plot, ...move);
+    else pick(plot);
+  });
+
+  function mapOf(place) {
+    const plot = place.matches && place.matches("[data-map]") && place.querySelector(".js-plotly-plot");
+    return plot && plot.data && plot.data.length && plot.data[0].type === "heatmap" ? plot : null;
+  }
+
+  function walk(plot, down, right) {
+    const { x, y } = plot.data[0];
+    const within = (place, count) => Math.min(Math.max(place, 0), count - 1);
+    const [row, column] = plot.cell || [0, x.length - 1];
+    let next = within(row + down, y.length);
+    // A group's name is no layer.
+    while (y[next].startsWith("▾ ") && next + (down || 1) >= 0 && next + (down || 1) < y.length) next += down || 1;
+    plot.cell = [next, within(column + right, x.length)];
+    const [at, place] = plot.cell;
+    window.Plotly.Fx.hover(plot, { xval: x[place], yval: at }, "xy");
+    const said = document.getElementById("map-cell");
+    const cells = plot.data[0].customdata || plot.data[0].z;
+    if (said) said.textContent = `${y[at]}, step ${x[place]}: ${cells[at][place]}`;
+  }
+
+  function pick(plot) {
+    if (!plot.cell) return;
+    const [row, column] = plot.cell;
+    const { x, y, z } = plot.data[0];
+    const point = { curveNumber: 0, pointNumber: [row, column], x: x[column], y: y[row], z: z[row][column] };
+    window.collageFlow.pointed();
+    plot.emit("plotly_click", { points: [point] });
+  }
+
   // Where one chart is pointed at, the others say what they have there.
   function shareHover() {
     const [trigger] = window.dash_clientside.callback_context.triggered;
@@ -96,17 +147,26 @@
     const plot = button && button.closest(".card").querySelector(".js-plotly-plot");
     if (!plot || !plot.data || !plot.data.length) return;
     const { save, title } = button.dataset;
-    const filename = `collage-${title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "")}`;
-    if (save !== "csv") window.Plotly.downloadImage(plot, { format: save, filename, scale: save === "png" ? 2 : 1 });
+    const filename = ["collage", (document.querySelector("#page h1") || {}).textContent || "", title].map(dashed).join("-");
+    const { numbers } = plot.layout.meta || {};
+    if (save === "csv" && numbers) follow(numbers, ""); // All points from the server; what is drawn is thinned.
+    else if (save !== "csv") window.Plotly.downloadImage(plot, { format: save, filename, scale: save === "png" ? 2 : 1 });
     else download(`${filename}.csv`, csvOf(plot));
   });
 
-  function download(name, text) {
+  const dashed = (text) => text.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60);
+
+  function follow(address, name) {
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+    link.href = address;
     link.download = name;
     link.click();
-    URL.revokeObjectURL(link.href);
+  }
+
+  function download(name, text) {
+    const address = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+    follow(address, name);
+    URL.revokeObjectURL(address);
   }
 
   function csvOf(plot) {
@@ -136,7 +196,10 @@
 
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     collage: {
-      keepZoom: (figure, current) => (figure ? carry(figure, current) : window.dash_clientside.no_update),
+      keepZoom: (figure, current) => {
+        if (!figure) return window.dash_clientside.no_update;
+        return figure.newest ? grown(figure.newest, current) : carry(figure, current);
+      },
       showZoom,
       shareHover,
     },

@@ -3,6 +3,7 @@
 // Dash's own hooks are not called for an answer without content or for none at all, so the requests are counted here.
 (function () {
   const SAYS_AFTER = 1000;
+  const HEATMAP = '[id*=\'"kind":"heatmap"\']';
   const SETTLES_AFTER = 60; // An answer may lead to a further question at once.
   const asked = new Map();
   const ask = window.fetch.bind(window);
@@ -53,6 +54,7 @@
     if (!document.querySelector("#page > *")) return;
     handover.disconnect();
     document.getElementById("opening")?.remove();
+    if (new URLSearchParams(window.location.search).has("tab")) reach("#run-tab");
     settle(); // A page that asks nothing while it opens ticks as well.
   });
   handover.observe(entry, { childList: true, subtree: true });
@@ -86,7 +88,49 @@
     window.dash_clientside.set_props("runs-address", { search: `?${given}` });
   }
 
-  window.collageFlow = { isDue: () => due, toggle };
+  // A link to a tab arrives at it, and the layer of a clicked cell comes into view.
+  function reach(place) {
+    const there = document.querySelector(place);
+    if (there) there.scrollIntoView({ block: place === "#run-tab" ? "start" : "nearest" });
+  }
+
+  let pointedAt = -Infinity;
+  document.addEventListener("pointerdown", (event) => {
+    if (event.target.closest && event.target.closest(HEATMAP)) pointedAt = performance.now();
+  }, true);
+
+  // Who chooses a layer types over the one that is chosen.
+  document.addEventListener("focusin", (event) => {
+    if (event.target.id === "run-layer") event.target.select();
+  });
+
+  // In the table of runs Enter opens the row's run or group, and the space bar picks it.
+  document.addEventListener("keydown", (event) => {
+    const cell = event.target;
+    if (![" ", "Enter"].includes(event.key) || !cell.matches || !cell.matches("#runs-grid .ag-cell")) return;
+    if (["tags", "notes"].includes(cell.getAttribute("col-id"))) return;
+    const row = cell.closest(".ag-row").getAttribute("row-index");
+    const run = document.querySelector(`#runs-grid .ag-row[row-index="${row}"] .run-cell`);
+    const wanted = run && run.querySelector(event.key === " " ? "input.pick" : "button.opens, a");
+    if (!wanted) return;
+    event.preventDefault();
+    event.stopPropagation();
+    wanted.click();
+  }, true);
+
+  // Times stand as the reader's clock has them; on hover in UTC.
+  function tellTimes() {
+    for (const time of document.querySelectorAll("time[datetime]")) {
+      const at = new Date(time.dateTime);
+      const pad = (part) => String(part).padStart(2, "0");
+      const text = `${at.getFullYear()}-${pad(at.getMonth() + 1)}-${pad(at.getDate())} ${pad(at.getHours())}:${pad(at.getMinutes())}`;
+      const words = time.firstChild;
+      if (words && words.nodeValue !== text) words.nodeValue = text;
+    }
+  }
+  new MutationObserver(tellTimes).observe(entry, { childList: true, subtree: true });
+
+  window.collageFlow = { isDue: () => due, toggle, pointed: () => (pointedAt = performance.now()) };
   document.addEventListener("visibilitychange", () => due && tick());
   // Who signs out goes where the answer leads, although what the page still asks for is refused meanwhile.
   document.addEventListener("submit", (event) => (leaving = event.target.getAttribute("action") === "/sign-out"));
@@ -133,6 +177,9 @@
     flow: {
       title: (page) => {
         const title = page && page.props && page.props["data-title"];
+        if (window.location.pathname.startsWith("/run/") && new URLSearchParams(window.location.search).has("tab")) {
+          setTimeout(() => reach("#run-tab"), 0);
+        }
         document.title = title ? `${title} · Collage Monitor` : "Collage Monitor";
         return window.dash_clientside.no_update;
       },
@@ -192,6 +239,11 @@
         else given.set("sort", wanted);
         const text = given.toString();
         return text ? `?${text}` : "";
+      },
+      showLayer: () => {
+        if (performance.now() - pointedAt < 10000) setTimeout(() => reach("#run-layer-card"), 0);
+        pointedAt = -Infinity;
+        return window.dash_clientside.no_update;
       },
       picked: () => {
         if (document.getElementById("runs-grid"))

@@ -33,6 +33,10 @@ class NamedCurve:
     dash: str = "solid"
 
 
+_EXACT: Final = frozenset({"learning_rate"})
+"""Logged scalars without noise: smoothing would bend them."""
+
+
 def curves(
     metric: str,
     lines: Sequence[NamedCurve],
@@ -54,7 +58,7 @@ def curves(
         return empty_figure(_why_empty(metric, lines), height=height)
     shown = [value for line in drawable for value in map(finite, line.series.values) if value is not None]
     logarithmic = scale == "log" and max(shown) > 0
-    weight = smoothing if description.scalar else 0.0
+    weight = smoothing if description.scalar and metric not in _EXACT else 0.0
     widths = [_THINNEST + _WIDER * (len(drawable) - 1 - place) for place in range(len(drawable))]
     traces = [
         trace
@@ -82,7 +86,7 @@ def curves(
         figure.add_hline(y=description.ideal, line={"color": INK, "width": 1, "dash": "dot"})
     beyond = [step for line in lines for step in _not_finite(line.series)]
     below = sum(value <= 0 for value in shown) if scale == "log" else 0
-    notes = [f"{len(beyond)} points are not finite, the first at step {min(beyond)}"] if beyond else []
+    notes = [f"{len(beyond)} points are not finite, the first at step {min(beyond):,}"] if beyond else []
     notes += [f"{below} points are 0 or negative: a logarithm has no place for them"] if below else []
     return add_note(figure, "<br>".join(notes)) if notes else figure
 
@@ -264,10 +268,10 @@ def _hover(series: wire.Series, description: Description) -> list[str]:
         text += " elements" if description.unit == "elements" else ""
         first, last = series.first_steps[place], series.steps[place]
         if first != last:
-            text += f", steps {first}–{last}"
+            text += f", steps {first:,}–{last:,}"
             text += f", single ones {number(series.minimum[place])} … {number(series.maximum[place])}"
         elif series.axis != "step":
-            text += f", step {last}"
+            text += f", step {last:,}"
         texts.append(text)
     return texts
 

@@ -68,8 +68,16 @@ CLASS_COLOURS: Final = {
 PALE: Final = "rgba(134,142,150,0.16)"
 """The colour of nothing to say: quiet on white and on near-black."""
 MARKED: Final = "#9C36B5"
-DIVERGING: Final = ((0.0, "#B2491A"), (0.25, "#E8A27C"), (0.5, PALE), (0.75, "#7FB2D6"), (1.0, "#0B5C94"))
-"""Below the ideal, at it, above it. The middle is no colour of praise."""
+DIVERGING: Final = (
+    (0.0, "#B2491A"),
+    (0.25, "#D5804F"),
+    (0.45, "#EBA985"),
+    (0.5, PALE),
+    (0.55, "#94BEDC"),
+    (0.75, "#4E93C2"),
+    (1.0, "#0B5C94"),
+)
+"""Below the ideal, at it, above it. The middle is no colour of praise; a tenth of the way off nothing is pale."""
 SEQUENTIAL: Final = ((0.0, PALE), (0.35, "#E8A27C"), (0.7, "#C65F2B"), (1.0, "#7A2A08"))
 
 

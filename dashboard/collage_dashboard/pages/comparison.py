@@ -29,6 +29,7 @@ from collage_dashboard.components import (
     smoothing_control,
 )
 from collage_dashboard.figures.style import digest
+from collage_dashboard.numbers import frame_of, pandas_note
 from collage_dashboard.pages.comparison_content import comparison_table, judgement_lines, legend, number_cards
 from collage_dashboard.pages.comparison_curves import (
     CHARTS,
@@ -120,6 +121,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(chart_cards(view, rows), className="charts"),
             html.Div(id="compare-counterfactuals"),
             html.Div(id="compare-table"),
+            pandas_note(reader, frame_of([row.run_id for row in rows])),
             limits_note(),
         ],
         f"Comparison of {len(view.runs)} {'run' if len(view.runs) == 1 else 'runs'}",

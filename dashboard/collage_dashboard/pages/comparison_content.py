@@ -150,7 +150,7 @@ def _merged(key: str) -> Callable[[wire.ComparedRun], Cell]:
 def _scalar(name: str) -> Callable[[LoggedRun], Cell]:
     def cell(run: LoggedRun) -> Cell:
         logged = run.scalars.get(name)
-        return (number(logged.value), f"step {logged.step}") if logged else (number(None), "")
+        return (number(logged.value), f"step {logged.step:,}") if logged else (number(None), "")
 
     return cell
 

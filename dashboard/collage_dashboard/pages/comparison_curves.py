@@ -16,6 +16,7 @@ from collage_dashboard.components import chart_card, chart_note, labelled
 from collage_dashboard.descriptions import describe, finite, metric_choices
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.style import empty_figure
+from collage_dashboard.numbers import numbers_address
 from collage_dashboard.pages.comparison_content import curve_of
 from collage_dashboard.pages.strategies_content import strategy_styles
 from collage_dashboard.reader import Reader
@@ -176,7 +177,9 @@ def draw_curves(
     """The figure of a metric, or why the server refused it; with `results` a curve is a strategy's mean."""
     if isinstance(found, str):
         return empty_figure(found)
-    return figure(found, view.smoothing, metric, results=results, scale=view.scale)
+    drawn = figure(found, view.smoothing, metric, results=results, scale=view.scale)
+    ends = (int(view.zoom[0]), int(view.zoom[1])) if view.zoom and view.axis == "step" else (None, None)
+    return drawn.update_layout(meta={"numbers": numbers_address(view, (metric,), ends)})
 
 
 def _mean_curve(result: StrategyResult, runs: Mapping[str, wire.ComparedRun], metric: str) -> wire.Series:

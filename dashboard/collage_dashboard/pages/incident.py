@@ -19,6 +19,7 @@ from collage_dashboard.components import (
     refusal,
 )
 from collage_dashboard.incident_evidence import STEPS_AFTER_ALERT, read_incident_evidence
+from collage_dashboard.numbers import frame_of, pandas_note
 from collage_dashboard.pages.incident_content import body, head
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import View, write_address
@@ -70,6 +71,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(id="incident-refused", role="status"),
             html.Div(html.P("Reading what the run reported around it …", className="quiet"), id="incident-body"),
             html.Div(actions, className="toolbar", style={} if incident.run_id else {"display": "none"}),
+            *([pandas_note(reader, frame_of([incident.run_id]))] if incident.run_id else []),
             limits_note(),
         ],
         incident.alert,

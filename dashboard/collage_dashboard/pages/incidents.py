@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
 from dash import Input, Output, State, dcc, html, no_update
 
-from collage_dashboard.components import LIVE_MILLISECONDS, limits_note, notice, page, refresh_marker, scrollable
-from collage_dashboard.descriptions import describe, when
+from collage_dashboard.components import (
+    LIVE_MILLISECONDS,
+    limits_note,
+    moment,
+    notice,
+    page,
+    refresh_marker,
+    scrollable,
+)
+from collage_dashboard.descriptions import describe
+from collage_dashboard.numbers import pandas_note
 from collage_dashboard.pages.incident_content import badges, duration_of
 from collage_dashboard.reader import Reader, explain
 from collage_dashboard.view import View, read_address, write_address
@@ -32,16 +41,18 @@ def layout(view: View, reader: Reader) -> html.Div:
     """
     pathname, search = write_address(view)
     found = reader.ask_together(*_questions(view))
-    about = [view.alert, f"run {view.runs[0]}" if view.runs else None, view.project]
+    shown = [one for part in found for one in part.events]
+    names = _names(reader, [one.run_id for one in shown if one.run_id] + list(view.runs))
     return page(
         [
             dcc.Store(id="incidents-shown", data={"pathname": pathname, "search": search}),
             dcc.Store(id="incidents-revision", data=_revision(found)),
             refresh_marker("incidents-pace", LIVE_MILLISECONDS),
             dmc.Title("Incidents", order=1, size="h2", mt=8),
-            html.Div(", ".join(filter(None, about)) or "of all runs and of the server", className="crumbs"),
+            html.Div(_filters(view, shown, names), className="crumbs"),
             html.Div(id="incidents-alert"),
-            html.Div(_content(found), id="incidents-content"),
+            html.Div(_content(found, names), id="incidents-content"),
+            pandas_note(reader, "pandas.json_normalize(msgspec.to_builtins(client.incidents().events))"),
             limits_note(),
         ],
         "Incidents",
@@ -68,7 +79,8 @@ def register(app: dash.Dash, reader: Reader) -> None:
             return [], no_update, notice(explain(error))
         if _revision(found) == known:
             raise dash.exceptions.PreventUpdate
-        return _revision(found), _content(found), None
+        names = _names(reader, [one.run_id for part in found for one in part.events if one.run_id])
+        return _revision(found), _content(found, names), None
 
 
 def _questions(view: View) -> list[Any]:
@@ -88,7 +100,30 @@ def _revision(found: Sequence[wire.IncidentPage]) -> list[Any]:
     ]
 
 
-def _content(found: Sequence[wire.IncidentPage]) -> list[Any]:
+def _names(reader: Reader, run_ids: Sequence[str]) -> dict[str, str]:
+    """The runs' names by id; of those that are gone, nothing."""
+    ids = list(dict.fromkeys(run_ids))[:_MOST]
+    rows = reader.ask(lambda client: client.run_table(run_ids=ids, limit=_MOST)).rows if ids else []
+    return {row.run_id: row.name for row in rows}
+
+
+def _filters(view: View, shown: Sequence[wire.Incident], names: Mapping[str, str]) -> list[Any]:
+    """What is asked for, and links to ask for less or for all; each opens the page anew."""
+    asked = [view.alert, names.get(view.runs[0], view.runs[0]) if view.runs else None, view.project]
+    if any(asked):
+        about = f"Only {', '.join(filter(None, asked))}. "
+        return [about, html.A("Show all", href="/incidents")]
+    alerts = dict.fromkeys(incident.alert for incident in shown)
+    projects = dict.fromkeys(incident.project for incident in shown if incident.project)
+    links = [(alert, View(page="incidents", alert=alert)) for alert in alerts if len(alerts) > 1]
+    links += [(name, View(page="incidents", project=name)) for name in projects if len(projects) > 1]
+    told: list[Any] = ["Of all runs and of the server", *([". Only " if links else "."])]
+    for place, (text, only) in enumerate(links):
+        told += [" · " if place else "", html.A(text, href="".join(write_address(only)))]
+    return told
+
+
+def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str]) -> list[Any]:
     firing, ended = found
     if not firing.events and not ended.events:
         text = "No alert has fired here. That does not prove health: an alert sees only what it was made for."
@@ -98,14 +133,14 @@ def _content(found: Sequence[wire.IncidentPage]) -> list[Any]:
     parts: list[Any] = [html.Div(said, className="headline", role="status")]
     for title, part in (("Open", firing), ("Ended", ended)):
         if part.events:
-            parts.append(_table(title, part))
+            parts.append(_table(title, part, names))
     return parts
 
 
-def _table(title: str, part: wire.IncidentPage) -> dmc.Paper:
+def _table(title: str, part: wire.IncidentPage, names: Mapping[str, str]) -> dmc.Paper:
     heads = ("Alert", "Run", "Fired", "Lasted", "State", "Why")
     head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text, className="text") for text in heads]))
-    rows = [_row(incident) for incident in part.events]
+    rows = [_row(incident, names) for incident in part.events]
     note = f"The newest {_MOST}; `collage-monitor alerts` lists the others." if part.cursor else ""
     return dmc.Paper(
         [
@@ -126,16 +161,16 @@ def _judged(incident: wire.Incident) -> list[Any]:
     return [html.Div(describe(metric).title, className="quiet because")] if metric else []
 
 
-def _row(incident: wire.Incident) -> dmc.TableTr:
+def _row(incident: wire.Incident, names: Mapping[str, str]) -> dmc.TableTr:
     address = write_address(View(page="incident", incident=incident.incident_id))[0]
-    name = incident.labels.get("run") or incident.run_id
+    name = names.get(incident.run_id or "") or incident.labels.get("run") or incident.run_id
     run: Any = "the server"
     if incident.run_id is not None:
         run = dcc.Link(name, href=write_address(View(page="run", runs=(incident.run_id,)))[0], title=name)
     cells = (
         html.Div([dcc.Link(incident.alert, href=address), *_judged(incident)]),
         run,
-        when(incident.started_at),
+        moment(incident.started_at),
         duration_of(incident),
         html.Div(badges(incident), className="badges"),
         html.Span(incident.text, title=incident.text),

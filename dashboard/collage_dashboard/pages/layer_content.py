@@ -52,7 +52,7 @@ def layer_keys(run: wire.Run) -> list[str]:
 
 
 def layer_card(view: View, run: wire.Run, reader: Reader, first_step: int | None) -> Any:
-    """The card of the view's layer, its numbers from `first_step` on; nothing for the whole model.
+    """The card of the view's layer, its numbers at the view's step, else from `first_step` on; none for the model.
 
     Raises:
         CollageError: the server does not answer, or refuses the token.
@@ -60,11 +60,16 @@ def layer_card(view: View, run: wire.Run, reader: Reader, first_step: int | None
     if view.layer is None:
         return None
     run_id, keys = run.run_id, layer_keys(run)
+    begin, end = (first_step, None) if view.step is None else (view.step, view.step)
     try:
         layers, *found = reader.ask_together(
             lambda client: client.layers(run_id).layers,
             *(
-                [lambda client: client.series(run_id, keys, layer=view.layer, points=1, first_step=first_step)]
+                [
+                    lambda client: client.series(
+                        run_id, keys, layer=view.layer, points=1, first_step=begin, last_step=end
+                    )
+                ]
                 if keys
                 else []
             ),
@@ -101,7 +106,8 @@ def _facts(layer: wire.Layer, layers: Sequence[wire.Layer], series: Sequence[wir
     if point is not None and point.ranks and point.expected_ranks:
         facts.append(f"reported by {point.ranks[-1]} of {point.expected_ranks[-1]} ranks")
     if point is not None:
-        facts.append(f"over steps {count(point.first_steps[0])} to {count(point.steps[-1])}")
+        first, last = count(point.first_steps[0]), count(point.steps[-1])
+        facts.append(f"at step {last}" if first == last else f"over steps {first} to {last}")
     return " · ".join(facts)
 
 

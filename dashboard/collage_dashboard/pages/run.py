@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -25,8 +26,9 @@ from collage_dashboard.components import (
     smoothing_control,
 )
 from collage_dashboard.descriptions import metric_choices
-from collage_dashboard.figures.heatmap import short_layer
-from collage_dashboard.figures.style import ACCENT, digest, strategy_colour
+from collage_dashboard.figures.heatmap import newest_columns, short_layer
+from collage_dashboard.figures.style import ACCENT, digest, empty_figure, strategy_colour
+from collage_dashboard.numbers import frame_of, pandas_note
 from collage_dashboard.pages.layer_content import layer_card
 from collage_dashboard.pages.run_content import (
     DEFAULT_METRIC,
@@ -70,12 +72,13 @@ def layout(view: View, reader: Reader) -> html.Div:
         CollageError: the server does not answer, or there is no such run.
     """
     run_id = view.runs[0]
-    run, layers, row, marks = reader.ask_together(
+    run, layers, row, events = reader.ask_together(
         lambda client: client.run(run_id),
         lambda client: client.layers(run_id).layers,
         lambda client: _row(client, run_id),
-        lambda client: _marks(client, run_id),
+        lambda client: _events(client, run_id),
     )
+    marks = _marks(events, row)
     pathname, search = write_address(view)
     tabs = dmc.Tabs(
         [
@@ -121,6 +124,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(_map_controls(view, run), id="run-map-controls", className="controls", style=_of_map(view)),
             html.Div(id="run-layer-place"),
             html.Div(panel(view, run), id="run-panel"),
+            pandas_note(reader, frame_of([run_id])),
             limits_note(),
         ],
         run.name,
@@ -151,7 +155,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
             found = _revision(row)
             if found == {name: value for name, value in known.items() if name != "marks"}:
                 raise dash.exceptions.PreventUpdate
-            marks = reader.ask(lambda client: _marks(client, run_id)) if row else []
+            marks = _marks(reader.ask(lambda client: _events(client, run_id)), row) if row else []
         except CollageError as error:
             return {**known, "failed": True}, notice(explain(error)), str(LIVE_MILLISECONDS), no_update
         wait = no_update if row is None else str(refresh_milliseconds([row], time.monotonic() - start))
@@ -215,7 +219,7 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
         State({"type": "run-digest", **each}, "id"),
     )
     def redraw(
-        shown: dict[str, Any], revision: dict[str, Any], known: str | None, chart: dict[str, str]
+        shown: dict[str, Any], revision: dict[str, Any], known: Any, chart: dict[str, str]
     ) -> tuple[Any, ...]:
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
@@ -231,8 +235,15 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
                 since=revision["since"],
                 zoom_count=shown["zooms"],
             )
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None
+        except CollageError as error:
+            if known:
+                raise dash.exceptions.PreventUpdate from None
+            return empty_figure(explain(error).title), no_update
+        if chart["kind"] == "heatmap" and drawn.data:
+            part, told = newest_columns(drawn, known if isinstance(known, dict) else None)
+            if told == known:
+                raise dash.exceptions.PreventUpdate
+            return drawn if part is None else {"newest": part}, told
         found = digest(drawn)
         if found == known:
             raise dash.exceptions.PreventUpdate
@@ -256,6 +267,12 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate from None
 
     app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "showLayer"),
+        Output("run-layer-place", "id"),
+        Input("run-layer-place", "children"),
+        prevent_initial_call=True,
+    )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("collage", "keepZoom"),
         Output({"type": "run-figure", **each}, "figure"),
         Input({"type": "run-answer", **each}, "data"),
@@ -278,8 +295,12 @@ def _row(client: Client, run_id: str) -> wire.RunRow | None:
     return next(iter(client.run_table(run_ids=[run_id]).rows), None)
 
 
-def _marks(client: Client, run_id: str) -> list[tuple[int, str]]:
-    return marks_of(client.events(run_id, newest=True).events)
+def _events(client: Client, run_id: str) -> list[wire.Event]:
+    return client.events(run_id, newest=True).events
+
+
+def _marks(events: Sequence[wire.Event], row: wire.RunRow | None) -> list[tuple[int, str]]:
+    return marks_of(events, row.overview.changes if row and row.overview else ())
 
 
 def _revision(row: wire.RunRow | None) -> dict[str, Any]:

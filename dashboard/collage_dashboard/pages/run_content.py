@@ -16,6 +16,7 @@ from collage_dashboard.components import (
     chart_card,
     chart_note,
     headline_line,
+    moment,
     number_card,
     over_steps,
     scrollable,
@@ -28,7 +29,8 @@ from collage_dashboard.figures.heatmap import block_of
 from collage_dashboard.figures.histogram import PREDICTS
 from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
-from collage_dashboard.pages.run_curves import draw_stack, series_between
+from collage_dashboard.numbers import numbers_address
+from collage_dashboard.pages.run_curves import STACKED, draw_stack, series_between
 from collage_dashboard.pages.run_marks import Marks, place_marks
 from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import strategy_title
@@ -74,7 +76,7 @@ def head(run: wire.Run) -> html.Div:
     step = dmc.Text(
         "no step yet" if run.last_step is None else f"step {count(run.last_step)}", className="quiet", size="sm"
     )
-    updated = dmc.Text(f"updated {when(run.updated_at)}", className="quiet", size="sm")
+    updated = dmc.Text(["updated ", moment(run.updated_at)], className="quiet", size="sm")
     return html.Div(
         [
             html.Span(dmc.Title(run.name, order=1, size="h2"), title=run.name, className="name"),
@@ -105,7 +107,11 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
     cards.append(
         number_card(
             "validation_loss" if validated else "loss",
-            [Entry(number(loss.value) if loss else number(None), f"at step {loss.step}" if loss else "not logged")],
+            [
+                Entry(
+                    number(loss.value) if loss else number(None), f"at step {loss.step:,}" if loss else "not logged"
+                )
+            ],
         )
     )
     return html.Div(
@@ -164,7 +170,7 @@ def facts_of(run: wire.Run) -> list[tuple[str, str]]:
     if watch is not None:
         facts += _watch_facts(watch)
     facts += [
-        (f"Attempt {attempt.attempt}", f"from step {attempt.first_step}, {when(attempt.created_at)}")
+        (f"Attempt {attempt.attempt}", f"from step {attempt.first_step:,}, {when(attempt.created_at)}")
         for attempt in run.attempts
     ]
     facts += [(name, _scalar(name, entry)) for name, entry in sorted(run.scalars.items())]
@@ -228,7 +234,7 @@ def _fingerprint_facts(seen: wire.Fingerprint) -> list[tuple[str, str]]:
 
 def _scalar(name: str, entry: wire.LoggedScalar) -> str:
     shown = byte_count(entry.value) if name == "memory_bytes" else number(entry.value)
-    return f"{shown} at step {entry.step}"
+    return f"{shown} at step {entry.step:,}"
 
 
 def _table(facts: Sequence[tuple[str, str]]) -> dmc.Table:
@@ -307,7 +313,7 @@ def layer_metrics(run: wire.Run) -> list[str]:
 def _layers(view: View, run: wire.Run) -> list[Any]:
     metric = view.metric or DEFAULT_METRIC
     strategy = _strategy(run)
-    hint = "Click a cell to see its layer at that step below."
+    hint = "Click a cell, or pick one with the arrow keys and Enter, to see its layer at that step above."
     return [
         _card(
             "heatmap", metric, title=f"{describe(metric).title} by layer", strategy=strategy, wide=True, note=hint
@@ -329,7 +335,7 @@ def _card(
     chart = {"kind": kind, "metric": metric}
     return html.Div(
         [
-            chart_card(metric, {"type": "run-figure", **chart}, title=title, note=notes),
+            chart_card(metric, {"type": "run-figure", **chart}, title=title, note=notes, is_map=kind == "heatmap"),
             dcc.Store(id={"type": "run-answer", **chart}),
             dcc.Store(id={"type": "run-digest", **chart}),
         ],
@@ -366,10 +372,14 @@ def draw(
             return _histogram(view, reader, since)
         steps = steps_within(view, reader)
         if kind == "stack":
-            return with_zoom(draw_stack(view, reader, steps, colour, marks), view, zoom_count)
-        if kind == "series":
-            return with_zoom(_series(metric, view, reader, steps, colour, marks), view, zoom_count)
-        return with_zoom(_DRAWERS[kind](metric, view, reader, steps), view, zoom_count)
+            drawn = draw_stack(view, reader, steps, colour, marks)
+        elif kind == "series":
+            drawn = _series(metric, view, reader, steps, colour, marks)
+        else:
+            drawn = _DRAWERS[kind](metric, view, reader, steps)
+        shown = {"stack": STACKED, "classes": tuple(CLASSES)}.get(kind, (metric,))
+        numbers = numbers_address(view, shown, steps, by_layer=kind == "heatmap")
+        return with_zoom(drawn, view, zoom_count).update_layout(meta={"numbers": numbers})
     except NotAuthorised:
         raise
     except ServerRefusal as error:
@@ -431,8 +441,8 @@ def _histogram(view: View, reader: Reader, since: int | None) -> go.Figure:
 
 def _over(answer: wire.Histogram) -> str:
     if answer.first_step == answer.step:
-        return f"step {answer.step}"
-    return f"steps {answer.first_step} to {answer.step}"
+        return f"step {count(answer.step)}"
+    return f"steps {count(answer.first_step)} to {count(answer.step)}"
 
 
 def _classes(_metric: str, view: View, reader: Reader, steps: Steps) -> go.Figure:

@@ -27,14 +27,18 @@ _EVENTS: Final = {
 }
 
 
-def marks_of(events: Sequence[wire.Event]) -> list[tuple[int, str]]:
-    """The newest events of a run that a curve may have to do with: resumes, alerts, gaps, notes."""
+def marks_of(events: Sequence[wire.Event], changes: Sequence[wire.EdqChange] = ()) -> list[tuple[int, str]]:
+    """The newest of what a curve may have to do with: resumes, alerts, gaps, notes, and abrupt changes of EDQ."""
     found: dict[tuple[int, str], None] = {}
     for event in events:
         first = event.kind == "attempt" and (event.attempt or 1) == 1
         if event.step is not None and event.kind not in _UNMARKED and not first:
             found[event.step, _what(event)] = None
-    return list(found)[-_MOST_MARKS:]
+    marks = list(found)[-_MOST_MARKS:]
+    for change in changes[-_MOST_MARKS:]:
+        way = "falls" if change.after < change.before else "rises"
+        marks.append((change.step, f"EDQ {way} to {change.after:.3f}"))
+    return marks
 
 
 def _what(event: wire.Event) -> str:

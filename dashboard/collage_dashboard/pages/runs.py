@@ -23,6 +23,7 @@ from collage_dashboard.components import (
     runs_in_words,
     tags_of,
 )
+from collage_dashboard.numbers import frame_of, pandas_note
 from collage_dashboard.pages.runs_content import columns, compare_link, group_rows, headline_of, rows
 from collage_dashboard.prerendering import with_placeholder
 from collage_dashboard.reader import Problem, Reader, explain
@@ -88,14 +89,20 @@ def layout(view: View, reader: Reader) -> html.Div:
                 className="toolbar",
             ),
             html.Div([*(_filter(name, view, filters) for name in FILTERS), _grouping(view)], className="filters"),
-            html.Div(headline_of(table), id="runs-count", className="headline", role="status"),
+            html.Div(_said(table, view), id="runs-count", className="headline", role="status"),
             html.Div(id="runs-alert"),
             html.Div(_grid(view, shown), id="runs-table", style=_shown(not _is_empty(table, view))),
             html.Div(problem_page(_NO_RUNS, order=2), id="runs-empty", style=_shown(_is_empty(table, view))),
+            pandas_note(reader, frame_of(filters=_filters_of(view))),
             limits_note(),
         ],
         "Runs",
     )
+
+
+def _filters_of(view: View) -> dict[str, str | None]:
+    """The view's filters as `Client.runs` takes them: a verdict is none of a run's own."""
+    return {**{name: getattr(view, name) for name in FILTERS if name != "health"}, "q": view.query}
 
 
 def register(app: dash.Dash, reader: Reader) -> None:
@@ -126,7 +133,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         if found == known:
             raise dash.exceptions.PreventUpdate
         empty = _is_empty(table, view)
-        shown = headline_of(table), None, _shown(not empty), _shown(empty)
+        shown = _said(table, view), None, _shown(not empty), _shown(empty)
         return found, *shown, str(_wait(table, view))
 
 
@@ -238,6 +245,17 @@ def _register_choices(app: dash.Dash) -> None:
             raise dash.exceptions.PreventUpdate
         return {}
 
+    @app.callback(
+        Output("runs-query", "value"),
+        *(Output(f"runs-{name}", "value") for name in FILTERS),
+        Input({"type": "clear-filters", "index": dash.ALL}, "n_clicks"),
+        prevent_initial_call=True,
+    )
+    def clear_filters(clicks: list[int | None]) -> tuple[Any, ...]:
+        if not any(clicks):
+            raise dash.exceptions.PreventUpdate
+        return "", *[None] * len(FILTERS)
+
     app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("flow", "picked"), Output("runs-compare", "id"), Input("runs-picked", "data")
     )
@@ -276,6 +294,14 @@ def _revision(table: wire.RunTable) -> dict[str, Any]:
 
 def _is_empty(table: wire.RunTable, view: View) -> bool:
     return not table.total and not any(_filters(view).values())
+
+
+def _said(table: wire.RunTable, view: View) -> list[Any]:
+    """What the table says; where filters leave nothing, a way out of them."""
+    if table.total or not any(_filters(view).values()):
+        return [headline_of(table)]
+    clear = html.Button("Clear filters", id={"type": "clear-filters", "index": 0}, className="textual")
+    return ["No run matches these filters. ", clear]
 
 
 def _wait(table: wire.RunTable, view: View) -> int:

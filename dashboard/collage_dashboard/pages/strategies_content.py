@@ -209,7 +209,11 @@ def _health(result: StrategyResult) -> list[Any]:
 
 def _where_losses_stand(results: Sequence[StrategyResult]) -> str:
     steps = {run.loss_step for result in results for run in result.runs if run.loss_step is not None}
-    return f"Losses are those at step {steps.pop():,}." if len(steps) == 1 else ""
+    names = {run.loss_name for result in results for run in result.runs}
+    if len(steps) != 1 or len(names) != 1:
+        return ""
+    how = "validation losses" if names == {"validation_loss"} else "training losses, means of the last tenth,"
+    return f"Losses are the {how} at step {steps.pop():,}."
 
 
 def _mean(found: Estimate | None, digits: int = 3) -> Cell:

@@ -84,6 +84,7 @@ def test_smoothing_is_for_dense_logged_scalars_only():
     assert names("loss", [4.0, 2.0] * 20) == ["run, not smoothed", "run"]
     assert names("validation_loss", [4.0, 2.0]) == ["run"]
     assert names("edq_ratio", [4.0, 2.0] * 20) == ["run"]
+    assert names("learning_rate", [4.0, 2.0] * 20) == ["run"], "it has no noise: a mean bends it"
 
 
 def test_a_name_is_shown_as_it_is_and_never_read_as_markup():
