@@ -12,7 +12,7 @@ from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
 from collage_monitor.run_evidence import read_edq_since, read_onset
-from tests.browser.test_layout import IN_ONE_SCHEME, serious_violations
+from tests.browser.test_layout import IN_ONE_LOOK, LOOKS, serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
 from tests.dashboard.walk import text
@@ -241,14 +241,16 @@ def test_a_token_that_may_only_read_is_told_so(open_page, dashboard, server_url,
 PAGES = {"/incidents": ".incident-table", "/incident?run=run-drop&alert=CollageEdqDrop": ".cause"}
 
 
-@IN_ONE_SCHEME
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@IN_ONE_LOOK
+@LOOKS
 @pytest.mark.parametrize("path", PAGES)
-def test_pages_of_incidents_fit_and_can_be_used_by_everyone(open_page, dashboard_url, client, path, scheme):
+def test_pages_of_incidents_fit_and_can_be_used_by_everyone(
+    open_page, dashboard_url, client, path, scheme, contrasts_at
+):
     page = open_page(dashboard_url, scheme=scheme).page
     page.goto(dashboard_url + path)
     page.wait_for_selector(PAGES[path])
-    assert serious_violations(page) == []
+    assert serious_violations(page, contrasts_at) == []
 
 
 def test_an_incident_that_nobody_knows_says_what_is_kept(watched, client):

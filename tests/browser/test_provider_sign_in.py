@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests import provider as providers
-from tests.browser.test_layout import IN_ONE_SCHEME, serious_violations
+from tests.browser.test_layout import IN_ONE_LOOK, LOOKS, serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
 from tests.dashboard.test_sign_in import routing
@@ -72,18 +72,18 @@ def log_out(site):
     assert answer.status_code == 200, answer.text
 
 
-@IN_ONE_SCHEME
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everyone_can_sign_in(site, opened, scheme):
+@IN_ONE_LOOK
+@LOOKS
+def test_everyone_can_sign_in(site, opened, scheme, contrasts_at):
     page = opened.page
     page.emulate_media(color_scheme=scheme)
     page.goto(site[2])
     page.get_by_role("link", name="Sign in with localhost").wait_for()
     assert not page.get_by_label("Token").is_visible()
-    assert serious_violations(page) == []
+    assert serious_violations(page, contrasts_at) == []
     page.get_by_text("Sign in with a token").click()
     page.get_by_label("Token").wait_for()
-    assert serious_violations(page) == []
+    assert serious_violations(page, contrasts_at) == []
 
 
 def test_a_link_leads_to_the_provider_and_back_to_its_page_and_out_at_both(site, opened):

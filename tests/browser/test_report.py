@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.test_layout import HOSTILE, IN_ONE_SCHEME, WIDTHS, pale_inks, violations_now
+from tests.browser.test_layout import HOSTILE, IN_ONE_LOOK, LOOKS, WIDTHS, pale_inks, violations_now
 from tests.dashboard.generated import GeneratedRun, demo_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -19,10 +19,12 @@ def runs():
 SEVERAL = "/compare?run=run-hostile-1&run=run-plus&run=run-fp32-reference"
 
 
-@IN_ONE_SCHEME
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@IN_ONE_LOOK
+@LOOKS
 @pytest.mark.parametrize(("path", "charts"), [("/run/run-hostile-1", 9), (SEVERAL, 6)])
-def test_a_downloaded_report_opens_by_itself_for_everyone(open_page, dashboard_url, path, charts, scheme, tmp_path):
+def test_a_downloaded_report_opens_by_itself_for_everyone(
+    open_page, dashboard_url, path, charts, scheme, contrasts_at, tmp_path
+):
     page = open_page(dashboard_url, scheme=scheme).page
     page.goto(dashboard_url + path)
     with page.expect_download() as found:
@@ -41,5 +43,5 @@ def test_a_downloaded_report_opens_by_itself_for_everyone(open_page, dashboard_u
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
         page.wait_for_function(f"innerWidth === {width} && document.documentElement.scrollWidth <= {width}")
-        assert violations_now(page) == [], width
+        assert violations_now(page, contrasts=width == contrasts_at) == [], width
     assert not [url for url in asked if not url.startswith(("data:", "blob:", "about:"))]

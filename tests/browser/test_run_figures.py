@@ -9,6 +9,8 @@ from tests.dashboard.generated import demo_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
+ON_ONE_AXIS = pytest.mark.drawn(by=lambda **_: ["an axis"])
+"""By day on one axis, drawn for the test; two tests go through all three."""
 STACKED = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
 
 
@@ -70,6 +72,7 @@ def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched):
     assert "from=" not in page.url
 
 
+@ON_ONE_AXIS
 @pytest.mark.parametrize(("axis", "whole"), [("tokens", 2048 * 200), ("time", 0.5 * 190)])
 def test_on_another_axis_a_zoom_is_that_of_all_and_stands_in_the_address_as_well(watched, axis, whole):
     page = watched.page
@@ -112,6 +115,7 @@ def test_another_axis_shows_the_same_steps(watched):
         assert f"from={first:g}&to={last:g}" in page.url
 
 
+@ON_ONE_AXIS
 @pytest.mark.parametrize("axis", ["step", "tokens", "time"])
 def test_back_undoes_a_zoom_that_was_not_answered_yet(watched, axis):
     page = watched.page
