@@ -66,6 +66,13 @@ def bits(tensor):
     return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
 
 
+def parts(name):
+    """What of an optimizer the agent can meet: its name, or how each number of a strategy is kept."""
+    strategy = STRATEGIES.get(name.removeprefix("CollageAdamW "))
+    return [name] if strategy is None else ["a strategy", *strategy.storages, strategy.stochastic]
+
+
+@pytest.mark.drawn(by=parts)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fifty_steps_are_bit_identical_with_and_without_the_agent(name):
     make = OPTIMIZERS[name]

@@ -65,10 +65,10 @@ ALL = [(way, dtype) for way in ways() for dtype in way.dtypes]
 
 
 @pytest.mark.drawn
+@pytest.mark.parametrize("count", [1, 2, STEPS, 40])
 @pytest.mark.parametrize(("way", "dtype"), ALL, ids=[f"{named(way)}, {str(dtype)[6:]}" for way, dtype in ALL])
-def test_a_resume_that_lost_nothing_is_not_accused(way, dtype):
-    for count in (1, 2, STEPS, 40):
-        assert Saved(way, dtype, count).watched().info.resume_losses == []
+def test_a_resume_that_lost_nothing_is_not_accused(way, dtype, count):
+    assert Saved(way, dtype, count).watched().info.resume_losses == []
 
 
 LOADS_WELL = [way for way in ways() if way.who in ("ours", "schedulefree") or way.name in ("AdamW", "AdamW, fp32")]
