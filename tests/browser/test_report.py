@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.test_layout import HOSTILE, IN_ONE_LOOK, LOOKS, WIDTHS, pale_inks, violations_now
+from tests.browser.test_layout import HOSTILE, LOOKS, WIDTHS, pale_inks, violations_now
 from tests.dashboard.generated import GeneratedRun, demo_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -19,7 +19,7 @@ def runs():
 SEVERAL = "/compare?run=run-hostile-1&run=run-plus&run=run-fp32-reference"
 
 
-@IN_ONE_LOOK
+@pytest.mark.drawn(by=lambda path, scheme, **_: [path, scheme])
 @LOOKS
 @pytest.mark.parametrize(("path", "charts"), [("/run/run-hostile-1", 9), (SEVERAL, 6)])
 def test_a_downloaded_report_opens_by_itself_for_everyone(
