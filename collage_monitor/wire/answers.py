@@ -339,8 +339,8 @@ class AlertmanagerAlert(Struct, frozen=True, rename="camel"):
     """One alert of a notification. Its label `run_id`, set by `/metrics`, names the run."""
 
     status: Literal["firing", "resolved"]
-    labels: dict[AlertLabel, AlertText]
-    annotations: dict[AlertLabel, AlertText] = field(default_factory=dict)
+    labels: Annotated[dict[AlertLabel, AlertText], Meta(max_length=64)]
+    annotations: Annotated[dict[AlertLabel, AlertText], Meta(max_length=64)] = field(default_factory=dict)
     starts_at: Annotated[str, Meta(max_length=64)] = ""
     fingerprint: Annotated[str, Meta(max_length=64)] = ""
 

@@ -6,7 +6,17 @@ import pytest
 
 from benchmarks._serving import run_cluster
 from tests.server.store.postgresql import programs_or_skip
-from tests.torture.growth import FEEDS, fed_and_asked
+from tests.torture.growth import FEEDS, MIB, exported, fed_and_asked, many_statistics, measured
+
+
+@pytest.mark.slow
+def test_exports_at_the_limit_of_statistics_stay_within_the_budget(tmp_path):
+    """Four at once took 444 MiB of 512: what an export computes and writes was nobody's."""
+    with measured(tmp_path, memory="384M") as (connection, port, peak):
+        many_statistics(connection, 1, reports=30)
+        sizes = exported(port, ("csv", "parquet", "csv"))
+    assert min(sizes) > MIB
+    assert peak.bytes <= 384 * MIB, peak.told()
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,12 @@ from collage_server.errors import Busy, NeedsTooMuch
 from collage_server.memory import MemoryBudget, available_memory, held_rows, hold, released_afterwards
 from collage_server.overviews import _warn_of_a_cut, evaluate, evaluate_within
 from collage_server.settings import Settings, SettingsError
+from collage_server.store import NewEvent
+from collage_server.store.runs import incidents
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.conftest import Clock, Server
+from tests.server.conftest import NOW, Clock, Server
 from tests.server.samples import report
 from tests.waiting import until
 
@@ -194,3 +196,38 @@ def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(s
     server.reports([report(8000, 8001)])
     until(lambda: 'evaluations_cut_total{evaluation="overview"} 2' in server.get("/metrics"), "another cut")
     assert caplog.text.count("does not fit into --memory") == 1, "once an hour a run"
+
+
+def test_events_that_could_never_fit_at_once_are_refused_and_exported_some_at_a_time(small):
+    """A list of 10,000 notes as long as they may be took 400 MiB, and an export all of a run's: it was nobody's."""
+    small.run()
+    note = "\N{CHART WITH DOWNWARDS TREND}" * 2000
+    some = [NewEvent(origin=f"note/{number}", kind="note", text=note) for number in range(1500)]
+    small.app.state.collage.store.events.add("r1", some, NOW)
+    assert small.get("/runs/r1/events?limit=10000", status=422).code == "needs_too_much"
+    assert len(small.get("/runs/r1/events?limit=100", wire.EventPage).events) == 100
+    lines = small.client.get("/api/v1/runs/r1/export").text.splitlines()
+    assert sum('"kind":"event"' in line for line in lines) == 1500
+    assert lines[-1] == '{"kind":"end","steps":0}'
+
+
+def alerted(server, **labels):
+    alert = wire.AlertmanagerAlert(status="firing", labels={"alertname": "Own", "run_id": "r1", **labels})
+    message = wire.encode_json(wire.AlertmanagerMessage(alerts=[alert]))
+    return server.client.post("/api/v1/alerts/alertmanager", content=message, headers={"Content-Type": wire.JSON})
+
+
+def test_an_incident_holds_few_labels_and_short_ones(server):
+    """One alert could bring 16 MiB of them, and a list has a thousand incidents."""
+    server.run()
+    assert alerted(server, **{f"label {number}": "" for number in range(63)}).status_code == 422
+    assert alerted(server, instance="x" * 4000).status_code == 200
+    (found,) = server.get("/events", wire.IncidentPage).events
+    assert found.labels == {"alertname": "Own", "run_id": "r1", "instance": "x" * 512}
+
+
+def test_silences_that_hold_at_a_time_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(incidents, "_MOST_SILENCES", 2)
+    body = {"seconds": 60.0, "project": "p"}
+    statuses = [server.client.post("/api/v1/silences", json=body).status_code for _ in range(3)]
+    assert statuses == [201, 201, 422]

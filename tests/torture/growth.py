@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import numpy as np
 from benchmarks._serving import Connection, request_of, serving
 from collage_monitor import wire
 
-MOST = 512 * 2**20
+MIB = 2**20
 NOW = 1.7e9
 ENOUGH = 32 * 2**20
 """Of one answer: an export of all may be gigabytes."""
@@ -138,8 +139,11 @@ def ask(port, run_id):
             "series?metric=loss",
             "export?format=csv",
             "export?format=jsonl",
+            "export?format=parquet",
+            "events?limit=10000",
+            "alerts",
         )
-    ] + ["/metrics", "/api/v1/runs?limit=1000", "/api/v1/run-table"]
+    ] + ["/metrics", "/api/v1/runs?limit=1000", "/api/v1/run-table", "/api/v1/events?limit=1000"]
 
     def answer(some):
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300.0) as client:
@@ -152,11 +156,10 @@ def ask(port, run_id):
                         if taken > ENOUGH:
                             break
 
-    threads = [threading.Thread(target=answer, args=(questions[i:] + questions[:i],)) for i in range(0, 12, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as askers:
+        turns = [questions[place:] + questions[:place] for place in range(0, 16, 4)]
+        for _ in askers.map(answer, turns):  # An answer that breaks off is an error.
+            pass
 
 
 def tiny(connection, times):
@@ -168,6 +171,12 @@ def tiny(connection, times):
 def many_layers(connection, times):
     declare(connection, "r", 80_000, 4)
     feed(connection, "r", 25 * times, 4, 4, 80_000)
+
+
+def many_statistics(connection, times, reports=100):
+    """As many as a stream may declare."""
+    declare(connection, "r", 20, wire.LIMITS["statistics_per_stream"])
+    feed(connection, "r", reports * times, 25, wire.LIMITS["statistics_per_stream"], 20)
 
 
 def many_scalars(connection, times):
@@ -190,12 +199,39 @@ def many_runs(connection, times):
     feed(connection, "r", 100, 100, 5, 3)
 
 
-FEEDS = (tiny, many_layers, many_scalars, many_runs)
+def few_points(connection):
+    declare(connection, "r", 3, 5)
+    feed(connection, "r", 100, 100, 5, 3)
+
+
+def many_events(connection, times):
+    """Notes as long as they may be, of characters that take four bytes."""
+    few_points(connection)
+    note = wire.encode_message(wire.NoteCreate(text="\U0001f4c9" * 2000))
+    for _ in range(5000 * times):
+        send(connection, "/runs/r/notes", note)
+
+
+def many_incidents(connection, times):
+    """Open ones that Alertmanager sends, with as many labels as they may have, longer than they may be."""
+    few_points(connection)
+    own = {f"label {number}": "x" * 4096 for number in range(62)}
+    for first in range(0, 500 * times, 50):
+        alerts = [
+            wire.AlertmanagerAlert(status="firing", labels={"run_id": "r", "alertname": f"Own{number}", **own})
+            for number in range(first, first + 50)
+        ]
+        message = wire.encode_message(wire.AlertmanagerMessage(alerts=alerts))
+        status, answer = send(connection, "/alerts/alertmanager", message)
+        assert status == 200, answer
+
+
+FEEDS = (tiny, many_layers, many_statistics, many_scalars, many_runs, many_events, many_incidents)
 
 
 @contextmanager
-def measured(folder, **settings):
-    server = serving(folder, memory="512M", seal_interval_seconds=0.5, **settings)
+def measured(folder, memory="512M", **settings):
+    server = serving(folder, memory=memory, seal_interval_seconds=0.5, **settings)
     with server as (process_id, port), Connection(port) as connection, Peak(process_id, port) as peak:
         yield connection, port, peak
 
@@ -207,4 +243,17 @@ def fed_and_asked(folder, fill, times, **settings):
         time.sleep(3.0)
         ask(port, "r")
     print(f"{fill.__name__} {times}x: {peak.told()}")  # noqa: T201
-    assert peak.bytes <= MOST, peak.told()
+    assert peak.bytes <= 512 * MIB, peak.told()
+
+
+def exported(port, names):
+    """Several exports of the run at once, read to their ends."""
+
+    def export(name):
+        address = f"http://127.0.0.1:{port}/api/v1/runs/r/export?format={name}"
+        with httpx.stream("GET", address, timeout=300.0) as found:
+            assert found.status_code == 200, found.read()
+            return sum(map(len, found.iter_raw()))
+
+    with ThreadPoolExecutor(len(names)) as askers:
+        return list(askers.map(export, names))

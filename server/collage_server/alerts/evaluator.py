@@ -9,22 +9,19 @@ from contextlib import suppress
 from typing import Final
 
 from collage_monitor.alerts import Alert
-from collage_monitor.wire import from_number
 from collage_server.alerts.evaluation import AlertChange, Evaluation, Labels, Sample, identity_labels
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
 from collage_server.memory import MemoryBudget
 from collage_server.overviews import evaluate_within
 from collage_server.queries.headline import beyond_judgement
-from collage_server.store import IncidentQuery, NewIncident, Store
+from collage_server.store import NewIncident, Store
 
 __all__ = ["AlertEvaluator", "AlertRounds"]
 
 _LOG: Final = logging.getLogger(__name__)
 _LEASE: Final = "alerts"
 _LEASE_ROUNDS: Final = 4
-_PAGE: Final = 500
-_MOST_OPEN: Final = 100_000
 
 
 class AlertRounds:
@@ -32,6 +29,8 @@ class AlertRounds:
 
     def __init__(self) -> None:
         self.evaluated_at: float | None = None
+        self.is_mine: bool | None = None
+        """Whether this server has the lease; None: it evaluates no alerts."""
 
 
 class AlertEvaluator(BackgroundThread):
@@ -82,6 +81,7 @@ class AlertEvaluator(BackgroundThread):
         now = self._clock()
         if not self._store.incidents.take_lease(_LEASE, self._holder, now, _LEASE_ROUNDS * self._round_seconds):
             self._evaluation = None
+            self._rounds.is_mine = False
             self._rounds.evaluated_at = self._store.incidents.lease_taken_at(_LEASE)
             return
         if self._evaluation is None:
@@ -90,7 +90,7 @@ class AlertEvaluator(BackgroundThread):
         for change in self._evaluation.observe(now, self._samples()):
             # Each is told once: what cannot be stored now is tried again, until it changes again.
             self._unkept[change.alert.name, identity_labels(change.labels)] = change, now
-        self._rounds.evaluated_at = now
+        self._rounds.evaluated_at, self._rounds.is_mine = now, True
         for key, (change, changed_at) in list(self._unkept.items()):
             try:
                 self._keep(change, changed_at)
@@ -102,12 +102,9 @@ class AlertEvaluator(BackgroundThread):
     def _taken_over(self) -> Evaluation:
         evaluation = Evaluation(self._alerts, self._time_scale)
         by_name = {entry.name: entry for entry in self._alerts}
-        for open_one in self._store.incidents.read(IncidentQuery(state="firing", limit=_MOST_OPEN), self._clock()):
-            entry = by_name.get(open_one.alert)
-            if entry is not None and open_one.source == "server":
-                value = 0.0 if open_one.value is None else from_number(open_one.value)
-                labels = tuple(sorted(open_one.labels.items()))
-                evaluation.resume(entry, labels, open_one.started_at, value)
+        for alert, labels, started_at, value in self._store.incidents.open_of_server():
+            if alert in by_name:
+                evaluation.resume(by_name[alert], tuple(sorted(labels.items())), started_at, value or 0.0)
         return evaluation
 
     def _keep(self, change: AlertChange, now: float) -> None:

@@ -55,7 +55,7 @@ def _lines(plan: ExportPlan, export_format: str) -> int:
     """Lines of the export, if nothing arrives late for its steps."""
     if export_format == "csv":
         return 1 + len(plan.steps) + len(plan.measured) * len(plan.layers)
-    return 1 + len(plan.layers) + len(plan.steps) + len(plan.events) + 1
+    return 1 + len(plan.layers) + len(plan.steps) + plan.events + 1
 
 
 def _content(app_state: AppState, plan: ExportPlan, export_format: str) -> Iterator[bytes]:

@@ -26,7 +26,7 @@ from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.bearer import principal_of
 from collage_server.auth.principals import Principal
 from collage_server.errors import Gone, NotFound
-from collage_server.queries.run_answers import alert_event, new_incident, with_lag
+from collage_server.queries.run_answers import alert_event, new_incident, with_lag, with_short_labels
 from collage_server.settings import Settings
 from collage_server.store import NewEvent
 
@@ -125,7 +125,8 @@ def _keep(
     ignored = stored = known = 0
     incidents, now = app_state.store.incidents, app_state.clock()
     left_out = _left_out(app_state.settings)
-    for alert in alerts:
+    for received in alerts:
+        alert = with_short_labels(received)
         run_id = alert.labels.get("run_id", "")
         project = app_state.store.access.project_of(run_id)
         name = alert.labels.get("alertname", "alert")

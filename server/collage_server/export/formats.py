@@ -26,6 +26,7 @@ from collage_monitor import wire
 from collage_monitor.statistics import finish_all, has_interval, metric_keys
 from collage_server.errors import Unprocessable
 from collage_server.export.steps import ExportPlan, StepBatch, read_batches, read_ranks
+from collage_server.memory import hold, released_afterwards
 from collage_server.store import Points, Store
 
 __all__ = [
@@ -42,8 +43,13 @@ __all__ = [
 
 _PLACES: Final = ("step", "first_step", "time", "ranks", "layer")
 _RANK: Final = "rank"
-_CELLS_AT_ONCE: Final = 2**18
-"""Of a page of text: a cell takes 60 bytes beside its digits until it is joined."""
+_CELLS_AT_ONCE: Final = 2**16
+_ROW_GROUP_CELLS: Final = 2**19
+_CELL_BYTES: Final = 24
+"""Of a row in memory: a number, whether it is there, and what it is finished from."""
+_TEXT_BYTES: Final = 100
+"""Of a cell while a page is made; a number of a line as well."""
+_EVENTS_AT_ONCE: Final = 200
 FloatArray = NDArray[np.float64]
 VERSION: Final = 1
 _ROOT: Final = "variance_product_root/"
@@ -99,15 +105,24 @@ def _computed(plan: ExportPlan) -> list[str]:
     return list(dict.fromkeys([*names, *plan.statistics]))
 
 
-def read_rows(store: Store, plan: ExportPlan) -> Iterator[TableRows]:
-    """The table, some rows at a time: all ranks merged, then each of them over the same steps."""
+def read_rows(store: Store, plan: ExportPlan, cells: int) -> Iterator[TableRows]:
+    """The table, about so many cells at a time: all ranks merged, then each of them over the same steps."""
     scalars, computed = scalar_columns(plan), _computed(plan)
     names = [layer.name for layer in plan.layers]
+    columns = max(len(scalars) + len(computed), 1)
+
+    def rows(batch: StepBatch, names: list[str]) -> Iterator[TableRows]:
+        for some in batch.slices(max(cells // (columns * (1 + len(names))), 1)):
+            with released_afterwards():
+                hold(_CELL_BYTES * columns * (len(some.steps) + len(some.points.steps) * len(names)))
+                yield _rows_of(some, names, scalars, computed)
+
     for batch in read_batches(store, plan):
-        yield _rows_of(batch, names, scalars, computed)
+        yield from rows(batch, names)
         for rank, points in read_ranks(store, plan, batch):
             alone = StepBatch(batch.selection, points.steps, points.times, points, {}, {})
-            yield replace(_rows_of(alone, [], scalars, computed), rank=rank)
+            for found in rows(alone, []):
+                yield replace(found, rank=rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,10 +201,12 @@ def csv_bytes(store: Store, plan: ExportPlan) -> Iterator[bytes]:
     titles = {name: _text([[name]])[:-1] for name in ["", *(layer.name for layer in plan.layers)]}
     titles[""] = b""
     at_once = max(_CELLS_AT_ONCE // len(names), 1) if names else _CELLS_AT_ONCE
-    for columns in read_rows(store, plan):
+    for columns in read_rows(store, plan, _CELLS_AT_ONCE):
         for start in range(0, len(columns.layers), at_once):
             some = columns.between(start, start + at_once)
-            yield b"\n".join([*map(b",".join, _rows(plan, some, names, titles)), b""])
+            with released_afterwards():
+                hold(_TEXT_BYTES * len(names) * len(some.layers))
+                yield b"\n".join([*map(b",".join, _rows(plan, some, names, titles)), b""])
 
 
 def _rows(
@@ -239,13 +256,21 @@ def jsonl_bytes(store: Store, plan: ExportPlan, run: wire.Run) -> Iterator[bytes
     steps = 0
     for batch in read_batches(store, plan):
         for line in _steps(batch):
-            yield _line(line)
+            with released_afterwards():
+                hold(_TEXT_BYTES * (len(batch.points.totals) + len(batch.layers) * len(plan.layers)))
+                yield _line(line)
         for rank, points in read_ranks(store, plan, batch):
             for line in _of_rank(rank, points):
                 yield _line(line)
         steps += len(batch.steps)
-    for event in plan.events:
-        yield _line({"kind": "event", "event": event})
+    after = 0
+    while after < plan.last_event:
+        with released_afterwards():
+            page = store.events.read(run.run_id, after, _EVENTS_AT_ONCE).events
+            for event in page:
+                if event.event <= plan.last_event:
+                    yield _line({"kind": "event", "event": event})
+        after = page[-1].event if page else plan.last_event
     yield _line({"kind": "end", "steps": steps})
 
 
@@ -323,7 +348,7 @@ def _write(store: Store, plan: ExportPlan) -> Iterator[bytes]:
     sink = _Sink()
     # Few totals come twice: a dictionary of them is made in vain.
     with parquet.ParquetWriter(sink, schema, compression="zstd", use_dictionary=["layer"]) as writer:
-        for columns in read_rows(store, plan):
+        for columns in read_rows(store, plan, _ROW_GROUP_CELLS):
             writer.write_table(_table(pyarrow, schema, columns, names))
             yield sink.taken()
     yield sink.taken()

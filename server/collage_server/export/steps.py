@@ -18,18 +18,24 @@ __all__ = ["ExportPlan", "StepBatch", "plan_export", "read_batches", "read_ranks
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-_NUMBERS: Final = 2**21
-"""Numbers of totals by layer that one batch holds at most, unless a single step has more."""
+_NUMBERS: Final = 2**20
+"""Numbers of totals, and of logged values, that one batch holds at most, unless a single step has more."""
+_READ_NUMBERS: Final = 2**19
+"""Of totals by layer that are read at a time: reading takes as much again, twice."""
 _POINTS: Final = 4096
 _STEPS: Final = 4096
+_OF_POINTS: Final = ("first_steps", "steps", "times", "ranks", "counts")
+_LOGGED_BYTES: Final = 9
+"""A value, and whether it was logged."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExportPlan:
     """What there is to export, as it stood when the export began: its steps, layers, statistics and scalars.
 
-    `events` are what had happened to the run. `steps` holds every step that was measured or has a logged value.
-    Later steps are left out; a report that comes late for one of these is in, or not, by when its batch is read.
+    `events` had happened to the run, the newest numbered `last_event`. `steps` holds every step that was measured
+    or has a logged value. Later steps are left out; a report that comes late for one of these is in, or not, by
+    when its batch is read.
     `ranks` are those whose own totals of the whole model are wanted, too.
     """
 
@@ -40,7 +46,8 @@ class ExportPlan:
     scalars: Mapping[str, ScalarPoints]
     batch_points: int
     measured: IntArray
-    events: list[wire.Event]
+    events: int
+    last_event: int
     ranks: list[int]
 
 
@@ -59,6 +66,23 @@ class StepBatch:
     layers: Mapping[str, FloatArray]
     scalars: Mapping[str, tuple[FloatArray, NDArray[np.bool_]]]
 
+    def slices(self, width: int) -> Iterator[StepBatch]:
+        """The same, so many steps at a time."""
+        for start in range(0, len(self.steps), width):
+            steps = self.steps[start : start + width]
+            some, points = slice(start, start + width), self.points
+            of_points = slice(*np.searchsorted(points.steps, (steps[0], steps[-1] + 1)).tolist())
+            chosen = {name: getattr(points, name)[of_points] for name in _OF_POINTS}
+            totals = {key: values[of_points] for key, values in points.totals.items()}
+            yield StepBatch(
+                selection=self.selection,
+                steps=steps,
+                times=self.times[some],
+                points=replace(points, totals=totals, **chosen),
+                layers={key: values[of_points] for key, values in self.layers.items()},
+                scalars={name: (values[some], there[some]) for name, (values, there) in self.scalars.items()},
+            )
+
 
 def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False) -> ExportPlan:
     """Look at the run once; `layers` False leaves out what is known by layer, `ranks` adds each rank's own totals.
@@ -72,9 +96,9 @@ def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False)
         scalars = snapshot.scalars([run_id], None, Selection())[run_id]
         known = snapshot.layers(run_id) if layers else []
         streams = snapshot.streams(run_id)
-        events = snapshot.events(run_id, 0, wire.LIMITS["events_per_run"])
+        events, last_event = snapshot.event_count(run_id)
     statistics = list(dict.fromkeys(key for stream in streams for key in stream.statistics))
-    numbers = max(len(known) * len(statistics), 1)
+    numbers = (1 + len(known)) * max(len(statistics), 1)
     return ExportPlan(
         run=record,
         steps=np.unique(np.concatenate([measured, *(entry.steps for entry in scalars.values())])),
@@ -84,6 +108,7 @@ def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False)
         batch_points=min(max(_NUMBERS // numbers, 1), _POINTS),
         measured=measured,
         events=events,
+        last_event=last_event,
         ranks=sorted({stream.rank for stream in streams}) if ranks else [],
     )
 
@@ -111,9 +136,10 @@ def read_ranks(store: Store, plan: ExportPlan, batch: StepBatch) -> Iterator[tup
 
 
 def _ends(plan: ExportPlan) -> list[int]:
-    """Last steps of the batches: at most `batch_points` measured and `_STEPS` steps each."""
+    """Last steps of the batches: at most `batch_points` measured, and as many as their logged values allow."""
     measured = np.searchsorted(plan.measured, plan.steps, side="right")
-    batch = np.arange(len(plan.steps)) // _STEPS + (measured - 1) // plan.batch_points
+    most = max(min(_STEPS, _NUMBERS // max(len(plan.scalars), 1)), 1)
+    batch = np.arange(len(plan.steps)) // most + (measured - 1) // plan.batch_points
     ends = np.append(np.flatnonzero(np.diff(batch)), len(batch) - 1) if len(batch) else np.zeros(0, dtype=np.int64)
     return [int(step) for step in plan.steps[ends]]
 
@@ -127,6 +153,7 @@ def _read(store: Store, plan: ExportPlan, selection: Selection) -> StepBatch:
     logged = {name: _between(entry, first, last) for name, entry in plan.scalars.items()}
     logged = {name: entry for name, entry in logged.items() if len(entry.steps)}
     steps = np.unique(np.concatenate([points.steps, *(entry.steps for entry in logged.values())]))
+    hold(_LOGGED_BYTES * len(logged) * len(steps))
     times = np.full(len(steps), -np.inf)
     scalars = {}
     for name, entry in logged.items():
@@ -152,7 +179,7 @@ def _layers(snapshot: Snapshot, plan: ExportPlan, selection: Selection, points: 
     run_id, names = plan.run.run_id, tuple(layer.name for layer in plan.layers)
     by_layer = replace(selection, by_layer=True, layers=names)
     keys = list(points.totals)
-    group = max(_NUMBERS // (len(points.steps) * len(names)), 1)
+    group = max(_READ_NUMBERS // (len(points.steps) * len(names)), 1)
     found: dict[str, FloatArray] = {}
     for start in range(0, len(keys), group):
         with released_afterwards():

@@ -21,6 +21,7 @@ __all__ = [
     "run_row",
     "state_of",
     "with_lag",
+    "with_short_labels",
 ]
 
 _ROW_SCALARS: Final = ("loss", "validation_loss", "bytes_per_parameter", "tokens_per_second")
@@ -110,6 +111,12 @@ def alert_event(alert: wire.AlertmanagerAlert) -> NewEvent:
         kind="alert" if alert.status == "firing" else "alert_resolved",
         text=text[:_MOST_CHARACTERS],
     )
+
+
+def with_short_labels(alert: wire.AlertmanagerAlert) -> wire.AlertmanagerAlert:
+    """No value of a label longer than the longest of this server's own: a list of incidents holds all of them."""
+    most = wire.LIMITS["name_characters"]
+    return msgspec.structs.replace(alert, labels={name: value[:most] for name, value in alert.labels.items()})
 
 
 def new_incident(alert: wire.AlertmanagerAlert, project: str, now: float, step: int | None = None) -> NewIncident:

@@ -27,7 +27,7 @@ from collage_server.store.records import (
     ScalarPoints,
     Selection,
 )
-from collage_server.store.runs.events import read_events
+from collage_server.store.runs.events import count_events
 from collage_server.store.runs.live_runs import LiveRunPage, Place, read_live_runs
 from collage_server.store.runs.newest import KeptNewest, read_newest
 from collage_server.store.runs.run_store import read_page, read_records
@@ -100,9 +100,9 @@ class Snapshot:
         """The run's streams, by attempt and rank."""
         return read_streams(self._connection, run_id)
 
-    def events(self, run_id: str, after: int, limit: int) -> list[wire.Event]:
-        """What happened to a run, oldest first."""
-        return read_events(self._connection, run_id, after, limit)
+    def event_count(self, run_id: str) -> tuple[int, int]:
+        """How many events the run has, and the number of the newest; (0, 0) without any."""
+        return count_events(self._connection, run_id)
 
     def points(
         self, run_ids: Sequence[str], keys: Collection[str] | None, selection: Selection

@@ -11,6 +11,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor import wire
 from collage_server.errors import Unprocessable
+from collage_server.memory import held_rows
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import NewEvent
@@ -37,6 +38,11 @@ MOST_LAYERS: Final = 8
 """Layers that one event names."""
 _MOST_NAMES: Final = 8
 """Statistics that one event names."""
+_ROWS_AT_ONCE: Final = 200
+_EVENT_BYTES: Final = 2048
+"""What an event takes as a row, as an object and in an answer, beside its text."""
+_TEXT_COPIES: Final = 12
+"""Bytes of a character, at most: four in the text, four where it is encoded, four in the answer."""
 
 _EVENT: Final = schema.event
 _INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
@@ -136,9 +142,9 @@ def read_events(
     """Events numbered above `after`, up to `last`, oldest first: the oldest of them, or the newest."""
     require_run(connection, run_id)
     order = _EVENT.c.event.desc() if newest else _EVENT.c.event
-    rows = connection.execute(
-        select(_EVENT).where(*_between(run_id, after, last)).order_by(order).limit(limit)
-    ).all()
+    statement = select(_EVENT).where(*_between(run_id, after, last)).order_by(order).limit(limit)
+    found = connection.execute(statement.execution_options(yield_per=_ROWS_AT_ONCE))
+    rows = list(held_rows((row, _EVENT_BYTES + _TEXT_COPIES * len(row.text)) for row in found))
     names = [name for name in wire.Event.__struct_fields__ if name != "layers"]
     return [
         wire.Event(layers=from_json(row.layers), **{name: getattr(row, name) for name in names})
@@ -154,6 +160,13 @@ def _between(run_id: str, after: int, last: int | None) -> list[ColumnElement[bo
 def _count(connection: Connection, run_id: str, after: int, last: int | None) -> int:
     statement = select(func.count()).select_from(_EVENT).where(*_between(run_id, after, last))
     return connection.execute(statement).scalar_one()
+
+
+def count_events(connection: Connection, run_id: str) -> tuple[int, int]:
+    """How many events a run has, and the number of the newest."""
+    statement = select(func.count(), func.coalesce(func.max(_EVENT.c.event), 0)).where(_EVENT.c.run_id == run_id)
+    count, last = connection.execute(statement).one()
+    return count, last
 
 
 def _last_until(connection: Connection, run_id: str, until: float) -> int:

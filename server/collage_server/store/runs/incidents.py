@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, insert, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, insert, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor import wire
 from collage_server.errors import NotFound, Unprocessable
+from collage_server.memory import held_rows
 from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.records import CLOCK_SLACK_SECONDS, IncidentQuery, NewEvent, NewIncident
@@ -30,6 +32,12 @@ _SILENCE_ID: Final = "silence_id"
 _INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _TELLING: Final = frozenset({"run_id", "key", "state", "worst", "window", "outcome"})
 _MOST_UNSETTLED: Final = 1000
+_MOST_SILENCES: Final = 500
+"""That hold at a time: each incident that is listed is held against all of them."""
+_ROWS_AT_ONCE: Final = 100
+_INCIDENT_BYTES: Final = 4096
+"""What an incident takes as a row, as an object and in an answer, beside its text and its labels."""
+_COPIES: Final = 4
 
 
 def alert_key(alert: str, labels: Mapping[str, str]) -> str:
@@ -122,8 +130,7 @@ class IncidentStore:
         order = (_INCIDENT.c.started_at.desc(), _INCIDENT.c.incident_id.desc())
         with self._database.reading() as connection:
             silences = _silences(connection, now)
-            rows = connection.execute(statement.order_by(*order).limit(query.limit)).all()
-        return [_incident(row, silences) for row in rows]
+            return _incidents(connection, statement.order_by(*order).limit(query.limit), silences)
 
     def get(self, incident_id: str, now: float, projects: Collection[str] | None = None) -> wire.Incident:
         """One incident.
@@ -156,11 +163,21 @@ class IncidentStore:
             return _incident(row, _silences(connection, now))
 
     def silence(self, silence: wire.Silence) -> None:
-        """Keep matching incidents from being sent until it ends. It is an incident itself: targets are told."""
+        """Keep matching incidents from being sent until it ends. It is an incident itself: targets are told.
+
+        Raises:
+            Unprocessable: as many as may hold at a time hold already.
+        """
         until = datetime.fromtimestamp(silence.ends_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         named = (("alert", silence.alert), ("project", silence.project), ("run", silence.run_id))
         covered = ", ".join(f"{kind} {name}" for kind, name in named if name is not None)
         with self._database.writing() as connection:
+            if len(_silences(connection, silence.made_at)) >= _MOST_SILENCES:
+                raise Unprocessable(
+                    f"{_MOST_SILENCES} silences hold already, the most at a time; wait until some end, or make one "
+                    "that covers more",
+                    limit=_MOST_SILENCES,
+                )
             connection.execute(insert(server_tables.silence).values(msgspec.structs.asdict(silence)))
         told = NewIncident(
             alert=SILENCED,
@@ -190,13 +207,31 @@ class IncidentStore:
         with self._database.reading() as connection:
             return _silences(connection, now)
 
-    def unsettled(self, now: float) -> list[tuple[wire.Incident, list[str]]]:
-        """Incidents of which a message may be owed, oldest first, and which TARGET/STATE were delivered."""
-        statement = select(_INCIDENT).where(_INCIDENT.c.settled.is_(False)).order_by(_INCIDENT.c.started_at)
+    def unsettled(self, now: float) -> Iterator[tuple[wire.Incident, list[str]]]:
+        """Incidents of which a message may be owed, oldest first, and which TARGET/STATE were delivered.
+
+        They are read some at a time, each time in a transaction of its own.
+        """
+        place = (_INCIDENT.c.started_at, _INCIDENT.c.incident_id)
+        statement = select(_INCIDENT).where(_INCIDENT.c.settled.is_(False)).order_by(*place).limit(_ROWS_AT_ONCE)
+        after = (-math.inf, "")
+        for _ in range(0, _MOST_UNSETTLED, _ROWS_AT_ONCE):
+            with self._database.reading() as connection:
+                silences = _silences(connection, now)
+                rows = connection.execute(statement.where(tuple_(*place) > after)).all()
+            for row in rows:
+                yield _incident(row, silences), from_json(row.sent)
+            if len(rows) < _ROWS_AT_ONCE:
+                return
+            after = (rows[-1].started_at, rows[-1].incident_id)
+
+    def open_of_server(self) -> Iterator[tuple[str, dict[str, str], float, float | None]]:
+        """Alert, labels, begin and value of what this server's evaluation has found and what has not ended."""
+        columns = (_INCIDENT.c.alert, _INCIDENT.c.labels, _INCIDENT.c.started_at, _INCIDENT.c.value)
+        mine = (_INCIDENT.c.open_key.is_not(None), _INCIDENT.c.source == "server", _INCIDENT.c.alert != SILENCED)
         with self._database.reading() as connection:
-            silences = _silences(connection, now)
-            rows = connection.execute(statement.limit(_MOST_UNSETTLED)).all()
-        return [(_incident(row, silences), from_json(row.sent)) for row in rows]
+            for row in connection.execute(select(*columns).where(*mine).execution_options(yield_per=_ROWS_AT_ONCE)):
+                yield row.alert, from_json(row.labels), row.started_at, row.value
 
     def mark_sent(self, incident: wire.Incident, sent: Sequence[str], *, settled: bool) -> None:
         """Keep what was delivered; `settled` only if its state is still the one that was told."""
@@ -278,6 +313,14 @@ def _silences(connection: Connection, now: float) -> list[wire.Silence]:
     holds = (table.c.ends_at > now, table.c.made_at <= now + CLOCK_SLACK_SECONDS)
     rows = connection.execute(select(table).where(*holds).order_by(table.c.made_at.desc())).all()
     return [wire.Silence(**{name: getattr(row, name) for name in wire.Silence.__struct_fields__}) for row in rows]
+
+
+def _incidents(
+    connection: Connection, statement: Select[Any], silences: Sequence[wire.Silence]
+) -> list[wire.Incident]:
+    found = connection.execute(statement.execution_options(yield_per=_ROWS_AT_ONCE))
+    rows = held_rows((row, _INCIDENT_BYTES + _COPIES * (len(row.text) + len(row.labels))) for row in found)
+    return [_incident(row, silences) for row in rows]
 
 
 def _incident(row: Row[Any], silences: Sequence[wire.Silence]) -> wire.Incident:
