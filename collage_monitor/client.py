@@ -409,6 +409,10 @@ class Client:
         except httpx.HTTPError:
             return False
 
+    def page(self, path: str) -> httpx.Response:
+        """A page beside the API: /metrics, /readyz."""
+        return self._sent("GET", path)
+
     def _get(self, path: str, kind: type[_Answer], query: Mapping[str, Any] | None = None) -> _Answer:
         return self.send("GET", path, kind, query=query)
 
@@ -425,15 +429,19 @@ class Client:
         """The answer to one request, sent once: the way to routes that have no method here."""
         given = {name: value for name, value in (query or {}).items() if value is not None}
         headers = {"Content-Type": content_type} if content_type else {}
+        response = self._sent(method, _API + path, params=given, content=content, headers=headers)
+        return wire.decode_message(response.content, kind, wire.JSON)
+
+    def _sent(self, method: str, path: str, **request: Any) -> httpx.Response:
         try:
-            response = self._http.request(method, _API + path, params=given, content=content, headers=headers)
+            response = self._http.request(method, path, **request)
         except httpx.HTTPError as error:
             raise ServerUnreachable(
                 f"no answer from {self.server_url} ({error}); is it running? `collage-monitor up` starts one"
             ) from error
         if response.is_error:
             raise refusal(response)
-        return wire.decode_message(response.content, kind, wire.JSON)
+        return response
 
     def _post(
         self,

@@ -115,6 +115,8 @@ class Sealer(BackgroundThread):
         self._bounds = bounds
         self._clock = clock
         bounds.on_pressure = self.wake
+        self.round_at: float | None = None
+        """When the last round ended."""
 
     def do_due_work(self) -> None:
         """Seal what is due of every run; a failure in one does not stop the others."""
@@ -130,6 +132,7 @@ class Sealer(BackgroundThread):
             if self._bounds.needs_count(run_id):
                 self._bounds.count(run_id, self._bytes_of(run_id))
         self._bounds.end_round()
+        self.round_at = self._clock()
 
     def _seal_run(self, run_id: str) -> None:
         journal_full = self._bounds.must_seal(run_id)
@@ -167,6 +170,8 @@ class Maintenance(BackgroundThread):
         self._disk_due = time.monotonic()
         self._round_seconds = interval_seconds
         self._round_due = time.monotonic()
+        self.oldest_unsealed: float | None = None
+        """When the oldest report that waits to be sealed was made, as of the last round; None: none waits."""
 
     def start(self) -> None:
         """Look at the disk before the first report comes, then start the thread."""
@@ -195,6 +200,7 @@ class Maintenance(BackgroundThread):
         if isinstance(self._clock, DatabaseClock):
             self.attempt(self._clock.follow)
         self._store.incidents.end_silences(self._clock())
+        self.oldest_unsealed = self._store.journal.oldest_time()
         for run_id in self._store.retention.sealed_runs() if self._days else ():
             if self.stopping.is_set():
                 return

@@ -27,6 +27,8 @@ class DatabaseClock:
         self._monotonic = monotonic
         self._ahead: float | None = None
         """Of `monotonic`; None: the machine's clock counts."""
+        self.skew_seconds: float | None = None
+        """By how much the database's clock was ahead of the machine's at the last `follow`; None: it has none."""
 
     def __call__(self) -> float:
         return self._own() if self._ahead is None else self._monotonic() + self._ahead
@@ -35,3 +37,4 @@ class DatabaseClock:
         """Ask the database. Blocks for one statement."""
         theirs = self._store.own_time()
         self._ahead = None if theirs is None else theirs - self._monotonic()
+        self.skew_seconds = None if theirs is None else theirs - self._own()

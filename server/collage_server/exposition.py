@@ -29,6 +29,7 @@ from collage_server.alerts.evaluation import Labels, Sample
 from collage_server.api.answers import describes
 from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.bearer import principal_of
+from collage_server.clock import DatabaseClock
 from collage_server.memory import PROCESS_BYTES
 from collage_server.store import LiveRun, NewestPoint, ReportedState
 
@@ -129,6 +130,7 @@ class _ServerCollector(Collector):
     """The server about itself."""
 
     def __init__(self, app_state: AppState) -> None:
+        self._app_state = app_state
         self._counters = app_state.counters
         self._store = app_state.store
         self._guard = app_state.guard
@@ -187,6 +189,37 @@ class _ServerCollector(Collector):
         build = GaugeMetricFamily("collage_server_build_info", "Version of this server.", labels=("version",))
         build.add_metric([__version__], 1)
         yield from (mismatches, left, archived, away, evaluated, memory, most, build)
+        for name, (text, value) in self._operation().items():
+            family = GaugeMetricFamily(f"collage_server_{name}", text)
+            _add_defined(family, [], value)
+            yield family
+
+    def _operation(self) -> dict[str, tuple[str, float | None]]:
+        """What an operator looks at: name → (text, value); None has no sample."""
+        app_state = self._app_state
+        clock = app_state.clock
+        return {
+            "alerts_lease_held": (
+                "1 if this server evaluates the alerts, 0 if another one does; absent where it evaluates none.",
+                self._rounds.is_mine,
+            ),
+            "journal_bytes": (
+                "Reports that wait to be sealed, as far as this server knows.",
+                app_state.bounds.total,
+            ),
+            "oldest_unsealed_timestamp_seconds": (
+                "When the oldest report that waits to be sealed was made, a minute ago; absent where none waits.",
+                app_state.maintenance.oldest_unsealed,
+            ),
+            "sealer_round_timestamp_seconds": (
+                "When this server last looked for reports to seal, in Unix time.",
+                app_state.sealer.round_at,
+            ),
+            "clock_skew_seconds": (
+                "By how much the database's clock is ahead of this server's; absent with SQLite, which has none.",
+                clock.skew_seconds if isinstance(clock, DatabaseClock) else None,
+            ),
+        }
 
 
 _GAUGES: Final = {

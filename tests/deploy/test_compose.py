@@ -132,6 +132,19 @@ def test_amtool_is_content_and_prometheus_finds_it():
     assert told["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] == ["alertmanager:9093"]
 
 
+def test_grafana_shows_what_an_operator_looks_at():
+    shown = {name for query in grafana_queries() for name in names_of(query)}
+    assert shown >= {
+        f"collage_server_{name}"
+        for name in (
+            *("memory_bytes", "memory_limit_bytes", "evaluations_cut_total", "alerts_lease_held"),
+            *("alerts_evaluated_timestamp_seconds", "oldest_unsealed_timestamp_seconds", "journal_bytes"),
+            *("sealer_round_timestamp_seconds", "archived_bytes", "archive_away_seconds"),
+            *("clock_skew_seconds", "disk_left_ratio"),
+        )
+    }
+
+
 @pytest.mark.prometheus
 def test_every_query_of_grafana_s_dashboard_asks_for_what_is_exported(tmp_path):
     """promtool reads each as a rule; each name is one of /metrics or of the recording rules."""

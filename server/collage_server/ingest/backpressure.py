@@ -160,6 +160,11 @@ class JournalBounds:
         self._all_runs_full = False
         self._lock = Lock()
 
+    @property
+    def total(self) -> int:
+        """Bytes of unsealed reports of all runs, as far as this server knows."""
+        return self._total
+
     def admit(self, run_id: str, size: int) -> None:
         """Admit reports of `size` bytes. An empty journal admits anything, however large.
 

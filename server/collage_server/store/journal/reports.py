@@ -250,6 +250,15 @@ class ReportJournal:
             waiting = exists().where(schema.report.c.run_id == run_id)
             return list(connection.execute(select(run_id).where(waiting).order_by(run_id)).scalars())
 
+    def oldest_time(self) -> float | None:
+        """When the oldest report that waits to be sealed was made, by its sender's clock; None: none waits."""
+        report, latest = schema.report, schema.run_latest
+        own = (report.c.run_id == latest.c.run_id, report.c.stream_id == latest.c.stream_id)
+        first = select(report.c.time).where(*own).order_by(report.c.seq).limit(1).scalar_subquery()
+        with self._database.reading() as connection:
+            found = connection.execute(select(func.min(first)).select_from(latest)).scalar_one()
+        return None if found is None else float(found)
+
     def bytes_of(self, run_id: str) -> int:
         """What the run's reports in the journal take of its bounds."""
         with self._database.reading() as connection:

@@ -1,0 +1,111 @@
+"""`status`: whether a server is well, in a table for a person or as JSON for a monitor."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from email.utils import parsedate_to_datetime
+from typing import Final
+
+import click
+
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.command.show import printable, server_options
+from collage_monitor.errors import NotAuthorised, ServerRefusal, ServerUnreachable
+from collage_monitor.local import find_token
+
+__all__ = ["status"]
+
+_SAMPLE: Final = re.compile(r'^collage_server_(\w+)(?:\{\w+="([^"]*)"\})? (\S+)$', re.MULTILINE)
+_LEAST_DISK: Final = 0.1
+_LONGEST_ROUND_SECONDS: Final = 300.0
+"""As of the alerts CollageAlertsNotEvaluated and CollageDiskNearlyFull."""
+_LONGEST_AWAY_SECONDS: Final = 1800.0
+_MOST_SKEW_SECONDS: Final = 60.0
+_MIB: Final = 2**20
+_OWNERS: Final = ("bodies", "caches", "answers", "evaluations", "sealing")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line. `ok` is None where the number says nothing of health, or cannot be seen with this token."""
+
+    name: str
+    ok: bool | None
+    text: str
+
+
+@click.command("status")
+@server_options
+def status(server_url: str, token: str | None, as_json: bool) -> None:
+    """Say whether the server is well: status 0 if it is, 1 if not. Numbers need a token for every project."""
+    with Client(server_url, token or find_token(server_url)) as client:
+        checks = list(_checks(client))
+    healthy = all(check.ok is not False for check in checks)
+    if as_json:
+        click.echo(json.dumps({"healthy": healthy, "checks": [asdict(check) for check in checks]}))
+    else:
+        marks = {True: "ok", False: "NOT OK", None: "-"}
+        for check in checks:
+            click.echo(f"{check.name:<12}{marks[check.ok]:<8}{printable(check.text)}")
+    raise SystemExit(0 if healthy else 1)
+
+
+def _checks(client: Client) -> Iterator[Check]:
+    try:
+        ready = wire.decode_message(client.page("/readyz").content, wire.Health, wire.JSON)
+    except (ServerUnreachable, ServerRefusal) as error:
+        yield Check("server", False, str(error))
+        return
+    yield Check("server", ready.status == "ok", f"{client.server_url}, version {ready.version}: {ready.status}")
+    try:
+        page = client.page("/metrics")
+    except NotAuthorised as error:
+        yield Check("numbers", None, f"not to be seen with this token: {error}")
+        return
+    now = parsedate_to_datetime(page.headers["Date"]).timestamp()
+    found = {(name, label): float(value) for name, label, value in _SAMPLE.findall(page.text)}
+    numbers = {name: value for (name, label), value in found.items() if not label}
+    if "memory_limit_bytes" not in numbers:
+        yield Check("numbers", None, "not to be seen with this token: it is for some projects, not for every one")
+        return
+    yield from _of_numbers(numbers, now)
+    held = {owner: found.get(("memory_bytes", owner), 0.0) for owner in _OWNERS}
+    owned = ", ".join(f"{owner} {size / _MIB:.0f}" for owner, size in held.items())
+    yield Check("memory", None, f"MiB of {numbers['memory_limit_bytes'] / _MIB:.0f}: {owned}")
+
+
+def _of_numbers(numbers: Mapping[str, float], now: float) -> Iterator[Check]:
+    """What the server says about itself; `now` is its machine's clock, stored times are the database's."""
+    skew = numbers.get("clock_skew_seconds")
+    stored_now = now + (skew or 0.0)
+    left = numbers.get("disk_left_ratio")
+    yield _check(
+        "disk", left, left is not None and left >= _LEAST_DISK, "{:.0%} of the room is left", "no bound known"
+    )
+    oldest = numbers.get("oldest_unsealed_timestamp_seconds")
+    waiting = "none waits" if oldest is None else f"the oldest was made {max(stored_now - oldest, 0.0):.0f} s ago"
+    yield Check("journal", None, f"{numbers.get('journal_bytes', 0.0) / _MIB:.1f} MiB wait to be sealed; {waiting}")
+    yield _age("sealer", numbers.get("sealer_round_timestamp_seconds"), stored_now, "no round yet")
+    mine = {1.0: "this server", 0.0: "another server"}.get(numbers.get("alerts_lease_held", -1.0))
+    evaluated = numbers.get("alerts_evaluated_timestamp_seconds")
+    yield _age("alerts", evaluated, stored_now, "not evaluated here", f", by {mine}" if mine else "")
+    away = numbers.get("archive_away_seconds")
+    is_there = away is not None and away <= _LONGEST_AWAY_SECONDS
+    yield _check("archive", away, is_there, "away for {:.0f} s", "nothing is archived")
+    near = skew is not None and abs(skew) <= _MOST_SKEW_SECONDS
+    yield _check("clock", skew, near, "the database's is {:+.1f} s ahead", "SQLite goes by the machine's")
+
+
+def _check(name: str, value: float | None, ok: bool, text: str, without: str) -> Check:
+    return Check(name, None, without) if value is None else Check(name, ok, text.format(value))
+
+
+def _age(name: str, at: float | None, now: float, without: str, more: str = "") -> Check:
+    if at is None:
+        return Check(name, None, without)
+    age = max(now - at, 0.0)
+    return Check(name, age <= _LONGEST_ROUND_SECONDS, f"last round {age:.0f} s ago{more}")

@@ -1,0 +1,70 @@
+"""`collage-monitor status` against real servers: well, reading only, gone; with a token for one project."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks._serving import serving
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.command.status import status
+from collage_monitor.local import ensure_token, token_path
+from tests.ports import command, free_port, running
+from tests.waiting import until
+
+
+def told(address, *arguments):
+    """(exit status, whether it says healthy, (ok, text) by name)."""
+    result = CliRunner().invoke(status, ["--server-url", address, "--json", *arguments])
+    answer = json.loads(result.output)
+    checks = {check["name"]: (check["ok"], check["text"]) for check in answer["checks"]}
+    return result.exit_code, answer["healthy"], checks
+
+
+@pytest.mark.slow
+def test_a_server_that_is_well_and_one_that_is_gone(tmp_path):
+    with serving(tmp_path, alert_interval_seconds=0.2, seal_interval_seconds=0.2) as (_, port):
+        address = f"http://127.0.0.1:{port}"
+        until(lambda: told(address)[2]["alerts"][0], "a round of alerts")
+        code, healthy, checks = told(address)
+        assert (code, healthy) == (0, True)
+        assert {name: ok for name, (ok, _) in checks.items()} == {
+            **dict.fromkeys(("server", "disk", "sealer", "alerts", "archive"), True),
+            **dict.fromkeys(("journal", "clock", "memory"), None),
+        }
+        assert checks["alerts"][1].endswith(", by this server")
+        lines = CliRunner().invoke(status, ["--server-url", address]).output.splitlines()
+        assert [line.split()[0] for line in lines] == list(checks)
+    code, healthy, checks = told(address)
+    assert (code, healthy, list(checks)) == (1, False, ["server"])
+    assert "is it running?" in checks["server"][1]
+
+
+@pytest.mark.slow
+def test_a_server_that_only_reads_is_not_well(tmp_path):
+    with serving(tmp_path, disk_budget_bytes=1) as (_, port):
+        code, healthy, checks = told(f"http://127.0.0.1:{port}")
+    assert (code, healthy) == (1, False)
+    assert "read-only: the data takes" in checks["server"][1]
+    assert checks["disk"] == (False, "0% of the room is left")
+
+
+@pytest.mark.slow
+def test_a_token_that_may_not_see_the_numbers_says_so(tmp_path):
+    secret, port = ensure_token(tmp_path), free_port()
+    address = f"http://127.0.0.1:{port}"
+    serve = command("serve", "--dir", tmp_path, "--port", port, "--token-file", token_path(tmp_path))
+    with running(serve, f"{address}/healthz", tmp_path / "server.log"), Client(address, secret) as client:
+        for create, word in (
+            (wire.TokenCreate(name="one", role="read", projects=["p"]), "some projects"),
+            (wire.TokenCreate(name="two", role="ingest", projects=None), "read"),
+        ):
+            code, _, checks = told(address, "--token", client.create_token(create).secret)
+            assert code == 0
+            assert checks.keys() == {"server", "numbers"}
+            assert checks["numbers"][0] is None
+            assert word in checks["numbers"][1]
+        assert told(address, "--token", secret)[2].keys() > {"memory", "clock"}
