@@ -111,15 +111,16 @@ def test_a_batch_that_is_too_large_goes_in_halves(tmp_path, server):
     assert run.reports_dropped == {}
 
 
-def test_a_server_that_lost_the_stream_is_told_again(tmp_path, server):
+def test_a_server_that_lost_the_stream_is_told_again_and_the_log_tells_once(tmp_path, server, caplog):
     run = make_run(tmp_path, server_url=server.url)
     run.started(1)
     run.log({"loss": 1.0}, step=1)
     until(lambda: run.reports_sent == 1)
     asked = len(server.requests)
-    server.script = [404]
-    run.log({"loss": 1.0}, step=2)
-    until(lambda: run.reports_sent == 2)
+    for step in (2, 3):
+        server.script = [404]
+        run.log({"loss": 1.0}, step=step)
+        until(lambda step=step: run.reports_sent == step)
     run.finish()
     assert [path.rsplit("/", 1)[1] for path in server.paths[asked : asked + 5]] == [
         "reports",
@@ -128,6 +129,7 @@ def test_a_server_that_lost_the_stream_is_told_again(tmp_path, server):
         "streams",
         "reports",
     ]
+    assert caplog.text.count("what it had acknowledged before may be missing there") == 1
 
 
 def test_a_deleted_run_stops_sending(tmp_path, server, caplog):

@@ -167,6 +167,11 @@ class Delivery:
             answer = self._answer(_allowing_resume(known))
             if not isinstance(answer, BatchAnswer):
                 return None if answer is None else refusal
+        self._warn_once(
+            "forgotten",
+            f"the server knew run {envelope.run_id} no more, and has it again now: its data were lost or restored "
+            "from an older back-up; what it had acknowledged before may be missing there",
+        )
         return self._answer(self._with_gaps(envelope))
 
     def _deliver_halves(self, envelope: Envelope, body: ReportBatch) -> Envelope | None:
