@@ -69,8 +69,8 @@ exhaustive: $(VENV)/.stamp-dev  ## Error-free transformations over all pairs of 
 torture: $(VENV)/.stamp-dev  ## Servers and databases killed at random; KILLS=1000 for longer, SEED=… to repeat one
 	$(BIN)/python -m tests.torture --kills $(or $(KILLS),200) $(if $(SEED),--seed $(SEED))
 
-hostile: $(VENV)/.stamp-dev  ## One server under everything at once, for an hour; MINUTES=10 for less, SEED=… to repeat one
-	$(BIN)/python -m tests.torture.hour --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))
+hostile: $(VENV)/.stamp-dev  ## One server under everything at once, for an hour; MINUTES=10 for less, BACKEND=postgresql, SEED=… to repeat one
+	$(BIN)/python -m tests.torture.hour --minutes $(or $(MINUTES),60) --backend $(or $(BACKEND),sqlite) $(if $(SEED),--seed $(SEED))
 
 gpu: $(VENV)/.stamp-dev  ## The CUDA lane
 	$(BIN)/python -m pytest -m gpu

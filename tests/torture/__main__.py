@@ -8,17 +8,16 @@ import random
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from collage_server.store import PostgresqlStore
 
-from tests.server.store.postgresql import SETTINGS, Cluster, find_programs
+from tests.server.store.postgresql import SETTINGS
 from tests.server.store.seaweed import ObjectStore, program
 from tests.torture.disk import SmallDisk
 from tests.torture.life import Births
-from tests.torture.lives import PostgresqlLives, SqliteLives
+from tests.torture.lives import PostgresqlLives, SqliteLives, migrated_cluster
 from tests.torture.migration import end_in_migration
 
 __all__ = ["LANES", "torture"]
@@ -37,20 +36,6 @@ LANES = {
 _KILLS_A_RUN = 25
 _ARCHIVE_KINDS = ["anywhere", "archive", "file", "seal", "two servers"]
 _SMALL = (*SETTINGS, "max_wal_size=64MB", "min_wal_size=32MB", "wal_keep_size=0")
-
-
-@contextmanager
-def _cluster(folder, settings=SETTINGS):
-    programs = find_programs()
-    assert programs is not None, "no PostgreSQL programs (initdb, postgres); install postgresql"
-    cluster = Cluster(folder, programs, settings)
-    cluster.create()
-    cluster.start()
-    try:
-        PostgresqlStore(cluster.url("postgres"), stale_after_seconds=600.0).migrate()
-        yield cluster
-    finally:
-        cluster.stop()
 
 
 def _storm(lives, kinds, kills):
@@ -77,7 +62,7 @@ def _lane(lane, folder, births, seed, kills, opened):
     lives: SqliteLives | PostgresqlLives = SqliteLives(folder / "data", births, seed)
     if database == "postgresql":
         home = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=folder if disk else None)))
-        cluster = opened.enter_context(_cluster(home, _SMALL if disk else SETTINGS))
+        cluster = opened.enter_context(migrated_cluster(home, _SMALL if disk else SETTINGS))
         lives = PostgresqlLives(folder / "data", births, seed, cluster)
     lives.disk = disk
     if special == "bucket":

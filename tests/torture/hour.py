@@ -2,8 +2,11 @@
 
 Three honest senders and a reader go on all the time (`lives.py`), beside every hostile sender of `hostile.py` and
 whoever asks /healthz. Meanwhile lives end one after the other: killed anywhere and at chosen points, two servers on
-one file, a full disk, a clock that is days off, an import, a back-up that is restored. Printed: the server's memory
-at most, how long /healthz and honest requests waited, what was lost or doubled. Ends with 1 if anything was.
+one database, a clock that is days off, an import; with SQLite a full disk and a back-up that is restored; with
+PostgreSQL its cluster and single backends killed. Printed: the server's memory at most, how long /healthz and
+honest requests waited, what was lost or doubled. Ends with 1 if anything was.
+
+A busy machine lengthens all that: beside them a bare application is asked the same, and the ratios are stated.
 """
 
 from __future__ import annotations
@@ -28,13 +31,15 @@ import numpy as np
 from collage_server.store import SqliteStore
 
 from benchmarks._population import SMALL, register
+from collage_monitor import wire
 from tests.torture.disk import SmallDisk
-from tests.torture.hostile import bother, own_bytes
+from tests.torture.hostile import bare_server, bother, own_bytes
+from tests.torture.ledger import report_of
 from tests.torture.life import Births
-from tests.torture.lives import SqliteLives
+from tests.torture.lives import Lives, PostgresqlLives, SqliteLives, migrated_cluster
 from tests.waiting import until
 
-__all__ = ["HostileLives", "hour"]
+__all__ = ["HostilePostgresqlLives", "HostileSqliteLives", "hour"]
 
 DAYS = 3 * 86_400.0
 DISK_MEBIBYTES = 512
@@ -50,13 +55,11 @@ def collage(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-class HostileLives(SqliteLives):
+class HostileLives(Lives):
     """Lives under hostile senders; memory is that of the newest life."""
 
-    kinds = (*SqliteLives.kinds, "disk full", "clock off", "imported", "restored")
-
-    def __init__(self, folder, births, seed):
-        super().__init__(folder, births, seed)
+    def __init__(self, folder, births, seed, *cluster):
+        super().__init__(folder, births, seed, *cluster)
         self.most_bytes = 0
         self.waits: list[float] = []
 
@@ -118,6 +121,12 @@ class HostileLives(SqliteLives):
         self.progress()
         self.kill(life, kind)
 
+
+class HostileSqliteLives(HostileLives, SqliteLives):
+    """Beside that its disk fills up, and back-ups are restored."""
+
+    kinds = (*SqliteLives.kinds, "clock off", "imported", "disk full", "restored")
+
     def end_restored(self, kind):
         """A back-up that was made meanwhile is whole, and has what was acknowledged before it began."""
         life = self.start()
@@ -137,55 +146,95 @@ class HostileLives(SqliteLives):
         self.kill(life, kind)
 
 
-def ask_health(port, end, queue):
-    """How long each answer of /healthz took, of all that came; while nobody serves there is none."""
-    waits = []
+class HostilePostgresqlLives(HostileLives, PostgresqlLives):
+    """Beside that its cluster is killed; a full disk and back-ups are PostgreSQL's own business."""
+
+    kinds = (*PostgresqlLives.kinds, "clock off", "imported")
+
+
+class Asked:
+    """One kind of request to one port, again and again: how long each answer took, of all that came."""
+
+    def __init__(self, port, method, path, body=None):
+        self.waits = []
+        self._request = (method, path, body, {} if body is None else {"Content-Type": wire.MSGPACK})
+        self._client = http.client.HTTPConnection("127.0.0.1", port, timeout=60.0)
+
+    def ask(self):
+        """While nobody serves there is no answer."""
+        try:
+            self._client.connect() if self._client.sock is None else None
+            began = time.perf_counter()
+            self._client.request(*self._request)
+            self._client.getresponse().read()
+            self.waits.append(time.perf_counter() - began)
+        except (OSError, http.client.HTTPException):
+            self._client.close()
+
+
+def ask_in_turn(port, bare, end, queue):
+    """Waits for /healthz of the server, of the bare application, and for reports that the bare one only decodes."""
+    reports = wire.encode_batch(wire.ReportBatch(reports=[report_of(0, step) for step in range(1, 4)]))
+    asked = (
+        Asked(port, "GET", "/healthz"),
+        Asked(bare, "GET", "/healthz"),
+        Asked(bare, "POST", "/reports", reports),
+    )
     while time.monotonic() < end:
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            client = http.client.HTTPConnection("127.0.0.1", port, timeout=60.0)
-            with contextlib.closing(client):
-                client.connect()
-                while time.monotonic() < end:
-                    began = time.perf_counter()
-                    client.request("GET", "/healthz")
-                    client.getresponse().read()
-                    waits.append(time.perf_counter() - began)
-                    time.sleep(0.05)
-        time.sleep(0.05)
-    queue.put(waits)
+        for one in asked:
+            one.ask()
+            time.sleep(0.02)
+    queue.put([one.waits for one in asked])
 
 
-def hour(minutes, seed, folder, say=print):
-    """(findings, figures by name)."""
+@contextlib.contextmanager
+def lives_on(backend, folder, seed):
+    """Lives on `sqlite`, on a small disk, or on a cluster of `postgresql`."""
     births = Births(folder / "servers.log")
+    if backend == "postgresql":
+        with migrated_cluster(folder / "cluster") as cluster:
+            yield HostilePostgresqlLives(folder / "data", births, seed, cluster)
+        return
     disk = SmallDisk(folder / "disk", DISK_MEBIBYTES)
-    lives = HostileLives(disk.folder / "data", births, seed)
-    lives.disk = disk
+    with contextlib.closing(disk):
+        lives = HostileSqliteLives(disk.folder / "data", births, seed)
+        lives.disk = disk
+        yield lives
+
+
+def hour(minutes, seed, folder, say=print, backend="sqlite"):
+    """(findings, figures by name)."""
+    with lives_on(backend, folder, seed) as lives, bare_server() as bare:
+        return _hour(minutes, seed, lives, bare, say)
+
+
+def _hour(minutes, seed, lives, bare, say):
     end, over, context = time.monotonic() + 60 * minutes, threading.Event(), get_context("spawn")
     health = context.Queue()
     others = [
         context.Process(target=bother, args=(lives.ports[0], 60 * minutes, seed), daemon=True),
-        context.Process(target=ask_health, args=(lives.ports[0], end, health), daemon=True),
+        context.Process(target=ask_in_turn, args=(lives.ports[0], bare, end, health), daemon=True),
     ]
     threading.Thread(target=lives.watch, args=(over,), daemon=True).start()
     try:
         for process in others:
             process.start()
         _live(lives, end, say)
-        waits = health.get(timeout=120.0)
+        waits, bare_waits, bare_reports = health.get(timeout=120.0)
     finally:
         over.set()
         for process in others:
             process.terminate()
-        disk.close()
     acknowledged = sum(lives.acknowledged.values())
     return lives.findings, {
-        "disk": disk.how,
+        "disk": lives.disk.how if lives.disk else "not filled",
         "kills": dict(sorted(lives.kills.items())),
         "acknowledged": acknowledged,
         "memory, MiB at most": round(lives.most_bytes / 2**20),
         "/healthz p99, ms": _late(waits),
+        "/healthz p99 / bare": _ratio(waits, bare_waits),
         "honest request p99, ms": _late(lives.waits),
+        "honest p99 / bare": _ratio(lives.waits, bare_reports),
         "load": ", ".join(f"{value:.1f}" for value in os.getloadavg()),
     }
 
@@ -209,17 +258,27 @@ def _late(waits):
     return round(1000 * float(np.quantile(waits, 0.99))) if waits else math.nan
 
 
+def _ratio(waits, bare):
+    return round(_late(waits) / max(_late(bare), 1), 1) if waits and bare else math.nan
+
+
 def main():
     """Figures on standard output."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--backend", choices=("sqlite", "postgresql"), default="sqlite")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     sys.stdout.write(f"seed {chosen.seed}\n")
     with tempfile.TemporaryDirectory() as home:
+        Path(home).chmod(0o755)  # PostgreSQL runs as another user.
         findings, figures = hour(
-            chosen.minutes, chosen.seed, Path(home), lambda text: sys.stderr.write(f"{text}\n")
+            chosen.minutes,
+            chosen.seed,
+            Path(home),
+            lambda text: sys.stderr.write(f"{text}\n"),
+            chosen.backend,
         )
     for name, value in figures.items():
         sys.stdout.write(f"{name:<24} {value}\n")

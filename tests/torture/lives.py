@@ -20,6 +20,7 @@ from collage_monitor import wire
 from tests.ports import free_port
 from tests.server.samples import stream_create
 from tests.server.store.contract import LIMITS
+from tests.server.store.postgresql import SETTINGS, Cluster, find_programs
 from tests.server.store.seaweed import ObjectStore
 from tests.torture.archived import end_archived
 from tests.torture.clients import Reader, Sender, ask
@@ -29,7 +30,7 @@ from tests.torture.life import gone
 from tests.torture.verify import verify
 from tests.waiting import PATIENCE_SECONDS
 
-__all__ = ["Lives", "PostgresqlLives", "SqliteLives"]
+__all__ = ["Lives", "PostgresqlLives", "SqliteLives", "migrated_cluster"]
 
 
 class Lives(ABC):
@@ -240,6 +241,22 @@ class SqliteLives(Lives):
 
     def revive(self):
         """Nothing: SQLite goes on as soon as there is room."""
+
+
+@contextlib.contextmanager
+def migrated_cluster(folder, settings=SETTINGS):
+    """A cluster in a folder of its own, its database `postgres` with this server's schema."""
+    programs = find_programs()
+    assert programs is not None, "no PostgreSQL programs (initdb, postgres); install postgresql"
+    folder.mkdir(exist_ok=True)
+    cluster = Cluster(folder, programs, settings)
+    cluster.create()
+    cluster.start()
+    try:
+        PostgresqlStore(cluster.url("postgres"), stale_after_seconds=600.0).migrate()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 class PostgresqlLives(Lives):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.torture.hour import HostileLives, hour
+from tests.server.store.postgresql import programs_or_skip
+from tests.torture.hour import HostilePostgresqlLives, HostileSqliteLives, hour
 
 pytestmark = pytest.mark.slow
 
 MEBIBYTES = 512
 
 
-def held(minutes, seed, folder):
+def held(minutes, seed, folder, backend="sqlite"):
     folder.chmod(0o755)
-    findings, figures = hour(minutes, seed, folder)
+    findings, figures = hour(minutes, seed, folder, backend=backend)
     assert findings == []
     assert figures["acknowledged"] > 0
     assert figures["memory, MiB at most"] <= MEBIBYTES
@@ -26,10 +27,10 @@ def test_half_a_minute(tmp_path):
 
 
 @pytest.mark.nightly
-def test_ten_minutes(tmp_path):
-    assert figures_of_all_kinds(held(10.0, 17, tmp_path)) == set()
-
-
-def figures_of_all_kinds(figures):
-    """The kinds of ends that did not come."""
-    return set(HostileLives.kinds) - figures["kills"].keys()
+@pytest.mark.parametrize("lives", [HostileSqliteLives, HostilePostgresqlLives])
+def test_ten_minutes(tmp_path, lives):
+    """With every kind of end."""
+    backend = "sqlite" if lives is HostileSqliteLives else "postgresql"
+    if backend == "postgresql":
+        programs_or_skip()
+    assert set(lives.kinds) - held(10.0, 17, tmp_path, backend)["kills"].keys() == set()
