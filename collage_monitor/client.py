@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
-from urllib.parse import quote
+from typing import Any, Literal
 
 import httpx
 
 from collage_monitor import wire
-from collage_monitor.backoff import Backoff
-from collage_monitor.certificates import trusted_certificates
-from collage_monitor.errors import CollageError, ServerUnreachable, Unavailable
-from collage_monitor.local import sendable_token
+from collage_monitor.connection import Connection, quoted
+from collage_monitor.errors import CollageError, ServerUnreachable
 from collage_monitor.refusals import refusal
 
-__all__ = ["Axis", "Client", "ExportFormat", "ExportStream", "quoted"]
+__all__ = ["Axis", "Client", "ExportFormat", "ExportStream"]
 
 Axis = Literal["step", "tokens", "time"]
 ExportFormat = Literal["jsonl", "csv", "parquet"]
-_Answer = TypeVar("_Answer")
-_Message = TypeVar("_Message")
-_API: Final = "/api/v1"
-_TRIES: Final = 9
-_LONGEST_PAUSE_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,44 +28,8 @@ class ExportStream:
     lines: int | None
 
 
-class Client:
-    """Speaks to a Collage Monitor server. Thread-safe; close it, or use it as a context manager.
-
-    Every method raises `ServerUnreachable` when nothing answers and a `ServerRefusal` when the server says no.
-    `transport` replaces the network (tests).
-
-    Raises:
-        CollageError: a token that no header can carry. White space around it is left out.
-    """
-
-    def __init__(
-        self,
-        server_url: str,
-        token: str | None = None,
-        *,
-        timeout_seconds: float = 30.0,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        headers = {"Authorization": f"Bearer {sendable_token(token)}"} if token else {}
-        self.server_url = server_url.rstrip("/")
-        self._http = httpx.Client(
-            base_url=self.server_url,
-            headers=headers,
-            timeout=timeout_seconds,
-            transport=transport,
-            trust_env=False,
-            verify=trusted_certificates(self.server_url),
-        )
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give the connections back."""
-        self._http.close()
+class Client(Connection):
+    """A method for each question to a Collage Monitor server; see `Connection` for what all of them raise."""
 
     def runs(
         self,
@@ -90,7 +45,7 @@ class Client:
     ) -> wire.RunPage:
         """A page of runs, newest first; `q` searches names, ids, projects, groups, tags and notes."""
         filters = {"project": project, "strategy": strategy, "group": group, "tag": tag, "state": state, "q": q}
-        return self._get("/runs", wire.RunPage, {**filters, "cursor": cursor, "limit": limit})
+        return self.get("/runs", wire.RunPage, {**filters, "cursor": cursor, "limit": limit})
 
     def all_runs(self, **filters: Any) -> Iterable[wire.Run]:
         """Every run that the filters of `runs` leave, page by page."""
@@ -104,7 +59,7 @@ class Client:
 
     def run(self, run_id: str) -> wire.Run:
         """One run."""
-        return self._get(f"/runs/{quoted(run_id)}", wire.Run)
+        return self.get(f"/runs/{quoted(run_id)}", wire.Run)
 
     def run_table(
         self,
@@ -126,7 +81,7 @@ class Client:
         chosen: dict[str, Any] = {} if run_ids is None else {"run_id": list(run_ids)}
         chosen |= {"config": list(config)} if config else {}
         chosen |= {"differing": "true"} if differing else {}
-        return self._get("/run-table", wire.RunTable, {**filters, **order, **chosen})
+        return self.get("/run-table", wire.RunTable, {**filters, **order, **chosen})
 
     def run_groups(
         self,
@@ -141,27 +96,27 @@ class Client:
     ) -> wire.RunGroups:
         """Rows of the table of runs in groups: each group, and after an opened one (its `key`) its runs."""
         order = {"sort": sort, "descending": str(descending).lower(), "offset": offset, "limit": limit}
-        return self._get("/run-groups", wire.RunGroups, {**filters, **order, "by": by, "open": list(opened)})
+        return self.get("/run-groups", wire.RunGroups, {**filters, **order, "by": by, "open": list(opened)})
 
     def run_filters(self) -> wire.RunFilters:
         """The values by which the table of runs can be filtered."""
-        return self._get("/run-filters", wire.RunFilters)
+        return self.get("/run-filters", wire.RunFilters)
 
     def overview(self, run_id: str) -> wire.Overview:
         """What is said of a run: headline, verdict, the numbers behind them."""
-        return self._get(f"/runs/{quoted(run_id)}/overview", wire.Overview)
+        return self.get(f"/runs/{quoted(run_id)}/overview", wire.Overview)
 
     def layers(self, run_id: str) -> wire.LayerList:
         """The run's layers."""
-        return self._get(f"/runs/{quoted(run_id)}/layers", wire.LayerList)
+        return self.get(f"/runs/{quoted(run_id)}/layers", wire.LayerList)
 
     def streams(self, run_id: str) -> wire.StreamList:
         """The run's streams, with the number of stored reports of each."""
-        return self._get(f"/runs/{quoted(run_id)}/streams", wire.StreamList)
+        return self.get(f"/runs/{quoted(run_id)}/streams", wire.StreamList)
 
     def latest(self, run_id: str) -> wire.Latest:
         """The newest measured step of a run."""
-        return self._get(f"/runs/{quoted(run_id)}/latest", wire.Latest)
+        return self.get(f"/runs/{quoted(run_id)}/latest", wire.Latest)
 
     def worst(
         self,
@@ -175,7 +130,7 @@ class Client:
     ) -> list[wire.WorstLayer]:
         """The k layers worst in `metric` at the newest measured step, or at the one at or before `step`."""
         query = {"metric": metric, "k": k, "pattern": pattern, "module_type": module_type, "step": step}
-        return self._get(f"/runs/{quoted(run_id)}/worst", list[wire.WorstLayer], query)
+        return self.get(f"/runs/{quoted(run_id)}/worst", list[wire.WorstLayer], query)
 
     def series(
         self,
@@ -199,7 +154,7 @@ class Client:
         """
         chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
         query = {"metric": _several(metric), "points": points, "axis": axis, "cursor": cursor, **chosen}
-        return self._get(f"/runs/{quoted(run_id)}/series", wire.Series, query)
+        return self.get(f"/runs/{quoted(run_id)}/series", wire.Series, query)
 
     def heatmap(
         self,
@@ -217,7 +172,7 @@ class Client:
         """A metric over layers (of a glob, of one module type, or all) and steps."""
         chosen = _chosen(None, pattern, module_type, None, first_step, last_step)
         query = {"metric": metric, "points": points, "order": order, "axis": axis, **chosen}
-        return self._get(f"/runs/{quoted(run_id)}/heatmap", wire.Heatmap, query)
+        return self.get(f"/runs/{quoted(run_id)}/heatmap", wire.Heatmap, query)
 
     def histogram(
         self,
@@ -234,9 +189,7 @@ class Client:
     ) -> wire.Histogram:
         """A histogram merged over the run or some of its steps, or at the measured step at or before `step`."""
         chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
-        return self._get(
-            f"/runs/{quoted(run_id)}/histogram", wire.Histogram, {"name": name, "step": step, **chosen}
-        )
+        return self.get(f"/runs/{quoted(run_id)}/histogram", wire.Histogram, {"name": name, "step": step, **chosen})
 
     def compare(
         self,
@@ -258,7 +211,7 @@ class Client:
         """
         chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
         query = {"run": list(run_ids), "metric": _several(metric), "points": points, "axis": axis, **chosen}
-        return self._get("/compare", wire.Comparison, query)
+        return self.get("/compare", wire.Comparison, query)
 
     def events(
         self,
@@ -274,7 +227,7 @@ class Client:
         Of more than `limit` events these are the oldest, or the newest.
         """
         query = {"cursor": cursor, "limit": limit, "newest": newest or None, "until": until}
-        return self._get(f"/runs/{quoted(run_id)}/events", wire.EventPage, query)
+        return self.get(f"/runs/{quoted(run_id)}/events", wire.EventPage, query)
 
     def incidents(
         self,
@@ -289,11 +242,11 @@ class Client:
         """A page of alerts, from when they fired until they ended, newest first."""
         filters = {"project": project, "run": run_id, "alert": alert, "state": state}
         query = {**filters, "cursor": cursor, "limit": limit}
-        return self._get("/events", wire.IncidentPage, query)
+        return self.get("/events", wire.IncidentPage, query)
 
     def incident(self, incident_id: str) -> wire.Incident:
         """One alert, from when it fired until it ended."""
-        return self._get(f"/events/{quoted(incident_id)}", wire.Incident)
+        return self.get(f"/events/{quoted(incident_id)}", wire.Incident)
 
     def note(self, run_id: str, note: wire.NoteCreate) -> wire.Event:
         """Write into a run's timeline."""
@@ -303,7 +256,7 @@ class Client:
 
     def firing(self, run_id: str) -> list[wire.Incident]:
         """What fires of one run now; the token that the run is sent with is enough."""
-        return self._get(f"/runs/{quoted(run_id)}/alerts", wire.IncidentPage).events
+        return self.get(f"/runs/{quoted(run_id)}/alerts", wire.IncidentPage).events
 
     def acknowledge(self, incident_id: str) -> wire.Incident:
         """Note that you take care of an incident."""
@@ -311,11 +264,11 @@ class Client:
 
     def silence(self, silence: wire.SilenceCreate) -> wire.Silence:
         """Keep matching incidents from being sent."""
-        return self._post("/silences", silence, wire.Silence)
+        return self.post("/silences", silence, wire.Silence)
 
     def catalogue(self) -> wire.Catalogue:
         """Metrics, statistics, scalars and strategies that the server knows."""
-        return self._get("/metrics-catalogue", wire.Catalogue)
+        return self.get("/metrics-catalogue", wire.Catalogue)
 
     def update_run(self, run_id: str, update: wire.RunUpdate) -> wire.Run:
         """Change a run's state, name, group, tags, notes, or which runs it is a seed of."""
@@ -333,7 +286,7 @@ class Client:
 
     def tokens(self) -> wire.TokenList:
         """Every token without its secret. Needs an administrator's token."""
-        return self._get("/tokens", wire.TokenList)
+        return self.get("/tokens", wire.TokenList)
 
     def revoke_token(self, token_id: str) -> wire.Token:
         """Revoke a token for good. Needs an administrator's token."""
@@ -388,82 +341,19 @@ class Client:
 
     def create_run(self, project: str, create: wire.RunCreate) -> wire.Run:
         """Create a run, or resume the one of this id."""
-        return self._post(f"/projects/{quoted(project)}/runs", create, wire.Run)
+        return self.post(f"/projects/{quoted(project)}/runs", create, wire.Run)
 
     def create_attempt(self, run_id: str, create: wire.AttemptCreate) -> wire.Attempt:
         """Register a launch."""
-        return self._post(f"/runs/{quoted(run_id)}/attempts", create, wire.Attempt)
+        return self.post(f"/runs/{quoted(run_id)}/attempts", create, wire.Attempt)
 
     def create_stream(self, run_id: str, create: wire.StreamCreate) -> wire.Stream:
         """Register a stream."""
-        return self._post(f"/runs/{quoted(run_id)}/streams", create, wire.Stream)
+        return self.post(f"/runs/{quoted(run_id)}/streams", create, wire.Stream)
 
     def send_reports(self, stream_id: str, batch: wire.ReportBatch) -> wire.BatchAnswer:
         """Send reports; durable when this returns."""
-        return self._post(f"/streams/{quoted(stream_id)}/reports", batch, wire.BatchAnswer, wire.encode_batch)
-
-    def healthy(self) -> bool:
-        """Whether the server answers and says that it is well."""
-        try:
-            return self._http.get("/healthz").status_code == httpx.codes.OK
-        except httpx.HTTPError:
-            return False
-
-    def page(self, path: str) -> httpx.Response:
-        """A page beside the API: /metrics, /readyz."""
-        return self._sent("GET", path)
-
-    def _get(self, path: str, kind: type[_Answer], query: Mapping[str, Any] | None = None) -> _Answer:
-        return self.send("GET", path, kind, query=query)
-
-    def send(
-        self,
-        method: str,
-        path: str,
-        kind: type[_Answer],
-        *,
-        query: Mapping[str, Any] | None = None,
-        content: bytes | None = None,
-        content_type: str | None = None,
-    ) -> _Answer:
-        """The answer to one request, sent once: the way to routes that have no method here."""
-        given = {name: value for name, value in (query or {}).items() if value is not None}
-        headers = {"Content-Type": content_type} if content_type else {}
-        response = self._sent(method, _API + path, params=given, content=content, headers=headers)
-        return wire.decode_message(response.content, kind, wire.JSON)
-
-    def _sent(self, method: str, path: str, **request: Any) -> httpx.Response:
-        try:
-            response = self._http.request(method, path, **request)
-        except httpx.HTTPError as error:
-            raise ServerUnreachable(
-                f"no answer from {self.server_url} ({error}); is it running? `collage-monitor up` starts one"
-            ) from error
-        if response.is_error:
-            raise refusal(response)
-        return response
-
-    def _post(
-        self,
-        path: str,
-        message: _Message,
-        kind: type[_Answer],
-        encode: Callable[[_Message], bytes] = wire.encode_message,
-    ) -> _Answer:
-        """Send a message that may arrive twice: what fails for a while is sent again."""
-        content = encode(message)
-        backoff = Backoff(0.1, _LONGEST_PAUSE_SECONDS)
-        for _ in range(_TRIES - 1):
-            try:
-                return self.send("POST", path, kind, content=content, content_type=wire.MSGPACK)
-            except (ServerUnreachable, Unavailable) as error:
-                time.sleep(backoff.pause(getattr(error, "retry_after_seconds", None)))
-        return self.send("POST", path, kind, content=content, content_type=wire.MSGPACK)
-
-
-def quoted(part: str) -> str:
-    """Text as one segment of a path, whatever characters it has."""
-    return quote(part, safe="")
+        return self.post(f"/streams/{quoted(stream_id)}/reports", batch, wire.BatchAnswer, wire.encode_batch)
 
 
 def _several(metric: str | Sequence[str]) -> list[str]:

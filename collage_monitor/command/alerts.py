@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 import click
 
 from collage_monitor import wire
-from collage_monitor.client import Client, quoted
+from collage_monitor.client import Client
 from collage_monitor.command.show import printable, server_options
+from collage_monitor.connection import quoted
 from collage_monitor.local import find_token, local_server
 
 __all__ = ["alerts"]

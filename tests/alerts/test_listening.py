@@ -53,7 +53,7 @@ def fire(client, run_id, name="CollageNotFinite"):
     """As Alertmanager does: the quickest way to make a server say that something fires."""
     labels = {"alertname": name, "run_id": run_id, "severity": "critical"}
     sent = AlertmanagerAlert(status="firing", labels=labels, annotations={"summary": "weights are NaN"})
-    client._post("/alerts/alertmanager", AlertmanagerMessage(alerts=[sent]), object)
+    client.post("/alerts/alertmanager", AlertmanagerMessage(alerts=[sent]), object)
 
 
 def test_a_training_hears_of_each_alert_once_and_survives_its_callback(client, tmp_path, caplog):

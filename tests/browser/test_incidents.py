@@ -105,7 +105,7 @@ def client(server_url):
             )
             for alert, run_id, name in fired
         ]
-        own._post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=sent), wire.AlertmanagerAnswer)
+        own.post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=sent), wire.AlertmanagerAnswer)
         yield own
 
 

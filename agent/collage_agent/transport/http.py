@@ -15,7 +15,7 @@ from collage_agent.settings import DeliveryLimits
 from collage_agent.transport.envelope import WORKER_THREAD_NAME, Envelope
 from collage_monitor.backoff import Backoff
 from collage_monitor.certificates import trusted_certificates
-from collage_monitor.client import quoted
+from collage_monitor.connection import quoted
 from collage_monitor.errors import ServerRefusal, ServerUnreachable, Unavailable, WireError
 from collage_monitor.local import is_loopback
 from collage_monitor.refusals import refusal

@@ -1,0 +1,129 @@
+"""A connection to a server: a request, its answer, and the error that says what to do where there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from collage_monitor import wire
+from collage_monitor.backoff import Backoff
+from collage_monitor.certificates import trusted_certificates
+from collage_monitor.errors import ServerUnreachable, Unavailable
+from collage_monitor.local import sendable_token
+from collage_monitor.refusals import refusal
+
+__all__ = ["Connection", "quoted"]
+
+_Answer = TypeVar("_Answer")
+_Message = TypeVar("_Message")
+_API: Final = "/api/v1"
+_TRIES: Final = 9
+_LONGEST_PAUSE_SECONDS: Final = 30.0
+
+
+class Connection:
+    """Speaks to a Collage Monitor server. Thread-safe; close it, or use it as a context manager.
+
+    Every method raises `ServerUnreachable` when nothing answers and a `ServerRefusal` when the server says no.
+    `transport` replaces the network (tests).
+
+    Raises:
+        CollageError: a token that no header can carry. White space around it is left out.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        token: str | None = None,
+        *,
+        timeout_seconds: float = 30.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        headers = {"Authorization": f"Bearer {sendable_token(token)}"} if token else {}
+        self.server_url = server_url.rstrip("/")
+        self._http = httpx.Client(
+            base_url=self.server_url,
+            headers=headers,
+            timeout=timeout_seconds,
+            transport=transport,
+            trust_env=False,
+            verify=trusted_certificates(self.server_url),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._http.close()
+
+    def healthy(self) -> bool:
+        """Whether the server answers and says that it is well."""
+        try:
+            return self._http.get("/healthz").status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    def page(self, path: str) -> httpx.Response:
+        """A page beside the API: /metrics, /readyz."""
+        return self._sent("GET", path)
+
+    def get(self, path: str, kind: type[_Answer], query: Mapping[str, Any] | None = None) -> _Answer:
+        """The answer to a question."""
+        return self.send("GET", path, kind, query=query)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        kind: type[_Answer],
+        *,
+        query: Mapping[str, Any] | None = None,
+        content: bytes | None = None,
+        content_type: str | None = None,
+    ) -> _Answer:
+        """The answer to one request, sent once: the way to routes that have no method here."""
+        given = {name: value for name, value in (query or {}).items() if value is not None}
+        headers = {"Content-Type": content_type} if content_type else {}
+        response = self._sent(method, _API + path, params=given, content=content, headers=headers)
+        return wire.decode_message(response.content, kind, wire.JSON)
+
+    def _sent(self, method: str, path: str, **request: Any) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, **request)
+        except httpx.HTTPError as error:
+            raise ServerUnreachable(
+                f"no answer from {self.server_url} ({error}); is it running? `collage-monitor up` starts one"
+            ) from error
+        if response.is_error:
+            raise refusal(response)
+        return response
+
+    def post(
+        self,
+        path: str,
+        message: _Message,
+        kind: type[_Answer],
+        encode: Callable[[_Message], bytes] = wire.encode_message,
+    ) -> _Answer:
+        """Send a message that may arrive twice: what fails for a while is sent again."""
+        content = encode(message)
+        backoff = Backoff(0.1, _LONGEST_PAUSE_SECONDS)
+        for _ in range(_TRIES - 1):
+            try:
+                return self.send("POST", path, kind, content=content, content_type=wire.MSGPACK)
+            except (ServerUnreachable, Unavailable) as error:
+                time.sleep(backoff.pause(getattr(error, "retry_after_seconds", None)))
+        return self.send("POST", path, kind, content=content, content_type=wire.MSGPACK)
+
+
+def quoted(part: str) -> str:
+    """Text as one segment of a path, whatever characters it has."""
+    return quote(part, safe="")
