@@ -14,6 +14,7 @@ import torch
 from collage_optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
 from collage_optim.stepping import local_part
 from torch import Tensor
+from torch.nn import Parameter
 
 from collage_agent.sample.quantised import completes_another, is_quantised, reading_dtype
 from collage_agent.sample.remainders import SIGNED_BITS, SIGNED_BYTE, RemainderCode
@@ -24,6 +25,7 @@ __all__ = [
     "OURS",
     "PARAMETER",
     "PLAIN",
+    "PLAIN_TENSORS",
     "average_names",
     "components",
     "decaying",
@@ -39,6 +41,7 @@ PARAMETER: Final = "registered parameter"
 GRADIENT: Final = "gradient"
 _SCALARS_OF_TORCH: Final = frozenset({"step", "mu_product", "mu", "eta"})
 _RUNNING_MAXIMA: Final = frozenset({"max_exp_avg_sq"})
+PLAIN_TENSORS: Final = {Tensor, Parameter}
 
 
 @dataclass(frozen=True)
@@ -149,14 +152,15 @@ def elementwise_dtypes(parameter: Tensor, state: Mapping[str, Any]) -> tuple[tup
 
 
 def form_of(parameter: Tensor, state: Mapping[str, Any]) -> object:
-    """What decides how a state is read: alike for parameters that agree in keys, classes, dtypes and dimensions."""
+    """What decides how a state is read: alike for parameters that agree in keys, classes and dtypes, and in which
+    entries are of the parameter's shape or hold more than one number."""
     shape, found = parameter.shape, list[object]()
     for key, value in state.items():
         kind = type(value)
         if kind is Tensor:
-            found += (key, value.dtype, value.shape == shape)
+            found += (key, value.dtype, value.shape == shape, value.numel() > 1)
         elif isinstance(value, Tensor):
-            found += (key, value.dtype, value.shape == shape, kind, type(local_part(value)))
+            found += (key, value.dtype, value.shape == shape, value.numel() > 1, kind, type(local_part(value)))
         else:
             found += (key, kind)
     return tuple(found)

@@ -75,17 +75,16 @@ class BlockLayout:
             self._alike.append((members, slice(start, self._boundary), shape))
         first = [tensor for members, _, _ in self._alike for tensor in members]
         others = sorted({*range(len(samples))}.difference(first))
-        pieces = [(tensor, _length(samples[tensor])) for tensor in (*first, *others) if _length(samples[tensor])]
-        of, lengths = np.array(pieces, dtype=np.int64).reshape(-1, 2).T
+        # Lists of numbers: 20,000 pairs would have Python's collector visit all tensors.
+        pieces = [tensor for tensor in (*first, *others) if _length(samples[tensor])]
+        of, lengths = np.array([pieces, [_length(samples[tensor]) for tensor in pieces]], dtype=np.int64)
         blocks = -(-lengths // self.block)
         missing = blocks * self.block - lengths
         ends = count + blocks.cumsum()
-        self._pieces = [
-            (tensor, length, lacking)
-            for (tensor, length), lacking in zip(pieces[len(first) :], missing[len(first) :].tolist(), strict=True)
-        ]
+        told = (column[len(first) :].tolist() for column in (of, lengths, missing))
+        self._pieces = list(zip(*told, strict=True))
         self._viewed = [entry[0] for entry in self._sampled] + [entry[0] for entry in self._pieces]
-        population = np.array([samples[tensor].population_blocks for tensor, _ in pieces], dtype=np.int64)
+        population = np.array([samples[tensor].population_blocks for tensor in pieces], dtype=np.int64)
         tensors.append(np.repeat(of, blocks))
         numbers.append(np.arange(count, count + blocks.sum()) + np.repeat(population - ends, blocks))
         count += int(blocks.sum())

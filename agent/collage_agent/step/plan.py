@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 from zlib import crc32
 
@@ -19,7 +19,7 @@ from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.sample import stored
 from collage_agent.sample.sampling import TensorSample, draw
-from collage_agent.sample.states import keeps_by_name, state_of, step_of
+from collage_agent.sample.states import keeps_by_name, state_of, states_of, step_of
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.observe import Scratch
 from collage_agent.step.oracle import Oracle, OracleView
@@ -86,42 +86,61 @@ class Planner:
     ) -> list[Bucket]:
         """A bucket for each kind of tensor in the signature; `oracles` are those that may look on."""
         kinds: dict[object, list[int]] = {}
-        dtypes_of: dict[object, object] = {}
         found: list[Bucket] = []
-        for kind, index in ((kind, index) for kind, indices in signature.kinds.items() for index in indices):
-            parameter = self.watched[index].parameter
-            gradient = self.intents[self.watched[index].group].composition.gradient_of(parameter)
-            if gradient is not None and gradient.is_sparse:
-                self.sparse.add(self.watched[index].name)
-                found += self._touched(index, cap, gradient, optimizer)
+        for kind, indices in signature.kinds.items():
+            *_, is_sparse = kind
+            if is_sparse:
+                self.sparse.update(self.watched[index].name for index in indices)
+                found += [bucket for index in indices for bucket in self._touched(index, cap, optimizer)]
                 continue
-            if not placed_alike(parameter, gradient):
-                continue
-            state = state_of(optimizer, parameter)
-            form = stored.form_of(parameter, state)
-            dtypes = dtypes_of.get(form)
-            if dtypes is None:
-                dtypes = dtypes_of[form] = stored.elementwise_dtypes(parameter, state)
-            kinds.setdefault((kind, local_part(parameter).device, parameter.dtype, dtypes), []).append(index)
-        found += [self._bucket(members, signature.closure, cap, oracles) for members in kinds.values()]
+            for kept, members in self._kept_alike(indices, optimizer):
+                kinds.setdefault((kind, *kept), []).extend(members)
+        found += [self._bucket(sorted(members), signature.closure, cap, oracles) for members in kinds.values()]
         self.keeps_by_name = keeps_by_name(optimizer)
         for bucket in found:
             bucket.keeps_by_name = self.keeps_by_name
         return found
 
-    def _touched(
-        self, index: int, cap: int | Literal["all"], gradient: Tensor, optimizer: Optimizer
-    ) -> list[Bucket]:
+    def _kept_alike(
+        self, indices: Sequence[int], optimizer: Optimizer
+    ) -> Iterator[tuple[tuple[object, ...], list[int]]]:
+        """Device, dtype and those of the states, and the watched parameters whose they are.
+
+        Left out are those whose gradients lie otherwise than they do.
+        """
+        kept, alike = states_of(optimizer), dict[object, list[int]]()
+        for index in indices:
+            parameter = self.watched[index].parameter
+            if type(parameter) not in stored.PLAIN_TENSORS and not self._is_placed_as_its_gradient(index):
+                continue
+            key = parameter.dtype, parameter.device, stored.form_of(parameter, kept(parameter, {}))
+            known = alike.get(key)
+            if known is None:
+                known = alike[key] = []
+            known.append(index)
+        for members in alike.values():
+            parameter = self.watched[members[0]].parameter
+            dtypes = stored.elementwise_dtypes(parameter, kept(parameter, {}))
+            yield (local_part(parameter).device, parameter.dtype, dtypes), members
+
+    def _is_placed_as_its_gradient(self, index: int) -> bool:
+        entry = self.watched[index]
+        gradient = self.intents[entry.group].composition.gradient_of(entry.parameter)
+        return placed_alike(entry.parameter, gradient)
+
+    def _touched(self, index: int, cap: int | Literal["all"], optimizer: Optimizer) -> list[Bucket]:
         """A bucket of a tensor with a sparse gradient, none if it cannot be measured.
 
         That is a tensor which is no plain one, a gradient sparse in more than rows, or a state that is sparse too.
         """
         watched = self.watched[index]
         parameter, intent = watched.parameter, self.intents[watched.group]
+        gradient = intent.composition.gradient_of(parameter)
         states = state_of(optimizer, parameter).values()
         plain = type(parameter) in (Tensor, Parameter) and parameter.is_contiguous() and watched.shard.start is None
         dense = all(state.layout == torch.strided for state in states if isinstance(state, Tensor))
-        if not (plain and dense and gradient.sparse_dim() == 1 and intent.kind in ("shadow", "before-after")):
+        in_rows = gradient is not None and gradient.sparse_dim() == 1
+        if not (plain and dense and in_rows and intent.kind in ("shadow", "before-after")):
             return []
         most = min(parameter.numel(), _MOST_TOUCHED if cap == "all" else cap)
         seed = crc32(f"{self._seed}/{watched.name}".encode())

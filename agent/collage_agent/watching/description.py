@@ -21,7 +21,7 @@ from collage_agent.intent.choose import Intent
 from collage_agent.options import WatchOptions
 from collage_agent.sample.quantised import is_quantised, reading_dtype
 from collage_agent.sample.remainders import codes_of
-from collage_agent.sample.states import state_of
+from collage_agent.sample.states import state_of, states_of
 from collage_agent.sample.stored import OURS, PLAIN, Composition, elementwise_state, factored_state, form_of
 from collage_agent.step.rotation import ELEMENTS_A_STEP, too_large
 from collage_agent.training.parameters import WatchedParameter
@@ -55,7 +55,8 @@ def describe(
     dtypes: Counter[str] = Counter()
     sources: Counter[str] = Counter()
     reasons: dict[str, None] = {}
-    kinds = _kinds_of(optimizer, watched, intents)
+    alike = _kept_alike(optimizer, watched, intents)
+    kinds = [(members[0], sum([entry.shard.elements for entry in members])) for members in alike]
     for entry, elements in kinds:
         dtypes[dtype_name(entry.parameter.dtype)] += elements
         intent = intents[entry.group]
@@ -90,7 +91,7 @@ def describe(
             layer_rounds_at_random=_layer_rounds_at_random(watched, intents),
         ),
         conversion=_conversion(optimizer),
-        trained=[trained(optimizer, watched, _observed_strategy(optimizer, kinds, intents), fitting, sparse)],
+        trained=[trained(optimizer, alike, _observed_strategy(optimizer, kinds, intents), fitting, sparse)],
     )
 
 
@@ -106,19 +107,22 @@ def _conversion(optimizer: Optimizer) -> wire.Conversion | None:
     return max(found, key=lambda conversion: conversion.step, default=None)
 
 
-def _kinds_of(
+def _kept_alike(
     optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent]
-) -> list[tuple[WatchedParameter, int]]:
-    """One parameter of each kind that is kept alike, with the elements of all of its kind."""
-    found: dict[object, tuple[WatchedParameter, int]] = {}
+) -> list[list[WatchedParameter]]:
+    """What is watched, by how it is kept: one visit of maybe 20,000 states, of which all else looks at a few."""
+    found: dict[object, list[WatchedParameter]] = {}
+    kept, gradients = states_of(optimizer), [intent.composition.gradient for intent in intents]
     for entry in watched:
         parameter = entry.parameter
-        gradient = intents[entry.group].composition.gradient_of(parameter)
+        gradient = getattr(parameter, gradients[entry.group], None)
         of_gradient = None if gradient is None else gradient.dtype
-        form = form_of(parameter, state_of(optimizer, parameter))
+        form = form_of(parameter, kept(parameter, {}))
         key = entry.group, parameter.dtype, parameter.device, of_gradient, form
-        first, elements = found.get(key, (entry, 0))
-        found[key] = first, elements + entry.shard.elements
+        alike = found.get(key)
+        if alike is None:
+            alike = found[key] = []
+        alike.append(entry)
     return list(found.values())
 
 
@@ -194,7 +198,7 @@ def _fingerprint(
 ) -> wire.Fingerprint:
     """Dtypes as they are now, and what was observed at attach. Reads no value: synchronises no device.
 
-    kinds: see `_kinds_of`.
+    kinds: one parameter of those that are kept alike, and the elements of all of them.
     """
     parameters: Counter[str] = Counter()
     gradients: Counter[str] = Counter()
@@ -248,7 +252,7 @@ def _observed_strategy(
 ) -> str:
     """How weights and states are seen to be kept, as a strategy's name; "unknown" where not seen, or mixed.
 
-    kinds: see `_kinds_of`.
+    kinds: one parameter of those that are kept alike, and the elements of all of them.
     """
     if isinstance(optimizer, CollageOptimizer):
         names = {str(group["strategy"]) for group in optimizer.param_groups}

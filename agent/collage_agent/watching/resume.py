@@ -8,6 +8,8 @@ Only what holds nothing is read to its end: of what came through whole the first
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -42,7 +44,10 @@ def largest_step_count(optimizer: Optimizer) -> int | None:
 
     Synchronises, once, a device on which counts are kept: all of them are read together.
     """
-    counts = _counters(optimizer)
+    return _largest_of(optimizer, _counters(optimizer))
+
+
+def _largest_of(optimizer: Optimizer, counts: Sequence[Any]) -> int | None:
     if not counts and getattr(optimizer, "defaults", {}).get("k", 0) == 0:
         # Schedule-free optimizers and D-Adaptation count in a group's `k`, from 0; Ranger's `k` is a period.
         counts = [group["k"] for group in optimizer.param_groups if "k" in group]
@@ -55,18 +60,22 @@ def _counters(optimizer: Optimizer) -> list[Any]:
     """All counts of steps, in states and groups, as they are kept."""
     kept = states_of(optimizer)
     states = (kept(parameter, {}) for group in optimizer.param_groups for parameter in group["params"])
-    found = (step_of(holder) for holder in (*states, *optimizer.param_groups))
+    found = (step_of(holder) for holder in chain(states, optimizer.param_groups))
     return [count for count in found if count is not None]
 
 
 def _largest(counts: Sequence[Any]) -> float:
-    """The largest of some counts, tensors of one dtype and device read together."""
+    """The largest of some counts; of those on a device all of one dtype are read together."""
+    read: list[float] = []
     alike: dict[object, list[Tensor]] = {}
     for count in counts:
-        if isinstance(count, Tensor):
+        if not isinstance(count, Tensor):
+            read.append(float(count))
+        elif count.is_cpu:
+            read.append(_of_count(count))
+        else:
             alike.setdefault((count.dtype, count.device), []).append(count if not count.dim() else count.max())
-    read = [float(torch.stack(tensors).max()) for tensors in alike.values()]
-    return max([*read, *(float(count) for count in counts if not isinstance(count, Tensor))])
+    return max([*read, *(float(torch.stack(tensors).max()) for tensors in alike.values())])
 
 
 class ResumeCheck:
@@ -82,13 +91,8 @@ class ResumeCheck:
         self, optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent], step: int
     ) -> None:
         """The first step of a launch is about to be taken. Synchronises the device."""
-        kept = [
-            (entry, state, intents[entry.group])
-            for entry in watched
-            if (state := state_of(optimizer, entry.parameter)) and entry.stepped
-        ]
-        counters = _counters(optimizer)
-        taken = self._taken = largest_step_count(optimizer)
+        kept, counters = _Kept(optimizer, watched, intents), _counters(optimizer)
+        taken = self._taken = _largest_of(optimizer, counters)
         self._some = list(map(_of_count, _spread(counters)))
         found = {**_in_narrow_counters(counters), **_in_averages(kept, taken)}
         if _has_history(kept, taken):
@@ -118,10 +122,11 @@ class ResumeCheck:
         skipped = getattr(optimizer, "found_inf", None)
         if skipped is not None and bool(skipped):
             return False
-        now = list(map(_of_count, _spread(_counters(optimizer))))
+        counters = _counters(optimizer)
+        now = map(_of_count, _spread(counters))
         if any(after > before for before, after in zip(self._some, now, strict=False)):
             return False
-        largest = largest_step_count(optimizer)
+        largest = _largest_of(optimizer, counters)
         return largest is not None and largest <= (self._taken or 0)
 
     def _note(self, kind: wire.LossKind, text: str, step: int, *, lasting: bool) -> None:
@@ -129,7 +134,25 @@ class ResumeCheck:
             self.losses.append(wire.ResumeLoss(kind=kind, text=text, step=step, lasting=lasting))
 
 
-_Kept = Sequence[tuple[WatchedParameter, Mapping[str, Any], Intent]]
+@dataclass(frozen=True)
+class _Kept:
+    """What is stepped and has a state, each with that and with the intent of its group.
+
+    Found anew by each who looks: 20,000 tuples that stay have Python's collector visit all there is, for longer
+    than the rest of the look takes.
+    """
+
+    optimizer: Optimizer
+    watched: Sequence[WatchedParameter]
+    intents: Sequence[Intent]
+
+    def __iter__(self) -> Iterator[tuple[WatchedParameter, Mapping[str, Any], Intent]]:
+        kept = states_of(self.optimizer)
+        for entry in self.watched:
+            if entry.stepped and (state := kept(entry.parameter, {})):
+                yield entry, state, self.intents[entry.group]
+
+
 _Found = dict[wire.LossKind, tuple[str, bool]]
 """What was lost: the sentence, and whether it goes on."""
 
@@ -140,7 +163,7 @@ def _spread(counters: Sequence[Any]) -> Sequence[Any]:
 
 
 def _of_count(count: Any) -> float:
-    return float(count.max() if isinstance(count, Tensor) else count)
+    return float(count.max() if isinstance(count, Tensor) and count.dim() else count)
 
 
 def _in_narrow_counters(counters: Sequence[Any]) -> _Found:

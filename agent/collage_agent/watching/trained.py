@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.sample.quantised import stored_tensors
 from collage_agent.sample.states import state_of
+from collage_agent.sample.stored import PLAIN_TENSORS
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 
@@ -26,28 +27,29 @@ _SCALAR: Final = torch.Size([])
 
 def trained(
     optimizer: Optimizer,
-    watched: Sequence[WatchedParameter],
+    watched: Sequence[Sequence[WatchedParameter]],
     strategy: str,
     fitting: type[CollageOptimizer] | None,
     sparse: Collection[str],
 ) -> wire.Trained:
     """What an optimizer trains, for advice. strategy: how that is seen to be kept. fitting, sparse: see `describe`.
 
-    Bytes are counted from the states that there are. No synchronisation.
+    watched: by how it is kept (`form_of`). Bytes are counted from the states that there are. No synchronisation.
     """
     if not optimizer.param_groups:  # Somebody took them all away.
         fitting = None
     parameters: Counter[str] = Counter()
-    states, size = False, 0.0
-    for entry in watched:
-        parameter, state = entry.parameter, state_of(optimizer, entry.parameter)
-        parameters[dtype_name(parameter.dtype)] += entry.shard.elements
-        states |= bool(state) or (fitting is not None and not _moments(optimizer, fitting))
-        dense = entry.name not in sparse
-        size += 4 * entry.shard.elements * (1 + dense)
-        kept = (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
-        size += sum(value.numel() * _bytes_beside_float32(value, parameter) for value in map(local_part, kept))
+    of_sparse, size, has_states = 0, 0, False
+    for alike in watched:
+        elements = sum([entry.shard.elements for entry in alike])
+        parameters[dtype_name(alike[0].parameter.dtype)] += elements
+        has_states |= bool(state_of(optimizer, alike[0].parameter))
+        size += 8 * elements + _bytes_of_states(optimizer, [entry.parameter for entry in alike])
+        if sparse:
+            of_sparse += sum(entry.shard.elements for entry in alike if entry.name in sparse)
     moments = [] if fitting is None else [moment.second for moment in _moments(optimizer, fitting)]
+    is_counted = bool(watched) and (has_states or (fitting is not None and not moments))
+    entries = [entry for alike in watched for entry in alike]
     return wire.Trained(
         optimizer=type(optimizer).__name__,
         strategy=strategy,
@@ -55,11 +57,29 @@ def trained(
         first_moments=moments.count(False),
         second_moments=moments.count(True),
         parameters=dict(parameters),
-        sparse=sum(entry.shard.elements for entry in watched if entry.name in sparse),
-        sharded=any(local_part(entry.parameter) is not entry.parameter for entry in watched),
-        float32_bytes=size / parameters.total() if states and parameters.total() else None,
-        device=watched[0].parameter.device.type if watched else "cpu",
+        sparse=of_sparse,
+        sharded=any(local_part(entry.parameter) is not entry.parameter for entry in entries),
+        float32_bytes=(size - 4 * of_sparse) / parameters.total() if is_counted and parameters.total() else None,
+        device=entries[0].parameter.device.type if entries else "cpu",
     )
+
+
+def _bytes_of_states(optimizer: Optimizer, alike: Sequence[Tensor]) -> int:
+    """Bytes of the numbers kept for parameters of one form, beside weights in fp32: of those in the dtype of the
+    weight 4 each. Numbers kept once for a tensor are left out."""
+    size, weight = 0, alike[0]
+    elements: int | None = None
+    for key, value in state_of(optimizer, weight).items():
+        if not isinstance(value, Tensor) or value.numel() <= 1:
+            continue
+        if type(value) is Tensor and value.shape == weight.shape and type(weight) in PLAIN_TENSORS:
+            if elements is None:
+                elements = sum([parameter.numel() for parameter in alike])
+            numbers = elements
+        else:
+            numbers = sum(local_part(state_of(optimizer, parameter)[key]).numel() for parameter in alike)
+        size += numbers * (4 if value.dtype == weight.dtype else value.dtype.itemsize)
+    return size
 
 
 def _moments(optimizer: Optimizer, fitting: type[CollageOptimizer]) -> tuple[Moment, ...]:
@@ -67,11 +87,6 @@ def _moments(optimizer: Optimizer, fitting: type[CollageOptimizer]) -> tuple[Mom
     group = optimizer.param_groups[0]
     options = group if isinstance(optimizer, CollageOptimizer) else fitting.options_like(group)
     return fitting.rule_of(options).moments(options)
-
-
-def _bytes_beside_float32(state: Tensor, parameter: Tensor) -> int:
-    """Bytes of a state's number, beside a weight in fp32: those in the dtype of the weight follow it."""
-    return 4 if state.dtype == parameter.dtype else state.dtype.itemsize
 
 
 def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
