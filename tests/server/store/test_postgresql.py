@@ -246,6 +246,32 @@ def test_two_servers_creating_the_same_things_make_one_of_each(store, database):
     servers[1].close()
 
 
+def test_two_servers_that_evaluate_a_run_at_once_keep_one_overview(store, database):
+    StoreContract.fill(store)
+    servers = [store, opened(database)]
+    (due,) = store.overviews.due(10)
+    record, errors = store.runs.get("r1"), []
+    together = threading.Barrier(2)
+
+    def put(server):
+        try:
+            for _ in range(50):
+                together.wait(PATIENCE_SECONDS)
+                server.overviews.put(due, record, wire.Overview(run_id="r1", headline="as it is"))
+        except Exception as error:
+            errors.append(error)
+            together.abort()
+
+    threads = [threading.Thread(target=put, args=(server,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert store.overviews.of("r1").headline == "as it is"
+    servers[1].close()
+
+
 def test_only_one_server_seals_a_run_at_a_time(store, database):
     other = opened(database)
     stream = StoreContract.fill(store)

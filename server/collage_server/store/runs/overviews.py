@@ -72,9 +72,11 @@ class OverviewStore(DerivedRows):
     def put(self, due: DueRun, record: RunRecord, overview: wire.Overview, made_by: str | None = None) -> None:
         """Keep an overview and which code made it; of a run deleted meanwhile nothing is kept."""
         with self._database.writing() as connection:
-            connection.execute(delete(_OVERVIEW).where(_OVERVIEW.c.run_id == due.run_id))
+            # Locked first: a row that another server puts meanwhile would not be seen by the deletion.
             there = select(_RUN.c.run_id).where(_RUN.c.run_id == due.run_id).with_for_update()
-            if connection.execute(there).first() is None:
+            run = connection.execute(there).first()
+            connection.execute(delete(_OVERVIEW).where(_OVERVIEW.c.run_id == due.run_id))
+            if run is None:
                 return
             if record.configuration is None:
                 known = configuration_of(record.project, record.config)
