@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up screenshots studies test quick check format nightly exhaustive torture hostile gpu bench clean
+.PHONY: demo up screenshots studies test quick check format nightly exhaustive torture cluster hostile gpu bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -69,6 +69,10 @@ exhaustive: $(VENV)/.stamp-dev  ## Error-free transformations over all pairs of 
 torture: $(VENV)/.stamp-dev  ## Servers and databases killed at random; KILLS=1000 for longer, SEED=… to repeat one
 	$(BIN)/python -m tests.torture --kills $(or $(KILLS),200) $(if $(SEED),--seed $(SEED))
 
+cluster: $(VENV)/.stamp-dev  ## Each piece of a cluster killed under load (installs Debian's patroni, etcd, haproxy); KILLS=30
+	.ci/install etcd-client etcd-server haproxy patroni postgresql
+	$(BIN)/python -m tests.cluster --kills $(or $(KILLS),30) $(if $(SEED),--seed $(SEED))
+
 hostile: $(VENV)/.stamp-dev  ## One server under everything at once, for an hour; MINUTES=10 for less, BACKEND=postgresql, SEED=… to repeat one
 	$(BIN)/python -m tests.torture.hour --minutes $(or $(MINUTES),60) --backend $(or $(BACKEND),sqlite) $(if $(SEED),--seed $(SEED))
 
@@ -76,7 +80,7 @@ gpu: $(VENV)/.stamp-dev  ## The CUDA lane
 	$(BIN)/python -m pytest -m gpu
 
 bench: $(VENV)/.stamp-dev  ## Every benchmark
-	for name in watch averages deliver ingest load ranks query runs scale optimizer accumulation dashboard archive; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in watch averages deliver ingest load ranks query runs scale growth optimizer accumulation dashboard archive; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) demo-output
