@@ -132,11 +132,11 @@ def _small_chunks():
     from collage_server import app
     from collage_server.command import serve as command
     from collage_server.store import SqliteStore
-    from collage_server.store.sealing import archiving
+    from collage_server.store.sealing import archive_plan
 
     from tests.server.store.contract import LIMITS
 
-    archiving._CHUNKS = {1: 2, 16: 2}  # type: ignore[misc]
+    archive_plan._CHUNKS = {1: 2, 16: 2}  # type: ignore[misc]
     make_store = app.make_store
 
     def make_small_store(settings):

@@ -147,6 +147,8 @@ def _tell_of_the_hole(database: Path, made_at: datetime, now: float) -> None:
     )
     with closing(sqlite3.connect(database)) as connection, connection:
         connection.execute(statement, (f"restored/{now:.0f}", now, text))
+        # Whether it takes its original's place in the archive is not known here.
+        connection.execute("DELETE FROM lease WHERE name = 'archive'")
 
 
 def _require_free(path: Path) -> None:

@@ -139,6 +139,15 @@ class PostgresqlStore(Store):
         with self.reading() as connection:
             return self.time(connection, 0.0)
 
+    def place(self, connection: Connection) -> str:
+        """The cluster, which its standbys share, and the database in it."""
+        found = text(
+            "SELECT (SELECT system_identifier FROM pg_control_system()), oid FROM pg_database "
+            "WHERE datname = current_database()"
+        )
+        cluster, number = connection.execute(found).one()
+        return f"{cluster}/{number}"
+
     @contextmanager
     def _begin_reading(self) -> Iterator[Connection]:
         with self.engine.connect() as plain:

@@ -380,7 +380,8 @@ segment: Final = Table(
     Column("footer", LargeBinary, nullable=False),
 )
 """Archived files: layers of the chunks `first_chunk` to `last_chunk` of an attempt at a level, whose rows of
-`layer_chunk` go. `has_rows`: some of these may still be there. `footer` is the file's own, which is large."""
+`layer_chunk` go. A negative level: the model's totals at that level, whose rows of `model_chunk` go; 0: logged
+values, without chunks. `has_rows`: some rows may still be there. `footer` is the file's own, which is large."""
 Index("segment_by_path", segment.c.path)
 Index("segment_by_size", segment.c.bytes)
 Index("segment_with_rows", segment.c.run_id, sqlite_where=segment.c.has_rows, postgresql_where=segment.c.has_rows)

@@ -120,7 +120,8 @@ lease: Final = Table(
     Column("ends_at", Double, nullable=False),
     Column("seconds", Double, nullable=False, server_default="0"),
 )
-"""Work that one of several servers does: whose it is, until when, and how long it was taken for."""
+"""Work that one of several servers does: whose it is, until when, and how long it was taken for. "archive" is none:
+its holder is the id of the archive that belongs to this database."""
 
 SERVER_TABLES: Final = (token, act, incident, silence, lease, log_out)
 """No run_id leads their keys."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
+from collage_server.errors import Busy, StoreUnusable
 from collage_server.memory import MemoryBudget
 from collage_server.store.access.tokens import AccessStore
 from collage_server.store.archive.files import ArchiveFiles
 from collage_server.store.archive.finished import FinishedRuns
 from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.archive.segments import archived_bytes
-from collage_server.store.engine.database import Database
+from collage_server.store.engine.database import ARCHIVE, Database
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.journal.streams import StreamStore
 from collage_server.store.reading.snapshot import PointStore
@@ -45,6 +47,7 @@ class Store(Database):
     def __init__(self, stale_after_seconds: float, limits: SealLimits, files: ArchiveFiles | None = None) -> None:
         super().__init__()
         archive, deletion = ArchiveReader(files), SliceDeletion(self)
+        self._reader = archive
         self.access = AccessStore(self.reading, self.writing)
         self.events = EventStore(self)
         self.incidents = IncidentStore(self)
@@ -61,6 +64,18 @@ class Store(Database):
         self.overviews = OverviewStore(self)
         self.table = TableStore(self)
         self._archived_bytes, self._archived_due = 0, time.monotonic()
+
+    def open(self) -> None:
+        """As every database; an archive that is another's is refused, one that is away is waited for."""
+        super().open()
+        self.engine.update_execution_options(**{ARCHIVE: self._reader})
+        if self.archiving is not None:
+            try:
+                with suppress(Busy):
+                    self.archiving.require_own()
+            except StoreUnusable:
+                self.close()
+                raise
 
     def archived_bytes(self) -> int:
         """What all archived files took, a minute ago at most: of a million of them it takes a while to add up."""

@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
-from collage_server.errors import Busy
-from collage_server.store import PostgresqlStore, Selection, SqliteStore, schema
+from collage_server.errors import Busy, StoreUnusable
+from collage_server.store import PostgresqlStore, Selection, SqliteStore, schema, server_tables
 from collage_server.store.archive import files
 from collage_server.store.archive.files import Bucket, Folder, archived_path
-from collage_server.store.sealing import archiving
+from collage_server.store.backup import back_up, restore
+from collage_server.store.sealing import archive_plan
 from collage_server.store.sealing.archiving import Archiving
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 
 from collage_monitor import wire
 from tests.server.migrated import put_migrated
@@ -33,7 +34,7 @@ ORPHAN = archived_path("p", "r1", 1, 1, f"0-1-{0:032x}.parquet")
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
     """Opens stores that seal small chunks and archive two of them at a time; they are closed at the end."""
-    monkeypatch.setattr(archiving, "_CHUNKS", {1: 2, 16: 2})
+    monkeypatch.setattr(archive_plan, "_CHUNKS", {1: 2, 16: 2})
     known = []
 
     def open_store(database, archive=None):
@@ -176,18 +177,72 @@ def test_what_no_row_names_goes_after_an_hour_and_nothing_else(store):
     assert half.exists(), "its age is told by the clock of who made it"
 
 
-def test_files_of_another_database_are_left_alone(store, opened, tmp_path, caplog):
-    """Two servers with a database each were told the same place."""
+def test_an_archive_of_another_database_is_refused(store, opened, tmp_path):
+    """Two servers with a database each were told the same place: each would sweep the other's files as orphans."""
+    (tmp_path / "stranger").mkdir()
+    stranger = put_migrated(tmp_path / "stranger")
+    with pytest.raises(StoreUnusable, match="belongs to another database: set COLLAGE_SERVER_ARCHIVE to"):
+        opened(stranger, store.archiving.files)
     fill(store, 5 * CHUNK)
     archive_all(store)
-    (tmp_path / "stranger").mkdir()
-    stranger = opened(put_migrated(tmp_path / "stranger"), store.archiving.files)
-    assert stranger.archiving.sweep(time.time() + 2 * HOUR) == 0
-    assert "4 archived files are of runs that this database does not know" in caplog.text
+    with pytest.raises(StoreUnusable, match="belongs to another database"):
+        opened(stranger, Folder(tmp_path / "archive"))
     assert stored(store) == paths(store)
-    caplog.clear()
-    assert store.archiving.sweep(time.time() + 2 * HOUR) == 0
-    assert not caplog.records
+
+
+def test_a_restored_database_takes_an_archive_over_once_its_mark_is_gone(store, opened, tmp_path):
+    fill(store, 5 * CHUNK)
+    archive_all(store)
+    (tmp_path / "backups").mkdir()
+    back_up(store.path, tmp_path / "backups" / "one", archive=tmp_path / "archive")
+    copy = tmp_path / "copy" / "collage.sqlite"
+    restore(tmp_path / "backups" / "one", copy)
+    with pytest.raises(StoreUnusable, match=r"takes the other's place .* delete _collage.json there"):
+        opened(copy, Folder(tmp_path / "archive"))
+    (tmp_path / "archive" / "_collage.json").unlink()
+    assert opened(copy, Folder(tmp_path / "archive")).archiving.sweep(time.time() + 2 * HOUR) == 0
+    with pytest.raises(Busy, match="belongs to another database"):
+        store.archiving.sweep(time.time() + 2 * HOUR)
+    assert stored(store) == paths(store)
+
+
+def test_a_folder_that_is_not_mounted_is_no_empty_archive(store, opened, tmp_path):
+    """What would be written below the place where it is mounted is hidden once it is."""
+    fill(store, 5 * CHUNK)
+    archive_all(store)
+    folder = store.archiving.files.folder
+    folder.rename(folder.with_name("away"))
+    folder.mkdir()
+    with pytest.raises(StoreUnusable, match=r"none of the files that this database names, such as .*: mount"):
+        opened(store.path, Folder(folder))
+    fill(store, 9 * CHUNK, first=5 * CHUNK)
+    for work in (store.archiving.archive, lambda _: store.archiving.sweep(time.time() + 2 * HOUR)):
+        with pytest.raises(Busy, match="mount"):
+            work("r1")
+    assert not list(folder.rglob("*.parquet"))
+    folder.rmdir()
+    folder.with_name("away").rename(folder)
+    archive_all(store)
+    assert len(paths(store)) == 8
+    assert opened(store.path, Folder(folder)).archiving.sweep(time.time()) == 0
+
+
+def test_an_archive_of_before_there_were_marks_is_taken_over(store, opened):
+    fill(store, 5 * CHUNK)
+    archive_all(store)
+    (store.archiving.files.folder / "_collage.json").unlink()
+    with store.writing() as connection:
+        connection.execute(delete(server_tables.lease))
+    again = opened(store.path, Folder(store.archiving.files.folder))
+    assert again.archiving.files.read_mark() is not None
+
+
+def test_a_bucket_has_a_mark_too(opened, tmp_path, bucket):
+    (tmp_path / "stranger").mkdir()
+    opened(put_migrated(tmp_path), Bucket(bucket, tmp_path / "cache", 2**20))
+    with pytest.raises(StoreUnusable, match="belongs to another database"):
+        opened(put_migrated(tmp_path / "stranger"), Bucket(bucket, tmp_path / "other", 2**20))
+    opened(tmp_path / "collage.sqlite", Bucket(bucket, tmp_path / "third", 2**20))
 
 
 def test_files_of_a_deleted_run_go_an_hour_after_their_rows(store):

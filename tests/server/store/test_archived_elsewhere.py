@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from collage_server.store import PostgresqlStore, SqliteStore
 from collage_server.store.archive.files import Bucket, Folder
-from collage_server.store.sealing import archiving
+from collage_server.store.sealing import archive_plan
 
 from tests.server.migrated import put_migrated
 from tests.server.store import test_archived
@@ -19,8 +19,6 @@ from tests.server.store.contract import LIMITS, StoreContract, reopening
 from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
 from tests.server.store.replicas import ReplicasContract
-from tests.server.store.sealed import SealedContract
-from tests.server.store.sealing import SealingContract
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +29,7 @@ _nightly = pytest.mark.nightly
 @pytest.fixture(params=["in groups", pytest.param("at once", marks=_nightly)])
 def due(request, monkeypatch):
     """When chunks become files."""
-    monkeypatch.setattr(archiving, "_CHUNKS", {1: 2, 16: 2})
+    monkeypatch.setattr(archive_plan, "_CHUNKS", {1: 2, 16: 2})
     if request.param == "at once":
         test_archived.archive_at_once(monkeypatch)
 
@@ -81,12 +79,12 @@ class TestArchivedParts(PartsContract):
     """Reports of a step in several parts."""
 
 
-class TestArchivedSealed(SealedContract):
+class TestArchivedSealed(test_archived.TestArchivedSealed):
     """What stands in chunks."""
 
 
 @_nightly
-class TestArchivedSealing(SealingContract):
+class TestArchivedSealing(test_archived.TestArchivedSealing):
     """From the journal to chunks."""
 
 

@@ -1,8 +1,8 @@
 """Where archived files lie: a folder, or a bucket with a local cache. Files are written once and never change.
 
 A file's path is relative, `PROJECT/run=RUN/attempt=ATTEMPT/level=LEVEL/FIRST-LAST-UUID.parquet`; no two files ever
-have the same one. Engines read run, attempt and level from it. What else lies in a project's folder belongs to its
-published table.
+have the same one. Engines read run, attempt and level from it. Totals of the model have `model=LEVEL` in place of
+the level, logged values `logged`. What else lies in a project's folder belongs to its published table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 import obstore
 import pyarrow
-from obstore.exceptions import BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import ObjectStore, from_url
 
 from collage_server.errors import Busy, StoreUnusable
@@ -35,6 +35,7 @@ __all__ = [
     "Bucket",
     "COPY",
     "Folder",
+    "MARK",
     "StoredFile",
     "archive_files",
     "archived_path",
@@ -57,6 +58,8 @@ _LOGGED: Final = 300
 _PRIVATE_FOLDER: Final = 0o700
 COPY: Final = "visible-"
 """Begins the name of a copy of what is visible of an archived file."""
+MARK: Final = "_collage.json"
+"""Says whose archive this is. No project's folder begins with an underscore."""
 _ARCHIVED: Final = re.compile(r"\d+-\d+-[0-9a-f]{32}\.parquet")
 _NOT_PLAIN: Final = re.compile(rb"^[_.]|[^A-Za-z0-9_.-]")
 """Engines skip what begins with an underscore or a dot."""
@@ -103,6 +106,18 @@ class ArchiveFiles(ABC):
     @abstractmethod
     def delete(self, paths: Collection[str]) -> None:
         """Remove files; one that is not there is no error."""
+
+    @abstractmethod
+    def holds(self, path: str) -> bool:
+        """Whether a file is there."""
+
+    @abstractmethod
+    def read_mark(self) -> bytes | None:
+        """What the mark says; None where there is none."""
+
+    @abstractmethod
+    def write_mark(self, data: bytes) -> None:
+        """Write the mark, unless one is there."""
 
     def stored(self) -> Iterator[StoredFile]:
         """Every archived file that is there."""
@@ -182,6 +197,27 @@ class Folder(ArchiveFiles):
                     if folder != Path():
                         (self.folder / folder).rmdir()
 
+    def holds(self, path: str) -> bool:
+        """Whether a file is there."""
+        return (self.folder / path).exists()
+
+    def read_mark(self) -> bytes | None:
+        """As for every archive."""
+        try:
+            with self._usable():
+                return (self.folder / MARK).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write_mark(self, data: bytes) -> None:
+        """As for every archive."""
+        with self._usable(), suppress(FileExistsError):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
+            with (self.folder / MARK).open("xb") as file:
+                file.write(data)
+            sync(self.folder / MARK)
+            sync(self.folder)
+
     def _listed(self, folder: str = "") -> Iterator[StoredFile]:
         for path in (self.folder / folder).rglob(f"*{_SUFFIX}"):
             if path.parent != self.staging:
@@ -248,6 +284,28 @@ class Bucket(ArchiveFiles):
                 with suppress(FileNotFoundError):
                     obstore.delete(self._bucket, path)
                 (self._cache / path).unlink(missing_ok=True)
+
+    def holds(self, path: str) -> bool:
+        """Whether a file is there."""
+        with self._answering():
+            try:
+                obstore.head(self._bucket, path)
+            except FileNotFoundError:
+                return False
+            return True
+
+    def read_mark(self) -> bytes | None:
+        """As for every archive."""
+        with self._answering():
+            try:
+                return bytes(obstore.get(self._bucket, MARK).bytes())
+            except FileNotFoundError:
+                return None
+
+    def write_mark(self, data: bytes) -> None:
+        """As for every archive, where the store can tell; else the last one to write it has it."""
+        with self._answering(), suppress(AlreadyExistsError):
+            obstore.put(self._bucket, MARK, data, mode="create")
 
     def _listed(self, folder: str = "") -> Iterator[StoredFile]:
         with self._answering():
@@ -357,8 +415,9 @@ def archive_files(address: str, cache: Path, cache_bytes: int) -> ArchiveFiles:
 
 
 def archived_path(project: str, run_id: str, attempt: int, level: int, name: str) -> str:
-    """Where a file of a run lies."""
-    return f"{project_folder(project)}/run={run_id}/attempt={attempt}/level={level}/{name}"
+    """Where a file of a run lies: one of layers, of the model (`model_level`), or of logged values (level 0)."""
+    what = f"level={level}" if level > 0 else f"model={-level}" if level else "logged"
+    return f"{project_folder(project)}/run={run_id}/attempt={attempt}/{what}/{name}"
 
 
 def run_of(path: str) -> str:

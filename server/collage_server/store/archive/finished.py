@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Row, select
 
 from collage_server.store import schema
 from collage_server.store.archive.parquet import Footer
+from collage_server.store.archive.segments import LOGGED
 from collage_server.store.chunks.blobs import ChunkInfo, read_chunk_infos
 from collage_server.store.engine.database import Database
 from collage_server.store.records import UNBOUNDED, RunRecord, first_hidden_steps
@@ -135,6 +136,8 @@ def _visible_parts(
     segments: Sequence[Row[Any]], infos: Sequence[ChunkInfo], bounds: Mapping[int, int]
 ) -> Iterator[VisiblePart]:
     for segment in segments:
+        if segment.level <= LOGGED:
+            continue
         before = bounds.get(segment.attempt, UNBOUNDED)
         held = [
             info

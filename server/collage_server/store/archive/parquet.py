@@ -5,6 +5,9 @@ Columns are what a row is of (`layer`, `name`, `first_step`, `step`, `time`, `ra
 float64 column a statistic under its key, null where nobody reported it. At coarse levels there are "minimum METRIC"
 and "maximum METRIC", too. Sums are byte-stream-split and compressed with zstd.
 
+A file of the model's totals has a column `rank` in place of the layer, -1 for all ranks together; they are read as
+layers are.
+
 The file's metadata say in `collage` which parts of which chunks it holds, in the order of its rows.
 """
 
@@ -30,11 +33,15 @@ __all__ = [
     "Contents",
     "Footer",
     "HeldPart",
+    "LoggedSeries",
     "OF_A_ROW",
     "Rows",
     "copy_points",
     "layers_in_group",
+    "metadata_of",
+    "read_footer",
     "read_layers",
+    "rounded",
     "write_layers",
 ]
 
@@ -44,18 +51,20 @@ _READ_BYTES: Final = 2**24
 """Of row groups that are decoded at a time."""
 _MEMORY_A_BYTE: Final = 12
 """Of a footer, once read: measured, 11.7."""
+_MANTISSA_BITS: Final = 53
 _FORMAT: Final = 1
 _METADATA: Final = b"collage"
-OF_A_ROW: Final = {
-    "layer": pa.int32(),
-    "name": pa.string(),
+_OF_A_POINT: Final = {
     "first_step": pa.int64(),
     "step": pa.int64(),
     "time": pa.timestamp("us", tz="UTC"),
     "ranks": pa.int32(),
     "points": pa.int32(),
 }
+OF_A_ROW: Final = {"layer": pa.int32(), "name": pa.string(), **_OF_A_POINT}
 """What a row is of, in the order of the columns."""
+_OF_A_RANK: Final = {"rank": pa.int64(), **_OF_A_POINT}
+"""The same in a file of the model's totals."""
 _TAIL_BYTES: Final = 8
 """The length of the footer and a mark."""
 
@@ -68,16 +77,31 @@ class HeldPart(NamedTuple):
     points: int
 
 
+class LoggedSeries(NamedTuple):
+    """What a stream logged under a name, in a file of logged values: so many of its rows."""
+
+    stream_id: str
+    name: str
+    values: int
+
+
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file holds, as its metadata say."""
+    """What a file holds, as its metadata say.
+
+    `ranks`: of the model's totals, whose each "layer" is, -1 for all together. `series`: of logged values, in the
+    order of the rows. `bits`: sums are rounded to so many, None: not at all.
+    """
 
     run_id: str
     attempt: int
     level: int
-    parts: tuple[HeldPart, ...]
-    layers: int
-    layers_a_group: int
+    parts: tuple[HeldPart, ...] = ()
+    layers: int = 0
+    layers_a_group: int = 1
     format: int = _FORMAT
+    ranks: tuple[int, ...] = ()
+    series: tuple[LoggedSeries, ...] = ()
+    bits: int | None = None
 
     @property
     def points(self) -> int:
@@ -91,6 +115,15 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decode_contents: Final = msgspec.json.Decoder(Contents).decode
+
+
+def rounded(values: FloatArray, bits: int) -> FloatArray:
+    """To so many significant bits, ties to even: a relative error of 2^-bits at most. Whole numbers stay exact."""
+    drop = _MANTISSA_BITS - bits
+    held = np.ascontiguousarray(values).view(np.int64)
+    shorter = (held + ((1 << (drop - 1)) - 1) + ((held >> drop) & 1)) & -(1 << drop)
+    whole = ~np.isfinite(values) | (values == np.trunc(values))
+    return np.where(whole, values, shorter.view(np.float64))
 
 
 def layers_in_group(points: int) -> int:
@@ -111,15 +144,23 @@ def write_layers(
     `groups`: totals [keys, points, layers] of each row group's layers, best with the points of each side by side.
     `names`: of all layers, as many as `contents` says. `points` are those of the parts, in their order.
     """
-    schema = _schema(keys)
+    of_a_row = _OF_A_RANK if contents.ranks else OF_A_ROW
+    schema = _schema(of_a_row, keys)
     with _writer(file, schema, keys) as writer:
-        writer.add_key_value_metadata({_METADATA: msgspec.json.encode(contents)})
+        writer.add_key_value_metadata(metadata_of(contents))
         first = 0
         for totals in groups:
-            count = totals.shape[2]
-            writer.write_table(_table(schema, points, names, first, totals), row_group_size=count * totals.shape[1])
+            rows, count = totals.shape[1:]
+            held = slice(first, first + count)
+            of_rows = _of_ranks(contents.ranks[held], rows) if contents.ranks else _of_layers(names, held, rows)
+            writer.write_table(_table(schema, of_rows, points, totals), row_group_size=count * rows)
             first += count
-    return _footer_of(file)
+    return read_footer(file)
+
+
+def metadata_of(contents: Contents) -> dict[bytes, bytes]:
+    """What a file says of itself."""
+    return {_METADATA: msgspec.json.encode(contents)}
 
 
 def copy_points(file: Path, source: pa.NativeFile, chunks: Collection[int], before: int) -> None:
@@ -137,26 +178,39 @@ def copy_points(file: Path, source: pa.NativeFile, chunks: Collection[int], befo
 
 
 def _writer(file: Path, schema: pa.Schema, keys: Sequence[str]) -> pq.ParquetWriter:
+    of_a_row = schema.names[: len(schema) - len(keys)]
     return pq.ParquetWriter(
         file,
         schema,
         compression="zstd",
         compression_level=1,
-        use_dictionary=list(OF_A_ROW),
+        use_dictionary=of_a_row,
         use_byte_stream_split=list(keys),
-        write_statistics=list(OF_A_ROW),
+        write_statistics=of_a_row,
         store_schema=False,
     )
 
 
-def _schema(keys: Sequence[str]) -> pa.Schema:
-    of_a_row = (pa.field(name, kind, nullable=False) for name, kind in OF_A_ROW.items())
-    return pa.schema([*of_a_row, *(pa.field(key, pa.float64()) for key in keys)])
+def _schema(of_a_row: Mapping[str, pa.DataType], keys: Sequence[str]) -> pa.Schema:
+    columns = (pa.field(name, kind, nullable=False) for name, kind in of_a_row.items())
+    return pa.schema([*columns, *(pa.field(key, pa.float64()) for key in keys)])
 
 
-def _table(schema: pa.Schema, points: PointRows, names: Sequence[str], first: int, totals: FloatArray) -> pa.Table:
-    count, width = totals.shape[1], totals.shape[2]
-    layers = np.arange(first, first + width, dtype=np.int32)
+def _of_layers(names: Sequence[str], held: slice, points: int) -> list[pa.Array]:
+    """The columns `layer` and `name` of the rows of some layers."""
+    layers = np.arange(held.start, held.stop, dtype=np.int32)
+    indices = np.repeat(np.arange(len(layers), dtype=np.int32), points)
+    named = pa.DictionaryArray.from_arrays(indices, pa.array(list(names[held]), pa.string()))
+    return [pa.array(np.repeat(layers, points)), named.dictionary_decode()]
+
+
+def _of_ranks(ranks: Sequence[int], points: int) -> list[pa.Array]:
+    """The column `rank`."""
+    return [pa.array(np.repeat(np.array(ranks, dtype=np.int64), points))]
+
+
+def _table(schema: pa.Schema, of_rows: list[pa.Array], points: PointRows, totals: FloatArray) -> pa.Table:
+    width = totals.shape[2]
     moments = np.rint(points.times * 1e6).astype(np.int64)
     of_points: dict[str, NDArray[Any]] = {
         "first_step": points.first_steps,
@@ -165,11 +219,8 @@ def _table(schema: pa.Schema, points: PointRows, names: Sequence[str], first: in
         "ranks": points.ranks.astype(np.int32),
         "points": points.counts.astype(np.int32),
     }
-    indices = np.repeat(np.arange(width, dtype=np.int32), count)
-    named = pa.DictionaryArray.from_arrays(indices, pa.array(list(names[first : first + width]), pa.string()))
     columns = [
-        pa.array(np.repeat(layers, count)),
-        named.dictionary_decode(),
+        *of_rows,
         *(pa.array(np.tile(values, width), OF_A_ROW[name]) for name, values in of_points.items()),
         # NaN is what nobody reported: null, for whoever reads the file with other tools.
         *(pa.array(np.ascontiguousarray(values.T).reshape(-1), from_pandas=True) for values in totals),
@@ -177,7 +228,8 @@ def _table(schema: pa.Schema, points: PointRows, names: Sequence[str], first: in
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _footer_of(file: Path) -> bytes:
+def read_footer(file: Path) -> bytes:
+    """A file's footer, as it stands at its end."""
     with file.open("rb") as opened:
         opened.seek(-_TAIL_BYTES, 2)
         length = int.from_bytes(opened.read(_TAIL_BYTES)[:4], "little")
@@ -200,7 +252,7 @@ class Footer:
         """Read the bytes that `write_layers` returned."""
         metadata = pq.read_metadata(BytesIO(data))
         contents = _decode_contents(metadata.metadata[_METADATA])
-        keys = frozenset(metadata.schema.names).difference(OF_A_ROW)
+        keys = frozenset(metadata.schema.names).difference(OF_A_ROW, _OF_A_RANK)
         return cls(contents, metadata, keys, cls.bytes_of(data))
 
     @staticmethod

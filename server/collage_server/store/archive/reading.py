@@ -1,14 +1,15 @@
-"""Layers out of archived files, put where a question keeps its numbers."""
+"""Totals and logged values out of archived files, put where a question keeps its numbers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
 from typing import Any, Final
 
+import numpy as np
 import pyarrow
 from cachetools import LRUCache
 from sqlalchemy import Connection, Select, bindparam, select
@@ -17,16 +18,19 @@ from collage_server.errors import Busy
 from collage_server.memory import hold
 from collage_server.store import schema
 from collage_server.store.archive.files import ArchiveFiles
-from collage_server.store.archive.parquet import Footer, Rows, read_layers
+from collage_server.store.archive.logged import read_logged
+from collage_server.store.archive.parquet import Footer, LoggedSeries, Rows, read_layers
+from collage_server.store.archive.segments import LOGGED
 from collage_server.store.chunks.blobs import Chunks, PointRows
 from collage_server.store.records import FloatArray, IntArray
 from collage_server.store.rows import among
 
 __all__ = ["ArchiveReader", "FoundSegment", "uncovered"]
-
 _KEPT_BYTES: Final = 2**25
 """Of footers in memory: one of 4,000 layers of 12 statistics takes 15 MiB."""
 _RETRY_SECONDS: Final = 600
+_LOGGED_BYTES: Final = 4 * 24
+"""Of a logged value, as often as it stands in memory while an answer is made of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +44,7 @@ class FoundSegment:
 
 
 class ArchiveReader:
-    """Reads layer totals from files; footers, which never change, are kept in memory."""
+    """Reads files; footers, which never change, are kept in memory."""
 
     def __init__(self, files: ArchiveFiles | None) -> None:
         self._files = files
@@ -48,7 +52,7 @@ class ArchiveReader:
         self._lock = Lock()
 
     def find(self, connection: Connection, level: int, chunks: Chunks) -> list[FoundSegment]:
-        """Files at a level that hold some of these chunks."""
+        """Files at a level (`model_level`: of the model) that hold some of these chunks."""
         runs = sorted({run_id for run_id, _ in chunks})
         rows = connection.execute(_segments_of_runs(), {"run_ids": runs, "level": level}).all()
         held = []
@@ -94,18 +98,72 @@ class ArchiveReader:
         """Put totals into `values` [keys, points, layers] of the layers at these positions by run."""
         targets = dict(zip(keys, values, strict=True))
         for segment in segments:
-            rows = list(_rows(segment, points))
-            if rows:
-                with self._opened(segment.path) as source:
-                    read_layers(source, segment.footer, positions[segment.run_id], rows, targets)
+            self._read(segment, points, positions[segment.run_id], targets)
+
+    def read_model_into(
+        self,
+        values: FloatArray,
+        segments: Sequence[FoundSegment],
+        points: PointRows,
+        keys: Sequence[str],
+        rank: int,
+    ) -> None:
+        """Put totals of the model into `values` [keys, points]: those of one rank, or of all together."""
+        targets = {key: row[:, np.newaxis] for key, row in zip(keys, values, strict=True)}
+        for segment in segments:
+            if rank in segment.footer.contents.ranks:
+                place = np.array([segment.footer.contents.ranks.index(rank)], dtype=np.int64)
+                self._read(segment, points, place, targets)
+
+    def _read(
+        self, segment: FoundSegment, points: PointRows, layers: IntArray, targets: Mapping[str, FloatArray]
+    ) -> None:
+        rows = list(_rows(segment, points))
+        if rows:
+            with self._opened(segment.path) as source:
+                read_layers(source, segment.footer, layers, rows, targets)
+
+    def logged(
+        self, connection: Connection, run_ids: Sequence[str], is_wanted: Callable[[str, LoggedSeries], bool]
+    ) -> Iterator[tuple[str, LoggedSeries, FloatArray]]:
+        """Archived values, [3][values] steps, times, values, of the series of each run that are wanted.
+
+        Of a stream and name those of older files come first.
+        """
+        rows = connection.execute(_segments_of_runs(), {"run_ids": list(run_ids), "level": LOGGED}).all()
+        footers = self._footers_of(connection, [row.path for row in rows])
+        for row in rows:
+            wanted = {series for series in footers[row.path].contents.series if is_wanted(row.run_id, series)}
+            if wanted:
+                hold(_LOGGED_BYTES * sum(series.values for series in wanted))
+                with self._opened(row.path) as source:
+                    for series, table in read_logged(source, footers[row.path], wanted):
+                        yield row.run_id, series, table
+
+    def last_logged(
+        self, connection: Connection, run_id: str, stream_id: str, names: Collection[str], before: int
+    ) -> dict[str, tuple[int, float]]:
+        """Step and value of what stands in files of a stream, the last before a step, by name."""
+
+        def is_wanted(_: str, series: LoggedSeries) -> bool:
+            return series.stream_id == stream_id and series.name in names
+
+        found: dict[str, tuple[int, float]] = {}
+        for _, series, table in self.logged(connection, [run_id], is_wanted):
+            steps = np.where(table[0] < before, table[0], -1)
+            place = int(np.argmax(steps))
+            if steps[place] >= found.get(series.name, (0,))[0]:
+                found[series.name] = (int(steps[place]), float(table[2][place]))
+        return found
 
 
 @cache
 def _segments_of_runs() -> Select[Any]:
-    """Files of some runs at a level."""
+    """Files of some runs at a level, oldest chunks first."""
     table = schema.segment
     columns = (table.c.run_id, table.c.attempt, table.c.first_chunk, table.c.last_chunk, table.c.path)
-    return select(*columns).where(among(table.c.run_id), table.c.level == bindparam("level"))
+    chosen = select(*columns).where(among(table.c.run_id), table.c.level == bindparam("level"))
+    return chosen.order_by(table.c.run_id, table.c.attempt, table.c.first_chunk)
 
 
 def uncovered(chunks: Chunks, points: PointRows, segments: Sequence[FoundSegment]) -> Chunks:

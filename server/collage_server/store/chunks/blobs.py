@@ -33,6 +33,7 @@ __all__ = [
     "minimum_key",
     "pack_points",
     "pack_totals",
+    "packed",
     "read_chunk_infos",
     "read_layer_data",
     "read_model_data",
@@ -123,15 +124,18 @@ def unpack_totals(data: bytes, entries: int, points: int) -> FloatArray:
 
 
 def _packed(plain: bytes) -> bytes:
-    """Numbers of eight bytes, byte by byte and compressed; as they are where they are few, or no shorter then.
+    """As `packed`; as they are where they are few."""
+    return plain if len(plain) < _LEAST_PACKED_BYTES else packed(plain)
+
+
+def packed(plain: bytes) -> bytes:
+    """Numbers of eight bytes, byte by byte and compressed; as they are where that is no shorter.
 
     Counts and constants take a quarter of a byte each, sums six or seven.
     """
-    if len(plain) < _LEAST_PACKED_BYTES:
-        return plain
     columns = np.frombuffer(plain, dtype=np.uint8).reshape(-1, 8)
-    packed = zlib.compress(columns.T.tobytes(), 1)
-    return packed if len(packed) < len(plain) else plain
+    short = zlib.compress(columns.T.tobytes(), 1)
+    return short if len(short) < len(plain) else plain
 
 
 def unpack_numbers(data: bytes, numbers: int) -> NDArray[np.uint8]:
@@ -154,8 +158,8 @@ def read_point_rows(connection: Connection, level: int, chunks: Chunks) -> Point
         first = owners[run_id, attempt].start if (run_id, attempt) in owners else start
         start += count
         owners[run_id, attempt] = slice(first, start)
-    packed = (unpack_points(row[5], row[4]) for row in rows)
-    columns = np.concatenate([np.zeros((5, 0), dtype=_INT), *packed], axis=1)
+    unpacked = (unpack_points(row[5], row[4]) for row in rows)
+    columns = np.concatenate([np.zeros((5, 0), dtype=_INT), *unpacked], axis=1)
     joined = columns.astype(np.int64, copy=False)
     return PointRows(where, owners, joined[0], joined[1], joined[2].view(_FLOAT), joined[3], joined[4])
 

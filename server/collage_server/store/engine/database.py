@@ -20,7 +20,10 @@ from sqlalchemy.sql.expression import ClauseElement
 from collage_server.errors import Busy, StoreUnusable, Unprocessable
 from collage_server.store.records import CONNECTIONS, Sizes
 
-__all__ = ["Database", "POOL", "Statement", "driver_cursor", "reads_only"]
+__all__ = ["ARCHIVE", "Database", "POOL", "Statement", "driver_cursor", "reads_only"]
+
+ARCHIVE: Final = "archive"
+"""The execution option under which a store's connections know what reads archived files."""
 
 _LOG: Final = logging.getLogger(__name__)
 _READS_ONLY: Final = "25006"
@@ -117,6 +120,10 @@ class Database(ABC):
     def own_time(self) -> float | None:
         """The time of the database's own clock; None where that is the machine's."""
         return None
+
+    def place(self, connection: Connection) -> str:
+        """What tells this database from its copies; empty where nothing does."""
+        return ""
 
     @abstractmethod
     def _begin_reading(self) -> AbstractContextManager[Connection]:

@@ -16,7 +16,9 @@ from sqlalchemy import Connection
 from collage_server.errors import Unprocessable
 from collage_server.memory import hold
 from collage_server.store.archive.reading import ArchiveReader, uncovered
+from collage_server.store.archive.segments import model_level
 from collage_server.store.chunks.blobs import (
+    ALL_RANKS,
     ChunkInfo,
     Chunks,
     PointRows,
@@ -102,7 +104,7 @@ def points_of_views(
     for level, chunks in _by_level(plans).items():
         kept_columns = None if level == 1 or selection.rank is not None else sources.columns
         for run_id, found in _cached_model(
-            connection, views, plans, level, chunks, wanted, selection, kept_columns
+            connection, views, plans, level, chunks, wanted, selection, kept_columns, sources.archive
         ).items():
             tables[run_id] += found
     for run_id, plan in plans.items():
@@ -190,11 +192,12 @@ def _cached_model(
     wanted: Collection[str] | None,
     selection: Selection,
     cache: ColumnCache | None,
+    archive: ArchiveReader,
 ) -> Tables:
     """`sealed_model`, through the cache."""
     chosen = {run_id: views[run_id] for run_id, _ in chunks}
     if cache is None:
-        return sealed_model(connection, chosen, level, chunks, wanted, selection)
+        return sealed_model(connection, archive, chosen, level, chunks, wanted, selection)
     places = {owner: (owner, level, plans[owner[0]].infos[owner[1], level]) for owner in chunks}
     found: Tables = {run_id: [] for run_id in chosen}
     missing: dict[tuple[str, int], Sequence[int]] = {}
@@ -209,7 +212,7 @@ def _cached_model(
             found[owner[0]].append(table)
     if missing:
         left = {run_id: views[run_id] for run_id, _ in missing}
-        for run_id, read in sealed_model(connection, left, level, missing, wanted, selection).items():
+        for run_id, read in sealed_model(connection, archive, left, level, missing, wanted, selection).items():
             found[run_id] += read
             for table in read:
                 cache.put(places[run_id, table.attempt], table)
@@ -307,6 +310,7 @@ def _check_one_rank(views: Views, rank: int) -> None:
 
 def sealed_model(
     connection: Connection,
+    archive: ArchiveReader,
     views: Views,
     level: int,
     chunks: Chunks,
@@ -323,15 +327,38 @@ def sealed_model(
     merged = {owner: numbers for owner, numbers in chunks.items() if owner not in several}
     keys = _keys(views, wanted, selection.extremes_of, level)
     points = read_point_rows(connection, level, merged)
-    values = read_model_data(connection, level, merged, points, _entries(views), keys)
+    [values] = _model_data(connection, archive, views, level, merged, points, keys, [ALL_RANKS])
     found = _point_tables(views, level, points, keys, values)
     for owner, numbers in several.items():
-        found[owner[0]] += _model_of_rank(connection, views[owner[0]], {owner: numbers}, keys, rank or 0)
+        found[owner[0]] += _model_of_rank(connection, archive, views[owner[0]], {owner: numbers}, keys, rank or 0)
+    return found
+
+
+def _model_data(
+    connection: Connection,
+    archive: ArchiveReader,
+    views: Views,
+    level: int,
+    chunks: Chunks,
+    points: PointRows,
+    keys: Sequence[str],
+    ranks: Sequence[int],
+) -> list[FloatArray]:
+    """Totals [keys, points] of each of the ranks, out of files and of rows."""
+    archived = {
+        owner: held for owner, held in chunks.items() if held and owner[1] in views[owner[0]].archived_whole
+    }
+    files = archive.find(connection, model_level(level), archived) if archived else []
+    left = uncovered(chunks, points, files) if files else chunks
+    found = []
+    for rank in ranks:
+        found.append(read_model_data(connection, level, left, points, _entries(views), keys, rank))
+        archive.read_model_into(found[-1], files, points, keys, rank)
     return found
 
 
 def _model_of_rank(
-    connection: Connection, view: RunView, chunks: Chunks, keys: Sequence[str], rank: int
+    connection: Connection, archive: ArchiveReader, view: RunView, chunks: Chunks, keys: Sequence[str], rank: int
 ) -> list[AttemptPoints]:
     """Only the points to which the rank contributed; where it was the only one, the merged totals are its own.
 
@@ -340,8 +367,7 @@ def _model_of_rank(
     [(_, attempt)] = chunks
     views = {view.run_id: view}
     points = read_point_rows(connection, 1, chunks)
-    values = read_model_data(connection, 1, chunks, points, _entries(views), keys, rank)
-    merged = read_model_data(connection, 1, chunks, points, _entries(views), keys)
+    values, merged = _model_data(connection, archive, views, 1, chunks, points, keys, [rank, ALL_RANKS])
     there = np.zeros(len(points.steps), dtype=bool)
     numbers = chunks[view.run_id, attempt]
     contributed = rank_contributed(connection, view.run_id, attempt, numbers, rank)

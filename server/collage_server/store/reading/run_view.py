@@ -10,13 +10,14 @@ from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, Row, Select, select
+from sqlalchemy import Connection, Row, Select, func, select
 
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
 from collage_server.errors import NotFound
 from collage_server.memory import held_rows
 from collage_server.store import schema
+from collage_server.store.archive.segments import LOGGED
 from collage_server.store.chunks.blobs import ChunkInfo
 from collage_server.store.journal.declarations import unknown_statistics
 from collage_server.store.records import UNBOUNDED, StreamRecord, first_hidden_steps, stream_record
@@ -53,8 +54,12 @@ class RunView:
         """Its streams with their places in `run_latest`, and the run's `state`."""
         self.attempt_rows = rows.attempts
         self.attempts = [(row.attempt, row.measured_from) for row in rows.attempts]
-        self.archived = frozenset(row.attempt for row in rows.attempts if row.archived)
-        """Attempts of which some layers lie in archived files."""
+        self.archived = frozenset(row.attempt for row in rows.attempts if row.archived is not None)
+        """Attempts of which something lies in archived files."""
+        self.archived_whole = frozenset(
+            row.attempt for row in rows.attempts if row.archived is not None and row.archived <= LOGGED
+        )
+        """Those of which totals of the model do, or logged values."""
         self.first_hidden_steps = first_hidden_steps(self.attempts)
         self.sealed_ranges = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
         self._scalars = rows.scalars
@@ -318,11 +323,11 @@ def _streams_of_runs() -> Select[Any]:
 
 @cache
 def _attempts_with_files() -> Select[Any]:
-    """The attempts of some runs, and whether some of their layers lie in archived files."""
+    """The attempts of some runs, and the lowest level of which archived files hold something."""
     segment, attempt = schema.segment, schema.attempt
     same = (segment.c.run_id == attempt.c.run_id, segment.c.attempt == attempt.c.attempt)
-    files = select(segment.c.path).where(*same)
-    return attempts_of_runs().add_columns(files.exists().label("archived"))
+    lowest = select(func.min(segment.c.level)).where(*same).correlate(attempt)
+    return attempts_of_runs().add_columns(lowest.scalar_subquery().label("archived"))
 
 
 def read_entries(

@@ -15,10 +15,12 @@ from itertools import groupby, pairwise
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, Row, TextClause, select, text
+from sqlalchemy import ColumnElement, Connection, Row, TextClause, select, text, tuple_
 
 from collage_server.memory import held_rows
 from collage_server.store import schema
+from collage_server.store.archive.parquet import LoggedSeries
+from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.reading.assemble import RowOrigins, group_steps, visible
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.reading.unsealed import ScalarRow, unsealed_rows
@@ -33,7 +35,15 @@ from collage_server.store.records import (
 from collage_server.store.rows import int_bytes, scalars_from_json
 from collage_server.store.runs.latest import last_sealed_steps
 
-__all__ = ["pack_scalars", "read_newest_scalars", "read_scalar_points"]
+__all__ = [
+    "LoggedPart",
+    "of_series",
+    "pack_scalars",
+    "read_logged_parts",
+    "read_logged_tables",
+    "read_newest_scalars",
+    "read_scalar_points",
+]
 
 _NEWEST_PARTS: Final = 2
 _KEYS_A_STATEMENT: Final = 1000
@@ -41,6 +51,8 @@ _ROWS_AT_ONCE: Final = 256
 _COPIES: Final = 4
 """Of a logged value that stand side by side: as stored, unpacked, joined, and in an answer."""
 _ROW_BYTES: Final = 1024
+LoggedPart = tuple[str, str, int]
+"""Stream, name, part."""
 
 
 @dataclass
@@ -56,29 +68,38 @@ class _LoggedValues:
     def table(self) -> FloatArray:
         """[3][values]: steps, times, values, one column a step, the last word on it."""
         tail = np.frombuffer(self.waiting, dtype=np.float64).reshape(-1, 4)
-        joined = np.concatenate([*self.parts, tail[np.argsort(tail[:, 0]), 1:].T], axis=1)
-        if np.all(joined[0][1:] > joined[0][:-1]):
-            return joined
-        _, last = np.unique(joined[0][::-1], return_index=True)
-        return joined[:, joined.shape[1] - 1 - last]
+        return _last_words(np.concatenate([*self.parts, tail[np.argsort(tail[:, 0]), 1:].T], axis=1))
+
+
+def _last_words(values: FloatArray) -> FloatArray:
+    """[3][values] with one column a step: the last one."""
+    if np.all(values[0][1:] > values[0][:-1]):
+        return values
+    _, last = np.unique(values[0][::-1], return_index=True)
+    return values[:, values.shape[1] - 1 - last]
 
 
 def read_scalar_points(
-    connection: Connection, views: Mapping[str, RunView], names: Collection[str] | None, selection: Selection
+    connection: Connection,
+    archive: ArchiveReader,
+    views: Mapping[str, RunView],
+    names: Collection[str] | None,
+    selection: Selection,
 ) -> dict[str, dict[str, ScalarPoints]]:
     """Logged values by run and name: a rank's last word on a step counts, then the mean over the ranks."""
     for view in views.values():
         view.check_rank(selection.rank)
-    return _read(connection, views, names, selection, {})
+    return _read(connection, archive, views, names, selection, {})
 
 
 def read_newest_scalars(
-    connection: Connection, views: Mapping[str, RunView], count: int
+    connection: Connection, archive: ArchiveReader, views: Mapping[str, RunView], count: int
 ) -> dict[str, dict[str, FloatArray]]:
     """The last `count` logged values by run and name, oldest first."""
     alone = {run_id: view for run_id, view in views.items() if len(view.attempts) == len(view.streams) == 1}
-    newest = _newest_rows(connection, alone, 2 * count)
-    points = _read(connection, views, None, Selection(), newest)
+    in_rows = {run_id: view for run_id, view in alone.items() if not view.archived_whole}
+    newest = _newest_rows(connection, in_rows, 2 * count)
+    points = _read(connection, archive, views, None, Selection(), newest)
     return {
         run_id: {name: entry.values[-count:] for name, entry in held.items()} for run_id, held in points.items()
     }
@@ -86,12 +107,14 @@ def read_newest_scalars(
 
 def _read(
     connection: Connection,
+    archive: ArchiveReader,
     views: Mapping[str, RunView],
     names: Collection[str] | None,
     selection: Selection,
     known: Mapping[str, Sequence[Row[Any]]],
 ) -> dict[str, dict[str, ScalarPoints]]:
     found: dict[str, dict[tuple[str, str], _LoggedValues]] = {run_id: {} for run_id in views}
+    _read_archived(connection, archive, views, names, selection, found)
     _read_sealed(connection, views, names, selection, known, found)
     _read_journal(connection, views, names, selection, found)
     points = {}
@@ -159,6 +182,27 @@ def _newest_statement(count: int) -> TextClause:
         f"(SELECT max(s.part) FROM scalar_chunk s WHERE {same.format('s')}) - :parts "
         "ORDER BY t.run_id, t.stream_id, t.name, t.part"
     ).execution_options(blobs=True)
+
+
+def _read_archived(
+    connection: Connection,
+    archive: ArchiveReader,
+    views: Mapping[str, RunView],
+    names: Collection[str] | None,
+    selection: Selection,
+    found: dict[str, dict[tuple[str, str], _LoggedValues]],
+) -> None:
+    """What stands in files counts before what was sealed since."""
+    runs = [run_id for run_id, view in views.items() if view.archived_whole]
+
+    def is_wanted(run_id: str, series: LoggedSeries) -> bool:
+        stream = views[run_id].streams.get(series.stream_id)
+        is_asked = names is None or series.name in names
+        return is_asked and stream is not None and selection.rank in (None, stream.rank)
+
+    for run_id, series, table in archive.logged(connection, runs, is_wanted) if runs else ():
+        stream = views[run_id].streams[series.stream_id]
+        found[run_id].setdefault((series.name, series.stream_id), _LoggedValues(stream)).parts.append(table)
 
 
 def _read_sealed(
@@ -274,3 +318,32 @@ def pack_scalars(rows: Sequence[Row[Any]]) -> dict[tuple[str, str], tuple[int, b
             int_bytes(table[:, 0].astype(np.int64)) + np.ascontiguousarray(table[:, 1:].T, dtype="<f8").tobytes(),
         )
     return packed
+
+
+def of_series(run_id: str, keys: Sequence[tuple[str, str]]) -> tuple[ColumnElement[bool], ...]:
+    """Which rows hold what these streams have logged under these names."""
+    table = schema.scalar_chunk
+    return table.c.run_id == run_id, tuple_(table.c.stream_id, table.c.name).in_(keys)
+
+
+def read_logged_parts(connection: Connection, run_id: str, keys: Sequence[tuple[str, str]]) -> list[LoggedPart]:
+    """All parts of these streams and names, in the order in which their values count."""
+    table = schema.scalar_chunk
+    columns = (table.c.stream_id, table.c.name, table.c.part)
+    rows = connection.execute(select(*columns).where(*of_series(run_id, keys)))
+    return sorted((row.stream_id, row.name, row.part) for row in rows)
+
+
+def read_logged_tables(
+    connection: Connection, run_id: str, parts: Sequence[LoggedPart]
+) -> dict[tuple[str, str], FloatArray]:
+    """[3][values] steps, times, values by stream and name, those of one name side by side."""
+    keys = sorted({part[:2] for part in parts}, key=lambda key: key[::-1])
+    table = schema.scalar_chunk
+    columns = (table.c.stream_id, table.c.name, table.c.part, table.c.point_count, table.c.data)
+    statement = select(*columns).where(*of_series(run_id, keys)).order_by(table.c.part)
+    found: dict[tuple[str, str], list[FloatArray]] = {key: [] for key in keys}
+    rows = connection.execute(statement.execution_options(blobs=True))
+    for row in held_rows((row, _COPIES * len(row.data)) for row in rows):
+        found[row.stream_id, row.name].append(_unpack(row.data, row.point_count))
+    return {key: _last_words(np.concatenate(tables, axis=1)) for key, tables in found.items()}

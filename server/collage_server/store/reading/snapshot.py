@@ -114,11 +114,13 @@ class Snapshot:
         self, run_ids: Sequence[str], names: Collection[str] | None, selection: Selection
     ) -> dict[str, dict[str, ScalarPoints]]:
         """Logged values by run and name, only `names` (None: all)."""
-        return read_scalar_points(self._connection, self._views.of(run_ids, keys=()), names, selection)
+        views = self._views.of(run_ids, keys=())
+        return read_scalar_points(self._connection, self._sources.archive, views, names, selection)
 
     def newest_scalars(self, run_ids: Sequence[str], count: int) -> dict[str, dict[str, FloatArray]]:
         """The last `count` logged values by run and name, oldest first."""
-        return read_newest_scalars(self._connection, self._views.of(run_ids, keys=()), count)
+        views = self._views.of(run_ids, keys=())
+        return read_newest_scalars(self._connection, self._sources.archive, views, count)
 
     def newest_kept(self, run_ids: Sequence[str]) -> dict[str, KeptNewest]:
         """The newest measured steps as they were written, of those runs that have a row."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -11,7 +12,9 @@ from sqlalchemy import Connection, Row, func, select
 
 from collage_monitor import wire
 from collage_monitor.wire import LoggedScalar
+from collage_server.errors import Busy
 from collage_server.store import schema
+from collage_server.store.engine.database import ARCHIVE
 from collage_server.store.records import UNBOUNDED, ReportedState, first_hidden_steps
 from collage_server.store.rows import scalars_from_json
 
@@ -105,13 +108,29 @@ def _newest_scalars(
     return {name: entry for name, (_, entry) in sorted(found.items())}
 
 
+class ArchivedValues(Protocol):
+    """What a store's connections know as `ARCHIVE`."""
+
+    def last_logged(
+        self, connection: Connection, run_id: str, stream_id: str, names: Collection[str], before: int
+    ) -> dict[str, tuple[int, float]]:
+        """Step and value of what stands in files of a stream, the last before a step, by name."""
+
+
 def _last_values(
     connection: Connection, row: Row[Any], names: Collection[str], before: int
 ) -> dict[str, tuple[int, float]]:
-    """Step and value of what the row's stream logged last before a step, by name: in chunks and in the journal."""
+    """Step and value of what the row's stream logged last before a step, by name: in files, chunks, the journal.
+
+    What is archived is left out while the archive is away: a page of runs is not refused for it.
+    """
     found: dict[str, tuple[int, float]] = {}
     if not names:
         return found
+    archive: ArchivedValues | None = connection.get_execution_options().get(ARCHIVE)
+    if archive is not None:
+        with suppress(Busy):
+            found = archive.last_logged(connection, row.run_id, row.stream_id, names, before)
     chunk, report = schema.scalar_chunk, schema.report
     of_chunks = (chunk.c.run_id == row.run_id, chunk.c.stream_id == row.stream_id, chunk.c.name.in_(names))
     statement = select(chunk.c.name, chunk.c.point_count, chunk.c.data).where(*of_chunks).order_by(chunk.c.part)

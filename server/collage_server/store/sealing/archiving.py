@@ -1,5 +1,8 @@
 """Chunks become archived files: four of level 1, 64 of level 16, and what is left once the run is over.
 
+Then the model's totals and the logged values of its attempts follow, without attempts that newer ones hide as a
+whole. Points stay rows, by which all is found; those of single steps are packed.
+
 A file is made from a snapshot without a claim, as parts of chunks never change. It is put where it stays, and only
 then a short transaction names it, if the chunks still have the parts that it holds. Then the rows that it replaces
 are deleted, in transactions as short as those of retention. A process that is killed in between leaves a file that
@@ -10,42 +13,67 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Final
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, and_, delete, or_, select, update
+from sqlalchemy import Connection, Row, and_, delete, func, insert, or_, select, tuple_, update
 
+from collage_server.errors import Busy, StoreUnusable
 from collage_server.memory import hold, released_afterwards
 from collage_server.store import schema
 from collage_server.store.archive.files import ArchiveFiles, archived_path, run_of
-from collage_server.store.archive.parquet import Contents, Footer, HeldPart, layers_in_group, write_layers
-from collage_server.store.archive.segments import Segment, add_segment
+from collage_server.store.archive.logged import write_logged
+from collage_server.store.archive.parquet import (
+    Contents,
+    Footer,
+    HeldPart,
+    LoggedSeries,
+    layers_in_group,
+    rounded,
+    write_layers,
+)
+from collage_server.store.archive.segments import (
+    LOGGED,
+    Segment,
+    add_segment,
+    model_level,
+    require_own_archive,
+)
 from collage_server.store.chunks.blobs import (
     LEVELS,
-    ChunkInfo,
     PointRows,
-    read_chunk_infos,
+    maximum_key,
+    minimum_key,
+    packed,
     read_layer_data,
+    read_model_data,
     read_point_rows,
 )
 from collage_server.store.engine.database import Database
 from collage_server.store.reading.run_view import RunView
+from collage_server.store.reading.scalars import (
+    LoggedPart,
+    of_series,
+    read_logged_parts,
+    read_logged_tables,
+)
 from collage_server.store.records import FloatArray
-from collage_server.store.rows import require_run
-from collage_server.store.runs.latest import all_ranks_are_through
+from collage_server.store.rows import int_array, require_run
 from collage_server.store.runs.run_store import read_run
+from collage_server.store.sealing.archive_plan import (
+    FilePlan,
+    is_over,
+    plan_file,
+    rows_behind,
+    visible_attempts,
+)
 from collage_server.store.sealing.slices import SliceDeletion
 
 __all__ = ["Archiving"]
 
 _LOG: Final = logging.getLogger(__name__)
-_CHUNKS: Final = {1: 4, 16: 64}
-"""Chunks of a file by level: with more a question about few of its points costs more, with fewer one about many."""
-_MOST_CHUNKS: Final = 512
-"""Of a file at any other level, and in one statement that deletes their rows."""
 _FILES_A_SLICE: Final = 256
 _GRACE_SECONDS: Final = 3600.0
 """Longer than any reader's snapshot lasts, and than it takes from a file to the row that names it."""
@@ -53,17 +81,11 @@ _READ_BYTES: Final = 2**25
 """Layer totals that are read at once."""
 _COPIES: Final = 3
 """Of these: as they were read, in the order of a file's rows, encoded."""
-_Chunks = dict[tuple[int, int], set[int]]
-"""(attempt, level) → numbers of chunks."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Chunks of an attempt that become a file at a level."""
-
-    attempt: int
-    level: int
-    chunks: tuple[int, ...]
+_LOGGED_ROWS: Final = 2048
+"""Of `scalar_chunk` that one file takes the place of: they go in one transaction with the row that names it."""
+_POINT_BYTES: Final = 40
+_POINTS_A_SLICE: Final = 16
+_RETRY_SECONDS: Final = 600
 
 
 class Archiving:
@@ -72,6 +94,8 @@ class Archiving:
     def __init__(self, database: Database, files: ArchiveFiles, deletion: SliceDeletion) -> None:
         self._database = database
         self.files = files
+        self.bits: int | None = None
+        """Sums are rounded to so many bits in files that are made from now on; None: not at all."""
         self._deletion = deletion
 
     def archive(self, run_id: str) -> bool:
@@ -82,11 +106,25 @@ class Archiving:
             Busy: the archive cannot take a file now.
         """
         with self._database.reading() as connection:
-            plan = self._next(connection, run_id)
+            over = is_over(connection, run_id)
+            plan = plan_file(connection, run_id, over=over)
             unfinished = _segments_with_rows(connection, run_id)
         for path, contents in unfinished:
             self._delete_rows(path, contents)
-        return plan is not None and self._make(run_id, plan)
+        if plan is None:
+            return over and self._archive_logged(run_id)
+        return self._make(run_id, plan)
+
+    def require_own(self) -> None:
+        """Refuse an archive that is not this database's, as `require_own_archive`: when a store is opened."""
+        require_own_archive(self._database, self.files)
+
+    def _require_still_own(self) -> None:
+        """Before anything is written or removed: a folder that is mounted no more looks like an empty one."""
+        try:
+            self.require_own()
+        except StoreUnusable as error:
+            raise Busy(error.message, retry_after_seconds=_RETRY_SECONDS) from error
 
     def sweep(self, now: float) -> int:
         """Remove files that no reader can still want: named no more, or never, for an hour; how many went.
@@ -94,6 +132,7 @@ class Archiving:
         Raises:
             Busy: the archive does not answer.
         """
+        self._require_still_own()
         table = schema.segment_gone
         with self._database.reading() as connection:
             before = self._database.time(connection, now) - _GRACE_SECONDS
@@ -137,45 +176,80 @@ class Archiving:
             )
         return [path for path in paths if path not in named and run_of(path) in known]
 
-    def _next(self, connection: Connection, run_id: str) -> _Plan | None:
-        record = read_run(connection, run_id)
-        over = record.state != "running" and all_ranks_are_through(connection, run_id)
-        infos = read_chunk_infos(connection, [run_id])[run_id]
-        held = _with_layers(connection, run_id)
-        return next(_due(infos, held, _archived(connection, run_id), over=over), None)
-
-    def _make(self, run_id: str, plan: _Plan) -> bool:
+    def _make(self, run_id: str, plan: FilePlan) -> bool:
+        self._require_still_own()
         with self.files.new_file() as made, released_afterwards():
             hold(_COPIES * _READ_BYTES)
             with self._database.reading() as connection:
                 view = RunView(connection, run_id)
                 project = read_run(connection, run_id).project
                 chunks = {(run_id, plan.attempt): plan.chunks}
-                keys = _keys_of(connection, view, plan)
+                keys, ranks = _held_by(connection, view, plan)
                 if not keys:
                     # Another server has made the file meanwhile, and its rows are gone.
                     return True
-                points = read_point_rows(connection, plan.level, chunks)
+                points = read_point_rows(connection, abs(plan.level), chunks)
                 contents = Contents(
                     run_id=run_id,
                     attempt=plan.attempt,
                     level=plan.level,
                     parts=tuple(_parts(points)),
-                    layers=len(view.layers),
-                    layers_a_group=layers_in_group(len(points.steps)),
+                    layers=len(ranks or view.layers),
+                    layers_a_group=1 if ranks else layers_in_group(len(points.steps)),
+                    ranks=ranks,
+                    bits=self.bits,
                 )
-                groups = self._groups(view, contents, points, keys)
+                groups = (self._of_ranks if ranks else self._groups)(view, contents, points, keys)
+                if self.bits is not None:
+                    groups = (_with_rounded_sums(totals, keys, self.bits) for totals in groups)
                 footer = write_layers(made, contents, points, list(view.layers), keys, groups)
-            size = made.stat().st_size
-            first, last = plan.chunks[0], plan.chunks[-1]
-            name = f"{first}-{last}-{uuid.uuid4().hex}.parquet"
-            path = archived_path(project, run_id, plan.attempt, plan.level, name)
-            self.files.put(made, path)
-        segment = Segment(run_id, plan.attempt, plan.level, first, last, path, size, footer)
+            path, size = self._put(made, project, contents, plan.chunks[0], plan.chunks[-1])
+        segment = Segment(run_id, plan.attempt, plan.level, plan.chunks[0], plan.chunks[-1], path, size, footer)
         if not self._name(segment, contents):
             return False
         self._delete_rows(path, contents)
         return True
+
+    def _put(self, made: Path, project: str, contents: Contents, first: int, last: int) -> tuple[str, int]:
+        """Keep the file that was made; where, and what it takes."""
+        size = made.stat().st_size
+        name = f"{first}-{last}-{uuid.uuid4().hex}.parquet"
+        path = archived_path(project, contents.run_id, contents.attempt, contents.level, name)
+        self.files.put(made, path)
+        return path, size
+
+    def _archive_logged(self, run_id: str) -> bool:
+        """Make the next file of what a run that is over has logged; True if there may be more to do."""
+        with released_afterwards():
+            with self._database.reading() as connection:
+                found = _next_logged(connection, run_id, visible_attempts(connection, run_id))
+                if found is None:
+                    return False
+                attempt, number, parts = found
+                project = read_run(connection, run_id).project
+                tables = read_logged_tables(connection, run_id, parts)
+            self._require_still_own()
+            series = tuple(LoggedSeries(*key, table.shape[1]) for key, table in tables.items())
+            contents = Contents(run_id=run_id, attempt=attempt, level=LOGGED, series=series)
+            with self.files.new_file() as made:
+                footer = write_logged(made, contents, tables.values())
+                path, size = self._put(made, project, contents, number, number)
+        return self._name_logged(Segment(run_id, attempt, LOGGED, number, number, path, size, footer), parts)
+
+    def _name_logged(self, segment: Segment, parts: Sequence[LoggedPart]) -> bool:
+        """Let readers use the file, and delete its rows at once: later ones may be numbered as they were."""
+        self._database.make_room()
+        with self._database.claimed(segment.run_id) as mine:
+            if not mine:
+                return False
+            with self._database.writing_claimed() as connection:
+                require_run(connection, segment.run_id, lock=True)
+                keys = sorted({part[:2] for part in parts})
+                if read_logged_parts(connection, segment.run_id, keys) != list(parts):
+                    return False
+                add_segment(connection, segment, has_rows=False)
+                connection.execute(delete(schema.scalar_chunk).where(*of_series(segment.run_id, keys)))
+                return True
 
     def _groups(
         self, view: RunView, contents: Contents, points: PointRows, keys: Sequence[str]
@@ -201,6 +275,16 @@ class Archiving:
             for first in range(0, totals.shape[2], group):
                 yield totals[:, :, first : first + group]
 
+    def _of_ranks(
+        self, view: RunView, contents: Contents, points: PointRows, keys: Sequence[str]
+    ) -> Iterator[FloatArray]:
+        """Totals of each rank, and of all together, as those of a layer."""
+        chunks = {(view.run_id, contents.attempt): sorted({part.chunk for part in contents.parts})}
+        entries = {view.run_id: view.entries}
+        for rank in contents.ranks:
+            level = abs(contents.level)
+            yield read_model_data(view.connection, level, chunks, points, entries, keys, rank)[:, :, np.newaxis]
+
     def _name(self, segment: Segment, contents: Contents) -> bool:
         """Let readers use the file; False where its chunks have changed meanwhile, or others seal the run now."""
         with self._database.claimed(segment.run_id) as mine:
@@ -210,74 +294,61 @@ class Archiving:
                 require_run(connection, segment.run_id, lock=True)
                 owner = (segment.run_id, segment.attempt)
                 chunks = {owner: sorted({part.chunk for part in contents.parts})}
-                points = read_point_rows(connection, segment.level, chunks)
+                points = read_point_rows(connection, abs(segment.level), chunks)
                 if tuple(_parts(points)) != contents.parts or _is_archived(connection, segment):
                     return False
                 add_segment(connection, segment)
                 return True
 
     def _delete_rows(self, path: str, contents: Contents) -> None:
-        table = schema.layer_chunk
+        table = rows_behind(contents.level)
         newest = {part.chunk: part.part for part in contents.parts}
         where = (
             table.c.run_id == contents.run_id,
             table.c.attempt == contents.attempt,
-            table.c.level == contents.level,
+            table.c.level == abs(contents.level),
             or_(*(and_(table.c.chunk == chunk, table.c.part <= part) for chunk, part in newest.items())),
         )
         while self._deletion.delete_slice(table, *where):
             pass
+        if contents.level == model_level(LEVELS[0]):
+            self._pack_points(contents)
         with self._database.freeing() as connection:
             connection.execute(update(schema.segment).where(schema.segment.c.path == path).values(has_rows=False))
 
-
-def _due(infos: Sequence[ChunkInfo], held: _Chunks, archived: _Chunks, *, over: bool) -> Iterator[_Plan]:
-    """What is to become a file, oldest first: groups of whole chunks; of an attempt that ended all that is left.
-
-    Only chunks that hold layers (`held`) do, and are in no file yet.
-
-    Its last chunk, which has no coarse levels, is a file of its own: coarse questions read it beside them.
-    """
-    newest = max((info.attempt for info in infos), default=0)
-    for attempt, members in groupby(infos, lambda info: info.attempt):
-        own = list(members)
-        for level in LEVELS:
-            left = held.get((attempt, level), set()) - archived.get((attempt, level), set())
-            chunks = [info for info in own if level in info.levels and info.chunk in left]
-            for plan in _groups(attempt, level, chunks):
-                if over or attempt < newest or _is_whole(plan, own[-1].chunk):
-                    yield plan
-
-
-def _groups(attempt: int, level: int, infos: Sequence[ChunkInfo]) -> Iterator[_Plan]:
-    size = _CHUNKS.get(level, _MOST_CHUNKS)
-    for _, members in groupby(infos, lambda info: (info.chunk // size, LEVELS[1] in info.levels)):
-        yield _Plan(attempt, level, tuple(info.chunk for info in members))
+    def _pack_points(self, contents: Contents) -> None:
+        """Of a run that goes on they are read too often for that."""
+        table = schema.point_chunk
+        for start in range(0, len(contents.parts), _POINTS_A_SLICE):
+            held = [(part.chunk, part.part) for part in contents.parts[start : start + _POINTS_A_SLICE]]
+            where = (
+                table.c.run_id == contents.run_id,
+                table.c.attempt == contents.attempt,
+                table.c.level == LEVELS[0],
+                tuple_(table.c.chunk, table.c.part).in_(held),
+            )
+            with self._database.freeing() as connection:
+                rows = [dict(row) for row in connection.execute(select(table).where(*where)).mappings()]
+                if any(len(row["points"]) == _POINT_BYTES * row["point_count"] for row in rows):
+                    # Updated in place, rows leave SQLite's pages half empty.
+                    connection.execute(delete(table).where(*where))
+                    again = [{**row, "points": _packed_points(row["points"], row["point_count"])} for row in rows]
+                    connection.execute(insert(table), again)
 
 
-def _is_whole(plan: _Plan, newest: int) -> bool:
-    """Whether it has all chunks of its group, without the attempt's newest one."""
-    return len(plan.chunks) == _CHUNKS.get(plan.level, _MOST_CHUNKS) and plan.chunks[-1] < newest
+def _packed_points(points: bytes, count: int) -> bytes:
+    return packed(points) if len(points) == _POINT_BYTES * count else points
 
 
-def _with_layers(connection: Connection, run_id: str) -> _Chunks:
-    """Chunks that hold layers in the database."""
-    table = schema.layer_chunk
-    columns = (table.c.attempt, table.c.level, table.c.chunk)
-    found: _Chunks = {}
-    for attempt, level, chunk in connection.execute(select(*columns).where(table.c.run_id == run_id).distinct()):
-        found.setdefault((attempt, level), set()).add(chunk)
-    return found
-
-
-def _archived(connection: Connection, run_id: str) -> _Chunks:
-    """Chunks that stand in files."""
-    table = schema.segment
-    columns = (table.c.attempt, table.c.level, table.c.first_chunk, table.c.last_chunk)
-    found: _Chunks = {}
-    for attempt, level, first, last in connection.execute(select(*columns).where(table.c.run_id == run_id)):
-        found.setdefault((attempt, level), set()).update(range(first, last + 1))
-    return found
+def _with_rounded_sums(totals: FloatArray, keys: Sequence[str], bits: int) -> FloatArray:
+    """Extremes of metrics stay as they are."""
+    extremes = (minimum_key(""), maximum_key(""))
+    return np.stack(
+        [
+            values if key.startswith(extremes) else rounded(values, bits)
+            for key, values in zip(keys, totals, strict=True)
+        ]
+    )
 
 
 def _is_archived(connection: Connection, segment: Segment) -> bool:
@@ -295,21 +366,51 @@ def _segments_with_rows(connection: Connection, run_id: str) -> list[tuple[str, 
     return [(row.path, Footer.of(row.footer).contents) for row in rows]
 
 
-def _keys_of(connection: Connection, view: RunView, plan: _Plan) -> list[str]:
-    """What the chunks hold by layer."""
-    table = schema.layer_chunk
-    statement = (
-        select(table.c.entry)
-        .distinct()
-        .where(
-            table.c.run_id == view.run_id,
-            table.c.attempt == plan.attempt,
-            table.c.level == plan.level,
-            table.c.chunk.in_(plan.chunks),
+def _held_by(connection: Connection, view: RunView, plan: FilePlan) -> tuple[list[str], tuple[int, ...]]:
+    """What the chunks hold by layer; or of the model, and of which ranks."""
+    table = rows_behind(plan.level)
+    of_model = table is schema.model_chunk
+    columns = (table.c.entries, table.c.rank) if of_model else (table.c.entry,)
+    rows: list[Row[Any]] = list(
+        connection.execute(
+            select(*columns)
+            .distinct()
+            .where(
+                table.c.run_id == view.run_id,
+                table.c.attempt == plan.attempt,
+                table.c.level == abs(plan.level),
+                table.c.chunk.in_(plan.chunks),
+            )
+            .execution_options(blobs=of_model)
         )
     )
-    there = set(connection.execute(statement).scalars())
-    return [key for key, entry in view.entries.items() if entry in there]
+    there = {entry for row in rows for entry in (int_array(row.entries).tolist() if of_model else (row.entry,))}
+    ranks = tuple(sorted({row.rank for row in rows})) if of_model else ()
+    return [key for key, entry in view.entries.items() if entry in there], ranks
+
+
+def _next_logged(
+    connection: Connection, run_id: str, attempts: Collection[int]
+) -> tuple[int, int, list[LoggedPart]] | None:
+    """What an attempt's next file of logged values is to hold, and its number; None where nothing is left."""
+    table, stream, segment = schema.scalar_chunk, schema.stream, schema.segment
+    same = (stream.c.run_id == table.c.run_id, stream.c.stream_id == table.c.stream_id)
+    counted = select(stream.c.attempt, table.c.stream_id, table.c.name, func.count().label("parts"))
+    counted = counted.join(stream, and_(*same)).where(table.c.run_id == run_id, stream.c.attempt.in_(attempts))
+    grouped = counted.group_by(stream.c.attempt, table.c.stream_id, table.c.name)
+    rows = connection.execute(grouped.order_by(stream.c.attempt, table.c.name, table.c.stream_id)).all()
+    if not rows:
+        return None
+    attempt, parts = rows[0].attempt, 0
+    keys: list[tuple[str, str]] = []
+    for row in rows:
+        if row.attempt != attempt or (keys and parts + row.parts > _LOGGED_ROWS):
+            break
+        keys.append((row.stream_id, row.name))
+        parts += row.parts
+    mine = (segment.c.run_id == run_id, segment.c.attempt == attempt, segment.c.level == LOGGED)
+    newest = connection.execute(select(func.max(segment.c.first_chunk)).where(*mine)).scalar()
+    return attempt, 0 if newest is None else newest + 1, read_logged_parts(connection, run_id, keys)
 
 
 def _parts(points: PointRows) -> Iterator[HeldPart]:

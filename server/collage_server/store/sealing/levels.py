@@ -68,10 +68,11 @@ def _join_part(
     return join([*old, own], lambda _: UNBOUNDED, Selection(), layers=layers)
 
 
-def _whole_model(view: RunView, plan: SealPlan, part: ChunkLevel) -> Points:
+def _whole_model(view: RunView, plan: SealPlan, part: ChunkLevel, archive: ArchiveReader) -> Points:
     """All points of the chunk so far, this part's joined in."""
     held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
-    old = sealed_model(view.connection, {view.run_id: view}, 1, held, None, Selection())[view.run_id]
+    views = {view.run_id: view}
+    old = sealed_model(view.connection, archive, views, 1, held, None, Selection())[view.run_id]
     return _join_part(plan, old, part, part.model)
 
 
@@ -79,7 +80,7 @@ def coarse_levels(
     view: RunView, plan: SealPlan, part: ChunkLevel, limits: SealLimits, archive: ArchiveReader
 ) -> dict[int, ChunkLevel]:
     """The chunk's coarse levels, made of all its parts, as soon as it is whole."""
-    model = _whole_model(view, plan, part)
+    model = _whole_model(view, plan, part, archive)
     if len(model.steps) < limits.points:
         return {}
     levels = {}

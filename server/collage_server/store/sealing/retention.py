@@ -24,7 +24,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Table, delete, exists, fu
 
 from collage_server.store import schema, server_tables
 from collage_server.store.archive.reading import ArchiveReader
-from collage_server.store.archive.segments import remove_segments
+from collage_server.store.archive.segments import LOGGED, remove_segments
 from collage_server.store.chunks.blobs import LEVELS, read_point_rows
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import freeze
@@ -252,10 +252,10 @@ def _emptied(run_id: str) -> Any:
     left = exists().where(
         point.c.run_id == segment.c.run_id,
         point.c.attempt == segment.c.attempt,
-        point.c.level == segment.c.level,
+        point.c.level == func.abs(segment.c.level),
         point.c.chunk.between(segment.c.first_chunk, segment.c.last_chunk),
     )
-    return select(segment.c.path).where(segment.c.run_id == run_id, ~left)
+    return select(segment.c.path).where(segment.c.run_id == run_id, segment.c.level != LOGGED, ~left)
 
 
 def _rows_of(table: Table, run_id: str, entry: _ExpiredLevel) -> tuple[Any, ...]:
