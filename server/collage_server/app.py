@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from anyio.to_thread import current_default_thread_limiter
@@ -38,7 +39,7 @@ from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.memory import MemoryBudget, available_memory
 from collage_server.newest import NewestKeeper
 from collage_server.overviews import OverviewKeeper
-from collage_server.settings import FIXED_LIMITS, FixedLimits, Settings
+from collage_server.settings import FIXED_LIMITS, FixedLimits, Settings, SettingsError
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store, archive_files
 from collage_server.web.failures import answer_to
 from collage_server.web.middleware import AccessControl, AnswerMemory, ReadOnlyGate, RequestIdentity
@@ -193,8 +194,25 @@ def _archiver(
 ) -> Archiver | None:
     if store.archiving is None:
         return None
-    interval = settings.seal_interval_seconds
-    return Archiver(store, store.archiving, guard, clock=clock, interval_seconds=interval, memory=memory)
+    return Archiver(
+        store,
+        store.archiving,
+        guard,
+        clock=clock,
+        interval_seconds=settings.seal_interval_seconds,
+        memory=memory,
+        publish=_publisher(store) if settings.archive_publish else None,
+    )
+
+
+def _publisher(store: Store) -> Callable[[str], object]:
+    try:
+        from collage_server.publishing import publish
+    except ImportError as error:
+        raise SettingsError(
+            "COLLAGE_SERVER_ARCHIVE_PUBLISH needs pip install 'collage-monitor[archive]'; install it, or unset it"
+        ) from error
+    return partial(publish, store)
 
 
 def _memory(settings: Settings) -> MemoryBudget:
@@ -245,17 +263,22 @@ def make_store(settings: Settings) -> Store:
     address = settings.archive_address
     cache = settings.folder / "archive-cache"
     archive = None if address is None else archive_files(address, cache, settings.archive_cache_bytes)
+    store: Store
     if settings.database is not None:
-        return PostgresqlStore(
+        store = PostgresqlStore(
             settings.database,
             stale_after_seconds=settings.stale_after_seconds,
             unsafe=settings.unsafe_database,
             archive=archive,
         )
-    return SqliteStore(
-        settings.folder / "collage.sqlite",
-        stale_after_seconds=settings.stale_after_seconds,
-        unsafe=settings.unsafe_database,
-        archive=archive,
-        ballast_bytes=min(_BALLAST_BYTES, settings.disk_reserve_bytes // 4),
-    )
+    else:
+        store = SqliteStore(
+            settings.folder / "collage.sqlite",
+            stale_after_seconds=settings.stale_after_seconds,
+            unsafe=settings.unsafe_database,
+            archive=archive,
+            ballast_bytes=min(_BALLAST_BYTES, settings.disk_reserve_bytes // 4),
+        )
+    if store.archiving is not None:
+        store.archiving.bits = settings.archive_bits
+    return store

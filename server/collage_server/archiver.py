@@ -1,4 +1,7 @@
-"""The archiver: a background thread that makes archived files of what was sealed, and removes those left over."""
+"""The archiver: a background thread that makes archived files of what was sealed, and removes those left over.
+
+Where that is asked for, it also publishes the projects whose runs have ended.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,16 @@ __all__ = ["Archiver"]
 _LOG: Final = logging.getLogger(__name__)
 _ROUND_SECONDS: Final = 3600.0
 """Between looks at every run: some were sealed by a server that has stopped since, or by another one."""
+_PUBLISH_SECONDS: Final = 60.0
+"""Between two publications: each looks through all finished runs of a project."""
 
 
 class Archiver(BackgroundThread):
     """Archives the runs that it was told of, and once an hour every run that has chunks; then it sweeps, too.
 
     While the archive takes no files, chunks stay in the database and are read there: nothing waits but this.
+
+    `publish` is called with each project of which a run has ended and stands in files, and once an hour with all.
     """
 
     def __init__(
@@ -36,12 +43,16 @@ class Archiver(BackgroundThread):
         clock: Callable[[], float],
         interval_seconds: float,
         memory: MemoryBudget | None = None,
+        publish: Callable[[str], object] | None = None,
     ) -> None:
         super().__init__("archiver", interval_seconds=interval_seconds, memory=memory, owner="sealing")
         self._store = store
         self._archiving = archiving
         self._guard = guard
         self._clock = clock
+        self._publish = publish
+        self._unpublished: dict[str, None] = {}
+        self._publish_due = time.monotonic()
         self._told: dict[str, None] = {}
         self._lock = Lock()
         self._round_due = time.monotonic()
@@ -69,8 +80,11 @@ class Archiver(BackgroundThread):
                 for sealed in self._store.retention.sealed_runs():
                     self.tell(sealed)
                 self._archiving.sweep(self._clock())
+                if self._publish is not None:
+                    self._unpublished |= dict.fromkeys(self._store.finished.projects())
             while (run_id := self._next()) is not None:
                 self._archive(run_id)
+            self._publish_projects()
         except Busy as error:
             if self._away_since is None:
                 _LOG.warning("nothing is archived, and chunks stay in the database: %s", error.message)
@@ -93,6 +107,8 @@ class Archiver(BackgroundThread):
         try:
             while not self.stopping.is_set() and self._archiving.archive(run_id):
                 pass
+            if self._publish is not None and (record := self._store.runs.get(run_id)).state != "running":
+                self._unpublished[record.project] = None
         except (Gone, NotFound):
             pass
         except Busy:
@@ -100,3 +116,19 @@ class Archiver(BackgroundThread):
             raise
         except Exception:
             _LOG.exception("run %s cannot be archived; its chunks stay in the database, the others go on", run_id)
+
+    def _publish_projects(self) -> None:
+        """A project that cannot be published is tried again at the next round, the others go on."""
+        if self._publish is None or not self._unpublished or time.monotonic() < self._publish_due:
+            return
+        self._publish_due = time.monotonic() + _PUBLISH_SECONDS
+        for project in list(self._unpublished):
+            if self.stopping.is_set():
+                return
+            try:
+                self._publish(project)
+                del self._unpublished[project]
+            except Busy as error:
+                _LOG.warning("project %s is not published now: %s", project, error.message)
+            except Exception:
+                _LOG.exception("project %s cannot be published; the others go on", project)

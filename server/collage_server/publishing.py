@@ -25,6 +25,7 @@ from deltalake import DeltaTable, Schema
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
+from collage_monitor.backoff import Backoff
 from collage_server.errors import Busy, StoreUnusable
 from collage_server.store import (
     COPY,
@@ -49,6 +50,7 @@ _BOUNDED: Final = ("layer", "first_step", "step")
 _GRACE_SECONDS: Final = 3600.0
 """Longer than it takes from a copy to the log that names it."""
 _RETRY_SECONDS: Final = 10
+_RETRIES: Final = 8
 _RUNS: Final = pa.schema(
     [
         *(
@@ -88,37 +90,53 @@ class _Entry:
 def publish(store: Store, project: str) -> Published:
     """Bring a project's table up to date: add what is new, leave out what is gone. A second call changes nothing.
 
+    Of two that publish at once one sees that the other was first, and begins anew with what that has left.
+
     Raises:
         StoreUnusable: the store has no archive.
-        Busy: the archive does not answer, or another process publishes the project now.
+        Busy: the archive does not answer, or others go on changing the table.
     """
     if store.archiving is None:
         raise StoreUnusable("nothing is archived here: set COLLAGE_SERVER_ARCHIVE to the server's folder or bucket")
     files = store.archiving.files
+    address = f"{files.address}/{project_folder(project)}"
+    backoff = Backoff(0.1, 2.0)
+    for last in (*[False] * _RETRIES, True):
+        try:
+            return _publish(store, files, project, address)
+        except CommitFailedError as error:
+            if last:
+                raise Busy(
+                    f"the table {address} was changed by other processes again and again: publish again",
+                    retry_after_seconds=_RETRY_SECONDS,
+                ) from error
+            time.sleep(backoff.pause())
+        except (DeltaError, OSError) as error:
+            raise Busy(
+                f"the table {address} cannot be read or written: {error}", retry_after_seconds=_RETRY_SECONDS
+            ) from error
+    raise AssertionError("the last try returns or raises")
+
+
+def _publish(store: Store, files: ArchiveFiles, project: str, address: str) -> Published:
     folder = project_folder(project)
-    address = f"{files.address}/{folder}"
     runs = store.finished.of(project)
     wanted = {entry.path: entry for run in runs for entry in _entries(run, folder)}
     options = dict(files.options)
-    try:
-        table = DeltaTable(address, storage_options=options) if DeltaTable.is_deltatable(address, options) else None
-        named = _named(table)
-        new = [entry for path, entry in wanted.items() if path not in named]
-        gone = sorted(named - wanted.keys())
-        added, columns = _add_actions(store, files, folder, new)
-        if table is None and added:
+    table = DeltaTable(address, storage_options=options) if DeltaTable.is_deltatable(address, options) else None
+    named = _named(table)
+    new = [entry for path, entry in wanted.items() if path not in named]
+    gone = sorted(named - wanted.keys())
+    added, columns = _add_actions(store, files, folder, new)
+    if table is None and added:
+        try:
             _create(address, project, added, columns, options)
-        elif table is not None and (added or gone):
-            _change(table, added, gone, columns)
-    except CommitFailedError as error:
-        raise Busy(
-            f"the table {address} was changed by another process meanwhile: publish again",
-            retry_after_seconds=_RETRY_SECONDS,
-        ) from error
-    except (DeltaError, OSError) as error:
-        raise Busy(
-            f"the table {address} cannot be read or written: {error}", retry_after_seconds=_RETRY_SECONDS
-        ) from error
+        except DeltaError as error:
+            if DeltaTable.is_deltatable(address, options):
+                raise CommitFailedError("another process has made the table meanwhile") from error
+            raise
+    elif table is not None and (added or gone):
+        _change(table, added, gone, columns)
     unnamed = {f"{folder}/{path}" for path in gone if _is_copy(path)} | _left_copies(files, project, folder, wanted)
     files.delete(unnamed)
     if runs or table is not None:

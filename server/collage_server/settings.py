@@ -52,6 +52,7 @@ _Archive = Annotated[
         description="a folder, a bucket such as s3://BUCKET/FOLDER, gs://… or az://…, or off",
     ),
 ]
+_Bits = Annotated[int, Meta(ge=24, le=52, description="a whole number from 24 to 52; unset it to keep sums exact")]
 _Port = Annotated[int, Meta(ge=0, le=65_535, description="a whole number from 0 to 65535; 0 takes a free one")]
 _Token = Annotated[
     str,
@@ -122,6 +123,8 @@ class Settings:
     may lose what was acknowledged. `archive` is where layers of older points lie as Parquet files: a folder, the
     URL of a bucket, or "off". Left out it is the folder `archive` beside an SQLite file, and off for PostgreSQL,
     which several servers may share. Of a bucket `archive_cache_bytes` that were read last are kept in `folder`.
+    In files that are made from now on sums have `archive_bits` significant bits, and counts all; None: all of them.
+    With `archive_publish` the server publishes runs that have ended, as `archive publish` does.
     `token` guards every route but /healthz, /readyz and the API description. `no_auth` does without one, on
     loopback only. `allowed_hosts` are the names, besides loopback's, under which the server answers; beyond it
     they must be stated. `trusted_proxies` are addresses whose X-Forwarded-For tells who asks.
@@ -154,6 +157,8 @@ class Settings:
     unsafe_database: _Flag = False
     archive: _Archive | None = None
     archive_cache_bytes: _Count = 2 * 2**30
+    archive_bits: _Bits | None = None
+    archive_publish: _Flag = False
     host: str = "127.0.0.1"
     port: _Port = SERVER_PORT
     token: _Token | None = field(default=None, repr=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from collage_server.archiver import Archiver
@@ -26,6 +27,14 @@ class Archive:
         self.looked_through += 1
         return list(self.due)
 
+    finished = runs = retention
+
+    def projects(self):
+        return ["all"]
+
+    def get(self, run_id):
+        return SimpleNamespace(project=f"of {run_id}", state="running" if run_id == "live" else "finished")
+
     def archive(self, run_id):
         self.asked.append(run_id)
         if self.away:
@@ -40,8 +49,8 @@ class Archive:
             raise Busy("the archive is away", retry_after_seconds=1)
 
 
-def archiver_of(archive: Any):
-    return Archiver(archive, archive, archive, clock=lambda: 0.0, interval_seconds=1.0)
+def archiver_of(archive: Any, **more: Any):
+    return Archiver(archive, archive, archive, clock=lambda: 0.0, interval_seconds=1.0, **more)
 
 
 def test_what_is_told_of_a_run_while_it_is_archived_is_looked_at_again():
@@ -66,3 +75,34 @@ def test_while_the_archive_is_away_runs_wait_and_are_not_all_looked_through_agai
     archiver.do_due_work()
     assert archive.due == {"r1": 0, "r2": 0}
     assert archiver.away_seconds == 0
+
+
+def test_projects_whose_runs_have_ended_are_published_and_once_an_hour_all(monkeypatch):
+    archive = Archive({"r1": 1, "live": 1})
+    published: list[str] = []
+    archiver = archiver_of(archive, publish=published.append)
+    archiver.do_due_work()
+    assert published == ["all", "of r1"]
+    archiver.tell("r1")
+    archive.due["r1"] = 1
+    archiver.do_due_work()
+    assert len(published) == 2, "once a minute at most"
+    monkeypatch.setattr(archiver, "_publish_due", 0.0)
+    archiver.do_due_work()
+    assert published == ["all", "of r1", "of r1"]
+
+
+def test_a_project_that_cannot_be_published_is_tried_again(monkeypatch):
+    archive = Archive({})
+    tries = []
+
+    def publish(project):
+        tries.append(project)
+        if len(tries) == 1:
+            raise Busy("others change it", retry_after_seconds=1)
+
+    archiver = archiver_of(archive, publish=publish)
+    for _ in range(3):
+        monkeypatch.setattr(archiver, "_publish_due", 0.0)
+        archiver.do_due_work()
+    assert tries == ["all", "all"]

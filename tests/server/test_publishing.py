@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from click.testing import CliRunner
 from collage_server import publishing
 from collage_server.command.archive import archive
 from collage_server.publishing import publish
+from collage_server.store import ReportGroup
 from collage_server.store.archive.files import project_folder
 from collage_server.store.sealing import archiving
 from deltalake import DeltaTable
@@ -21,8 +24,26 @@ from deltalake.exceptions import DeltaError
 from collage_monitor import wire
 from tests.server import fleet
 from tests.server.reads import layer_points
+from tests.server.samples import report, stream_create
 from tests.server.store.contract import NOW
 from tests.server.store.seen import ALL
+from tests.waiting import PATIENCE_SECONDS
+
+PUBLISHES = """
+import sys, time
+from pathlib import Path
+from collage_server.publishing import publish
+from collage_server.store import SqliteStore, archive_files
+
+folder, start = map(Path, sys.argv[1:])
+files = archive_files(str(folder / "archive"), folder / "cache", 2**30)
+store = SqliteStore(folder / "collage.sqlite", stale_after_seconds=600.0, archive=files)
+store.open()
+while not start.exists():
+    time.sleep(0.001)
+for _ in range(3):
+    publish(store, "p")
+"""
 
 
 @pytest.fixture
@@ -121,6 +142,38 @@ def test_a_copy_that_a_killed_call_has_left_goes_with_its_run(store, files, monk
     assert not list(files.copies("p"))
 
 
+def test_several_processes_that_publish_at_once_make_one_table(store, files, tmp_path):
+    """They create it together, then add and take out runs together: nothing fails, nothing stands there twice."""
+    late = [fleet.FleetRun(f"late-{number}", "plus", 1e-3, more=(f"state_zero/{number}",)) for number in range(2)]
+    for more in ([], late):
+        fleet.fill(store, more)
+        fleet.archive_all(store, more)
+        start = tmp_path / f"start-{len(more)}"
+        others = [
+            subprocess.Popen([sys.executable, "-c", PUBLISHES, str(tmp_path), str(start)], stderr=subprocess.PIPE)
+            for _ in range(3)
+        ]
+        start.touch()
+        for other in others:
+            _, said = other.communicate(timeout=PATIENCE_SECONDS)
+            assert other.returncode == 0, said.decode()[-2000:]
+        if more:
+            store.runs.delete("plain-4", NOW)
+    done = publish(store, "p")
+    assert (done.added, done.runs) == (0, len(fleet.FLEET) + 1)
+    named = DeltaTable(done.table).file_uris()
+    assert len(named) == len(set(named)) == done.files
+    with duckdb.connect() as connection:
+        connection.register("held", DeltaTable(done.table).to_pyarrow_dataset())
+        [(every, distinct)] = connection.sql(
+            "select count(*), count(distinct (run, step, layer)) from held"
+        ).fetchall()
+    assert every == distinct > 0
+    assert {f"state_zero/{number}" for number in range(2)} <= {
+        f.name for f in DeltaTable(done.table).schema().fields
+    }
+
+
 def test_a_log_that_was_deleted_is_made_anew_from_the_database(store, files):
     done = publish(store, "p")
     named = sorted(DeltaTable(done.table).file_uris())
@@ -185,6 +238,22 @@ def test_what_retention_left_at_a_coarse_level_alone_is_read_there(store, files)
         assert sum(row[2] for row in mine) == points.totals["measured_steps"][:, 0].sum()
         assert sum(row[4] for row in mine) == points.totals["lost"][:, 0].sum()
     assert {row[1] for row in found} >= {16}
+
+
+def test_of_a_run_that_only_logs_no_file_is_named(store, files):
+    """Its file of logged values has other columns, and no layers."""
+    store.runs.create("p", wire.RunCreate(run_id="logs"), NOW)
+    store.streams.create_attempt("logs", wire.AttemptCreate(launch_id="l", first_step=1), NOW)
+    store.streams.create_stream("logs", stream_create("logs-1", launch_id="l", layers=[], statistics=[]), NOW)
+    stream = store.streams.stream_record("logs-1")
+    logged = [report(i, i + 1, measured=False, scalars={"loss": 1.0 / (i + 1)}) for i in range(80)]
+    store.journal.append([ReportGroup(stream, logged)], NOW)
+    store.runs.update("logs", wire.RunUpdate(state="finished"), NOW)
+    fleet.archive_all(store, [fleet.FleetRun("logs", "plus", 1e-3)])
+    assert any("run=logs/attempt=1/logged/" in file.path for file in files.stored())
+    table = publish(store, "p").table
+    assert not any("run=logs" in path for path in DeltaTable(table).file_uris())
+    check(store, table)
 
 
 def test_the_table_of_runs_has_what_questions_join(store, files):
