@@ -18,6 +18,7 @@ def test_exports_at_the_limit_of_statistics_stay_within_the_budget(tmp_path):
     assert min(sizes) > MIB
     assert peak.bytes <= 384 * MIB, peak.told()
 
+
 pytestmark = pytest.mark.slow
 
 
