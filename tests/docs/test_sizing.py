@@ -1,4 +1,4 @@
-"""docs/sizing.md: every quantity follows from the measured figures by the formula printed beside it."""
+"""docs/sizing.md: every quantity follows by the formula printed beside it, and the code has its constants."""
 
 import math
 import re
@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 from collage_server.settings import Settings
+from collage_server.store.archive import parquet, reading
+from collage_server.store.records import SealLimits
+from collage_server.store.sealing import archiving
 
 from benchmarks._population import LARGE
+from benchmarks.growth import left_behind
 
 pytestmark = pytest.mark.slow
 
@@ -27,18 +31,51 @@ def number(text):
 
 MEASURED = {row[0].strip("`"): number(row[1]) for row in rows_of("What was measured")}
 QUANTITIES = rows_of("What follows")
+GROWTH = rows_of("10¹¹ numbers")
+FUNCTIONS = {"ceil": math.ceil, "min": min}
+CODE = {
+    "chunk": SealLimits().points,
+    "fine_chunks": archiving._CHUNKS[1],
+    "coarse_chunks": archiving._CHUNKS[16],
+    "coarsest_chunks": archiving._MOST_CHUNKS,
+    "footers_kept": reading._KEPT_BYTES,
+    "footer_memory": parquet._MEMORY_A_BYTE,
+    "cache": Settings.archive_cache_bytes,
+}
+
+
+def follow(quantities, column, measured):
+    """Every quantity of a column, each what its formula makes of those before it."""
+    known = {**measured, **FUNCTIONS}
+    for name, formula, *stated in quantities:
+        value = number(stated[column])
+        if formula.startswith("`"):
+            expected = eval(formula.strip("`"), {"__builtins__": {}}, known)
+            assert value == pytest.approx(expected, rel=0.01), name
+        known[name.strip("`")] = value
+    assert len(known) == len(measured) + len(FUNCTIONS) + len(quantities)
+    return known
 
 
 @pytest.mark.parametrize("column", [0, 1, 2], ids=["10", "1,000", "10,000"])
 def test_each_quantity_follows(column):
-    known = {**MEASURED, "ceil": math.ceil}
-    for name, formula, *stated in QUANTITIES:
-        value = number(stated[column])
-        if formula != "given":
-            expected = eval(formula.strip("`"), {"__builtins__": {}}, known)
-            assert value == pytest.approx(expected, rel=0.01), name
-        known[name.strip("`")] = value
-    assert len(known) == len(MEASURED) + 1 + len(QUANTITIES)
+    follow(QUANTITIES, column, MEASURED)
+
+
+@pytest.mark.parametrize("column", [0, 1, 2], ids=["short", "middling", "long"])
+def test_each_quantity_of_many_runs_follows_and_the_code_has_its_constants(column):
+    known = follow(GROWTH, column, {})
+    stated = {name.strip("`") for name, formula, *_ in GROWTH if formula == "code"}
+    assert {name: known[name] for name in stated} == CODE
+    assert known["numbers"] == 1e11
+
+
+@pytest.mark.parametrize("points", [300, 1300])
+def test_a_run_leaves_as_many_files_as_stated(tmp_path, points):
+    (formula,) = (formula.strip("`") for name, formula, *_ in GROWTH if name == "`files_a_run`")
+    known = {**CODE, **FUNCTIONS, "points": points, "chunks": points // CODE["chunk"]}
+    expected = eval(formula, {"__builtins__": {}}, known)
+    assert left_behind(tmp_path, points, 1, seed=0, copies=1).files == expected
 
 
 def test_the_report_is_that_of_the_benchmark():
