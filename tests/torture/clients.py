@@ -15,6 +15,8 @@ from tests.torture.ledger import RANKS, members, report_of
 __all__ = ["Reader", "Sender", "ask"]
 
 _AHEAD = 48
+_LATER = {429, 502, 503, 504}
+"""Statuses after which agents send again; 502 and 504 are of a proxy whose server has gone."""
 _WINDOW = 300
 
 
@@ -27,7 +29,7 @@ def ask(client, url, method, path, message=None, encode=wire.encode_message):
         )
     except httpx.TransportError:
         return None
-    if answer.status_code in {429, 503}:
+    if answer.status_code in _LATER:
         return None
     answer.raise_for_status()
     return answer

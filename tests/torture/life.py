@@ -14,6 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from tests.forking import SERVER, fork
@@ -39,6 +40,8 @@ class Births:
         self.log = Path(log)
         self.environment: dict[str, str] = {}
         """What every life finds in its environment beside its settings."""
+        self.limits: dict[str, int] = {}
+        """Fields of `SealLimits` that are not those of the contract's tests, which seal in tiny slices."""
 
     def start(self, verb, arguments=(), *, die=None, clock_off=0.0, **settings):
         """A new life. `die`: (point, count). `clock_off`: so many seconds is its clock ahead.
@@ -46,7 +49,7 @@ class Births:
         `settings` reach the server through its environment.
         """
         given = {"verb": verb, "arguments": [str(argument) for argument in arguments], "die": die}
-        order = json.dumps({**given, "clock_off": clock_off})
+        order = json.dumps({**given, "clock_off": clock_off, "limits": self.limits})
         environment = {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
         with self.log.open("ab") as output:
             return fork(
@@ -127,7 +130,7 @@ def _arm_files(passed):
         kind.put = put  # type: ignore[method-assign]
 
 
-def _small_chunks():
+def _small_chunks(limits):
     """Chunks of few points, so that short lives seal and archive."""
     from collage_server import app
     from collage_server.command import serve as command
@@ -141,7 +144,7 @@ def _small_chunks():
 
     def make_small_store(settings):
         store = make_store(settings)
-        store.sealing.limits = LIMITS
+        store.sealing.limits = replace(LIMITS, **limits)
         if isinstance(store, SqliteStore):
             # Whoever holds the file's lock is gone by then.
             store._busy_timeout_seconds = 2.0
@@ -187,7 +190,7 @@ def main(order):
     from collage_server.command.migrate import migrate
     from collage_server.command.serve import serve
 
-    _small_chunks()
+    _small_chunks(order["limits"])
     if order["verb"] == "expire":
         _expire(*order["arguments"])
         return

@@ -32,6 +32,8 @@ from tests.waiting import PATIENCE_SECONDS
 
 __all__ = ["Lives", "PostgresqlLives", "SqliteLives", "migrated_cluster"]
 
+_BUSY = {"seal_interval_seconds": 0.05, "disk_reserve_bytes": 1, "shutdown_seconds": 4.0}
+
 
 class Lives(ABC):
     """`end(kind)` lives and ends one life, or two that belong together; kills are counted by kind in `kills`."""
@@ -76,11 +78,7 @@ class Lives(ABC):
             "serve",
             [*self.arguments(), "--port", self.ports[which]],
             die=die,
-            seal_interval_seconds=0.05,
-            disk_reserve_bytes=1,
-            shutdown_seconds=4.0,
-            archive=self.archive,
-            **settings,
+            **{**_BUSY, "archive": self.archive, **settings},
         )
         return self.newest
 
@@ -106,8 +104,13 @@ class Lives(ABC):
 
     def begin(self, run_id):
         """A run of its own, its senders and its reader."""
-        self.run_id, self.ledger = run_id, Ledger()
         life = self.start()
+        self.begin_sending(run_id)
+        self.kill(life, "anywhere")
+
+    def begin_sending(self, run_id):
+        """Register the run with whoever serves, and let its senders and its reader begin."""
+        self.run_id, self.ledger = run_id, Ledger()
         with httpx.Client(timeout=10.0, trust_env=False) as client:
             streams = [
                 stream_create(f"{run_id}-{rank}", f"{run_id}-launch", rank=rank, world_size=RANKS)
@@ -126,7 +129,6 @@ class Lives(ABC):
         for thread in self.clients:
             thread.start()
         self.progress()
-        self.kill(life, "anywhere")
 
     def end(self, kind):
         """One life that ends like this."""

@@ -1,0 +1,1 @@
+"""PostgreSQL under Patroni, etcd and HAProxy, several servers and a replicated bucket, killed piece by piece."""

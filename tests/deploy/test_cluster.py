@@ -1,0 +1,108 @@
+"""server/deploy/cluster, filled as on three machines and as `make cluster` fills it; nothing is started."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from collage_server.store.records import CONNECTIONS
+
+from tests.cluster.database import NODES, SHIPPED, fill, values
+from tests.server.store.postgresql import find_programs
+from tests.system import require
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("etcd.yml", "patroni.yml", "haproxy.cfg")
+SECRETS = {"SUPERUSER_PASSWORD": "of-the-superuser", "REPLICATION_PASSWORD": "of-the-replicas"}
+
+
+def on_three_machines(node, folder):
+    """As shipped: with the addresses of cluster.env."""
+    folder.mkdir(exist_ok=True)
+    environment = {"PATH": "/usr/bin:/bin", **SECRETS}
+    subprocess.run(["sh", SHIPPED / "fill.sh", str(node), folder], env=environment, check=True)
+
+
+def on_this_machine(node, folder):
+    """As the lane fills it."""
+    fill(node, folder, values(find_programs() or Path("/usr/lib/postgresql/15/bin"), (7411, 7412, 7413)))
+
+
+@pytest.fixture(params=[on_three_machines, on_this_machine], ids=["three-machines", "lane"])
+def filled(request, tmp_path):
+    """The files of node 2."""
+    request.param(2, tmp_path / "node2")
+    return {name: (tmp_path / "node2" / name).read_text() for name in NAMES}
+
+
+@pytest.fixture
+def patroni(filled):
+    return yaml.safe_load(filled["patroni.yml"])
+
+
+def test_all_is_filled(filled):
+    assert not any("$" in text for text in filled.values())
+    assert yaml.safe_load(filled["etcd.yml"])["name"] == yaml.safe_load(filled["patroni.yml"])["name"] == "node2"
+
+
+def test_the_lane_states_what_the_shipped_values_do():
+    shipped = set(re.findall(r"^(\w+)=", (SHIPPED / "cluster.env").read_text(), re.MULTILINE))
+    own = {"ETCD_DATA", "DATABASE_DATA", "SOCKETS"}
+    assert set(values(Path("/"), (1, 2, 3))) | own == shipped
+
+
+def test_a_password_must_be_stated(tmp_path):
+    done = subprocess.run(
+        ["sh", SHIPPED / "fill.sh", "1", tmp_path], env={"PATH": "/usr/bin:/bin"}, capture_output=True
+    )
+    assert done.returncode != 0
+    assert b"openssl rand" in done.stderr
+
+
+def test_secrets_are_for_their_owner_alone(tmp_path):
+    on_three_machines(1, tmp_path / "node1")
+    assert {(tmp_path / "node1" / name).stat().st_mode & 0o077 for name in NAMES} == {0}
+
+
+def test_nothing_is_acknowledged_that_one_machine_alone_has(patroni):
+    dcs = patroni["bootstrap"]["dcs"]
+    assert dcs["synchronous_mode"] is dcs["synchronous_mode_strict"] is True
+    assert dcs["postgresql"]["parameters"]["synchronous_commit"] == "on"
+
+
+def test_a_lease_outlasts_two_tries(patroni):
+    """Patroni's own rule; with less, a slow etcd costs the primary its lease."""
+    dcs = patroni["bootstrap"]["dcs"]
+    assert dcs["loop_wait"] + 2 * dcs["retry_timeout"] <= dcs["ttl"]
+
+
+def test_all_servers_get_their_connections(patroni):
+    assert (
+        patroni["bootstrap"]["dcs"]["postgresql"]["parameters"]["max_connections"] >= len(NODES) * CONNECTIONS + 20
+    )
+
+
+def test_a_node_is_found_under_the_addresses_that_others_know(filled, patroni):
+    etcd = yaml.safe_load(filled["etcd.yml"])
+    addresses = [f"http://{host}" for host in patroni["etcd3"]["hosts"]]
+    assert etcd["listen-client-urls"] == addresses[1]
+    assert f"node2={etcd['initial-advertise-peer-urls']}" in etcd["initial-cluster"].split(",")
+    port = patroni["restapi"]["listen"].split(":")[1]
+    assert f"server node2 {patroni['postgresql']['listen']} check port {port}\n" in filled["haproxy.cfg"]
+
+
+def test_haproxy_takes_its_configuration(filled, tmp_path):
+    written = tmp_path / "haproxy.cfg"
+    written.write_text(filled["haproxy.cfg"])
+    done = subprocess.run([require("haproxy"), "-c", "-f", written], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+
+
+def test_the_guide_names_every_file_and_the_lane():
+    guide = (ROOT / "docs/cluster.md").read_text()
+    assert all(path.name in guide for path in SHIPPED.iterdir())
+    assert all(path.name in guide for path in (ROOT / "server/deploy/kubernetes").iterdir())
+    assert "make cluster" in guide
+    assert "tests.cluster" in (ROOT / "Makefile").read_text()
