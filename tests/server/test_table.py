@@ -371,4 +371,5 @@ def test_the_table_names_the_run_with_the_gravest_word_and_counts_all_by_health(
     assert sum(page.healths.values()) == page.total == 5
     assert (page.worst.run_id, page.worst.name) == ("a1", "a1")
     assert page.worst.headline == server.get("/runs/a1/overview", wire.Overview).headline
-    assert table(server, project="q").worst is None
+    assert table(server, project="q").worst.run_id == "c0", "a stuck state is less grave"
+    assert table(server, q="no such run").worst is None
