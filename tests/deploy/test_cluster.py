@@ -12,6 +12,8 @@ from tests.cluster.database import NODES, SHIPPED, fill, values
 from tests.server.store.postgresql import find_programs
 from tests.system import require
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 NAMES = ("etcd.yml", "patroni.yml", "haproxy.cfg")
 SECRETS = {"SUPERUSER_PASSWORD": "of-the-superuser", "REPLICATION_PASSWORD": "of-the-replicas"}

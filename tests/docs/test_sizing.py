@@ -8,7 +8,7 @@ import pytest
 from collage_server.settings import Settings
 from collage_server.store.archive import parquet, reading
 from collage_server.store.records import SealLimits
-from collage_server.store.sealing import archiving
+from collage_server.store.sealing import archive_plan
 
 from benchmarks._population import LARGE
 from benchmarks.growth import left_behind
@@ -35,9 +35,9 @@ GROWTH = rows_of("10¹¹ numbers")
 FUNCTIONS = {"ceil": math.ceil, "min": min}
 CODE = {
     "chunk": SealLimits().points,
-    "fine_chunks": archiving._CHUNKS[1],
-    "coarse_chunks": archiving._CHUNKS[16],
-    "coarsest_chunks": archiving._MOST_CHUNKS,
+    "fine_chunks": archive_plan._CHUNKS[1],
+    "coarse_chunks": archive_plan._CHUNKS[16],
+    "coarsest_chunks": archive_plan._MOST_CHUNKS,
     "footers_kept": reading._KEPT_BYTES,
     "footer_memory": parquet._MEMORY_A_BYTE,
     "cache": Settings.archive_cache_bytes,
