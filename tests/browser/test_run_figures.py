@@ -1,5 +1,6 @@
 """The figures of the run page: one zoom for all, the chosen axis, colours that mean the same in every run."""
 
+import csv
 import re
 
 import pytest
@@ -162,14 +163,12 @@ def test_a_curve_is_logarithmic_saved_and_explained_and_all_are_pointed_at_toget
     for kind in ("csv", "png", "svg"):
         with page.expect_download() as found:
             page.get_by_role("button", name=f"EDQ as {kind.upper()}", exact=True).press("Enter")
-        assert found.value.suggested_filename == f"collage-edq.{kind}"
+        assert found.value.suggested_filename == f"collage-plain-edq.{kind}"
         content = found.value.path().read_bytes()
         if kind == "csv":
-            head, *lines = content.decode().splitlines()
-            assert head == "name,step,EDQ (ratio)"
-            assert [[float(cell) for cell in line.split(",")[1:]] for line in lines] == [
-                *map(list, zip(*drawn, strict=True))
-            ]
+            rows = list(csv.DictReader(content.decode().splitlines()))
+            assert {(row["run"], row["metric"]) for row in rows} == {("plain", "edq_ratio")}
+            assert [[float(row[name]) for row in rows] for name in ("step", "value")] == drawn
         else:
             assert content.startswith({"png": b"\x89PNG", "svg": b"<svg"}[kind])
 

@@ -101,11 +101,10 @@ def test_files_are_for_their_owner_alone(tmp_path):
     with listening(folder) as server:
         assert status_of(asked(server)) == 200
         back_up(folder / "collage.sqlite", tmp_path / "copy.sqlite")
-        made = [folder, tmp_path / "copy.sqlite", *folder.iterdir()]
+        made = [folder, tmp_path / "copy.sqlite", *folder.rglob("*")]
         assert {path.name for path in made} >= {"collage.sqlite", "collage.sqlite-wal", "collage.sqlite-shm"}
-        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in made}
-    assert {mode for name, mode in modes.items() if name != "data"} == {0o600}, modes
-    assert modes["data"] == 0o700
+        modes = {path.name: (path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in made}
+    assert set(modes.values()) == {(True, 0o700), (False, 0o600)}, modes
     (folder / "collage.sqlite").chmod(0o644)
     with listening(folder):
         assert stat.S_IMODE((folder / "collage.sqlite").stat().st_mode) == 0o600, "an earlier release's"

@@ -106,6 +106,8 @@ def test_newest_steps_that_were_kept_without_their_time_are_written_anew(store, 
         connection.execute(text(f"INSERT INTO run_newest ({', '.join(row)}) VALUES (:{', :'.join(row)})"), row)
         for table in (schema.segment, schema.segment_gone):
             table.drop(connection)
+        for column in ("configuration", "treated_as"):
+            connection.execute(text(f"ALTER TABLE run DROP COLUMN {column}"))
         connection.execute(text("UPDATE alembic_version SET version_num = 'r0003'"))
     engine.dispose()
     forward(store)

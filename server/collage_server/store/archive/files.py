@@ -211,11 +211,17 @@ class Folder(ArchiveFiles):
 
     def write_mark(self, data: bytes) -> None:
         """As for every archive."""
-        with self._usable(), suppress(FileExistsError):
+        mark = self.folder / MARK
+        with self._usable():
             self.folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
-            with (self.folder / MARK).open("xb") as file:
+            if mark.exists():
+                return
+            # Never half a mark; of two databases that begin here at once, the first to look again is refused.
+            descriptor, made = tempfile.mkstemp(dir=self.folder, prefix="_")
+            with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
-            sync(self.folder / MARK)
+            sync(Path(made))
+            Path(made).replace(mark)
             sync(self.folder)
 
     def _listed(self, folder: str = "") -> Iterator[StoredFile]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import Connection, delete, func, insert, select
 from sqlalchemy.exc import IntegrityError
@@ -97,12 +98,18 @@ def require_own_archive(database: Database, files: ArchiveFiles) -> None:
         own = own or _new_id(database)
         files.write_mark(json.dumps({"archive": own, "database": place}).encode())
         mark = files.read_mark()
-    if mark is None or json.loads(mark) != {"archive": own, "database": place}:
+    if mark is None or _told(mark) != {"archive": own, "database": place}:
         raise StoreUnusable(
             f"the archive {files.address} belongs to another database: set COLLAGE_SERVER_ARCHIVE to a folder, or "
             "a bucket's folder, of this one's own. Where this database takes the other's place (restored, or moved "
             f"to another cluster), stop the other's servers for good, then delete {MARK} there"
         )
+
+
+def _told(mark: bytes) -> Any:
+    with suppress(ValueError):
+        return json.loads(mark)
+    return None
 
 
 def _known(database: Database) -> tuple[str | None, str, list[str]]:
