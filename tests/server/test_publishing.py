@@ -142,6 +142,7 @@ def test_a_copy_that_a_killed_call_has_left_goes_with_its_run(store, files, monk
     assert not list(files.copies("p"))
 
 
+@pytest.mark.slow
 def test_several_processes_that_publish_at_once_make_one_table(store, files, tmp_path):
     """They create it together, then add and take out runs together: nothing fails, nothing stands there twice."""
     late = [fleet.FleetRun(f"late-{number}", "plus", 1e-3, more=(f"state_zero/{number}",)) for number in range(2)]
