@@ -193,7 +193,7 @@ def test_an_end_is_told_only_to_who_knows_that_it_fired(store, clock):
     store.incidents.resolve("CollageEdqLow", LABELS, "server", clock())
     messenger(store, clock, target).do_due_work()
     assert target.got == []
-    assert store.incidents.unsettled(clock()) == []
+    assert list(store.incidents.unsettled(clock())) == []
 
 
 def test_a_silenced_incident_is_told_when_the_silence_is_over(store, clock, server):
@@ -228,7 +228,7 @@ def test_after_a_day_a_message_is_given_up(store, clock):
     work = messenger(store, clock, target)
     store.incidents.fire(LOW, clock())
     work.do_due_work()
-    assert store.incidents.unsettled(clock()) != []
+    assert list(store.incidents.unsettled(clock())) != []
     clock.now += 90_000
     work.do_due_work()
-    assert store.incidents.unsettled(clock()) == []
+    assert list(store.incidents.unsettled(clock())) == []

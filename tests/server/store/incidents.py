@@ -136,7 +136,7 @@ class IncidentsContract:
         ((ended, sent),) = store.incidents.unsettled(NOW)
         assert (ended.state, sent) == ("resolved", ["webhook/firing"])
         store.incidents.mark_sent(ended, [*sent, "webhook/resolved"], settled=True)
-        assert store.incidents.unsettled(NOW) == []
+        assert list(store.incidents.unsettled(NOW)) == []
 
     def test_one_holder_of_a_lease(self, store, monkeypatch):
         monkeypatch.setattr(store, "time", lambda _, now: now)
