@@ -106,7 +106,6 @@ def test_it_ends_cleanly_with_its_log_folded_into_the_database(tmp_path, number)
         process.send_signal(number)
         process.wait(PATIENCE_SECONDS)
     assert {path.name for path in tmp_path.iterdir()} == {
-        "archive",
         "collage.sqlite",
         "collage.sqlite-ballast",
         "collage.sqlite-was-here",

@@ -181,11 +181,12 @@ def test_an_archive_of_another_database_is_refused(store, opened, tmp_path):
     """Two servers with a database each were told the same place: each would sweep the other's files as orphans."""
     (tmp_path / "stranger").mkdir()
     stranger = put_migrated(tmp_path / "stranger")
-    with pytest.raises(StoreUnusable, match="belongs to another database: set COLLAGE_SERVER_ARCHIVE to"):
-        opened(stranger, store.archiving.files)
+    early = opened(stranger, Folder(tmp_path / "archive"))
     fill(store, 5 * CHUNK)
     archive_all(store)
-    with pytest.raises(StoreUnusable, match="belongs to another database"):
+    with pytest.raises(Busy, match="belongs to another database"):
+        early.archiving.sweep(time.time() + 2 * HOUR)
+    with pytest.raises(StoreUnusable, match="belongs to another database: set COLLAGE_SERVER_ARCHIVE to"):
         opened(stranger, Folder(tmp_path / "archive"))
     assert stored(store) == paths(store)
 

@@ -108,6 +108,10 @@ class ArchiveFiles(ABC):
         """Remove files; one that is not there is no error."""
 
     @abstractmethod
+    def exists(self) -> bool:
+        """Whether the place itself is there: a folder is made for the first file."""
+
+    @abstractmethod
     def holds(self, path: str) -> bool:
         """Whether a file is there."""
 
@@ -196,6 +200,10 @@ class Folder(ArchiveFiles):
                 for folder in target.relative_to(self.folder).parents:
                     if folder != Path():
                         (self.folder / folder).rmdir()
+
+    def exists(self) -> bool:
+        """As for every archive."""
+        return self.folder.exists()
 
     def holds(self, path: str) -> bool:
         """Whether a file is there."""
@@ -290,6 +298,10 @@ class Bucket(ArchiveFiles):
                 with suppress(FileNotFoundError):
                     obstore.delete(self._bucket, path)
                 (self._cache / path).unlink(missing_ok=True)
+
+    def exists(self) -> bool:
+        """Buckets are made by whoever owns them."""
+        return True
 
     def holds(self, path: str) -> bool:
         """Whether a file is there."""

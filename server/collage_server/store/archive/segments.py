@@ -79,8 +79,10 @@ def archived_bytes(connection: Connection) -> int:
     return int(connection.execute(select(func.coalesce(func.sum(schema.segment.c.bytes), 0))).scalar_one())
 
 
-def require_own_archive(database: Database, files: ArchiveFiles) -> None:
-    """Refuse an archive that is another database's, or that has lost its files; mark one that nobody has.
+def require_own_archive(database: Database, files: ArchiveFiles, *, to_write: bool) -> None:
+    """Refuse an archive that is another database's, or that has lost its files.
+
+    to_write: mark one that nobody has.
 
     Raises:
         StoreUnusable: why, and what to do.
@@ -95,6 +97,8 @@ def require_own_archive(database: Database, files: ArchiveFiles) -> None:
                 f"{named[0]}: mount the shared folder, or set COLLAGE_SERVER_ARCHIVE to where they are; files that "
                 "are lost come back from a back-up"
             )
+        if not to_write:
+            return
         own = own or _new_id(database)
         files.write_mark(json.dumps({"archive": own, "database": place}).encode())
         mark = files.read_mark()

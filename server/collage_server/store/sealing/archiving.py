@@ -117,12 +117,12 @@ class Archiving:
 
     def require_own(self) -> None:
         """Refuse an archive that is not this database's, as `require_own_archive`: when a store is opened."""
-        require_own_archive(self._database, self.files)
+        require_own_archive(self._database, self.files, to_write=self.files.exists())
 
-    def _require_still_own(self) -> None:
+    def _require_still_own(self, *, to_write: bool = True) -> None:
         """Before anything is written or removed: a folder that is mounted no more looks like an empty one."""
         try:
-            self.require_own()
+            require_own_archive(self._database, self.files, to_write=to_write)
         except StoreUnusable as error:
             raise Busy(error.message, retry_after_seconds=_RETRY_SECONDS) from error
 
@@ -132,7 +132,7 @@ class Archiving:
         Raises:
             Busy: the archive does not answer.
         """
-        self._require_still_own()
+        self._require_still_own(to_write=False)
         table = schema.segment_gone
         with self._database.reading() as connection:
             before = self._database.time(connection, now) - _GRACE_SECONDS
