@@ -151,6 +151,7 @@ def test_what_waited_does_not_set_the_clock_back(tmp_path, monkeypatch):
     assert [report.time for report in transport.reports] == [200.0, 300.0, 300.0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_forked_child_that_only_logs_has_a_stream_of_its_own(tmp_path):
     run = make_run(tmp_path, mode="offline")

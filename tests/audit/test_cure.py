@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 
 from tests.audit.checkpoints import saved, trained
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import os, sys
 import torch

@@ -19,6 +19,7 @@ def job_of(folder, plan="plain"):
     return DemoTask(Plan(plan, "bfloat16"), Recipe(steps=1), "g", "http://127.0.0.1:9", folder)
 
 
+@pytest.mark.slow
 def test_a_failed_training_is_named(tmp_path):
     lines = []
     with (

@@ -18,6 +18,7 @@ from collage_monitor import wire
 from collage_monitor.judgement import WORDS_VERSION
 from collage_monitor.seeds import mean_over_seeds
 from tests.server.samples import LAYERS, STATISTICS, block, report
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -247,7 +248,7 @@ def test_overviews_tell_release_and_words_that_they_were_made_by(server, evaluat
 
 def test_the_thread_evaluates_by_itself_and_a_run_not_yet_done_is_evaluated_on_request(server):
     server.filled("r1", "s1")
-    assert server.get("/runs/r1/overview", wire.Overview).last_step == 50
+    until(lambda: server.get("/runs/r1/overview", wire.Overview).last_step == 50, "the overview of the last step")
 
 
 def test_a_loss_that_is_not_finite_is_told_with_its_first_step(server, evaluate):

@@ -60,11 +60,16 @@ def marks_in_words(marks: Marks) -> Any:
 
 
 def place_marks(marks: Marks, answer: wire.Series) -> list[tuple[float, str]]:
-    """The marks on the axis of a curve: each at its first point from there on; what is outside is left out."""
+    """The marks on the axis of a curve: each at its first point from there on; what is outside is left out.
+
+    Those at one place are one mark: of two that lie upon each other only one could be read.
+    """
     points = [(step, finite(at)) for step, at in zip(answer.steps, answer.positions, strict=True)]
-    found = []
+    found: dict[float, str] = {}
     for step, text in marks:
         at = next((at for known, at in points if known >= step and at is not None), None)
         if at is not None and (not answer.first_steps or step >= answer.first_steps[0]):
-            found.append((float(step) if answer.axis == "step" else at, f"{text}, step {step:,}"))
-    return found
+            place = float(step) if answer.axis == "step" else at
+            told = f"{text}, step {step:,}"
+            found[place] = f"{found[place]} · {told}" if place in found else told
+    return list(found.items())

@@ -214,11 +214,17 @@ class NoSilences:
         pass
 
 
+class NoReports:
+    def oldest_time(self):
+        return None
+
+
 class Worn(Disk):
     """A store with such a life."""
 
     def __init__(self):
         super().__init__()
+        self.journal = NoReports()
         self.retention = Life()
         self.events = NoEvents()
         self.expiry = self.retention

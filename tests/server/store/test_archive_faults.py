@@ -12,6 +12,7 @@ from collage_server.errors import Busy, StoreUnusable
 from collage_server.store import PostgresqlStore, Selection, SqliteStore, schema, server_tables
 from collage_server.store.archive import files
 from collage_server.store.archive.files import Bucket, Folder, archived_path
+from collage_server.store.archive.segments import LOGGED
 from collage_server.store.backup import back_up, restore
 from collage_server.store.sealing import archive_plan
 from collage_server.store.sealing.archiving import Archiving
@@ -301,7 +302,7 @@ def test_servers_that_archive_one_run_at_once_make_no_point_visible_twice(opened
         left = connection.execute(select(func.count()).select_from(schema.layer_chunk)).scalar_one()
     held = [(attempt, level, chunk) for attempt, level, a, b in ranges for chunk in range(a, b + 1)]
     assert len(held) == len(set(held))
-    assert {level for _, level, _ in held} == {1, 16, 256}
+    assert {level for _, level, _ in held} == {1, 16, 256, -1, -16, -256, LOGGED}
     assert left == 0
     for server in servers:
         unchanged(before, seen(server))
