@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["BATCH", "CONTEXT", "HistogramLoop", "ItemLoop", "Method", "Training", "adamw"]
+__all__ = ["BATCH", "Block", "CONTEXT", "HistogramLoop", "ItemLoop", "Method", "Training", "adamw"]
 
 CONTEXT, BATCH, VOCABULARY = 128, 8, 256
 WIDTH, LAYERS, HEADS = 384, 6, 6
@@ -23,15 +23,16 @@ def adamw(parameters: Any) -> Optimizer:
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.heads = heads
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.attention(self.norm_attention(x)).chunk(3, dim=-1)
         )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)

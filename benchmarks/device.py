@@ -19,6 +19,7 @@ from torch import nn
 
 from benchmarks import optimizer as shapes_of
 from benchmarks._harness import Figure, Measuring, Options, main
+from benchmarks._training import Block
 
 ROUNDS, CALLS, WARM_UP = 9, 10, 4
 MODELS = {"85 M": (768, 12), "303 M": (1024, 24)}
@@ -119,29 +120,12 @@ def steps_of(model: tuple[int, int], rounds: int) -> Measuring:
     return []
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for part in self.attention(self.norm_attention(x)).chunk(3, dim=-1)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.project(mixed)
-        return x + self.mlp(self.norm_mlp(x))  # type: ignore[no-any-return]
-
-
 def training(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[nn.Module, Any, Callable[[], None]]:
     """The model, its optimizer, and a step of training."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(256, WIDTH), *(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH))
+    model = nn.Sequential(
+        nn.Embedding(256, WIDTH), *(Block(WIDTH, HEADS) for _ in range(LAYERS)), nn.LayerNorm(WIDTH)
+    )
     model.append(nn.Linear(WIDTH, 256))
     model.to("cuda", torch.bfloat16)
     optimizer = make(model.parameters())
