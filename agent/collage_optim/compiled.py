@@ -19,6 +19,7 @@ import torch
 from collage_optim import codes, cpu_vectors
 from collage_optim.advance import Step, advance_in_wide
 from collage_optim.arithmetic import Scalar, State, WideArithmetic, Workspace
+from collage_optim.from_host import from_host
 from collage_optim.random_numbers import RandomSource, Seeding
 from collage_optim.rules import Moment, UpdateRule
 from collage_optim.stepping import Member, component_names, step_tensors, wide_dtype
@@ -78,12 +79,7 @@ def compiler_options(device_type: str) -> Options:
 
 def packed_scalars(scalars: Mapping[str, Scalar], dtype: torch.dtype, device: torch.device) -> dict[str, Scalar]:
     """Hyper-parameters as one tensor: a new value is no reason to compile again, and there is one to guard."""
-    return {"packed": _sent(torch.tensor(list(scalars.values()), dtype=dtype), device)}
-
-
-def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Numbers where a kernel can read them. From pinned memory, for which the host does not wait."""
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+    return {"packed": from_host(torch.tensor(list(scalars.values()), dtype=dtype), device)}
 
 
 @lru_cache(maxsize=64)
@@ -189,7 +185,7 @@ def _is_cut(structure: Structure, name: str) -> bool:
 
 
 def _advance(whole: _Packed, components: State, scalars: Mapping[str, Scalar], source: RandomSource | None) -> None:
-    numbers = None if source is None else _sent(source.numbers(), components["parameter"].device)
+    numbers = None if source is None else from_host(source.numbers(), components["parameter"].device)
     whole(components, torch.as_tensor(scalars["packed"]), numbers)
 
 

@@ -18,7 +18,7 @@ from collage_monitor import wire
 from collage_monitor.judgement import WORDS_VERSION
 from collage_monitor.seeds import mean_over_seeds
 from tests.server.samples import LAYERS, STATISTICS, block, report
-from tests.waiting import until
+from tests.waiting import PATIENCE_SECONDS, until
 
 
 @pytest.fixture
@@ -246,7 +246,13 @@ def test_overviews_tell_release_and_words_that_they_were_made_by(server, evaluat
     assert f"{collage_monitor.__version__}/{WORDS_VERSION}" == overviews.MADE_BY
 
 
-def test_the_thread_evaluates_by_itself_and_a_run_not_yet_done_is_evaluated_on_request(server):
+def test_a_run_that_the_thread_has_not_evaluated_is_evaluated_on_request(server):
+    server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
+    server.filled("r1", "s1")
+    assert server.get("/runs/r1/overview", wire.Overview).last_step == 50
+
+
+def test_the_thread_evaluates_by_itself_what_was_reported_since(server):
     server.filled("r1", "s1")
     until(lambda: server.get("/runs/r1/overview", wire.Overview).last_step == 50, "the overview of the last step")
 

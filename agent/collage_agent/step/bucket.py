@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from collage_optim.from_host import from_host
 from collage_optim.numerics.cast_formats import route_of
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.from_host import from_host
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_entries
 from collage_agent.sample.sampling import TensorSample

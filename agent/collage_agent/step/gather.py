@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from collage_optim import SCALE_SUFFIX
 from collage_optim.codes import BLOCK_ELEMENTS, decoded
+from collage_optim.from_host import from_host
 from collage_optim.stepping import local_part
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_agent.from_host import from_host
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored import GRADIENT, PARAMETER, Composition

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 import torch
+from collage_optim.from_host import from_host
 from torch import Tensor
 
-from collage_agent.from_host import from_host
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_entries
 from collage_agent.sample.stored import GRADIENT, PARAMETER

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from collage_optim.from_host import from_host
 from torch import Tensor
 
-from collage_agent.from_host import from_host
 from collage_agent.intent.betas import ShadowByBetas
 from collage_agent.intent.choose import Intent
 from collage_agent.sample.sampling import TensorSample

@@ -8,13 +8,13 @@ from typing import Any, Final, Literal, NamedTuple
 from zlib import crc32
 
 import torch
+from collage_optim.from_host import from_host
 from collage_optim.numerics.cast_formats import CastFormat, route_of
 from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.from_host import from_host
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.sample import stored

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from collage_optim.from_host import from_host
 from collage_optim.numerics.cast_formats import CastFormat, route_of
 from collage_optim.stepping import local_part
 from torch import Tensor
 
-from collage_agent.from_host import from_host
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored import PARAMETER, Composition

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from collage_optim.from_host import from_host
 from torch import Tensor
 
-from collage_agent.from_host import from_host
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import MEASURES, OPTIONAL, StepView, Sums, classes, edq, update_histogram
 from collage_agent.stats.blocks import Segments

@@ -12,13 +12,13 @@ from operator import is_
 from typing import Any, Final, Literal, Protocol
 
 import torch
+from collage_optim.from_host import from_host
 from collage_optim.names import dtype_name
 from collage_optim.stepping import local_part
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from collage_agent.from_host import from_host
 from collage_agent.guard import Guard
 from collage_agent.measurement import Layout, Measurement
 from collage_agent.options import WatchOptions

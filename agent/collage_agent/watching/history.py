@@ -8,10 +8,10 @@ from typing import Final
 
 import numpy as np
 import torch
+from collage_optim.from_host import from_host
 from numpy.typing import NDArray
 from torch import Tensor
 
-from collage_agent.from_host import from_host
 from collage_agent.measurement import Layout, Measurement
 from collage_monitor.judgement import recent_points
 from collage_monitor.metrics import split_key, statistic

@@ -225,7 +225,7 @@ class Evaluation:
             return _compared(condition, _divided(value - middle, spread))
         # Most are nowhere near: sorting an hour of each series was a quarter of a round.
         nearest = (max if condition.comparison == "<" else min)(past, default=math.nan)
-        if nearest == nearest and not _holds(condition, value, condition.threshold * nearest):
+        if not math.isnan(nearest) and not _holds(condition, value, condition.threshold * nearest):
             return None
         usual = quantile(past, condition.quantile)
         if condition.quantile_from is not None and not usual >= condition.quantile_from:
