@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from sqlalchemy import event
 from starlette.testclient import TestClient
 
 __all__ = ["PAGE", "PATHS", "QUESTIONS", "Trace", "page_with", "statements_of", "traced"]
@@ -165,26 +164,20 @@ def statements_of(folder):
     """SQL statements of each question, asked once of a fresh server without what is kept, and of an overview."""
     from collage_server.overviews import evaluate
 
+    from tests.server.statements import statements_on
+
     with serving(folder) as (server, _):
         store = server.app.state.collage.store
-        counted: list[str] = []
-        engine = store.points._database.engine
-
-        def note(connection, cursor, statement, *_):
-            if threading.current_thread().name not in quiet:
-                counted.append(statement)
-
-        quiet = {thread.name for thread in threading.enumerate() if thread.name.startswith("collage-")}
-        event.listen(engine, "before_cursor_execute", note)
         found = {}
-        for name, question in QUESTIONS.items():
-            counted.clear()
-            server.send("GET", question)
-            found[name] = len(counted)
-        counted.clear()
-        with store.points.snapshot() as now:
-            evaluate(now, now.records(["r1"])["r1"])
-        return found | {"overview": len(counted)}
+        with statements_on(store.engine) as asked:
+            for name, question in QUESTIONS.items():
+                asked.clear()
+                server.send("GET", question)
+                found[name] = len(asked)
+            asked.clear()
+            with store.points.snapshot() as now:
+                evaluate(now, now.records(["r1"])["r1"])
+            return found | {"overview": len(asked)}
 
 
 def purpose_of(file):

@@ -124,6 +124,8 @@ def test_a_question_that_is_refused_while_somebody_signs_out_does_not_hold_the_s
             json.dumps(routing()),
         )
     assert refused.value.status == 401
+    while not held:
+        page.wait_for_timeout(10)
     held[0].continue_()
     page.get_by_role("link", name="Sign in with localhost").wait_for()
     assert page.url == f"{site[2]}/sign-in"

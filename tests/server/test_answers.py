@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from collage_server.answer_cache import AnswerCache
 from collage_server.store.reading.snapshot import Snapshot
-from sqlalchemy import event
 
 from collage_monitor import wire
 from tests.server.samples import STATISTICS, block, layer, report, watch
+from tests.server.statements import statements_on
 from tests.server.store.contract import LIMITS
 from tests.waiting import PATIENCE_SECONDS
 
@@ -190,29 +190,10 @@ def test_a_deleted_run_is_gone_from_the_cache_too(server):
     assert fetch(server, "/compare?run=r1&metric=edq_ratio").status_code == 410
 
 
-def statements_of(server):
-    """What is asked of the database from now on, by requests alone."""
-    app_state = server.app.state.collage
-    for thread in (
-        app_state.overviews,
-        app_state.sealer,
-        app_state.maintenance,
-        *server.app.state.alert_threads,
-    ):
-        thread.stop(PATIENCE_SECONDS)
-    statements: list[str] = []
-    event.listen(
-        app_state.store.engine,
-        "before_cursor_execute",
-        lambda _c, _u, statement, *_: statements.append(statement),
-    )
-    return statements
-
-
 def test_the_newest_values_of_a_run_read_once_what_it_is_made_of(server):
     server.filled()
-    statements = statements_of(server)
-    assert len(server.get("/runs/r1/latest", wire.Latest).worst) == 3
+    with statements_on(server.app.state.collage.store.engine) as statements:
+        assert len(server.get("/runs/r1/latest", wire.Latest).worst) == 3
     assert sum("FROM stream JOIN run" in statement for statement in statements) == 1
 
 
@@ -221,16 +202,18 @@ def test_a_page_of_the_list_reads_its_runs_together(server):
     """Each run took a snapshot and thirty statements of its own."""
     for place in range(12):
         server.filled(f"r{place}", f"s{place}")
-    store = server.app.state.collage.store
-    statements = statements_of(server)
+    app_state = server.app.state.collage
+    for thread in (app_state.sealer, app_state.newest):
+        thread.stop(PATIENCE_SECONDS)
+    store = app_state.store
     for place in range(12):
         server.send("PATCH", f"/runs/r{place}", wire.RunUpdate(state="finished"))
         while store.sealing.seal(f"r{place}", server.clock()):
             pass
 
     def asked(limit):
-        statements.clear()
-        runs = server.get(f"/runs?limit={limit}", wire.RunPage).runs
+        with statements_on(store.engine) as statements:
+            runs = server.get(f"/runs?limit={limit}", wire.RunPage).runs
         assert len(runs) == limit
         assert all(run.latest["edq_ratio"] is not None for run in runs)
         return sum("FROM run_latest" in statement or "_chunk" in statement for statement in statements)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +20,14 @@ from collage_server.store.reading.snapshot import Snapshot
 from collage_server.store.runs import run_store
 from msgspec.structs import replace as replace_fields
 from prometheus_client.parser import text_string_to_metric_families
-from sqlalchemy import event, update
+from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
 from collage_monitor import wire
 from collage_monitor.alerts import enabled_alerts
 from collage_monitor.metrics import METRICS
 from tests.server.samples import LAYERS, block, layer, report, watch
+from tests.server.statements import statements_on
 from tests.waiting import PATIENCE_SECONDS
 
 _VOLATILE = re.compile("collage_server_(memory_|sealer_round|oldest_unsealed|journal_bytes|alerts_lease_held)")
@@ -326,20 +326,12 @@ def several_ranks(server):
 
 
 def statements_of(server):
-    """How many statements a page takes, and the rows behind it, without those that other threads make meanwhile."""
-    counted = []
-
-    def count(*told):
-        if not threading.current_thread().name.startswith("collage-"):
-            counted.append(told)
-
+    """How many statements a page takes, and the rows behind it."""
     server.app.state.collage.newest.stop(PATIENCE_SECONDS)
-    engine = server.app.state.collage.store.engine
-    event.listen(engine, "before_cursor_execute", count)
-    server.get("/metrics")
-    event.remove(engine, "before_cursor_execute", count)
-    assert counted
-    return len(counted)
+    with statements_on(server.app.state.collage.store.engine) as asked:
+        server.get("/metrics")
+    assert asked
+    return len(asked)
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ from collage_server.auth.quotas import Quotas
 from collage_server.errors import Unprocessable
 from collage_server.settings import FixedLimits
 from collage_server.store import SqliteStore
-from sqlalchemy import event
 
 from collage_monitor import wire
 from tests.server.guarded import guarded_server
+from tests.server.statements import statements_on
 
 
 def create(guarded, run_id, project="p", tags=()):
@@ -74,15 +74,9 @@ def test_creating_a_run_costs_the_same_in_a_project_of_many(tmp_path):
     """Runs, tags and layers of the whole project were counted for each: 4.8 ms became 10."""
 
     def rows_read(guarded, run_id):
-        looked_at, told = [], guarded.app.state.collage.store.engine
-
-        def count(_, __, statement, *___):
-            looked_at.append(statement)
-
-        event.listen(told, "before_cursor_execute", count)
-        assert create(guarded, run_id, tags=["x"]).status_code == 201
-        event.remove(told, "before_cursor_execute", count)
-        return [statement for statement in looked_at if "count(" in statement or "sum(" in statement]
+        with statements_on(guarded.app.state.collage.store.engine) as asked:
+            assert create(guarded, run_id, tags=["x"]).status_code == 201
+        return [statement for statement in asked if "count(" in statement or "sum(" in statement]
 
     with guarded_server(tmp_path) as guarded:
         assert len(rows_read(guarded, "first")) == 3

@@ -75,7 +75,7 @@ def _delete(lives):
         if point is None:
             with closing(lives.store()) as store:
                 store.open()
-                until(lambda store=store: not _named(store, schema.segment), "the end of its files' rows")
+                until(lambda store=store: not _of_run(_named(store, schema.segment), lives), "the end of its rows")
         if not gone(life, 0.2):
             life.kill()
             assert gone(life, PATIENCE_SECONDS)
@@ -83,8 +83,8 @@ def _delete(lives):
     with closing(lives.store()) as store:
         store.open()
         _check_files(lives, store)
-        if left := [path for path in _stored(store) if run_of(path) == lives.run_id]:
-            lives.findings.append(f"{len(left)} files of a deleted run stay, such as {left[0]}")
+        if left := _of_run(_stored(store), lives):
+            lives.findings.append(f"{len(left)} files of a deleted run stay, such as {min(left)}")
 
 
 def _is_deleted(client, lives):
@@ -123,6 +123,11 @@ def _compare_sums(lives, store):
         )
     if len(points.steps) == points.counts.sum() > 100:
         lives.findings.append("retention has dropped nothing")
+
+
+def _of_run(paths, lives):
+    """Those of the run that ends here: an imported one beside it keeps its own."""
+    return {path for path in paths if run_of(path) == lives.run_id}
 
 
 def _stored(store):
