@@ -36,6 +36,7 @@ __all__ = [
     "hold",
     "held_rows",
     "released_afterwards",
+    "reserve",
     "wait_patiently",
 ]
 
@@ -74,7 +75,7 @@ class MemoryBudget:
             yield lease
         finally:
             _LEASE.reset(token)
-            lease.release(0)
+            lease.end()
 
     def take(self, owner: Owner, size: int, patience_seconds: float) -> None:
         """Hold more, as soon as it fits.
@@ -115,6 +116,7 @@ class Lease:
     def __init__(self, budget: MemoryBudget, owner: Owner) -> None:
         self.owner = owner
         self.held = 0
+        self.reserved = 0
         self.patience_seconds = _PATIENCE_SECONDS[owner]
         self._budget = budget
 
@@ -135,14 +137,39 @@ class Lease:
                 )
             size = share - self.held
         if size > 0:
-            self._budget.take(self.owner, size, self.patience_seconds)
+            self._take(max(self.held + size, self.reserved))
             self.held += size
 
+    def reserve(self, size: int) -> None:
+        """Take so much now, for what will be held and released again and again: none of that has to wait then.
+
+        Raises:
+            Busy: it does not fit beside what others hold.
+        """
+        size = min(size, self._budget.share(self.owner))
+        self._take(max(self.held, size))
+        self.reserved = max(self.reserved, size)
+
     def release(self, left: int) -> None:
-        """Hold so much and no more."""
+        """Hold so much and no more; what is reserved stays taken."""
         if self.held > left:
-            self._budget.give_back(self.owner, self.held - left)
-            self.held = left
+            before, self.held = max(self.held, self.reserved), left
+            self._give_back(before)
+
+    def end(self) -> None:
+        """Nothing is held or reserved any more."""
+        before, self.held, self.reserved = max(self.held, self.reserved), 0, 0
+        self._give_back(before)
+
+    def _take(self, all_of_it: int) -> None:
+        more = all_of_it - max(self.held, self.reserved)
+        if more > 0:
+            self._budget.take(self.owner, more, self.patience_seconds)
+
+    def _give_back(self, before: int) -> None:
+        less = before - max(self.held, self.reserved)
+        if less > 0:
+            self._budget.give_back(self.owner, less)
 
 
 _LEASE: ContextVar[Lease | None] = ContextVar("lease", default=None)
@@ -156,10 +183,17 @@ def hold(size: int) -> None:
 
 
 def wait_patiently() -> None:
-    """Of what is answered bit by bit: it has begun, and can say no more that it does not fit."""
+    """Of what is answered bit by bit: however large it is, it fits a bit at a time."""
     lease = _LEASE.get()
     if lease is not None:
         lease.patience_seconds = _PATIENCE_OF_STREAMS
+
+
+def reserve(size: int) -> None:
+    """Of what is answered bit by bit, before it begins: afterwards it could no longer say that it does not fit."""
+    lease = _LEASE.get()
+    if lease is not None:
+        lease.reserve(size)
 
 
 def held_rows(rows: Iterable[tuple[_Row, int]]) -> Iterator[_Row]:

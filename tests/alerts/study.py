@@ -20,7 +20,7 @@ import torch
 
 from tests.alerts.trainings import HEALTHY, SICK, evaluate, train, varied
 
-__all__ = ["healthy_cases", "sick_cases", "tables"]
+__all__ = ["healthy_cases", "sick_cases", "tables", "training_of"]
 
 
 def healthy_cases(number):
@@ -34,9 +34,14 @@ def sick_cases(seeds):
     return [(kind, 10_000 + 100 * place + seed) for seed in range(seeds) for place, kind in enumerate(SICK)]
 
 
+def training_of(kind, seed):
+    """A healthy one varies with its seed; a sick one is always the same but for data and weights."""
+    return varied(HEALTHY[kind], seed) if kind in HEALTHY else SICK[kind][2]
+
+
 def done(kind, seed, traces=None):
     """What one training gave, as it is kept. traces: a folder; a trace that is there is not trained again."""
-    training = varied(HEALTHY[kind], seed) if kind in HEALTHY else SICK[kind][2]
+    training = training_of(kind, seed)
     file, began = traces and traces / f"{seed}.pickle", time.process_time()
     trace = pickle.loads(file.read_bytes()) if file and file.exists() else train(training, seed)
     if file and not file.exists():

@@ -34,7 +34,7 @@ from torch import distributed
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from tests.parallel.launch import launch
-from tests.server.conftest import Clock, Server
+from tests.server.conftest import NOW, Clock, Server
 from tests.server.reads import current_samples
 from tests.waiting import PATIENCE_SECONDS
 
@@ -218,40 +218,53 @@ def _steps(training, model, teacher, optimizer, steps, log=lambda values: None):
 
 def evaluate(trace, seconds_a_step):
     """What fires of one training: (alert, severity, step at which it fired), in their order."""
+    return [(entry.alert, entry.severity, entry.step) for entry in incidents_of(trace, seconds_a_step)]
+
+
+def incidents_of(
+    trace, seconds_a_step, *, began=NOW, round_seconds=ROUND_SECONDS, looked_at=lambda now, samples: None
+):
+    """The server's own incidents of one training, in their order.
+
+    looked_at: is told when each round of the evaluation was, and what it read.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        clock = Clock()
+        clock = Clock(began)
         settings = Settings(folder=Path(folder), no_auth=True, alerts="off", seal_interval_seconds=3600)
         app = create_app(settings, clock=clock)
         with TestClient(app, base_url="http://127.0.0.1") as client:
             server = Server(client, clock, app)
             app.state.collage.overviews.stop(PATIENCE_SECONDS)
-            _replay(server, trace, seconds_a_step)
-            found = server.get("/events?limit=1000", wire.IncidentPage).events
-            return [(entry.alert, entry.severity, entry.step) for entry in reversed(found)]
+            _replay(server, trace, seconds_a_step, round_seconds, looked_at)
+            return server.get("/events?limit=1000", wire.IncidentPage).events[::-1]
 
 
-def _replay(server, trace, seconds_a_step):
+def _replay(server, trace, seconds_a_step, round_seconds, looked_at):
     """Send what was told, on a clock that moves with the steps; seal and judge once a round."""
     app_state = server.app.state.collage
+
+    def read():
+        samples = list(current_samples(app_state))
+        looked_at(server.clock.now, samples)
+        return samples
+
     work = AlertEvaluator(
-        app_state.store,
-        lambda: current_samples(app_state),
-        ALERTS.values(),
-        clock=server.clock,
-        interval_seconds=ROUND_SECONDS,
+        app_state.store, read, ALERTS.values(), clock=server.clock, interval_seconds=round_seconds
     )
-    began, due, run_id = server.clock.now, server.clock.now + ROUND_SECONDS, ""
+    began, due, run_id = server.clock.now, server.clock.now + round_seconds, ""
     held: dict[str, list[wire.Report]] = defaultdict(list)
     for stream_id, message in trace:
         if isinstance(message, wire.Report):
-            server.clock.now = began + message.step * seconds_a_step
-            while server.clock.now >= due:
+            moment = began + message.step * seconds_a_step
+            while moment >= due:
+                server.clock.now = due
                 _send(server, held)
                 app_state.sealer.do_due_work()
                 for entry in app_state.store.overviews.due(1):
                     keep_overview(app_state.store, entry)
                 work.do_due_work()
-                due += ROUND_SECONDS
+                due += round_seconds
+            server.clock.now = moment
             held[stream_id].append(message)
             continue
         _send(server, held)

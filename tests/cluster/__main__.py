@@ -52,7 +52,7 @@ def _lives(folder, seed, opened):
     environment = opened.enter_context(pytest.MonkeyPatch.context())
     for name, value in objects.environment.items():
         environment.setenv(name, value)
-    births = Births(folder / "servers.log")
+    births = opened.enter_context(Births(folder / "servers.log"))
     births.limits = {"late_rows": 64, "slice_rows": 64, "delete_rows": 512}
     lives = ClusterLives(folder / "data", births, seed, cluster, ports, objects)
     opened.callback(lives.close)

@@ -6,10 +6,11 @@ import logging
 import threading
 from contextlib import suppress
 
+import numpy as np
 import pytest
 from collage_server.app import create_app
 from collage_server.errors import Busy, NeedsTooMuch
-from collage_server.memory import MemoryBudget, available_memory, held_rows, hold, released_afterwards
+from collage_server.memory import MemoryBudget, available_memory, held_rows, hold, released_afterwards, reserve
 from collage_server.overviews import _warn_of_a_cut, evaluate, evaluate_within
 from collage_server.settings import Settings, SettingsError
 from collage_server.store import NewEvent
@@ -94,6 +95,26 @@ def test_what_does_not_fit_beside_others_waits_for_them_and_then_for_another_tim
         with budget.lease("answers"), pytest.raises(Busy) as refused:
             hold(65 * MIB)
     assert (refused.value.status, refused.value.retry_after_seconds) == (503, 2)
+
+
+def test_what_is_reserved_waits_for_nobody(budget, monkeypatch):
+    monkeypatch.setattr("collage_server.memory._PATIENCE_SECONDS", {"answers": 0.0, "evaluations": 0.0})
+    with budget.lease("answers") as stream:
+        hold(10 * MIB)
+        reserve(100 * MIB)
+        with budget.lease("evaluations"):
+            hold(156 * MIB)
+            stream.hold(90 * MIB)
+            stream.release(10 * MIB)
+            stream.hold(90 * MIB)
+            assert budget.held == {"answers": 100 * MIB, "evaluations": 156 * MIB}
+            with pytest.raises(Busy):
+                stream.hold(1)
+        stream.hold(MIB)
+        assert budget.held["answers"] == 101 * MIB
+        stream.release(0)
+        assert budget.held["answers"] == 100 * MIB
+    assert not +budget.held
 
 
 def test_sealing_goes_on_whatever_it_needs(budget, monkeypatch):
@@ -209,6 +230,39 @@ def test_events_that_could_never_fit_at_once_are_refused_and_exported_some_at_a_
     lines = small.client.get("/api/v1/runs/r1/export").text.splitlines()
     assert sum('"kind":"event"' in line for line in lines) == 1500
     assert lines[-1] == '{"kind":"end","steps":0}'
+
+
+def test_an_export_that_does_not_fit_is_refused_before_it_begins(small, monkeypatch):
+    """It broke off in the middle, which a reader takes for a server that died."""
+    monkeypatch.setattr("collage_server.memory._PATIENCE_OF_STREAMS", 0.05)
+    names = [f"state_decrement_observed_sum/s{i}" for i in range(19)]
+    small.run()
+    small.attempt()
+    small.post("/runs/r1/streams", declared(1000, ["measured_steps", *names]), wire.Stream)
+    table = np.ones((20, 1000))
+    small.reports([full_report(seq, table) for seq in range(20)], "s0")
+    memory = small.app.state.collage.memory
+    with memory.lease("evaluations"):
+        hold(48 * MIB)
+        with memory.lease("sealing"):
+            hold(10 * MIB)
+            answer = small.client.get("/api/v1/runs/r1/export?format=csv")
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "2")
+    assert small.client.get("/api/v1/runs/r1/export?format=csv").text.count("\n") == 1 + 20 * 1001
+    assert not +memory.held
+
+
+def full_report(seq, table):
+    return wire.Report(
+        seq=seq,
+        step=seq + 1,
+        time=NOW + seq,
+        scalars={},
+        statistic_count=len(table),
+        layer_count=table.shape[1],
+        statistics=wire.array_to_bytes(table),
+        model=wire.array_to_bytes(table.sum(axis=1)),
+    )
 
 
 def alerted(server, **labels):

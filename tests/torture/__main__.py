@@ -114,9 +114,9 @@ def torture(kills, seed, say, lanes=tuple(LANES)):
     with tempfile.TemporaryDirectory() as home:
         # PostgreSQL runs as another user, who must get to its disk.
         Path(home).chmod(0o755)
-        births = Births(Path(home) / "servers.log")
         for number, lane in enumerate(lanes):
             with ExitStack() as opened:
+                births = opened.enter_context(Births(Path(home) / "servers.log"))
                 begun, folder = time.monotonic(), Path(home) / f"lane-{number}"
                 folder.mkdir()
                 wanted = max(round(kills * LANES[lane] / share), 2)

@@ -50,9 +50,11 @@ EVALUATED = "collage_server_alerts_evaluated_timestamp_seconds "
 
 
 def collage(*arguments):
-    """A command's answer; an error if it ends with another number than 0."""
-    command = [*COMMAND, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """A command's answer; an error that holds what it said if it ends with another number than 0."""
+    done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{arguments[0]} ended with {done.returncode}: {done.stderr}")
+    return done.stdout
 
 
 class HostileLives(Lives):
@@ -116,7 +118,7 @@ class HostileLives(Lives):
         life = self.start()
         self.progress()
         asked = ("import", path, "--server-url", self.urls[0], "--project", "p", "--run-id", run_id)
-        with contextlib.suppress(subprocess.CalledProcessError):  # A busy server may refuse it; it is no loss.
+        with contextlib.suppress(RuntimeError):  # A busy server may refuse it; it is no loss.
             collage(*asked)
         self.progress()
         self.kill(life, kind)
@@ -131,14 +133,15 @@ class HostileSqliteLives(HostileLives, SqliteLives):
         """A back-up that was made meanwhile is whole, and has what was acknowledged before it began."""
         life = self.start()
         self.progress(self.random.randint(1, 20))
-        place = Path(tempfile.mkdtemp(dir=self.folder.parent))
         acknowledged, _ = self.ledger.snapshot()
-        collage("backup", place / "copy.sqlite", "--dir", self.folder)
-        collage("restore", place / "copy.sqlite", "--dir", place / "restored")
-        store = SqliteStore(place / "restored" / "collage.sqlite", stale_after_seconds=600.0)
-        store.open()
-        counts = {stream.rank: stream.reports for stream in store.streams.of_run(self.run_id)}
-        store.close()
+        with tempfile.TemporaryDirectory() as place:  # Beside the small disk, which copies would fill.
+            copy, folder = Path(place) / "copy.sqlite", Path(place) / "restored"
+            collage("backup", copy, "--dir", self.folder)
+            collage("restore", copy, "--dir", folder)
+            store = SqliteStore(folder / "collage.sqlite", stale_after_seconds=600.0)
+            store.open()
+            counts = {stream.rank: stream.reports for stream in store.streams.of_run(self.run_id)}
+            store.close()
         for rank, before in enumerate(acknowledged):
             if counts.get(rank, 0) < before:
                 self.ledger.find(f"rank {rank}: a back-up has {counts.get(rank)} reports of {before}")
@@ -190,13 +193,12 @@ def ask_in_turn(port, bare, end, queue):
 @contextlib.contextmanager
 def lives_on(backend, folder, seed):
     """Lives on `sqlite`, on a small disk, or on a cluster of `postgresql`."""
-    births = Births(folder / "servers.log")
     if backend == "postgresql":
-        with migrated_cluster(folder / "cluster") as cluster:
+        with migrated_cluster(folder / "cluster") as cluster, Births(folder / "servers.log") as births:
             yield HostilePostgresqlLives(folder / "data", births, seed, cluster)
         return
     disk = SmallDisk(folder / "disk", DISK_MEBIBYTES)
-    with contextlib.closing(disk):
+    with contextlib.closing(disk), Births(folder / "servers.log") as births:
         lives = HostileSqliteLives(disk.folder / "data", births, seed)
         lives.disk = disk
         yield lives

@@ -34,14 +34,24 @@ _IMPORTED = (*SERVER, "collage_server.command.migrate", "tests.server.store.cont
 
 
 class Births:
-    """Starts lives as processes of their own that write to one log."""
+    """Starts lives as processes of their own that write to one log; at the end of the block none is left."""
 
     def __init__(self, log):
         self.log = Path(log)
+        self._lives = []
         self.environment: dict[str, str] = {}
         """What every life finds in its environment beside its settings."""
         self.limits: dict[str, int] = {}
         """Fields of `SealLimits` that are not those of the contract's tests, which seal in tiny slices."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for life in self._lives:
+            if life.poll() is None:
+                life.kill()
+                life.wait()
 
     def start(self, verb, arguments=(), *, die=None, clock_off=0.0, **settings):
         """A new life. `die`: (point, count). `clock_off`: so many seconds is its clock ahead.
@@ -52,7 +62,7 @@ class Births:
         order = json.dumps({**given, "clock_off": clock_off, "limits": self.limits})
         environment = {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
         with self.log.open("ab") as output:
-            return fork(
+            life = fork(
                 _IMPORTED,
                 "-m",
                 "tests.torture.life",
@@ -60,6 +70,8 @@ class Births:
                 environment={**os.environ, **self.environment, **environment},
                 output=output,
             )
+        self._lives = [life, *(other for other in self._lives if other.poll() is None)]
+        return life
 
 
 def gone(life, seconds):

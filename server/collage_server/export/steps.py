@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor import wire
-from collage_server.memory import hold, released_afterwards
+from collage_server.memory import hold, released_afterwards, reserve
 from collage_server.store import Points, RunRecord, ScalarPoints, Selection, Snapshot, Store
 
 __all__ = ["ExportPlan", "StepBatch", "plan_export", "read_batches", "read_ranks"]
@@ -27,6 +27,11 @@ _STEPS: Final = 4096
 _OF_POINTS: Final = ("first_steps", "steps", "times", "ranks", "counts")
 _LOGGED_BYTES: Final = 9
 """A value, and whether it was logged."""
+_WORK: Final = {"number": 100, "logged": 30}
+"""Bytes that reading and writing a batch take at their peak for each number of it, as measured: CSV takes most."""
+_SMALL_BYTES: Final = 2**23
+_LAYER_BYTES: Final = 400
+_POINT_BYTES: Final = 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +54,25 @@ class ExportPlan:
     events: int
     last_event: int
     ranks: list[int]
+
+    @property
+    def steps_at_once(self) -> int:
+        """The most steps of a batch, as far as their logged values allow."""
+        return max(min(_STEPS, _NUMBERS // max(len(self.scalars), 1)), 1)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the plan itself takes."""
+        logged = sum(len(entry.steps) for entry in self.scalars.values())
+        return _POINT_BYTES * (len(self.steps) + logged) + _LAYER_BYTES * len(self.layers)
+
+    @property
+    def batch_bytes(self) -> int:
+        """What reading a batch and writing it takes beside, about."""
+        points = min(self.batch_points, len(self.measured))
+        numbers = points * (1 + len(self.layers)) * max(len(self.statistics), 1)
+        logged = min(self.steps_at_once, len(self.steps)) * len(self.scalars)
+        return _WORK["number"] * numbers + _WORK["logged"] * logged + _SMALL_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +111,20 @@ class StepBatch:
 def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False) -> ExportPlan:
     """Look at the run once; `layers` False leaves out what is known by layer, `ranks` adds each rank's own totals.
 
+    What its batches will take is reserved.
+
     Raises:
         NotFound, Gone: no such run.
+        Busy: others hold the memory that a batch takes.
     """
+    with released_afterwards():
+        plan = _plan(store, run_id, layers=layers, ranks=ranks)
+    reserve(plan.held_bytes + plan.batch_bytes)
+    hold(plan.held_bytes)
+    return plan
+
+
+def _plan(store: Store, run_id: str, *, layers: bool, ranks: bool) -> ExportPlan:
     with store.points.snapshot() as snapshot:
         record = snapshot.records([run_id])[run_id]
         measured = snapshot.points([run_id], ("measured_steps",), Selection())[run_id].steps
@@ -138,8 +173,7 @@ def read_ranks(store: Store, plan: ExportPlan, batch: StepBatch) -> Iterator[tup
 def _ends(plan: ExportPlan) -> list[int]:
     """Last steps of the batches: at most `batch_points` measured, and as many as their logged values allow."""
     measured = np.searchsorted(plan.measured, plan.steps, side="right")
-    most = max(min(_STEPS, _NUMBERS // max(len(plan.scalars), 1)), 1)
-    batch = np.arange(len(plan.steps)) // most + (measured - 1) // plan.batch_points
+    batch = np.arange(len(plan.steps)) // plan.steps_at_once + (measured - 1) // plan.batch_points
     ends = np.append(np.flatnonzero(np.diff(batch)), len(batch) - 1) if len(batch) else np.zeros(0, dtype=np.int64)
     return [int(step) for step in plan.steps[ends]]
 
