@@ -28,10 +28,10 @@ BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled", "on_external_write", "
 """Group options that belong to this optimizer: a checkpoint does not change them."""
 
 RESIDUALS_FROM = "residuals_from"
-"""Group entry: the step up to which a residual of 0 lost nothing. Weights had none until they were converted, or no
-step had moved them, as at a rate of 0."""
+"""Group entry: the step up to which a residual of 0, or a master weight equal to its weight, lost nothing. Weights
+had none until they were converted, or no step had moved them, as at a rate of 0."""
 CONVERTED_FROM = "converted_from"
-"""Group entry: the strategy without residuals that the group was converted from last, "" if none."""
+"""Group entry: what the group was converted from, a strategy that keeps nothing beside weights; "" if nothing."""
 
 OF_WRAPPERS = ("z",)
 """States that a wrapper keeps beside ours: schedulefree's its weight."""
@@ -182,13 +182,13 @@ def _loaded(
 
 
 def note_conversion(group: dict[str, Any], was: Any, states: Iterable[Mapping[str, Any]]) -> None:
-    """Note in the group that its residuals begin empty: the strategy that its states come from kept none.
+    """Note in the group that residuals or master weights begin with nothing to keep: their states had none.
 
-    was: that strategy, None where the checkpoint names none, as torch's. A residual that it keeps and that is not
-    there was dropped: that is no conversion. Reads the counters of steps.
+    was: the strategy that these come from, None where the checkpoint names none, as torch's. What it keeps beside
+    weights and is not there was dropped: that is no conversion. Reads the counters of steps.
     """
     source = known_strategy(was) if isinstance(was, str) else None
-    if strategy_named(group["strategy"]).parameter_state != PARAMETER_LOW:
+    if strategy_named(group["strategy"]).parameter_state is None:
         return
     if source is not None and source.parameter_state is not None:
         return

@@ -177,17 +177,16 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
 
 
 class Conversion(Struct, kw_only=True, frozen=True):
-    """Weights were converted after `step`, from a strategy without residuals to one that begins them at 0."""
+    """Weights were converted after `step`, from a strategy that kept nothing beside them to one that does."""
 
     source: Name
     target: Name
     step: Index
 
     def __str__(self) -> str:
-        return (
-            f"weights were converted from {self.source} to {self.target} after step {self.step:,}, where their "
-            "residuals began empty"
-        )
+        masters = self.target == "master-weights"
+        beside = "master weights began as copies of them" if masters else "residuals began empty"
+        return f"weights were converted from {self.source} to {self.target} after step {self.step:,}, where their {beside}"
 
 
 class Breach(Struct, kw_only=True, frozen=True):

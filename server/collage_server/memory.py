@@ -15,6 +15,7 @@ it calls `hold` with an estimate from counts: rows × bytes. A lease that nobody
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections import Counter
@@ -36,7 +37,9 @@ __all__ = [
     "hold",
     "held_rows",
     "released_afterwards",
+    "require",
     "reserve",
+    "trim_heap",
     "wait_patiently",
 ]
 
@@ -49,6 +52,7 @@ _PATIENCE_OF_STREAMS: Final = 31.0
 _STEP_BYTES: Final = 2**20
 """Rows are charged in steps: a lock a row would cost more than the row."""
 _Row = TypeVar("_Row")
+_C: Final = ctypes.CDLL(None)
 
 
 class MemoryBudget:
@@ -130,25 +134,34 @@ class Lease:
         share = self._budget.share(self.owner)
         if self.held + size > share:
             if self.owner != "sealing" and self.patience_seconds != _PATIENCE_OF_STREAMS:
-                raise NeedsTooMuch(
-                    f"this takes about {(self.held + size) // 2**20} MiB of memory, and the server has "
-                    f"{share // 2**20} for it; ask for fewer points, layers or runs, or give it more --memory",
-                    limit=share,
-                )
+                self.require(self.held + size)
             size = share - self.held
         if size > 0:
             self._take(max(self.held + size, self.reserved))
             self.held += size
 
+    def require(self, size: int) -> None:
+        """Hold nothing; raise NeedsTooMuch where so much could never be held."""
+        share = self._budget.share(self.owner)
+        if size > share:
+            raise NeedsTooMuch(
+                f"this takes about {size // 2**20} MiB of memory, and the server has {share // 2**20} for it; ask "
+                "for fewer points, layers or runs, or give it more --memory",
+                limit=share,
+            )
+
     def reserve(self, size: int) -> None:
-        """Take so much now, for what will be held and released again and again: none of that has to wait then.
+        """Wait until so much is free, and keep it, half of the share at most, for what is held again and again.
+
+        Two that hold bit by bit would wait for each other. The other half is for who holds but for a moment.
 
         Raises:
             Busy: it does not fit beside what others hold.
         """
-        size = min(size, self._budget.share(self.owner))
-        self._take(max(self.held, size))
-        self.reserved = max(self.reserved, size)
+        share = self._budget.share(self.owner)
+        self._take(min(max(self.held, size), share))
+        before, self.reserved = max(self.held, min(size, share)), max(self.reserved, min(size, share // 2))
+        self._give_back(before)
 
     def release(self, left: int) -> None:
         """Hold so much and no more; what is reserved stays taken."""
@@ -189,6 +202,17 @@ def wait_patiently() -> None:
         lease.patience_seconds = _PATIENCE_OF_STREAMS
 
 
+def require(size: int) -> None:
+    """Of what is answered bit by bit, and yet holds so much at its end.
+
+    Raises:
+        NeedsTooMuch: it could never fit, whatever others hold.
+    """
+    lease = _LEASE.get()
+    if lease is not None:
+        lease.require(size)
+
+
 def reserve(size: int) -> None:
     """Of what is answered bit by bit, before it begins: afterwards it could no longer say that it does not fit."""
     lease = _LEASE.get()
@@ -217,6 +241,12 @@ def released_afterwards(*owners: Owner) -> Iterator[None]:
     finally:
         if lease is not None and (not owners or lease.owner in owners):
             lease.release(before)
+
+
+def trim_heap() -> None:
+    """Give the system back what the heap keeps between what is still used; glibc's alone keeps so much."""
+    if hasattr(_C, "malloc_trim"):
+        _C.malloc_trim(0)
 
 
 def available_memory() -> int | None:

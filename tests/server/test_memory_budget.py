@@ -101,18 +101,32 @@ def test_what_is_reserved_waits_for_nobody(budget, monkeypatch):
     monkeypatch.setattr("collage_server.memory._PATIENCE_SECONDS", {"answers": 0.0, "evaluations": 0.0})
     with budget.lease("answers") as stream:
         hold(10 * MIB)
-        reserve(100 * MIB)
+        reserve(60 * MIB)
         with budget.lease("evaluations"):
-            hold(156 * MIB)
-            stream.hold(90 * MIB)
+            hold(192 * MIB)
+            stream.hold(50 * MIB)
             stream.release(10 * MIB)
-            stream.hold(90 * MIB)
-            assert budget.held == {"answers": 100 * MIB, "evaluations": 156 * MIB}
+            stream.hold(50 * MIB)
+            assert budget.held == {"answers": 60 * MIB, "evaluations": 192 * MIB}
             with pytest.raises(Busy):
-                stream.hold(1)
+                stream.hold(5 * MIB)
         stream.hold(MIB)
-        assert budget.held["answers"] == 101 * MIB
+        assert budget.held["answers"] == 61 * MIB
         stream.release(0)
+        assert budget.held["answers"] == 60 * MIB
+    assert not +budget.held
+
+
+def test_of_two_streams_that_take_much_the_second_waits_and_questions_do_not(budget, monkeypatch):
+    monkeypatch.setattr("collage_server.memory._PATIENCE_SECONDS", {"answers": 0.0})
+    with budget.lease("answers") as stream:
+        reserve(100 * MIB)
+        assert budget.held["answers"] == 64 * MIB, "half of the share"
+        with budget.lease("answers"):
+            with pytest.raises(Busy):
+                reserve(100 * MIB)
+            hold(40 * MIB)
+        stream.hold(100 * MIB)
         assert budget.held["answers"] == 100 * MIB
     assert not +budget.held
 

@@ -125,13 +125,20 @@ def _converted(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFindi
     told: dict[str, list[str]] = {}
     for entry in parameters:
         source, step = entry.group.get(CONVERTED_FROM), number_of(entry.group.get(RESIDUALS_FROM))
-        if source and step is not None and (entry.low is not None or entry.remainder is not None):
-            told.setdefault(f"converted from {source} at step {step:,.0f}", []).append(entry.name)
+        beside = "residuals began empty" if entry.master is None else "master weights began as copies of them"
+        if (
+            source
+            and step is not None
+            and any(kept is not None for kept in (entry.low, entry.remainder, entry.master))
+        ):
+            told.setdefault(f"converted from {source} at step {step:,.0f}, where their {beside}", []).append(
+                entry.name
+            )
     for what, layers in told.items():
         yield AuditFinding(
             "note",
             "converted",
-            f"{len(layers)} weights were {what}, where their residuals began empty: {_some(layers)}",
+            f"{len(layers)} weights were {what}: {_some(layers)}",
             layers,
         )
 
@@ -223,7 +230,7 @@ def _stale_masters(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditF
             stale.append(entry.name)
         elif (
             entry.elements >= 64
-            and (entry.step or 0) > 1
+            and (entry.step or 0) > max(_residuals_from(entry), 1)
             and _share(_representable, entry.master, entry.weight) == 1
         ):
             rounded.append(entry.name)
@@ -399,7 +406,10 @@ def _wider_than_a_gap(low: Tensor, weight: Tensor) -> Tensor:
 
 
 def _differs_when_rounded(master: Tensor, weight: Tensor) -> Tensor:
-    return master.to(weight.dtype) != weight
+    """Not where a master lies halfway between two numbers of the format: it may be either's."""
+    rounded = master.to(weight.dtype)
+    exact, shown, nearest = (tensor.to(torch.float64) for tensor in (master, weight, rounded))
+    return (rounded != weight) & (2 * exact != shown + nearest)
 
 
 def _completes_zero(weight: Tensor, remainder: Tensor) -> Tensor:

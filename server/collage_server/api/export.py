@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Final, Literal
+from collections.abc import Generator
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from collage_server.api.answers import describes
 from collage_server.api.parameters import Id
@@ -48,17 +49,31 @@ def export_run(
     if export_format != "parquet" and not ranks:
         headers["Collage-Lines"] = str(_lines(plan, export_format))
     content = _content(app_state, plan, export_format)
-    return StreamingResponse(content, media_type=_MEDIA[export_format], headers=headers)
+    return _Export(content, media_type=_MEDIA[export_format], headers=headers)
+
+
+class _Export(StreamingResponse):
+    """Ends with all that it holds, also where its reader has gone."""
+
+    def __init__(self, content: Generator[bytes, None, None], **given: Any) -> None:
+        super().__init__(content, **given)
+        self._content = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._content.close()
 
 
 def _lines(plan: ExportPlan, export_format: str) -> int:
     """Lines of the export, if nothing arrives late for its steps."""
     if export_format == "csv":
-        return 1 + len(plan.steps) + len(plan.measured) * len(plan.layers)
+        return 1 + plan.rows
     return 1 + len(plan.layers) + len(plan.steps) + plan.events + 1
 
 
-def _content(app_state: AppState, plan: ExportPlan, export_format: str) -> Iterator[bytes]:
+def _content(app_state: AppState, plan: ExportPlan, export_format: str) -> Generator[bytes, None, None]:
     store = app_state.store
     if export_format == "csv":
         return csv_bytes(store, plan)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ from collage_monitor import wire
 from collage_monitor.statistics import finish_all, has_interval, metric_keys
 from collage_server.errors import Unprocessable
 from collage_server.export.steps import ExportPlan, StepBatch, read_batches, read_ranks
-from collage_server.memory import hold, released_afterwards
+from collage_server.memory import hold, released_afterwards, require, reserve, trim_heap
 from collage_server.store import Points, Store
 
 __all__ = [
@@ -46,6 +46,8 @@ _RANK: Final = "rank"
 _CELLS_AT_ONCE: Final = 2**16
 _ROW_GROUP_CELLS: Final = 2**19
 _CELL_BYTES: Final = 24
+_CHUNK_BYTES: Final = 1024
+"""That Parquet's writer holds to its end of each column of each row group, as measured."""
 """Of a row in memory: a number, whether it is there, and what it is finished from."""
 _TEXT_BYTES: Final = 100
 """Of a cell while a page is made; a number of a line as well."""
@@ -194,7 +196,7 @@ def _finished(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
         return {**finish_all(totals), **totals}
 
 
-def csv_bytes(store: Store, plan: ExportPlan) -> Iterator[bytes]:
+def csv_bytes(store: Store, plan: ExportPlan) -> Generator[bytes, None, None]:
     """The export, some rows at a time; absent values are empty cells, non-finite ones as on the wire."""
     names = column_names(plan)
     yield _text([[*place_names(plan), *names]])
@@ -241,7 +243,7 @@ def _text(rows: object) -> bytes:
     return text.getvalue().encode()
 
 
-def jsonl_bytes(store: Store, plan: ExportPlan, run: wire.Run) -> Iterator[bytes]:
+def jsonl_bytes(store: Store, plan: ExportPlan, run: wire.Run) -> Generator[bytes, None, None]:
     """The export, some lines at a time.
 
     A step's line has `step` and `time`; `scalars` where values were logged; where it was measured `first_step`
@@ -322,11 +324,12 @@ def _numbers(totals: Mapping[str, NDArray[np.float64]], index: int) -> list[floa
     return wire.undefined_to_none(np.array([values[index] for values in totals.values()], dtype=np.float64))
 
 
-def parquet_bytes(store: Store, plan: ExportPlan) -> Iterator[bytes]:
-    """The export, a row group at a time; absent values are null.
+def parquet_bytes(store: Store, plan: ExportPlan) -> Generator[bytes, None, None]:
+    """The export, a row group at a time; absent values are null. Of each group's columns the writer keeps a little.
 
     Raises:
         Unprocessable: pyarrow is not installed here.
+        NeedsTooMuch: what it keeps of all of them could never be held; CSV and JSON lines keep nothing.
     """
     if find_spec("pyarrow") is None:
         raise Unprocessable(
@@ -334,10 +337,18 @@ def parquet_bytes(store: Store, plan: ExportPlan) -> Iterator[bytes]:
             "there, or ask for format=csv or format=jsonl",
             field="format",
         )
-    return _write(store, plan)
+    columns = len(place_names(plan)) + len(column_names(plan))
+    # The least in all: many columns of a few rows each are mostly what is said of them.
+    rows = max(math.isqrt(_CHUNK_BYTES * plan.rows // _CELL_BYTES), _ROW_GROUP_CELLS // columns, 1)
+    rows = min(rows, plan.batch_points * (1 + len(plan.layers)))
+    said = _CHUNK_BYTES * columns * -(-plan.rows // rows)
+    require(said + _CELL_BYTES * columns * rows)
+    reserve(plan.held_bytes + plan.batch_bytes + said)
+    hold(said)
+    return _write(store, plan, rows * columns)
 
 
-def _write(store: Store, plan: ExportPlan) -> Iterator[bytes]:
+def _write(store: Store, plan: ExportPlan, cells: int) -> Generator[bytes, None, None]:
     pyarrow: Any = import_module("pyarrow")
     parquet: Any = import_module("pyarrow.parquet")
     names = column_names(plan)
@@ -346,12 +357,17 @@ def _write(store: Store, plan: ExportPlan) -> Iterator[bytes]:
     places += [("rank", pyarrow.int64())] if plan.ranks else []
     schema = pyarrow.schema(places + [(name, pyarrow.float64()) for name in names])
     sink = _Sink()
-    # Few totals come twice: a dictionary of them is made in vain.
-    with parquet.ParquetWriter(sink, schema, compression="zstd", use_dictionary=["layer"]) as writer:
-        for columns in read_rows(store, plan, _ROW_GROUP_CELLS):
-            writer.write_table(_table(pyarrow, schema, columns, names))
-            yield sink.taken()
-    yield sink.taken()
+    # Few totals come twice: a dictionary of them is made in vain. Nobody looks for one by its bounds.
+    options = {"use_dictionary": ["layer"], "write_statistics": [name for name, _ in places]}
+    try:
+        with parquet.ParquetWriter(sink, schema, compression="zstd", **options) as writer:
+            for columns in read_rows(store, plan, cells):
+                writer.write_table(_table(pyarrow, schema, columns, names))
+                yield sink.taken()
+        yield sink.taken()
+    finally:
+        # What the writer kept of each column lies scattered: 50 MiB an export stayed with the process.
+        trim_heap()
 
 
 def _table(pyarrow: Any, schema: Any, columns: TableRows, names: list[str]) -> Any:

@@ -56,6 +56,11 @@ class ExportPlan:
     ranks: list[int]
 
     @property
+    def rows(self) -> int:
+        """Rows of the whole model and of layers, without those of single ranks."""
+        return len(self.steps) + len(self.measured) * len(self.layers)
+
+    @property
     def steps_at_once(self) -> int:
         """The most steps of a batch, as far as their logged values allow."""
         return max(min(_STEPS, _NUMBERS // max(len(self.scalars), 1)), 1)
