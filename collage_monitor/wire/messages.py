@@ -186,7 +186,10 @@ class Conversion(Struct, kw_only=True, frozen=True):
     def __str__(self) -> str:
         masters = self.target == "master-weights"
         beside = "master weights began as copies of them" if masters else "residuals began empty"
-        return f"weights were converted from {self.source} to {self.target} after step {self.step:,}, where their {beside}"
+        return (
+            f"weights were converted from {self.source} to {self.target} after step {self.step:,}, "
+            f"where their {beside}"
+        )
 
 
 class Breach(Struct, kw_only=True, frozen=True):

@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import math
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -127,8 +128,10 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
 def _share_one_heap() -> None:
     """Let all threads use one heap, where malloc is glibc's.
 
-    By default each has its own and keeps what a large body or question has left there: twice the memory.
+    By default each has its own and keeps what a large body or question has left there: twice the memory. Arrow's
+    own allocator does likewise, and here the threads change within one export.
     """
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
