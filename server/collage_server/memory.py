@@ -52,7 +52,6 @@ _PATIENCE_OF_STREAMS: Final = 31.0
 _STEP_BYTES: Final = 2**20
 """Rows are charged in steps: a lock a row would cost more than the row."""
 _Row = TypeVar("_Row")
-_C: Final = ctypes.CDLL(None)
 
 
 class MemoryBudget:
@@ -245,8 +244,8 @@ def released_afterwards(*owners: Owner) -> Iterator[None]:
 
 def trim_heap() -> None:
     """Give the system back what the heap keeps between what is still used; glibc's alone keeps so much."""
-    if hasattr(_C, "malloc_trim"):
-        _C.malloc_trim(0)
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_memory() -> int | None:

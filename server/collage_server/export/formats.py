@@ -46,9 +46,9 @@ _RANK: Final = "rank"
 _CELLS_AT_ONCE: Final = 2**16
 _ROW_GROUP_CELLS: Final = 2**19
 _CELL_BYTES: Final = 24
+"""Of a row in memory: a number, whether it is there, and what it is finished from."""
 _CHUNK_BYTES: Final = 1024
 """That Parquet's writer holds to its end of each column of each row group, as measured."""
-"""Of a row in memory: a number, whether it is there, and what it is finished from."""
 _TEXT_BYTES: Final = 100
 """Of a cell while a page is made; a number of a line as well."""
 _EVENTS_AT_ONCE: Final = 200
