@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from collections import defaultdict
 from typing import Any
 
 import pytest
 from collage_server.alerting import rules
 
+from tests.alerts.promtool import promtool
 from tests.alerts.study import healthy_cases, sick_cases, training_of
 from tests.alerts.trainings import SICK, incidents_of, train
-from tests.system import require
-from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.prometheus]
 
@@ -92,15 +90,7 @@ def compare(folder, kind, seed):
     }
     told = {"rule_files": ["rules.yml"], "evaluation_interval": f"{ROUND_SECONDS}s", "tests": [case]}
     (folder / "test.yml").write_text(json.dumps(told))
-    said = subprocess.run(
-        [require("promtool"), "test", "rules", "test.yml"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert said.returncode == 0, said.stdout + said.stderr
+    promtool("test", "rules", "test.yml", folder=folder)
     return incidents
 
 

@@ -1,17 +1,15 @@
 """promtool accepts the rules and their unit tests pass: fires, does not fire, warm-up, stochastic left out."""
 
 import math
-import subprocess
 from pathlib import Path
 
 import pytest
 from collage_server.alerts.evaluation import quantile
 
 from collage_monitor.alerts import ALERTS
+from tests.alerts.promtool import promtool
 from tests.alerts.traces import unit_tests
 from tests.server.samples import report
-from tests.system import require
-from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -29,15 +27,7 @@ FOLDER = Path(__file__).parents[2] / "server" / "prometheus"
     ids=" ".join,
 )
 def test_promtool_is_content(arguments):
-    done = subprocess.run(
-        [require("promtool"), *arguments],
-        cwd=FOLDER,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool(*arguments, folder=FOLDER)
 
 
 def test_every_alert_has_its_cases():
@@ -78,14 +68,7 @@ def test_quantiles_are_those_of_prometheus(tmp_path, values):
         cases += QUANTILE.format(share=share, expected=str(expected).replace("inf", ".inf"))
     path = tmp_path / "quantiles.test.yml"
     path.write_text(cases)
-    done = subprocess.run(
-        [require("promtool"), "test", "rules", path],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool("test", "rules", path)
 
 
 @pytest.mark.prometheus
@@ -93,12 +76,4 @@ def test_promtool_finds_nothing_to_say_about_the_page(server, clock):
     server.filled()
     server.attempt(launch_id="again", first_step=20)
     server.reports([report(9, 90, scalars={"external_writes": 1.0, "skipped_steps": 1.0, "loss": 2.0})])
-    done = subprocess.run(
-        [require("promtool"), "check", "metrics"],
-        input=server.get("/metrics"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool("check", "metrics", page=server.get("/metrics"))

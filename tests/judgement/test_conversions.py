@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from collage_agent.audit.report import audit_checkpoint
 from collage_agent.handle import watch
-from collage_optim import CollageAdamW, CollageLion, CollageSGD
+from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -45,6 +45,7 @@ RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "AdamW": (CollageAdamW, torch.optim.AdamW, {"lr": 3e-4, "betas": (0.9, 0.95)}),
     "SGD": (CollageSGD, torch.optim.SGD, {"lr": 3e-3, "momentum": 0.9}),
     "Lion": (CollageLion, None, {"lr": 1e-4}),
+    "Adam": (CollageAdam, torch.optim.Adam, {"lr": 3e-4, "betas": (0.9, 0.95)}),
 }
 SOURCES = {
     "torch's": (None, torch.bfloat16),
@@ -57,14 +58,14 @@ SOURCES = {
 TARGETS = ("light", "plus", "kahan", "split-master", "split-master-8bit")
 ALL = [
     (rule, source, target)
-    for rule, source, target in product(RULES, SOURCES, TARGETS)
+    for rule, source, target in product(("AdamW", "SGD", "Lion"), SOURCES, TARGETS)
     if not (rule != "AdamW" and target == "plus") and not (rule == "Lion" and source.startswith("torch"))
 ]
 
 
 def of_source(rule, source):
     ours, torchs, options = RULES[rule]
-    strategy, dtype = SOURCES[source]
+    strategy, dtype = SOURCES.get(source, (source, torch.bfloat16))
     model = network(dtype)
     build = torchs if strategy is None else lambda *given, **also: ours(*given, strategy=strategy, **also)
     return model, build(model.parameters(), **options)

@@ -124,6 +124,7 @@ def feed(connection, run_id, count, a_batch, statistic_count, layers, scalars=la
 
 def ask(port, run_id):
     """Every kind of question, four at a time; whatever is answered, memory is all that is looked at."""
+    known = httpx.get(f"http://127.0.0.1:{port}/api/v1/runs/{run_id}/layers", timeout=300.0).json()
     questions = [
         f"/api/v1/runs/{run_id}/{question}"
         for question in (
@@ -135,7 +136,7 @@ def ask(port, run_id):
             "layers",
             "streams",
             "series?metric=edq_ratio",
-            "series?metric=edq_ratio&pattern=*",
+            *(["series?metric=edq_ratio&pattern=*"] if known["layers"] else []),
             "series?metric=loss",
             "export?format=csv",
             "export?format=jsonl",
@@ -149,7 +150,7 @@ def ask(port, run_id):
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300.0) as client:
             for question in some:
                 with client.stream("GET", question) as found:
-                    assert found.status_code in (200, 404, 422, 503), (question, found.read())
+                    assert found.status_code in (200, 422, 503), (question, found.read())
                     taken = 0
                     for some_bytes in found.iter_raw():
                         taken += len(some_bytes)

@@ -13,6 +13,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, advised, is_narrow, number_of
+from collage_monitor.wire import Conversion
 
 __all__ = ["AuditFinding", "Severity", "findings_of"]
 
@@ -125,22 +126,12 @@ def _converted(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFindi
     told: dict[str, list[str]] = {}
     for entry in parameters:
         source, step = entry.group.get(CONVERTED_FROM), number_of(entry.group.get(RESIDUALS_FROM))
-        beside = "residuals began empty" if entry.master is None else "master weights began as copies of them"
-        if (
-            source
-            and step is not None
-            and any(kept is not None for kept in (entry.low, entry.remainder, entry.master))
-        ):
-            told.setdefault(f"converted from {source} at step {step:,.0f}, where their {beside}", []).append(
-                entry.name
-            )
+        beside = (entry.low, entry.remainder, entry.master)
+        if source and step is not None and any(kept is not None for kept in beside):
+            conversion = Conversion(source=source, target=str(entry.group.get("strategy")), step=int(step))
+            told.setdefault(str(conversion), []).append(entry.name)
     for what, layers in told.items():
-        yield AuditFinding(
-            "note",
-            "converted",
-            f"{len(layers)} weights were {what}: {_some(layers)}",
-            layers,
-        )
+        yield AuditFinding("note", "converted", f"{len(layers)} {what}: {_some(layers)}", layers)
 
 
 def _overlapping_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:

@@ -15,7 +15,7 @@ from collage_server.api.parameters import Id
 from collage_server.api.routing import resource
 from collage_server.app_state import AppState, app_state_of
 from collage_server.export.formats import csv_bytes, jsonl_bytes, parquet_bytes
-from collage_server.export.steps import ExportPlan, plan_export
+from collage_server.export.steps import ExportPlan, plan_export, take_memory
 from collage_server.memory import wait_patiently
 from collage_server.newest import newest_points
 from collage_server.queries.run_answers import run_answer
@@ -75,10 +75,11 @@ def _lines(plan: ExportPlan, export_format: str) -> int:
 
 def _content(app_state: AppState, plan: ExportPlan, export_format: str) -> Generator[bytes, None, None]:
     store = app_state.store
-    if export_format == "csv":
-        return csv_bytes(store, plan)
     if export_format == "parquet":
         return parquet_bytes(store, plan)
+    take_memory(plan)
+    if export_format == "csv":
+        return csv_bytes(store, plan)
     with store.points.snapshot() as snapshot:
         point = newest_points(snapshot, {plan.run.run_id: plan.run})[plan.run.run_id]
     run = run_answer(plan.run, point, app_state.clock(), app_state.settings.stale_after_seconds)

@@ -8,9 +8,9 @@ import gc
 import json
 import logging
 import math
-import os
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -131,7 +131,9 @@ def _share_one_heap() -> None:
     By default each has its own and keeps what a large body or question has left there: twice the memory. Arrow's
     own allocator does likewise, and here the threads change within one export.
     """
-    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    with contextlib.suppress(ImportError):
+        arrow: Any = import_module("pyarrow")
+        arrow.set_memory_pool(arrow.system_memory_pool())
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 

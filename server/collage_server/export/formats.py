@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from collage_monitor import wire
 from collage_monitor.statistics import finish_all, has_interval, metric_keys
 from collage_server.errors import Unprocessable
-from collage_server.export.steps import ExportPlan, StepBatch, read_batches, read_ranks
-from collage_server.memory import hold, released_afterwards, require, reserve, trim_heap
+from collage_server.export.steps import ExportPlan, StepBatch, read_batches, read_ranks, take_memory
+from collage_server.memory import hold, released_afterwards, require, trim_heap
 from collage_server.store import Points, Store
 
 __all__ = [
@@ -343,8 +343,7 @@ def parquet_bytes(store: Store, plan: ExportPlan) -> Generator[bytes, None, None
     rows = min(rows, plan.batch_points * (1 + len(plan.layers)))
     said = _CHUNK_BYTES * columns * -(-plan.rows // rows)
     require(said + _CELL_BYTES * columns * rows)
-    reserve(plan.held_bytes + plan.batch_bytes + said)
-    hold(said)
+    take_memory(plan, said)
     return _write(store, plan, rows * columns)
 
 

@@ -13,7 +13,7 @@ from collage_monitor import wire
 from collage_server.memory import hold, released_afterwards, reserve
 from collage_server.store import Points, RunRecord, ScalarPoints, Selection, Snapshot, Store
 
-__all__ = ["ExportPlan", "StepBatch", "plan_export", "read_batches", "read_ranks"]
+__all__ = ["ExportPlan", "StepBatch", "plan_export", "read_batches", "read_ranks", "take_memory"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -27,8 +27,9 @@ _STEPS: Final = 4096
 _OF_POINTS: Final = ("first_steps", "steps", "times", "ranks", "counts")
 _LOGGED_BYTES: Final = 9
 """A value, and whether it was logged."""
-_WORK: Final = {"number": 100, "logged": 30}
-"""Bytes that reading and writing a batch take at their peak for each number of it, as measured: CSV takes most."""
+_WORK_BYTES: Final = 100
+"""That reading and writing a batch take at their peak for each total of it, as measured: CSV takes most."""
+_LOGGED_WORK_BYTES: Final = 30
 _SMALL_BYTES: Final = 2**23
 _LAYER_BYTES: Final = 400
 _POINT_BYTES: Final = 24
@@ -77,7 +78,7 @@ class ExportPlan:
         points = min(self.batch_points, len(self.measured))
         numbers = points * (1 + len(self.layers)) * max(len(self.statistics), 1)
         logged = min(self.steps_at_once, len(self.steps)) * len(self.scalars)
-        return _WORK["number"] * numbers + _WORK["logged"] * logged + _SMALL_BYTES
+        return _WORK_BYTES * numbers + _LOGGED_WORK_BYTES * logged + _SMALL_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,17 +117,21 @@ class StepBatch:
 def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False) -> ExportPlan:
     """Look at the run once; `layers` False leaves out what is known by layer, `ranks` adds each rank's own totals.
 
-    What its batches will take is reserved.
-
     Raises:
         NotFound, Gone: no such run.
-        Busy: others hold the memory that a batch takes.
     """
     with released_afterwards():
-        plan = _plan(store, run_id, layers=layers, ranks=ranks)
-    reserve(plan.held_bytes + plan.batch_bytes)
-    hold(plan.held_bytes)
-    return plan
+        return _plan(store, run_id, layers=layers, ranks=ranks)
+
+
+def take_memory(plan: ExportPlan, beside: int = 0) -> None:
+    """Hold what the plan takes, and `beside` it, to the end, and reserve what its batches will.
+
+    Raises:
+        Busy: others hold the memory that a batch takes.
+    """
+    reserve(plan.held_bytes + beside + plan.batch_bytes)
+    hold(plan.held_bytes + beside)
 
 
 def _plan(store: Store, run_id: str, *, layers: bool, ranks: bool) -> ExportPlan:
