@@ -136,7 +136,9 @@ class Lease:
                 self.require(self.held + size)
             size = share - self.held
         if size > 0:
-            self._take(max(self.held + size, self.reserved))
+            more = self.held + size - max(self.held, self.reserved)
+            if more > 0:
+                self._budget.take(self.owner, more, self.patience_seconds)
             self.held += size
 
     def require(self, size: int) -> None:
@@ -158,9 +160,12 @@ class Lease:
             Busy: it does not fit beside what others hold.
         """
         share = self._budget.share(self.owner)
-        self._take(min(max(self.held, size), share))
-        before, self.reserved = max(self.held, min(size, share)), max(self.reserved, min(size, share // 2))
-        self._give_back(before)
+        before = max(self.held, self.reserved)
+        most = max(before, min(size, share))
+        if most > before:
+            self._budget.take(self.owner, most - before, self.patience_seconds)
+        self.reserved = max(self.reserved, min(size, share // 2))
+        self._give_back(most)
 
     def release(self, left: int) -> None:
         """Hold so much and no more; what is reserved stays taken."""
@@ -171,12 +176,8 @@ class Lease:
     def end(self) -> None:
         """Nothing is held or reserved any more."""
         before, self.held, self.reserved = max(self.held, self.reserved), 0, 0
-        self._give_back(before)
-
-    def _take(self, all_of_it: int) -> None:
-        more = all_of_it - max(self.held, self.reserved)
-        if more > 0:
-            self._budget.take(self.owner, more, self.patience_seconds)
+        if before:
+            self._budget.give_back(self.owner, before)
 
     def _give_back(self, before: int) -> None:
         less = before - max(self.held, self.reserved)
