@@ -1,4 +1,4 @@
-"""Where things live on one machine: the data folder, its token, and the server that `up` keeps running."""
+"""Where things live on one machine: the data folder, its token, the server that `up` keeps running, the log-in."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ __all__ = [
     "DEFAULT_SERVER_URL",
     "LOOPBACK_HOSTS",
     "LocalServer",
+    "Login",
     "SERVER_PORT",
     "announced",
     "data_folder",
     "ensure_token",
     "find_token",
+    "forget_login",
     "is_loopback",
+    "keep_login",
     "local_server",
+    "read_login",
     "read_token",
     "sendable_token",
     "server_address",
@@ -156,8 +160,48 @@ def announced(server: LocalServer, environment: Mapping[str, str] | None = None)
             path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class Login:
+    """What `collage-monitor login` keeps for this user: a server, the token for it, and its dashboard's address."""
+
+    server_url: str
+    token: str
+    dashboard_url: str | None = None
+
+
+def read_login(environment: Mapping[str, str] | None = None) -> Login | None:
+    """What was kept; None if nobody logged in. A file that `login` did not write counts as no log-in."""
+    path = _login_path(environment)
+    try:
+        return Login(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def keep_login(login: Login, environment: Mapping[str, str] | None = None) -> Path:
+    """Write the log-in in place of an older one, in a file that this user alone may read; returns the file."""
+    path = _login_path(environment)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # mkstemp makes the file with mode 0600.
+    descriptor, made = tempfile.mkstemp(prefix=".login-", dir=path.parent)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(asdict(login), file)
+    os.replace(made, path)
+    return path
+
+
+def forget_login(environment: Mapping[str, str] | None = None) -> bool:
+    """Remove what `login` kept; False if there was nothing."""
+    path = _login_path(environment)
+    known = path.exists()
+    path.unlink(missing_ok=True)
+    return known
+
+
 def server_address(environment: Mapping[str, str] | None = None) -> str:
-    """Where the local server is: the one that `up` keeps running, else the default address."""
+    """Where the server is if none is named: that of `login`, else what `up` keeps running, else the default."""
+    if (login := read_login(environment)) is not None:
+        return login.server_url
     found = local_server(environment)
     return found.server_url if found else DEFAULT_SERVER_URL
 
@@ -165,10 +209,14 @@ def server_address(environment: Mapping[str, str] | None = None) -> str:
 def find_token(
     server_url: str, folder: str | Path | None = None, environment: Mapping[str, str] | None = None
 ) -> str | None:
-    """The token for a server of this machine: that of the folder which `up` names, else of the data folder.
+    """The token of `login` for its server; for another of this machine that of the folder which `up` names, else of
+    the data folder.
 
-    None for a server elsewhere: a local token never leaves the machine.
+    None for another server elsewhere: a local token never leaves the machine.
     """
+    login = read_login(environment)
+    if login is not None and login.server_url.rstrip("/") == server_url.rstrip("/"):
+        return login.token
     if not is_loopback(server_url):
         return None
     found = local_server(environment)
@@ -199,3 +247,9 @@ def _announcement(environment: Mapping[str, str] | None) -> Path:
     values = os.environ if environment is None else environment
     state = values.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "collage-monitor" / "server.json"
+
+
+def _login_path(environment: Mapping[str, str] | None) -> Path:
+    values = os.environ if environment is None else environment
+    config = values.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(config).expanduser() / "collage-monitor" / "login.json"

@@ -45,7 +45,8 @@ def _clean_home(_home):
     """What an earlier test left in the home is gone."""
     home, address = _home
     yield
-    shutil.rmtree(home / ".local" / "share", ignore_errors=True)
+    for folder in (home / ".local" / "share", home / ".config"):
+        shutil.rmtree(folder, ignore_errors=True)
     _announce(home, address)
 
 

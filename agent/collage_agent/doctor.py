@@ -331,5 +331,5 @@ def _spool(folder: Path) -> Check:
         "waiting reports",
         "note",
         f"{len(waiting)} files, {sum(waiting) / 2**20:.1f} MiB, of runs whose server was away",
-        "`collage-monitor replay` sends them, as does the next online run",
+        "`collage-monitor sync` sends them, as does the next online run",
     )

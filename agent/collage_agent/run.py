@@ -405,7 +405,7 @@ def _dashboard_of(server_url: str) -> str | None:
     return known if known is not None and page_answers(known) else None
 
 
-_HOW_TO_VIEW = "`collage-monitor up` starts a server, `collage-monitor replay` sends it what is left there."
+_HOW_TO_VIEW = "`collage-monitor up` starts a server, `collage-monitor sync` sends it what is left there."
 
 
 def _snapshot(value: Any) -> Any:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
+from typing import Any
 
 import click
 
@@ -13,31 +17,52 @@ from collage_monitor.errors import CollageError
 __all__ = ["VERBS", "main", "require", "root"]
 
 VERBS = "collage_monitor.commands"
-_EXTRAS = {"query": "query", "archive": "archive", "collage_monitor": "client", "collage_demo": "all"}
-"""The extra that brings what a verb or a package needs; other packages are called `collage_` and their extra."""
-_REQUIREMENT = re.compile(r"""([\w.-]+)[^;]*;.*extra\s*==\s*['"]([\w-]+)['"]""")
+_EXTRAS = {
+    "archive": ("archive",),
+    "demo": ("agent", "dashboard", "server"),
+    "query": ("query",),
+    "run": ("agent",),
+    "up": ("dashboard", "server"),
+}
+"""The extras that bring what a verb needs, where they are not its package's own."""
+_PACKAGES = {
+    "collage_monitor": "client",
+    "collage_agent": "agent",
+    "collage_server": "server",
+    "collage_dashboard": "dashboard",
+}
+"""The extra of each package that has verbs."""
+_REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[([\w,-]+)\])?[^;]*;.*extra\s*==\s*['"]([\w-]+)['"]""")
 
 
 def require(verb: str, *extras: str) -> None:
-    """Check that what these extras bring is installed.
+    """Check that all that these extras bring is installed.
 
     Raises:
-        click.ClickException: it is not; the message names the smallest extras that bring it.
+        click.ClickException: it is not; the message names what is missing, and the extras that bring it.
     """
+    if (text := _lacking(extras)) is not None:
+        raise click.ClickException(f"{verb} {text}")
+
+
+def _lacking(extras: Iterable[str]) -> str | None:
+    """What is missing of these extras and how to install it; None where nothing is."""
     absent = {extra: names for extra in extras if (names := _missing(extra))}
-    if absent:
-        missing = ", ".join(sorted(set().union(*absent.values())))
-        raise click.ClickException(
-            f"collage-monitor {verb} needs {missing}, not installed here; {_advice(*sorted(absent))}"
-        )
+    if not absent:
+        return None
+    missing = ", ".join(sorted(set().union(*absent.values())))
+    return f"needs {missing}, not installed here; {_advice(*sorted(absent))}"
 
 
 def _missing(extra: str) -> set[str]:
-    """Distributions that the extra names and that are not installed."""
+    """Distributions that the extra names, itself or by another extra, and that are not installed."""
     missing: set[str] = set()
     for text in requires("collage-monitor") or []:
         found = _REQUIREMENT.match(text)
-        if found is None or found[2] != extra:
+        if found is None or found[3] != extra:
+            continue
+        if found[1] == "collage-monitor":
+            missing.update(*(_missing(inner) for inner in found[2].split(",")))
             continue
         try:
             version(found[1])
@@ -58,7 +83,54 @@ class VerbGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         entry = _found().get(cmd_name)
-        return _load(entry) if entry else super().get_command(ctx, cmd_name)
+        if entry is None:
+            return super().get_command(ctx, cmd_name)
+        lacking = _lacking(_extras_of(entry))
+        return _absent(cmd_name, lacking) if lacking else _load(entry)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does; a verb that does not exist is answered with those that are written nearly so."""
+        word = args[0]
+        if not word.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, word) is None:
+            near = get_close_matches(word, self.list_commands(ctx), n=3)
+            hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "`collage-monitor -h` lists all"
+            ctx.fail(f"no verb is called {word!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
+    def main(  # type: ignore[override]  # The overloads tell apart what this one signature takes.
+        self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
+    ) -> Any:
+        """Run a verb. Every error is a sentence behind one prefix, whichever layer found it, never a traceback."""
+        if not standalone_mode:
+            return super().main(args, standalone_mode=False, **extra)
+        try:
+            status = super().main(args, standalone_mode=False, **extra)
+        except click.ClickException as error:
+            _say_usage(error)
+            click.echo(f"collage-monitor: {error.format_message()}", err=True)
+            sys.exit(error.exit_code)
+        except CollageError as error:
+            click.echo(f"collage-monitor: {error}", err=True)
+            sys.exit(1)
+        except click.Abort:
+            click.echo("collage-monitor: stopped", err=True)
+            sys.exit(1)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _say_usage(error: click.ClickException) -> None:
+    """Before an error in what was typed: how the verb is called."""
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        click.echo(f"{error.ctx.get_usage()}\n`{error.ctx.command_path} -h` explains it.", err=True)
+
+
+def _extras_of(entry: EntryPoint) -> tuple[str, ...]:
+    if entry.name in _EXTRAS:
+        return _EXTRAS[entry.name]
+    package = entry.value.partition(".")[0]
+    return (_PACKAGES[package],) if package in _PACKAGES else ()
 
 
 def _found() -> dict[str, EntryPoint]:
@@ -69,34 +141,31 @@ def _load(entry: EntryPoint) -> click.Command:
     try:
         command = entry.load()
     except ModuleNotFoundError as error:
-        package = entry.value.partition(".")[0]
-        extra = _EXTRAS.get(entry.name) or _EXTRAS.get(package, package.removeprefix("collage_"))
-        return _absent(entry.name, error.name or str(error), extra)
+        extras = _extras_of(entry) or (entry.value.partition(".")[0].removeprefix("collage_"),)
+        text = f"needs {error.name or error}, which is not installed; {_advice(*extras)}"
+        return _absent(entry.name, text)
     if not isinstance(command, click.Command):
         raise TypeError(f"{entry.value} is not a click command")
     return command
 
 
-def _absent(verb: str, module: str, extra: str) -> click.Command:
-    text = f"needs {module}, which is not installed; {_advice(extra)}"
+def _absent(verb: str, text: str) -> click.Command:
+    """Stands for a verb that lacks something: help and error say what, and how to install it."""
 
     @click.command(verb, help=text, context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def absent(arguments: tuple[str, ...]) -> None:
-        raise click.ClickException(f"collage-monitor {verb} {text}")
+        raise click.ClickException(f"{verb} {text}")
 
     return absent
 
 
-@click.group(cls=VerbGroup, name="collage-monitor")
+@click.group(cls=VerbGroup, name="collage-monitor", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def root() -> None:
     """What low precision does to an optimizer's updates."""
 
 
 def main() -> None:
-    """Run the command; an error of ours is a sentence and status 1, never a traceback."""
-    try:
-        root()
-    except CollageError as error:
-        raise SystemExit(f"collage-monitor: {error}") from error
+    """Run the command."""
+    root()

@@ -8,17 +8,11 @@ import click
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.command.show import printable, server_options
+from collage_monitor.command.server import dashboard_of, open_client, server_options
+from collage_monitor.command.terminal import printable
 from collage_monitor.connection import quoted
-from collage_monitor.local import find_token, local_server
 
 __all__ = ["alerts"]
-
-
-def _local_dashboard() -> str | None:
-    """The dashboard that `up` keeps running here."""
-    found = local_server()
-    return found.dashboard_url if found else None
 
 
 @click.command("alerts")
@@ -28,7 +22,7 @@ def _local_dashboard() -> str | None:
 @click.option("--state", type=click.Choice(["firing", "resolved"]), help="Only what fires, or what has ended.")
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 1000))
 @click.option(
-    "--dashboard-url", envvar="COLLAGE_DASHBOARD_URL", default=_local_dashboard, help="Where the dashboard is."
+    "--dashboard-url", envvar="COLLAGE_DASHBOARD_URL", help="Where the dashboard is; default: the server's own."
 )
 @click.option("--acknowledge", "incident_id", metavar="INCIDENT", help="Note that you take care of this one.")
 @click.option(
@@ -55,7 +49,7 @@ def alerts(
         raise click.UsageError("--silence-hours needs --alert, --project or --run: name what is to be silent")
     if alert is not None and silence_hours is None:
         raise click.UsageError("--alert says what --silence-hours silences: give both, or neither")
-    with Client(server_url, token or find_token(server_url)) as client:
+    with open_client(server_url, token) as client:
         if incident_id is not None:
             client.acknowledge(incident_id)
         if silence_hours is not None:
@@ -67,7 +61,7 @@ def alerts(
     if not page.events:
         click.echo("no alerts: none of the conditions that this server evaluates held")
     for incident in page.events:
-        _print(incident, dashboard_url)
+        _print(incident, dashboard_url or dashboard_of(server_url))
 
 
 def _silence(client: Client, hours: float, alert: str | None, project: str | None, run_id: str | None) -> None:

@@ -25,6 +25,7 @@ from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from collage_monitor import wire
+from collage_monitor.command.terminal import table
 from collage_monitor.errors import CatalogueError, CollageError
 from collage_monitor.local import data_folder
 from collage_monitor.metrics import statistic
@@ -32,7 +33,6 @@ from collage_monitor.statistics import metric_keys, metric_sql, quoted_name
 
 __all__ = ["open_fleet", "query"]
 
-_DIGITS: Final = 6
 _OPTIONS: Final = {"allow_http": "true", "timeout": "60s", "connect_timeout": "5s"}
 _CLIENT: Final[Any] = {"allow_http": True, "timeout": "60s", "connect_timeout": "5s"}
 _PLACES: Final = ("run", "attempt", "level", "layer", "name", "first_step", "step", "time", "ranks", "points")
@@ -77,32 +77,11 @@ def query(sql: str, archive: str, projects: tuple[str, ...], as_json: bool, as_c
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerows([names, *rows])
     else:
-        click.echo(_table(names, rows))
+        click.echo(table(names, rows))
 
 
 def _plain(value: Any) -> Any:
     return wire.to_number(value) if isinstance(value, float) else value
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows in columns; numbers to the right."""
-    cells = [list(names), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [any(isinstance(row[place], int | float) for row in rows) for place in range(len(names))]
-    lines = (
-        "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in cells
-    )
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.{_DIGITS}g}" if isinstance(value, float) else str(value)
 
 
 def open_fleet(archive: str, projects: Sequence[str] = ()) -> duckdb.DuckDBPyConnection:
@@ -156,8 +135,8 @@ def _create_views(
 ) -> None:
     statistics: dict[str, None] = {}
     parts = []
-    for place, (project, _, table) in enumerate(published):
-        held = table.to_pyarrow_dataset()
+    for place, (project, _, published_table) in enumerate(published):
+        held = published_table.to_pyarrow_dataset()
         own = [name for name in held.schema.names if name not in _PLACES]
         statistics |= dict.fromkeys(own)
         connection.register(f"published_{place}", held)

@@ -10,7 +10,6 @@ import sys
 
 import click
 
-from collage_monitor.command import require
 from collage_monitor.environment import VARIABLES, launch_variables
 
 __all__ = ["run"]
@@ -39,7 +38,6 @@ def run(print_environment: bool, as_json: bool, program: tuple[str, ...], **opti
     Also: collage-monitor run -- torchrun --nproc-per-node 2 train.py. The program's output, exit status and
     signals are its own. A program without torch runs as it would anyway.
     """
-    require("run", "agent")
     added = {VARIABLES[name]: str(value) for name, value in options.items() if value is not None}
     added |= launch_variables(os.environ)
     if print_environment:
@@ -60,8 +58,19 @@ def _become(program: list[str], environment: dict[str, str]) -> None:
             os.execvpe(program[0], program, environment)
         raise SystemExit(subprocess.run(program, env=environment, check=False).returncode)
     except FileNotFoundError:
-        raise click.ClickException(f"{program[0]}: no such program; pass one that the shell finds") from None
+        raise _NoProgram(f"{program[0]}: no such program; pass one that the shell finds") from None
     except PermissionError:
-        raise click.ClickException(
-            f"{program[0]}: not executable; for a script: collage-monitor run -- python {program[0]}"
-        ) from None
+        hint = f"for a script: collage-monitor run -- python {program[0]}"
+        raise _NotExecutable(f"{program[0]}: not executable; {hint}") from None
+
+
+class _NoProgram(click.ClickException):
+    """Ends as a shell does where there is no such program."""
+
+    exit_code = 127
+
+
+class _NotExecutable(click.ClickException):
+    """Ends as a shell does where the program cannot be executed."""
+
+    exit_code = 126

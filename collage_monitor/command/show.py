@@ -1,101 +1,189 @@
-"""`list` and `show`: runs and their newest numbers in the terminal, through the HTTP API."""
+"""`list`, `show` and `compare`: what is said of runs, and the numbers behind it, in the terminal.
+
+All of them quote the overview that the server keeps of a run: one judgement, and numbers over the same steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import click
+import msgspec
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.judgement import judge
-from collage_monitor.local import find_token, server_address
+from collage_monitor.command.server import find_run, open_client, server_options
+from collage_monitor.command.terminal import clock, number, printable, table
 from collage_monitor.metrics import METRICS, split_key
-from collage_monitor.run_evidence import read_edq_since, read_evidence
+from collage_monitor.run_evidence import read_edq_since
 
-__all__ = ["list_runs", "printable", "server_options", "show"]
+__all__ = ["compare", "list_runs", "show"]
 
-_Function = TypeVar("_Function", bound=Callable[..., None])
-_COLUMNS = ("edq_ratio", "state_decrement_ratio/exp_avg_sq", "lost_update_ratio")
-_WIDTHS = (11, 11, 11)
-
-
-def server_options(function: _Function) -> _Function:
-    """The options that every verb which reads from a server takes."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON."),
-        click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default for a local server: its own."),
-        click.option(
-            "--server-url",
-            envvar="COLLAGE_SERVER_URL",
-            default=server_address,
-            show_default="the local server's",
-        ),
-    ):
-        function = option(function)
-    return function
+_DECAY: Final = "state_decrement_ratio/exp_avg_sq"
+_NUMBERS: Final = {"EDQ": "edq_ratio", "lost": "lost_update_ratio", "decay": _DECAY}
+_BASIS: Final = (
+    "EDQ, lost and decay: over the recent steps that the health is judged by; "
+    "`collage-monitor show RUN` says which steps these are."
+)
+_LABEL: Final = 24
+"""Characters that a table shows of a name."""
+_LOSSES: Final = ("validation_loss", "loss")
 
 
 @click.command("list")
 @server_options
 @click.option("--project", help="Only runs of this project.")
-@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 1000))
-def list_runs(server_url: str, token: str | None, as_json: bool, project: str | None, limit: int) -> None:
-    """List runs, newest first."""
-    with Client(server_url, token or find_token(server_url)) as client:
-        page = client.runs(project=project, limit=limit)
+@click.option("--strategy", help="Only runs of this strategy.")
+@click.option("--tag", help="Only runs with this tag.")
+@click.option("--health", help="Only runs of this health, such as 'losing updates' or healthy.")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 500))
+def list_runs(
+    server_url: str,
+    token: str | None,
+    as_json: bool,
+    project: str | None,
+    strategy: str | None,
+    tag: str | None,
+    health: str | None,
+    limit: int,
+) -> None:
+    """List runs, newest first, with what is said of each."""
+    filters: dict[str, Any] = {"project": project, "strategy": strategy, "tag": tag, "health": health}
+    with open_client(server_url, token) as client:
+        page = client.run_table(sort="created_at", limit=limit, **filters)
     if as_json:
         click.echo(wire.encode_json(page).decode())
-        return
-    if not page.runs:
+    elif page.rows:
+        names = ("run_id", "name", "project", "strategy", "health", "state", "last step", *_NUMBERS, "started")
+        click.echo(table(names, [_row(row) for row in page.rows]))
+        click.echo(_BASIS)
+        if page.total > len(page.rows):
+            click.echo(f"{page.total - len(page.rows)} more; --limit shows more of them")
+    elif any(filters.values()):
+        asked = ", ".join(f"{name} {value}" for name, value in filters.items() if value)
+        click.echo(f"no run has {printable(asked)}")
+    else:
         click.echo("no runs yet; `make demo` trains some, or call collage_agent.init() in your training")
-        return
-    click.echo(
-        f"{'run_id':<27}{'name':<24}{'strategy':<18}{'state':<10}{'step':>8}{'EDQ':>11}{'decay':>11}{'lost':>11}"
-    )
-    for run in page.runs:
-        values = "".join(_cell(run.latest.get(key), width) for key, width in zip(_COLUMNS, _WIDTHS, strict=True))
-        label = (run.watch.strategy or run.watch.observed_strategy) if run.watch else "-"
-        step = "-" if run.last_step is None else run.last_step
-        name, label = printable(run.name[:22]), printable(label)
-        click.echo(f"{run.run_id:<27}{name:<24}{label:<18}{run.state:<10}{step:>8}{values}")
+
+
+def _row(row: wire.RunRow) -> tuple[Any, ...]:
+    strategy = row.strategy or row.observed_strategy or "-"
+    labels = (row.run_id, row.name[:_LABEL], row.project[:_LABEL], strategy, _health(row), row.state)
+    return (*labels, row.last_step, *_numbers(row), clock(row.created_at))
+
+
+def _health(row: wire.RunRow) -> str:
+    return row.overview.health if row.overview is not None else "not judged yet"
+
+
+def _numbers(row: wire.RunRow) -> Iterator[float | None]:
+    for key in _NUMBERS.values():
+        value = row.overview.numbers.get(key) if row.overview is not None else None
+        yield None if value is None else float(f"{wire.from_number(value):.4g}")
 
 
 @click.command("show")
 @server_options
-@click.argument("run_id")
-def show(server_url: str, token: str | None, as_json: bool, run_id: str) -> None:
-    """Show a run's verdict, its newest numbers and its worst layers."""
-    with Client(server_url, token or find_token(server_url)) as client:
-        latest = client.latest(run_id)
-        worst = client.worst(run_id, k=3)
-        if not as_json:
-            found, since = judge(read_evidence(client, run_id)), read_edq_since(client, run_id)
+@click.argument("run")
+def show(server_url: str, token: str | None, as_json: bool, run: str) -> None:
+    """Say what is wrong with RUN, or that nothing is; then its numbers and its worst layers.
+
+    RUN is an id, the beginning of one, or a name.
+    """
+    with open_client(server_url, token) as client:
+        run_id = find_run(client, run)
+        found, latest, said = client.run(run_id), client.latest(run_id), client.overview(run_id)
+        since = None if as_json else read_edq_since(client, run_id)
     if as_json:
-        click.echo(wire.encode_json(latest).decode())
+        # The newest measured step as it always was, and what is said of the run.
+        judged = {"losing_layers" if key == "worst" else key: value for key, value in _plain(said)}
+        told = {"name": found.name, "project": found.project, "state": found.state}
+        click.echo(wire.encode_json({**told, **judged, **dict(_plain(latest))}).decode())
         return
-    click.echo(f"run {run_id}, step {latest.step}: {found.health}")
-    click.echo(f"  {printable(found.text)}")
-    if found.advised:
-        click.echo(f"  {printable(found.advised)}")
-    if since is not None:
-        click.echo(f"  since when: {printable(since)}")
-    for key, value in latest.model.items():
+    click.echo(printable(f"{found.name}: {said.health}"))
+    for text in (said.headline, said.verdict, said.advice, since):
+        if text:
+            click.echo(f"  {printable(text)}")
+    label = (found.watch.strategy or found.watch.observed_strategy) if found.watch else None
+    about = [f"run {run_id}", f"project {found.project}", *([f"strategy {label}"] if label else []), found.state]
+    click.echo(printable(", ".join([*about, f"started {clock(found.created_at)}"])))
+    _print_numbers(said, latest)
+
+
+def _print_numbers(said: wire.Overview, latest: wire.Latest) -> None:
+    if said.numbers:
+        click.echo(f"Over steps {said.first_step} to {said.last_step}, {said.measured_steps} of them measured:")
+    for key, value in said.numbers.items():
         name = split_key(key)[0]
         if name in METRICS:
-            click.echo(f"  {key:<44}{_cell(value, 14)}  {METRICS[name].unit}")
+            click.echo(f"  {key:<44}{_shown(value):>14}  {METRICS[name].unit}")
+    if latest.scalars:
+        click.echo("Logged last:")
     for name, logged in latest.scalars.items():
-        click.echo(f"  {printable(name):<44}{_cell(logged.value, 14)}  at step {logged.step}")
-    for entry in worst:
-        click.echo(f"  worst by {entry.metric}: {printable(entry.layer)} {_cell(entry.value, 0)}")
+        click.echo(f"  {printable(name):<44}{_shown(logged.value):>14}  at step {logged.step}")
+    if said.worst:
+        click.echo("The layers that lose the most over these steps:")
+    for entry in said.worst:
+        share = f"{100 * entry.share:.1f} % of what the model loses"
+        click.echo(f"  {printable(entry.layer):<44}{_shown(entry.edq_ratio):>14}  EDQ; {share}")
 
 
-def printable(text: str) -> str:
-    """A name for the terminal: whoever may send runs may not steer it, nor start a line of their own."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+def _plain(answer: msgspec.Struct) -> Iterable[tuple[str, Any]]:
+    return ((name, getattr(answer, name)) for name in answer.__struct_fields__)
 
 
-def _cell(value: wire.Number | None, width: int) -> str:
-    text = "-" if value is None else f"{wire.from_number(value):.4g}"
-    return f"{text:>{width}}"
+def _shown(value: wire.Number | None) -> str:
+    return number(None if value is None else wire.from_number(value))
+
+
+@click.command("compare")
+@server_options
+@click.argument("runs", nargs=-1, required=True)
+def compare(server_url: str, token: str | None, as_json: bool, runs: tuple[str, ...]) -> None:
+    """Compare RUNS: health, losses, and the settings in which they differ.
+
+    A run is an id, the beginning of one, or a name.
+    """
+    if len(runs) < 2:
+        raise click.UsageError("name two runs or more; `collage-monitor show RUN` is for one")
+    with open_client(server_url, token) as client:
+        page = _compared(client, [find_run(client, run) for run in runs])
+    if as_json:
+        click.echo(wire.encode_json(page).decode())
+        return
+    losses = [name for name in _LOSSES if any(name in row.scalars for row in page.rows)]
+    settings = list(dict.fromkeys(key for row in page.rows for key in row.config))
+    names = ("name", "strategy", "dtype", "health", *_NUMBERS, *(f"last {name}" for name in losses), *settings)
+    rows = [
+        (
+            row.name[:_LABEL],
+            row.strategy or row.observed_strategy or "-",
+            row.dtype or "-",
+            _health(row),
+            *_numbers(row),
+            *(_last(row, name) for name in losses),
+            *(_setting(row, key) for key in settings),
+        )
+        for row in page.rows
+    ]
+    click.echo(table(names, rows))
+    click.echo(_BASIS)
+    if settings:
+        click.echo(printable(f"The configurations differ in {', '.join(settings)}."))
+
+
+def _compared(client: Client, run_ids: list[str]) -> wire.RunTable:
+    """Rows in the order in which the runs were named."""
+    page = client.run_table(run_ids=run_ids, limit=len(run_ids), differing=True)
+    return msgspec.structs.replace(page, rows=sorted(page.rows, key=lambda row: run_ids.index(row.run_id)))
+
+
+def _setting(row: wire.RunRow, key: str) -> Any:
+    value = row.config.get(key, "-")
+    return value if isinstance(value, int | float) else str(value)[:_LABEL]
+
+
+def _last(row: wire.RunRow, name: str) -> float | None:
+    logged = row.scalars.get(name)
+    return wire.from_number(logged.value) if logged is not None else None

@@ -13,9 +13,9 @@ import click
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.command.show import printable, server_options
+from collage_monitor.command.server import open_client, server_options
+from collage_monitor.command.terminal import printable
 from collage_monitor.errors import NotAuthorised, ServerRefusal, ServerUnreachable
-from collage_monitor.local import find_token
 
 __all__ = ["status"]
 
@@ -42,7 +42,7 @@ class Check:
 @server_options
 def status(server_url: str, token: str | None, as_json: bool) -> None:
     """Say whether the server is well: status 0 if it is, 1 if not. Numbers need a token for every project."""
-    with Client(server_url, token or find_token(server_url)) as client:
+    with open_client(server_url, token) as client:
         checks = list(_checks(client))
     healthy = all(check.ok is not False for check in checks)
     if as_json:

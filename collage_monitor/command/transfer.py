@@ -13,11 +13,12 @@ import click
 import msgspec
 
 from collage_monitor import wire
-from collage_monitor.client import Client, ExportFormat
-from collage_monitor.command.show import server_options
+from collage_monitor.client import ExportFormat
+from collage_monitor.command.progress import progress
+from collage_monitor.command.server import find_run, open_client, server_options
+from collage_monitor.command.terminal import printable
 from collage_monitor.errors import CollageError
 from collage_monitor.importing import Source, new_run_id, read_curves, read_events, read_lines, send_source
-from collage_monitor.local import find_token
 
 __all__ = ["export", "import_run"]
 
@@ -27,7 +28,7 @@ _STEP: Final = "step"
 
 @click.command("export")
 @server_options
-@click.argument("run_id")
+@click.argument("run")
 @click.option("--format", "export_format", type=click.Choice(_FORMATS), help="Default: by the file's ending.")
 @click.option("--output", type=click.Path(path_type=Path), help="File to write, - for standard output.")
 @click.option("--layers/--no-layers", default=True, show_default=True, help="Also what is known by layer.")
@@ -36,33 +37,33 @@ def export(
     server_url: str,
     token: str | None,
     as_json: bool,
-    run_id: str,
+    run: str,
     export_format: str | None,
     output: Path | None,
     layers: bool,
     ranks: bool,
 ) -> None:
-    """Write all that is stored of a run: totals, metrics and logged scalars, ranks merged.
+    """Write all that is stored of RUN, an id, the beginning of one, or a name: totals, metrics, logged scalars.
 
     JSON lines (jsonl) hold everything and can be imported again; csv and parquet are one wide table. The file
     stands under its name only when it is whole.
     """
     chosen = _format(export_format, output)
-    path = output or Path(f"{run_id}.{chosen}")
-    if as_json and str(path) == "-":
+    if as_json and str(output) == "-":
         raise click.UsageError("--json describes the file; it cannot stand beside --output -")
-    with (
-        Client(server_url, token or find_token(server_url)) as client,
-        client.export(run_id, chosen, layers=layers, ranks=ranks) as stream,
-        _target(path) as file,
-        click.progressbar(length=stream.lines or 0, label=f"export {run_id}", file=sys.stderr) as bar,
-    ):
-        size = 0
-        for part in stream.parts:
-            file.write(part)
-            size += len(part)
-            if stream.lines:
-                bar.update(part.count(b"\n"))
+    size = 0
+    with open_client(server_url, token) as client:
+        run_id = find_run(client, run)
+        path = output or Path(f"{run_id}.{chosen}")
+        with (
+            client.export(run_id, chosen, layers=layers, ranks=ranks) as stream,
+            _target(path) as file,
+            progress(f"export {run_id}", stream.lines) as advance,
+        ):
+            for part in stream.parts:
+                file.write(part)
+                size += len(part)
+                advance(part.count(b"\n"))
     if as_json:
         written = {"run_id": run_id, "format": chosen, "file": str(path), "bytes": size}
         click.echo(msgspec.json.encode(written).decode())
@@ -130,10 +131,10 @@ def import_run(
         source = source.named(name)
     where = run_id or new_run_id()
     with (
-        Client(server_url, token or find_token(server_url)) as client,
-        click.progressbar(length=source.reports_expected or 0, label=f"import {path.name}", file=sys.stderr) as bar,
+        open_client(server_url, token) as client,
+        progress(printable(f"import {path.name}"), source.reports_expected) as advance,
     ):
-        run = send_source(client, source, project, where, bar.update)
+        run = send_source(client, source, project, where, advance)
     click.echo(wire.encode_json(run).decode() if as_json else run.run_id)
 
 

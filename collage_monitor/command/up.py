@@ -16,7 +16,6 @@ from types import FrameType, MappingProxyType
 import click
 
 from collage_monitor.client import Client
-from collage_monitor.command import require
 from collage_monitor.local import (
     DASHBOARD_PORT,
     SERVER_PORT,
@@ -24,6 +23,7 @@ from collage_monitor.local import (
     announced,
     data_folder,
     ensure_token,
+    read_login,
     token_path,
 )
 
@@ -152,7 +152,6 @@ def _require_free(port: int, option: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the addresses as JSON.")
 def up(folder: Path | None, port: int, dashboard_port: int, as_json: bool) -> None:
     """Start server and dashboard; Ctrl-C stops them."""
-    require("up", "dashboard", "server")
     where = data_folder(folder).resolve()
     signal.signal(signal.SIGTERM, _interrupt)
     with Services(where, port, dashboard_port) as services:
@@ -177,11 +176,13 @@ def _say(server: LocalServer, found: bool, *, as_json: bool) -> None:
         click.echo(json.dumps(addresses))
         return
     click.echo(f"dashboard  {server.dashboard_url}\nserver     {server.server_url}\ndata       {server.folder}")
-    if found:
+    login = read_login()
+    if found and login is None:
         click.echo("Your trainings on this machine that call collage_agent.init() find it. Ctrl-C stops.")
     else:
+        first = f"You are logged in at {login.server_url}, which" if login else "Another `collage-monitor up`"
         click.echo(
-            "Another `collage-monitor up` is found first. For this one, in the training's terminal:\n"
+            f"{first} is found first. For this one, in the training's terminal:\n"
             f"  export COLLAGE_SERVER_URL={server.server_url} COLLAGE_DIR={server.folder}\nCtrl-C stops."
         )
 

@@ -18,7 +18,8 @@ from collage_dashboard.reader import Reader
 from collage_dashboard.view import MAXIMUM_RUNS
 from collage_monitor.client import Client
 from collage_monitor.command import require
-from collage_monitor.command.show import server_options
+from collage_monitor.command.progress import progress
+from collage_monitor.command.server import find_run, server_options
 from collage_monitor.command.up import Services, environment_without_settings
 from collage_monitor.local import data_folder, find_token
 
@@ -69,15 +70,17 @@ def report(
 
 
 def _write(
-    server_url: str, token: str | None, run_ids: tuple[str, ...], output: Path | None
+    server_url: str, token: str | None, runs: tuple[str, ...], output: Path | None
 ) -> tuple[Path, list[str]]:
     from collage_dashboard.report import file_name
     from collage_dashboard.report import report as rendered
 
     with Client(server_url, token, timeout_seconds=_TIMEOUT_SECONDS) as client:
-        names = [client.run(run_id).name for run_id in run_ids]
+        ids = [find_run(client, run) for run in runs]
+        names = [client.run(run_id).name for run_id in ids]
         path = output or Path(file_name(names))
-        text = rendered(Reader(lambda: client), run_ids)
+        with progress(f"report of {len(ids)} run{'s' * (len(ids) > 1)}"):
+            text = rendered(Reader(lambda: client), ids)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -113,7 +116,7 @@ def _replayed(folder: Path, run_ids: tuple[str, ...]) -> Iterator[tuple[Services
 def _replay(folder: Path, server_url: str) -> None:
     """Send the copy to its own server."""
     command = [sys.executable, "-c", "from collage_monitor.command import main; main()"]
-    command += ["replay", "--dir", str(folder), "--server-url", server_url]
+    command += ["sync", "--dir", str(folder), "--server-url", server_url]
     done = subprocess.run(command, capture_output=True, text=True, env=environment_without_settings(), check=False)
     if done.returncode:
         raise click.ClickException(f"what was left on disk could not be read: {done.stderr.strip()}")

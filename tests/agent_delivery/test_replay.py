@@ -1,14 +1,15 @@
-"""`collage-monitor replay`: what waits on disk is sent in order, once, and what is left is said."""
+"""`collage-monitor sync`: what waits on disk is sent in order, once, and what is left is said."""
 
 import json
 
 import pytest
 from click.testing import CliRunner
-from collage_agent.command.replay import replay
+from collage_agent.command.sync import replay, sync
 from collage_agent.transport import MemoryTransport
 from collage_agent.transport.replay import send_spools
 from collage_agent.transport.spool import SpoolFile, spool_path
 
+from collage_monitor.command import root
 from collage_monitor.errors import NotAuthorised, ServerUnreachable, Unavailable
 from collage_monitor.wire import RunCreate, RunUpdate
 from tests.agent_delivery.doubles import make_run
@@ -26,7 +27,7 @@ def leave_behind(folder, runs, steps=5):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(replay, [str(argument) for argument in arguments], env={})
+    return CliRunner().invoke(sync, [str(argument) for argument in arguments], env={})
 
 
 def test_runs_are_sent_in_the_order_in_which_they_were_made(tmp_path):
@@ -118,3 +119,13 @@ def test_a_wrong_token_is_said_at_once(tmp_path):
     assert (outcomes.error, slept) == ("no", [])
     assert [entry.bytes_left > 0 for entry in outcomes.spools] == [True]
     assert len(list(tmp_path.glob("spool/*/*"))) == 2
+
+
+def test_the_old_name_does_the_same_and_says_the_new_one(tmp_path, server):
+    leave_behind(tmp_path, 1)
+    result = CliRunner().invoke(root, ["replay", "--server-url", server.url, "--dir", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "called `sync` now" in result.stderr
+    assert "5 reports sent" in result.stdout
+    assert replay.params is sync.params
+    assert "  replay " not in CliRunner().invoke(root, ["--help"]).output

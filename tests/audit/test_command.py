@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 from collage_agent.audit import CheckpointError
 from collage_agent.command.audit import audit
-from collage_agent.command.replay import replay
+from collage_agent.command.sync import sync
 
 from tests.audit.checkpoints import saved, trained
 
@@ -52,7 +52,7 @@ def test_what_cannot_be_read_is_an_error_of_ours(tmp_path):
     assert isinstance(answer.exception, CheckpointError)
 
 
-@pytest.mark.parametrize(("verb", "option"), [(audit, []), (replay, ["--dir"])])
+@pytest.mark.parametrize(("verb", "option"), [(audit, []), (sync, ["--dir"])])
 def test_what_is_not_there_is_said_before_anything_is_loaded_or_asked(tmp_path, verb, option, monkeypatch):
     monkeypatch.setitem(sys.modules, "collage_agent.audit", None)
     answer = CliRunner().invoke(verb, [*option, str(tmp_path / "nowhere")])

@@ -1,6 +1,6 @@
-"""The command: verbs from entry points, absent components, and answers of `list` and `show`."""
+"""The command: verbs from entry points, absent components, errors, help, completion."""
 
-import json
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, PackageNotFoundError
@@ -12,52 +12,10 @@ from click.testing import CliRunner
 
 from collage_monitor import command
 from collage_monitor.client import Client
-from collage_monitor.command import root, show
+from collage_monitor.command import root
 from collage_monitor.errors import NotAuthorised, ServerUnreachable
-from tests.contract.test_client import RUN
 
 pytestmark = pytest.mark.slow
-
-LATEST = {
-    "run_id": "r",
-    "step": 10,
-    "time": 1.0,
-    "model": {"edq_ratio": 0.84, "state_decrement_ratio/exp_avg_sq": None, "edq_ratio_low": 0.8},
-    "scalars": {"loss": {"step": 12, "value": "NaN"}},
-    "worst": [],
-}
-NOTHING: dict = {
-    "run_id": "r",
-    "metric": "edq_ratio",
-    "layer": None,
-    "axis": "step",
-    "layers": [],
-    **{key: [] for key in ("first_steps", "steps", "positions", "values", "minimum", "maximum")},
-}
-WORST = [{"layer": "h.3.weight", "metric": "edq_ratio", "value": 0.1}]
-
-
-def answer(request):
-    path = request.url.path
-    if path.endswith("/worst"):
-        return httpx.Response(200, json=WORST)
-    if path.endswith("/latest"):
-        return httpx.Response(200, json=LATEST)
-    if path.endswith("/streams"):
-        return httpx.Response(200, json={"run_id": "r", "streams": []})
-    if path.endswith(("/heatmap", "/series")):
-        return httpx.Response(200, json=NOTHING)
-    if "/runs/" in path:
-        return httpx.Response(200, json=RUN)
-    return httpx.Response(200, json={"runs": [RUN], "cursor": None})
-
-
-@pytest.fixture
-def offline(monkeypatch, tmp_path):
-    """The verbs' client answers from memory."""
-    monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
-    transport = httpx.MockTransport(answer)
-    monkeypatch.setattr(show, "Client", lambda url, token: Client(url, token, transport=transport))
 
 
 def test_every_verb_is_offered_with_its_help():
@@ -73,10 +31,11 @@ def test_an_absent_component_says_what_to_install(monkeypatch):
     result = CliRunner().invoke(root, ["demo", "--anything", "5"])
     assert result.exit_code == 1
     assert "needs collage_demo.no_such_module" in result.output
-    assert "collage-monitor[all]" in result.output
+    assert "collage-monitor[agent,dashboard,server]" in result.output
 
 
 _REQUIRED = {
+    "nothing": [],
     "client": ["httpx"],
     "agent": ["httpx", "torch", "python-ulid", "safetensors"],
     "server": ["fastapi", "sqlalchemy", "uvicorn"],
@@ -84,15 +43,25 @@ _REQUIRED = {
 
 
 @pytest.mark.parametrize(
-    ("installed", "verb", "advice"),
+    ("installed", "verb", "advice", "missing"),
     [
-        ("client", "up", "collage-monitor[dashboard,server]"),
-        ("client", "demo", "collage-monitor[agent,dashboard,server]"),
-        ("agent", "up", "collage-monitor[dashboard,server]"),
-        ("agent", "demo", "collage-monitor[dashboard,server]"),
+        ("nothing", "list", "collage-monitor[client]", "httpx"),
+        ("client", "audit", "collage-monitor[agent]", "torch"),
+        ("client", "convert", "collage-monitor[agent]", "torch"),
+        ("client", "doctor", "collage-monitor[agent]", "torch"),
+        ("client", "run", "collage-monitor[agent]", "torch"),
+        ("client", "serve", "collage-monitor[server]", "uvicorn"),
+        ("server", "archive", "collage-monitor[archive]", "deltalake"),
+        ("client", "query", "collage-monitor[query]", "duckdb"),
+        ("client", "up", "collage-monitor[dashboard,server]", "uvicorn"),
+        ("client", "demo", "collage-monitor[agent,dashboard,server]", "uvicorn"),
+        ("agent", "up", "collage-monitor[dashboard,server]", "uvicorn"),
+        ("agent", "demo", "collage-monitor[dashboard,server]", "uvicorn"),
     ],
 )
-def test_a_verb_without_its_components_says_what_to_install(monkeypatch, tmp_path, installed, verb, advice):
+def test_a_verb_without_its_components_says_what_to_install(
+    monkeypatch, tmp_path, installed, verb, advice, missing
+):
     """Nothing is started, no port is guessed at, and nobody is sent to an extra that pulls in torch for nothing."""
 
     def version_if_installed(name):
@@ -105,9 +74,12 @@ def test_a_verb_without_its_components_says_what_to_install(monkeypatch, tmp_pat
     result = CliRunner().invoke(root, [verb])
     assert result.exit_code == 1
     assert f"pip install '{advice}'" in result.output
-    assert "uvicorn" in result.output
+    assert missing in result.output
     assert "port" not in result.output
     assert list(tmp_path.iterdir()) == []
+    listed = CliRunner().invoke(root, ["--help"], env={"COLUMNS": "200"}).output
+    (line,) = [line for line in listed.splitlines() if line.startswith(f"  {verb} ")]
+    assert line.split()[1] == "needs", "help marks what does not work here"
 
 
 def test_every_component_is_installed_here():
@@ -145,36 +117,73 @@ def test_a_token_is_asked_for_in_words_for_people(token, said):
     assert "Bearer" not in str(caught.value)
 
 
-def test_list_prints_a_run(offline):
-    result = CliRunner().invoke(root, ["list"])
-    assert result.exit_code == 0, result.output
-    header, line = result.output.splitlines()
-    assert header.split()[:3] == ["run_id", "name", "strategy"]
-    assert line.split() == ["r", "n", "-", "running", "10", "0.5", "-", "-"]
-
-
-def test_list_and_show_as_json(offline):
-    assert json.loads(CliRunner().invoke(root, ["list", "--json"]).output)["runs"][0]["run_id"] == "r"
-    assert json.loads(CliRunner().invoke(root, ["show", "r", "--json"]).output)["step"] == 10
-
-
-def test_show_prints_undefined_as_a_dash_and_the_worst_layer(offline):
-    result = CliRunner().invoke(root, ["show", "r"])
-    assert result.exit_code == 0, result.output
-    assert "h.3.weight 0.1" in result.output
-    row = next(line for line in result.output.splitlines() if "state_decrement_ratio" in line)
-    assert row.split()[1] == "-"
-
-
-def test_our_errors_are_sentences(monkeypatch):
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [
+        (ServerUnreachable("no answer from http://x"), 1),
+        (click.ClickException("no answer from http://x"), 1),
+        (click.UsageError("no answer from http://x"), 2),
+    ],
+)
+def test_every_error_is_a_sentence_behind_one_prefix(monkeypatch, raised, status):
     @click.command("refuse")
     def refuse():
-        raise ServerUnreachable("no answer from http://x")
+        raise raised
 
-    monkeypatch.setattr(command, "root", refuse)
-    monkeypatch.setattr("sys.argv", ["collage-monitor"])
-    with pytest.raises(SystemExit, match="collage-monitor: no answer"):
-        command.main()
+    monkeypatch.setattr(command, "_found", lambda: {"refuse": entry_of(refuse)})
+    result = CliRunner().invoke(root, ["refuse"])
+    assert result.exit_code == status
+    assert result.stderr.splitlines()[-1] == "collage-monitor: no answer from http://x"
+    assert "Traceback" not in result.output
+    assert "Error:" not in result.output
+
+
+def test_a_question_that_is_broken_off_is_no_traceback(monkeypatch):
+    @click.command("refuse")
+    def refuse():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_found", lambda: {"refuse": entry_of(refuse)})
+    result = CliRunner().invoke(root, ["refuse"])
+    assert (result.exit_code, result.stderr.strip()) == (1, "collage-monitor: stopped")
+
+
+class entry_of:  # noqa: N801 - stands for an entry point
+    """An entry point whose command is there already."""
+
+    name, value = "refuse", "somewhere.else:refuse"
+
+    def __init__(self, command):
+        self.load = lambda: command
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("lst", "list"), ("statsu", "status"), ("replya", None)])
+def test_a_verb_that_is_mistyped_is_answered_with_the_one_that_was_meant(typed, meant):
+    result = CliRunner().invoke(root, [typed])
+    assert result.exit_code == 2
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith(f"collage-monitor: no verb is called {typed!r}.")
+    assert f"Did you mean {meant!r}" in said if meant else True
+
+
+@pytest.mark.parametrize("words", [["-h"], ["show", "-h"], ["token", "create", "-h"]])
+def test_h_is_help_everywhere(words):
+    result = CliRunner().invoke(root, words)
+    assert result.exit_code == 0
+    assert result.output.startswith("Usage: ")
+
+
+def test_a_shell_is_given_the_verbs_and_options_to_complete():
+    environment = {**os.environ, "_COLLAGE_MONITOR_COMPLETE": "bash_complete", "COMP_CWORD": "1"}
+    code = "from collage_monitor.command import main; import sys; sys.argv[0] = 'collage-monitor'; main()"
+
+    def completed(words, place):
+        given = environment | {"COMP_WORDS": words, "COMP_CWORD": str(place)}
+        done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+        return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+    assert completed("collage-monitor st", 1) == ["status"]
+    assert "--project" in completed("collage-monitor list --pro", 2)
 
 
 def test_help_does_without_torch():

@@ -55,7 +55,7 @@ def unharmed(outcome, undisturbed):
 
 
 def replay(url, folder):
-    return run_command(TRAINING, "replay", "--server-url", url, "--dir", folder)
+    return run_command(TRAINING, "sync", "--server-url", url, "--dir", folder)
 
 
 def test_a_server_absent_from_the_start(server, tmp_path, undisturbed):

@@ -48,7 +48,7 @@ def test_a_killed_offline_run_that_only_logged_is_replayed(server, client, tmp_p
     process.kill()
     process.communicate()
     given = ("--server-url", server.url, "--token", read_token(server.folder))
-    replayed = run_command(TRAINING, "replay", *given, "--dir", offline)
+    replayed = run_command(TRAINING, "sync", *given, "--dir", offline)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     found = steps(client, "killed")
     assert found == list(range(1, len(found) + 1))

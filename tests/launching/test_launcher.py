@@ -158,16 +158,16 @@ def test_a_compiled_step_still_trains(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "told", "status"),
     [
-        ([], "say what to run"),
-        (["--", "no-such-program-here"], "no such program"),
-        (["--every", "0", "--", "true"], "0 is not in the range"),
+        ([], "say what to run", 2),
+        (["--", "no-such-program-here"], "no such program", 127),
+        (["--every", "0", "--", "true"], "0 is not in the range", 2),
     ],
 )
-def test_what_cannot_be_started_is_a_sentence(tmp_path, arguments, told):
+def test_what_cannot_be_started_is_a_sentence(tmp_path, arguments, told, status):
     answer = run_command(forking.TRAINING, "run", *arguments, folder=tmp_path)
-    assert answer.returncode in (1, 2)
+    assert answer.returncode == status, "as a shell answers"
     assert told in answer.stderr
     assert "Traceback" not in answer.stderr
 
@@ -175,6 +175,7 @@ def test_what_cannot_be_started_is_a_sentence(tmp_path, arguments, told):
 def test_a_script_that_cannot_be_executed_says_how_to_start_it(tmp_path):
     answer = launched(tmp_path, write(tmp_path, TRAINING))
     assert "collage-monitor run -- python" in answer.stderr
+    assert answer.returncode == 126
 
 
 def test_the_bootstrap_folder_comes_first_and_once():

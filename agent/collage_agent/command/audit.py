@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 import msgspec
 
+from collage_monitor.command.progress import progress
+
 __all__ = ["audit"]
 
 
@@ -31,7 +33,8 @@ def audit(
         check_learning_rate(learning_rate)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--learning-rate") from error
-    result = audit_checkpoint(checkpoint, learning_rate)
+    with progress("read the checkpoint"):
+        result = audit_checkpoint(checkpoint, learning_rate)
     click.echo(msgspec.json.encode(result).decode() if as_json else render(result))
     if strict and any(finding.severity == "problem" for finding in result.findings):
         context.exit(1)

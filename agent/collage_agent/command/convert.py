@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 import msgspec
 
+from collage_monitor.command.progress import progress
+
 __all__ = ["convert"]
 
 
@@ -26,12 +28,14 @@ def convert(checkpoint: Path, strategy: str, output: Path | None, as_json: bool)
     if output is not None:
         check_output(output)
     try:
-        converted = convert_checkpoint(checkpoint, strategy)
+        with progress("read and convert the checkpoint"):
+            converted = convert_checkpoint(checkpoint, strategy)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--to") from error
     report = converted.report
     click.echo(msgspec.json.encode(report).decode() if as_json else render_conversion(report))
     if output is not None:
-        converted.write(output)
+        with progress("write the new checkpoint"):
+            converted.write(output)
     if not as_json:
         click.echo(f"written to {output}" if output else "nothing was written: pass --output PATH")

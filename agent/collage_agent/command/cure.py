@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 import msgspec
 
+from collage_monitor.command.progress import progress
+
 __all__ = ["cure"]
 
 
@@ -41,7 +43,8 @@ def cure(
     if check != bool(program):
         raise click.UsageError("pass --check and a program together: --check -- python train.py {checkpoint}")
     try:
-        made = cure_checkpoint(checkpoint, strategy, output)
+        with progress("audit and convert the checkpoint"):
+            made = cure_checkpoint(checkpoint, strategy, output)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--to") from error
     if check and (made.strategy or made.code):

@@ -1,4 +1,4 @@
-"""Sends what earlier processes left in their spools: beside a run's own reports, or all at once by `replay`."""
+"""Sends what earlier processes left in their spools: beside a run's own reports, or all at once by `sync`."""
 
 from __future__ import annotations
 

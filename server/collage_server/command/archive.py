@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from collage_monitor.command.progress import progress
 from collage_server.app import make_store
 from collage_server.errors import ServerError
 from collage_server.publishing import publish as publish_project
@@ -39,7 +40,8 @@ def publish(projects: tuple[str, ...], folder: Path | None, as_json: bool) -> No
         store.open()
         with closing(store):
             for project in projects or store.finished.projects():
-                done = publish_project(store, project)
+                with progress(f"publish {project}"):
+                    done = publish_project(store, project)
                 click.echo(
                     json.dumps(dataclasses.asdict(done))
                     if as_json

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from collage_monitor.command.progress import progress
 from collage_server.settings import Settings, settings_from_environment
 from collage_server.store.backup import Backup, back_up
 from collage_server.store.backup import restore as restore_store
@@ -33,7 +34,9 @@ def backup(file: Path, folder: Path | None, as_json: bool) -> None:
     own token is not: it is the file `token` of the data folder.
     """
     settings = _settings(folder)
-    _say(back_up(settings.folder / "collage.sqlite", file, archive=_archive(settings)), as_json)
+    with progress("copy the database and archived files"):
+        made = back_up(settings.folder / "collage.sqlite", file, archive=_archive(settings))
+    _say(made, as_json)
 
 
 @click.command("restore")
@@ -43,7 +46,9 @@ def backup(file: Path, folder: Path | None, as_json: bool) -> None:
 def restore(file: Path, folder: Path | None, as_json: bool) -> None:
     """Put the back-up FILE in place, with the server stopped; never over a database that is there."""
     settings = _settings(folder)
-    _say(restore_store(file, settings.folder / "collage.sqlite", archive=_archive(settings)), as_json)
+    with progress("put the back-up in place"):
+        made = restore_store(file, settings.folder / "collage.sqlite", archive=_archive(settings))
+    _say(made, as_json)
 
 
 def _settings(folder: Path | None) -> Settings:

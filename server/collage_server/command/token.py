@@ -16,7 +16,7 @@ import click
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.command.show import printable
+from collage_monitor.command.terminal import printable
 from collage_monitor.errors import ServerUnreachable
 from collage_monitor.local import data_folder, find_token, read_token, server_address
 from collage_server.app import make_store

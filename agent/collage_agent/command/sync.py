@@ -1,4 +1,4 @@
-"""`replay`: send what runs have left on disk, in order, from this terminal."""
+"""`sync`, and `replay`, its old name: send what runs have left on disk, in order, from this terminal."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from collage_monitor.local import data_folder, find_token, server_address
+from collage_monitor.command.progress import progress
+from collage_monitor.command.server import server_options
+from collage_monitor.local import data_folder, find_token
 
 if TYPE_CHECKING:
     from collage_agent.transport.replay import ReplayOutcome
 
-__all__ = ["replay"]
+__all__ = ["replay", "sync"]
 
 
-@click.command("replay")
-@click.option(
-    "--server-url", envvar="COLLAGE_SERVER_URL", default=server_address, show_default="the local server's"
-)
-@click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default for a local server: its own.")
+@click.command("sync")
+@server_options
 @click.option(
     "--dir",
     "folder",
@@ -31,11 +30,10 @@ __all__ = ["replay"]
 @click.option(
     "--wait", "seconds", default=30.0, show_default=True, help="How long to try a server that is away or busy."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome of each file as JSON.")
-def replay(server_url: str, token: str | None, folder: Path | None, seconds: float, as_json: bool) -> None:
+def sync(server_url: str, token: str | None, as_json: bool, folder: Path | None, seconds: float) -> None:
     """Send the reports that runs have left on disk, in the order in which they were made.
 
-    Ends with 1 when something is left. What the server has already is known to it and counted once.
+    Ends with 1 when something is left. What the server has already is counted once.
     """
     from collage_agent.settings import DeliveryLimits
     from collage_agent.transport.http import HttpTransport
@@ -44,7 +42,8 @@ def replay(server_url: str, token: str | None, folder: Path | None, seconds: flo
     where = data_folder(folder)
     transport = HttpTransport(server_url, lambda: token or find_token(server_url, where), DeliveryLimits())
     try:
-        outcomes = send_spools(where, transport, seconds)
+        with progress(f"send what is in {where / 'spool'}"):
+            outcomes = send_spools(where, transport, seconds)
     finally:
         transport.close()
     if as_json:
@@ -53,6 +52,17 @@ def replay(server_url: str, token: str | None, folder: Path | None, seconds: flo
         _tell(outcomes, where)
     if outcomes.error is not None:
         raise SystemExit(1)
+
+
+replay = click.Command(
+    "replay",
+    params=sync.params,
+    callback=sync.callback,
+    help=sync.help,
+    hidden=True,
+    deprecated="It is called `sync` now.",
+)
+"""Works as `sync` does, says on standard error that this is the name now, and is not listed."""
 
 
 def _tell(outcomes: ReplayOutcome, folder: Path) -> None:

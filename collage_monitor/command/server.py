@@ -1,0 +1,85 @@
+"""What the verbs share that ask a server: its address and token, and the run that a person means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Final, TypeVar
+
+import click
+
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.command.terminal import clock, printable
+from collage_monitor.errors import CollageError, NotFound
+from collage_monitor.local import find_token, local_server, read_login, server_address
+
+__all__ = ["dashboard_of", "find_run", "open_client", "server_options"]
+
+_Function = TypeVar("_Function", bound=Callable[..., None])
+_SEARCHED: Final = 500
+_NAMED: Final = 5
+
+
+def server_options(function: _Function) -> _Function:
+    """The options that every verb which reads from a server takes."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON."),
+        click.option(
+            "--token", envvar="COLLAGE_TOKEN", help="Token; default: that of `login`, or a local server's."
+        ),
+        click.option(
+            "--server-url",
+            envvar="COLLAGE_SERVER_URL",
+            default=server_address,
+            show_default="that of `login`, else the local server's",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def open_client(server_url: str, token: str | None) -> Client:
+    """A client of the server, with the token that was given, else the one known for this server."""
+    return Client(server_url, token or find_token(server_url))
+
+
+def dashboard_of(server_url: str) -> str | None:
+    """Where the dashboard of a server is, as far as it is known on this machine; None if it is not."""
+    for known in (read_login(), local_server()):
+        if known is not None and known.server_url.rstrip("/") == server_url.rstrip("/"):
+            return known.dashboard_url
+    return None
+
+
+def find_run(client: Client, word: str) -> str:
+    """The id of the run that `word` means: an id, the beginning of one run's id, or a name that one run has.
+
+    Raises:
+        CollageError: no run or several are meant; the message lists what comes near.
+    """
+    try:
+        return client.run(word).run_id
+    except NotFound as error:
+        if error.status == 410:
+            raise
+    found = client.runs(q=word, limit=_SEARCHED).runs
+    meant = [run for run in found if run.name == word] or [run for run in found if run.run_id.startswith(word)]
+    if len(meant) == 1:
+        return meant[0].run_id
+    if meant:
+        listed = "".join(f"\n  {_described(run)}" for run in meant[:_NAMED])
+        more = "\n  …" if len(meant) > _NAMED else ""
+        raise CollageError(f"{printable(word)!r} may be one of {len(meant)} runs; name its id:{listed}{more}")
+    others = [run.name for run in client.runs(limit=_SEARCHED).runs]
+    near = get_close_matches(word, dict.fromkeys(others), n=3)
+    hint = (
+        f"did you mean {' or '.join(map(repr, map(printable, near)))}?"
+        if near
+        else "`collage-monitor list` names all"
+    )
+    raise CollageError(f"no run has the id or the name {printable(word)!r}; {hint}")
+
+
+def _described(run: wire.Run) -> str:
+    return f"{run.run_id}  {printable(run.name)}, project {printable(run.project)}, {clock(run.created_at)}"

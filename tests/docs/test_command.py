@@ -1,0 +1,20 @@
+"""docs/command.md lists every verb and option as the command itself explains them."""
+
+import re
+
+import click
+
+from collage_monitor.command import root
+from tools.command_page import MARKER, PAGE, reference
+
+HEAD, _, TAIL = PAGE.read_text().partition(MARKER)
+
+
+def test_the_reference_is_what_the_command_says():
+    assert TAIL.rstrip() == reference().rstrip(), "python -m tools.command_page writes it anew"
+
+
+def test_the_verbs_of_the_head_exist():
+    named = set(re.findall(r"`collage-monitor ([a-z]+)", HEAD))
+    assert len(named) > 8
+    assert named <= set(root.list_commands(click.Context(root)))

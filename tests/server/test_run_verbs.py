@@ -1,0 +1,227 @@
+"""The verbs about runs against a real server: list, show, compare, tag, note, delete, open, login."""
+
+import json
+import stat
+import webbrowser
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.command import root
+from collage_monitor.command import server as verbs
+from collage_monitor.local import find_token, read_login, server_address
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def call(server, monkeypatch):
+    """Calls a verb; its requests are answered by the server of this test."""
+    server.filled("01AB-one", "s1", name="plain bf16", config={"lr": 0.1, "seed": 1})
+    server.filled("01AB-two", "s2", name="plus", config={"lr": 0.2, "seed": 1}, tags=["sweep"], project="q")
+    server.filled("01CD-three", "s3", name="twice")
+    server.run("01CE-four", name="twice")
+
+    def forward(request):
+        body = request.content
+        answer = server.client.request(
+            request.method, request.url.raw_path.decode(), content=body, headers=dict(request.headers)
+        )
+        return httpx.Response(answer.status_code, content=answer.content, headers=answer.headers)
+
+    def client(url, token=None, **more):
+        return Client(url, None, transport=httpx.MockTransport(forward), **more)
+
+    monkeypatch.setattr(verbs, "Client", client)
+    monkeypatch.setattr("collage_monitor.command.login.Client", client)
+
+    def invoke(*words, status=0, stdin=None):
+        result = CliRunner().invoke(
+            root, list(words), input=stdin, env={"COLLAGE_SERVER_URL": "http://127.0.0.1", "COLUMNS": "200"}
+        )
+        assert result.exit_code == status, result.output
+        return result
+
+    return invoke
+
+
+def rows_of(result):
+    return [line for line in result.stdout.splitlines() if line.startswith("01")]
+
+
+def test_list_says_health_project_and_date_and_what_its_numbers_are_of(call, server):
+    for run in ("01AB-one", "01AB-two", "01CD-three"):
+        server.get(f"/runs/{run}/overview")
+    result = call("list")
+    assert result.stdout.split()[:5] == ["run_id", "name", "project", "strategy", "health"]
+    rows = {line.split()[0]: line for line in rows_of(result)}
+    assert len(rows) == 4
+    overview = server.get("/runs/01AB-one/overview", wire.Overview)
+    for word in ("plain bf16", " p ", overview.health, f"{overview.numbers['edq_ratio']:.4g}", "2023-11-14 "):
+        assert word in rows["01AB-one"], word
+    assert "not judged yet" in rows["01CE-four"]
+    assert "over the recent steps that the health is judged by" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("filters", "found"),
+    [
+        (["--project", "q"], ["01AB-two"]),
+        (["--tag", "sweep"], ["01AB-two"]),
+        (["--strategy", "plain", "--project", "q"], ["01AB-two"]),
+        (["--limit", "1"], ["01CE-four"]),
+    ],
+)
+def test_list_takes_filters(call, filters, found):
+    assert [line.split()[0] for line in rows_of(call("list", *filters))] == found
+
+
+def test_list_filters_by_health_and_says_when_nothing_is_left(call, server):
+    health = server.get("/runs/01AB-one/overview", wire.Overview).health
+    assert [line.split()[0] for line in rows_of(call("list", "--health", health))] == ["01AB-one"]
+    assert call("list", "--health", "average is off").stdout == "no run has health average is off\n"
+
+
+@pytest.mark.parametrize("word", ["01AB-one", "01AB-o", "plain bf16"])
+def test_show_takes_an_id_its_beginning_or_a_name_and_begins_with_the_judgement(call, server, word):
+    said = server.get("/runs/01AB-one/overview", wire.Overview)
+    lines = call("show", word).stdout.splitlines()
+    assert lines[0] == f"plain bf16: {said.health}"
+    assert lines[1].strip() == said.headline
+    assert lines[2].strip() == said.verdict
+    assert f"Over steps {said.first_step} to {said.last_step}, {said.measured_steps} of them measured:" in lines
+    (edq,) = [line for line in lines if line.split()[:1] == ["edq_ratio"]]
+    assert edq.split()[1] == f"{said.numbers['edq_ratio']:.4g}"
+    assert any(line.split()[:1] == ["loss"] and line.endswith("at step 50") for line in lines)
+
+
+def test_show_as_json_has_the_judgement_and_the_findings(call, server):
+    said = server.get("/runs/01AB-one/overview", wire.Overview)
+    shown = json.loads(call("show", "plain bf16", "--json").stdout)
+    assert (shown["health"], shown["verdict"], shown["findings"]) == (said.health, said.verdict, said.findings)
+    assert (shown["run_id"], shown["name"], shown["step"]) == ("01AB-one", "plain bf16", 50)
+    assert shown["model"]["edq_ratio"] is not None
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("01AB", "may be one of 2 runs; name its id"),
+        ("twice", "may be one of 2 runs; name its id"),
+        ("plain bf61", "did you mean 'plain bf16'?"),
+        ("nothing like it", "`collage-monitor list` names all"),
+    ],
+)
+def test_a_word_that_means_no_run_or_several_is_answered_with_what_comes_near(call, word, said):
+    result = call("show", word, status=1)
+    assert said in result.stderr
+    assert "collage-monitor: " in result.stderr
+    if "one of 2" in said:
+        assert len([line for line in result.stderr.splitlines() if line.strip().startswith("01")]) == 2
+
+
+def test_a_name_that_would_steer_the_terminal_does_not(call, server):
+    server.run("01ZZ", name="\x1b[2Jx\nrun")
+    for words in (["list"], ["show", "01ZZ"], ["open", "01ZZ", "--print", "--dashboard-url", "http://d"]):
+        assert "\x1b" not in call(*words).output
+
+
+def test_compare_tells_health_losses_and_the_settings_that_differ(call):
+    result = call("compare", "plus", "01AB-one")
+    head, first, second, *after = result.stdout.splitlines()
+    assert head.split()[-2:] == ["loss", "lr"]
+    assert first.split()[-2:] == ["3.5", "0.2"]
+    assert (first.split()[0], second.split()[0]) == ("plus", "plain")
+    assert "seed" not in head
+    assert after[-1] == "The configurations differ in lr."
+    rows = json.loads(call("compare", "plus", "01AB-one", "--json").stdout)["rows"]
+    assert [row["run_id"] for row in rows] == ["01AB-two", "01AB-one"]
+    assert "two runs or more" in call("compare", "plus", status=2).stderr
+
+
+def test_tags_are_given_and_taken_away(call, server):
+    assert call("tag", "plus", "good", "sweep").stdout == "plus: sweep, good\n"
+    assert call("tag", "plus", "--remove", "sweep").stdout == "plus: good\n"
+    assert server.get("/runs/01AB-two", wire.Run).tags == ["good"]
+    assert "no such tag; it has good" in call("tag", "plus", "--remove", "bad", status=2).stderr
+    assert call("tag", "plus").stdout == "plus: good\n"
+
+
+def test_a_note_stands_in_the_timeline(call, server):
+    call("note", "plus", "raised the rate", "--step", "30")
+    notes = [event for event in server.get("/runs/01AB-two/events", wire.EventPage).events if event.kind == "note"]
+    assert [(event.text, event.step) for event in notes] == [("loopback: raised the rate", 30)]
+    assert "the note is empty" in call("note", "plus", "  ", status=2).stderr
+
+
+def test_nothing_is_deleted_without_a_yes(call, server):
+    refused = call("delete", "plus", stdin="n\n", status=1)
+    assert "01AB-two  plus, project q" in refused.stderr
+    assert server.get("/runs/01AB-two", wire.Run).name == "plus"
+    assert call("delete", "plus", "01AB-o", stdin="y\n").stdout == "deleted 01AB-two\ndeleted 01AB-one\n"
+    for run in ("01AB-one", "01AB-two"):
+        server.get(f"/runs/{run}", status=410)
+    assert json.loads(call("delete", "01CD", "--yes", "--json").stdout) == [{"run_id": "01CD-three"}]
+
+
+def test_open_opens_the_dashboard_s_page(call, monkeypatch):
+    opened = []
+
+    def open_page(page):
+        opened.append(page)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", open_page)
+    there = ["--dashboard-url", "http://dash/"]
+    assert call("open", *there).stdout == "http://dash\n"
+    call("open", "plus", *there)
+    call("open", "plus", "01AB-o", *there, "--print")
+    assert opened == ["http://dash", "http://dash/run/01AB-two"]
+    page = json.loads(call("open", "plus", "01AB-o", *there, "--json").stdout)["page"]
+    assert page == "http://dash/compare?run=01AB-two&run=01AB-one"
+    assert "pass --dashboard-url" in call("open", status=1).stderr
+
+
+def test_login_keeps_address_and_token_for_this_user_alone(call):
+    result = call("login", "http://127.0.0.1/", "--dashboard-url", "http://dash", stdin="secret-token\n")
+    assert "secret-token" not in result.output
+    kept = read_login()
+    assert kept is not None
+    assert (kept.server_url, kept.token, kept.dashboard_url) == ("http://127.0.0.1", "secret-token", "http://dash")
+    (path,) = [line.split(" is kept in ")[1].split(",")[0] for line in result.stderr.splitlines() if "kept" in line]
+    with open(path) as file:
+        assert stat.S_IMODE(__import__("os").fstat(file.fileno()).st_mode) == 0o600
+    assert server_address() == "http://127.0.0.1"
+    assert find_token("http://127.0.0.1") == "secret-token"
+    assert find_token("http://elsewhere") is None
+    assert call("open", "--print").stdout == "http://dash\n"
+    assert json.loads(call("login", "--json").stdout) == {
+        "server_url": "http://127.0.0.1",
+        "dashboard_url": "http://dash",
+    }
+    assert call("login", "--forget").stdout == "logged out\n"
+    assert read_login() is None
+    assert "not logged in" in call("login").stdout
+
+
+@pytest.mark.parametrize("address", ["server", "ftp://x", "http://user:pw@host", "http://"])
+def test_login_refuses_what_is_no_address(call, address):
+    assert "is no address of a server" in call("login", address, "--token", "t", status=2).stderr
+    assert read_login() is None
+
+
+def test_a_token_that_the_server_does_not_know_is_not_kept(monkeypatch):
+    def refuse(request):
+        return httpx.Response(401, json={"error": {"code": "unauthorised", "message": "no"}})
+
+    monkeypatch.setattr(
+        "collage_monitor.command.login.Client",
+        lambda url, token: Client(url, token, transport=httpx.MockTransport(refuse)),
+    )
+    result = CliRunner().invoke(root, ["login", "http://server", "--token", "wrong"])
+    assert result.exit_code == 1
+    assert "does not know this token" in result.stderr
+    assert read_login() is None
