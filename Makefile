@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up screenshots studies test quick check format nightly exhaustive torture cluster hostile gpu bench clean
+.PHONY: demo up screenshots studies release packages test quick check format nightly exhaustive torture cluster hostile gpu bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -38,6 +38,17 @@ screenshots: $(VENV)/.stamp-dev  ## Pictures of every page, from the demo's data
 studies: $(VENV)/.stamp  ## Run what the studies of docs/studies still lack, and write their pages
 	$(BIN)/python -m collage_studies all --output docs/studies --dir studies-data
 
+release: $(VENV)/.stamp-dev  ## Wheel and sdist into dist/, checked; the wheel passes the quick start in an environment of its own
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m tools.release dist
+
+packages: $(VENV)/.stamp-dev  ## Each extra alone, newest and lowest versions: what is offered works; PACKAGES="--pythons 3.11,3.12"
+	rm -rf dist
+	$(BIN)/python -m build --wheel --outdir dist
+	$(BIN)/python -m tools.packages dist $(PACKAGES)
+
 test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
@@ -45,7 +56,7 @@ test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 quick: $(VENV)/.stamp-dev  ## The fast part, for while you work: what is not marked slow; none of it starts a process
 	$(BIN)/python -m pytest -n 2 -m "not slow and not nightly and not gpu"
 
-check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of the contract, compose file, Dockerfile
+check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of the contract, compose file, Dockerfile, workflows
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -54,6 +65,8 @@ check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of t
 	$(BIN)/python tools/contract_users.py
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from copy import copy
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 from typing import Any
@@ -32,6 +33,8 @@ _PACKAGES = {
     "collage_dashboard": "dashboard",
 }
 """The extra of each package that has verbs."""
+_OLD_NAMES = {"replay": "sync"}
+"""Old names still work, say what they are called now, and are not listed."""
 _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[([\w,-]+)\])?[^;]*;.*extra\s*==\s*['"]([\w-]+)['"]""")
 
 
@@ -82,11 +85,17 @@ class VerbGroup(click.Group):
         return sorted({*super().list_commands(ctx), *_found()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        entry = _found().get(cmd_name)
+        name = _OLD_NAMES.get(cmd_name, cmd_name)
+        entry = _found().get(name)
         if entry is None:
             return super().get_command(ctx, cmd_name)
         lacking = _lacking(_extras_of(entry))
-        return _absent(cmd_name, lacking) if lacking else _load(entry)
+        command = _absent(name, lacking) if lacking else _load(entry)
+        if name != cmd_name:
+            command = copy(command)
+            command.name = cmd_name
+            command.deprecated = f"It is called `{name}` now."
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -1,11 +1,13 @@
 """`list`, `show` and `compare`: what is said of runs, and the numbers behind it, in the terminal.
 
-All of them quote the overview that the server keeps of a run: one judgement, and numbers over the same steps.
+A judgement and the numbers beside it are over the same steps, and these are named. `list` and `compare` quote what
+the server keeps of each run, which may be some seconds old; `show` judges one run anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any, Final
 
 import click
@@ -15,19 +17,18 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command.server import find_run, open_client, server_options
 from collage_monitor.command.terminal import clock, number, printable, table
+from collage_monitor.judgement import Evidence, Judgement, finite, judge
 from collage_monitor.metrics import METRICS, split_key
-from collage_monitor.run_evidence import read_edq_since
+from collage_monitor.run_evidence import read_edq_since, read_evidence
 
 __all__ = ["compare", "list_runs", "show"]
 
 _DECAY: Final = "state_decrement_ratio/exp_avg_sq"
 _NUMBERS: Final = {"EDQ": "edq_ratio", "lost": "lost_update_ratio", "decay": _DECAY}
-_BASIS: Final = (
-    "EDQ, lost and decay: over the recent steps that the health is judged by; "
-    "`collage-monitor show RUN` says which steps these are."
-)
+_BASIS: Final = "Health, EDQ, lost and decay are of the steps under `judged over`, the recent ones at that time."
 _LABEL: Final = 24
 """Characters that a table shows of a name."""
+_WORST: Final = 3
 _LOSSES: Final = ("validation_loss", "loss")
 
 
@@ -55,7 +56,18 @@ def list_runs(
     if as_json:
         click.echo(wire.encode_json(page).decode())
     elif page.rows:
-        names = ("run_id", "name", "project", "strategy", "health", "state", "last step", *_NUMBERS, "started")
+        names = (
+            "run_id",
+            "name",
+            "project",
+            "strategy",
+            "health",
+            "state",
+            "last step",
+            "judged over",
+            *_NUMBERS,
+            "started",
+        )
         click.echo(table(names, [_row(row) for row in page.rows]))
         click.echo(_BASIS)
         if page.total > len(page.rows):
@@ -70,7 +82,12 @@ def list_runs(
 def _row(row: wire.RunRow) -> tuple[Any, ...]:
     strategy = row.strategy or row.observed_strategy or "-"
     labels = (row.run_id, row.name[:_LABEL], row.project[:_LABEL], strategy, _health(row), row.state)
-    return (*labels, row.last_step, *_numbers(row), clock(row.created_at))
+    return (*labels, row.last_step, _judged_over(row), *_numbers(row), clock(row.created_at))
+
+
+def _judged_over(row: wire.RunRow) -> str:
+    said = row.overview
+    return "-" if said is None or said.last_step is None else f"{said.first_step} to {said.last_step}"
 
 
 def _health(row: wire.RunRow) -> str:
@@ -93,40 +110,54 @@ def show(server_url: str, token: str | None, as_json: bool, run: str) -> None:
     """
     with open_client(server_url, token) as client:
         run_id = find_run(client, run)
-        found, latest, said = client.run(run_id), client.latest(run_id), client.overview(run_id)
-        since = None if as_json else read_edq_since(client, run_id)
+        found, latest, evidence = client.run(run_id), client.latest(run_id), read_evidence(client, run_id)
+        judged, since = judge(evidence), read_edq_since(client, run_id)
     if as_json:
-        # The newest measured step as it always was, and what is said of the run.
-        judged = {"losing_layers" if key == "worst" else key: value for key, value in _plain(said)}
         told = {"name": found.name, "project": found.project, "state": found.state}
-        click.echo(wire.encode_json({**told, **judged, **dict(_plain(latest))}).decode())
+        click.echo(wire.encode_json({**told, **_said(judged, evidence, since), **dict(_plain(latest))}).decode())
         return
-    click.echo(printable(f"{found.name}: {said.health}"))
-    for text in (said.headline, said.verdict, said.advice, since):
+    click.echo(printable(f"{found.name}: {judged.health}"))
+    for text in (judged.text, judged.advised, since):
         if text:
             click.echo(f"  {printable(text)}")
     label = (found.watch.strategy or found.watch.observed_strategy) if found.watch else None
     about = [f"run {run_id}", f"project {found.project}", *([f"strategy {label}"] if label else []), found.state]
     click.echo(printable(", ".join([*about, f"started {clock(found.created_at)}"])))
-    _print_numbers(said, latest)
+    _print_numbers(evidence, latest)
 
 
-def _print_numbers(said: wire.Overview, latest: wire.Latest) -> None:
-    if said.numbers:
-        click.echo(f"Over steps {said.first_step} to {said.last_step}, {said.measured_steps} of them measured:")
-    for key, value in said.numbers.items():
-        name = split_key(key)[0]
-        if name in METRICS:
-            click.echo(f"  {key:<44}{_shown(value):>14}  {METRICS[name].unit}")
+def _said(judged: Judgement, evidence: Evidence, since: str | None) -> dict[str, Any]:
+    """The judgement for programs: `findings` name metrics by key, the deciding one first; `numbers` are those of
+    the steps that were judged."""
+    return {
+        "health": judged.health,
+        "verdict": judged.text,
+        "advice": judged.advised,
+        "since": since,
+        "first_step": judged.first_step,
+        "last_step": judged.last_step,
+        "findings": [asdict(finding) for finding in judged.findings],
+        "numbers": evidence.model,
+    }
+
+
+def _print_numbers(evidence: Evidence, latest: wire.Latest) -> None:
+    steps = f"steps {evidence.first_step} to {evidence.last_step}"
+    shown = [(key, value) for key, value in evidence.model.items() if split_key(key)[0] in METRICS]
+    if shown:
+        click.echo(f"Over the {steps} that were judged:")
+    for key, value in shown:
+        click.echo(f"  {key:<44}{_shown(value):>14}  {METRICS[split_key(key)[0]].unit}")
     if latest.scalars:
         click.echo("Logged last:")
     for name, logged in latest.scalars.items():
         click.echo(f"  {printable(name):<44}{_shown(logged.value):>14}  at step {logged.step}")
-    if said.worst:
-        click.echo("The layers that lose the most over these steps:")
-    for entry in said.worst:
-        share = f"{100 * entry.share:.1f} % of what the model loses"
-        click.echo(f"  {printable(entry.layer):<44}{_shown(entry.edq_ratio):>14}  EDQ; {share}")
+    layers = {name: finite(own.get("edq_ratio")) for name, own in evidence.layers.items()}
+    worst = sorted((value, name) for name, value in layers.items() if value is not None)[:_WORST]
+    if worst:
+        click.echo(f"Lowest EDQ of a layer over the {steps}:")
+    for value, name in worst:
+        click.echo(f"  {printable(name):<44}{number(value):>14}")
 
 
 def _plain(answer: msgspec.Struct) -> Iterable[tuple[str, Any]]:
@@ -154,13 +185,23 @@ def compare(server_url: str, token: str | None, as_json: bool, runs: tuple[str, 
         return
     losses = [name for name in _LOSSES if any(name in row.scalars for row in page.rows)]
     settings = list(dict.fromkeys(key for row in page.rows for key in row.config))
-    names = ("name", "strategy", "dtype", "health", *_NUMBERS, *(f"last {name}" for name in losses), *settings)
+    names = (
+        "name",
+        "strategy",
+        "dtype",
+        "health",
+        "judged over",
+        *_NUMBERS,
+        *(f"last {name}" for name in losses),
+        *settings,
+    )
     rows = [
         (
             row.name[:_LABEL],
             row.strategy or row.observed_strategy or "-",
             row.dtype or "-",
             _health(row),
+            _judged_over(row),
             *_numbers(row),
             *(_last(row, name) for name in losses),
             *(_setting(row, key) for key in settings),

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from collage_monitor.client import Client
-from collage_monitor.command import transfer
+from collage_monitor.command import server
 from collage_monitor.command.transfer import export, import_run
 from collage_monitor.errors import CollageError, NotFound, ServerUnreachable
 from collage_monitor.importing import ImportRefusal
@@ -25,13 +25,15 @@ def served(monkeypatch, tmp_path):
 
     def serve(answer):
         def handle(request):
+            if request.method == "GET" and request.url.path == "/api/v1/runs/r1":
+                return httpx.Response(200, json={**RUN, "run_id": "r1"})
             seen.append(request)
             return answer(request) if callable(answer) else answer
 
         def client(url, token):
             return Client(url, token, transport=httpx.MockTransport(handle))
 
-        monkeypatch.setattr(transfer, "Client", client)
+        monkeypatch.setattr(server, "Client", client)
         return seen
 
     return serve

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from collage_monitor.client import Client
-from collage_monitor.command import root, show
+from collage_monitor.command import root, server
 from collage_monitor.judgement import finite, judge
 from collage_monitor.run_evidence import read_evidence
 from tests.agent.training import mlp, train
@@ -76,7 +76,7 @@ def test_terminal_notebook_and_server_say_the_same(served, monkeypatch, make):
         known = finite(evidence.model.get(key))
         assert finite(value) == (None if known is None else pytest.approx(known, rel=1e-9)), key
 
-    monkeypatch.setattr(show, "Client", lambda url, token: client)
+    monkeypatch.setattr(server, "Client", lambda url, token: client)
     shown = CliRunner().invoke(root, ["show", run.run_id, "--server-url", "http://127.0.0.1"])
     assert shown.exit_code == 0, shown.output
     assert here.text in shown.output

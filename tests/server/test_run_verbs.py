@@ -62,8 +62,8 @@ def test_list_says_health_project_and_date_and_what_its_numbers_are_of(call, ser
     overview = server.get("/runs/01AB-one/overview", wire.Overview)
     for word in ("plain bf16", " p ", overview.health, f"{overview.numbers['edq_ratio']:.4g}", "2023-11-14 "):
         assert word in rows["01AB-one"], word
-    assert "not judged yet" in rows["01CE-four"]
-    assert "over the recent steps that the health is judged by" in result.stdout
+    assert f"{overview.first_step} to {overview.last_step}" in rows["01AB-one"]
+    assert "are of the steps under `judged over`" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -90,19 +90,22 @@ def test_show_takes_an_id_its_beginning_or_a_name_and_begins_with_the_judgement(
     said = server.get("/runs/01AB-one/overview", wire.Overview)
     lines = call("show", word).stdout.splitlines()
     assert lines[0] == f"plain bf16: {said.health}"
-    assert lines[1].strip() == said.headline
-    assert lines[2].strip() == said.verdict
-    assert f"Over steps {said.first_step} to {said.last_step}, {said.measured_steps} of them measured:" in lines
+    assert lines[1].strip() == said.verdict
+    assert f"Over the steps {said.first_step} to {said.last_step} that were judged:" in lines
     (edq,) = [line for line in lines if line.split()[:1] == ["edq_ratio"]]
     assert edq.split()[1] == f"{said.numbers['edq_ratio']:.4g}"
     assert any(line.split()[:1] == ["loss"] and line.endswith("at step 50") for line in lines)
+    assert lines[-1].split()[0] == "embedding.weight", "three layers, the worst first"
 
 
-def test_show_as_json_has_the_judgement_and_the_findings(call, server):
+def test_show_as_json_has_the_judgement_and_the_findings_by_key(call, server):
     said = server.get("/runs/01AB-one/overview", wire.Overview)
     shown = json.loads(call("show", "plain bf16", "--json").stdout)
-    assert (shown["health"], shown["verdict"], shown["findings"]) == (said.health, said.verdict, said.findings)
+    assert (shown["health"], shown["verdict"]) == (said.health, said.verdict)
+    assert (shown["first_step"], shown["last_step"]) == (said.first_step, said.last_step)
+    assert [finding["key"] for finding in shown["findings"]]
     assert (shown["run_id"], shown["name"], shown["step"]) == ("01AB-one", "plain bf16", 50)
+    assert shown["numbers"]["edq_ratio"] == pytest.approx(said.numbers["edq_ratio"])
     assert shown["model"]["edq_ratio"] is not None
 
 

@@ -1,4 +1,4 @@
-"""`sync`, and `replay`, its old name: send what runs have left on disk, in order, from this terminal."""
+"""`sync`: send what runs have left on disk, in order, from this terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collage_monitor.local import data_folder, find_token
 if TYPE_CHECKING:
     from collage_agent.transport.replay import ReplayOutcome
 
-__all__ = ["replay", "sync"]
+__all__ = ["sync"]
 
 
 @click.command("sync")
@@ -52,17 +52,6 @@ def sync(server_url: str, token: str | None, as_json: bool, folder: Path | None,
         _tell(outcomes, where)
     if outcomes.error is not None:
         raise SystemExit(1)
-
-
-replay = click.Command(
-    "replay",
-    params=sync.params,
-    callback=sync.callback,
-    help=sync.help,
-    hidden=True,
-    deprecated="It is called `sync` now.",
-)
-"""Works as `sync` does, says on standard error that this is the name now, and is not listed."""
 
 
 def _tell(outcomes: ReplayOutcome, folder: Path) -> None:
