@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import httpx
 
@@ -16,6 +16,12 @@ from collage_monitor.refusals import refusal
 
 __all__ = ["Axis", "Client", "ExportFormat", "ExportStream"]
 
+_ROWS_A_PAGE: Final = 500
+_ABOUT: Final = (
+    *("run_id", "name", "project", "group", "tags", "state", "strategy", "observed_strategy", "dtype", "seed"),
+    *("created_at", "updated_at", "last_step", "configuration"),
+)
+_OF_LAYER: Final = ("shape", "dtype", "elements", "module_type")
 Axis = Literal["step", "tokens", "time"]
 ExportFormat = Literal["jsonl", "csv", "parquet"]
 
@@ -318,17 +324,15 @@ class Client(Connection):
         """Curves of runs by id, or of all that the filters of `runs` leave, as one `pyarrow.Table`.
 
         Columns are those of a Parquet export after `run`: a row a step for the whole model (`layer` is null), with
-        `layers` one a step and layer, too; null where a run has no such number. `.to_pandas()` makes a DataFrame of
-        it, as `polars.from_arrow` does. Needs the extra `parquet`.
+        `layers` one a step and layer, too; null where a run has no such number. `.to_pandas()` makes a pandas frame
+        of it, `polars.DataFrame(…)` one of Polars, as of the tables below. Needs the extra `parquet`.
 
         Raises:
             CollageError: pyarrow is not installed, or no run is left.
         """
-        try:
-            import pyarrow
-            from pyarrow.parquet import read_table
-        except ModuleNotFoundError as error:
-            raise CollageError("a frame needs pyarrow: pip install 'collage-monitor[parquet]'") from error
+        pyarrow = _pyarrow()
+        from pyarrow.parquet import read_table
+
         ids = [run.run_id for run in self.all_runs(**filters)] if runs is None else runs
         tables = []
         for run_id in [ids] if isinstance(ids, str) else ids:
@@ -338,6 +342,51 @@ class Client(Connection):
         if not tables:
             raise CollageError(f"no run is left by {filters or 'an empty selection'}; client.runs() lists them")
         return pyarrow.concat_tables(tables, promote_options="permissive")
+
+    def runs_frame(self, *, config: Sequence[str] = (), **filters: Any) -> Any:
+        """All runs that the filters of `run_table` leave, newest first, as a `pyarrow.Table`: a row a run.
+
+        Columns: who the run is, its state, health and headline; the metrics over the recent steps that the health
+        is judged by (`first_step` to `judged_step`), under their keys; what was logged last, and the entries of
+        the configuration that `config` names, as `config.PATH`. Null where a run has no such value. Needs the extra
+        `parquet`.
+
+        Raises:
+            CollageError: pyarrow is not installed.
+        """
+        rows: list[wire.RunRow] = []
+        while True:
+            page = self.run_table(sort="created_at", offset=len(rows), limit=_ROWS_A_PAGE, config=config, **filters)
+            rows += page.rows
+            if not page.rows or len(rows) >= page.total:
+                break
+        return _table([_run_columns(row, config) for row in rows])
+
+    def layers_frame(
+        self,
+        run_id: str,
+        metrics: Sequence[str] = ("edq_ratio", "lost_update_ratio", "intended_norm"),
+        *,
+        first_step: int | None = None,
+        last_step: int | None = None,
+    ) -> Any:
+        """The layers of a run as a `pyarrow.Table`: a row a layer, with `metrics` merged over these steps, or all.
+
+        Columns: `layer`, `shape`, `dtype`, `elements`, `module_type`, and each metric under its key, null where it
+        is undefined. Needs the extra `parquet`.
+
+        Raises:
+            CollageError: pyarrow is not installed.
+        """
+        rows = {
+            layer.name: {"layer": layer.name, **{name: getattr(layer, name) for name in _OF_LAYER}}
+            for layer in self.layers(run_id).layers
+        }
+        for metric in metrics:
+            found = self.heatmap(run_id, metric, points=1, first_step=first_step, last_step=last_step)
+            for name, values in zip(found.layers, found.values, strict=True):
+                rows[name][metric] = _plain_number(values[-1]) if values else None
+        return _table(list(rows.values()))
 
     def create_run(self, project: str, create: wire.RunCreate) -> wire.Run:
         """Create a run, or resume the one of this id."""
@@ -354,6 +403,40 @@ class Client(Connection):
     def send_reports(self, stream_id: str, batch: wire.ReportBatch) -> wire.BatchAnswer:
         """Send reports; durable when this returns."""
         return self.post(f"/streams/{quoted(stream_id)}/reports", batch, wire.BatchAnswer, wire.encode_batch)
+
+
+def _pyarrow() -> Any:
+    """The library, imported when a frame is asked for; a `CollageError` where it is not installed."""
+    try:
+        import pyarrow
+    except ModuleNotFoundError as error:
+        raise CollageError("a frame needs pyarrow: pip install 'collage-monitor[parquet]'") from error
+    return pyarrow
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Rows as a table with every column that one of them has, in the order first seen."""
+    pyarrow = _pyarrow()
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pyarrow.table({name: pyarrow.array([row.get(name) for row in rows]) for name in names})
+
+
+def _run_columns(row: wire.RunRow, paths: Sequence[str]) -> dict[str, Any]:
+    said = row.overview or wire.Overview(run_id=row.run_id, health="not judged yet")
+    about = {name: getattr(row, name) for name in _ABOUT}
+    judged = {"health": said.health, "headline": said.headline, "first_step": said.first_step}
+    numbers = {key: _plain_number(value) for key, value in said.numbers.items()}
+    logged = {name: wire.from_number(scalar.value) for name, scalar in row.scalars.items()}
+    config = {f"config.{path}": _plain_entry(row.config.get(path)) for path in paths}
+    return {**about, **judged, "judged_step": said.last_step, **numbers, **logged, **config}
+
+
+def _plain_entry(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
+
+
+def _plain_number(value: wire.Number | None) -> float | None:
+    return None if value is None else wire.from_number(value)
 
 
 def _several(metric: str | Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from collage_monitor import wire
 from collage_monitor.backoff import Backoff
 from collage_monitor.certificates import trusted_certificates
 from collage_monitor.errors import ServerUnreachable, Unavailable
-from collage_monitor.local import sendable_token
+from collage_monitor.local import known_server, sendable_token
 from collage_monitor.refusals import refusal
 
 __all__ = ["Connection", "quoted"]
@@ -29,7 +29,9 @@ class Connection:
     """Speaks to a Collage Monitor server. Thread-safe; close it, or use it as a context manager.
 
     Every method raises `ServerUnreachable` when nothing answers and a `ServerRefusal` when the server says no.
-    `transport` replaces the network (tests).
+    Without an address it speaks to the server that the command would ask, with the same token: that of
+    COLLAGE_SERVER_URL and COLLAGE_TOKEN, else of `collage-monitor login`, else what `up` keeps running. With an
+    address it sends the token that is passed, and no other. `transport` replaces the network (tests).
 
     Raises:
         CollageError: a token that no header can carry. White space around it is left out.
@@ -37,12 +39,15 @@ class Connection:
 
     def __init__(
         self,
-        server_url: str,
+        server_url: str | None = None,
         token: str | None = None,
         *,
         timeout_seconds: float = 30.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        if server_url is None:
+            server_url, known = known_server()
+            token = token or known
         headers = {"Authorization": f"Bearer {sendable_token(token)}"} if token else {}
         self.server_url = server_url.rstrip("/")
         self._http = httpx.Client(

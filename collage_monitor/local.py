@@ -31,6 +31,7 @@ __all__ = [
     "forget_login",
     "is_loopback",
     "keep_login",
+    "known_server",
     "local_server",
     "read_login",
     "read_token",
@@ -223,6 +224,14 @@ def find_token(
     named = found is not None and _port(found.server_url) == _port(server_url)
     token = read_token(Path(found.folder)) if found is not None and named else None
     return token or read_token(data_folder(folder, environment))
+
+
+def known_server(environment: Mapping[str, str] | None = None) -> tuple[str, str | None]:
+    """The server to speak to where none is named, and its token: by COLLAGE_SERVER_URL and COLLAGE_TOKEN, else
+    by `login`, else what `up` keeps running, else the default address."""
+    values = os.environ if environment is None else environment
+    address = values.get("COLLAGE_SERVER_URL") or server_address(environment)
+    return address, values.get("COLLAGE_TOKEN") or find_token(address, environment=environment)
 
 
 def is_loopback(url: str) -> bool:

@@ -116,6 +116,8 @@ class Environment:
 def prepare(environment: Environment) -> None:
     """The files that calls need."""
     (environment.folder / "curve.csv").write_text("step,loss\n1,4.0\n")
+    # Where the server's packages are, this makes the database that back-ups are of.
+    environment.run("collage-monitor", *("token", "list", "--host", "--dir", "data"))
     if (environment.programs / "collage-monitor").exists() and "torch" in environment.run(
         "python", "-m", "pip", "list"
     ):
