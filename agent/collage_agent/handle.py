@@ -14,8 +14,8 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.guard import Guard
 from collage_agent.intent.choose import IntentCache
-from collage_agent.intent.foreign import ForeignOptimizer, is_foreign, unwrapped
-from collage_agent.measurement import Measurement, Reporter
+from collage_agent.intent.foreign import ForeignOptimizer, contained, is_foreign, unwrapped
+from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import WatchArguments, WatchOptions
 from collage_agent.step.windows import WindowSchedule
 from collage_agent.training.deepspeed import SubGroup, showing_only, sub_groups
@@ -85,6 +85,7 @@ class Watch:
         cycle = WindowSchedule(options.windows, options.every).cycle
         self._governor = Governor(options.every, options.sample, options.budget, worker_cpu_seconds, cycle=cycle)
         self._hooks: list[OptimizerHooks] = []
+        self._to_tell = False
         intents, names = IntentCache(), dict[str, None]()
         # Sub-groups that an optimizer steps in turn are like several optimizers: one iteration, one report.
         parts: list[tuple[Optimizer | ForeignOptimizer, SubGroup | None]] = []
@@ -121,7 +122,8 @@ class Watch:
     def before(self) -> None:
         """Say that a step is about to be taken, gradients being final, by what calls no hooks of torch's.
 
-        Of a torch optimizer the hooks say so; then this does nothing. Synchronises nothing, and never raises.
+        Where a torch optimizer's hooks are called they say so, and this does nothing. A replayed CUDA graph calls
+        none: from the second such step on it is measured here. Synchronises nothing, and never raises.
         """
         for hooks in self._hooks:
             hooks.before_by_hand()
@@ -130,6 +132,21 @@ class Watch:
         """Say that the step announced by `before` has been taken; it is measured if it is due."""
         for hooks in self._hooks:
             hooks.after_by_hand()
+
+    def look(self, *, on_host_only: bool = False) -> Layout | None:
+        """Look whether something steps the weights unseen, and say so once; see `UnseenSteps`.
+
+        Returns what the run is to be told, None if nothing; never where on_host_only, which another thread than the
+        training's may ask, and which leaves weights on a device alone. Synchronises nothing.
+        """
+        if on_host_only and any(entry.parameter.device.type != "cpu" for entry in self._assembly.watched.values()):
+            return None
+        found = [hooks.look_for_unseen_steps() for hooks in self._hooks]
+        self._to_tell |= any(found)
+        if on_host_only or not self._to_tell:
+            return None
+        self._to_tell = False
+        return self._assembly.layout_after_look()
 
     @property
     def averages(self) -> list[AverageWatch]:
@@ -238,7 +255,7 @@ def _several(model: nn.Module, given: object) -> list[Optimizer | ForeignOptimiz
         raise TypeError(
             f"optimizer={type(given).__name__}; pass the torch.optim.Optimizer that trains it, or several of them"
         )
-    known = [unwrapped(entry) or entry for entry in found]
+    known = [one for entry in found for one in contained(entry) or [unwrapped(entry) or entry]]
     optimizers = [
         ForeignOptimizer(entry, model) if is_foreign(entry) else entry
         for entry in {id(entry): entry for entry in known}.values()

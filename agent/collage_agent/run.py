@@ -19,7 +19,7 @@ import torch
 from collage_agent.guard import Guard, reraise_in_tests
 from collage_agent.launch.identity import Identity
 from collage_agent.launch.termination import ExitStatus, is_failure
-from collage_agent.measurement import Measurement
+from collage_agent.measurement import Layout, Measurement
 from collage_agent.settings import Settings
 from collage_agent.transport import Transport
 from collage_agent.transport.http import page_answers
@@ -30,6 +30,7 @@ from collage_agent.transport.queue import (
     LoggedScalars,
     MeasuredStep,
     TensorSnapshot,
+    WatchChange,
     cuda_event_on,
 )
 from collage_monitor.errors import CollageError
@@ -40,14 +41,18 @@ __all__ = ["Run", "StepSource"]
 
 _LOG = logging.getLogger("collage_agent")
 _MOST_REFUSALS: Final = 20
+_LOOK_SECONDS: Final = 1.0
 
 
 class StepSource(Protocol):
-    """What a run needs of a watch: the last completed step."""
+    """What a run needs of a watch: the last completed step, and whether there are others that it does not see."""
 
     @property
     def step(self) -> int | None:
         """Number of the last completed optimizer step; None before the first."""
+
+    def look(self, *, on_host_only: bool = False) -> Layout | None:
+        """Look whether something steps the weights unseen; what the run is to be told then."""
 
 
 @dataclass
@@ -104,13 +109,19 @@ class Run:
         self._log_cpu_seconds = 0.0
         self._finished = False
         self._refused: set[str] = set()
+        self._looks_at = 0.0
         self._reports_run_state = identity.is_first_rank
         self._pipeline: DeliveryPipeline | None = None
         if settings.mode != "disabled":
             # Ranks register the run in any order, so only a single process can ask for a new one.
             resume = "allow" if settings.resume == "never" and identity.world_size > 1 else settings.resume
             self._pipeline = DeliveryPipeline(
-                settings, identity, transport, resume=resume, on_unreachable=self._announce_unreachable
+                settings,
+                identity,
+                transport,
+                resume=resume,
+                on_unreachable=self._announce_unreachable,
+                each_round=self._look_from_worker,
             )
             try:
                 self._pipeline.begin()
@@ -251,6 +262,7 @@ class Run:
         if self._pipeline is None or self._finished:
             return
         began = time.thread_time()
+        self._look()
         try:
             self._log(values, step)
         except Exception as error:
@@ -264,6 +276,7 @@ class Run:
         """Flush within a deadline, mark the run, print the verdict and the run's address; once."""
         if self._finished:
             return
+        self._look()
         self._finished = True
         settled = True
         try:
@@ -294,6 +307,7 @@ class Run:
             self._given_transport,
             resume="allow",
             on_unreachable=self._announce_unreachable,
+            each_round=self._look_from_worker,
         )
         if self._first_step is not None:
             self._pipeline.queue.put(AttemptStart(self._first_step))
@@ -319,6 +333,25 @@ class Run:
     def _put(self, item: Item) -> None:
         if self._pipeline is not None and not self._finished:
             self._pipeline.queue.put(item)
+
+    def _look(self) -> None:
+        """On the training thread: tell the server, too, of steps that no hook sees."""
+        for index, slot in self._slots.items():
+            try:
+                layout = slot.watch.look()
+            except Exception as error:
+                self._guard.caught("looking for unseen steps", error)
+            else:
+                if layout is not None:
+                    self._put(WatchChange(layout, index))
+
+    def _look_from_worker(self) -> None:
+        """Where the training neither steps nor logs, nothing else of the agent runs."""
+        now = time.monotonic()
+        if now >= self._looks_at:
+            self._looks_at = now + _LOOK_SECONDS
+            for slot in [*self._slots.values()]:
+                slot.watch.look(on_host_only=True)
 
     def _refuse(self, error: Exception) -> None:
         if (told := str(error)) not in self._refused and len(self._refused) < _MOST_REFUSALS:

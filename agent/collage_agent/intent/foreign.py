@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["ForeignOptimizer", "inner_optimizers", "is_foreign", "unwrapped", "why_no_clone"]
+__all__ = ["ForeignOptimizer", "contained", "inner_optimizers", "is_foreign", "unwrapped", "why_no_clone"]
 
 _PASSES_ON: Final = ("AcceleratedOptimizer", "LightningOptimizer")
 _PLAIN: Final = (int, float, complex, str, bytes, type(None), Tensor, type)
@@ -68,6 +68,22 @@ def unwrapped(given: object) -> Optimizer | None:
     while any(kind.__name__ in _PASSES_ON for kind in type(inner).__mro__):
         inner = getattr(inner, "optimizer", None)
     return inner if inner is not given and isinstance(inner, Optimizer) and not is_foreign(inner) else None
+
+
+def contained(given: object) -> list[Optimizer]:
+    """The optimizers that a container steps one after the other, such as torchtitan's; none of anything else.
+
+    It lists them as `optimizers`, iterating over it gives the same, and its own groups hold their parameters alone.
+    """
+    held: Any = getattr(given, "optimizers", None)
+    if not isinstance(held, list | tuple) or not callable(getattr(type(given), "__iter__", None)):
+        return []
+    listed: Any = given
+    if any(is_foreign(entry) or not isinstance(entry, Optimizer) for entry in held) or [*listed] != [*held]:
+        return []
+    own = {id(entry) for group in getattr(given, "param_groups", ()) for entry in group["params"]}
+    theirs = {id(entry) for one in held for group in one.param_groups for entry in group["params"]}
+    return [*held] if not own or own == theirs else []
 
 
 def inner_optimizers(given: object) -> Iterator[tuple[str, object]]:

@@ -182,10 +182,19 @@ class Bucket:
         """
         self._largest = self.largest_weights(optimizer)
         self._looks = not self.whole and self._measured % LOOK_EVERY == 0
+        self._look_at_gradients()
+        self._measured += 1
+
+    def gather_gradients_again(self) -> None:
+        """After a step that made the gradients final itself: what it stepped by lies there now."""
+        if self.knows_gradient:
+            self._before.gather_gradients(self._gradients())
+        self._look_at_gradients()
+
+    def _look_at_gradients(self) -> None:
         if self._looks:
             sampled = self._before.values[GRADIENT] if self.knows_gradient else None
             self._missed.begin(sampled, self._gradients())
-        self._measured += 1
 
     def measure(
         self, optimizer: Optimizer, scale: Tensor | None, *, counterfactuals: bool = False

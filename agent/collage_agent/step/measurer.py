@@ -129,6 +129,20 @@ class StepMeasurer:
             self.windows.discard()
         self._signature, self._follows = None, "other steps"
 
+    def measure_replays(self) -> None:
+        """From now on a CUDA graph may take the steps, and clip or cast the gradients in it.
+
+        Then they are final after the step only. Oracles, windows and whole tensors in turn, which must have them
+        before, are given up.
+        """
+        self._oracles = self.windows = None
+        self._rotates, self._signature, self._buckets = False, None, []
+
+    def gather_gradients_again(self) -> None:
+        """After a step, in place of the gradients that `before` gathered. Inside `isolated`."""
+        for bucket in self._buckets:
+            bucket.gather_gradients_again()
+
     def step_oracles(self, optimizer: Optimizer, *, measured: bool) -> None:
         """Have the oracles take the step that the optimizer is about to take. Inside `isolated`.
 

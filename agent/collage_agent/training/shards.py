@@ -1,15 +1,19 @@
 """How parameters are spread over ranks: which part of a tensor lives here, of which shape, and which replica it is.
 
 Read from the wrappers themselves, on each rank for itself: nothing here communicates. Each sharding system has a
-file of its own: `ddp`, `dtensors` (FSDP2, tensor parallelism), `fsdp` (the first), `deepspeed`.
+file of its own: `ddp`, `dtensors` (FSDP2, tensor parallelism), `fsdp` (the first), `deepspeed`. Megatron leaves no
+more to read than which weight an optimizer's tensor stands for: `stand_ins`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from typing import Final
 
 from collage_optim.stepping import local_part
 from torch import Tensor, distributed, nn
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.training.ddp import DataParallel, stepping_optimizer
@@ -18,7 +22,42 @@ from collage_agent.training.dtensors import mesh_shard
 from collage_agent.training.fsdp import FlatParameters
 from collage_agent.training.shard import Piece, Shard
 
-__all__ = ["Sharding"]
+__all__ = ["Sharding", "stand_ins"]
+
+_PLAIN: Final = (Tensor, Parameter)
+
+
+def stand_ins(model: nn.Module, optimizer: Optimizer) -> dict[int, tuple[str, Tensor, str]]:
+    """By identity of what an optimizer steps in a weight's place: the weight's name, itself, its module's type.
+
+    Megatron's optimizers step fp32 copies, which a weight has as `main_param`, or flat pieces of the weight's own
+    memory. Reads addresses only.
+    """
+    named = {
+        id(weight): (f"{prefix}.{own}" if prefix else own, weight, type(module).__name__)
+        for prefix, module in model.named_modules()
+        for own, weight in module.named_parameters(recurse=False)
+    }
+    unknown = [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in named]
+    if not unknown:
+        return {}
+    copies = {
+        id(main): entry for entry in named.values() if (main := getattr(entry[1], "main_param", None)) is not None
+    }
+    places = sorted(
+        ((entry[1].data_ptr(), entry) for entry in named.values() if type(entry[1]) in _PLAIN and entry[1].numel()),
+        key=lambda place: place[0],
+    )
+    starts = [start for start, _ in places]
+    found = {}
+    for tensor in unknown:
+        if id(tensor) in copies:
+            found[id(tensor)] = copies[id(tensor)]
+        elif type(tensor) in _PLAIN and tensor.numel() and (index := bisect_right(starts, tensor.data_ptr())):
+            start, entry = places[index - 1]
+            if tensor.data_ptr() + tensor.nbytes <= start + entry[1].nbytes and tensor.device == entry[1].device:
+                found[id(tensor)] = entry
+    return found
 
 
 class Sharding:
@@ -34,6 +73,7 @@ class Sharding:
         self._data_parallel = DataParallel(model if self._spread else None)
         self._flat = FlatParameters(model if self._spread else None)
         self._partitions = Partitions(model, optimizer, sub_group)
+        self._stand_ins = stand_ins(model, optimizer)
         self.mixed_precision = self._partitions.cast_to or self._flat.cast_to
 
     def pieces(self, name: str, parameter: Tensor) -> Iterator[Piece]:
@@ -45,8 +85,17 @@ class Sharding:
             yield from self._partitions.pieces(parameter, distributed.get_rank() if self._spread else 0)
         elif parameter in self._flat:
             yield from self._flat.pieces(name, parameter)
+        elif id(parameter) in self._stand_ins:
+            own_name, weight, kind = self._stand_ins[id(parameter)]
+            yield own_name, self._shard_standing_for(weight, parameter), kind
         else:
             yield name, self._shard(parameter), None
+
+    def _shard_standing_for(self, weight: Tensor, parameter: Tensor) -> Shard:
+        if parameter.numel() == weight.numel() and not getattr(weight, "main_param_sharded", False):
+            return self._shard(weight)
+        rank = distributed.get_rank() if self._spread else 0
+        return Shard(tuple(weight.shape), local_part(parameter).numel(), number=rank)
 
     def _shard(self, parameter: Tensor) -> Shard:
         replica = self._data_parallel.replica_of(parameter)

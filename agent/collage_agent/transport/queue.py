@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from collage_agent.launch.identity import Identity
-from collage_agent.measurement import Measurement
+from collage_agent.measurement import Layout, Measurement
 from collage_agent.transport.counts import ReportCounts
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "MeasuredStep",
     "StepItems",
     "TensorSnapshot",
+    "WatchChange",
     "cuda_event_on",
 ]
 
@@ -77,6 +78,16 @@ class AttemptStart:
 
 
 @dataclass(frozen=True)
+class WatchChange:
+    """What is said of the `watch_index`-th watch has changed between measured steps. Never dropped, not counted."""
+
+    layout: Layout
+    watch_index: int
+    step: None = None
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class MeasuredStep:
     """A measured step of the `watch_index`-th watch."""
 
@@ -115,7 +126,8 @@ class LoggedScalars:
         return _ITEM_BYTES * (1 + len(self.values))
 
 
-Item = AttemptStart | MeasuredStep | LoggedScalars
+Item = AttemptStart | WatchChange | MeasuredStep | LoggedScalars
+_CONTROL: Final = (AttemptStart, WatchChange)
 
 
 @dataclass
@@ -130,21 +142,19 @@ class StepItems:
     def time(self) -> float:
         """When the last of it was measured or logged; Unix seconds."""
         last = self.items[-1]
-        if isinstance(last, AttemptStart):
+        if isinstance(last, AttemptStart | WatchChange):
             return 0.0
         return last.time if isinstance(last, LoggedScalars) else last.measurement.time
 
     @property
     def is_control(self) -> bool:
-        """Whether it starts an attempt."""
-        return isinstance(self.items[0], AttemptStart)
+        """Whether it starts an attempt, or tells of a watch."""
+        return isinstance(self.items[0], _CONTROL)
 
     def has_room_for(self, item: Item) -> bool:
         """Whether the item is of the same step, and not too many of it wait already."""
         first = self.items[0]
-        same_step = (
-            not isinstance(first, AttemptStart) and not isinstance(item, AttemptStart) and first.step == item.step
-        )
+        same_step = not isinstance(first, _CONTROL) and not isinstance(item, _CONTROL) and first.step == item.step
         return same_step and len(self.items) < _MOST_ITEMS
 
     def add(self, item: Item) -> None:
@@ -181,7 +191,7 @@ class BoundedQueue:
         counts: ReportCounts,
         before_first_step: Callable[[], None] | None = None,
     ) -> None:
-        """before_first_step: is called before the first item is put that does not just start an attempt."""
+        """before_first_step: is called before the first item is put that is a measurement or a scalar."""
         self._limit_steps = steps
         self._limit_bytes = size_bytes
         self._open_seconds = open_seconds
@@ -194,13 +204,13 @@ class BoundedQueue:
 
     def put(self, item: Item) -> None:
         """Append an item; when there is no room the oldest steps give way."""
-        if self._before_first_step is not None and not isinstance(item, AttemptStart):
+        if self._before_first_step is not None and not isinstance(item, _CONTROL):
             begin, self._before_first_step = self._before_first_step, None
             begin()
         with self._ready:
             if not self._entries or not self._entries[-1].has_room_for(item):
                 self._entries.append(StepItems())
-                if not isinstance(item, AttemptStart):
+                if not isinstance(item, _CONTROL):
                     self._counts.add()
             self._entries[-1].add(item)
             self._bytes += item.size_bytes

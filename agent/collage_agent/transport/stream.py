@@ -18,7 +18,15 @@ from collage_agent.measurement import Layout
 from collage_agent.settings import DeliveryLimits, Resume, Settings
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Body, Envelope
-from collage_agent.transport.queue import AttemptStart, Item, LoggedScalars, MeasuredStep, StepItems, TensorSnapshot
+from collage_agent.transport.queue import (
+    AttemptStart,
+    Item,
+    LoggedScalars,
+    MeasuredStep,
+    StepItems,
+    TensorSnapshot,
+    WatchChange,
+)
 from collage_monitor.statistics import reduce_shards
 from collage_monitor.wire import (
     LIMITS,
@@ -92,6 +100,11 @@ class StreamSender:
             if isinstance(first, AttemptStart):
                 self._send_steps(ready)
                 ready = self._start(first)
+            elif isinstance(first, WatchChange):
+                self._send_steps(ready)
+                ready = []
+                if self._maker.declare(first.layout, first.watch_index):
+                    self._register_stream()
             elif any(isinstance(item, MeasuredStep) for item in entry.items) and self._watched_from is None:
                 assert first.step is not None
                 ready += [*self._start(AttemptStart(first.step)), entry]
@@ -311,7 +324,7 @@ class ReportMaker:
         """
         drafts: list[_Draft] = []
         for item in items:
-            if isinstance(item, AttemptStart):
+            if isinstance(item, AttemptStart | WatchChange):
                 continue
             draft = self._measured(item) if isinstance(item, MeasuredStep) else self._logged(item)
             if not (drafts and _merge_into(drafts[-1], draft)):

@@ -28,6 +28,7 @@ from collage_agent.watching.history import StepHistory
 from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.resume import largest_step_count
 from collage_agent.watching.trained import bytes_per_parameter
+from collage_agent.watching.unseen import SeenBy
 from collage_monitor import wire
 from collage_monitor.statistics.averages import KEYS
 from collage_monitor.table import Table
@@ -220,6 +221,12 @@ class Assembly:
                 scalars[key] = value if isinstance(value, torch.Tensor) else float(value)
         return scalars
 
+    def layout_after_look(self) -> Layout | None:
+        """The layout made anew, where a look has found since that steps are unseen; None: nothing is to be told."""
+        known = self.layout
+        layout = None if known is None else self._current_layout()
+        return None if layout is known else layout
+
     def _current_layout(self) -> Layout:
         """What rows and columns mean now: made anew only where something has come, or is said, since."""
         layout, union, closures, changes = self.layout, self._union, False, 0
@@ -227,7 +234,8 @@ class Assembly:
             closures = closures or hooks.closure_seen
             changes += hooks.changes
         broken = () if self._contract is None else (*self._contract.broken, changes)
-        described = failures() if len(MEASURES) > len(OWN) else [], closures, broken
+        seen_by: list[SeenBy] = [hooks.seen_by for hooks in self._hooks]
+        described = failures() if len(MEASURES) > len(OWN) else [], closures, broken, seen_by
         if (
             layout is None
             or self._described != described

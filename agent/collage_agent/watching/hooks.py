@@ -34,15 +34,13 @@ from collage_agent.watching.governor import Governor
 from collage_agent.watching.iterations import Iterations
 from collage_agent.watching.resume import ResumeCheck
 from collage_agent.watching.saved import SavedNumbers, goes_on_from, numbers_of
+from collage_agent.watching.unseen import NOTES, SeenBy, UnseenSteps
 from collage_monitor import wire
 from collage_monitor.table import Table
 
 __all__ = ["OptimizerHooks"]
 
 _LOGGER = logging.getLogger("collage_agent")
-_CAPTURED: Final = (
-    "a step was captured in a CUDA graph: the steps that the graph replays call no hook, and are not seen"
-)
 _IN_PARTS: Final = (
     "in parts on several ranks, and no rank can step its part alone: only what changed is known of them"
 )
@@ -116,6 +114,11 @@ class OptimizerHooks:
         self._depth = 0
         self._measuring = False
         self._captured = False
+        self.unseen = UnseenSteps()
+        self._calls = 0
+        self._called_before = 0
+        self._by_hand = self.foreign is not None
+        """Whether steps are announced by `before_by_hand`; of a torch optimizer, once its hooks were silent."""
         # If the user compiles the step, the hooks are called from compiled code, and must themselves run eagerly.
         self._eager_before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
         self._eager_after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
@@ -137,14 +140,49 @@ class OptimizerHooks:
         ]
 
     def before_by_hand(self) -> None:
-        """A step is about to be taken; does nothing for torch optimizers, whose hooks see the step themselves."""
-        if self.foreign is not None and not self.removed:
+        """A step is about to be taken; measured if no hook of torch's sees this optimizer's steps."""
+        if self.removed:
+            return
+        if self._by_hand:
             self._before(self.optimizer, (), {})
+        self._called_before = self._calls
 
     def after_by_hand(self) -> None:
-        """The step that `before_by_hand` announced has been taken."""
-        if self.foreign is not None and not self.removed:
+        """The step that `before_by_hand` announced has been taken. Its hooks have seen it, or it counts now."""
+        if self.removed or self._calls != self._called_before:
+            # Hooks were called in between, and spoke for this step.
+            self._by_hand = self.foreign is not None
+        elif self._by_hand:
             self._after(self.optimizer)
+        elif not self._guard.disabled and self._iterations is not None:
+            self._by_hand = True
+            self.changes += 1
+            self._windows = None
+            self.measurer.measure_replays()
+            self._iterations.begin_step(self._number)
+            self._iterations.end_step(self._number)
+
+    def look_for_unseen_steps(self) -> bool:
+        """Whether steps turn out to be taken that call no hook: True once. Any thread may ask; nothing waits."""
+        if self.removed or self.foreign is not None or self._captured or self._by_hand or self._guard.disabled:
+            return False
+        found = self.unseen.look(
+            lambda: None if self._depth else self._calls, self.stepping, self.measurer.watched, self._gradient_of
+        )
+        if found:
+            self.changes += 1
+            _LOGGER.warning("%s; training is not affected", NOTES["nobody"])
+        return found
+
+    @property
+    def seen_by(self) -> SeenBy:
+        """What tells of its steps."""
+        if self._by_hand and self.foreign is None:
+            return "hand"
+        return "nobody" if self._captured or self.unseen.found else "hooks"
+
+    def _gradient_of(self, entry: WatchedParameter) -> Tensor | None:
+        return self._intents[entry.group].composition.gradient_of(entry.parameter)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -185,10 +223,11 @@ class OptimizerHooks:
         if not self._captured:
             self._captured = True
             self.changes += 1
-            _LOGGER.warning("%s; training is not affected", _CAPTURED)
+            _LOGGER.warning("%s; training is not affected", NOTES["nobody"])
         return True
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+        self._calls += 1
         if self._sub_group is not None and not self._sub_group.steps(optimizer):
             self.skipped.count_call()
             return None
@@ -245,10 +284,11 @@ class OptimizerHooks:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             self._eager_after(optimizer)
-        else:
+        elif not self._is_being_captured():
             self._after(optimizer)
 
     def _after(self, optimizer: Optimizer) -> None:
+        self._calls += 1
         if self._sub_group is not None and not self._sub_group.steps(optimizer):
             return
         if self._depth > 1:
@@ -295,6 +335,8 @@ class OptimizerHooks:
         assert self._iterations is not None
         try:
             with self._governor.timing(), isolated(_device_of(self.measurer)):
+                if self.seen_by == "hand":
+                    self.measurer.gather_gradients_again()
                 self.totals = self.measurer.after(
                     self.stepping, counterfactuals=self._governor.counterfactuals_due(self._step)
                 )
@@ -321,6 +363,7 @@ class OptimizerHooks:
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
         self.changes += 1
+        self._calls += 1
         self._looks_at_resume = True
         self._governor.measure_next_step()
         self.measurer.state_was_loaded()
@@ -351,8 +394,8 @@ class OptimizerHooks:
         whole = [entry for entry in self._stepped() if isinstance(self._intents[entry.group], WholeTensor)]
         if parts := sum(not is_whole(entry) for entry in whole):
             notes.append(f"{parts} tensors are {_IN_PARTS}")
-        if self._captured:
-            notes.append(_CAPTURED)
+        if note := NOTES[self.seen_by]:
+            notes.append(note)
         if self.stepping is not self.optimizer:
             notes.append(f"tensors are shared out over ranks by {type(self.optimizer).__name__}")
         if self._mixed_precision:

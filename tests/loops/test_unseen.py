@@ -1,0 +1,488 @@
+"""Steps that call no hook are noticed and named once; ordinary loops never are. Megatron is a replica."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import collage_agent as collage
+import pytest
+import torch
+from collage_agent.handle import watch
+from collage_agent.transport import MemoryTransport
+from collage_agent.watching.unseen import NOTES
+from torch import nn
+
+from collage_monitor.wire import StreamCreate
+from tests.agent.training import mlp, mlp_loss
+from tests.integrations.identity import assert_same_training, recorded
+from tests.loops.graphs import MegatronOptimizer, OptimizerCudaGraphWrapper
+from tests.waiting import until
+
+EVERY = 10
+WARMUP = 3
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+REPLAYED: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
+    "masters": (adamw, torch.bfloat16, {}),
+    "one rank of two": (adamw, torch.bfloat16, {"ranks": 2, "rank": 1}),
+    "plain bf16": (adamw, torch.bfloat16, {"masters": False}),
+    "fp32": (adamw, torch.float32, {}),
+    "momentum": (momentum, torch.bfloat16, {}),
+    "without states": (sgd, torch.float32, {}),
+}
+
+
+class Replayed:
+    """A Megatron training whose optimizer steps are replayed after a few."""
+
+    def __init__(self, make=adamw, dtype=torch.bfloat16, graph=True, **options):
+        self.model = mlp(dtype=dtype)
+        self.optimizer = MegatronOptimizer(self.model, make, **options)
+        step = self.optimizer.step
+        self.take = OptimizerCudaGraphWrapper(step, self.optimizer.memory, WARMUP) if graph else step
+        self.losses = []
+
+    @property
+    def steps(self):
+        return len(self.losses)
+
+    def backward(self):
+        self.optimizer.zero_grad()
+        loss = mlp_loss(self.model, self.steps)
+        self.optimizer.backward(loss)
+        self.losses.append(float(loss.detach()))
+
+    def step(self):
+        self.backward()
+        self.take()
+
+    def parameters(self):
+        """The weights and what is stepped in their place."""
+        return [*self.model.parameters(), *(main for *_, main, _ in self.optimizer.shards)]
+
+    def recorded(self):
+        return recorded(self, self.optimizer.optimizer, self.losses)
+
+
+@pytest.mark.parametrize("kind", REPLAYED)
+def test_replayed_steps_are_named_within_a_measuring_interval(kind, caplog):
+    make, dtype, options = REPLAYED[kind]
+    training = Replayed(make, dtype, **options)
+    transport = MemoryTransport()
+    collage.init("replays", transport=transport)
+    handle = collage.watch(training.model, training.optimizer.optimizer, every=EVERY)
+    with caplog.at_level(logging.WARNING, logger="collage_agent"):
+        for _ in range(WARMUP + 1):
+            training.step()
+            collage.log({"loss": 1.0})
+        assert "call no hook" not in caplog.text
+        for _ in range(EVERY):
+            training.step()
+            collage.log({"loss": 1.0})
+    said = [record.message for record in caplog.records if "call no hook" in record.message]
+    assert said == [f"{NOTES['nobody']}; training is not affected"]
+    assert "handle.before()" in str(handle)
+    collage.finish()
+    told = [message.watch for message in transport.messages if isinstance(message, StreamCreate)]
+    assert told[-1] is not None
+    assert "call no hook" in told[-1].intent_reason
+
+
+@pytest.mark.slow
+def test_they_are_named_where_nothing_is_logged():
+    training = Replayed()
+    collage.init("replays", transport=MemoryTransport())
+    handle = collage.watch(training.model, training.optimizer.optimizer, every=EVERY)
+
+    def named():
+        training.step()
+        return "call no hook" in str(handle)
+
+    until(named, "that the worker's thread names the replays")
+
+
+@pytest.mark.parametrize("kind", REPLAYED)
+def test_replays_between_before_and_after_are_measured_as_steps_are(kind):
+    make, dtype, options = REPLAYED[kind]
+    found = []
+    for graph in (True, False):
+        training = Replayed(make, dtype, graph, **options)
+        for _ in range(WARMUP + 1):
+            training.step()
+        handle = watch(
+            training.model, training.optimizer.optimizer, every=1, sample="all", first_step=training.steps + 1
+        )
+        for _ in range(6):
+            training.backward()
+            handle.before()
+            training.take()
+            handle.after()
+        assert handle.step == training.steps
+        found.append((handle.summary(), training.recorded()))
+    (replayed, its_weights), (stepped, their_weights) = found
+    assert_same_training(its_weights, their_weights)
+    for summary in (replayed, stepped):
+        summary["model"].pop("measured_steps", None)
+    assert replayed == stepped
+    assert replayed["model"]["edq_ratio"] is not None
+
+
+def test_looking_changes_nothing():
+    left_alone, looked_at = Replayed(), Replayed()
+    handle = watch(looked_at.model, looked_at.optimizer.optimizer, every=EVERY)
+    for _ in range(12):
+        left_alone.step()
+        looked_at.step()
+        handle.look()
+    assert_same_training(left_alone.recorded(), looked_at.recorded())
+
+
+def test_layers_have_the_names_of_the_weights_that_are_stood_for():
+    model = mlp()
+    names = [name for name, _ in model.named_parameters()]
+    inner = MegatronOptimizer(model, adamw, ranks=2, rank=1).optimizer
+    handle = watch(model, inner)
+    layers = handle._assembly.watched
+    assert [*layers] == names
+    for name, weight in model.named_parameters():
+        assert layers[name].shard.shape == tuple(weight.shape)
+        assert layers[name].shard.elements == weight.numel() // 2
+        assert layers[name].module_type == "Linear"
+    assert [
+        *watch(mlp_ := mlp(), MegatronOptimizer(mlp_, adamw, masters=False).optimizer)._assembly.watched
+    ] == names
+
+
+class Loop:
+    """An ordinary loop; between all that it does somebody looks."""
+
+    def __init__(self, make, dtype=torch.float32):
+        self.model = mlp(dtype=dtype)
+        self.make = make
+        self.optimizer = make(self.model.parameters())
+        self.handle = watch(self.model, self.optimizer, every=2)
+        self.data = 0
+
+    def look(self):
+        for on_host_only in (False, True, False):
+            self.handle.look(on_host_only=on_host_only)
+
+    def backward(self):
+        mlp_loss(self.model, self.data).backward()
+        self.data += 1
+        self.look()
+
+    def train(self, steps=3):
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.look()
+            self.backward()
+            self.optimizer.step()
+            self.look()
+
+    def write(self, values, through_data=False):
+        with torch.no_grad():
+            for parameter, value in zip(self.model.parameters(), values, strict=True):
+                (parameter.data if through_data else parameter).copy_(value)
+                self.look()
+
+    def weights(self):
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def noisy(self):
+        return [weight + 0.01 * torch.randn_like(weight) for weight in self.weights()]
+
+
+def trains(loop):
+    loop.train(12)
+
+
+def rests(loop):
+    loop.train()
+    for _ in range(20):
+        loop.look()
+
+
+def evaluates(loop):
+    for _ in range(3):
+        loop.train()
+        loop.model.eval()
+        with torch.no_grad():
+            for step in range(8):
+                mlp_loss(loop.model, step)
+                loop.look()
+        loop.model.train()
+
+
+def loads_weights(loop):
+    loop.train()
+    for _ in range(4):
+        loop.model.load_state_dict(copy.deepcopy(loop.model.state_dict()))
+        loop.write(loop.noisy())
+    loop.train()
+
+
+def evaluates_checkpoints(loop):
+    loop.train()
+    for _ in range(10):
+        loop.write(loop.noisy())
+        with torch.no_grad():
+            mlp_loss(loop.model, 0)
+        loop.look()
+
+
+def resumes(loop):
+    loop.train()
+    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    for _ in range(3):
+        loop.model.load_state_dict(saved[0])
+        loop.look()
+        loop.optimizer.load_state_dict(saved[1])
+        loop.look()
+        loop.train()
+
+
+def resumes_in_place(loop):
+    """As torch.distributed.checkpoint loads: into the tensors that there are, then through the optimizer."""
+    loop.train()
+    saved = copy.deepcopy(loop.optimizer.state_dict())
+    loop.train()
+    for parameter, state in zip(loop.model.parameters(), saved["state"].values(), strict=False):
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                loop.optimizer.state[parameter][key].copy_(value)
+    loop.look()
+    loop.optimizer.load_state_dict(saved)
+    loop.train()
+
+
+def swaps_an_average(loop, through_data=False):
+    average = loop.weights()
+    for _ in range(4):
+        loop.train()
+        own = loop.weights()
+        average = [0.9 * a + 0.1 * w for a, w in zip(average, own, strict=True)]
+        loop.write(average, through_data)
+        loop.look()
+        loop.write(own, through_data)
+    for _ in range(4):
+        loop.write(average, through_data)
+        loop.write(own, through_data)
+
+
+def swaps_through_data(loop):
+    swaps_an_average(loop, through_data=True)
+
+
+def swaps_storages(loop):
+    for _ in range(3):
+        loop.train()
+        own = [parameter.data for parameter in loop.model.parameters()]
+        for parameter in loop.model.parameters():
+            parameter.data = parameter.data + 0.1
+            loop.look()
+        for parameter, value in zip(loop.model.parameters(), own, strict=True):
+            parameter.data = value
+            loop.look()
+
+
+def accumulates(loop):
+    for _ in range(3):
+        loop.optimizer.zero_grad()
+        for _ in range(8):
+            loop.backward()
+        loop.optimizer.step()
+        loop.look()
+
+
+def steps_two_optimizers(loop):
+    other = mlp(seed=1, dtype=torch.float32)
+    its = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    for step in range(24):
+        its.zero_grad()
+        (mlp_loss(other, step) + mlp_loss(loop.model, step)).backward()
+        loop.look()
+        its.step()
+        loop.look()
+        if step % 8 == 7:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.look()
+
+
+def ties_weights(loop):
+    loop.model[2].weight = nn.Parameter(torch.eye(70))
+    loop.model[4].weight = nn.Parameter(loop.model[2].weight[:5].detach().clone())
+    loop.train(6)
+
+
+def averages_stochastic_weights(loop):
+    average = torch.optim.swa_utils.AveragedModel(loop.model)
+    for _ in range(4):
+        loop.train()
+        average.update_parameters(loop.model)
+        loop.look()
+    torch.optim.swa_utils.update_bn([torch.randn(4, 30)], average)
+    loop.write([parameter.detach() for parameter in average.module.parameters()])
+
+
+def warms_up(loop):
+    schedule = torch.optim.lr_scheduler.LinearLR(loop.optimizer, 0.01, total_iters=8)
+    for _ in range(8):
+        loop.train(1)
+        schedule.step()
+        loop.look()
+
+
+def unfreezes(loop):
+    first, *_ = loop.model
+    first.requires_grad_(False)
+    loop.train()
+    first.requires_grad_(True)
+    loop.look()
+    loop.train()
+
+
+def adds_a_group(loop):
+    loop.train()
+    extra = nn.Linear(3, 3)
+    loop.optimizer.add_param_group({"params": list(extra.parameters())})
+    for _ in range(4):
+        extra(torch.randn(2, 3)).sum().backward()
+        loop.train(1)
+
+
+def clips_weights(loop):
+    for _ in range(6):
+        loop.train(1)
+        loop.write([weight.clamp(-0.1, 0.1) for weight in loop.weights()])
+
+
+def skips_steps(loop):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=1)
+    for _ in range(10):
+        loop.optimizer.zero_grad()
+        scaler.scale(mlp_loss(loop.model, loop.data)).backward()
+        loop.look()
+        scaler.step(loop.optimizer)
+        loop.look()
+        scaler.update()
+        loop.data += 1
+
+
+def takes_closures(loop):
+    def closure():
+        loop.optimizer.zero_grad()
+        loss = mlp_loss(loop.model, loop.data)
+        loss.backward()
+        loop.look()
+        return loss
+
+    for _ in range(6):
+        loop.optimizer.step(closure)
+        loop.look()
+
+
+def perturbs_and_returns(loop):
+    """As SAM does: a step up, a gradient there, back, and a step."""
+    for _ in range(6):
+        loop.optimizer.zero_grad()
+        loop.backward()
+        own = loop.weights()
+        loop.write(loop.noisy())
+        loop.backward()
+        loop.write(own)
+        loop.optimizer.step()
+        loop.look()
+
+
+def moves_states(loop):
+    """As offloading does: to other memory and back, and once forgotten."""
+    for _ in range(3):
+        loop.train()
+        for state in loop.optimizer.state.values():
+            state.update({key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)})
+            loop.look()
+    loop.optimizer.state.clear()
+    loop.look()
+    loop.train()
+
+
+def compiles(loop):
+    loop.model.forward = torch.compile(loop.model.forward, backend="eager")
+    loop.train(4)
+
+
+def averages_over_workers(loop):
+    """As local SGD does, every few steps: the mean of other workers' weights, written over one's own."""
+    for _ in range(5):
+        loop.train(2)
+        loop.write([(own + other) / 2 for own, other in zip(loop.weights(), loop.noisy(), strict=True)])
+
+
+ORDINARY = [
+    trains,
+    rests,
+    evaluates,
+    loads_weights,
+    evaluates_checkpoints,
+    resumes,
+    resumes_in_place,
+    swaps_an_average,
+    swaps_through_data,
+    swaps_storages,
+    accumulates,
+    steps_two_optimizers,
+    ties_weights,
+    averages_stochastic_weights,
+    warms_up,
+    unfreezes,
+    adds_a_group,
+    clips_weights,
+    skips_steps,
+    takes_closures,
+    perturbs_and_returns,
+    moves_states,
+    compiles,
+    averages_over_workers,
+]
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, momentum])
+@pytest.mark.parametrize("loop", ORDINARY, ids=lambda loop: loop.__name__)
+def test_an_ordinary_loop_is_never_named(loop, make, caplog):
+    with caplog.at_level(logging.WARNING, logger="collage_agent"):
+        going = Loop(make)
+        loop(going)
+    assert "call no hook" not in caplog.text + str(going.handle)
+    assert going.handle.step
+
+
+def test_a_graph_after_an_ordinary_loop_is_named():
+    """The loops of the table are looked at: what follows each of them would be found."""
+    going = Loop(adamw)
+    for loop in (evaluates, swaps_an_average, accumulates):
+        loop(going)
+    states = [value for state in going.optimizer.state.values() for value in state.values()]
+    memory = [*(parameter.detach() for parameter in going.model.parameters()), *states]
+    graph = OptimizerCudaGraphWrapper(going.optimizer.step, lambda: memory, cuda_graph_warmup_steps=0)
+    for _ in range(6):
+        going.optimizer.zero_grad(set_to_none=False)
+        going.backward()
+        graph()
+        going.handle.look()
+    assert "call no hook" in str(going.handle)
