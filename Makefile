@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up screenshots studies release packages test quick check format nightly exhaustive torture cluster hostile gpu bench clean
+.PHONY: demo up screenshots studies release packages test quick check format nightly exhaustive torture cluster hostile gpu doors bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -91,6 +91,9 @@ hostile: $(VENV)/.stamp-dev  ## One server under everything at once, for an hour
 
 gpu: $(VENV)/.stamp-dev  ## The CUDA lane
 	$(BIN)/python -m pytest -m gpu
+
+doors: $(VENV)/.stamp-dev  ## Trainings of real packages, each in an environment of its own under build/doors; DOORS="trl verl" for some
+	$(BIN)/python -m tests.doors $(DOORS)
 
 bench: $(VENV)/.stamp-dev  ## Every benchmark
 	for name in watch averages deliver ingest load ranks query runs scale growth optimizer accumulation dashboard archive; do $(BIN)/python -m benchmarks.$$name || exit 1; done

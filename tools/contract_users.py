@@ -1,6 +1,7 @@
 """The contract holds what two components share: a module of it that only one uses belongs to that one.
 
-The command `collage-monitor` counts as a component; what stands in `command/` and `importing/` is its own.
+The command `collage-monitor` counts as a component; what stands in `command/` and `importing/` is its own. So
+is what another program loads by an entry point: it may cost that program nothing.
 """
 
 import sys
@@ -17,7 +18,7 @@ COMPONENTS = {
     "studies": "studies",
 }
 """A component, and the folder that it is imported from."""
-COMMAND = ("collage_monitor.command", "collage_monitor.importing")
+COMMAND = ("collage_monitor.command", "collage_monitor.importing", "collage_monitor.verl_plugin")
 
 
 def users(graph: grimp.ImportGraph, module: str) -> set[str]:

@@ -139,9 +139,7 @@ class Watch:
         Returns what the run is to be told, None if nothing; never where on_host_only, which another thread than the
         training's may ask, and which leaves weights on a device alone. Synchronises nothing.
         """
-        if on_host_only and any(entry.parameter.device.type != "cpu" for entry in self._assembly.watched.values()):
-            return None
-        found = [hooks.look_for_unseen_steps() for hooks in self._hooks]
+        found = [hooks.look_for_unseen_steps(on_host_only=on_host_only) for hooks in self._hooks]
         self._to_tell |= any(found)
         if on_host_only or not self._to_tell:
             return None

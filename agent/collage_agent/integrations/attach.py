@@ -1,8 +1,8 @@
 """`collage-monitor run`: watches every optimizer of a program from its first step, without a change of its code.
 
 The command sets variables (`collage_monitor.environment`). By them a bootstrap folder in front of PYTHONPATH makes
-each Python process call `step_begins` from torch's process-wide hook. The run is named after the script; the other
-variables decide the rest.
+each Python process call `step_begins` from torch's process-wide hook. The run is named after the script, or after
+the role that `name_by_role` finds; the other variables decide the rest.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 from torch import nn
@@ -25,8 +26,9 @@ from collage_agent.intent.foreign import inner_optimizers
 from collage_agent.training.deepspeed import is_stepped_by
 from collage_agent.watching.hooks import OptimizerHooks
 
-__all__ = ["find_model", "step_begins"]
+__all__ = ["find_model", "name_by_role", "step_begins"]
 
+RoleOf = Callable[[FrameType], str]
 _MOST_WATCHES: Final = 8
 _LOG = logging.getLogger("collage_agent")
 
@@ -38,6 +40,8 @@ class _AutomaticWatches:
         self.guard = Guard()
         self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.watches = 0
+        self.role_of: RoleOf | None = None
+        self.roles: dict[str, None] = {}
 
     def attach(self, optimizer: Optimizer) -> None:
         """Watch an optimizer unless somebody does already, or it only calls others."""
@@ -48,9 +52,16 @@ class _AutomaticWatches:
         self.watches += 1
         if self.watches > _MOST_WATCHES:
             return
+        role = None if self.role_of is None else self.role_of(sys._getframe())
         if session.current_run() is None:
-            session.init(name=None if os.environ.get("COLLAGE_RUN_NAME") else _script_name())
-        session.watch(find_model(optimizer), optimizer)
+            session.init(name=_run_name(role))
+        model = find_model(optimizer)
+        if role is not None:
+            self.roles.setdefault(role)
+            if role != next(iter(self.roles)):
+                # A second role in this process: its layers are told from those of the first by its name.
+                model = nn.ModuleDict({role: model})
+        session.watch(model, optimizer)
 
 
 _AUTOMATIC = _AutomaticWatches()
@@ -67,6 +78,11 @@ def step_begins(optimizer: Optimizer) -> None:
         _AUTOMATIC.guard.caught(f"watching {type(optimizer).__name__}", error)
 
 
+def name_by_role(role_of: RoleOf) -> None:
+    """Name runs by what is trained: role_of says it, from the frame of the hook in which a first step begins."""
+    _AUTOMATIC.role_of = role_of
+
+
 def find_model(optimizer: Optimizer) -> nn.Module:
     """The outermost module alive that holds most of the optimizer's parameters.
 
@@ -80,7 +96,9 @@ def find_model(optimizer: Optimizer) -> nn.Module:
     for module in modules:
         if id(module) not in inner:
             held = sum(
-                id(parameter) in parameters or is_stepped_by(optimizer, parameter)
+                id(parameter) in parameters
+                or id(getattr(parameter, "main_param", None)) in parameters
+                or is_stepped_by(optimizer, parameter)
                 for parameter in module.parameters()
             )
             if held > most:
@@ -117,6 +135,13 @@ def _is_module(value: object) -> bool:
 def _is_watched(optimizer: Optimizer) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks.values()
     return any(isinstance(getattr(hook, "__self__", None), OptimizerHooks) for hook in hooks)
+
+
+def _run_name(role: str | None) -> str | None:
+    given = os.environ.get("COLLAGE_RUN_NAME")
+    if role is not None:
+        return f"{given}-{role}" if given else role
+    return None if given else _script_name()
 
 
 def _script_name() -> str | None:

@@ -162,9 +162,11 @@ class OptimizerHooks:
             self._iterations.begin_step(self._number)
             self._iterations.end_step(self._number)
 
-    def look_for_unseen_steps(self) -> bool:
+    def look_for_unseen_steps(self, *, on_host_only: bool) -> bool:
         """Whether steps turn out to be taken that call no hook: True once. Any thread may ask; nothing waits."""
         if self.removed or self.foreign is not None or self._captured or self._by_hand or self._guard.disabled:
+            return False
+        if on_host_only and _device_of(self.measurer).type != "cpu":
             return False
         found = self.unseen.look(
             lambda: None if self._depth else self._calls, self.stepping, self.measurer.watched, self._gradient_of
