@@ -21,6 +21,7 @@ VERBS = "collage_monitor.commands"
 _EXTRAS = {
     "archive": ("archive",),
     "demo": ("agent", "dashboard", "server"),
+    "mcp": ("mcp",),
     "query": ("query",),
     "run": ("agent",),
     "up": ("dashboard", "server"),

@@ -41,14 +41,14 @@ from collage_dashboard.pages.strategies_content import (
     strategy_styles,
 )
 from collage_dashboard.reader import Reader, explain
-from collage_dashboard.recommendation import recommendation
 from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
-from collage_dashboard.strategy_results import StrategyResult, results_of, run_results
 from collage_dashboard.view import View, comparison_of, read_address
 from collage_monitor import __version__, wire
 from collage_monitor.errors import CollageError, NotFound
 from collage_monitor.judgement import CAVEATS
 from collage_monitor.metrics import split_key
+from collage_monitor.recommendation import recommendation
+from collage_monitor.strategy_results import StrategyResult, results_of, run_results
 
 __all__ = ["file_name", "install_report", "report"]
 

@@ -10,15 +10,19 @@ START = 1.7e9
 SECONDS_PER_STEP = 0.5
 
 
-def post_run(server_url, run, token=None, steps=None, *, first=1):
+def post_run(server_url, run, token=None, steps=None, *, first=1, transport=None):
     """Create the run, its attempt and stream, send the reports up to `steps` (None: all), and give it its state.
 
     Posting again with more steps extends the run: what is there already counts as a duplicate. Another `first` is
-    another attempt, which begins there.
+    another attempt, which begins there. `transport` replaces the network.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     with httpx.Client(
-        base_url=f"{server_url}/api/v1", headers=headers, trust_env=False, timeout=PATIENCE_SECONDS
+        base_url=f"{server_url}/api/v1",
+        headers=headers,
+        trust_env=False,
+        timeout=PATIENCE_SECONDS,
+        transport=transport,
     ) as http:
         create = wire.RunCreate(run_id=run.run_id, name=run.name, tags=["test"], seed=run.seed, config=run.config)
         _post(http, "/projects/demo/runs", create)

@@ -2,11 +2,11 @@
 
 import msgspec
 import pytest
-from collage_dashboard.recommendation import recommendation, signed
-from collage_dashboard.strategy_results import loss_name, results_of, run_results
 
 from collage_monitor import wire
 from collage_monitor.judgement import advice_for
+from collage_monitor.recommendation import recommendation, signed
+from collage_monitor.strategy_results import loss_name, results_of, run_results
 
 BYTES = {"plain": 8.0, "light": 10.0, "plus": 12.0, "split-master": 12.0, "master-weights": 16.0}
 STUCK = "Exp_avg_sq stuck since step 10."

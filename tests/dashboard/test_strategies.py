@@ -12,11 +12,11 @@ from collage_dashboard.pages.strategies_content import (
     counterfactual_table,
     strategy_table,
 )
-from collage_dashboard.recommendation import recommendation
-from collage_dashboard.strategy_results import StrategyResult, results_of, run_results
 from collage_dashboard.view import View, read_address
 
+from collage_monitor.recommendation import recommendation
 from collage_monitor.seeds import Estimate
+from collage_monitor.strategy_results import StrategyResult, results_of, run_results
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.walk import by_id, components, text
 

@@ -11,9 +11,9 @@ import plotly.graph_objects as go
 
 from collage_dashboard.descriptions import describe, interval, number
 from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal, strategy_colour
-from collage_dashboard.strategy_results import StrategyResult
 from collage_monitor.seeds import Estimate
 from collage_monitor.strategies import strategy_title
+from collage_monitor.strategy_results import StrategyResult
 
 __all__ = ["Cost", "short_titles", "tradeoff"]
 

@@ -55,13 +55,13 @@ from collage_dashboard.pages.strategies_content import (
     suggested_comparisons,
 )
 from collage_dashboard.reader import Problem, Reader, explain
-from collage_dashboard.recommendation import recommendation
 from collage_dashboard.run_styles import styles_of
-from collage_dashboard.strategy_results import StrategyResult, results_of, run_results
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
 from collage_dashboard.zoom import with_zoom, zoomed
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
+from collage_monitor.recommendation import recommendation
+from collage_monitor.strategy_results import StrategyResult, results_of, run_results
 
 __all__ = ["CHARTS", "DEFAULT_METRIC", "figure", "layout", "register"]
 

@@ -21,13 +21,13 @@ from collage_dashboard.pages.comparison_content import curve_of
 from collage_dashboard.pages.strategies_content import strategy_styles
 from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import styles_of
-from collage_dashboard.strategy_results import StrategyResult, loss_name
 from collage_dashboard.view import Lines, Scale, View
 from collage_dashboard.zoom import POINTS
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.metrics import METRICS
 from collage_monitor.seeds import curve_over_seeds
+from collage_monitor.strategy_results import StrategyResult, loss_name
 
 __all__ = [
     "CHARTS",

@@ -23,13 +23,13 @@ from collage_dashboard.descriptions import UNDEFINED, describe, number, state_ke
 from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.style import DASHES, GRAPH_CONFIG, strategy_colour
 from collage_dashboard.figures.tradeoff import Cost
-from collage_dashboard.recommendation import Recommendation, signed
 from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
-from collage_dashboard.strategy_results import StrategyResult, differences
 from collage_dashboard.view import View, comparison_of, write_address
 from collage_monitor import wire
 from collage_monitor.metrics import split_key
+from collage_monitor.recommendation import Recommendation, signed
 from collage_monitor.seeds import Estimate
+from collage_monitor.strategy_results import StrategyResult, differences
 
 __all__ = [
     "ABOUT_COUNTERFACTUALS",

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from collage_dashboard.strategy_results import StrategyResult, differences
 from collage_monitor.judgement import most_exact, percent
 from collage_monitor.seeds import Estimate, SeedValue, difference
 from collage_monitor.strategies import strategy_title
+from collage_monitor.strategy_results import StrategyResult, differences
 
 __all__ = ["NOTICEABLE_LOSS_SHARE", "Recommendation", "recommendation", "signed"]
 
