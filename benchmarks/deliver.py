@@ -37,6 +37,7 @@ def measure(options: Options) -> Measuring:
     yield from handing_over(rounds)
     if not options.gate:
         yield Figure("logged, ten scalars", "ms", tuple(1e3 * logged() for _ in range(rounds)))
+        yield from mirroring(rounds)
     return [f"{LAYERS} layers × {STATISTIC_COUNT} statistics = 500 numbers, {STEPS} steps a round"]
 
 
@@ -53,14 +54,24 @@ def handing_over(rounds: int) -> list[Figure]:
     ]
 
 
-def handed_over() -> float:
+def mirroring(rounds: int) -> list[Figure]:
+    """What a TensorBoard mirror adds to a report handed over, on the training thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = [(handed_over(f"tensorboard:{folder}/{n}"), handed_over()) for n in range(rounds)]
+    return [
+        Figure("a report handed over, with a mirror", "ms", tuple(1e3 * ours for ours, _ in pairs)),
+        Figure("what the mirror adds", "ms", tuple(1e3 * (ours - without) for ours, without in pairs)),
+    ]
+
+
+def handed_over(*mirrors: str) -> float:
     """Seconds for `measured` of a run whose worker delivers beside it."""
     layout, totals = _layout(), torch.ones(STATISTIC_COUNT, LAYERS, dtype=torch.float64)
 
     def report(run: Run, step: int) -> None:
         run.measured(Measurement(layout, step, 1.0, totals, {"agent_cpu_seconds": 0.5}))
 
-    return _in_a_run(report)
+    return _in_a_run(report, mirrors)
 
 
 def logged() -> float:
@@ -96,10 +107,10 @@ def sent_by_the_caller() -> float:
     return median(taken)
 
 
-def _in_a_run(report: Callable[[Run, int], None]) -> float:
+def _in_a_run(report: Callable[[Run, int], None], mirrors: tuple[str, ...] = ()) -> float:
     with tempfile.TemporaryDirectory() as folder:
         run = Run(
-            Settings(project="benchmark", run_id="benchmark", folder=Path(folder)),
+            Settings(project="benchmark", run_id="benchmark", folder=Path(folder), mirrors=mirrors),
             make_identity("benchmark", environment={}),
             MemoryTransport(),
         )

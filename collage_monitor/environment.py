@@ -16,6 +16,7 @@ VARIABLES: Final = {
     "run_id": "COLLAGE_RUN_ID",
     "group": "COLLAGE_RUN_GROUP",
     "tags": "COLLAGE_TAGS",
+    "mirrors": "COLLAGE_MIRRORS",
     "mode": "COLLAGE_MODE",
     "server_url": "COLLAGE_SERVER_URL",
     "token": "COLLAGE_TOKEN",

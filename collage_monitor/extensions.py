@@ -17,6 +17,7 @@ GROUPS: Final = {
     "collage_agent.statistics": "how a statistic is measured, under the name that its definition has",
     "collage_agent.strategies": "how a storage strategy keeps weights and states, under the same name",
     "collage_agent.rules": "an update rule",
+    "collage_agent.mirrors": "a tracker to which a run's numbers are written, too",
 }
 """Entry-point groups, and what an entry of each adds."""
 

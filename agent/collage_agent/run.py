@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, TextIO
 
@@ -20,6 +21,7 @@ from collage_agent.guard import Guard, reraise_in_tests
 from collage_agent.launch.identity import Identity
 from collage_agent.launch.termination import ExitStatus, is_failure
 from collage_agent.measurement import Layout, Measurement
+from collage_agent.mirrors.mirroring import MirroredRun, Mirrors
 from collage_agent.settings import Settings
 from collage_agent.transport import Transport
 from collage_agent.transport.http import page_answers
@@ -111,6 +113,12 @@ class Run:
         self._refused: set[str] = set()
         self._looks_at = 0.0
         self._reports_run_state = identity.is_first_rank
+        written = settings.mirrors if identity.is_first_rank and settings.mode != "disabled" else ()
+        self.mirrors = Mirrors(
+            written,
+            MirroredRun(self.run_id, self.name, self.project, settings.group, lambda: self.address, Event()),
+        )
+        """Trackers to which this process's numbers are written, too."""
         self._pipeline: DeliveryPipeline | None = None
         if settings.mode != "disabled":
             # Ranks register the run in any order, so only a single process can ask for a new one.
@@ -122,6 +130,7 @@ class Run:
                 resume=resume,
                 on_unreachable=self._announce_unreachable,
                 each_round=self._look_from_worker,
+                mirrors=self.mirrors,
             )
             try:
                 self._pipeline.begin()
@@ -237,6 +246,7 @@ class Run:
         new attempt begins, so that repeated steps do not count twice.
         """
         if self._first_step is None:
+            self.mirrors.find()
             self._first_step = first_step
             self._put(AttemptStart(first_step))
         elif watch_index in self._slots and first_step <= self._slots[watch_index].last_shown_step:
@@ -295,7 +305,7 @@ class Run:
 
     def begin_in_child_process(self) -> None:
         """After a fork: a stream of its own, made when the child reports something; the parent keeps the run."""
-        pipeline, self._pipeline = self._pipeline, None
+        pipeline, self._pipeline, self.mirrors = self._pipeline, None, Mirrors()
         self._reports_run_state = False
         if pipeline is None or self._finished:
             return
@@ -425,6 +435,8 @@ class Run:
             _say(f"run {self.name}: nothing was sent", sys.stdout)
         if not settled:
             _say("the deadline passed before every report was sent or kept; the rest is lost")
+        for line in self.mirrors.missing():
+            _say(line)
         if dropped := self.reports_dropped:
             _say("reports given up: " + ", ".join(f"{count} ({reason})" for reason, count in dropped.items()))
 

@@ -172,13 +172,14 @@ class _Session:
             self.listener.stop()
             self.listener = None
         run = self.run
-        if run is None or not self.alert_callbacks or not run.is_sent:
+        callbacks = [*self.alert_callbacks, *(run.mirrors.callbacks if run is not None else ())]
+        if run is None or not callbacks or not run.is_sent:
             return
         self.listener = AlertListener(
             run.settings.address,
             lambda: run.settings.token,
             run.run_id,
-            self.alert_callbacks,
+            callbacks,
             every_seconds=self.alert_seconds,
             over=lambda: run.is_over,
         )
@@ -225,6 +226,7 @@ def init(
     notes: str = "",
     seed: int | None = None,
     config: Any = None,
+    mirrors: Iterable[str] | None = None,
     server_url: str | None = None,
     token: str | None = None,
     mode: Mode | None = None,
@@ -235,11 +237,12 @@ def init(
 
     Returns at once: the server is spoken to in the background, and while it is away reports are kept on disk.
     Arguments left out come from the environment: COLLAGE_PROJECT, COLLAGE_RUN_NAME, COLLAGE_RUN_ID,
-    COLLAGE_RUN_GROUP, COLLAGE_TAGS, COLLAGE_SERVER_URL, COLLAGE_TOKEN, COLLAGE_MODE, COLLAGE_DIR.
+    COLLAGE_RUN_GROUP, COLLAGE_TAGS, COLLAGE_MIRRORS, COLLAGE_SERVER_URL, COLLAGE_TOKEN, COLLAGE_MODE, COLLAGE_DIR.
     `resume` says what to do when the server knows `run_id`: "allow", "must" or "never"; it is asked in the
     background, and its refusal ends the sending with one log line. `mode` is "online" by default; "offline" keeps
     everything on disk for the next online run in the same folder; "disabled" reports nothing (watches still
-    measure).
+    measure). `mirrors` names trackers to which the run's numbers are written, too: "wandb", "mlflow", "trackio",
+    "tensorboard", or one that another package adds, each with ":WHERE" behind it if it takes that.
 
     Raises:
         ValueError: an argument that cannot be used; the message names it and says what to pass.
@@ -254,6 +257,7 @@ def init(
         notes=notes,
         seed=seed,
         config=config,
+        mirrors=mirrors,
         server_url=server_url,
         token=token,
         mode=mode,

@@ -7,6 +7,7 @@ line and its default is used, so that a stray variable never stops a training jo
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,8 @@ from msgspec import Meta
 
 from collage_agent.options import WatchOptions
 from collage_monitor.environment import VARIABLES
+from collage_monitor.errors import CatalogueError
+from collage_monitor.extensions import extensions
 from collage_monitor.local import data_folder, find_token, server_address
 from collage_monitor.settings import WebAddress, kinds_of, read_setting
 from collage_monitor.wire import LIMITS
@@ -47,6 +50,10 @@ _RunId = Annotated[
 _Tags = Annotated[
     tuple[_Name, ...],
     Meta(max_length=LIMITS["tags_per_run"], description=f"a list of at most {LIMITS['tags_per_run']} texts"),
+]
+_Mirrors = Annotated[
+    tuple[Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]*(:.*)?\Z")], ...],
+    Meta(max_length=16, description="a list of at most 16 names such as 'wandb' or 'tensorboard:logs'"),
 ]
 _Notes = Annotated[str, Meta(max_length=65_536, description="a text of at most 65536 characters")]
 _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="a 64-bit integer or None")]
@@ -103,6 +110,7 @@ class Settings:
     tags: _Tags = ()
     notes: _Notes = ""
     seed: _Seed | None = None
+    mirrors: _Mirrors = ()
     server_url: WebAddress | None = None
     """None: a local server, if one answers."""
     explicit_token: _Token | None = field(default=None, repr=False)
@@ -135,7 +143,7 @@ def read_settings(environment: Mapping[str, str] | None = None, **given: Any) ->
     for name, read in readers.items():
         value = given.pop(name, None)
         if value is not None:
-            several = name == "tags" and isinstance(value, Iterable) and not isinstance(value, str)
+            several = name in {"tags", "mirrors"} and isinstance(value, Iterable) and not isinstance(value, str)
             found[name] = read(tuple(value) if several else value, is_text=False)
     if given:
         raise TypeError(f"init() has no argument {', '.join(given)}")
@@ -150,7 +158,27 @@ def _read(name: str, kind: Any, value: Any, *, is_text: bool = True) -> Any:
     is_address = name == "server_url" and isinstance(value, str)
     secret = name == "token" or (is_address and "@" in value)
     value = read_setting(name, value, kind, is_text=is_text, secret=secret)
+    if name == "mirrors":
+        check_mirrors(value)
     return value.rstrip("/") if is_address else value
+
+
+def check_mirrors(names: Iterable[str]) -> None:
+    """Look each mirror up, and what it needs, without importing that.
+
+    Raises:
+        ValueError: nothing installed has this name, or its package is absent; the message says what to do.
+    """
+    for name in (entry.partition(":")[0] for entry in names):
+        try:
+            known = extensions("collage_agent.mirrors")
+        except CatalogueError as error:
+            raise ValueError(f"mirrors: {error}") from error
+        if name not in known:
+            raise ValueError(f"mirrors={name!r}: there are {', '.join(known)}")
+        package = known[name].package
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"mirrors={name!r} needs {package}, which is not installed: pip install {package}")
 
 
 def watch_defaults(environment: Mapping[str, str] | None = None) -> dict[str, Any]:

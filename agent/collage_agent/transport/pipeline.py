@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 from collage_agent.launch.identity import Identity
+from collage_agent.mirrors.mirroring import Mirrors
 from collage_agent.settings import Resume, Settings
 from collage_agent.transport.counts import ReportCounts
 from collage_agent.transport.delivery import Delivery
@@ -46,9 +47,11 @@ class DeliveryPipeline:
         resume: Resume,
         on_unreachable: Callable[[CollageError], None],
         each_round: Callable[[], None],
+        mirrors: Mirrors | None = None,
     ) -> None:
         """each_round: is called by the thread between rounds, about once a second while nothing is to be done."""
         limits = settings.limits
+        self._mirrors = Mirrors() if mirrors is None else mirrors
         self.counts = ReportCounts()
         self.cpu_seconds = 0.0
         """CPU that the thread has used, brought up to date after each round."""
@@ -76,7 +79,7 @@ class DeliveryPipeline:
         self._delivery = Delivery(
             transport, self._spool, limits, self.counts, wait=self._ending.wait, on_unreachable=on_unreachable
         )
-        self._sender = StreamSender(settings, identity, self._delivery)
+        self._sender = StreamSender(settings, identity, self._delivery, self._mirrors.take)
         self._begun = False
         self._deadline = 0.0
         self._state: FinalState = None
@@ -100,6 +103,7 @@ class DeliveryPipeline:
             self._ending.set()
             self.queue.wake()
         self._thread.join(allowed)
+        self._mirrors.join(self._deadline)
         return not self._thread.is_alive()
 
     def forget(self) -> None:
@@ -116,6 +120,7 @@ class DeliveryPipeline:
         while len(self.queue):
             self._round()
         self._guarded(lambda: self._sender.finish(self._state))
+        self._mirrors.close()
         self._guarded(self._flush)
         self._guarded(self._close)
         self.cpu_seconds = time.thread_time()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from collage_agent.launch.identity import Identity
 from collage_agent.measurement import Layout
+from collage_agent.mirrors.mirroring import MeasuredTotals
 from collage_agent.settings import DeliveryLimits, Resume, Settings
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Body, Envelope
@@ -59,8 +60,16 @@ class StreamSender:
     earlier step, a new attempt begins with a stream of its own.
     """
 
-    def __init__(self, settings: Settings, identity: Identity, delivery: Delivery) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        delivery: Delivery,
+        mirror: Callable[[list[MeasuredTotals]], None] = lambda measured: None,
+    ) -> None:
+        """mirror: is handed each measured step's totals; never raises."""
         self._settings = settings
+        self._mirror = mirror
         self._limits: DeliveryLimits = settings.limits
         self._identity = identity
         self._delivery = delivery
@@ -221,6 +230,7 @@ class StreamSender:
                 self._failed = True
                 _LOG.exception("a step could not be reported; training goes on (said once)")
             return []
+        self._mirror(self._maker.measured)
         if reports:
             self._counts.add(len(reports) - 1)
         else:
@@ -294,6 +304,8 @@ class ReportMaker:
         self._known: dict[int, Layout] = {}
         self._next_seq = 0
         self._time = time
+        self.measured: list[MeasuredTotals] = []
+        """Those of the last step, of each watch."""
 
     @property
     def statistics(self) -> list[str]:
@@ -323,6 +335,7 @@ class ReportMaker:
         Reads device tensors: for the worker thread only. A value that is no number is left out with a log line.
         """
         drafts: list[_Draft] = []
+        self.measured = []
         for item in items:
             if isinstance(item, AttemptStart | WatchChange):
                 continue
@@ -338,8 +351,7 @@ class ReportMaker:
         return self._numbered(_Draft(step, time, dict(scalars)))
 
     def _measured(self, item: MeasuredStep) -> _Draft:
-        measurement = item.measurement
-        layout = measurement.layout
+        measurement, layout = item.measurement, item.measurement.layout
         if item.ready is not None:
             item.ready.synchronize()
         table = measurement.table()
@@ -351,6 +363,7 @@ class ReportMaker:
         model = np.full(totals.shape[0], np.nan)
         model[rows] = [merged.get(key, np.nan) for key in layout.statistics]
         scalars = {name: float(value) for name, value in measurement.scalars.items()}
+        self.measured.append(MeasuredTotals(measurement.step, measurement.time, table, merged, scalars))
         return _Draft(measurement.step, measurement.time, scalars, totals, model)
 
     def _split(self, draft: _Draft) -> list[_Draft]:
@@ -382,8 +395,8 @@ class ReportMaker:
         return draft
 
     def _numbered(self, draft: _Draft, parts: int = 1) -> Report:
-        seq, self._next_seq = self._next_seq, self._next_seq + 1
-        time = self._time.of(draft.time)
+        seq, time = self._next_seq, self._time.of(draft.time)
+        self._next_seq += 1
         if draft.totals is None or draft.model is None:
             return Report(seq=seq, step=draft.step, time=time, scalars=draft.scalars)
         return Report(
