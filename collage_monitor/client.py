@@ -77,15 +77,18 @@ class Client(Connection):
         limit: int = 50,
         config: Sequence[str] = (),
         differing: bool = False,
+        where: Sequence[str] = (),
         **filters: Any,
     ) -> wire.RunTable:
         """Rows of the table of runs; `filters` are project, strategy, group, tag, state, health and q.
 
         config: entries of the configuration, by path, that the rows hold; differing: those in which they differ.
+        where: conditions that all hold, on columns and entries: ["lr > 1e-3", "edq < 0.9", "age < 2d", "tag = a"].
         """
         order = {"sort": sort, "descending": str(descending).lower(), "offset": offset, "limit": limit}
         chosen: dict[str, Any] = {} if run_ids is None else {"run_id": list(run_ids)}
         chosen |= {"config": list(config)} if config else {}
+        chosen |= {"where": list(where)} if where else {}
         chosen |= {"differing": "true"} if differing else {}
         return self.get("/run-table", wire.RunTable, {**filters, **order, **chosen})
 
@@ -98,15 +101,31 @@ class Client(Connection):
         descending: bool = True,
         offset: int = 0,
         limit: int = 50,
+        config: Sequence[str] = (),
+        where: Sequence[str] = (),
         **filters: Any,
     ) -> wire.RunGroups:
         """Rows of the table of runs in groups: each group, and after an opened one (its `key`) its runs."""
         order = {"sort": sort, "descending": str(descending).lower(), "offset": offset, "limit": limit}
-        return self.get("/run-groups", wire.RunGroups, {**filters, **order, "by": by, "open": list(opened)})
+        more = {"open": list(opened), "config": list(config), "where": list(where)}
+        return self.get("/run-groups", wire.RunGroups, {**filters, **order, "by": by, **more})
 
     def run_filters(self) -> wire.RunFilters:
         """The values by which the table of runs can be filtered."""
         return self.get("/run-filters", wire.RunFilters)
+
+    def views(self, project: str | None = None) -> list[wire.SavedView]:
+        """Saved views of the table of runs, of one project or of all."""
+        return self.get("/views", wire.SavedViewList, {"project": project}).views
+
+    def save_view(self, project: str, create: wire.SavedViewCreate) -> wire.SavedView:
+        """Save a view of the table of runs, in place of the project's of this name."""
+        return self.post(f"/projects/{quoted(project)}/views", create, wire.SavedView)
+
+    def delete_view(self, project: str, name: str) -> list[wire.SavedView]:
+        """Delete a saved view; those that its project has left."""
+        path = f"/projects/{quoted(project)}/views"
+        return self.send("DELETE", path, wire.SavedViewList, query={"name": name}).views
 
     def overview(self, run_id: str) -> wire.Overview:
         """What is said of a run: headline, verdict, the numbers behind them."""
@@ -241,12 +260,13 @@ class Client(Connection):
         project: str | None = None,
         run_id: str | None = None,
         alert: str | None = None,
+        severity: str | None = None,
         state: wire.IncidentState | None = None,
         cursor: str | None = None,
         limit: int = 100,
     ) -> wire.IncidentPage:
         """A page of alerts, from when they fired until they ended, newest first."""
-        filters = {"project": project, "run": run_id, "alert": alert, "state": state}
+        filters = {"project": project, "run": run_id, "alert": alert, "severity": severity, "state": state}
         query = {**filters, "cursor": cursor, "limit": limit}
         return self.get("/events", wire.IncidentPage, query)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from collage_monitor.wire.answers import LoggedScalar
 from collage_monitor.wire.messages import Trained
@@ -22,6 +22,9 @@ __all__ = [
     "RunRow",
     "RunSort",
     "RunTable",
+    "SavedView",
+    "SavedViewCreate",
+    "SavedViewList",
     "TableEntry",
     "WorstRun",
 ]
@@ -204,3 +207,29 @@ class RunFilters(Struct, kw_only=True, frozen=True):
     group: dict[str, int]
     tag: dict[str, int]
     health: dict[str, int]
+
+
+class SavedViewCreate(Struct, kw_only=True, frozen=True):
+    """Save what a page of the table of runs shows under a name, in place of what had it before.
+
+    `search`: the query of the page's address, without its question mark.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
+    search: Annotated[str, Meta(max_length=8192, pattern=r"^[!-~]*$")]
+
+
+class SavedView(Struct, kw_only=True, frozen=True):
+    """A saved view of a project, who saved it and when."""
+
+    project: str
+    name: str
+    search: str
+    made_by: str
+    made_at: float
+
+
+class SavedViewList(Struct, kw_only=True, frozen=True):
+    """Saved views by project and name."""
+
+    views: list[SavedView]

@@ -41,6 +41,7 @@ POSTS = (
     "/tokens",
     "/alerts/alertmanager",
     "/silences",
+    "/projects/{project}/views",
 )
 
 

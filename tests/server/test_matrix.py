@@ -53,6 +53,9 @@ ALLOWED: dict[str, set[str] | None] = {
     "GET /api/v1/run-table": READERS,
     "GET /api/v1/run-groups": READERS,
     "GET /api/v1/run-filters": READERS,
+    "GET /api/v1/views": READERS,
+    "POST /api/v1/projects/{project}/views": {"operate", "admin"},
+    "DELETE /api/v1/projects/{project}/views": {"operate", "admin"},
     "GET /api/v1/runs/{run_id}/streams": READERS,
     "GET /api/v1/runs/{run_id}/layers": READERS,
     "GET /api/v1/runs/{run_id}/latest": READERS,
@@ -97,6 +100,7 @@ BODIES = {
     "acknowledge": None,
     "notes": wire.NoteCreate(text="the cooling of node 3 failed"),
     "silences": wire.SilenceCreate(seconds=60.0, project="mine"),
+    "views": wire.SavedViewCreate(name="mine", search="state=failed"),
     "tokens": wire.TokenCreate(name="another", role="read", projects=["mine"]),
 }
 FIRING = NewIncident(
@@ -126,6 +130,8 @@ def request_of(route):
     last = template.rpartition("/")[2]
     if method == "GET" and last in QUERIES:
         path += "?" + QUERIES[last]
+    if method == "DELETE" and last == "views":
+        path += "?name=mine"
     if method == "PATCH":
         return method, path, wire.RunUpdate(notes="seen")
     return method, path, BODIES[last] if method == "POST" else None

@@ -380,3 +380,83 @@ def test_the_table_names_the_run_with_the_gravest_word_and_counts_all_by_health(
     assert page.worst.headline == server.get("/runs/a1/overview", wire.Overview).headline
     assert table(server, project="q").worst.run_id == "c0", "a stuck state is less grave"
     assert table(server, q="no such run").worst is None
+
+
+CONDITIONS = {
+    "optimizer.lr > 1e-3": ["r2", "r1"],
+    "loss >= 2": ["r2", "r1"],
+    "config.loss = mse": ["r1"],
+    "edq < 50%": ["r1", "r0"],
+    "lost >= 0": ["r2", "r1", "r0"],
+    "tag = long": ["r0"],
+    "tag != long": ["r2", "r1"],
+    "judgement = losing updates": ["r1", "r0"],
+    "state = running": ["r2", "r1", "r0"],
+    "age < 90s": ["r2"],
+    "age > 2.5m": ["r0"],
+}
+
+
+@pytest.fixture
+def configured(server, evaluate):
+    """Three runs a minute apart."""
+    configs = [
+        {"optimizer": {"lr": 1e-3}, "arch": "gpt", "depth": 12},
+        {"optimizer": {"lr": 1e-2}, "arch": "gpt", "loss": "mse"},
+        {"optimizer": {"lr": 2}, "arch": "lstm-1"},
+    ]
+    for place, config in enumerate(configs):
+        server.run(f"r{place}", name=f"run-{place}", config=config, tags=["long"] if place == 0 else [])
+        server.attempt(f"r{place}", launch_id=f"l{place}")
+        server.stream(f"r{place}", stream_id=f"s{place}", launch_id=f"l{place}")
+        values = [arrived(10 + i, (0.2, 0.4, 1.0)[place]) for i in range(3)]
+        reports = [report(i, 10 + i, scalars={"loss": 1.0 + place}, values=values[i]) for i in range(3)]
+        server.reports(reports, f"s{place}")
+        server.clock.now += 60
+    evaluate()
+
+
+@pytest.mark.slow
+def test_conditions_hold_for_columns_and_for_entries_of_the_configuration(server, configured):
+    found = {text: ids(table(server, where=quote(text))) for text in CONDITIONS}
+    assert found == CONDITIONS
+    both = table(server, where=f"{quote('arch = gpt')}&where={quote('loss < 2')}")
+    assert (ids(both), both.total) == (["r0"], 1)
+    row = groups(server, by="strategy", where=quote("arch = gpt"), config="optimizer.lr").rows[0].group
+    assert row.count == 2
+    opened = groups(server, by="strategy", where=quote("depth = 12"), config="depth", open=quote(row.key))
+    assert opened.rows[1].run.config == {"depth": 12}
+
+
+@pytest.mark.parametrize(
+    "text", ["lr", "> 3", "loss > high", "arch < gpt", "age < 3", 'a"b = 1', "tag > x", "age ~ 2d"]
+)
+def test_a_condition_that_cannot_be_read_is_told_with_what_to_write(server, text):
+    answer = server.get(f"/run-table?where={quote(text)}", status=422)
+    assert answer.field == "where"
+    assert text in answer.message
+
+
+def test_views_are_saved_by_project_under_a_name_replaced_and_deleted(server):
+    for project, name, search in (
+        ("a/b", "failed", "state=failed"),
+        ("p", "mine", "q=x"),
+        ("p", "mine", "q=y&by=strategy"),
+    ):
+        create = wire.SavedViewCreate(name=name, search=search)
+        server.post(f"/projects/{project}/views", create, wire.SavedView, status=201)
+    views = server.get("/views", wire.SavedViewList).views
+    assert [(view.project, view.name, view.search) for view in views] == [
+        ("a/b", "failed", "state=failed"),
+        ("p", "mine", "q=y&by=strategy"),
+    ]
+    assert server.get("/views?project=p", wire.SavedViewList).views == views[1:]
+    assert server.send("DELETE", "/projects/p/views?name=mine", None, wire.SavedViewList).views == []
+    for number in range(200):
+        server.post(
+            "/projects/p/views", wire.SavedViewCreate(name=str(number), search=""), wire.SavedView, status=201
+        )
+    refused = server.post("/projects/p/views", wire.SavedViewCreate(name="one more", search=""), status=422)
+    assert (refused.limit, "delete one" in refused.message) == (200, True)
+    for wrong in (wire.SavedViewCreate(name="", search=""), wire.SavedViewCreate(name="a", search="a b")):
+        server.post("/projects/p/views", wrong, status=422)

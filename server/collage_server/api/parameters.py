@@ -69,6 +69,14 @@ MetricKeys = Annotated[
     ),
 ]
 Filter = Annotated[str | None, Query(max_length=512)]
+Conditions = Annotated[
+    list[Annotated[str, StringConstraints(max_length=512)]],
+    Query(
+        default_factory=list,
+        max_length=20,
+        description="Conditions that all hold, on columns and entries of configurations: `lr > 1e-3`, `age < 2d`.",
+    ),
+]
 
 
 async def _run_filter(
@@ -102,8 +110,11 @@ async def _table_part(
     descending: bool = True,
     offset: Annotated[int, Query(ge=0, le=10_000_000)] = 0,
     limit: Annotated[int, Query(ge=0, le=500)] = 50,
+    *,
+    where: Conditions,
 ) -> TableQuery:
-    return TableQuery(**vars(filters), health=health, sort=sort, descending=descending, offset=offset, limit=limit)
+    order: dict[str, Any] = {"sort": sort, "descending": descending, "offset": offset, "limit": limit}
+    return TableQuery(**vars(filters), health=health, where=where, **order)
 
 
 TablePart = Annotated[TableQuery, Depends(_table_part)]

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import Query
+from fastapi import Path, Query
 from pydantic import StringConstraints
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
-from collage_server.api.parameters import Id, TablePart
+from collage_server.api.bodies import message
+from collage_server.api.parameters import Filter, Id, TablePart
 from collage_server.api.routing import resource
 from collage_server.app_state import app_state_of
 from collage_server.auth.bearer import principal_of
@@ -24,6 +26,7 @@ from collage_server.store.runs.configurations import differing as differing_entr
 __all__ = ["router"]
 
 router = resource("runs")
+Project = Annotated[str, Path(min_length=1, max_length=512)]
 Entries = Annotated[
     list[Annotated[str, StringConstraints(max_length=512)]],
     Query(default_factory=list, max_length=50, description="Entries of configurations, by path: `optimizer.lr`."),
@@ -67,6 +70,7 @@ def get_run_groups(
             default_factory=list, alias="open", max_length=100, description="Keys of groups whose runs are shown."
         ),
     ],
+    config: Entries,
 ) -> Response:
     """Rows `offset` … of the table of runs in groups. Numbers sort by their mean, times by the newest."""
     app_state = app_state_of(request)
@@ -76,7 +80,7 @@ def get_run_groups(
     rows = [
         wire.TableEntry(group=row)
         if isinstance(row, wire.RunGroup)
-        else wire.TableEntry(run=run_row(*row, now, stale_after))
+        else wire.TableEntry(run=run_row(*row, now, stale_after, dict.fromkeys(config)))
         for row in page.rows
     ]
     return answer(wire.RunGroups(rows=rows, total=page.total))
@@ -88,6 +92,33 @@ def get_run_filters(request: Request) -> Response:
     projects = principal_of(request).projects
     found = app_state_of(request).store.overviews.filters(None if projects is None else sorted(projects))
     return answer(found)
+
+
+@router.get("/views", **describes(wire.SavedViewList))
+def list_views(request: Request, project: Filter = None) -> Response:
+    """Saved views of the table of runs, of one project or of all."""
+    projects = principal_of(request).projects
+    asked = projects if project is None else {project} & (projects or {project})
+    return answer(wire.SavedViewList(views=app_state_of(request).store.table.views(asked)))
+
+
+@router.post("/projects/{project:path}/views", **describes(wire.SavedView, wire.SavedViewCreate, status=201))
+async def save_view(request: Request, project: Project) -> Response:
+    """Save a view of the table of runs, in place of one of this name."""
+    app_state = app_state_of(request)
+    create = await message(request, wire.SavedViewCreate)
+    actor, now = principal_of(request).actor, app_state.clock()
+    view = wire.SavedView(project=project, name=create.name, search=create.search, made_by=actor, made_at=now)
+    await run_in_threadpool(app_state.store.table.save_view, view)
+    return answer(view, 201)
+
+
+@router.delete("/projects/{project:path}/views", **describes(wire.SavedViewList))
+def delete_view(request: Request, project: Project, name: Annotated[str, Query(max_length=200)]) -> Response:
+    """Delete a saved view; the answer holds those that the project has left."""
+    table = app_state_of(request).store.table
+    table.delete_view(project, name)
+    return answer(wire.SavedViewList(views=table.views({project})))
 
 
 @router.get("/runs/{run_id}/overview", **describes(wire.Overview))

@@ -157,10 +157,11 @@ class RunQuery(RunFilter):
 
 @dataclass(frozen=True, kw_only=True)
 class TableQuery(RunFilter):
-    """A part of the table of runs, in its order."""
+    """A part of the table of runs, in its order; `where`: conditions as `column_condition` reads them."""
 
     health: str | None = None
     run_ids: Collection[str] | None = None
+    where: Sequence[str] = ()
     sort: str = "updated_at"
     descending: bool = True
     offset: int = 0
@@ -355,6 +356,7 @@ class IncidentQuery:
     projects: Collection[str] | None = None
     run_id: str | None = None
     alert: str | None = None
+    severity: str | None = None
     state: wire.IncidentState | None = None
     cursor: str | None = None
     limit: int = 100

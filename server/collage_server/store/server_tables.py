@@ -19,7 +19,7 @@ from sqlalchemy import (
 
 from collage_server.store.schema import LONGEST_ID, LONGEST_NAME, metadata
 
-__all__ = ["SERVER_TABLES", "act", "incident", "lease", "log_out", "metadata", "silence", "token"]
+__all__ = ["SERVER_TABLES", "act", "incident", "lease", "log_out", "metadata", "saved_view", "silence", "token"]
 
 _ID = String(LONGEST_ID)
 _NAME = String(LONGEST_NAME)
@@ -123,5 +123,16 @@ lease: Final = Table(
 """Work that one of several servers does: whose it is, until when, and how long it was taken for. "archive" is none:
 its holder is the id of the archive that belongs to this database."""
 
-SERVER_TABLES: Final = (token, act, incident, silence, lease, log_out)
+saved_view: Final = Table(
+    "saved_view",
+    metadata,
+    Column("project", _NAME, primary_key=True),
+    Column("name", _NAME, primary_key=True),
+    Column("search", Text, nullable=False),
+    Column("made_by", _ID, nullable=False),
+    Column("made_at", Double, nullable=False),
+)
+"""Views of the table of runs under a name: `search` is the part of the page's address that says what is shown."""
+
+SERVER_TABLES: Final = (token, act, incident, silence, lease, log_out, saved_view)
 """No run_id leads their keys."""

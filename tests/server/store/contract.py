@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -268,6 +269,42 @@ class StoreContract:
         key = page.rows[0].key
         page = store.table.groups(GroupQuery(by=by, sort="name", opened=[key], offset=2, limit=2), NOW, 600.0)
         assert ([record.run_id for record, _ in page.rows], page.total) == (["r3", "r2"], 6)
+
+    def test_conditions_find_entries_of_every_kind_in_a_configuration(self, store):
+        configs: list[dict[str, Any]] = [
+            {"optimizer": {"lr": 1e-3}, "arch": "gpt", "depth": 12, "compiled": False, "betas": [0.9, 0.95]},
+            {"optimizer": {"lr": 1e-2}, "arch": "gpt", "compiled": True, "loss": "mse", "größe\\": 3},
+            {"optimizer": {"lr": 2}, "arch": "lstm-1", "flat.name": "whole", "empty": None},
+        ]
+        for place, config in enumerate(configs):
+            create = wire.RunCreate(run_id=f"r{place}", name=f"run-{place}", config=config)
+            store.runs.create("p", create, NOW + 60 * place)
+        store.runs.create("p", wire.RunCreate(run_id="odd", config={"odd": "a\x00b", "depth": 7}), NOW - 1e6)
+        expected = {
+            "optimizer.lr > 1e-3": ["r2", "r1"],
+            "optimizer.lr<=0.001": ["r0"],
+            "optimizer.lr != 0.01": ["r2", "r0"],
+            "optimizer = lr": [],
+            "betas ~ 0.9": [],
+            "flat.name = whole": ["r2"],
+            "arch = gpt": ["r1", "r0"],
+            "arch ~ LSTM": ["r2"],
+            "arch ~ %": [],
+            "compiled = true": ["r1"],
+            "compiled = 1": [],
+            "empty = null": [],
+            "depth = 12": ["r0"],
+            "depth ~ 12": ["r0"],
+            "größe\\ = 3": ["r1"],
+            "config.loss = mse": ["r1"],
+            "loss > 0": [],
+            "name ~ run-": ["r2", "r1", "r0"],
+            "age < 90s": ["r2"],
+            "never.there = 1": [],
+        }
+        for text, runs in expected.items():
+            page = store.table.page(TableQuery(where=[text]), NOW + 180, 600.0)
+            assert ([record.run_id for record, _ in page.rows], page.total) == (runs, len(runs)), text
 
     def test_streams_grow_at_the_end_only(self, store):
         self.fill(store)

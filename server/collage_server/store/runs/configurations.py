@@ -1,4 +1,4 @@
-"""What runs were configured with: whether it is the same but for seeds, and in which entries it differs."""
+"""What runs were configured with: whether it is the same but for seeds, which entries differ, and one in SQL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["configuration_of", "differing", "entries"]
+from sqlalchemy import ColumnElement, Double, String, case, cast, func, literal
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+__all__ = ["configuration_of", "differing", "entries", "entry_columns"]
 
 _SEED: Final = re.compile(r"(.*[^a-z])?seed", re.IGNORECASE)
 _LABEL: Final = re.compile(r"run_?(name|id)|(output|logging|log|save)_?(dir|path|folder)", re.IGNORECASE)
@@ -71,3 +75,63 @@ def _short(text: str) -> str:
         return text
     told = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     return f"{text[: _LONGEST - 10]}… {told}"
+
+
+def entry_columns(config: ColumnElement[str], path: str) -> tuple[ColumnElement[float], ColumnElement[str]]:
+    """An entry as (its number, its text), null where it is none; true and false are words.
+
+    Without a number or a text under names within names ("optimizer.lr"), the entry that is called so as a whole.
+    """
+    numbers: list[ColumnElement[Any]] = []
+    texts: list[ColumnElement[Any]] = []
+    for names in dict.fromkeys((tuple(path.split(".")), (path,))):
+        kind = _Kind(config, *_places(names))
+        found = _Entry(config, *_places(names))
+        numbers.append(case((kind.in_(_NUMBERS), cast(found, Double))))
+        # SQLite has no word for true and false but their kind.
+        texts.append(case((kind.in_(("true", "false")), kind), (kind.in_(_WORDS), cast(found, String))))
+    return _first(numbers), _first(texts)
+
+
+_NUMBERS: Final = ("number", "integer", "real")
+_WORDS: Final = ("string", "text", "boolean", *_NUMBERS)
+
+
+def _first(columns: list[ColumnElement[Any]]) -> ColumnElement[Any]:
+    return func.coalesce(*columns) if len(columns) > 1 else columns[0]
+
+
+def _places(names: Sequence[str]) -> tuple[ColumnElement[str], ColumnElement[str]]:
+    """Where an entry stands: as SQLite's paths have it, and as an array of PostgreSQL's."""
+    quoted = [json.dumps(name, ensure_ascii=False) for name in names]
+    return literal("$" + "".join(f".{name}" for name in quoted)), literal("{" + ",".join(quoted) + "}")
+
+
+class _Entry(FunctionElement[str]):
+    """The entry of a configuration at a place."""
+
+    inherit_cache = True
+    on_sqlite, on_postgresql = "json_extract({}, {})", "({} #>> CAST({} AS TEXT[]))"
+
+
+class _Kind(FunctionElement[str]):
+    """What kind of value it is, as the database calls it."""
+
+    inherit_cache = True
+    on_sqlite, on_postgresql = "json_type({}, {})", "jsonb_typeof({} #> CAST({} AS TEXT[]))"
+
+
+@compiles(_Entry, "sqlite")
+@compiles(_Kind, "sqlite")
+def _on_sqlite(element: _Entry | _Kind, compiler: Any, **options: Any) -> str:
+    config, path, _ = (compiler.process(part, **options) for part in element.clauses)
+    return element.on_sqlite.format(config, path)
+
+
+@compiles(_Entry, "postgresql")
+@compiles(_Kind, "postgresql")
+def _on_postgresql(element: _Entry | _Kind, compiler: Any, **options: Any) -> str:
+    config, _, place = (compiler.process(part, **options) for part in element.clauses)
+    # Its jsonb has no character 0: a configuration with one has no entries there.
+    document = f"CASE WHEN strpos({config}, '\\u0000') = 0 THEN CAST({config} AS JSONB) END"
+    return element.on_postgresql.format(f"({document})", place)

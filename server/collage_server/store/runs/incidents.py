@@ -288,8 +288,8 @@ def _is_there(connection: Connection, run_id: str) -> bool:
 
 
 def _filters(query: IncidentQuery) -> list[ColumnElement[bool]]:
-    asked = (("project", query.project), ("run_id", query.run_id), ("alert", query.alert))
-    columns = [(_INCIDENT.c[name], value) for name, value in asked]
+    asked = ("project", "run_id", "alert", "severity")
+    columns = [(_INCIDENT.c[name], getattr(query, name)) for name in asked]
     filters: list[ColumnElement[bool]] = [column == value for column, value in columns if value is not None]
     if query.projects is not None:
         filters.append(_INCIDENT.c.project.in_(sorted(query.projects)))

@@ -1,23 +1,41 @@
-"""The table of runs: pages of it, filtered and in order, of single runs or of groups that open into their runs."""
+"""The table of runs: pages of it, filtered and in order, of runs or of groups that open; saved views of it."""
 
 from __future__ import annotations
 
 import math
+import operator
+import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Select, String, case, func, literal, literal_column, select
+import msgspec
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    String,
+    case,
+    delete,
+    exists,
+    func,
+    literal,
+    literal_column,
+    select,
+)
+from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor import wire
 from collage_monitor.judgement import GRAVITY
 from collage_monitor.seeds import mean_over_seeds
-from collage_server.store import schema
+from collage_server.errors import Unprocessable
+from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.records import GroupQuery, RunRecord, TableQuery
 from collage_server.store.rows import later
+from collage_server.store.runs.configurations import entry_columns
 from collage_server.store.runs.overviews import DECODE_OVERVIEW
 from collage_server.store.runs.run_store import matching, read_records
 
@@ -65,15 +83,21 @@ class GroupPage:
     total: int
 
 
+_VIEW: Final = server_tables.saved_view
+_INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_MOST_VIEWS: Final = 200
+"""Saved views of a project."""
+
+
 class TableStore:
-    """The table of runs, made of what is said of each."""
+    """The table of runs, made of what is said of each, and the views of it that people saved."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def page(self, query: TableQuery, now: float, stale_after_seconds: float) -> TablePage:
         """A page of the table of runs."""
-        table = _Table(query, now - stale_after_seconds)
+        table = _Table(query, now, stale_after_seconds)
         with self._database.reading() as connection:
             live, healths, changed_at = table.counted(connection)
             worst = table.worst(connection) if not set(healths) <= {"", "healthy", "unknown"} else None
@@ -82,7 +106,7 @@ class TableStore:
 
     def groups(self, query: GroupQuery, now: float, stale_after_seconds: float) -> GroupPage:
         """A page of the table of runs in groups: each by what its runs have in common, the open ones with them."""
-        table = _Table(query, now - stale_after_seconds)
+        table = _Table(query, now, stale_after_seconds)
         key = _key(query.by)
         with self._database.reading() as connection:
             counts = [(row.key, row.runs) for row in connection.execute(table.grouped(key))]
@@ -106,16 +130,51 @@ class TableStore:
                     rows += table.rows(connection, max(first, 0), last - max(first, 0), key == found)
             return GroupPage(rows, total)
 
+    def views(self, projects: Collection[str] | None) -> list[wire.SavedView]:
+        """The saved views of these projects (None: of all), by project and name."""
+        chosen = select(_VIEW).order_by(_VIEW.c.project, _VIEW.c.name)
+        if projects is not None:
+            chosen = chosen.where(_VIEW.c.project.in_(sorted(projects)))
+        with self._database.reading() as connection:
+            return [
+                msgspec.convert(row, wire.SavedView, from_attributes=True) for row in connection.execute(chosen)
+            ]
+
+    def save_view(self, view: wire.SavedView) -> None:
+        """Save a view in place of the one of its name.
+
+        Raises:
+            Unprocessable: its project has as many as it may have.
+        """
+        with self._database.writing() as connection:
+            own = _VIEW.c.project == view.project
+            others = connection.execute(
+                select(func.count()).select_from(_VIEW).where(own, _VIEW.c.name != view.name)
+            ).scalar_one()
+            if others >= _MOST_VIEWS:
+                raise Unprocessable(
+                    f"project {view.project!r} has {_MOST_VIEWS} saved views, the most; delete one of them first",
+                    limit=_MOST_VIEWS,
+                )
+            stated = msgspec.structs.asdict(view)
+            statement = _INSERT[connection.dialect.name](_VIEW).values(stated)
+            connection.execute(statement.on_conflict_do_update(index_elements=["project", "name"], set_=stated))
+
+    def delete_view(self, project: str, name: str) -> None:
+        """Delete a view; nothing where there is none of this name."""
+        with self._database.freeing() as connection:
+            connection.execute(delete(_VIEW).where(_VIEW.c.project == project, _VIEW.c.name == name))
+
 
 class _Table:
     """The runs that a query leaves, and their order."""
 
-    def __init__(self, query: TableQuery, stale_before: float) -> None:
+    def __init__(self, query: TableQuery, now: float, stale_after_seconds: float) -> None:
         self._query = query
         sign = later(_RUN.c.updated_at, _OVERVIEW.c.updated_at)
         self._state: ColumnElement[str] = case(
             (_RUN.c.state != "running", _RUN.c.state),
-            (sign >= stale_before, literal("running")),
+            (sign >= now - stale_after_seconds, literal("running")),
             else_=literal("stale"),
         )
         self._columns: dict[str, ColumnElement[Any]] = {
@@ -126,6 +185,7 @@ class _Table:
         }
         equal = ((_OVERVIEW.c.health, query.health), (self._state, query.state))
         conditions = [*matching(query), *(column == value for column, value in equal if value is not None)]
+        conditions += [column_condition(text, self._columns, now) for text in query.where]
         if query.run_ids is not None:
             conditions.append(_RUN.c.run_id.in_(query.run_ids))
         self._base = select(_RUN.c.run_id).outerjoin(_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)
@@ -202,6 +262,97 @@ class _Table:
 
     def _directed(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
         return column.desc() if self._query.descending else column.asc()
+
+
+_CONDITION: Final = re.compile(
+    r"\s*(?P<name>.*?[^\s<>=!~])\s*(?P<sign><=|>=|!=|[<>=~])\s*(?P<value>\S.*?)\s*", re.DOTALL
+)
+_COMPARED: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "=": operator.eq,
+    "!=": operator.ne,
+}
+_ALSO: Final = {
+    "edq": "edq_ratio",
+    "lost": "lost_update_ratio",
+    "step": "last_step",
+    "judgement": "health",
+    "verdict": "health",
+}
+_SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+_OF_CONFIGURATION: Final = "config."
+
+
+def column_condition(text: str, columns: Mapping[str, ColumnElement[Any]], now: float) -> ColumnElement[bool]:
+    """A condition on a column of the table, else on an entry of the configuration: "age < 2d", "lr > 1e-3".
+
+    `~` finds a part of a text; runs without such an entry are left out, whatever is asked of it.
+
+    Raises:
+        Unprocessable: it reads otherwise, or the column is no number and has no order.
+    """
+    found = _CONDITION.fullmatch(text)
+    if found is None or '"' in found["name"]:
+        raise Unprocessable(
+            f"{text!r} is no condition; write a column, one of < <= > >= = != ~, and a value: lr > 1e-3",
+            field="where",
+        )
+    name, sign, value = found["name"], found["sign"], found["value"]
+    column = _ALSO.get(name.lower(), name.lower())
+    if column == "age":
+        age = now - _RUN.c.created_at
+        return _compared(age, sign, _seconds(value), text)
+    if column == "tag":
+        return _tagged(sign, value, text)
+    if column in columns:
+        is_word = column in _WORDS
+        return _compared(columns[column], sign, value if is_word else _number(value), text)
+    number, words = entry_columns(_RUN.c.config, name.removeprefix(_OF_CONFIGURATION))
+    asked = _number(value)
+    return (
+        _compared(words, sign, value, text)
+        if asked is None or sign == "~"
+        else _compared(number, sign, asked, text)
+    )
+
+
+def _compared(column: ColumnElement[Any], sign: str, value: float | str | None, text: str) -> ColumnElement[bool]:
+    if value is None:
+        raise Unprocessable(
+            f"{text!r} needs a number: 0.001, 1e-3, 50 %, or of an age 30m, 2h, 3d, 1w", field="where"
+        )
+    if sign == "~" and not isinstance(value, str):
+        raise Unprocessable(f"{text!r} looks for a part of a number; ask with < <= > >= = or !=", field="where")
+    if sign == "~":
+        return column.icontains(value, autoescape=True)
+    if isinstance(value, str) and sign not in {"=", "!="}:
+        raise Unprocessable(f"{text!r} compares words, which have no order; ask with =, != or ~", field="where")
+    found: ColumnElement[bool] = _COMPARED[sign](column, value)
+    return found
+
+
+def _tagged(sign: str, value: str, text: str) -> ColumnElement[bool]:
+    tag = schema.run_tag.c
+    alike = _compared(tag.tag, "=" if sign == "!=" else sign, value, text)
+    found = exists().where(tag.run_id == _RUN.c.run_id, alike)
+    return ~found if sign == "!=" else found
+
+
+def _number(value: str) -> float | None:
+    share = value.endswith("%")
+    try:
+        number = float(value.removesuffix("%"))
+    except ValueError:
+        return None
+    return number / 100 if share else number
+
+
+def _seconds(value: str) -> float | None:
+    number = _number(value[:-1])
+    return None if number is None or value[-1] not in _SECONDS else number * _SECONDS[value[-1]]
 
 
 def _parts(by: wire.GroupBy) -> list[ColumnElement[Any]]:
