@@ -239,7 +239,7 @@ def run_label(style: LineStyle, href: str | None = None) -> Any:
 
 def runs_in_words(rows: Sequence[Mapping[str, Any]]) -> dmc.Table:
     """Rows of the table of runs as they are read before the grid is there."""
-    heads = [dmc.TableTh(name) for name in ("Run", "Strategy", "State", "Headline")]
+    heads = [dmc.TableTh(name) for name in ("Run", "Strategy", "State", "Judgement")]
     lines = []
     for row in rows:
         mark, kind = row["mark"]
@@ -249,7 +249,7 @@ def runs_in_words(rows: Sequence[Mapping[str, Any]]) -> dmc.Table:
             dmc.TableTd([dot, dcc.Link(row["name"], href=row["address"])], className="run-cell"),
             dmc.TableTd(row["strategy"]),
             dmc.TableTd(row["state"]),
-            dmc.TableTd([sign, row["headline"]], className="verdict-cell"),
+            dmc.TableTd(html.Span([sign, row["brief"]], title=row["headline"]), className="verdict-cell"),
         ]
         lines.append(dmc.TableTr(cells))
     return dmc.Table([dmc.TableThead(dmc.TableTr(heads)), dmc.TableTbody(lines)], className="runs-words")

@@ -6,11 +6,14 @@ An undefined number is an en dash; infinite numbers and NaN are named.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
+from collage_monitor import wire
+from collage_monitor.judgement import EDQ_TOLERANCE, percent
 from collage_monitor.metrics import METRICS, SCALARS, is_metric, preferred_state, split_key
 from collage_monitor.wire import Number, from_number
 
@@ -23,6 +26,8 @@ __all__ = [
     "count",
     "describe",
     "finite",
+    "in_a_sentence",
+    "in_few_words",
     "interval",
     "iso",
     "metric_choices",
@@ -83,6 +88,62 @@ def metric_choices(metrics: Iterable[str], scalars: Iterable[str] = ()) -> list[
         for group, members in groups
         if members
     ]
+
+
+def in_few_words(overview: wire.Overview | None) -> str:
+    """At most six words about a run, of which its headline says more: '57.6 % of updates lost'."""
+    if overview is None:
+        return "Not evaluated yet"
+    short, said = _SHORT.get(overview.health), overview.headline
+    if overview.health == "losing updates":
+        lost, edq = finite(overview.numbers.get("lost_update_ratio")), _held_against(overview, "edq")
+        if lost is not None and ("lost_update_ratio" in overview.findings or edq is None):
+            return f"{percent(lost)} of updates lost"
+        return f"{percent(1 - overview.findings[edq])} of updates missing" if edq else "Updates are lost"
+    if overview.health == "states are stuck":
+        stuck = [key.partition("/")[2] for key in overview.findings if key.startswith(STATE)]
+        return f"{stuck[0]} is stuck" if len(stuck) == 1 else "Optimizer states are stuck"
+    if overview.health == "not finite" and (told := _NOT_FINITE.match(said)):
+        return f"{told[1]} not finite{told[2] or ''}"
+    if overview.health == "unknown" and (ranks := _RANKS.match(said)):
+        return f"Only {ranks[0]} report"
+    return short or overview.health.capitalize()
+
+
+def in_a_sentence(overview: wire.Overview) -> str:
+    """At most twelve words about a run: '57.6 % of updates are lost, since step 1,020; exp_avg_sq is stuck.'"""
+    words = in_few_words(overview)
+    if overview.health == "unknown":
+        first = overview.headline.partition(";")[0].partition(":")[0].rstrip(".")
+        return f"{first if 0 < len(first.split()) <= _MOST_WORDS else words}."
+    if overview.health != "losing updates":
+        return f"{words}."
+    words = words.replace("of updates ", "of updates are ")
+    started = next((value for entry in overview.trend if (value := finite(entry)) is not None), None)
+    if overview.since is not None:
+        words += f", since step {overview.since:,}"
+    elif started is not None and started < 1 - EDQ_TOLERANCE:
+        words += ", from the start"
+    stuck = [key.partition("/")[2] for key in overview.findings if key.startswith(STATE)]
+    if stuck:
+        words += f"; {stuck[0]} is stuck" if len(stuck) == 1 else "; states are stuck"
+    return f"{words}."
+
+
+_MOST_WORDS: Final = 12
+
+
+def _held_against(overview: wire.Overview, kind: str) -> str | None:
+    return next((key for key in overview.findings if key.startswith(kind)), None)
+
+
+_SHORT: Final = {
+    "unknown": "Not known",
+    "decay is lost": "Weight decay is lost",
+    "average is off": "The weights' average is off",
+}
+_NOT_FINITE: Final = re.compile(r"(\S+) is not finite( since step [\d,]+)?")
+_RANKS: Final = re.compile(r"\d+ of \d+ ranks")
 
 
 def state_key(keys: Iterable[str]) -> str:

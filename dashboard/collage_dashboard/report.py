@@ -31,7 +31,8 @@ from collage_dashboard.pages.comparison_curves import (
     read_curves,
     runs_with_throughput,
 )
-from collage_dashboard.pages.run_content import draw, facts_of
+from collage_dashboard.pages.run_about import facts_of
+from collage_dashboard.pages.run_content import draw
 from collage_dashboard.pages.strategies_content import (
     ABOUT_COUNTERFACTUALS,
     COSTS,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from collage_monitor import wire
 from collage_monitor.client import Axis
 
 __all__ = [
+    "ARCHIVED",
     "FILTERS",
     "GROUPS",
     "Lines",
@@ -37,6 +38,8 @@ MAXIMUM_RUNS: Final = 60
 """Runs that one comparison shows. A view counts those beyond: the page says what is left out."""
 FILTERS: Final = ("project", "strategy", "group", "tag", "state", "health")
 """What the table of runs can be filtered by."""
+ARCHIVED: Final = "archived"
+"""The tag of runs that the table leaves out."""
 GROUPS: Final[dict[wire.GroupBy, str]] = {
     "strategy": "strategy",
     "group": "group and strategy",
@@ -44,6 +47,9 @@ GROUPS: Final[dict[wire.GroupBy, str]] = {
 }
 """What runs can be grouped by, in words."""
 _MOST_OPEN: Final = 100
+_MOST_COLUMNS: Final = 40
+_MOST_CONDITIONS: Final = 16
+_MOST_PINS: Final = 10
 _SORTS: Final = frozenset(get_args(wire.RunSort))
 _Choice = TypeVar("_Choice", bound=str | None)
 
@@ -53,11 +59,15 @@ class View:
     """What is looked at. None: `metric` and `lines` the page's own choice, `layer` the whole model, `step` all.
 
     `order` and `rows`: how a heatmap's layers are sorted, and what they are grouped by.
+    `pair`: two strategies that are held against each other, by title.
     `lines`: a curve a run, or a strategy's mean over its runs. `smoothing` in [0, 0.99] weighs the past
     in logged scalars only; measured metrics are never smoothed. `scale` is that of the curves' values.
     `zoom`: both ends of what is shown of `axis`, in its unit.
     Of the table of runs: `query`, filters, and what it is sorted by, with a "-" before it where the largest comes
-    first; `by`: what they are grouped by, and the keys of the groups that are `opened`.
+    first; `by`: what they are grouped by, and the keys of the groups that are `opened`; `where`: conditions on
+    columns and entries of configurations; `archived`: "1" shows the archived ones, too. `columns`: those that stand
+    after the name, in order, fields of rows or paths of entries; none: the usual ones. `pins`: runs that stay on
+    top, with the `baseline`, which numbers are compared with.
     An incident is found by its id, or is the newest of an `alert` on a run.
     `left_out`: runs that were asked for beyond the `MAXIMUM_RUNS` of a comparison.
     """
@@ -69,6 +79,7 @@ class View:
     layer: str | None = None
     step: int | None = None
     smoothing: float = 0.0
+    pair: tuple[str, ...] = ()
     lines: Lines | None = None
     order: Order = "depth"
     rows: Rows = "all"
@@ -84,9 +95,15 @@ class View:
     health: str | None = None
     sort: str = "-updated_at"
     by: wire.GroupBy | None = None
+    where: tuple[str, ...] = ()
+    archived: str | None = None
+    columns: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
+    baseline: str | None = None
     opened: tuple[str, ...] = ()
     incident: str | None = None
     alert: str | None = None
+    severity: str | None = None
     left_out: int = 0
 
 
@@ -108,6 +125,7 @@ def read_address(pathname: str | None, search: str | None) -> View:
         left_out=compared.left_out + (_whole(values.get("left_out")) or 0 if page == "compare" else 0),
         incident=incident,
         alert=values.get("alert"),
+        severity=values.get("severity"),
         metric=values.get("metric"),
         axis=_choice(values.get("axis"), get_args(Axis), "step"),
         layer=values.get("layer"),
@@ -122,8 +140,10 @@ def read_address(pathname: str | None, search: str | None) -> View:
         query=values.get("q", ""),
         sort=_sort(values.get("sort")),
         by=_choice(values.get("by"), (*GROUPS, None), None),
-        opened=tuple(dict.fromkeys(value for name, value in given if name == "open"))[:_MOST_OPEN],
-        **{name: values.get(name) for name in FILTERS},
+        archived=_choice(values.get("archived"), ("1", None), None),
+        baseline=values.get("baseline"),
+        **_lists(given),
+        **_filters(values),
     )
 
 
@@ -144,7 +164,7 @@ def write_address(view: View) -> tuple[str, str]:
         if value != getattr(defaults, attribute):
             pairs.append((name, f"{value:g}" if isinstance(value, float) else str(value)))
     pairs += [(name, f"{end:.15g}") for name, end in zip(("from", "to"), view.zoom or (), strict=False)]
-    pairs += [("open", key) for key in view.opened]
+    pairs += [(name, value) for name, attribute, _ in _LISTS for value in getattr(view, attribute)]
     return pathname, f"?{urlencode(pairs)}" if pairs else ""
 
 
@@ -163,9 +183,32 @@ _QUERY: Final = (
     *((name, name) for name in FILTERS),
     ("sort", "sort"),
     ("by", "by"),
+    ("archived", "archived"),
+    ("baseline", "baseline"),
     ("alert", "alert"),
+    ("severity", "severity"),
     ("left_out", "left_out"),
 )
+
+_LISTS: Final = (
+    ("where", "where", _MOST_CONDITIONS),
+    ("column", "columns", _MOST_COLUMNS),
+    ("pin", "pins", _MOST_PINS),
+    ("open", "opened", _MOST_OPEN),
+    ("pair", "pair", 2),
+)
+"""What may stand several times: its name in the address and in the view, and how many of it count."""
+
+
+def _filters(values: Mapping[str, str]) -> dict[str, Any]:
+    return {name: values.get(name) for name in FILTERS}
+
+
+def _lists(given: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    return {
+        attribute: tuple(dict.fromkeys(value for name, value in given if name == wanted))[:most]
+        for wanted, attribute, most in _LISTS
+    }
 
 
 def _place(pathname: str, runs: Sequence[str]) -> tuple[Page, tuple[str, ...], str | None]:

@@ -21,8 +21,9 @@ def runs():
 def test_a_fall_is_told_with_its_step_and_its_layers(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-falls")
-    answer = page.locator(".answer .verdict")
-    answer.get_by_text(re.compile(rf"since step {DROP + 10}; .*changed then")).wait_for()
+    page.locator(".answer .verdict", has_text=f"since step {DROP + 10}").wait_for()
+    page.get_by_text("Where, since when, and why").click()
+    page.locator(".answer").get_by_text(re.compile(rf"since step {DROP + 10}; .*changed then")).wait_for()
     worst = page.get_by_role("region", name="Layers that lose the most")
     worst.get_by_role("link").nth(4).wait_for()
     assert worst.get_by_role("link").count() == 5
@@ -37,11 +38,13 @@ def test_the_sentence_quotes_the_numbers_that_stand_beside_it(watched):
         float(page.locator(f".number-card[data-metric='{key}'] .value").inner_text())
         for key in ("edq_ratio", "lost_update_ratio")
     )
-    assert f"Loses {100 * lost:.1f} % of its updates (EDQ {edq:.3f})" in said
+    assert f"{100 * lost:.1f} % of updates are lost" in said
+    why = page.locator(".answer .reasons").all_text_contents()
+    assert any(f"Loses {100 * lost:.1f} % of its updates (EDQ {edq:.3f})" in reason for reason in why)
     card = page.locator(".number-card[data-metric='edq_ratio']").inner_text()
     assert re.search(r"over steps 10 to 200, 95 % interval\s+newest step 0\.\d+", card)
     page.goto(f"{watched.url}/?q=run-plain")
-    page.locator(".ag-row .verdict-cell", has_text=f"EDQ {edq:.3f}").wait_for()
+    page.locator(f".ag-row .verdict-cell[title*='EDQ {edq:.3f}']", has_text=f"{100 * lost:.1f} % of").wait_for()
 
 
 def test_ten_runs_share_one_legend_and_leave_room_for_their_curves(open_page, dashboard_url):

@@ -186,6 +186,52 @@ def test_runs_that_differ_in_a_learning_rate_are_told_apart_until_a_reader_treat
     assert rows.count() == 2
 
 
+def visible(page, chart):
+    """The lines that a chart shows."""
+    return page.evaluate(
+        """chart => document.querySelector(`#compare-chart-${chart} .js-plotly-plot`).data
+            .filter(trace => trace.showlegend !== false && trace.visible !== false)
+            .map(trace => trace.name).sort()""",
+        chart,
+    )
+
+
+def test_the_legend_hides_a_line_in_all_charts_and_shows_one_alone(watched):
+    page = watched.page
+    compare(page, watched.url, PICKED[:3])
+    for chart in range(4):
+        drawn(page, chart)
+    page.locator("#compare-legend .line", has_text="light").click()
+    for chart in range(4):
+        assert visible(page, chart) == ["plain", "plus"]
+    assert page.locator("#compare-legend .line", has_text="light").get_attribute("aria-pressed") == "false"
+    page.locator("#compare-axis").get_by_text("Tokens").click()
+    page.wait_for_function("document.querySelector('#compare-chart-0 .xtitle')?.textContent === 'tokens'")
+    assert visible(page, 0) == ["plain", "plus"], "what is drawn anew keeps to it"
+    page.locator("#compare-legend .line", has_text="light").focus()
+    page.keyboard.press("Shift+Enter")
+    assert visible(page, 0) == ["light"]
+
+
+def test_two_strategies_are_held_against_each_other_in_a_sentence(watched):
+    page = watched.page
+    compare(page, watched.url)
+    answer = page.locator("#compare-advice .answer .verdict")
+    answer.get_by_text("Use Collage plus: the smallest that keeps its updates").wait_for()
+    assert len(answer.inner_text().replace("✓", "").split()) <= 15
+    said = page.locator("#compare-worth")
+    said.get_by_text("is worth its 2 bytes more than Plain").wait_for()
+    page.get_by_role("textbox", name="Strategy B").click()
+    page.get_by_role("option", name="Collage plus").click()
+    page.wait_for_function("new URLSearchParams(location.search).getAll('pair').includes('Collage plus')")
+    said.get_by_text("more than").wait_for()
+    told, address = said.inner_text(), page.url
+    page.goto("about:blank")
+    page.goto(address)
+    said.wait_for()
+    assert said.inner_text() == told
+
+
 def test_an_unknown_run_says_so(watched):
     watched.page.goto(f"{watched.url}/run/never-existed")
     watched.page.get_by_text("Nothing is stored under this address").wait_for()

@@ -168,6 +168,8 @@ def test_an_alerts_link_leads_to_what_changed(watched, client):
         "2.000e−05",
         "× 0.100",
     ]
+    assert table.get_by_role("row", name="Clip ratio").count() == 0, "what did not change is folded"
+    table.get_by_text("that hardly changed").click()
     assert "not reported" in table.get_by_role("row", name="Clip ratio").inner_text()
     assert table.get_by_role("row", name="Ranks that reported").inner_text().split("\t")[1:3] == [
         "1 of 1",
@@ -236,6 +238,27 @@ def test_a_token_that_may_only_read_is_told_so(open_page, dashboard, server_url,
         page.goto("about:blank")
     (incident,) = client.incidents(run_id="run-drop").events
     assert incident.acknowledged_by is None
+
+
+def test_incidents_are_filtered_and_acknowledged_together(watched, client):
+    page = watched.page
+    page.goto(f"{watched.url}/incidents")
+    page.get_by_text("fired in the last 12 hours").wait_for()
+    rows = page.locator(".incident-table tbody tr")
+    until(lambda: rows.count() >= 3, "all incidents")
+    page.locator("#incidents-by-alert").click()
+    page.get_by_role("option", name="CollageEdqLow").click()
+    page.wait_for_function("location.search === '?alert=CollageEdqLow'")
+    until(lambda: rows.count() == 1, "the filter")
+    page.get_by_role("button", name="Acknowledge it").click()
+    page.get_by_text("acknowledged by server-token").wait_for()
+    (incident,) = client.incidents(alert="CollageEdqLow").events
+    assert incident.acknowledged_by == "server-token"
+    assert client.incidents(alert="CollageEdqDrop").events[0].acknowledged_by is None
+    page.go_back()
+    until(lambda: rows.count() >= 3, "all incidents again")
+    page.goto(f"{watched.url}/incidents?severity=info")
+    page.get_by_text("No alert has fired here").wait_for()
 
 
 PAGES = {"/incidents": ".incident-table", "/incident?run=run-drop&alert=CollageEdqDrop": ".cause"}

@@ -26,7 +26,7 @@ def runs():
 def losing(page, url):
     """The first question: the run with the mark "!" that loses its updates, and what its page says."""
     page.goto(url)
-    said = page.locator(".ag-row .verdict-cell", has_text="of its updates").first
+    said = page.locator(".ag-row .verdict-cell", has_text="of updates lost").first
     assert said.locator(".mark").inner_text() == "!"
     # The grid keeps a row's pinned cells elsewhere, under the same number.
     number = said.evaluate("cell => cell.closest('.ag-row').getAttribute('row-index')")
@@ -69,8 +69,8 @@ def test_each_question_is_answered_by_what_the_tour_clicks(watched, server_url):
         until(lambda: client.incidents().events, "the server's evaluation")
         until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
     lost, train, change = (question(watched.page, watched.url) for question in QUESTIONS)
-    assert re.match(r"!\s+Loses 33.* of its updates .* since step 10;.* Worst: head\.weight", lost)
-    assert "Train with Collage plus · bfloat16: " in train
+    assert re.match(r"!\s+33.* of updates are lost, since step 10.* Worst: head\.weight", lost)
+    assert "Use Collage plus: the smallest that keeps its updates" in train
     assert re.search(r"since step 110.*Ruled out: 0 were not finite before", change, re.DOTALL)
 
 

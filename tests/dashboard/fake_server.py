@@ -49,6 +49,8 @@ class FakeServer:
             return _json(
                 wire.RunFilters(project={"demo": len(self.runs)}, strategy={}, group={}, tag={}, health={})
             )
+        if parts == ["events"]:
+            return _json(wire.IncidentPage(events=[]))
         if parts == ["compare"]:
             return self._compare(query)
         run = self.runs.get(parts[1])

@@ -10,11 +10,15 @@ from collage_dashboard.descriptions import (
     count,
     describe,
     finite,
+    in_a_sentence,
+    in_few_words,
     interval,
     metric_choices,
     number,
     when,
 )
+
+from collage_monitor import wire
 
 
 @pytest.mark.parametrize(
@@ -100,3 +104,58 @@ def test_a_logged_name_that_begins_as_a_metric_does_is_a_scalar():
         ["edq_ratio"],
         ["grad_norm/encoder"],
     ]
+
+
+def overview(health, headline="", **more):
+    return wire.Overview(run_id="r", health=health, headline=headline, **more)
+
+
+LOSING = {"numbers": {"lost_update_ratio": 0.5761}, "findings": {"lost_update_ratio": 0.5761, "edq_ratio": 0.6}}
+STUCK = {"state_decrement_ratio/exp_avg_sq": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("said", "few", "sentence"),
+    [
+        (None, "Not evaluated yet", None),
+        (overview("healthy", "Updates arrive (EDQ 1.000)."), "Healthy", "Healthy."),
+        (
+            overview("losing updates", trend=[0.6, 0.6], **LOSING),
+            "57.6 % of updates lost",
+            "57.6 % of updates are lost, from the start.",
+        ),
+        (
+            overview("losing updates", trend=[1.0, 0.6], since=1020, **LOSING),
+            "57.6 % of updates lost",
+            "57.6 % of updates are lost, since step 1,020.",
+        ),
+        (
+            overview("losing updates", trend=[0.6], **{**LOSING, "findings": LOSING["findings"] | STUCK}),
+            "57.6 % of updates lost",
+            "57.6 % of updates are lost, from the start; exp_avg_sq is stuck.",
+        ),
+        (
+            overview("losing updates", numbers={"lost_update_ratio": 0.01}, findings={"edq_ratio": 0.875}),
+            "12.5 % of updates missing",
+            "12.5 % of updates are missing.",
+        ),
+        (overview("states are stuck", findings=STUCK), "exp_avg_sq is stuck", "exp_avg_sq is stuck."),
+        (
+            overview("not finite", "Loss is not finite since step 1,110; more."),
+            "Loss not finite since step 1,110",
+            "Loss not finite since step 1,110.",
+        ),
+        (
+            overview("unknown", "2 of 4 ranks report since step 500: what the others hold is not known."),
+            "Only 2 of 4 ranks report",
+            "2 of 4 ranks report since step 500.",
+        ),
+        (overview("decay is lost", "The decay."), "Weight decay is lost", "Weight decay is lost."),
+    ],
+)
+def test_a_run_is_told_in_six_words_and_in_twelve(said, few, sentence):
+    assert in_few_words(said) == few
+    assert len(few.split()) <= 6
+    if sentence is not None:
+        assert in_a_sentence(said) == sentence
+        assert len(sentence.split()) <= 12

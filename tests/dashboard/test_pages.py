@@ -12,7 +12,8 @@ from collage_dashboard.incident_evidence import read_incident_evidence
 from collage_dashboard.pages.comparison import figure
 from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table, judgement_lines, number_cards
 from collage_dashboard.pages.incident_content import body
-from collage_dashboard.pages.run_content import TABS, about, draw, head, panel, summary
+from collage_dashboard.pages.run_about import about
+from collage_dashboard.pages.run_content import TABS, draw, head, panel, summary
 from collage_dashboard.pages.runs_content import compare_link, headline_of, rows
 from collage_dashboard.view import View, read_address
 
@@ -356,3 +357,15 @@ def test_the_line_above_the_table_answers(server):
     assert headline_of(server.client().run_table(q="plus")) == "The run is healthy. None is live."
     nothing = wire.RunTable(rows=[], total=2, live={}, healths={"unknown": 2})
     assert headline_of(nothing) == "No problem is known of 2 runs, 0 of them healthy. None is live."
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["/?column=optimizer.lr&where=lr+>+1", "/run/run-plain", "/compare?run=run-plain&run=run-plus", "/incidents"],
+)
+def test_no_two_parts_of_a_page_have_one_id(reader, address):
+    pathname, _, search = address.partition("?")
+    shown = components(render(read_address(pathname, search), reader))
+    ids = [str(part.id) for part in shown if getattr(part, "id", None) is not None]
+    assert len(ids) > 3, "the page is there"
+    assert sorted(ids) == sorted(set(ids))

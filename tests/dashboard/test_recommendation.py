@@ -1,11 +1,12 @@
 """Which strategy is recommended, and what is said for and against each."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from collage_monitor import wire
 from collage_monitor.judgement import advice_for
-from collage_monitor.recommendation import recommendation, signed
+from collage_monitor.recommendation import recommendation, signed, worth
 from collage_monitor.strategy_results import loss_name, results_of, run_results
 
 BYTES = {"plain": 8.0, "light": 10.0, "plus": 12.0, "split-master": 12.0, "master-weights": 16.0}
@@ -248,3 +249,42 @@ def test_without_a_reference_the_loss_is_said_to_be_unknown():
 
 def test_differences_have_a_sign_and_a_true_minus():
     assert [signed(value) for value in (0.09312, -0.002, 0.0)] == ["+0.0931", "−0.002", "0"]
+
+
+def test_the_answer_has_fifteen_words_at_most():
+    said = found(DEMO)
+    assert said.brief == "Use Collage plus: the smallest that keeps its updates (12 bytes a parameter)."
+    only = found([REFERENCE, row("plain", 2.51, health="losing updates", headline="Loses 57 % of its updates.")])
+    none = found([row("plain", 2.51, health="losing updates", headline="Loses 57 % of its updates.")])
+    for answer in (said, only, none):
+        assert 0 < len(answer.brief.split()) <= 15
+
+
+def pair(losses, others):
+    rows = [row("plain", loss, seed=seed) for seed, loss in enumerate(others)]
+    rows += [row("plus", loss, seed=seed) for seed, loss in enumerate(losses)]
+    one, other = (next(r for r in results(rows) if r.strategy == name) for name in ("plus", "plain"))
+    assert worth(one, other, results(rows)) == worth(other, one, results(rows)), "whichever comes first"
+    return worth(one, other, results(rows))
+
+
+def test_two_strategies_are_held_against_each_other_with_how_sure_that_is():
+    differences = np.array([0.010, 0.012, 0.011])
+    half = 4.302652729911275 * np.std(differences, ddof=1) / np.sqrt(3)
+    low, high = (f"{differences.mean() + side * half:.3g}" for side in (-1, 1))
+    others = np.array([2.50, 2.60, 2.40])
+    assert pair(others - differences, others) == (
+        f"Collage plus is worth its 4 bytes more than Plain: its loss is lower by 0.011 "
+        f"(95 %: {low} to {high}, 3 pairs)."
+    )
+    assert "is not worth its 4 bytes more than Plain: its loss is higher by 0.011" in pair(
+        others + differences, others
+    )
+    assert "is not shown to be worth" in pair(others + np.array([0.01, -0.01, 0.002]), others)
+    assert pair([2.4], [2.5]) == (
+        "Whether Collage plus is worth its 4 bytes more than Plain is not known: its loss is lower by 0.1, "
+        "from one run each."
+    )
+    sick = [row("plain", 2.5, seed=1, health="losing updates"), row("plus", 2.4, seed=1)]
+    one, other = results(sick)
+    assert worth(one, other, results(sick)).endswith(" Plain: losing updates.")

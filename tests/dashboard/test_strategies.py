@@ -72,6 +72,8 @@ def test_the_pictures_have_a_point_a_strategy_in_its_colour_and_mark_the_chosen(
     assert by_bytes.data[-1].y[0] == 0.0
     marked = [trace.name for trace in by_bytes.data if trace.marker.line.width]
     assert marked == ["Collage plus"]
+    hollow = [trace.name for trace in by_bytes.data if trace.marker.symbol.endswith("-open")]
+    assert hollow == ["Plain · bfloat16", "Collage light"], "what something speaks against"
     assert {trace.marker.color for trace in by_bytes.data} == {trace.marker.color for trace in by_speed.data}
     near = [(trace.x[0], trace.textposition) for trace in by_bytes.data if trace.x[0] == 16]
     assert len(set(near)) == 2, "labels of near points keep apart"

@@ -17,7 +17,12 @@ pages = st.one_of(
         health=st.none() | st.just("losing updates"),
         sort=st.sampled_from(["-updated_at", "edq_ratio", "-name"]),
         by=st.none() | st.sampled_from(["strategy", "group", "configuration"]),
-        opened=st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=3).map(tuple),
+        archived=st.none() | st.just("1"),
+        baseline=st.none() | st.just("run 1"),
+        **{
+            name: st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=3).map(tuple)
+            for name in ("where", "columns", "pins", "opened")
+        },
     ),
     st.builds(
         View,

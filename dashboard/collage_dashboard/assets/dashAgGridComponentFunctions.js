@@ -60,7 +60,7 @@ dagcomponentfuncs.JudgementCell = function (props) {
     "span",
     { title: row.headline, className: "verdict-cell" },
     React.createElement("span", { className: `mark mark-${row.mark[1]}`, "aria-hidden": true }, row.mark[0]),
-    row.headline
+    row.brief
   );
 };
 

@@ -21,7 +21,19 @@ function spreadOf(params) {
 // A number; of a group of runs the mean over them, ± the standard deviation of a single run.
 dagfuncs.fourDigitsOver = function (params) {
   const [, spread] = spreadOf(params);
-  return digits(params.value, 4) + (spread === null ? "" : ` ±\u00a0${fewDigits(spread)}`);
+  return digits(params.value, 4) + (spread === null ? "" : ` ±\u00a0${fewDigits(spread)}`) + versus(params, (value) => digits(value, 3));
+};
+
+// In a line of its own, how far the number is from the baseline's.
+function versus(params, text) {
+  const difference = ((params.data && params.data.versus) || {})[params.colDef.field];
+  return difference === undefined ? "" : `\n${difference > 0 ? "+" : ""}${text(difference)}`;
+}
+
+// An entry of the configuration, under the path that heads its column.
+dagfuncs.ofConfiguration = function (params) {
+  const value = ((params.data && params.data.config) || {})[params.colDef.headerName];
+  return value === undefined || value === null ? "–" : String(value);
 };
 
 dagfuncs.overRuns = function (params) {
@@ -29,8 +41,19 @@ dagfuncs.overRuns = function (params) {
   return count > 1 ? `Mean of ${count} runs ± ${fewDigits(spread)}, the standard deviation of a single run` : null;
 };
 
-dagfuncs.wholeNumber = function (value) {
-  return value === null || value === undefined ? "–" : value.toLocaleString("en-GB");
+// A share, with one digit behind the point.
+dagfuncs.percent = function (value) {
+  if (value === null || value === undefined) return "–";
+  return value > 0 && value < 1e-4 ? "< 0.01\u00a0%" : `${(100 * value).toFixed(1)}\u00a0%`;
+};
+
+function grouped(value) {
+  return value.toLocaleString("en-GB").replace(/-/g, "−");
+}
+
+dagfuncs.wholeNumber = function (params) {
+  const value = params.value;
+  return value === null || value === undefined ? "–" : grouped(value) + versus(params, grouped);
 };
 
 dagfuncs.minuteUtc = function (seconds) {

@@ -85,6 +85,37 @@
     return [...document.querySelectorAll(`${place} .js-plotly-plot`)].filter((plot) => plot.data && plot.data.length);
   }
 
+  // The legend of a comparison hides lines, or shows one alone; what is drawn anew keeps to it.
+  const hidden = new Set();
+  const plain = (text) => new DOMParser().parseFromString(text, "text/html").documentElement.textContent;
+  const lines = () => [...document.querySelectorAll("#compare-legend [data-line]")];
+
+  function isHidden(trace) {
+    const name = plain(trace.name || "");
+    return [...hidden].some((line) => [line, `${line} (partial)`].includes(name) || name.startsWith(`${line}, `));
+  }
+
+  function chooseLine(button, alone) {
+    const own = button.dataset.line;
+    const all = lines().map((line) => line.dataset.line);
+    if (alone) all.forEach((line) => (line === own ? hidden.delete(line) : hidden.add(line)));
+    else if (!hidden.delete(own)) hidden.add(own);
+    for (const line of lines()) line.setAttribute("aria-pressed", String(!hidden.has(line.dataset.line)));
+    for (const plot of plotsOf("[id^='compare-chart-']"))
+      window.Plotly.restyle(plot, { visible: plot.data.map((trace) => !isHidden(trace)) });
+  }
+
+  for (const kind of ["click", "dblclick"])
+    document.addEventListener(kind, (event) => {
+      const button = event.target.closest && event.target.closest("#compare-legend [data-line]");
+      if (button) chooseLine(button, kind === "dblclick" || event.shiftKey);
+    });
+
+  function withLines(figure) {
+    if (!hidden.size || !lines().length || !figure.data) return figure;
+    return { ...figure, data: figure.data.map((trace) => (isHidden(trace) ? { ...trace, visible: false } : trace)) };
+  }
+
   // A heatmap is walked with the arrow keys; Enter picks the cell, as a click does.
   document.addEventListener("focusin", (event) => {
     const plot = mapOf(event.target);
@@ -198,7 +229,7 @@
     collage: {
       keepZoom: (figure, current) => {
         if (!figure) return window.dash_clientside.no_update;
-        return figure.newest ? grown(figure.newest, current) : carry(figure, current);
+        return figure.newest ? grown(figure.newest, current) : withLines(carry(figure, current));
       },
       showZoom,
       shareHover,

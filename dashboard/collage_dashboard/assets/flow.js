@@ -96,7 +96,7 @@
 
   let pointedAt = -Infinity;
   document.addEventListener("pointerdown", (event) => {
-    if (event.target.closest && event.target.closest(HEATMAP)) pointedAt = performance.now();
+    if (event.target.closest && event.target.closest(`${HEATMAP}, .layers-grid`)) pointedAt = performance.now();
   }, true);
 
   // Who chooses a layer types over the one that is chosen.
@@ -117,6 +117,14 @@
     event.stopPropagation();
     wanted.click();
   }, true);
+
+  // The server groups by the reader's days.
+  document.cookie = `zone=${Intl.DateTimeFormat().resolvedOptions().timeZone}; path=/; SameSite=Strict; max-age=31536000`;
+
+  // In the table of layers Enter chooses the row's layer, as a click does.
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && event.target.matches && event.target.matches(".layers-grid .ag-cell")) event.target.click();
+  });
 
   // Times stand as the reader's clock has them; on hover in UTC.
   function tellTimes() {
@@ -156,8 +164,7 @@
 
   function filtersOf(search) {
     const given = new URLSearchParams(search || "");
-    given.delete("sort");
-    given.delete("open");
+    ["sort", "open", "pin"].forEach((name) => given.delete(name));
     return given.toString();
   }
 
@@ -168,8 +175,41 @@
 
   function sortText(request) {
     const [chosen] = request.sortModel || [];
-    return chosen ? (chosen.sort === "desc" ? "-" : "") + chosen.colId : "-updated_at";
+    if (chosen) return (chosen.sort === "desc" ? "-" : "") + chosen.colId;
+    // What is sorted by a column that is not shown stays so.
+    const asked = sortOf(window.location.search);
+    const isShown = window.dash_ag_grid.getApi("runs-grid").getColumn(asked.colId);
+    return isShown ? "-updated_at" : (asked.sort === "desc" ? "-" : "") + asked.colId;
   }
+
+  function usualColumns() {
+    return document.querySelector("[data-usual]").dataset.usual.split(",");
+  }
+
+  // Who drags a column's header chooses their order.
+  let listensTo = null;
+  function keepOrder() {
+    window.dash_ag_grid.getApiAsync("runs-grid").then((grid) => {
+      if (grid === listensTo) return;
+      listensTo = grid;
+      grid.addEventListener("columnMoved", (event) => {
+        if (!event.finished || event.source !== "uiColumnMoved") return;
+        const value = grid.getColumnState().map((column) => column.colId).filter((id) => id !== "name");
+        window.dash_clientside.set_props("runs-columns", { value });
+      });
+    });
+  }
+
+  // The whole sentence about a run stands below the table while its row is pointed at or focused.
+  function tellSentence(event) {
+    const row = event.target.closest && event.target.closest("#runs-grid .ag-row");
+    const place = document.getElementById("runs-sentence");
+    if (!row || !place) return;
+    const said = document.querySelector(`#runs-grid .ag-row[row-index="${row.getAttribute("row-index")}"] .verdict-cell`);
+    if (said && place.textContent !== said.title) place.textContent = said.title;
+  }
+  document.addEventListener("focusin", tellSentence);
+  document.addEventListener("mouseover", tellSentence);
 
   let filtered = null;
   let sorted = null;
@@ -190,7 +230,7 @@
           const filters = filtersOf(search);
           const sort = sortOf(search);
           const now = grid.getColumnState().find((column) => column.sort) || {};
-          if (now.colId !== sort.colId || now.sort !== sort.sort) {
+          if (grid.getColumn(sort.colId) && (now.colId !== sort.colId || now.sort !== sort.sort)) {
             filtered = filters;
             grid.applyColumnState({ state: [sort], defaultState: { sort: null } });
           } else if (filtered !== null && filtered !== filters) {
@@ -209,9 +249,16 @@
         const given = new URLSearchParams(search || "");
         // The address of another page, on the way to it, chooses nothing here.
         if (window.location.pathname !== "/") return no;
-        ["project", "strategy", "group", "tag", "state", "health", "by"].forEach((choice, place) => {
+        const choices = ["project", "strategy", "group", "tag", "state", "health", "archived", "by"];
+        choices.forEach((choice, place) => {
           const value = given.get(choice);
           if (value !== (shown[place] || null)) window.dash_clientside.set_props(`runs-${choice}`, { value });
+        });
+        const columns = given.getAll("column");
+        const lists = { where: given.getAll("where"), columns: columns.length ? columns : usualColumns() };
+        Object.entries(lists).forEach(([choice, value], place) => {
+          const now = shown[choices.length + place] || [];
+          if (JSON.stringify(value) !== JSON.stringify(now)) window.dash_clientside.set_props(`runs-${choice}`, { value });
         });
         // While its reader types, the box is ahead of the address.
         const asked = given.get("q") || "";
@@ -222,9 +269,15 @@
       firstRows: (request, first) => {
         const no = window.dash_clientside.no_update;
         if (!request) return [no, no, no];
+        keepOrder();
         const sort = sortText(request);
         if (first && request.startRow === 0 && first.sort === sort) return [first, null, no];
         return [no, null, { ...request, sort }];
+      },
+      // The runs that stay on top stand there whatever is asked for.
+      showPinned: (rows) => {
+        window.dash_ag_grid.getApiAsync("runs-grid").then((grid) => grid.setGridOption("pinnedTopRowData", rows || []));
+        return window.dash_clientside.no_update;
       },
       keepSort: (request, search) => {
         const no = window.dash_clientside.no_update;

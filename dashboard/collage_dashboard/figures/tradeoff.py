@@ -62,7 +62,10 @@ class _Point:
 def tradeoff(
     results: Sequence[StrategyResult], cost: Cost, *, chosen: StrategyResult | None = None, height: int = 300
 ) -> go.Figure:
-    """Loss above the reference against `cost`; without a reference the loss itself. `chosen` has a ring."""
+    """Loss above the reference against `cost`; without a reference the loss itself. `chosen` has a ring.
+
+    Strategies that something speaks against are hollow.
+    """
     referred = any(result.is_reference for result in results)
     points = []
     for result, title in zip(results, short_titles(results), strict=True):
@@ -132,6 +135,7 @@ def _label(point: _Point, is_chosen: bool) -> str:
 def _trace(point: _Point, place: Place | None, is_chosen: bool) -> go.Scatter:
     colour = strategy_colour(point.result.strategy, point.result.dtype)
     beside = place if isinstance(place, str) else None
+    is_hollow = point.result.health not in {"healthy", "unknown"}
     return go.Scatter(
         x=[point.cost.value],
         y=[point.loss.value],
@@ -144,7 +148,7 @@ def _trace(point: _Point, place: Place | None, is_chosen: bool) -> go.Scatter:
         marker={
             "color": colour,
             "size": 13 if is_chosen else 10,
-            "symbol": "diamond" if point.result.is_reference else "circle",
+            "symbol": ("diamond" if point.result.is_reference else "circle") + ("-open" if is_hollow else ""),
             "line": {"color": INK, "width": 2.5 if is_chosen else 0},
         },
         error_x=_bar(point.cost, colour),

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
+from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
@@ -30,7 +30,16 @@ from collage_dashboard.components import (
 )
 from collage_dashboard.figures.style import digest
 from collage_dashboard.numbers import frame_of, pandas_note
-from collage_dashboard.pages.comparison_content import comparison_table, judgement_lines, legend, number_cards
+from collage_dashboard.pages.comparison_content import (
+    RunNames,
+    comparison_table,
+    judgement_lines,
+    legend,
+    number_cards,
+    picker,
+    register_search,
+    suggested_comparisons,
+)
 from collage_dashboard.pages.comparison_curves import (
     CHARTS,
     DEFAULT_METRIC,
@@ -50,9 +59,11 @@ from collage_dashboard.pages.strategies_content import (
     cost_cards,
     cost_figures,
     counterfactual_table,
+    pair_of,
+    pair_question,
+    register_treat,
     strategy_styles,
     strategy_table,
-    suggested_comparisons,
 )
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.run_styles import styles_of
@@ -60,14 +71,15 @@ from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_addre
 from collage_dashboard.zoom import with_zoom, zoomed
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
-from collage_monitor.recommendation import recommendation
+from collage_monitor.recommendation import recommendation, worth
 from collage_monitor.strategy_results import StrategyResult, results_of, run_results
 
 __all__ = ["CHARTS", "DEFAULT_METRIC", "figure", "layout", "register"]
 
-_PICKABLE: Final = 50
 _PICKABLE_GROUPS: Final = 200
 """Runs, the newest, whose groups are offered."""
+_ANSWERED: Final = ("table", "advice", "strategies", "counterfactuals", "pair")
+"""What of the page the curves tell, in the order of `_tables_and_answer`."""
 Results = Sequence[StrategyResult]
 _NOTHING_PICKED: Final = Problem(
     "Pick runs to compare", "Tick two or more runs in the table of runs, then press Compare."
@@ -100,9 +112,10 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Store(id="compare-zoom"),
             dcc.Store(id="compare-treated"),
             html.Div([dcc.Link("Runs", href="/"), " / Strategies"], className="crumbs"),
-            html.Div(_picker(view, rows), className="toolbar"),
+            html.Div(picker(view, rows), className="toolbar"),
             html.Div(_missing(view, rows), id="compare-alert"),
             html.Div(advice(said, _shown(view, rows), results), id="compare-advice"),
+            html.Div(pair_question(view, results), id="compare-pair"),
             cost_cards(results, said),
             html.Div(strategy_table(results), id="compare-strategies"),
             html.H2("Runs", className="part"),
@@ -131,8 +144,9 @@ def layout(view: View, reader: Reader) -> html.Div:
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
     _register_navigation(app)
-    _register_search(app, reader)
-    _register_treat(app, reader)
+    register_search(app, reader)
+    register_treat(app, reader)
+    _register_pair(app, reader)
     _register_charts(app, reader)
 
     @app.callback(
@@ -172,7 +186,10 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
 
     @app.callback(
         Output("compare-drawn", "data"),
-        *(Output(f"compare-{name}", "children") for name in ("table", "advice", "strategies", "counterfactuals")),
+        *(
+            Output(f"compare-{name}", "children")
+            for name in ("table", "advice", "strategies", "counterfactuals", "pair")
+        ),
         *(Output(f"compare-cost-{place}", "figure") for place in range(len(COSTS))),
         *(Output(f"compare-answer-{place}", "data") for place in places),
         Input("compare-shown", "data"),
@@ -186,9 +203,9 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate
         rows = _rows_from_json(kept)
         metrics = (*charted_metrics(rows), view.metric or DEFAULT_METRIC)
-        whole = replace(view, zoom=None)
+        whole = replace(view, zoom=None, pair=())
         # Over tokens or time each run has its own steps between two places: there a zoom moves what was read.
-        read = view if view.axis == "step" else whole
+        read = replace(view, pair=()) if view.axis == "step" else whole
         asking = [*(replace(read, metric=metric) for metric in metrics), replace(whole, metric=metrics[LOSS])]
         wanted = [f"{revision['at']} {write_address(one)[1]}" for one in asking]
         before = drawn or [["", ""]] * len(wanted)
@@ -204,7 +221,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_of(run_results(rows, runs or ()))
-        shown = [no_update] * (4 + len(COSTS)) if runs is None else _tables_and_answer(view, rows, runs, results)
+        shown = [no_update] * (5 + len(COSTS)) if runs is None else _tables_and_answer(view, rows, runs, results)
         means = results if lines_of(view, rows) == "strategy" else ()
         figures = {
             place: with_zoom(draw_curves(found[metrics[place]], metrics[place], view, means), view)
@@ -238,45 +255,29 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
     )
 
 
-def _register_treat(app: dash.Dash, reader: Reader) -> None:
+def _register_pair(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
-        Output("compare-treated", "data"),
-        Output("compare-alert", "children", allow_duplicate=True),
-        Input("compare-treat", "n_clicks"),
+        Output("compare-worth", "children"),
+        Output("compare-address", "search", allow_duplicate=True),
+        Input({"type": "compare-pair", "index": ALL}, "value"),
         State("compare-rows", "data"),
+        State("compare-shown", "data"),
         prevent_initial_call=True,
     )
-    def treat_as_one(clicks: int | None, kept: str) -> tuple[Any, Any]:
-        """All runs count as configured like the first, or each by its own configuration again."""
-        if not clicks:
-            raise dash.exceptions.PreventUpdate
-        rows = _rows_from_json(kept)
-        treated = any(row.is_treated for row in rows)
-        update = wire.RunUpdate(configuration="" if treated else rows[0].configuration)
+    def hold_against(pair: list[str], kept: str, shown: str) -> tuple[Any, Any]:
+        """The two strategies that were chosen, by their losses at a step that all runs have reached."""
+        before, rows = read_address("/compare", shown), _rows_from_json(kept)
+        view = replace(before, pair=tuple(pair), zoom=None)
+        metric = charted_metrics(rows)[LOSS]
         try:
-            reader.ask(lambda client: [client.update_run(row.run_id, update) for row in rows])
-        except CollageError as error:
-            return no_update, notice(explain(error))
-        return time.time(), no_update
-
-
-def _register_search(app: dash.Dash, reader: Reader) -> None:
-    @app.callback(
-        Output("compare-runs", "data"),
-        Input("compare-runs", "searchValue"),
-        State("compare-runs", "data"),
-        State("compare-runs", "value"),
-        prevent_initial_call=True,
-    )
-    def search_for(word: str | None, known: list[dict[str, str]], chosen: list[str] | None) -> Any:
-        """What to pick from is searched by the server, among all runs."""
-        try:
-            found = reader.ask(lambda client: client.run_table(q=word or None, limit=_PICKABLE)).rows
+            runs = runs_with_throughput(reader, read_curves(reader, view, rows, [metric])[metric])
         except CollageError:
-            raise dash.exceptions.PreventUpdate from None
-        kept = [entry for entry in known if entry["value"] in (chosen or [])]
-        there = {entry["value"] for entry in kept}
-        return kept + [entry for entry in _run_options(found) if entry["value"] not in there]
+            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
+        results = results_of(run_results(rows, runs or ()))
+        if len(results) < 2:
+            raise dash.exceptions.PreventUpdate
+        wanted = write_address(replace(before, pair=tuple(pair)))[1]
+        return worth(*pair_of(view, results), results), no_update if wanted == shown else wanted
 
 
 def _register_navigation(app: dash.Dash) -> None:
@@ -391,7 +392,7 @@ def _first_screen(view: View, rows: Sequence[wire.RunRow]) -> tuple[Any, Any, An
     overviews = _overviews(rows)
     by_run = lines_of(view, rows) == "run"
     styles = (
-        styles_of([_RunNames(row) for row in rows]) if by_run else strategy_styles(results_of(run_results(rows)))
+        styles_of([RunNames(row) for row in rows]) if by_run else strategy_styles(results_of(run_results(rows)))
     )
     return number_cards(rows, overviews), judgement_lines(rows, overviews), legend(styles)
 
@@ -418,38 +419,6 @@ def _tables_and_answer(
         advice(said, _shown(view, rows), results),
         strategy_table(results),
         counterfactual_table(runs),
+        pair_question(view, results),
         *cost_figures(results, said),
     )
-
-
-def _picker(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
-    return [
-        dmc.Title("Strategies", order=1, size="h2"),
-        dmc.MultiSelect(
-            id="compare-runs",
-            data=_run_options(rows),
-            value=[row.run_id for row in rows],
-            searchable=True,
-            clearSearchOnChange=True,
-            maxValues=MAXIMUM_RUNS,
-            limit=100,
-            placeholder="add a run",
-            className="spring",
-            **{"aria-label": "Runs"},
-        ),
-    ]
-
-
-def _run_options(rows: Sequence[wire.RunRow]) -> list[dict[str, str]]:
-    return [
-        {"value": row.run_id, "label": style.label}
-        for row, style in zip(rows, styles_of([_RunNames(row) for row in rows]), strict=True)
-    ]
-
-
-class _RunNames:
-    """A run under the four fields that name it."""
-
-    def __init__(self, row: wire.RunRow) -> None:
-        self.run_id, self.name, self.dtype = row.run_id, row.name, row.dtype
-        self.strategy = row.strategy or row.observed_strategy

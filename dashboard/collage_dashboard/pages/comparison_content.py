@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import dash
 import dash_mantine_components as dmc
 import msgspec
-from dash import html
+from dash import Input, Output, State, dcc, html
 
 from collage_dashboard.components import (
     Entry,
@@ -20,23 +21,30 @@ from collage_dashboard.components import (
     scrollable,
 )
 from collage_dashboard.descriptions import count, describe, interval, number, state_key
+from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import LineStyle, NamedRun, is_stochastic, strategy_title, styles_of
-from collage_dashboard.view import View, write_address
+from collage_dashboard.view import MAXIMUM_RUNS, View, comparison_of, write_address
 from collage_monitor import wire
+from collage_monitor.errors import CollageError
 
 __all__ = [
     "COLUMNS",
     "Column",
+    "RunNames",
     "comparison_table",
     "curve_of",
     "judgement_lines",
     "legend",
     "number_cards",
+    "picker",
+    "register_search",
+    "suggested_comparisons",
     "with_recent",
 ]
 
 Overviews = Mapping[str, wire.Overview]
 RECENT: Final = "Over each run's recent past: its last 32 measured steps or more, which the verdict rests on."
+_PICKABLE: Final = 50
 _MEAN_LOSS = "loss, mean of the last 20"
 Cell = tuple[str, str]
 
@@ -89,8 +97,13 @@ def judgement_lines(runs: Sequence[NamedRun], overviews: Overviews) -> html.Div:
 
 
 def legend(styles: Sequence[LineStyle]) -> list[Any]:
-    """One legend for all charts."""
-    return [run_label(style) for style in styles]
+    """One legend for all charts; the page's scripts let a press hide a line, or with Shift all others."""
+    told = "Press to hide or show; with Shift, or twice, to see it alone"
+    entries = []
+    for style in styles:
+        named: dict[str, Any] = {"data-line": style.label, "aria-pressed": "true"}
+        entries.append(html.Button(run_label(style), type="button", title=told, className="line", **named))
+    return entries
 
 
 def curve_of(run: wire.ComparedRun, metric: str) -> wire.Series:
@@ -193,3 +206,86 @@ COLUMNS: Final = (
     _column("Bytes per parameter", "bytes_per_parameter", lambda run: (_scalar("bytes_per_parameter")(run)[0], "")),
     Column("Tokens/s", "As logged; else tokens over the wall clock of the run.", _mean("tokens_per_second")),
 )
+
+
+def suggested_comparisons(rows: Sequence[wire.RunRow]) -> Any:
+    """Runs that were made to be compared, newest first: those of one project and group, else of one project."""
+    found: dict[tuple[str, str | None], list[wire.RunRow]] = {}
+    for row in rows:
+        found.setdefault((row.project, row.group), []).append(row)
+    lines = [_choice(*named, own) for named, own in found.items() if len(own) > 1]
+    if not lines:
+        return None
+    return html.Div(
+        [html.P("Or compare runs of one group:", className="quiet"), html.Ul(lines[:_GROUPS_SHOWN])],
+        className="choices",
+    )
+
+
+_GROUPS_SHOWN: Final = 12
+
+
+def _choice(project: str, group: str | None, rows: Sequence[wire.RunRow]) -> html.Li:
+    address = write_address(comparison_of([row.run_id for row in rows]))
+    kinds = dict.fromkeys(strategy_title(row.strategy or row.observed_strategy) for row in rows)
+    return html.Li(
+        [
+            dcc.Link(f"{project} / {group}" if group else project, href="".join(address)),
+            html.Span(f" {len(rows)} runs: {', '.join(kinds)}", className="quiet"),
+        ]
+    )
+
+
+def picker(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
+    """The page's title, and the runs that it compares, to choose."""
+    return [
+        dmc.Title("Strategies", order=1, size="h2"),
+        dmc.MultiSelect(
+            id="compare-runs",
+            data=_run_options(rows),
+            value=[row.run_id for row in rows],
+            searchable=True,
+            clearSearchOnChange=True,
+            maxValues=MAXIMUM_RUNS,
+            limit=100,
+            placeholder="add a run",
+            className="spring",
+            **{"aria-label": "Runs"},
+        ),
+    ]
+
+
+def _run_options(rows: Sequence[wire.RunRow]) -> list[dict[str, str]]:
+    return [
+        {"value": row.run_id, "label": style.label}
+        for row, style in zip(rows, styles_of([RunNames(row) for row in rows]), strict=True)
+    ]
+
+
+class RunNames:
+    """A run under the four fields that name it."""
+
+    def __init__(self, row: wire.RunRow) -> None:
+        self.run_id, self.name, self.dtype = row.run_id, row.name, row.dtype
+        self.strategy = row.strategy or row.observed_strategy
+
+
+def register_search(app: dash.Dash, reader: Reader) -> None:
+    """Bind the search for further runs."""
+
+    @app.callback(
+        Output("compare-runs", "data"),
+        Input("compare-runs", "searchValue"),
+        State("compare-runs", "data"),
+        State("compare-runs", "value"),
+        prevent_initial_call=True,
+    )
+    def search_for(word: str | None, known: list[dict[str, str]], chosen: list[str] | None) -> Any:
+        """What to pick from is searched by the server, among all runs."""
+        try:
+            found = reader.ask(lambda client: client.run_table(q=word or None, limit=_PICKABLE)).rows
+        except CollageError:
+            raise dash.exceptions.PreventUpdate from None
+        kept = [entry for entry in known if entry["value"] in (chosen or [])]
+        there = {entry["value"] for entry in kept}
+        return kept + [entry for entry in _run_options(found) if entry["value"] not in there]

@@ -56,6 +56,7 @@ _VERDICTS: Final[dict[bool | None, tuple[str, str, str]]] = {
     False: ("✗", "ruled-out", "Ruled out: "),
     None: ("?", "unknown", "Cannot be told from what was reported: "),
 }
+_LIKELIEST: Final = (True, None, False)
 
 
 def badges(incident: wire.Incident) -> list[Any]:
@@ -207,8 +208,12 @@ def _compared(evidence: IncidentEvidence) -> Any:
         return None
     heads = ("", f"Before{_over(before)}", f"After{_over(after)}", "Change")
     head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text) for text in heads]))
-    rows = [*_values(before, after), *_ranks(evidence)]
-    table = dmc.Table([head, dmc.TableTbody(rows)], verticalSpacing=4)
+    lines = [*_values(before, after), *_ranks(evidence)]
+    changed, alike = ([line for line in lines if bool(line[-1]) is said] for said in (True, False))
+    table = dmc.Table([head, dmc.TableTbody([_line(*line) for line in changed])], verticalSpacing=4)
+    others = dmc.Table([head, dmc.TableTbody([_line(*line) for line in alike])], verticalSpacing=4)
+    folded = html.Details([html.Summary(f"{len(alike)} that hardly changed"), others], className="folded")
+    shown = [table] if changed else [html.P("Nothing that was reported changed by a tenth.", className="quiet pad")]
     if evidence.onset or evidence.breach:
         how = "Beside the change."
     elif evidence.resumed_at is not None:
@@ -216,7 +221,8 @@ def _compared(evidence: IncidentEvidence) -> Any:
     else:
         how = "Beside the steps in which the alert waits, or all there is."
     note = dmc.Text(f"{how} Metrics merged, logged values averaged.", size="xs", className="quiet", px=10, pt=6)
-    return _card("Before and after", [scrollable([table], "Before and after"), note], "comparison-table")
+    content = [scrollable([*shown, *([folded] if alike else [])], "Before and after"), note]
+    return _card("Before and after", content, "comparison-table")
 
 
 def _over(span: Span | None) -> str:
@@ -225,18 +231,22 @@ def _over(span: Span | None) -> str:
     return f", steps {span.first_step:,} to {span.last_step:,}"
 
 
-def _values(before: Span | None, after: Span | None) -> list[Any]:
+Line = tuple[str, str, str, str]
+"""What it is, before, after, and what it became, "" where that is hardly different."""
+
+
+def _values(before: Span | None, after: Span | None) -> list[Line]:
     reported = {**(before.values if before else {}), **(after.values if after else {})}
-    rows = []
+    rows: list[Line] = []
     for name in COMPARED_METRICS:
         keys = [key for key in reported if split_key(key)[0] == name] if name in METRICS else [name]
         for key in keys or [name]:
             old, new = (span.values.get(key) if span else None for span in (before, after))
             if old is not None or new is not None:
                 change = "" if key in _GROWING else _difference(old, new)
-                rows.append(_line(describe(key).title, _shown(key, old), _shown(key, new), change))
+                rows.append((describe(key).title, _shown(key, old), _shown(key, new), change))
             elif key in ALWAYS:
-                rows.append(_line(describe(key).title, "not reported", "not reported", ""))
+                rows.append((describe(key).title, "not reported", "not reported", ""))
     return rows
 
 
@@ -246,7 +256,7 @@ def _shown(key: str, value: wire.Number | None) -> str:
     return count(value) if whole else number(value)
 
 
-def _ranks(evidence: IncidentEvidence) -> list[Any]:
+def _ranks(evidence: IncidentEvidence) -> list[Line]:
     """Attempts, resumes and ranks."""
     spans = (evidence.before, evidence.after)
     attempts = [span.attempt if span else None for span in spans]
@@ -254,9 +264,9 @@ def _ranks(evidence: IncidentEvidence) -> list[Any]:
     ranks = [_of(span.ranks, span.world_size) if span else UNDEFINED for span in spans]
     shown = [UNDEFINED if value is None else str(value) for value in attempts + resumes]
     return [
-        _line("Attempts begun", shown[0], shown[1], _difference(*attempts)),
-        _line("Resumes", shown[2], shown[3], _difference(*resumes)),
-        _line("Ranks that reported", ranks[0], ranks[1], "" if ranks[0] == ranks[1] else "changed"),
+        ("Attempts begun", shown[0], shown[1], _difference(*attempts)),
+        ("Resumes", shown[2], shown[3], _difference(*resumes)),
+        ("Ranks that reported", ranks[0], ranks[1], "" if ranks[0] == ranks[1] else "changed"),
     ]
 
 
@@ -319,7 +329,8 @@ def _causes(evidence: IncidentEvidence) -> Any:
     entry = ALERTS.get(evidence.incident.alert)
     if entry is None:
         return None
-    items = [_cause(cause, verdict) for cause, verdict in entry.cause_verdicts(evidence)]
+    likeliest = sorted(entry.cause_verdicts(evidence), key=lambda pair: _LIKELIEST.index(pair[1].holds))
+    items = [_cause(cause, verdict) for cause, verdict in likeliest]
     return _card("What else it may be", html.Ul(items, className="causes"))
 
 

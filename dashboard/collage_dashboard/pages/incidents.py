@@ -1,13 +1,19 @@
-"""All incidents: those that are open above, then those that have ended; of one run, project or alert if asked."""
+"""All incidents, the open ones above, those that have ended by the day: filtered, and acknowledged together."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, tzinfo
+from itertools import groupby
 from typing import Any, Final
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import dash
 import dash_mantine_components as dmc
-from dash import Input, Output, State, dcc, html, no_update
+from dash import ALL, Input, Output, State, dcc, html, no_update
+from flask import request
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
@@ -16,6 +22,7 @@ from collage_dashboard.components import (
     notice,
     page,
     refresh_marker,
+    refusal,
     scrollable,
 )
 from collage_dashboard.descriptions import describe
@@ -31,6 +38,10 @@ from collage_monitor.errors import CollageError
 __all__ = ["layout", "register"]
 
 _MOST: Final = 100
+_FILTERS: Final = ("alert", "severity", "project", "state")
+_STATES: Final[dict[wire.IncidentState, str]] = {"firing": "Open", "resolved": "Ended"}
+_GLANCE_HOURS: Final = 12
+"""A night."""
 
 
 def layout(view: View, reader: Reader) -> html.Div:
@@ -40,16 +51,20 @@ def layout(view: View, reader: Reader) -> html.Div:
         CollageError: the server does not answer or refuses.
     """
     pathname, search = write_address(view)
-    found = reader.ask_together(*_questions(view))
-    shown = [one for part in found for one in part.events]
+    filters, *found = reader.ask_together(lambda client: client.run_filters(), *_questions(view))
+    shown = _shown(found)
     names = _names(reader, [one.run_id for one in shown if one.run_id] + list(view.runs))
     return page(
         [
+            dcc.Location(id="incidents-address", refresh=False, search=search),
             dcc.Store(id="incidents-shown", data={"pathname": pathname, "search": search}),
             dcc.Store(id="incidents-revision", data=_revision(found)),
             refresh_marker("incidents-pace", LIVE_MILLISECONDS),
             dmc.Title("Incidents", order=1, size="h2", mt=8),
-            html.Div(_filters(view, shown, names), className="crumbs"),
+            html.Div(_about_run(view, names), className="crumbs"),
+            html.Div(
+                [_select(name, view, _choices(name, shown, filters)) for name in _FILTERS], className="filters"
+            ),
             html.Div(id="incidents-alert"),
             html.Div(_content(found, names), id="incidents-content"),
             pandas_note(reader, "pandas.json_normalize(msgspec.to_builtins(client.incidents().events))"),
@@ -60,44 +75,94 @@ def layout(view: View, reader: Reader) -> html.Div:
 
 
 def register(app: dash.Dash, reader: Reader) -> None:
-    """Bind the refresh to the application."""
+    """Bind filters, acknowledgement and the refresh to the application."""
+
+    @app.callback(
+        Output("incidents-shown", "data"),
+        Output("incidents-address", "search"),
+        *(Output(f"incidents-by-{name}", "value") for name in _FILTERS),
+        Input("incidents-address", "search"),
+        *(Input(f"incidents-by-{name}", "value") for name in _FILTERS),
+        State("incidents-address", "pathname"),
+        State("incidents-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def choose(search: str | None, *rest: Any) -> tuple[Any, ...]:
+        *values, pathname, shown = rest
+        if pathname != shown["pathname"]:
+            raise dash.exceptions.PreventUpdate
+        view = read_address(pathname, search)
+        if dash.ctx.triggered_id != "incidents-address":
+            chosen: dict[str, Any] = {name: value or None for name, value in zip(_FILTERS, values, strict=True)}
+            view = replace(view, **chosen)
+        wanted = write_address(view)[1]
+        if wanted == shown["search"]:
+            raise dash.exceptions.PreventUpdate
+        return {**shown, "search": wanted}, wanted, *(getattr(view, name) for name in _FILTERS)
 
     @app.callback(
         Output("incidents-revision", "data"),
         Output("incidents-content", "children"),
         Output("incidents-alert", "children"),
         Input("tick", "data"),
-        State("incidents-shown", "data"),
+        Input("incidents-shown", "data"),
         State("incidents-revision", "data"),
         prevent_initial_call=True,
     )
-    def check_for_changes(_tick: int | None, shown: dict[str, str], known: list[Any]) -> tuple[Any, ...]:
+    def check_for_changes(_tick: Any, shown: dict[str, str], known: list[Any]) -> tuple[Any, ...]:
         view = read_address(shown["pathname"], shown["search"])
         try:
             found = reader.ask_together(*_questions(view))
         except CollageError as error:
             return [], no_update, notice(explain(error))
-        if _revision(found) == known:
+        if _revision(found) == known and dash.ctx.triggered_id != "incidents-shown":
             raise dash.exceptions.PreventUpdate
-        names = _names(reader, [one.run_id for part in found for one in part.events if one.run_id])
+        names = _names(reader, [one.run_id for one in _shown(found) if one.run_id])
         return _revision(found), _content(found, names), None
+
+    @app.callback(
+        Output("incidents-alert", "children", allow_duplicate=True),
+        Output("tick", "data", allow_duplicate=True),
+        Input({"type": "acknowledge-all", "index": ALL}, "n_clicks"),
+        State("incidents-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def acknowledge(clicks: list[int | None], shown: dict[str, str]) -> tuple[Any, Any]:
+        """Take care of every open incident that is shown: the server decides whether this token may."""
+        if not any(clicks):
+            raise dash.exceptions.PreventUpdate
+        view = read_address(shown["pathname"], shown["search"])
+        try:
+            reader.ask(lambda client: [client.acknowledge(one.incident_id) for one in _untaken(client, view)])
+        except CollageError as error:
+            return refusal(error), no_update
+        return None, f"acknowledged {time.time()}"
 
 
 def _questions(view: View) -> list[Any]:
     def of(state: wire.IncidentState) -> Any:
-        def ask(client: Client) -> wire.IncidentPage:
-            run = view.runs[0] if view.runs else None
-            return client.incidents(project=view.project, run_id=run, alert=view.alert, state=state, limit=_MOST)
+        return lambda client: _asked(client, view, state)
 
-        return ask
+    return [of(state) for state in _STATES if view.state in {None, state}]
 
-    return [of("firing"), of("resolved")]
+
+def _asked(client: Client, view: View, state: wire.IncidentState) -> wire.IncidentPage:
+    run = view.runs[0] if view.runs else None
+    asked = {name: getattr(view, name) for name in ("project", "alert", "severity")}
+    return client.incidents(**asked, run_id=run, state=state, limit=_MOST)
+
+
+def _untaken(client: Client, view: View) -> list[wire.Incident]:
+    """The open incidents of the view that nobody has acknowledged."""
+    return [one for one in _asked(client, view, "firing").events if one.acknowledged_by is None]
+
+
+def _shown(found: Sequence[wire.IncidentPage]) -> list[wire.Incident]:
+    return [one for part in found for one in part.events]
 
 
 def _revision(found: Sequence[wire.IncidentPage]) -> list[Any]:
-    return [
-        [one.incident_id, one.state, one.acknowledged_by, one.silenced] for part in found for one in part.events
-    ]
+    return [[one.incident_id, one.state, one.acknowledged_by, one.silenced] for one in _shown(found)]
 
 
 def _names(reader: Reader, run_ids: Sequence[str]) -> dict[str, str]:
@@ -107,45 +172,101 @@ def _names(reader: Reader, run_ids: Sequence[str]) -> dict[str, str]:
     return {row.run_id: row.name for row in rows}
 
 
-def _filters(view: View, shown: Sequence[wire.Incident], names: Mapping[str, str]) -> list[Any]:
-    """What is asked for, and links to ask for less or for all; each opens the page anew."""
-    asked = [view.alert, names.get(view.runs[0], view.runs[0]) if view.runs else None, view.project]
-    if any(asked):
-        about = f"Only {', '.join(filter(None, asked))}. "
-        return [about, html.A("Show all", href="/incidents")]
-    alerts = dict.fromkeys(incident.alert for incident in shown)
-    projects = dict.fromkeys(incident.project for incident in shown if incident.project)
-    links = [(alert, View(page="incidents", alert=alert)) for alert in alerts if len(alerts) > 1]
-    links += [(name, View(page="incidents", project=name)) for name in projects if len(projects) > 1]
-    told: list[Any] = ["Of all runs and of the server", *([". Only " if links else "."])]
-    for place, (text, only) in enumerate(links):
-        told += [" · " if place else "", html.A(text, href="".join(write_address(only)))]
-    return told
+def _about_run(view: View, names: Mapping[str, str]) -> list[Any]:
+    """The run that is asked for, and a link to ask for all."""
+    if not view.runs:
+        return ["Of all runs and of the server."]
+    return [f"Only {names.get(view.runs[0], view.runs[0])}. ", html.A("Show all", href="/incidents")]
+
+
+def _choices(name: str, shown: Sequence[wire.Incident], filters: wire.RunFilters) -> dict[str, str]:
+    """Values of a filter, and how they read."""
+    if name == "state":
+        return {str(state): title for state, title in _STATES.items()}
+    known = {"alert": ALERTS, "severity": ("info", "warning", "critical"), "project": filters.project}[name]
+    return {value: value for value in dict.fromkeys([*known, *(getattr(one, name) for one in shown)]) if value}
+
+
+def _select(name: str, view: View, choices: Mapping[str, str]) -> dmc.Select:
+    return dmc.Select(
+        id=f"incidents-by-{name}",
+        data=[{"value": value, "label": label} for value, label in choices.items()],
+        value=getattr(view, name),
+        placeholder=name.capitalize(),
+        searchable=True,
+        clearable=True,
+        size="xs",
+        className="filter",
+        **{"aria-label": name.capitalize()},
+    )
 
 
 def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str]) -> list[Any]:
-    firing, ended = found
-    if not firing.events and not ended.events:
+    shown = _shown(found)
+    if not shown:
         text = "No alert has fired here. That does not prove health: an alert sees only what it was made for."
         return [html.P(text, className="headline")]
-    count = len(firing.events)
-    said = "No incident is open." if not count else f"{count} incident{'' if count == 1 else 's'} open."
+    firing = [one for one in shown if one.state == "firing"]
+    ended = [one for one in shown if one.state != "firing"]
+    untaken = sum(one.acknowledged_by is None for one in firing)
+    take = html.Button(
+        f"Acknowledge {'it' if untaken == 1 else f'all {untaken}'}",
+        id={"type": "acknowledge-all", "index": 0},
+        className="textual",
+    )
+    said: list[Any] = [f"{_at_a_glance(firing, shown)} ", *([take] if untaken else [])]
     parts: list[Any] = [html.Div(said, className="headline", role="status")]
-    for title, part in (("Open", firing), ("Ended", ended)):
-        if part.events:
-            parts.append(_table(title, part, names))
-    return parts
+    more = any(part.cursor for part in found)
+    parts += [_table("Open", [("", firing)], names, more)] if firing else []
+    zone = _zone()
+    days = [(_day(first, zone), list(own)) for first, own in groupby(ended, lambda one: _date(one, zone))]
+    return parts + ([_table("Ended", days, names, more)] if ended else [])
 
 
-def _table(title: str, part: wire.IncidentPage, names: Mapping[str, str]) -> dmc.Paper:
+def _at_a_glance(firing: Sequence[wire.Incident], shown: Sequence[wire.Incident]) -> str:
+    """'2 incidents open. 5 fired in the last 12 hours, 3 of them have ended.'"""
+    count = len(firing)
+    said = "No incident is open." if not count else f"{count} incident{'' if count == 1 else 's'} open."
+    recent = [one for one in shown if one.started_at > time.time() - 3600 * _GLANCE_HOURS]
+    if not recent:
+        return f"{said} None fired in the last {_GLANCE_HOURS} hours."
+    over = sum(one.state != "firing" for one in recent)
+    ended = f"{over} of them {'has' if over == 1 else 'have'} ended" if over else "none of them has ended"
+    return f"{said} {len(recent)} fired in the last {_GLANCE_HOURS} hours, {ended}."
+
+
+def _zone() -> tzinfo:
+    """The reader's time zone, which the page's scripts keep in a cookie; UTC before they have."""
+    try:
+        return ZoneInfo(request.cookies.get("zone", "UTC"))
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        return UTC
+
+
+def _date(incident: wire.Incident, zone: tzinfo) -> Any:
+    return datetime.fromtimestamp(incident.started_at, zone).date()
+
+
+def _day(date: Any, zone: tzinfo) -> str:
+    return f"{date:%A}, {date.day} {date:%B %Y}{' (UTC)' if zone is UTC else ''}"
+
+
+def _table(
+    title: str, days: Sequence[tuple[str, Sequence[wire.Incident]]], names: Mapping[str, str], more: bool
+) -> dmc.Paper:
     heads = ("Alert", "Run", "Fired", "Lasted", "State", "Why")
     head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text, className="text") for text in heads]))
-    rows = [_row(incident, names) for incident in part.events]
-    note = f"The newest {_MOST}; `collage-monitor alerts` lists the others." if part.cursor else ""
+    bodies = []
+    for day, incidents in days:
+        told = f"{day} · {len(incidents)}"
+        line = [html.Tr(html.Th(told, colSpan=len(heads), scope="rowgroup", className="text day"))]
+        rows = [_row(incident, names) for incident in incidents]
+        bodies.append(dmc.TableTbody([*(line if day else []), *rows]))
+    note = f"The newest {_MOST} of each; `collage-monitor alerts` lists the others." if more else ""
     return dmc.Paper(
         [
             html.H2(title, className="card-title"),
-            scrollable([dmc.Table([head, dmc.TableTbody(rows)], verticalSpacing=6)], f"{title} incidents"),
+            scrollable([dmc.Table([head, *bodies], verticalSpacing=6)], f"{title} incidents"),
             *([dmc.Text(note, size="xs", className="quiet", px=10, pt=6)] if note else []),
         ],
         className="card comparison-table incident-table",

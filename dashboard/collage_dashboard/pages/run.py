@@ -20,27 +20,24 @@ from collage_dashboard.components import (
     page,
     refresh_marker,
     refresh_milliseconds,
-    refusal,
     report_link,
     scale_control,
     smoothing_control,
 )
-from collage_dashboard.descriptions import metric_choices
 from collage_dashboard.figures.heatmap import newest_columns, short_layer
 from collage_dashboard.figures.style import ACCENT, digest, empty_figure, strategy_colour
 from collage_dashboard.numbers import frame_of, pandas_note
-from collage_dashboard.pages.layer_content import layer_card
+from collage_dashboard.pages.run_about import register_writing
 from collage_dashboard.pages.run_content import (
-    DEFAULT_METRIC,
     TABS,
     draw,
     head,
-    layer_metrics,
     panel,
     summary,
     worst_layers,
 )
 from collage_dashboard.pages.run_curves import curves_card
+from collage_dashboard.pages.run_layers import DEFAULT_METRIC, map_controls, map_style, register_layers, run_of
 from collage_dashboard.pages.run_marks import marks_in_words, marks_of
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import View, read_address, write_address
@@ -52,7 +49,6 @@ from collage_monitor.errors import CollageError
 __all__ = ["layout", "register"]
 
 WHOLE_MODEL: Final = "whole model"
-_ROWS: Final = (("all", "No"), ("block", "By block"), ("type", "By module type"))
 _CONTROLS: Final = (
     "run-tab",
     "run-metric",
@@ -121,9 +117,10 @@ def layout(view: View, reader: Reader) -> html.Div:
             curves_card(_curve_controls(view, list(dict.fromkeys(layer.name for layer in layers))), marks),
             html.Div(worst_layers(run, row.overview) if row and row.overview else None, id="run-worst"),
             tabs,
-            html.Div(_map_controls(view, run), id="run-map-controls", className="controls", style=_of_map(view)),
-            html.Div(id="run-layer-place"),
-            html.Div(panel(view, run), id="run-panel"),
+            html.Div(map_controls(view, run), id="run-map-controls", className="controls", style=map_style(view)),
+            html.Div(
+                [html.Div(panel(view, run), id="run-panel"), html.Div(id="run-layer-place")], className="beside"
+            ),
             pandas_note(reader, frame_of([run_id])),
             limits_note(),
         ],
@@ -134,7 +131,8 @@ def layout(view: View, reader: Reader) -> html.Div:
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
     _register_navigation(app, reader)
-    _register_writing(app, reader)
+    register_writing(app, reader)
+    register_layers(app, reader)
     _register_figures(app, reader)
 
     @app.callback(
@@ -185,27 +183,6 @@ def register(app: dash.Dash, reader: Reader) -> None:
         return head(run), summary(run, overview), worst_layers(run, overview), wire.encode_json(run).decode()
 
 
-def _register_writing(app: dash.Dash, reader: Reader) -> None:
-    @app.callback(
-        Output({"type": "run-saved", "index": MATCH}, "children"),
-        Input({"type": "run-save", "index": MATCH}, "n_clicks"),
-        State({"type": "run-tags", "index": MATCH}, "value"),
-        State({"type": "run-notes", "index": MATCH}, "value"),
-        State("run-shown", "data"),
-        prevent_initial_call=True,
-    )
-    def save(clicks: int | None, tags: list[str] | None, notes: str | None, shown: dict[str, str]) -> Any:
-        if not clicks:
-            raise dash.exceptions.PreventUpdate
-        run_id = read_address(shown["pathname"], "").runs[0]
-        update = wire.RunUpdate(tags=tags or [], notes=notes or "")
-        try:
-            reader.ask(lambda client: client.update_run(run_id, update))
-        except CollageError as error:
-            return refusal(error)
-        return "Saved."
-
-
 def _register_figures(app: dash.Dash, reader: Reader) -> None:
     """A chart asks for itself: a slow one holds up no other, and what has not changed does not travel."""
     each = {"kind": MATCH, "metric": MATCH}
@@ -249,29 +226,6 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate
         return drawn, found
 
-    @app.callback(
-        Output("run-layer-place", "children"),
-        Input("run-shown", "data"),
-        Input("run-revision", "data"),
-        State("run-record", "data"),
-    )
-    def tell_layer(shown: dict[str, Any], revision: dict[str, Any], record: str) -> Any:
-        view = read_address(shown["pathname"], shown["search"])
-        if revision["failed"]:
-            raise dash.exceptions.PreventUpdate
-        if view.tab == "about":
-            return None
-        try:
-            return layer_card(view, _run_of(record), reader, revision["first"])
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None
-
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "showLayer"),
-        Output("run-layer-place", "id"),
-        Input("run-layer-place", "children"),
-        prevent_initial_call=True,
-    )
     app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("collage", "keepZoom"),
         Output({"type": "run-figure", **each}, "figure"),
@@ -329,6 +283,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
         Input("run-address", "search"),
         *(Input(name, "value") for name in _CONTROLS),
         Input({"type": "run-figure", "kind": "heatmap", "metric": ALL}, "clickData"),
+        Input({"type": "run-layers", "index": ALL}, "cellClicked"),
         Input("run-zoom", "data"),
         State("run-address", "pathname"),
         State("run-shown", "data"),
@@ -336,7 +291,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     def navigate(search: str | None, *rest: Any) -> tuple[Any, ...]:
-        *controls, clicks, zoom, pathname, shown, record = rest
+        *controls, clicks, rows, zoom, pathname, shown, record = rest
         before = read_address(shown["pathname"], shown["search"])
         if pathname != shown["pathname"]:
             raise dash.exceptions.PreventUpdate
@@ -347,6 +302,8 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
             view = zoomed(before, zoom)
         elif isinstance(trigger, str):
             view = _chosen(before, reader, *controls)
+        elif trigger["type"] == "run-layers":
+            view = replace(before, layer=next((row["rowId"] for row in rows if row), before.layer), step=None)
         else:
             view = _clicked(before, clicks, reader)
         wanted = write_address(view)[1]
@@ -357,7 +314,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
             wanted,
             {"pathname": pathname, "search": wanted, "zooms": shown["zooms"] + (view.zoom != before.zoom)},
             children,
-            _of_map(view),
+            map_style(view),
             view.tab,
             view.metric or DEFAULT_METRIC,
             view.order,
@@ -420,11 +377,7 @@ def _nearest(place: float, view: View, reader: Reader) -> int | None:
 
 def _panel(view: View, record: str) -> Any:
     """A tab's frame needs no question: it can be looked for while the server is away."""
-    return panel(view, _run_of(record))
-
-
-def _run_of(record: str) -> wire.Run:
-    return wire.decode_message(record.encode(), wire.Run, wire.JSON)
+    return panel(view, run_of(record))
 
 
 def _curve_controls(view: View, layers: list[str]) -> html.Div:
@@ -448,34 +401,3 @@ def _curve_controls(view: View, layers: list[str]) -> html.Div:
         smoothing_control("run-smoothing", view),
     ]
     return html.Div(controls, className="controls")
-
-
-def _map_controls(view: View, run: wire.Run) -> list[Any]:
-    metric = dmc.Select(
-        id="run-metric",
-        data=metric_choices(layer_metrics(run)),
-        value=view.metric or DEFAULT_METRIC,
-        searchable=True,
-        allowDeselect=False,
-        size="xs",
-        w=260,
-        **{"aria-label": "Heatmap of"},
-    )
-    order = dmc.SegmentedControl(
-        id="run-order",
-        data=[{"value": "depth", "label": "By depth"}, {"value": "worst", "label": "Worst first"}],
-        value=view.order,
-        size="xs",
-    )
-    rows = dmc.SegmentedControl(
-        id="run-rows",
-        data=[{"value": value, "label": label} for value, label in _ROWS],
-        value=view.rows,
-        size="xs",
-    )
-    return [labelled("Heatmap of", metric), labelled("Layers", order), labelled("Grouped", rows)]
-
-
-def _of_map(view: View) -> dict[str, str]:
-    """The heatmap's controls stand where the heatmap does."""
-    return {} if view.tab == "layers" else {"display": "none"}

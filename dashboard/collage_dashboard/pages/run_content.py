@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,14 +15,14 @@ from collage_dashboard.components import (
     Entry,
     chart_card,
     chart_note,
-    headline_line,
+    judgement_mark,
     moment,
     number_card,
     over_steps,
     scrollable,
     state_badge,
 )
-from collage_dashboard.descriptions import STATE, byte_count, count, describe, interval, number, state_key, when
+from collage_dashboard.descriptions import STATE, count, describe, in_a_sentence, interval, number, state_key
 from collage_dashboard.figures import NamedCurve, class_shares, curves, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import block_of
@@ -30,7 +30,9 @@ from collage_dashboard.figures.histogram import PREDICTS
 from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
 from collage_dashboard.numbers import numbers_address
+from collage_dashboard.pages.run_about import about
 from collage_dashboard.pages.run_curves import STACKED, draw_stack, series_between
+from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table
 from collage_dashboard.pages.run_marks import Marks, place_marks
 from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import strategy_title
@@ -38,28 +40,17 @@ from collage_dashboard.view import Tab, View, write_address
 from collage_dashboard.zoom import Steps, steps_within, with_zoom
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
-from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.metrics import split_key
 
 __all__ = [
-    "DEFAULT_METRIC",
     "SERIES",
     "TABS",
-    "about",
     "draw",
-    "facts_of",
     "head",
-    "layer_metrics",
     "panel",
     "summary",
     "worst_layers",
 ]
-
-_INTENT = {
-    "shadow": "an fp64 shadow step on sampled elements",
-    "rule": "the optimizer's own rule in fp64",
-    "whole-tensor": "an fp64 shadow step on whole tensors, in rotation",
-    "before-after": "nothing: only what changed is known, so there is no EDQ",
-}
 
 
 def head(run: wire.Run) -> html.Div:
@@ -114,14 +105,41 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
             ],
         )
     )
-    return html.Div(
-        [
-            html.Div(headline_line(overview), className="answer"),
-            html.P(overview.verdict, className="reasons"),
-            *([html.P(overview.advice, className="reasons")] if overview.advice else []),
-            html.Div(cards, className="four"),
-        ]
+    return html.Div([_answer(run, overview), html.Div(cards, className="four")])
+
+
+def _answer(run: wire.Run, overview: wire.Overview) -> html.Div:
+    """One short sentence, what to try, and both in full on request."""
+    mark, kind = judgement_mark(overview.health)
+    hidden: dict[str, Any] = {"aria-hidden": "true"}
+    said = html.Div(
+        [html.Span(mark, className=f"mark mark-{kind}", **hidden), html.Div(in_a_sentence(overview))],
+        className="verdict",
     )
+    parts = [html.P(text, className="reasons") for text in (overview.headline, overview.verdict)]
+    folded = html.Details([html.Summary("Where, since when, and why"), *parts], className="folded")
+    return html.Div([said, *_to_try(run, overview), folded], className="answer")
+
+
+def _to_try(run: wire.Run, overview: wire.Overview) -> list[Any]:
+    """What to try, in a few words, and how: the optimizer's line, and the checkpoint's."""
+    if not overview.advice:
+        return []
+    named = list(dict.fromkeys(_STRATEGY.findall(overview.advice)))
+    if not named:
+        return [html.P(overview.advice, className="try")]
+    titles = [strategy_title(name) for name in named]
+    lines = _CODE.findall(overview.advice)
+    lines += [f"collage-monitor convert --to {named[0]} --output NEW CHECKPOINT"]
+    how = [html.P(overview.advice, className="reasons"), dmc.Code("\n".join(lines), block=True)]
+    tried = write_address(View(project=run.project, by="strategy"))
+    how.append(dcc.Link("Strategies that this project has tried", href="".join(tried)))
+    summary = html.Summary(f"Try {' or '.join(titles[:2])}: how")
+    return [html.Details([summary, *how], className="folded try")]
+
+
+_STRATEGY: Final = re.compile(r'(?:strategy=|or )"([\w-]+)"')
+_CODE: Final = re.compile(r"optimizer = [^;]*?from_optimizer\([^)]*\)")
 
 
 def worst_layers(run: wire.Run, overview: wire.Overview) -> Any:
@@ -155,98 +173,10 @@ def _to_layer(run: wire.Run, layer: str) -> tuple[str, str]:
     return write_address(View(page="run", runs=(run.run_id,), layer=layer))
 
 
-def about(run: wire.Run) -> html.Div:
-    """What people write about the run, and everything else that is known of it."""
-    facts = dmc.Paper(_table(facts_of(run)), className="card facts", withBorder=True, mt=14)
-    return html.Div([_written(run), facts])
-
-
-def facts_of(run: wire.Run) -> list[tuple[str, str]]:
-    """Everything that is known about the run besides its numbers, as (name, what it is)."""
-    watch = run.watch
-    facts: list[tuple[str, str]] = [("Run", run.run_id), ("Project", run.project)]
-    facts += [("Group", run.group)] if run.group else []
-    facts += [("Created", when(run.created_at)), ("Seed", "–" if run.seed is None else str(run.seed))]
-    if watch is not None:
-        facts += _watch_facts(watch)
-    facts += [
-        (f"Attempt {attempt.attempt}", f"from step {attempt.first_step:,}, {when(attempt.created_at)}")
-        for attempt in run.attempts
-    ]
-    facts += [(name, _scalar(name, entry)) for name, entry in sorted(run.scalars.items())]
-    return facts + [(f"config: {name}", json.dumps(value)) for name, value in sorted(run.config.items())]
-
-
-def _written(run: wire.Run) -> dmc.Paper:
-    """Tags and notes, edited where they stand."""
-    tags = dmc.TagsInput(
-        id={"type": "run-tags", "index": 0}, label="Tags", value=run.tags, placeholder="Enter adds one", maxTags=64
-    )
-    notes = dmc.Textarea(
-        id={"type": "run-notes", "index": 0}, label="Notes", value=run.notes, autosize=True, minRows=2, maxRows=12
-    )
-    save = dmc.Button("Save", id={"type": "run-save", "index": 0}, variant="default", mt="sm")
-    return dmc.Paper(
-        [tags, notes, save, html.Span(id={"type": "run-saved", "index": 0}, role="status", className="saved")],
-        className="card written",
-        withBorder=True,
-        mt=24,
-    )
-
-
-def _watch_facts(watch: wire.WatchInfo) -> list[tuple[str, str]]:
-    sample = "whole tensors" if watch.sample == "all" else f"{watch.sample} elements a tensor"
-    facts = [
-        ("Strategy declared", strategy_title(watch.strategy) if watch.strategy else "–"),
-        ("Strategy observed", strategy_title(watch.observed_strategy)),
-        ("Optimizer", watch.optimizer),
-        ("Parameters", f"{count(watch.parameters)} in {watch.dtype}"),
-        ("Measured", f"every {watch.every} steps, {sample}"),
-        ("Intended update from", _INTENT[watch.intent]),
-    ]
-    facts += [("Because", watch.intent_reason)] if watch.intent_reason else []
-    facts += [("Expected", watch.expected)] if watch.expected else []
-    facts += [("Expectation broken", str(breach)) for breach in watch.broken]
-    facts += [("Lost at the resume", loss.text) for loss in watch.resume_losses]
-    facts += [("Goes on from", str(watch.continuation))] if watch.continuation is not None else []
-    if watch.fingerprint is not None:
-        facts += _fingerprint_facts(watch.fingerprint)
-    facts += [("Oracle", "on" if watch.oracle else "off: watch(…, oracle=True) attaches one")]
-    return [*facts, ("Agent", f"{watch.agent_version} on {watch.host}")]
-
-
-def _fingerprint_facts(seen: wire.Fingerprint) -> list[tuple[str, str]]:
-    """What the agent saw of how weights and states are kept; findings first."""
-    facts = [("Finding", found) for found in seen.findings]
-    if states := seen.states | seen.factored:
-        facts.append(("States", ", ".join(f"{key} {kept}" for key, kept in states.items())))
-    if seen.master:
-        facts.append(("Stored weight", seen.master))
-    if seen.residual:
-        sign = "+" if seen.residual_sign > 0 else "−"
-        facts.append(("Stored weight", f"parameter {sign} {seen.residual}"))
-    if seen.stochastic_rounding is not None:
-        facts.append(("Stochastic rounding", "seen" if seen.stochastic_rounding else "not seen"))
-    elif at_random := sum(seen.layer_rounds_at_random.values()):
-        facts.append(("Stochastic rounding", f"seen in {at_random} of {len(seen.layer_rounds_at_random)} layers"))
-    return [*facts, ("Implementation", seen.implementation)]
-
-
-def _scalar(name: str, entry: wire.LoggedScalar) -> str:
-    shown = byte_count(entry.value) if name == "memory_bytes" else number(entry.value)
-    return f"{shown} at step {entry.step:,}"
-
-
-def _table(facts: Sequence[tuple[str, str]]) -> dmc.Table:
-    rows = [dmc.TableTr([dmc.TableTd(name), dmc.TableTd(text)]) for name, text in facts]
-    return dmc.Table(dmc.TableTbody(rows), verticalSpacing=6)
-
-
 def _badge(text: str) -> dmc.Badge:
     return dmc.Badge(text, variant="outline", color="gray", radius="sm", tt="none")
 
 
-DEFAULT_METRIC: Final = "edq_ratio"
 TABS: Final[dict[Tab, str]] = {
     "layers": "Layers",
     "curves": "Curves",
@@ -276,7 +206,6 @@ SERIES: Final[dict[Tab, tuple[str, ...]]] = {
     ),
 }
 """The curves of each tab that has a fixed list of them."""
-_NOT_MAPPED: Final = frozenset({"elements", "sampled", "oracle_steps", "edq"})
 
 
 def panel(view: View, run: wire.Run) -> Any:
@@ -304,20 +233,13 @@ def _states_first(key: str) -> tuple[bool, str]:
     return split_key(key)[0] != STATE, key
 
 
-def layer_metrics(run: wire.Run) -> list[str]:
-    """Metrics that a heatmap of this run can show."""
-    known = [key for key in run.latest if split_key(key)[0] in METRICS and key not in _NOT_MAPPED]
-    return known or [DEFAULT_METRIC]
-
-
 def _layers(view: View, run: wire.Run) -> list[Any]:
     metric = view.metric or DEFAULT_METRIC
     strategy = _strategy(run)
-    hint = "Click a cell, or pick one with the arrow keys and Enter, to see its layer at that step above."
+    hint = "Click a cell, or pick one with the arrow keys and Enter, to see its layer at that step beside it."
+    drawn = _card("heatmap", metric, title=f"{describe(metric).title} by layer", strategy=strategy, note=hint)
     return [
-        _card(
-            "heatmap", metric, title=f"{describe(metric).title} by layer", strategy=strategy, wide=True, note=hint
-        ),
+        html.Div([drawn, layer_table(run)], className="wide map-and-table"),
         _card("series", metric, strategy=strategy),
         _card(
             "histogram",

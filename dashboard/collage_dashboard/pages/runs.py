@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import dash
@@ -24,11 +23,26 @@ from collage_dashboard.components import (
     tags_of,
 )
 from collage_dashboard.numbers import frame_of, pandas_note
-from collage_dashboard.pages.runs_content import columns, compare_link, group_rows, headline_of, rows
+from collage_dashboard.pages.runs_content import (
+    USUAL,
+    beside,
+    columns,
+    group_rows,
+    headline_of,
+    rows,
+)
+from collage_dashboard.pages.runs_controls import (
+    SELECTS,
+    columns_menu,
+    filter_row,
+    pinned_line,
+    register_controls,
+    tray,
+    views_menu,
+)
 from collage_dashboard.prerendering import with_placeholder
 from collage_dashboard.reader import Problem, Reader, explain
-from collage_dashboard.run_styles import strategy_title
-from collage_dashboard.view import FILTERS, GROUPS, View, read_address, write_address
+from collage_dashboard.view import ARCHIVED, FILTERS, View, read_address, write_address
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
@@ -39,11 +53,10 @@ ROWS_PER_REQUEST: Final = 50
 """Rows that one question reads."""
 _ROWS_IN_WORDS: Final = 25
 """As many as a tall screen shows."""
-ROW_PIXELS: Final = 74
-"""Four lines: names and verdicts wrap."""
+ROW_PIXELS: Final = 36
+"""One line, or two of small print."""
 HEADER_PIXELS: Final = 48
-_STATES: Final = ("running", "finished", "failed", "stale")
-_LABELS: Final = {"health": "Verdict"}
+_ARCHIVED: Final = f"tag != {ARCHIVED}"
 _NO_RUNS: Final = Problem(
     "No runs yet",
     "Train the demo's five runs, or attach the agent to a training of your own: "
@@ -58,19 +71,23 @@ def layout(view: View, reader: Reader) -> html.Div:
     Raises:
         CollageError: the server does not answer or refuses.
     """
-    filters, first, *newest = reader.ask_together(
+    is_ordered = bool(view.by or view.sort != View().sort)
+    filters, first, *more = reader.ask_together(
         lambda client: client.run_filters(),
         lambda client: _read_rows(client, view, view.sort, 0, ROWS_PER_REQUEST),
-        *([lambda client: _head(client, view)] if view.by or view.sort != View().sort else []),
+        *([lambda client: _head(client, view)] if is_ordered else []),
+        *([lambda client: _read_pinned(client, view)] if _pinned(view) else []),
     )
-    table = newest[0] if newest else first
-    shown = _shown_rows(first, view)
+    table = more[0] if is_ordered else first
+    pinned = more[-1] if _pinned(view) else []
+    shown, kept = (beside(found, _baseline(pinned, view)) for found in (_shown_rows(first, view), pinned))
     return page(
         [
             dcc.Location(id="runs-address", refresh=False, search=write_address(view)[1]),
             dcc.Store(id="runs-revision", data=_revision(table)),
             dcc.Store(id="runs-first", data={"sort": view.sort, "rowData": shown, "rowCount": first.total}),
             dcc.Store(id="runs-wanted"),
+            dcc.Store(id="runs-pinned", data=kept),
             refresh_marker("runs-pace", _wait(table, view)),
             html.Div(
                 [
@@ -84,14 +101,18 @@ def layout(view: View, reader: Reader) -> html.Div:
                         w=260,
                         **{"aria-label": "Search names, projects, tags and ids"},
                     ),
-                    html.Div(compare_link({}), id="runs-compare"),
+                    views_menu(),
+                    columns_menu(view),
+                    html.Div(tray({}), id="runs-compare"),
                 ],
                 className="toolbar",
             ),
-            html.Div([*(_filter(name, view, filters) for name in FILTERS), _grouping(view)], className="filters"),
+            filter_row(view, filters),
             html.Div(_said(table, view), id="runs-count", className="headline", role="status"),
             html.Div(id="runs-alert"),
-            html.Div(_grid(view, shown), id="runs-table", style=_shown(not _is_empty(table, view))),
+            html.Div(pinned_line(pinned, view), id="runs-kept"),
+            html.Div(_grid(view, shown, kept), id="runs-table", style=_shown(not _is_empty(table, view))),
+            html.P(id="runs-sentence", role="status", className="quiet sentence"),
             html.Div(problem_page(_NO_RUNS, order=2), id="runs-empty", style=_shown(_is_empty(table, view))),
             pandas_note(reader, frame_of(filters=_filters_of(view))),
             limits_note(),
@@ -108,7 +129,7 @@ def _filters_of(view: View) -> dict[str, str | None]:
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind search, refresh and selection to the application."""
     _register_rows(app, reader)
-    _register_choices(app)
+    register_controls(app, reader)
 
     @app.callback(
         Output("runs-revision", "data"),
@@ -161,10 +182,39 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         view, start = read_address("/", search), int(request["startRow"])
         limit = min(int(request["endRow"]) - start, 500)
         try:
-            table = reader.ask(lambda client: _read_rows(client, view, request["sort"], start, limit))
+            table, *pinned = reader.ask_together(
+                lambda client: _read_rows(client, view, request["sort"], start, limit),
+                *([lambda client: _read_pinned(client, view)] if view.baseline else []),
+            )
         except CollageError as error:
             return {"rowData": [], "rowCount": start}, notice(explain(error))
-        return {"rowData": _shown_rows(table, view), "rowCount": table.total}, no_update
+        found = beside(_shown_rows(table, view), _baseline(pinned[0] if pinned else [], view))
+        return {"rowData": found, "rowCount": table.total}, no_update
+
+    @app.callback(
+        Output("runs-pinned", "data"),
+        Output("runs-kept", "children"),
+        Input("runs-address", "search"),
+        Input("runs-revision", "data"),
+        State("runs-pinned", "data"),
+        prevent_initial_call=True,
+    )
+    def read_pinned(search: str | None, _revision: Any, known: list[dict[str, Any]]) -> tuple[Any, ...]:
+        view = read_address("/", search)
+        if not known and not _pinned(view):
+            raise dash.exceptions.PreventUpdate
+        try:
+            pinned = reader.ask(lambda client: _read_pinned(client, view)) if _pinned(view) else []
+        except CollageError:
+            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
+        return beside(pinned, _baseline(pinned, view)), pinned_line(pinned, view)
+
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "showPinned"),
+        Output("runs-pinned", "id"),
+        Input("runs-pinned", "data"),
+        prevent_initial_call=True,
+    )
 
     @app.callback(
         Output("runs-revision", "data", allow_duplicate=True),
@@ -195,7 +245,7 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         ClientsideFunction("flow", "showChoices"),
         Output("runs-address", "id"),
         Input("runs-address", "search"),
-        *(State(f"runs-{name}", "value") for name in ("query", *FILTERS, "by")),
+        *(State(f"runs-{name}", "value") for name in ("query", *SELECTS, "where", "columns")),
         prevent_initial_call=True,
     )
     app.clientside_callback(  # type: ignore[no-untyped-call]
@@ -214,55 +264,36 @@ def _keep(reader: Reader, change: dict[str, Any]) -> None:
     reader.ask(lambda client: client.update_run(run_id, update))
 
 
-def _register_choices(app: dash.Dash) -> None:
-    @app.callback(
-        Output("runs-address", "search"),
-        Input("runs-query", "value"),
-        *(Input(f"runs-{name}", "value") for name in (*FILTERS, "by")),
-        State("runs-address", "search"),
-        prevent_initial_call=True,
-    )
-    def choose(query: str | None, *rest: str | None) -> Any:
-        *values, search = rest
-        chosen: dict[str, Any] = {name: value or None for name, value in zip((*FILTERS, "by"), values, strict=True)}
-        before = read_address("/", search)
-        opened = before.opened if chosen["by"] == before.by else ()
-        view = replace(before, query=(query or "").strip(), opened=opened, **chosen)
-        wanted = write_address(view)[1]
-        return no_update if wanted == (search or "") else wanted
-
-    @app.callback(Output("runs-compare", "children"), Input("runs-picked", "data"))
-    def show_picked(picked: dict[str, str] | None) -> Any:
-        return compare_link(picked or {})
-
-    @app.callback(
-        Output("runs-picked", "data"),
-        Input({"type": "clear-picked", "index": dash.ALL}, "n_clicks"),
-        prevent_initial_call=True,
-    )
-    def clear(clicks: list[int | None]) -> Any:
-        if not any(clicks):
-            raise dash.exceptions.PreventUpdate
-        return {}
-
-    @app.callback(
-        Output("runs-query", "value"),
-        *(Output(f"runs-{name}", "value") for name in FILTERS),
-        Input({"type": "clear-filters", "index": dash.ALL}, "n_clicks"),
-        prevent_initial_call=True,
-    )
-    def clear_filters(clicks: list[int | None]) -> tuple[Any, ...]:
-        if not any(clicks):
-            raise dash.exceptions.PreventUpdate
-        return "", *[None] * len(FILTERS)
-
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "picked"), Output("runs-compare", "id"), Input("runs-picked", "data")
-    )
-
-
 def _filters(view: View) -> dict[str, Any]:
-    return {"q": view.query or None, **{name: getattr(view, name) for name in FILTERS}}
+    """What the reader asks for; archived runs are left out unless they are asked for, too."""
+    shown = view.archived or view.tag == ARCHIVED
+    where = [*view.where, *([] if shown else [_ARCHIVED])]
+    return {"q": view.query or None, "where": where, **{name: getattr(view, name) for name in FILTERS}}
+
+
+def _is_filtered(view: View) -> bool:
+    return bool(view.query or view.where or any(getattr(view, name) for name in FILTERS))
+
+
+def _pinned(view: View) -> list[str]:
+    """The runs that stay on top, the baseline first."""
+    return list(dict.fromkeys([*([view.baseline] if view.baseline else []), *view.pins]))
+
+
+def _read_pinned(client: Client, view: View) -> list[dict[str, Any]]:
+    """Rows of the runs that stay on top; those that are gone are left out."""
+    wanted = _pinned(view)
+    found = client.run_table(run_ids=wanted, limit=len(wanted), config=_paths(view)).rows
+    return sorted(rows(found), key=lambda row: wanted.index(row["run_id"]))
+
+
+def _baseline(pinned: Sequence[dict[str, Any]], view: View) -> dict[str, Any] | None:
+    return next((row for row in pinned if row["run_id"] == view.baseline), None)
+
+
+def _paths(view: View) -> list[str]:
+    """The entries of configurations among the columns."""
+    return [field for field in view.columns if field not in USUAL]
 
 
 def _head(client: Client, view: View) -> wire.RunTable:
@@ -273,7 +304,7 @@ def _head(client: Client, view: View) -> wire.RunTable:
 def _read_rows(client: Client, view: View, sort: str, start: int, limit: int) -> wire.RunTable | wire.RunGroups:
     """Rows of the table as the view filters and groups them."""
     order: dict[str, Any] = {"sort": sort.removeprefix("-"), "descending": sort.startswith("-")}
-    asked: dict[str, Any] = {**_filters(view), **order, "offset": start, "limit": limit}
+    asked: dict[str, Any] = {**_filters(view), **order, "offset": start, "limit": limit, "config": _paths(view)}
     if view.by is None:
         return client.run_table(**asked)
     return client.run_groups(view.by, opened=view.opened, **asked)
@@ -293,12 +324,12 @@ def _revision(table: wire.RunTable) -> dict[str, Any]:
 
 
 def _is_empty(table: wire.RunTable, view: View) -> bool:
-    return not table.total and not any(_filters(view).values())
+    return not table.total and not _is_filtered(view)
 
 
 def _said(table: wire.RunTable, view: View) -> list[Any]:
     """What the table says; where filters leave nothing, a way out of them."""
-    if table.total or not any(_filters(view).values()):
+    if table.total or not _is_filtered(view):
         return [headline_of(table)]
     clear = html.Button("Clear filters", id={"type": "clear-filters", "index": 0}, className="textual")
     return ["No run matches these filters. ", clear]
@@ -314,48 +345,11 @@ def _shown(shown: bool) -> dict[str, str]:
     return {"display": "block" if shown else "none"}
 
 
-def _filter(name: str, view: View, filters: wire.RunFilters) -> Any:
-    known: dict[str, int] = dict.fromkeys(_STATES, 0) if name == "state" else getattr(filters, name)
-    chosen = getattr(view, name)
-    label = _LABELS.get(name, name.capitalize())
-    titles = {value: strategy_title(value) if name == "strategy" else value for value in known}
-    data = [
-        {"value": value, "label": titles[value] + (f" ({count})" if count else "")}
-        for value, count in known.items()
-    ]
-    if chosen and chosen not in known:
-        data.append({"value": chosen, "label": chosen})
-    return dmc.Select(
-        id=f"runs-{name}",
-        data=data,
-        value=chosen,
-        placeholder=label,
-        searchable=True,
-        clearable=True,
-        size="xs",
-        className="filter",
-        **{"aria-label": label},
-    )
-
-
-def _grouping(view: View) -> dmc.Select:
-    return dmc.Select(
-        id="runs-by",
-        data=[{"value": value, "label": f"By {title}"} for value, title in GROUPS.items()],
-        value=view.by,
-        placeholder="Group by",
-        clearable=True,
-        size="xs",
-        className="filter",
-        **{"aria-label": "Group runs that differ by seed"},
-    )
-
-
-def _grid(view: View, first: Sequence[dict[str, Any]]) -> dag.AgGrid:
+def _grid(view: View, first: Sequence[dict[str, Any]], pinned: Sequence[dict[str, Any]]) -> dag.AgGrid:
     """The grid; until it can be drawn, its first rows in words stand in its place."""
     grid = dag.AgGrid(
         id="runs-grid",
-        columnDefs=columns(view.sort),
+        columnDefs=columns(view),
         rowModelType="infinite",
         getRowId="params.data.run_id",
         defaultColDef={
@@ -366,6 +360,7 @@ def _grid(view: View, first: Sequence[dict[str, Any]]) -> dag.AgGrid:
         },
         dashGridOptions={
             "rowHeight": ROW_PIXELS,
+            "pinnedTopRowData": pinned,
             "headerHeight": HEADER_PIXELS,
             "tooltipShowDelay": 300,
             "animateRows": False,
@@ -376,6 +371,6 @@ def _grid(view: View, first: Sequence[dict[str, Any]]) -> dag.AgGrid:
             "infiniteInitialRowCount": 1,
         },
         className="runs-grid",
-        style={"height": "calc(100vh - 290px)", "minHeight": "260px"},
+        style={"height": "calc(100vh - 320px)", "minHeight": "260px"},
     )
     return with_placeholder(grid, runs_in_words(first[:_ROWS_IN_WORDS]))

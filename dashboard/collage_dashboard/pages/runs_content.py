@@ -14,39 +14,85 @@ import dash_mantine_components as dmc
 from dash import dcc, html
 
 from collage_dashboard.components import judgement_mark, text_of_tags
-from collage_dashboard.descriptions import describe, state_key
+from collage_dashboard.descriptions import describe, finite, in_few_words, state_key
 from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import View, comparison_of, write_address
 from collage_monitor import wire
 
-__all__ = ["columns", "compare_link", "group_rows", "headline_of", "rows"]
+__all__ = [
+    "USUAL",
+    "beside",
+    "columns",
+    "compare_link",
+    "group_rows",
+    "headline_of",
+    "rows",
+    "shown_columns",
+    "with_columns",
+]
 
 _FOUR_DIGITS: Final = {"function": "fourDigitsOver(params)"}
 _OF_A_RUN: Final = {"function": "params.data && !params.data.group"}
 _OVER_RUNS: Final = {"function": "overRuns(params)"}
 _LARGE: Final = {"cellEditor": "agLargeTextCellEditor", "cellEditorPopup": True}
+_COMPARED: Final = (
+    "loss",
+    "lost_update_ratio",
+    "edq_ratio",
+    "bytes_per_parameter",
+    "tokens_per_second",
+    "validation_loss",
+    "state_decrement_ratio",
+    "last_step",
+)
+"""Numbers that are told as differences from the baseline's, too."""
 _HOW_TO_EDIT: Final = "Double-click or press Enter to edit."
 
 
-def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
-    """The table's columns; what they mean stands in their header's tooltip."""
-    found = [
-        {
-            "field": "name",
-            "headerName": "Run",
-            "cellRenderer": "RunCell",
-            "minWidth": 200,
-            "width": 250,
-            "pinned": "left",
-        },
+def columns(view: View) -> list[dict[str, Any]]:
+    """The table's columns as the view has them; what they mean stands in their header's tooltip."""
+    name = {
+        "field": "name",
+        "headerName": "Run",
+        "cellRenderer": "RunCell",
+        "minWidth": 200,
+        "width": 250,
+        "pinned": "left",
+        "lockPosition": "left",
+    }
+    known = {column["field"]: column for column in _measured()}
+    found = [name, *(known.get(field) or _of_configuration(field) for field in shown_columns(view))]
+    for column in found:
+        if column.get("field") == view.sort.removeprefix("-"):
+            column["sort"] = "desc" if view.sort.startswith("-") else "asc"
+    return found
+
+
+def shown_columns(view: View) -> tuple[str, ...]:
+    """The columns after the name: those that the reader chose, else the usual ones."""
+    return view.columns or USUAL
+
+
+def with_columns(view: View, chosen: Sequence[str]) -> View:
+    """The view with these columns; an entry of the configuration that is added last comes to the front."""
+    before, after = shown_columns(view), tuple(dict.fromkeys(chosen))
+    if after[:-1] == before and after[-1] not in USUAL and "strategy" in before:
+        place = before.index("strategy") + 1
+        after = (*before[:place], after[-1], *before[place:])
+    return replace(view, columns=() if after == USUAL else after)
+
+
+def _measured() -> list[dict[str, Any]]:
+    """The columns that every run has."""
+    return [
         {
             "field": "health",
-            "headerName": "Headline",
+            "headerName": "Judgement",
             "cellRenderer": "JudgementCell",
-            "minWidth": 310,
+            "minWidth": 210,
             "flex": 1,
-            "headerTooltip": "What is wrong, where and since when; over the run's recent past.",
+            "headerTooltip": "What is wrong over the run's recent past; the whole sentence stands below the table.",
         },
         {
             **_text("strategy", "Strategy", 100),
@@ -88,15 +134,25 @@ def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
         ),
         _editable("notes", "Notes", 180, f"Notes. {_HOW_TO_EDIT}", **_LARGE),
     ]
-    for column in found:
-        if column["field"] == sort.removeprefix("-"):
-            column["sort"] = "desc" if sort.startswith("-") else "asc"
-    return found
 
 
 def rows(table: Sequence[wire.RunRow]) -> list[dict[str, Any]]:
     """A row a run; numbers stay numbers so that they sort, undefined is None."""
     return [_row(run) for run in table]
+
+
+def beside(shown: Sequence[dict[str, Any]], baseline: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The rows, with how far their numbers are from those of the baseline's row."""
+    if baseline is None:
+        return list(shown)
+    return [{**row, "versus": _differences(row, baseline)} for row in shown]
+
+
+def _differences(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float]:
+    if row["run_id"] == baseline["run_id"]:
+        return {}
+    pairs = {name: (finite(row.get(name)), finite(baseline.get(name))) for name in _COMPARED}
+    return {name: own - its for name, (own, its) in pairs.items() if own is not None and its is not None}
 
 
 def headline_of(table: wire.RunTable) -> str:
@@ -147,6 +203,7 @@ def _row(run: wire.RunRow) -> dict[str, Any]:
         "state": run.state,
         "health": run.overview.health if run.overview else None,
         "mark": judgement_mark(run.overview.health if run.overview else "unknown"),
+        "brief": in_few_words(run.overview),
         "headline": run.overview.headline if run.overview else "Not evaluated yet.",
         "trend": run.overview.trend if run.overview else [],
         "last_step": run.last_step,
@@ -161,6 +218,7 @@ def _row(run: wire.RunRow) -> dict[str, Any]:
             if (entry := run.scalars.get(name))
         },
         "updated_at": run.updated_at,
+        "config": run.config,
     }
 
 
@@ -195,6 +253,7 @@ def _group_row(group: wire.RunGroup, view: View) -> dict[str, Any]:
         "state": ", ".join(state if n == count else f"{n} {state}" for state, n in sorted(group.states.items())),
         "health": group.health,
         "mark": judgement_mark(group.health),
+        "brief": f"{of_these}{group.health}" if of_these else group.health.capitalize(),
         "headline": f"{of_these}{group.headline}",
         "last_step": group.last_step,
         "updated_at": group.updated_at,
@@ -216,6 +275,19 @@ def _text(field: str, header: str, width: int) -> dict[str, Any]:
     return {"field": field, "headerName": header, "width": width, "tooltipField": field}
 
 
+def _of_configuration(path: str) -> dict[str, Any]:
+    return {
+        "colId": path,
+        "headerName": path,
+        "headerTooltip": f"{path}, of the run's configuration.",
+        "valueGetter": {"function": "ofConfiguration(params)"},
+        "tooltipValueGetter": {"function": "ofConfiguration(params)"},
+        "width": 110,
+        "wrapHeaderText": True,
+        "sortable": False,
+    }
+
+
 def _editable(field: str, header: str, width: int, help_line: str, **more: Any) -> dict[str, Any]:
     own = {
         "headerTooltip": help_line,
@@ -235,5 +307,9 @@ def _number(field: str, header: str, help_line: str = "", *, width: int) -> dict
         "tooltipValueGetter": _OVER_RUNS,
         "width": width,
         "wrapHeaderText": True,
-        "valueFormatter": {"function": "wholeNumber(params.value)"} if field == "last_step" else _FOUR_DIGITS,
+        "valueFormatter": {"function": "wholeNumber(params)"} if field == "last_step" else _FOUR_DIGITS,
     }
+
+
+USUAL: Final[tuple[str, ...]] = tuple(column["field"] for column in _measured())
+"""The columns after the name, unless a reader chooses others."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import dash
 import dash_mantine_components as dmc
 import plotly.graph_objects as go
-from dash import dcc, html
+from dash import Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
     cell_content,
     judgement_mark,
+    notice,
     report_link,
     run_label,
     save_buttons,
@@ -23,11 +26,13 @@ from collage_dashboard.descriptions import UNDEFINED, describe, number, state_ke
 from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.style import DASHES, GRAPH_CONFIG, strategy_colour
 from collage_dashboard.figures.tradeoff import Cost
-from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
-from collage_dashboard.view import View, comparison_of, write_address
+from collage_dashboard.reader import Reader, explain
+from collage_dashboard.run_styles import LineStyle, styles_of
+from collage_dashboard.view import View
 from collage_monitor import wire
+from collage_monitor.errors import CollageError
 from collage_monitor.metrics import split_key
-from collage_monitor.recommendation import Recommendation, signed
+from collage_monitor.recommendation import Recommendation, short_title, signed, worth
 from collage_monitor.seeds import Estimate
 from collage_monitor.strategy_results import StrategyResult, differences
 
@@ -40,9 +45,11 @@ __all__ = [
     "cost_figures",
     "counterfactual_cells",
     "counterfactual_table",
+    "pair_of",
+    "pair_question",
+    "register_treat",
     "strategy_styles",
     "strategy_table",
-    "suggested_comparisons",
 ]
 
 COSTS: Final[tuple[Cost, ...]] = ("bytes_per_parameter", "tokens_per_second")
@@ -84,15 +91,48 @@ def advice(found: Recommendation, view: View, results: Sequence[StrategyResult])
     """
     mark, kind = judgement_mark("healthy" if found.chosen else "unknown")
     sentence = html.Div(
-        [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), html.Div(found.text)], className="verdict"
+        [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), html.Div(found.brief or found.text)],
+        className="verdict",
     )
     return html.Div(
         [
             html.Div(sentence, className="answer"),
+            *([html.P(found.text, className="reasons")] if found.brief else []),
             html.Ul([html.Li(reason) for reason in found.reasons], className="reasons"),
             html.Div([*_treat(results), report_link(view.runs, view.left_out)], className="crumbs"),
         ]
     )
+
+
+def pair_question(view: View, results: Sequence[StrategyResult]) -> Any:
+    """Two strategies to be held against each other, and what their losses say; nothing below two."""
+    if len(results) < 2:
+        return None
+    one, other = pair_of(view, results)
+    titles = [short_title(result, results) for result in results]
+    selects = [
+        dmc.Select(
+            id={"type": "compare-pair", "index": place},
+            data=titles,
+            value=short_title(chosen, results),
+            allowDeselect=False,
+            size="xs",
+            w=200,
+            **{"aria-label": f"Strategy {'AB'[place]}"},
+        )
+        for place, chosen in enumerate((one, other))
+    ]
+    said = html.Span(worth(one, other, results), id="compare-worth", role="status")
+    return html.Div([selects[0], html.Span("against"), selects[1], said], className="pair")
+
+
+def pair_of(view: View, results: Sequence[StrategyResult]) -> tuple[StrategyResult, StrategyResult]:
+    """The two strategies of the view; else the smallest, and the next that takes more bytes."""
+    named = {short_title(result, results): result for result in results}
+    chosen = [named[title] for title in view.pair if title in named]
+    rest = [result for result in results if result not in chosen]
+    first, second = [*chosen, *rest][:2]
+    return first, second
 
 
 def _treat(results: Sequence[StrategyResult]) -> list[Any]:
@@ -297,29 +337,25 @@ def _cost_card(place: int, cost: Cost, figure: go.Figure) -> dmc.Paper:
     )
 
 
-def suggested_comparisons(rows: Sequence[wire.RunRow]) -> Any:
-    """Runs that were made to be compared, newest first: those of one project and group, else of one project."""
-    found: dict[tuple[str, str | None], list[wire.RunRow]] = {}
-    for row in rows:
-        found.setdefault((row.project, row.group), []).append(row)
-    lines = [_choice(*named, own) for named, own in found.items() if len(own) > 1]
-    if not lines:
-        return None
-    return html.Div(
-        [html.P("Or compare runs of one group:", className="quiet"), html.Ul(lines[:_GROUPS_SHOWN])],
-        className="choices",
+def register_treat(app: dash.Dash, reader: Reader) -> None:
+    """Bind the button by which people count runs as configured alike."""
+
+    @app.callback(
+        Output("compare-treated", "data"),
+        Output("compare-alert", "children", allow_duplicate=True),
+        Input("compare-treat", "n_clicks"),
+        State("compare-rows", "data"),
+        prevent_initial_call=True,
     )
-
-
-_GROUPS_SHOWN: Final = 12
-
-
-def _choice(project: str, group: str | None, rows: Sequence[wire.RunRow]) -> html.Li:
-    address = write_address(comparison_of([row.run_id for row in rows]))
-    kinds = dict.fromkeys(strategy_title(row.strategy or row.observed_strategy) for row in rows)
-    return html.Li(
-        [
-            dcc.Link(f"{project} / {group}" if group else project, href="".join(address)),
-            html.Span(f" {len(rows)} runs: {', '.join(kinds)}", className="quiet"),
-        ]
-    )
+    def treat_as_one(clicks: int | None, kept: str) -> tuple[Any, Any]:
+        """All runs count as configured like the first, or each by its own configuration again."""
+        if not clicks:
+            raise dash.exceptions.PreventUpdate
+        rows = wire.decode_message(kept.encode(), list[wire.RunRow], wire.JSON)
+        treated = any(row.is_treated for row in rows)
+        update = wire.RunUpdate(configuration="" if treated else rows[0].configuration)
+        try:
+            reader.ask(lambda client: [client.update_run(row.run_id, update) for row in rows])
+        except CollageError as error:
+            return no_update, notice(explain(error))
+        return time.time(), no_update

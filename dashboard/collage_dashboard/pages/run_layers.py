@@ -1,0 +1,346 @@
+"""The layers of a run: the heatmap's choices, a table of all beside it, and a card of the one that is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import dash
+import dash_ag_grid as dag
+import dash_mantine_components as dmc
+from dash import MATCH, ClientsideFunction, Input, Output, State, html
+
+from collage_dashboard.components import help_text, labelled
+from collage_dashboard.descriptions import count, describe, finite, interval, metric_choices, number
+from collage_dashboard.reader import Reader
+from collage_dashboard.view import View, read_address
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
+from collage_monitor.judgement import EDQ_TOLERANCE
+from collage_monitor.metrics import METRICS, split_key
+
+__all__ = [
+    "DEFAULT_METRIC",
+    "layer_card",
+    "layer_keys",
+    "layer_metrics",
+    "layer_rows",
+    "layer_table",
+    "map_controls",
+    "map_style",
+    "register_layers",
+    "run_of",
+]
+
+DEFAULT_METRIC: Final = "edq_ratio"
+
+_SHOWN: Final = (
+    "edq_ratio",
+    "edq_window_ratio",
+    "lost_update_ratio",
+    "lost_window_ratio",
+    "edq_visible_ratio",
+    "cast_changed_ratio",
+    "cast_recoded_ratio",
+    "cast_route_ratio",
+    "half_ulp_margin",
+    "param_norm",
+    "update_to_weight_ratio",
+    "decay_ratio",
+    "state_decrement_ratio",
+    "state_zero_ratio",
+    "residual_fill_ratio",
+    "residual_zero_ratio",
+    "residual_dropped_ratio",
+    "edq_oracle_ratio",
+)
+"""The numbers of a layer, in order: updates, scale of the weight, states, residuals, oracle."""
+_MOST: Final = 20
+"""As many metrics as one question may ask for."""
+
+
+def layer_keys(run: wire.Run) -> list[str]:
+    """The metrics of a layer that this run measures, at most as many as one question takes."""
+    order = {name: place for place, name in enumerate(_SHOWN)}
+    keys = [key for key in run.latest if split_key(key)[0] in order and split_key(key)[0] in METRICS]
+    return sorted(keys, key=lambda key: (order[split_key(key)[0]], keys.index(key)))[:_MOST]
+
+
+def layer_card(view: View, run: wire.Run, reader: Reader, first_step: int | None) -> Any:
+    """The card of the view's layer, its numbers at the view's step, else from `first_step` on; none for the model.
+
+    Raises:
+        CollageError: the server does not answer, or refuses the token.
+    """
+    if view.layer is None:
+        return None
+    run_id, keys = run.run_id, layer_keys(run)
+    begin, end = (first_step, None) if view.step is None else (view.step, view.step)
+    try:
+        layers, *found = reader.ask_together(
+            lambda client: client.layers(run_id).layers,
+            *(
+                [
+                    lambda client: client.series(
+                        run_id, keys, layer=view.layer, points=1, first_step=begin, last_step=end
+                    )
+                ]
+                if keys
+                else []
+            ),
+        )
+    except NotAuthorised:
+        raise
+    except ServerRefusal:
+        return None
+    layer = next((known for known in layers if known.name == view.layer), None)
+    if layer is None:
+        return None
+    series = [own for one in found for own in (one, *(one.more.values() if isinstance(one.more, dict) else ()))]
+    return dmc.Paper(
+        [
+            html.H2(layer.name, className="layer-name"),
+            html.P(_facts(layer, layers, series), className="quiet layer-facts"),
+            html.Div([_number(own) for own in series if own.values], className="layer-numbers"),
+        ],
+        className="card",
+        withBorder=True,
+        mb=14,
+        id="run-layer-card",
+    )
+
+
+def _facts(layer: wire.Layer, layers: Sequence[wire.Layer], series: Sequence[wire.Series]) -> str:
+    """Shape, size, share of the model, type, ranks, and the steps that the numbers are over."""
+    own = math.prod(layer.shape)
+    whole = sum(math.prod(shape) for shape in {known.name: known.shape for known in layers}.values())
+    facts = [" × ".join(map(str, layer.shape)) or "a single number", f"{count(own)} elements"]
+    facts += [f"{number(100 * own / whole, 3)} % of the model"] if whole else []
+    facts += [layer.dtype, *([layer.module_type] if layer.module_type else [])]
+    point = next((one for one in series if one.steps), None)
+    if point is not None and point.ranks and point.expected_ranks:
+        facts.append(f"reported by {point.ranks[-1]} of {point.expected_ranks[-1]} ranks")
+    if point is not None:
+        first, last = count(point.first_steps[0]), count(point.steps[-1])
+        facts.append(f"at step {last}" if first == last else f"over steps {first} to {last}")
+    return " · ".join(facts)
+
+
+def _number(series: wire.Series) -> html.Div:
+    description = describe(series.metric)
+    named: dict[str, Any] = {"data-metric": series.metric}
+    bounds = interval(series.low[-1] if series.low else None, series.high[-1] if series.high else None)
+    return html.Div(
+        [
+            help_text(description.title, description),
+            html.Div(
+                [html.Span(number(series.values[-1]), className="value"), html.Span(bounds, className="detail")]
+            ),
+        ],
+        className="layer-number",
+        **named,
+    )
+
+
+_NOT_MAPPED: Final = frozenset({"elements", "sampled", "oracle_steps", "edq"})
+_ROWS: Final = (("all", "No"), ("block", "By block"), ("type", "By module type"))
+
+
+def layer_metrics(run: wire.Run) -> list[str]:
+    """Metrics that a heatmap of this run can show."""
+    known = [key for key in run.latest if split_key(key)[0] in METRICS and key not in _NOT_MAPPED]
+    return known or [DEFAULT_METRIC]
+
+
+def map_controls(view: View, run: wire.Run) -> list[Any]:
+    """What the heatmap shows, and how its layers are ordered and grouped."""
+    metric = dmc.Select(
+        id="run-metric",
+        data=metric_choices(layer_metrics(run)),
+        value=view.metric or DEFAULT_METRIC,
+        searchable=True,
+        allowDeselect=False,
+        size="xs",
+        w=260,
+        **{"aria-label": "Heatmap of"},
+    )
+    order = dmc.SegmentedControl(
+        id="run-order",
+        data=[{"value": "depth", "label": "By depth"}, {"value": "worst", "label": "Worst first"}],
+        value=view.order,
+        size="xs",
+    )
+    rows = dmc.SegmentedControl(
+        id="run-rows",
+        data=[{"value": value, "label": label} for value, label in _ROWS],
+        value=view.rows,
+        size="xs",
+    )
+    return [labelled("Heatmap of", metric), labelled("Layers", order), labelled("Grouped", rows)]
+
+
+def map_style(view: View) -> dict[str, str]:
+    """The heatmap's controls stand where the heatmap does."""
+    return {} if view.tab == "layers" else {"display": "none"}
+
+
+_MOST_ROWS: Final = 1000
+_COLUMNS: Final = 200
+"""Columns of the heatmap in which it is looked since when a layer loses."""
+_OF_A_LAYER: Final = ("edq_ratio", "lost_update_ratio", "intended_norm", "half_ulp_margin")
+
+
+def layer_table(run: wire.Run) -> dmc.Paper:
+    """The card of the table of all layers, those first that lose the most; its rows come when it is there."""
+    numbers = (
+        ("share", "Share of the loss", "Of all that the model loses: Σu² − Σue of the layer over that of all."),
+        ("lost_update_ratio", "Lost", describe("lost_update_ratio").help),
+        ("since", "Since", f"The step from which its EDQ is below {1 - EDQ_TOLERANCE:g} until now."),
+        ("half_ulp_margin", "Margin", describe("half_ulp_margin").help),
+        ("edq_ratio", "EDQ", describe("edq_ratio").help),
+    )
+    formats = {"share": "percent(params.value)", "lost_update_ratio": "percent(params.value)"}
+    formats["since"] = "wholeNumber(params)"
+    filters: dict[str, Any] = {"floatingFilter": True, "suppressFloatingFilterButton": True}
+    columns: list[dict[str, Any]] = [
+        {"field": "layer", "headerName": "Layer", "flex": 1, "minWidth": 150, "filter": "agTextColumnFilter"},
+        {"field": "kind", "headerName": "Kind", "width": 90, "filter": "agTextColumnFilter"},
+        *(
+            {
+                "field": field,
+                "headerName": title,
+                "headerTooltip": text,
+                "type": "rightAligned",
+                "width": 82,
+                "wrapHeaderText": True,
+                "filter": "agNumberColumnFilter",
+                "valueFormatter": {"function": formats.get(field, "fourDigitsOver(params)")},
+            }
+            for field, title, text in numbers
+        ),
+    ]
+    grid = dag.AgGrid(
+        id={"type": "run-layers", "index": run.run_id},
+        columnDefs=columns,
+        getRowId="params.data.layer",
+        defaultColDef={"sortable": True, "resizable": True, "suppressHeaderMenuButton": True, **filters},
+        dashGridOptions={"rowHeight": 30, "headerHeight": 40, "tooltipShowDelay": 300, "animateRows": False},
+        className="runs-grid layers-grid",
+        style={"height": "100%", "minHeight": "360px"},
+    )
+    note = html.Div(id={"type": "run-layers-note", "index": run.run_id}, className="quiet layer-facts")
+    return dmc.Paper(
+        [html.H2("Layers", className="card-title"), note, html.Div(grid, className="layers-place")],
+        className="card",
+        withBorder=True,
+    )
+
+
+def layer_rows(client: Client, run: wire.Run, first_step: int | None) -> list[dict[str, Any]]:
+    """A row a layer over the steps from `first_step` on, those first that lose the most; at most `_MOST_ROWS`.
+
+    Raises:
+        CollageError: the server does not answer, or refuses.
+    """
+    keys = [key for key in _OF_A_LAYER if key in run.latest]
+    if "edq_ratio" not in keys:
+        return []
+    merged = {key: client.heatmap(run.run_id, key, points=1, first_step=first_step) for key in keys}
+    values: dict[str, dict[str, float | None]] = {key: _by_layer(answer) for key, answer in merged.items()}
+    kinds = {layer.name: layer.module_type for layer in client.layers(run.run_id).layers}
+    missing = {name: _missing(values, name) for name in merged["edq_ratio"].layers}
+    whole = sum(missing.values())
+    order = sorted(missing, key=lambda name: -missing[name])[:_MOST_ROWS]
+    since = _since(client.heatmap(run.run_id, "edq_ratio", points=_COLUMNS), set(order))
+    return [
+        {
+            "layer": name,
+            "kind": kinds.get(name) or "–",
+            "share": missing[name] / whole if whole else 0.0,
+            "since": since.get(name),
+            **{key: values[key].get(name) for key in keys if key != "intended_norm"},
+        }
+        for name in order
+    ]
+
+
+def _by_layer(answer: wire.Heatmap) -> dict[str, float | None]:
+    return {name: finite(own[-1]) if own else None for name, own in zip(answer.layers, answer.values, strict=True)}
+
+
+def _missing(values: Mapping[str, Mapping[str, float | None]], name: str) -> float:
+    """Σu² − Σue of a layer a measured step, where it loses any."""
+    edq, norm = values["edq_ratio"].get(name), values.get("intended_norm", {}).get(name)
+    return 0.0 if edq is None or norm is None else max(norm * norm * (1 - edq), 0.0)
+
+
+def _since(answer: wire.Heatmap, wanted: set[str]) -> dict[str, int]:
+    """By layer the first step of the columns from which on its EDQ is below the tolerance, to the last."""
+    found = {}
+    for name, own in zip(answer.layers, answer.values, strict=True):
+        if name not in wanted:
+            continue
+        for first, value in zip(reversed(answer.first_steps), reversed(own), strict=True):
+            edq = finite(value)
+            if edq is None:
+                continue
+            if edq >= 1 - EDQ_TOLERANCE:
+                break
+            found[name] = first
+    return found
+
+
+def register_layers(app: dash.Dash, reader: Reader) -> None:
+    """Bind the card of the chosen layer and the table's rows to the application."""
+
+    @app.callback(
+        Output("run-layer-place", "children"),
+        Input("run-shown", "data"),
+        Input("run-revision", "data"),
+        State("run-record", "data"),
+    )
+    def tell_layer(shown: dict[str, Any], revision: dict[str, Any], record: str) -> Any:
+        view = read_address(shown["pathname"], shown["search"])
+        if revision["failed"]:
+            raise dash.exceptions.PreventUpdate
+        if view.tab == "about":
+            return None
+        try:
+            return layer_card(view, run_of(record), reader, revision["first"])
+        except CollageError:
+            raise dash.exceptions.PreventUpdate from None
+
+    @app.callback(
+        Output({"type": "run-layers", "index": MATCH}, "rowData"),
+        Output({"type": "run-layers-note", "index": MATCH}, "children"),
+        Input("run-revision", "data"),
+        State("run-record", "data"),
+        State({"type": "run-layers", "index": MATCH}, "rowData"),
+    )
+    def fill_table(revision: dict[str, Any], record: str, known: Any) -> Any:
+        run = run_of(record)
+        if revision["failed"]:
+            raise dash.exceptions.PreventUpdate
+        try:
+            rows = reader.ask(lambda client: layer_rows(client, run, revision["first"]))
+        except CollageError:
+            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
+        if rows == known:
+            raise dash.exceptions.PreventUpdate
+        most = f" The {_MOST_ROWS:,} that lose the most." if len(rows) == _MOST_ROWS else ""
+        over = "Over the run's recent past" if revision["first"] is None else f"From step {revision['first']:,} on"
+        return rows, f"{over}.{most} A click, or Enter, shows a layer's card and curves."
+
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "showLayer"),
+        Output("run-layer-place", "id"),
+        Input("run-layer-place", "children"),
+        prevent_initial_call=True,
+    )
+
+
+def run_of(record: str) -> wire.Run:
+    """The run that the page keeps."""
+    return wire.decode_message(record.encode(), wire.Run, wire.JSON)

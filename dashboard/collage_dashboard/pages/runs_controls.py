@@ -1,0 +1,379 @@
+"""What stands above the table of runs: filters, columns, saved views, and what is done with picked runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, Final
+
+import dash
+import dash_mantine_components as dmc
+from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
+
+from collage_dashboard.components import refusal, tags_of
+from collage_dashboard.pages.runs_content import USUAL, columns, compare_link, shown_columns, with_columns
+from collage_dashboard.reader import Reader
+from collage_dashboard.run_styles import strategy_title
+from collage_dashboard.view import ARCHIVED, FILTERS, GROUPS, View, read_address, write_address
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.errors import CollageError
+
+__all__ = ["SELECTS", "columns_menu", "filter_row", "pinned_line", "register_controls", "tray", "views_menu"]
+
+_AT_ONCE: Final = 100
+"""Runs that one question of the table names."""
+_MOST_NAMED: Final = 3
+_STATES: Final = ("running", "finished", "failed", "stale")
+_LABELS: Final = {"health": "Verdict"}
+SELECTS: Final = (*FILTERS, "archived", "by")
+"""What is chosen of lists, in the order of `showChoices` in assets/flow.js."""
+
+
+def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
+    """What narrows the table, and what its runs are grouped by."""
+    selects = [_filter_select(name, view, filters) for name in FILTERS]
+    return html.Div([*selects, _archived_select(view), _grouping(view), _where(view)], className="filters")
+
+
+def _filter_select(name: str, view: View, filters: wire.RunFilters) -> Any:
+    known: dict[str, int] = dict.fromkeys(_STATES, 0) if name == "state" else getattr(filters, name)
+    chosen = getattr(view, name)
+    label = _LABELS.get(name, name.capitalize())
+    titles = {value: strategy_title(value) if name == "strategy" else value for value in known}
+    data = [
+        {"value": value, "label": titles[value] + (f" ({count})" if count else "")}
+        for value, count in known.items()
+    ]
+    if chosen and chosen not in known:
+        data.append({"value": chosen, "label": chosen})
+    return dmc.Select(
+        id=f"runs-{name}",
+        data=data,
+        value=chosen,
+        placeholder=label,
+        searchable=True,
+        clearable=True,
+        size="xs",
+        className="filter",
+        **{"aria-label": label},
+    )
+
+
+def _where(view: View) -> dmc.TagsInput:
+    return dmc.TagsInput(
+        id="runs-where",
+        value=list(view.where),
+        placeholder="Conditions: lr > 1e-3, edq < 0.9, age < 2d",
+        splitChars=[","],
+        size="xs",
+        className="filter where",
+        **{"aria-label": "Conditions on columns and entries of the configuration; Enter adds one"},
+    )
+
+
+def _archived_select(view: View) -> dmc.Select:
+    return dmc.Select(
+        id="runs-archived",
+        data=[{"value": "1", "label": "With archived"}],
+        value=view.archived,
+        placeholder="Archived",
+        clearable=True,
+        size="xs",
+        className="filter",
+        **{"aria-label": "Archived runs"},
+    )
+
+
+def columns_menu(view: View) -> html.Details:
+    """The columns, to choose and to order; more of them are entries of the configuration, by path."""
+    usual: dict[str, Any] = {"data-usual": ",".join(USUAL), "role": "group", "aria-label": "Columns"}
+    chosen = dmc.TagsInput(
+        id="runs-columns",
+        value=list(shown_columns(view)),
+        data=list(USUAL),
+        size="xs",
+        label="Columns, in order",
+        description="Enter adds one: a field, or an entry of the configuration by its path, optimizer.lr. Headers "
+        "can be dragged, too; the address keeps it all.",
+        placeholder="optimizer.lr",
+    )
+    return html.Details(
+        [html.Summary("Columns"), html.Div(chosen, className="menu-card", **usual)], className="menu"
+    )
+
+
+def _grouping(view: View) -> dmc.Select:
+    return dmc.Select(
+        id="runs-by",
+        data=[{"value": value, "label": f"By {title}"} for value, title in GROUPS.items()],
+        value=view.by,
+        placeholder="Group by",
+        clearable=True,
+        size="xs",
+        className="filter",
+        **{"aria-label": "Group runs that differ by seed"},
+    )
+
+
+def tray(picked: Mapping[str, str]) -> Any:
+    """The way to the comparison of the picked runs, by id and name, and what else may be done with them."""
+    link = compare_link(picked)
+    if not picked:
+        return link
+    one = ["baseline"] if len(picked) == 1 else []
+    tags = dmc.TextInput(
+        id={"type": "picked-tags", "index": 0},
+        placeholder="Tags",
+        size="xs",
+        w=110,
+        **{"aria-label": "Tags to add"},
+    )
+    return html.Div(
+        [
+            link,
+            *(_action(action) for action in ("pin", *one)),
+            html.Span([tags, _action("tag")], className="tray"),
+            *(_action(action) for action in ("archive", "unarchive")),
+            dcc.ConfirmDialogProvider(
+                html.Button("Delete", type="button", className="textual"),
+                id={"type": "picked-delete", "index": 0},
+                message=f"Delete {_named(picked)} for good? Nothing brings them back.",
+            ),
+        ],
+        className="tray",
+    )
+
+
+def pinned_line(pinned: Sequence[Mapping[str, Any]], view: View) -> Any:
+    """The runs that stay on top, each with a way to let it go."""
+    if not pinned:
+        return None
+    parts = []
+    for row in pinned:
+        kind = "Baseline" if row["run_id"] == view.baseline else "Pinned"
+        named: dict[str, Any] = {"aria-label": f"Let go of {row['name']}"}
+        button = html.Button("×", id={"type": "unpin", "index": row["run_id"]}, className="textual", **named)
+        parts.append(html.Span([f"{kind}: {row['name']} ", button]))
+    return html.Div(parts, className="kept")
+
+
+def views_menu() -> html.Details:
+    """Saved views, read when they are looked for, and a way to save the present one."""
+    name = dmc.TextInput(id="runs-view-name", placeholder="Name", size="xs", **{"aria-label": "Name of the view"})
+    save = dmc.Button("Save this view", id="runs-view-save", size="xs", variant="default", mt=6)
+    listed = html.Div(id="runs-views", role="status")
+    return html.Details(
+        [html.Summary("Views", id="runs-views-open"), html.Div([listed, name, save], className="menu-card")],
+        className="menu",
+    )
+
+
+def register_controls(app: dash.Dash, reader: Reader) -> None:
+    """Bind filters, columns, saved views, and what is done with picked runs, to the application."""
+    _register_choices(app)
+    _register_views(app, reader)
+
+    @app.callback(
+        Output("runs-address", "search", allow_duplicate=True),
+        Input({"type": "picked-action", "index": ALL}, "n_clicks"),
+        Input({"type": "unpin", "index": ALL}, "n_clicks"),
+        State("runs-picked", "data"),
+        State("runs-address", "search"),
+        prevent_initial_call=True,
+    )
+    def keep_on_top(_clicks: Any, _unpins: Any, picked: dict[str, str] | None, search: str | None) -> Any:
+        pressed = _pressed()
+        view = read_address("/", search)
+        if pressed["type"] == "unpin":
+            gone = pressed["index"]
+            baseline = None if view.baseline == gone else view.baseline
+            view = replace(view, pins=tuple(pin for pin in view.pins if pin != gone), baseline=baseline)
+        elif pressed["index"] == "pin":
+            view = replace(view, pins=tuple(dict.fromkeys([*view.pins, *(picked or {})])))
+        elif pressed["index"] == "baseline":
+            view = replace(view, baseline=next(iter(picked or {}), None))
+        wanted = write_address(view)[1]
+        return no_update if wanted == (search or "") else wanted
+
+    @app.callback(
+        Output("runs-alert", "children", allow_duplicate=True),
+        Output("tick", "data", allow_duplicate=True),
+        Output("runs-picked", "data", allow_duplicate=True),
+        Input({"type": "picked-action", "index": ALL}, "n_clicks"),
+        Input({"type": "picked-delete", "index": ALL}, "submit_n_clicks"),
+        State({"type": "picked-tags", "index": ALL}, "value"),
+        State("runs-picked", "data"),
+        prevent_initial_call=True,
+    )
+    def write(
+        _clicks: Any, _deletes: Any, tags: list[str | None], picked: dict[str, str] | None
+    ) -> tuple[Any, ...]:
+        pressed = _pressed()
+        action = "delete" if pressed["type"] == "picked-delete" else pressed["index"]
+        named = tags_of(tags[0] or "") if tags and action == "tag" else []
+        if not picked or action in {"pin", "baseline"} or (action == "tag" and not named):
+            raise dash.exceptions.PreventUpdate
+        try:
+            reader.ask(lambda client: _do(client, action, list(picked), named))
+            refused = None
+        except CollageError as error:
+            refused = refusal(error)
+        gone: Any = {} if action == "delete" and refused is None else no_update
+        return refused, no_update if refused else f"written {time.time()}", gone
+
+
+def _register_views(app: dash.Dash, reader: Reader) -> None:
+    @app.callback(
+        Output("runs-views", "children"),
+        Input("runs-views-open", "n_clicks"),
+        Input("runs-view-save", "n_clicks"),
+        Input({"type": "delete-view", "index": ALL}, "n_clicks"),
+        State("runs-view-name", "value"),
+        State("runs-address", "search"),
+        prevent_initial_call=True,
+    )
+    def change_views(_open: Any, _save: Any, _delete: Any, name: str | None, search: str | None) -> Any:
+        trigger = dash.ctx.triggered_id
+        try:
+            if trigger == "runs-view-save":
+                return _save_view(reader, (name or "").strip(), search or "")
+            if not isinstance(trigger, str):
+                project, named = _pressed()["index"].split("\n", 1)
+                reader.ask(lambda client: client.delete_view(project, named))
+            return _listed(reader.ask(lambda client: client.views()))
+        except CollageError as error:
+            return refusal(error)
+
+
+def _save_view(reader: Reader, name: str, search: str) -> Any:
+    projects = list(reader.ask(lambda client: client.run_filters()).project)
+    project = read_address("/", search).project or (projects[0] if len(projects) == 1 else None)
+    if project is None:
+        return "Choose a project first: a view is saved for those who see its project."
+    if not name:
+        return "Name the view, then save it."
+    create = wire.SavedViewCreate(name=name, search=search.removeprefix("?"))
+    reader.ask(lambda client: client.save_view(project, create))
+    return _listed(reader.ask(lambda client: client.views()))
+
+
+def _listed(views: Sequence[wire.SavedView]) -> Any:
+    if not views:
+        return "No view is saved yet."
+    entries = []
+    for view in views:
+        link = dcc.Link(view.name, href=f"/?{view.search}", title=f"{view.project}, by {view.made_by}")
+        own = {"type": "delete-view", "index": f"{view.project}\n{view.name}"}
+        named: dict[str, Any] = {"aria-label": f"Delete the view {view.name}"}
+        entries.append(html.Li([link, html.Button("×", id=own, className="textual", **named)]))
+    return html.Ul(entries)
+
+
+def _pressed() -> dict[str, Any]:
+    """The button that was pressed.
+
+    Raises:
+        PreventUpdate: buttons came or went, and none was pressed.
+    """
+    trigger = dash.ctx.triggered_id
+    if not isinstance(trigger, dict) or not dash.ctx.triggered[0]["value"]:
+        raise dash.exceptions.PreventUpdate
+    return trigger
+
+
+def _action(action: str) -> html.Button:
+    own = {"type": "picked-action", "index": action}
+    return html.Button(action.capitalize(), id=own, type="button", className="textual")
+
+
+def _named(picked: Mapping[str, str]) -> str:
+    first = ", ".join(islice(picked.values(), _MOST_NAMED))
+    more = len(picked) - _MOST_NAMED
+    return f"{first} and {more} more" if more > 0 else first
+
+
+def _do(client: Client, action: str, run_ids: Sequence[str], tags: Sequence[str]) -> None:
+    """Do something with each of these runs; what is done before one is refused stays done."""
+    if action == "delete":
+        for run_id in run_ids:
+            client.delete_run(run_id)
+        return
+    for row in _rows(client, run_ids):
+        kept = [tag for tag in row.tags if action != "unarchive" or tag != ARCHIVED]
+        added = [ARCHIVED] if action == "archive" else tags
+        wanted = list(dict.fromkeys([*kept, *added]))
+        if wanted != row.tags:
+            client.update_run(row.run_id, wire.RunUpdate(tags=wanted))
+
+
+def _rows(client: Client, run_ids: Sequence[str]) -> Iterator[wire.RunRow]:
+    left: Iterable[str] = iter(run_ids)
+    while some := list(islice(left, _AT_ONCE)):
+        yield from client.run_table(run_ids=some, limit=_AT_ONCE).rows
+
+
+def _register_choices(app: dash.Dash) -> None:
+    @app.callback(
+        Output("runs-address", "search"),
+        Input("runs-query", "value"),
+        *(Input(f"runs-{name}", "value") for name in (*SELECTS, "where", "columns")),
+        State("runs-address", "search"),
+        prevent_initial_call=True,
+    )
+    def choose(query: str | None, *rest: Any) -> Any:
+        *values, where, wanted_columns, search = rest
+        chosen: dict[str, Any] = {name: value or None for name, value in zip(SELECTS, values, strict=True)}
+        before = read_address("/", search)
+        opened = before.opened if chosen["by"] == before.by else ()
+        asked: dict[str, Any] = {"query": (query or "").strip(), "opened": opened, "where": tuple(where or ())}
+        view = with_columns(replace(before, **asked, **chosen), wanted_columns or USUAL)
+        wanted = write_address(view)[1]
+        return no_update if wanted == (search or "") else wanted
+
+    @app.callback(
+        Output("runs-grid", "columnDefs"),
+        Input("runs-address", "search"),
+        State("runs-grid", "columnDefs"),
+        prevent_initial_call=True,
+    )
+    def show_columns(search: str | None, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        found = columns(read_address("/", search))
+        if [_place_of(column) for column in found] == [_place_of(column) for column in known]:
+            raise dash.exceptions.PreventUpdate
+        return found
+
+    @app.callback(Output("runs-compare", "children"), Input("runs-picked", "data"))
+    def show_picked(picked: dict[str, str] | None) -> Any:
+        return tray(picked or {})
+
+    @app.callback(
+        Output("runs-picked", "data"),
+        Input({"type": "clear-picked", "index": dash.ALL}, "n_clicks"),
+        prevent_initial_call=True,
+    )
+    def clear(clicks: list[int | None]) -> Any:
+        if not any(clicks):
+            raise dash.exceptions.PreventUpdate
+        return {}
+
+    @app.callback(
+        Output("runs-query", "value"),
+        *(Output(f"runs-{name}", "value") for name in (*FILTERS, "where")),
+        Input({"type": "clear-filters", "index": dash.ALL}, "n_clicks"),
+        prevent_initial_call=True,
+    )
+    def clear_filters(clicks: list[int | None]) -> tuple[Any, ...]:
+        if not any(clicks):
+            raise dash.exceptions.PreventUpdate
+        return "", *[None] * len(FILTERS), []
+
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "picked"), Output("runs-compare", "id"), Input("runs-picked", "data")
+    )
+
+
+def _place_of(column: dict[str, Any]) -> str | None:
+    return column.get("field") or column.get("colId")

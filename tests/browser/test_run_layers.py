@@ -1,0 +1,105 @@
+"""A run's first sentence, and its layers: one table beside the heatmap, and the card of the one that is chosen."""
+
+import numpy as np
+import pytest
+
+from collage_monitor.client import Client
+from tests.browser.boxes import boxes
+from tests.dashboard.generated import GeneratedRun
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+PLAIN = GeneratedRun("plain", "plain", run_id="run-plain")
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return [PLAIN, GeneratedRun("plus", "plus", run_id="run-plus")]
+
+
+@pytest.fixture(scope="module")
+def overview(server_url):
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as client:
+        until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
+        yield client.overview("run-plain")
+
+
+def shares(first, last):
+    """By layer its share of what the model loses between two steps, from the totals that were sent."""
+    sent = [PLAIN.totals(step) for step in PLAIN.measured if first <= step <= last]
+    lost = sum(totals["intended_squared_sum"] - totals["intended_effective_sum"] for totals in sent)
+    lost = np.maximum(lost, 0.0)
+    return dict(zip((layer.name for layer in PLAIN.layers), lost / lost.sum(), strict=True))
+
+
+def test_the_first_sentence_has_twelve_words_at_most_and_says_what_to_try(watched, overview):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain")
+    said = page.locator(".answer .verdict")
+    said.wait_for()
+    sentence = said.inner_text().replace("!", "").strip()
+    lost = overview.numbers["lost_update_ratio"]
+    assert sentence.startswith(f"{100 * lost:.1f} % of updates are lost")
+    assert len(sentence.split()) <= 12
+    assert page.get_by_text(overview.verdict).is_hidden()
+    page.get_by_text("Where, since when, and why").click()
+    page.get_by_text(overview.verdict).wait_for()
+    page.get_by_text(overview.headline).wait_for()
+    page.goto(f"{watched.url}/run/run-plus")
+    page.locator(".answer .verdict", has_text="Healthy.").wait_for()
+
+
+def test_one_table_has_every_layer_with_its_share_of_the_loss(watched, overview):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain")
+    rows = page.locator(".layers-grid .ag-center-cols-container .ag-row")
+    rows.nth(len(PLAIN.layers) - 1).wait_for(state="attached")
+    found = {}
+    for row in rows.all():
+        cells = {name: row.locator(f"[col-id='{name}']").inner_text() for name in ("layer", "share", "since")}
+        found[cells["layer"]] = float(cells["share"].replace("\u00a0%", "")) / 100
+    wanted = shares(overview.first_step, overview.last_step)
+    assert found == pytest.approx(wanted, abs=6e-4)
+    assert list(wanted) != sorted(wanted, key=wanted.get, reverse=True), "the order says something"
+    first = page.locator(".layers-grid .ag-row[row-index='0'] [col-id='layer']")
+    assert first.inner_text() == max(wanted, key=wanted.get) == overview.worst[0].layer
+    page.locator(".layers-grid .ag-floating-filter input").first.fill("mlp.up")
+    page.wait_for_function(
+        "document.querySelectorAll('.layers-grid .ag-center-cols-container .ag-row').length === 2"
+    )
+
+
+def test_a_chosen_layers_card_stands_at_its_side_with_the_numbers_of_the_step(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain?tab=layers")
+    page.wait_for_selector("#run-panel .hm image")
+    row = page.locator(".layers-grid .ag-row", has_text="blocks.1.mlp.up.weight")
+    row.locator(".ag-cell").first.click()
+    card = page.locator("#run-layer-card")
+    card.get_by_role("heading", name="blocks.1.mlp.up.weight").wait_for()
+    page.wait_for_function("location.search.includes('layer=blocks.1.mlp.up.weight')")
+    shown, panel = boxes(card, page.locator("#run-panel"))
+    assert shown["x"] >= panel["x"] + panel["width"], "beside, not above"
+    assert 0 <= shown["y"] < page.viewport_size["height"], "where it is looked for"
+    page.locator("[data-map]").focus()
+    for key in ("ArrowRight", "ArrowDown", "Enter"):
+        page.keyboard.press(key)
+    page.wait_for_function("location.search.includes('step=')")
+    step = int(page.evaluate("new URLSearchParams(location.search).get('step')"))
+    card.get_by_text(f"at step {step:,}").wait_for()
+    layer = page.evaluate("new URLSearchParams(location.search).get('layer')")
+    place = [known.name for known in PLAIN.layers].index(layer)
+    totals = PLAIN.totals(step)
+    edq = totals["intended_effective_sum"][place] / totals["intended_squared_sum"][place]
+    assert float(card.locator("[data-metric='edq_ratio'] .value").inner_text()) == pytest.approx(edq, abs=1e-4)
+
+
+def test_the_tabs_stay_in_sight(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain?tab=curves")
+    page.wait_for_selector("#run-panel .scatterlayer .trace", state="attached")
+    page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    box = page.get_by_role("tab", name="Norms").bounding_box()
+    assert 0 <= box["y"] < 80

@@ -1,0 +1,201 @@
+"""The table of runs as people keep it: columns, conditions, pins, a baseline, saved views, work in bulk."""
+
+import pytest
+
+from collage_monitor.client import Client
+from tests.browser.test_comparison import tick
+from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.posting import post_run
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+RATES = {"slow rate": 3e-4, "fast rate": 1e-3, "faster rate": 3e-3}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Three rates of one strategy, the slowest of which loses most, and a run without a configuration."""
+    rated = [
+        GeneratedRun(name, strategy, steps=60, run_id=f"run-{name.split()[0]}", config={"optimizer": {"lr": rate}})
+        for (name, rate), strategy in zip(RATES.items(), ("plain", "plus", "plus"), strict=True)
+    ]
+    return [*rated, GeneratedRun("bare", "light", steps=60)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def client(server_url):
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as asked:
+        until(lambda: all(row.overview for row in asked.run_table().rows), "the evaluation of all runs")
+        yield asked
+
+
+def shown(page):
+    """The names of the rows below those that stay on top."""
+    rows = page.locator(".ag-pinned-left-cols-container .ag-row")
+    return rows.evaluate_all("rows => rows.map((row) => row.querySelector('a')?.textContent ?? '')")
+
+
+def heads(page):
+    """The columns from left to right."""
+    cells = page.locator(".ag-header-cell")
+    found = (
+        "cells => cells.map((cell) => [Number(cell.getAttribute('aria-colindex')), cell.getAttribute('col-id')])"
+    )
+    return [name for _, name in sorted(cells.evaluate_all(found))]
+
+
+def becomes(page, names):
+    until(lambda: sorted(shown(page)) == sorted(names), f"the rows {names}")
+
+
+def test_columns_are_chosen_ordered_and_kept_in_the_address(watched):
+    page = watched.page
+    page.goto(watched.url)
+    page.locator(".run-cell").first.wait_for()
+    page.locator("summary", has_text="Columns").click()
+    page.get_by_role("textbox", name="Columns, in order").fill("optimizer.lr")
+    page.keyboard.press("Enter")
+    cell = page.locator(".ag-row .ag-cell[col-id='optimizer.lr']")
+    cell.filter(has_text="0.0003").wait_for()
+    order = heads(page)
+    assert order.index("optimizer.lr") == order.index("strategy") + 1, (
+        "what a reader adds is seen without scrolling"
+    )
+    address = page.url
+    assert "column=optimizer.lr" in address
+    page.goto("about:blank")
+    page.goto(address)
+    cell.filter(has_text="0.001").wait_for()
+    page.goto(f"{watched.url}/?column=optimizer.lr&column=health")
+    cell.first.wait_for()
+    assert heads(page) == ["name", "optimizer.lr", "health"]
+    page.locator("summary", has_text="Columns").click()
+    page.get_by_role("textbox", name="Columns, in order").click()
+    page.keyboard.press("Backspace")
+    page.wait_for_function("!location.search.includes('column=health')")
+    page.go_back()
+    page.wait_for_function("location.search.includes('column=health')")
+    page.locator(".ag-header-cell[col-id='health']").wait_for()
+
+
+def test_a_header_that_is_dragged_changes_the_order(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/?column=health&column=loss&column=optimizer.lr")
+    page.locator(".ag-row .ag-cell[col-id='optimizer.lr']", has_text="0.0003").wait_for()
+    page.locator(".ag-header-cell[col-id='optimizer.lr']").drag_to(page.locator(".ag-header-cell[col-id='loss']"))
+    page.wait_for_function("location.search.endsWith('column=health&column=optimizer.lr&column=loss')")
+
+
+def test_conditions_narrow_the_table_and_one_that_cannot_be_read_says_what_to_write(watched):
+    page = watched.page
+    page.goto(watched.url)
+    becomes(page, [*RATES, "bare"])
+    conditions = page.get_by_role("textbox", name="Conditions on columns and entries")
+    conditions.fill("optimizer.lr >= 1e-3")
+    page.keyboard.press("Enter")
+    becomes(page, ["fast rate", "faster rate"])
+    page.locator("#runs-count", has_text="2 runs").wait_for()
+    conditions.fill("optimizer.lr < 2e-3")
+    page.keyboard.press("Enter")
+    becomes(page, ["fast rate"])
+    conditions.fill("nonsense")
+    page.keyboard.press("Enter")
+    page.get_by_text("'nonsense' is no condition; write a column").first.wait_for()
+    page.keyboard.press("Backspace")
+    becomes(page, ["fast rate"])
+    conditions.fill("edq < 0.5")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Clear filters").click()
+    becomes(page, [*RATES, "bare"])
+
+
+def test_a_row_is_one_line_and_its_sentence_is_told_on_focus(watched):
+    page = watched.page
+    page.goto(watched.url)
+    row = page.locator(".ag-center-cols-container .ag-row", has_text="of updates lost")
+    row.wait_for()
+    assert row.bounding_box()["height"] == 36
+    words = row.locator(".verdict-cell").inner_text().replace("!", "").split()
+    assert len(words) <= 6
+    row.locator(".ag-cell").first.click()
+    page.locator("#runs-sentence", has_text="Loses").wait_for()
+    assert page.locator("#runs-sentence").inner_text() == row.locator(".verdict-cell").get_attribute("title")
+
+
+def test_pinned_runs_stay_on_top_and_numbers_are_told_as_differences_from_the_baseline(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/?sort=name")
+    becomes(page, [*RATES, "bare"])
+    tick(page, "slow rate")
+    page.get_by_role("button", name="Baseline").click()
+    page.get_by_text("Baseline: slow rate").wait_for()
+    top = page.locator(".ag-floating-top .ag-row a", has_text="slow rate")
+    top.wait_for()
+    own = page.locator(".ag-center-cols-container .ag-row", has_text="Healthy").locator("[col-id='loss']").first
+    own.get_by_text("−").wait_for()
+    value, difference = own.inner_text().replace("−", "-").split("\n")
+    baseline = page.locator(".ag-floating-top [col-id='loss']").inner_text()
+    assert float(value) - float(baseline) == pytest.approx(float(difference), abs=2e-3)
+    page.locator("#runs-query").fill("bare")
+    becomes(page, ["bare"])
+    assert top.count() == 1
+    page.reload()
+    top.wait_for()
+    page.get_by_role("button", name="Let go of slow rate").click()
+    page.wait_for_function("!document.querySelector('.ag-floating-top .ag-row')")
+    assert "baseline" not in page.url
+
+
+def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(watched, client):
+    page = watched.page
+    page.goto(f"{watched.url}/?where=optimizer.lr+%3E+2e-3&column=health&column=optimizer.lr")
+    becomes(page, ["faster rate"])
+    page.locator("summary", has_text="Views").click()
+    page.get_by_text("No view is saved yet").wait_for()
+    page.get_by_label("Name of the view").fill("high rates")
+    page.get_by_role("button", name="Save this view").click()
+    page.get_by_role("link", name="high rates").wait_for()
+    [view] = client.views("demo")
+    assert (view.name, "optimizer.lr" in view.search) == ("high rates", True)
+    page.goto(watched.url)
+    becomes(page, [*RATES, "bare"])
+    page.locator("summary", has_text="Views").click()
+    page.get_by_role("link", name="high rates").click()
+    becomes(page, ["faster rate"])
+    page.locator(".ag-row .ag-cell[col-id='optimizer.lr']", has_text="0.003").wait_for()
+    page.locator(".filters").get_by_text("optimizer.lr > 2e-3").wait_for()
+    page.get_by_role("button", name="Delete the view high rates").click()
+    page.get_by_text("No view is saved yet").wait_for()
+    assert client.views() == []
+
+
+def test_picked_runs_are_tagged_archived_and_deleted_together(watched, client, server_url):
+    address, token_file = server_url
+    for name in ("old one", "old two"):
+        post_run(address, GeneratedRun(name, "plus", steps=20), token_file.read_text().strip())
+    page = watched.page
+    page.goto(f"{watched.url}/?q=old&column=tags")
+    becomes(page, ["old one", "old two"])
+    for name in ("old one", "old two"):
+        tick(page, name)
+    page.get_by_label("Tags to add").fill("done, kept")
+    page.get_by_role("button", name="Tag", exact=True).click()
+    page.locator(".ag-row [col-id='tags']", has_text="test, done, kept").nth(1).wait_for()
+    page.get_by_role("button", name="Archive", exact=True).click()
+    page.locator("#runs-count", has_text="No run matches").wait_for()
+    assert client.run("run-old-one").tags == ["test", "done", "kept", "archived"]
+    page.goto(f"{watched.url}/?q=old&archived=1")
+    becomes(page, ["old one", "old two"])
+    asked = []
+
+    def confirm(dialog):
+        asked.append(dialog.message)
+        dialog.accept()
+
+    page.on("dialog", confirm)
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.locator("#runs-count", has_text="No run matches").wait_for()
+    assert asked == ["Delete old one, old two for good? Nothing brings them back."]
+    assert {row.name for row in client.run_table(q="old").rows} == set()
