@@ -60,7 +60,8 @@ def _recommended(results: Sequence[StrategyResult]) -> Recommendation:
     reasons = [_reason(result, reference) for result in results]
     if found := differences(results):
         told = _of_configurations(results)
-        brief = told.partition(" (95 %")[0].partition(";")[0].rstrip(".") + "."
+        first = told.partition(" (95 %")[0].partition(";")[0].rstrip(".")
+        brief = f"{first}{'; it may be chance' if 'chance' in told else ''}."
         return Recommendation(None, f"{_differ(found)} {told}", tuple(reasons), brief)
     fit = [result for result in results if _against(result, reference) is None]
     if not fit:

@@ -1,5 +1,7 @@
 """What a reader does: picks runs in the table, compares them, changes the metric, keeps the address."""
 
+import re
+
 import pytest
 
 from tests.browser.boxes import drag
@@ -170,8 +172,9 @@ def test_runs_that_differ_in_a_learning_rate_are_told_apart_until_a_reader_treat
     page = watched.page
     page.goto(f"{watched.url}/compare?run=run-rate-0&run=run-rate-1&run=run-rate-2")
     drawn(page)
-    said = page.locator("#compare-advice .verdict")
+    said = page.locator("#compare-advice")
     assert "These runs differ in lr (0.001 and 0.0003)." in said.inner_text()
+    assert re.search(r"The loss with lr 0\.00\d+ is lower by .*chance", said.locator(".verdict").inner_text())
     rows = page.locator("#compare-strategies tbody tr .run-label")
     assert rows.all_text_contents() == [
         "Collage plus · bfloat16 · lr 0.001",

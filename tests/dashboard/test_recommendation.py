@@ -199,6 +199,9 @@ def test_runs_that_differ_in_more_than_their_seed_are_rows_of_their_own_and_noth
     assert found([*slow, *fast]).text == (
         "These runs differ in lr (0.0003 and 0.001). The loss with lr 0.0003 is lower by 0.1 (95 %: +0.1 to +0.1)."
     )
+    assert found([*slow, *fast]).brief == "The loss with lr 0.0003 is lower by 0.1."
+    one_each = found([slow[0], fast[0]])
+    assert one_each.brief == "The loss with lr 0.0003 is lower by 0.1; it may be chance."
     across = [reference, configured(row("plus", 2.42), lr=1e-3)]
     assert found(across).chosen is None, "a strategy is not compared at another learning rate"
     projects = [msgspec.structs.replace(entry, project=f"p{place}") for place, entry in enumerate(DEMO)]

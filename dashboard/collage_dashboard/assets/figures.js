@@ -147,7 +147,7 @@
     window.Plotly.Fx.hover(plot, { xval: x[place], yval: at }, "xy");
     const said = document.getElementById("map-cell");
     const cells = plot.data[0].customdata || plot.data[0].z;
-    if (said) said.textContent = `${y[at]}, step ${x[place]}: ${cells[at][place]}`;
+    if (said) said.textContent = `${y[at]}, step ${Number(x[place]).toLocaleString("en-GB")}: ${cells[at][place]}`;
   }
 
   function pick(plot) {

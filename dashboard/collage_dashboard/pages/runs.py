@@ -129,6 +129,7 @@ def _filters_of(view: View) -> dict[str, str | None]:
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind search, refresh and selection to the application."""
     _register_rows(app, reader)
+    _register_pinned(app, reader)
     register_controls(app, reader)
 
     @app.callback(
@@ -192,31 +193,6 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         return {"rowData": found, "rowCount": table.total}, no_update
 
     @app.callback(
-        Output("runs-pinned", "data"),
-        Output("runs-kept", "children"),
-        Input("runs-address", "search"),
-        Input("runs-revision", "data"),
-        State("runs-pinned", "data"),
-        prevent_initial_call=True,
-    )
-    def read_pinned(search: str | None, _revision: Any, known: list[dict[str, Any]]) -> tuple[Any, ...]:
-        view = read_address("/", search)
-        if not known and not _pinned(view):
-            raise dash.exceptions.PreventUpdate
-        try:
-            pinned = reader.ask(lambda client: _read_pinned(client, view)) if _pinned(view) else []
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
-        return beside(pinned, _baseline(pinned, view)), pinned_line(pinned, view)
-
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "showPinned"),
-        Output("runs-pinned", "id"),
-        Input("runs-pinned", "data"),
-        prevent_initial_call=True,
-    )
-
-    @app.callback(
         Output("runs-revision", "data", allow_duplicate=True),
         Output("runs-alert", "children", allow_duplicate=True),
         Input("runs-grid", "cellValueChanged"),
@@ -253,6 +229,33 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         Output("runs-address", "search", allow_duplicate=True),
         Input("runs-grid", "getRowsRequest"),
         State("runs-address", "search"),
+        prevent_initial_call=True,
+    )
+
+
+def _register_pinned(app: dash.Dash, reader: Reader) -> None:
+    @app.callback(
+        Output("runs-pinned", "data"),
+        Output("runs-kept", "children"),
+        Input("runs-address", "search"),
+        Input("runs-revision", "data"),
+        State("runs-pinned", "data"),
+        prevent_initial_call=True,
+    )
+    def read_pinned(search: str | None, _revision: Any, known: list[dict[str, Any]]) -> tuple[Any, ...]:
+        view = read_address("/", search)
+        if not known and not _pinned(view):
+            raise dash.exceptions.PreventUpdate
+        try:
+            pinned = reader.ask(lambda client: _read_pinned(client, view)) if _pinned(view) else []
+        except CollageError:
+            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
+        return beside(pinned, _baseline(pinned, view)), pinned_line(pinned, view)
+
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "showPinned"),
+        Output("runs-pinned", "id"),
+        Input("runs-pinned", "data"),
         prevent_initial_call=True,
     )
 

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from collage_dashboard.figures import NamedCurve, curves
+from collage_dashboard.figures import NamedCurve, curves, stack
 from collage_dashboard.figures.series import SMALLEST_SPAN, mark_steps, smooth
 
 from tests.dashboard.figures.answers import series
@@ -176,3 +176,12 @@ def test_marked_steps_are_named_above_the_curve_once_a_step():
     assert found == [("beyond the threshold, fired at 1", 1, "bottom"), ("changed at 2", 1, "bottom")]
     assert len({note.yshift for note in marked.layout.annotations}) == 2
     assert marked.layout.margin.t >= top + 32
+
+
+@pytest.mark.parametrize("key", ["loss", "edq_ratio"])
+def test_the_numbers_of_every_axis_have_their_thousands_apart(key):
+    one = curves(key, [NamedCurve("run", RED, series([1.0, 2.0], key))])
+    for figure in (stack({key: curves(key, [NamedCurve("run", RED, series([1.0], key))])}, "step"), one):
+        axes = [figure.layout[name] for name in figure.layout if name.startswith(("xaxis", "yaxis"))]
+        assert len(axes) >= 2
+        assert all(axis.separatethousands for axis in axes)
