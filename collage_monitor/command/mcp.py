@@ -27,7 +27,7 @@ from pydantic import AnyHttpUrl, Field
 
 from collage_monitor import __version__, wire
 from collage_monitor.client import Client
-from collage_monitor.command.show import printable
+from collage_monitor.command.terminal import printable
 from collage_monitor.errors import CollageError
 from collage_monitor.judgement import Finding, judge
 from collage_monitor.local import LOOPBACK_HOSTS, find_token, is_loopback, server_address, web_address
