@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
-from torch import nn
+from torch import distributed, nn
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.guard import Guard
@@ -123,7 +123,7 @@ class Watch:
         """Say that a step is about to be taken, gradients being final, by what calls no hooks of torch's.
 
         Where a torch optimizer's hooks are called they say so, and this does nothing. A replayed CUDA graph calls
-        none: from the second such step on it is measured here. Synchronises nothing, and never raises.
+        none: once that is known, its steps are measured here. Synchronises nothing, and never raises.
         """
         for hooks in self._hooks:
             hooks.before_by_hand()
@@ -137,8 +137,11 @@ class Watch:
         """Look whether something steps the weights unseen, and say so once; see `UnseenSteps`.
 
         Returns what the run is to be told, None if nothing; never where on_host_only, which another thread than the
-        training's may ask, and which leaves weights on a device alone. Synchronises nothing.
+        training's may ask. That leaves weights on a device alone, and those of several ranks: what shards them may
+        free a weight's memory at any time. Synchronises nothing.
         """
+        if on_host_only and distributed.is_available() and distributed.is_initialized():
+            return None
         found = [hooks.look_for_unseen_steps(on_host_only=on_host_only) for hooks in self._hooks]
         self._to_tell |= any(found)
         if on_host_only or not self._to_tell:

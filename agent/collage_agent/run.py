@@ -361,7 +361,11 @@ class Run:
         if now >= self._looks_at:
             self._looks_at = now + _LOOK_SECONDS
             for slot in [*self._slots.values()]:
-                slot.watch.look(on_host_only=True)
+                try:
+                    slot.watch.look(on_host_only=True)
+                except Exception as error:
+                    # The training goes on meanwhile: what is looked at may change under the look.
+                    _LOG.debug("a look for unseen steps failed: %s", error)
 
     def _refuse(self, error: Exception) -> None:
         if (told := str(error)) not in self._refused and len(self._refused) < _MOST_REFUSALS:

@@ -20,7 +20,8 @@ def expected():
     rows = [row(door, f"real, `make test`: [{Path(door.held_by).stem}](../{door.held_by})") for door in DOORS]
     for name, door in known().items():
         held = f"[{Path(door.held_by).stem}](../{door.held_by})"
-        real = f"real, `make doors`: [{name}](../tests/doors/{name}.py); replica: {held}"
+        what = f" ({door.part})" if door.part else ""
+        real = f"real{what}, `make doors`: [{name}](../tests/doors/{name}.py); `make test`: {held}"
         rows.append(row(door, f"replica: {held} ({door.cannot})" if door.cannot else real))
     return rows
 

@@ -14,6 +14,7 @@ DOOR = Door(
     seen="the optimizer and its strategy; not the loss",
     held_by="tests/integrations/test_hugging_face_house.py",
     requirements=("nemo_automodel==0.7.0",),
+    part="its builder of optimizers",
 )
 
 

@@ -35,7 +35,7 @@ class Door:
 
     version: the one tried. lines: what a user writes. seen: what is then known. requirements: pip's, for the
     environment; none for a replica. held_by: the test that holds it in `make test`. cannot: why the real package is
-    not run here.
+    not run here. part: what of it `make doors` runs, where that is not all of a training.
     """
 
     package: str
@@ -45,6 +45,7 @@ class Door:
     held_by: str
     requirements: tuple[str, ...] = ()
     cannot: str = ""
+    part: str = ""
 
     @property
     def kind(self) -> str:

@@ -18,6 +18,7 @@ DOOR = Door(
     seen="each optimizer of its container, layers by their names in the model; not the loss",
     held_by="tests/integrations/test_containers.py",
     requirements=("torchtitan==0.3.0", "triton"),
+    part="its trainer, on the host in a device's place",
 )
 
 

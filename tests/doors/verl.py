@@ -20,6 +20,7 @@ DOOR = Door(
     seen="actor and critic, by role; what verl logs, in a run of the process that logs it",
     held_by="tests/integrations/test_verl.py",
     requirements=("verl==0.9.1",),
+    part="its loading of plugins, its FSDP engine's step and its tracking",
 )
 
 
@@ -35,6 +36,7 @@ class Worker:
         self.engine.module = tiny_model(setting)
         self.engine.optimizer = torch.optim.AdamW(self.engine.module.parameters(), lr=RATES[setting])
         self.engine.optimizer_config = types.SimpleNamespace(clip_grad=1.0)
+        self.engine._qat_enabled = False
 
     def update_actor(self, rows: Any) -> float:
         """One step of a policy gradient on random rewards."""

@@ -117,6 +117,7 @@ class OptimizerHooks:
         self.unseen = UnseenSteps()
         self._calls = 0
         self._called_before = 0
+        self._missed_steps = False
         self._by_hand = self.foreign is not None
         """Whether steps are announced by `before_by_hand`; of a torch optimizer, once its hooks were silent."""
         # If the user compiles the step, the hooks are called from compiled code, and must themselves run eagerly.
@@ -154,7 +155,9 @@ class OptimizerHooks:
             self._by_hand = self.foreign is not None
         elif self._by_hand:
             self._after(self.optimizer)
-        elif not self._guard.disabled and self._iterations is not None:
+        elif self.seen_by == "nobody" or self.look_for_unseen_steps(on_host_only=False):
+            # Without proof it may be a step that a loss scaler has skipped.
+            assert self._iterations is not None
             self._by_hand = True
             self.changes += 1
             self._windows = None
@@ -173,6 +176,7 @@ class OptimizerHooks:
         )
         if found:
             self.changes += 1
+            self._missed_steps = True
             _LOGGER.warning("%s; training is not affected", NOTES["nobody"])
         return found
 
@@ -236,8 +240,9 @@ class OptimizerHooks:
         if self._depth and _inside_own_step(optimizer):
             self._depth += 1
             return None
-        if self._depth:
-            # Left over from a step that raised.
+        if self._depth or self._missed_steps:
+            # Left over from a step that raised; or steps were taken that nobody has seen.
+            self._missed_steps = False
             self.measurer.step_raised()
         self._depth = 1
         self._measuring = False
