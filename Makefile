@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up screenshots studies release packages test quick check format nightly exhaustive torture cluster hostile gpu doors bench clean
+.PHONY: demo up docs screenshots studies release packages test quick check format nightly exhaustive torture cluster hostile gpu doors bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -31,6 +31,10 @@ demo: $(VENV)/.stamp  ## Train five strategies, watched; DEMO_EXIT=1 ends afterw
 
 up: $(VENV)/.stamp  ## Start server and dashboard
 	$(BIN)/collage-monitor up
+
+docs: $(VENV)/.stamp-dev  ## Draw the figures anew, and serve the site
+	$(BIN)/python -m tools.figures
+	$(BIN)/zensical serve
 
 screenshots: $(VENV)/.stamp-dev  ## Pictures of every page, from the demo's data, into docs/images
 	$(BIN)/python -m tests.browser.screenshots
@@ -56,7 +60,7 @@ test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 quick: $(VENV)/.stamp-dev  ## The fast part, for while you work: what is not marked slow; none of it starts a process
 	$(BIN)/python -m pytest -n 2 -m "not slow and not nightly and not gpu"
 
-check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of the contract, compose file, Dockerfile, workflows
+check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of the contract, compose file, Dockerfile, workflows, site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -67,6 +71,7 @@ check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of t
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/zensical build --clean --strict
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .

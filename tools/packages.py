@@ -25,7 +25,7 @@ from pathlib import Path
 EXTRAS = ("", "client", "parquet", "query", "server", "archive", "dashboard", "agent", "integrations", "all")
 WITH_TORCH = frozenset({"agent", "integrations", "all"})
 NOWHERE = ("--server-url", "http://127.0.0.1:9")
-SECONDS = 120.0
+SECONDS = 600.0
 CALLS: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("alerts", "list"), (NOWHERE, "no answer from")),
     **dict.fromkeys(("export", "report", "show", "tag"), (("r", *NOWHERE), "no answer from")),

@@ -1,0 +1,54 @@
+"""The site: every page is in its navigation once; it builds without a warning and asks nothing of other hosts."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SITE = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+
+
+def pages(entry):
+    """The files of a part of the navigation."""
+    if isinstance(entry, str):
+        return [entry]
+    values = entry.values() if isinstance(entry, dict) else entry
+    return [page for value in values for page in pages(value)]
+
+
+def test_the_navigation_has_every_page_once_and_four_kinds():
+    named = pages(SITE["nav"])
+    there = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    assert sorted(named) == there
+    kinds = [next(iter(entry)) for entry in SITE["nav"]]
+    assert kinds == ["Start", "Tutorials", "How to", "Explanation", "Reference"]
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_asks_no_other_host(tmp_path):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "zensical",
+        "build",
+        "--strict",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No issues found" in done.stdout + done.stderr
+    built = sorted((tmp_path / "site").rglob("*.html"))
+    assert len(built) > 30
+    for page in built:
+        text = page.read_text()
+        loaded = re.findall(r"""<(?:script|img|iframe)[^>]+src="?(?:https?:)?//[^" >]+""", text)
+        loaded += re.findall(
+            r"""<link[^>]+rel="?(?:stylesheet|preconnect|icon)[^>]+href="?(?:https?:)?//[^" >]+""", text
+        )
+        assert not loaded, page
