@@ -55,6 +55,7 @@ STARTED = {
     "up": (("up", "--port", "17520", "--dashboard-port", "17521", "--dir", "data"), "Ctrl-C stops"),
     "dashboard": (("dashboard", "--port", "17522", *NOWHERE), "dashboard http"),
     "demo": (("demo", "--help"), "Train"),
+    "mcp": (("mcp", "--help"), "assistant"),
 }
 BROKEN = re.compile(r"Traceback|ModuleNotFoundError|ImportError|not installed")
 CHECKPOINT = """
