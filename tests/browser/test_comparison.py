@@ -224,6 +224,7 @@ def test_two_strategies_are_held_against_each_other_in_a_sentence(watched):
     assert len(answer.inner_text().replace("✓", "").split()) <= 15
     said = page.locator("#compare-worth")
     said.get_by_text("is worth its 2 bytes more than Plain").wait_for()
+    assert "pair=" not in page.url, "nobody has chosen yet"
     page.get_by_role("textbox", name="Strategy B").click()
     page.get_by_role("option", name="Collage plus").click()
     page.wait_for_function("new URLSearchParams(location.search).getAll('pair').includes('Collage plus')")

@@ -71,7 +71,7 @@ from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_addre
 from collage_dashboard.zoom import with_zoom, zoomed
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
-from collage_monitor.recommendation import recommendation, worth
+from collage_monitor.recommendation import recommendation, short_title, worth
 from collage_monitor.strategy_results import StrategyResult, results_of, run_results
 
 __all__ = ["CHARTS", "DEFAULT_METRIC", "figure", "layout", "register"]
@@ -267,6 +267,10 @@ def _register_pair(app: dash.Dash, reader: Reader) -> None:
     def hold_against(pair: list[str], kept: str, shown: str) -> tuple[Any, Any]:
         """The two strategies that were chosen, by their losses at a step that all runs have reached."""
         before, rows = read_address("/compare", shown), _rows_from_json(kept)
+        known = results_of(run_results(rows))
+        # What the page has just put there is no choice of its reader.
+        if len(known) < 2 or [short_title(one, known) for one in pair_of(before, known)] == pair:
+            raise dash.exceptions.PreventUpdate
         view = replace(before, pair=tuple(pair), zoom=None)
         metric = charted_metrics(rows)[LOSS]
         try:
@@ -274,8 +278,6 @@ def _register_pair(app: dash.Dash, reader: Reader) -> None:
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_of(run_results(rows, runs or ()))
-        if len(results) < 2:
-            raise dash.exceptions.PreventUpdate
         wanted = write_address(replace(before, pair=tuple(pair)))[1]
         return worth(*pair_of(view, results), results), no_update if wanted == shown else wanted
 

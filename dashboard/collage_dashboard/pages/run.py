@@ -94,6 +94,9 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Store(id="run-revision", data={**_revision(row), "marks": marks}),
             dcc.Store(id="run-zoom"),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
+            dcc.Store(
+                id="run-kinds", data={layer.name: layer.module_type for layer in layers if layer.module_type}
+            ),
             refresh_marker("run-pace", refresh_milliseconds([row] if row else [], 0.0)),
             html.Div(
                 [

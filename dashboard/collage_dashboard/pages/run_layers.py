@@ -187,7 +187,7 @@ def map_style(view: View) -> dict[str, str]:
 
 
 _MOST_ROWS: Final = 1000
-_COLUMNS: Final = 200
+_COLUMNS: Final = 100
 """Columns of the heatmap in which it is looked since when a layer loses."""
 _OF_A_LAYER: Final = ("edq_ratio", "lost_update_ratio", "intended_norm", "half_ulp_margin")
 
@@ -238,8 +238,12 @@ def layer_table(run: wire.Run) -> dmc.Paper:
     )
 
 
-def layer_rows(client: Client, run: wire.Run, first_step: int | None) -> list[dict[str, Any]]:
+def layer_rows(
+    client: Client, run: wire.Run, first_step: int | None, kinds: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """A row a layer over the steps from `first_step` on, those first that lose the most; at most `_MOST_ROWS`.
+
+    kinds: module types by layer.
 
     Raises:
         CollageError: the server does not answer, or refuses.
@@ -249,7 +253,6 @@ def layer_rows(client: Client, run: wire.Run, first_step: int | None) -> list[di
         return []
     merged = {key: client.heatmap(run.run_id, key, points=1, first_step=first_step) for key in keys}
     values: dict[str, dict[str, float | None]] = {key: _by_layer(answer) for key, answer in merged.items()}
-    kinds = {layer.name: layer.module_type for layer in client.layers(run.run_id).layers}
     missing = {name: _missing(values, name) for name in merged["edq_ratio"].layers}
     whole = sum(missing.values())
     order = sorted(missing, key=lambda name: -missing[name])[:_MOST_ROWS]
@@ -317,14 +320,15 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         Output({"type": "run-layers-note", "index": MATCH}, "children"),
         Input("run-revision", "data"),
         State("run-record", "data"),
+        State("run-kinds", "data"),
         State({"type": "run-layers", "index": MATCH}, "rowData"),
     )
-    def fill_table(revision: dict[str, Any], record: str, known: Any) -> Any:
+    def fill_table(revision: dict[str, Any], record: str, kinds: dict[str, str], known: Any) -> Any:
         run = run_of(record)
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
         try:
-            rows = reader.ask(lambda client: layer_rows(client, run, revision["first"]))
+            rows = reader.ask(lambda client: layer_rows(client, run, revision["first"], kinds))
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         if rows == known:
