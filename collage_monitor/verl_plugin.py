@@ -8,5 +8,7 @@ import os
 
 from collage_monitor.environment import ATTACH
 
+__all__: list[str] = []
+
 if os.environ.get(ATTACH) == "1":
     importlib.import_module("collage_agent.integrations.verl").begin()
