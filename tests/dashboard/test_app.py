@@ -55,7 +55,9 @@ def charts(search, looked, drawn=()):
     revision = looked["compare-revision"]["data"]
     kept = looked.get("compare-rows", {"data": "[]"})["data"]
     outputs = [("compare-drawn", "data")]
-    outputs += [(f"compare-{name}", "children") for name in ("table", "advice", "strategies", "counterfactuals", "pair")]
+    outputs += [
+        (f"compare-{name}", "children") for name in ("table", "advice", "strategies", "counterfactuals", "pair")
+    ]
     outputs += [(f"compare-cost-{place}", "figure") for place in range(2)]
     outputs += [(f"compare-answer-{place}", "data") for place in range(4)]
     inputs = [("compare-shown", "data", search), ("compare-revision", "data", revision)]
