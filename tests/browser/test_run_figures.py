@@ -249,7 +249,7 @@ def test_a_click_in_the_heatmap_shows_its_layers_card_with_the_numbers_of_that_s
     box = area.bounding_box()
     area.click(position={"x": box["width"] * 0.99, "y": box["height"] * 0.99})
     seen(page, "#run-layer-card .layer-facts")
-    assert "at step 200" in page.locator(".layer-facts").inner_text()
+    assert "at step 200" in page.locator("#run-layer-card .layer-facts").inner_text()
     value = page.locator('#run-layer-card [data-metric="edq_ratio"] .value').inner_text()
     last = page.evaluate(f"{plot('heatmap', 'edq_ratio')}.data[0].z.at(-1).at(-1)")
     assert float(value) == pytest.approx(last, abs=1e-3)

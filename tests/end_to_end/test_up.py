@@ -37,7 +37,7 @@ def test_trainings_and_terminals_find_a_server_in_a_folder_of_its_own(elsewhere)
         assert httpx.get(f"http://127.0.0.1:{page}/run/by-itself", trust_env=False).is_success
         assert "Reports are kept" not in trained.stderr
         listed = run_command(TRAINING, "list", "--json")
-        assert [run["run_id"] for run in json.loads(listed.stdout)["runs"]] == ["by-itself"], listed.stderr
+        assert [run["run_id"] for run in json.loads(listed.stdout)["rows"]] == ["by-itself"], listed.stderr
         checked = json.loads(run_command(TRAINING, "doctor", "--json").stdout)
         assert [check["text"] for check in checked["checks"] if check["name"] == "server"] == [
             f"http://127.0.0.1:{port} answers"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from collage_agent.handle import watch
 from collage_agent.transport import MemoryTransport
+from collage_agent.watching import unseen
 from collage_agent.watching.unseen import NOTES
 from torch import nn
 
@@ -178,6 +179,24 @@ def test_a_skipped_step_between_before_and_after_is_none(make):
         handle.after()
     assert handle.step == 1
     assert "call no hook" not in str(handle)
+
+
+def test_who_only_logs_is_looked_at_ever_less_often(monkeypatch):
+    looks = []
+    reading = unseen.UnseenSteps._read
+    monkeypatch.setattr(unseen.UnseenSteps, "_read", lambda *given: looks.append(1) or reading(*given))
+    training = Replayed()
+    run = collage.init("logs", transport=MemoryTransport())
+    handle = collage.watch(training.model, training.optimizer.optimizer, every=EVERY)
+    training.step()
+    for _ in range(3200):
+        run.log({"validation_loss": 1.0})
+    assert 5 < len(looks) <= 5 + 3200 / 32
+    for _ in range(WARMUP + 40):
+        training.step()
+        run.log({"loss": 1.0})
+    assert "call no hook" in str(handle)
+    collage.finish()
 
 
 def test_looking_changes_nothing():

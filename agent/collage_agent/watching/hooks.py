@@ -172,7 +172,11 @@ class OptimizerHooks:
         if on_host_only and _device_of(self.measurer).type != "cpu":
             return False
         found = self.unseen.look(
-            lambda: None if self._depth else self._calls, self.stepping, self.measurer.watched, self._gradient_of
+            lambda: None if self._depth else self._calls,
+            self.stepping,
+            self.measurer.watched,
+            self._gradient_of,
+            at_once=on_host_only,
         )
         if found:
             self.changes += 1

@@ -33,6 +33,8 @@ _NUMBERS: Final = 16
 _MOVES_OF_STATES: Final = 2
 _MOVES_OF_WEIGHTS: Final = 3
 _REMEMBERED: Final = 64
+_LONGEST_PAUSE: Final = 31
+"""Looks that are left out between two, at most, while nothing moves: who only logs does not pay for each time."""
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Bits = tuple[int, ...]
@@ -53,6 +55,7 @@ class UnseenSteps:
         self._calls: int | None = None
         self._known: list[deque[Bits]] = []
         self._moves = 0
+        self._pause = self._left_out = 0
         self._pending: tuple[Tensor, torch.cuda.Event, list[int]] | None = None
 
     def look(
@@ -61,11 +64,13 @@ class UnseenSteps:
         optimizer: Optimizer,
         watched: Sequence[WatchedParameter],
         gradient_of: Callable[[WatchedParameter], Tensor | None],
+        *,
+        at_once: bool = False,
     ) -> bool:
         """Look again; True once, when steps are found to be unseen. Any thread may call it.
 
-        calls: how often hooks were called so far; None: a step is being taken. Numbers on a device are read by a
-        later look: nothing waits.
+        calls: how often hooks were called so far; None: a step is being taken. at_once: look this time even though
+        nothing moved of late. Numbers on a device are read by a later look: nothing waits.
         """
         if self.found or not self._lock.acquire(blocking=False):
             return False
@@ -73,7 +78,12 @@ class UnseenSteps:
             before = calls()
             if before is None or before != self._calls:
                 self._calls, self._known, self._moves, self._pending = before, [], 0, None
+                self._pause = self._left_out = 0
                 return False
+            if self._left_out < self._pause and not at_once:
+                self._left_out += 1
+                return False
+            self._left_out = 0
             read = self._read(optimizer, watched, gradient_of)
             if read is not None and calls() == before:
                 self._compare(*read)
@@ -86,7 +96,9 @@ class UnseenSteps:
         if len(self._known) != len(now):
             self._known, self._moves = [deque([bits], _REMEMBERED) for bits in now], 0
             return
-        self._moves += all(bits not in known for bits, known in zip(now, self._known, strict=True))
+        moved = all(bits not in known for bits, known in zip(now, self._known, strict=True))
+        self._moves += moved
+        self._pause = 0 if moved else min(2 * self._pause + 1, _LONGEST_PAUSE)
         for bits, known in zip(now, self._known, strict=True):
             known.append(bits)
         self.found = self._moves >= needed
