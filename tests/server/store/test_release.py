@@ -12,6 +12,7 @@ from collage_server.errors import StoreUnusable
 from collage_server.settings import Settings
 from collage_server.store import PostgresqlStore, SqliteStore, schema
 from collage_server.store.migrate import current_revision, head_revision, migrate
+from collage_server.store.server_tables import saved_view
 from sqlalchemy import func, select, text, update
 from starlette.testclient import TestClient
 
@@ -104,7 +105,7 @@ def test_newest_steps_that_were_kept_without_their_time_are_written_anew(store, 
         connection.execute(text("ALTER TABLE run_newest DROP COLUMN made_at"))
         row = {"run_id": "r1", "updated_at": 1.0, "reports": 1, "made_by": "older", "point": None}
         connection.execute(text(f"INSERT INTO run_newest ({', '.join(row)}) VALUES (:{', :'.join(row)})"), row)
-        for table in (schema.segment, schema.segment_gone):
+        for table in (schema.segment, schema.segment_gone, saved_view):
             table.drop(connection)
         for column in ("configuration", "treated_as"):
             connection.execute(text(f"ALTER TABLE run DROP COLUMN {column}"))
