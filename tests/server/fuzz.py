@@ -208,6 +208,7 @@ def mutated(target, cases, seed):
                 alerts=[wire.AlertmanagerAlert(status="firing", labels={"run_id": target.ids["run_id"]})]
             ),
             wire.SilenceCreate(seconds=60.0, run_id=target.ids["run_id"]),
+            wire.SavedViewCreate(name=f"view {index % 50}", search="strategy=plain&sort=name"),
         )
         place = numbers.randrange(len(POSTS))
         body = bytearray(wire.encode_message(messages[place]))
