@@ -200,12 +200,12 @@ def test_the_newest_values_of_a_run_read_once_what_it_is_made_of(server):
 @pytest.mark.slow
 def test_a_page_of_the_list_reads_its_runs_together(server):
     """Each run took a snapshot and thirty statements of its own."""
-    for place in range(12):
-        server.filled(f"r{place}", f"s{place}")
     app_state = server.app.state.collage
     for thread in (app_state.sealer, app_state.newest):
         thread.stop(PATIENCE_SECONDS)
     store = app_state.store
+    for place in range(12):
+        server.filled(f"r{place}", f"s{place}")
     for place in range(12):
         server.send("PATCH", f"/runs/r{place}", wire.RunUpdate(state="finished"))
         while store.sealing.seal(f"r{place}", server.clock()):

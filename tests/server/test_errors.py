@@ -22,7 +22,7 @@ OPEN = {"/healthz", "/readyz", "/docs"}
 BRINGS_ITS_OWN_TOKEN = {"/api/v1/back-channel-log-out"}
 ALWAYS_ANSWERED = (
     *("catalogue", "/metrics", "/v1/runs", "/v1/run-table", "/v1/run-filters", "/v1/tokens"),
-    *("/v1/audit", "/v1/events", "/v1/silences", "/v1/sign-in"),
+    *("/v1/audit", "/v1/events", "/v1/silences", "/v1/sign-in", "/v1/views"),
 )
 
 

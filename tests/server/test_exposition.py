@@ -265,7 +265,7 @@ def test_servers_of_two_releases_do_not_take_turns(server):
 
 def test_a_run_that_logs_alone_costs_what_an_empty_one_does(server):
     """Nothing of it is read but its record."""
-    server.app.state.collage.sealer.stop(PATIENCE_SECONDS)
+    only_requests_work(server)
     server.run("empty")
     alone = statements_of(server)
     server.filled("logs", "s1", steps=[])
@@ -325,9 +325,15 @@ def several_ranks(server):
             server.reports([*reports, report(9, steps[-1] + 5, measured=False)], stream_id)
 
 
+def only_requests_work(server):
+    """What the threads beside them may or may not have done by then is left to the requests."""
+    kept = server.app.state.collage
+    for thread in (kept.overviews, kept.sealer, kept.newest):
+        thread.stop(PATIENCE_SECONDS)
+
+
 def statements_of(server):
-    """How many statements a page takes, and the rows behind it."""
-    server.app.state.collage.newest.stop(PATIENCE_SECONDS)
+    """How many statements a page takes, and the rows behind it; after `only_requests_work`."""
     with statements_on(server.app.state.collage.store.engine) as asked:
         server.get("/metrics")
     assert asked
@@ -337,8 +343,7 @@ def statements_of(server):
 @pytest.mark.slow
 def test_many_runs_take_as_many_statements_as_one(server):
     """A page of a thousand runs took twenty statements for each of them."""
-    server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
-    server.app.state.collage.sealer.stop(PATIENCE_SECONDS)
+    only_requests_work(server)
     server.filled("r0", "s0")
     alone = statements_of(server)
     for i in range(1, 20):
@@ -383,8 +388,7 @@ def test_alerts_are_given_the_series_that_they_ask_for_and_no_others(server):
 
 @pytest.mark.slow
 def test_many_runs_whose_newest_step_is_sealed_take_as_many_statements_as_one(server):
-    server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
-    server.app.state.collage.sealer.stop(PATIENCE_SECONDS)
+    only_requests_work(server)
     sealing = server.app.state.collage.store.sealing
     sealing.limits = replace(sealing.limits, part_bytes=1)
     seal = sealing.seal

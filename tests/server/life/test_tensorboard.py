@@ -11,7 +11,8 @@ from tests.server.life.bridge import transfer
 
 
 def test_without_the_reader_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for name in ["tensorboard", *(name for name in sys.modules if name.startswith("tensorboard."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "events.out.tfevents.1").write_bytes(b"")
     with pytest.raises(ImportRefusal, match=r"collage-monitor\[tensorboard\]"):
         read_events(tmp_path)
