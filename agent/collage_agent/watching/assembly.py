@@ -230,11 +230,12 @@ class Assembly:
     def _current_layout(self) -> Layout:
         """What rows and columns mean now: made anew only where something has come, or is said, since."""
         layout, union, closures, changes = self.layout, self._union, False, 0
+        seen_by = list[SeenBy]()
         for hooks in self._hooks:
+            seen_by.append(hooks.seen_by)
             closures = closures or hooks.closure_seen
             changes += hooks.changes
         broken = () if self._contract is None else (*self._contract.broken, changes)
-        seen_by: list[SeenBy] = [hooks.seen_by for hooks in self._hooks]
         described = failures() if len(MEASURES) > len(OWN) else [], closures, broken, seen_by
         if (
             layout is None

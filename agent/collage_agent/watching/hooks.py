@@ -113,13 +113,13 @@ class OptimizerHooks:
         self._iterations: Iterations | None = None
         self._depth = 0
         self._measuring = False
-        self._captured = False
+        self._recorded = False
         self.unseen = UnseenSteps()
         self._calls = 0
         self._called_before = 0
         self._missed_steps = False
-        self._by_hand = self.foreign is not None
-        """Whether steps are announced by `before_by_hand`; of a torch optimizer, once its hooks were silent."""
+        self.seen_by: SeenBy = "hooks"
+        """What tells of a torch optimizer's steps: `before_by_hand` once its hooks were silent."""
         # If the user compiles the step, the hooks are called from compiled code, and must themselves run eagerly.
         self._eager_before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
         self._eager_after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
@@ -144,7 +144,7 @@ class OptimizerHooks:
         """A step is about to be taken; measured if no hook of torch's sees this optimizer's steps."""
         if self.removed:
             return
-        if self._by_hand:
+        if self._is_told_by_hand():
             self._before(self.optimizer, (), {})
         self._called_before = self._calls
 
@@ -152,13 +152,13 @@ class OptimizerHooks:
         """The step that `before_by_hand` announced has been taken. Its hooks have seen it, or it counts now."""
         if self.removed or self._calls != self._called_before:
             # Hooks were called in between, and spoke for this step.
-            self._by_hand = self.foreign is not None
-        elif self._by_hand:
+            self.seen_by = "nobody" if self.seen_by == "hand" else self.seen_by
+        elif self._is_told_by_hand():
             self._after(self.optimizer)
         elif self.seen_by == "nobody" or self.look_for_unseen_steps(on_host_only=False):
             # Without proof it may be a step that a loss scaler has skipped.
             assert self._iterations is not None
-            self._by_hand = True
+            self.seen_by = "hand"
             self.changes += 1
             self._windows = None
             self.measurer.measure_replays()
@@ -167,7 +167,7 @@ class OptimizerHooks:
 
     def look_for_unseen_steps(self, *, on_host_only: bool) -> bool:
         """Whether steps turn out to be taken that call no hook: True once. Any thread may ask; nothing waits."""
-        if self.removed or self.foreign is not None or self._captured or self._by_hand or self._guard.disabled:
+        if self.removed or self.foreign is not None or self.seen_by != "hooks" or self._guard.disabled:
             return False
         if on_host_only and _device_of(self.measurer).type != "cpu":
             return False
@@ -179,17 +179,17 @@ class OptimizerHooks:
             at_once=on_host_only,
         )
         if found:
-            self.changes += 1
             self._missed_steps = True
-            _LOGGER.warning("%s; training is not affected", NOTES["nobody"])
+            self._note_unseen_steps()
         return found
 
-    @property
-    def seen_by(self) -> SeenBy:
-        """What tells of its steps."""
-        if self._by_hand and self.foreign is None:
-            return "hand"
-        return "nobody" if self._captured or self.unseen.found else "hooks"
+    def _note_unseen_steps(self) -> None:
+        self.seen_by = "nobody"
+        self.changes += 1
+        _LOGGER.warning("%s; training is not affected", NOTES["nobody"])
+
+    def _is_told_by_hand(self) -> bool:
+        return self.foreign is not None or self.seen_by == "hand"
 
     def _gradient_of(self, entry: WatchedParameter) -> Tensor | None:
         return self._intents[entry.group].composition.gradient_of(entry.parameter)
@@ -222,7 +222,8 @@ class OptimizerHooks:
     ) -> _Arguments | None:
         if torch.compiler.is_compiling():
             return self._eager_before(optimizer, args, kwargs)  # type: ignore[no-any-return]
-        if self._is_being_captured():
+        self._recorded = self._is_being_captured()
+        if self._recorded:
             return None
         return self._before(optimizer, args, kwargs)
 
@@ -230,10 +231,8 @@ class OptimizerHooks:
         """Whether a CUDA graph records the step: nothing is computed now, and work of ours would be replayed."""
         if _device_of(self.measurer).type != "cuda" or not torch.cuda.is_current_stream_capturing():
             return False
-        if not self._captured:
-            self._captured = True
-            self.changes += 1
-            _LOGGER.warning("%s; training is not affected", NOTES["nobody"])
+        if self.seen_by == "hooks":
+            self._note_unseen_steps()
         return True
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
@@ -295,8 +294,9 @@ class OptimizerHooks:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             self._eager_after(optimizer)
-        elif not self._is_being_captured():
+        elif not self._recorded:
             self._after(optimizer)
+        self._recorded = False
 
     def _after(self, optimizer: Optimizer) -> None:
         self._calls += 1
