@@ -120,11 +120,13 @@ def in_a_sentence(overview: wire.Overview) -> str:
         return f"{words}."
     words = words.replace("of updates ", "of updates are ")
     started = next((value for entry in overview.trend if (value := finite(entry)) is not None), None)
+    stuck = [key.partition("/")[2] for key in overview.findings if key.startswith(STATE)]
     if overview.since is not None:
         words += f", since step {overview.since:,}"
     elif started is not None and started < 1 - EDQ_TOLERANCE:
         words += ", from the start"
-    stuck = [key.partition("/")[2] for key in overview.findings if key.startswith(STATE)]
+    elif len(stuck) == 1 and (found := _STUCK.search(overview.headline)):
+        return f"{words}; {found[0]}."
     if stuck:
         words += f"; {stuck[0]} is stuck" if len(stuck) == 1 else "; states are stuck"
     return f"{words}."
@@ -142,6 +144,7 @@ _SHORT: Final = {
     "decay is lost": "Weight decay is lost",
     "average is off": "The weights' average is off",
 }
+_STUCK: Final = re.compile(r"\w+ stuck since step [\d,]+")
 _NOT_FINITE: Final = re.compile(r"(\S+) is not finite( since step [\d,]+)?")
 _RANKS: Final = re.compile(r"\d+ of \d+ ranks")
 

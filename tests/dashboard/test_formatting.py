@@ -135,6 +135,16 @@ STUCK = {"state_decrement_ratio/exp_avg_sq": 0.02}
             "57.6 % of updates are lost, from the start; exp_avg_sq is stuck.",
         ),
         (
+            overview(
+                "losing updates",
+                "Loses 57.6 % of its updates; exp_avg_sq stuck since step 1,010.",
+                trend=[1.0, 0.6],
+                **{**LOSING, "findings": LOSING["findings"] | STUCK},
+            ),
+            "57.6 % of updates lost",
+            "57.6 % of updates are lost; exp_avg_sq stuck since step 1,010.",
+        ),
+        (
             overview("losing updates", numbers={"lost_update_ratio": 0.01}, findings={"edq_ratio": 0.875}),
             "12.5 % of updates missing",
             "12.5 % of updates are missing.",

@@ -184,7 +184,12 @@ def test_a_skipped_step_between_before_and_after_is_none(make):
 def test_who_only_logs_is_looked_at_ever_less_often(monkeypatch):
     looks = []
     reading = unseen.UnseenSteps._read
-    monkeypatch.setattr(unseen.UnseenSteps, "_read", lambda *given: looks.append(1) or reading(*given))
+
+    def counted(*given):
+        looks.append(1)
+        return reading(*given)
+
+    monkeypatch.setattr(unseen.UnseenSteps, "_read", counted)
     training = Replayed()
     run = collage.init("logs", transport=MemoryTransport())
     handle = collage.watch(training.model, training.optimizer.optimizer, every=EVERY)

@@ -39,7 +39,7 @@ def _nothing_collected():
 
 
 def _calls(optimizer):
-    calls = Counter()
+    calls: Counter[str] = Counter()
 
     def count_one(frame, event, argument):
         if event == "call":
