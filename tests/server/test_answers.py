@@ -223,6 +223,24 @@ def test_a_page_of_the_list_reads_its_runs_together(server):
     assert asked(12) == asked(2), "nothing a run once its newest step is known"
 
 
+def test_chunks_of_one_run_or_of_many_are_the_same_statement(server):
+    """A statement for each number of spans was kept by SQLAlchemy and by the database: megabytes each."""
+    app_state = server.app.state.collage
+    app_state.newest.stop(PATIENCE_SECONDS)
+    names = [f"r{place}" for place in range(5)]
+    for name in names:
+        server.filled(name, f"s-{name}")
+        while app_state.store.sealing.seal(name, server.clock(), journal_full=True):
+            pass
+    kinds = []
+    for count in (1, 2, 5):
+        with statements_on(app_state.store.engine) as statements:
+            fetch(server, "/compare?metric=edq_ratio&" + "&".join(f"run={name}" for name in names[:count]))
+        kinds.append({statement for statement in statements if statement.startswith("WITH w")})
+    assert kinds[0]
+    assert kinds[0] == kinds[1] == kinds[2]
+
+
 def test_errors_are_not_kept(server):
     server.filled("r1", "s1")
     path = "/runs/r1/series?metric=edq_ratio&layer=head.weight"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ __all__ = [
     "count_numbers",
     "delete_slice",
     "from_json",
+    "given_rows",
     "int_array",
     "int_bytes",
     "later",
@@ -33,6 +34,7 @@ __all__ = [
     "ranges_to_json",
     "require_run",
     "require_runs",
+    "rows_given",
     "scalars_from_json",
     "scalars_to_json",
     "to_json",
@@ -81,6 +83,29 @@ def among(column: ColumnElement[Any], name: str = "run_ids") -> ColumnElement[bo
     A statement that is made once costs a question of 25 statements half of the CPU that it costs made anew.
     """
     return column.in_(bindparam(name, expanding=True))
+
+
+_NUMBERS: Final = frozenset({"attempt", "first_chunk", "last_chunk", "entry", "layer", "layers"})
+
+
+def given_rows(dialect: str, names: Sequence[str]) -> str:
+    """A SELECT of rows that are given when the statement is executed, by `rows_given`: of one as of a thousand.
+
+    One mark a value makes a statement of its own for each number of rows. SQLAlchemy and databases keep hundreds of
+    statements, and of thousands of marks each takes megabytes.
+    """
+    if dialect == "sqlite":
+        values = ", ".join(f"json_extract(value, '$[{place}]') AS {name}" for place, name in enumerate(names))
+        return f"SELECT {values} FROM json_each(:rows)"
+    lists = ", ".join(f"CAST(:{name} AS {'integer' if name in _NUMBERS else 'text'}[])" for name in names)
+    return f"SELECT * FROM unnest({lists}) AS given({', '.join(names)})"
+
+
+def rows_given(dialect: str, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """The parameters of `given_rows`: all rows as JSON, or each column as an array."""
+    if dialect == "sqlite":
+        return {"rows": to_json(rows)}
+    return {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
 
 
 def later(one: ColumnElement[Any], other: ColumnElement[Any]) -> ColumnElement[float]:

@@ -15,6 +15,7 @@ from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 
 from collage_server.errors import StoreUnusable
 from collage_server.store.archive.files import ArchiveFiles
+from collage_server.store.chunks.blobs import BLOBS_OPENED
 from collage_server.store.engine.database import POOL, driver_cursor
 from collage_server.store.engine.files import (
     Ballast,
@@ -41,6 +42,8 @@ _LOG_BYTES: Final = 16 * 2**20
 """What the write-ahead log keeps of the disk: SQLite's own measure of when to begin it anew, 1,000 pages."""
 _LONG_LOG_BYTES: Final = 64 * 2**20
 """Readers without a pause let the log grow beyond what it keeps; from here on writers wait until it is emptied."""
+_MOST_BLOBS_OPENED: Final = 4096
+"""By one connection, before another takes its place."""
 _PRAGMAS: Final = (
     "synchronous = FULL",
     "foreign_keys = ON",
@@ -101,6 +104,7 @@ class SqliteStore(Store):
         engine.dialect.statement_compiler = _HintingCompiler
         event.listen(engine, "connect", _on_connect)
         event.listen(engine, "begin", _on_begin)
+        event.listen(engine, "checkin", _on_checkin)
         return engine
 
     def _check_disk(self) -> None:
@@ -233,6 +237,15 @@ def _on_connect(connection: Any, _record: Any) -> None:
     connection.isolation_level = None
     for pragma in _PRAGMAS:
         connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _on_checkin(_connection: Any, record: Any) -> None:
+    """Until its connection is closed, Python's sqlite3 keeps a reference to every blob that was ever opened.
+
+    They are small, but between them memory that large arrays took cannot be given back: 100 MiB for an export.
+    """
+    if record.info.get(BLOBS_OPENED, 0) > _MOST_BLOBS_OPENED:
+        record.invalidate()
 
 
 def _on_begin(connection: Connection) -> None:

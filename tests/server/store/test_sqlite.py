@@ -12,6 +12,7 @@ from contextlib import closing
 import pytest
 from collage_server.errors import StoreUnusable
 from collage_server.store import GroupQuery, SqliteStore, TableQuery
+from collage_server.store.chunks.blobs import BLOBS_OPENED
 from collage_server.store.engine.files import network_file_system
 from sqlalchemy import event
 
@@ -45,6 +46,22 @@ def store(tmp_path):
 @pytest.fixture
 def reopen(store):
     yield from reopening(store, lambda: opened(store.path))
+
+
+def test_a_connection_that_opened_many_blobs_is_replaced(store):
+    """Python's sqlite3 keeps a reference to each until its connection ends, and memory between them."""
+    with store.engine.connect() as connection:
+        first = connection.connection.driver_connection
+        assert BLOBS_OPENED not in connection.info
+        connection.info[BLOBS_OPENED] = 4096
+    with store.engine.connect() as connection:
+        assert connection.connection.driver_connection is first
+        connection.info[BLOBS_OPENED] += 1
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        first.execute("SELECT 1")
+    with store.engine.connect() as connection:
+        assert connection.connection.driver_connection is not first
+        assert BLOBS_OPENED not in connection.info
 
 
 class TestSqlite(StoreContract):

@@ -21,10 +21,11 @@ from sqlalchemy import Connection, Select, TextClause, case, func, select, text
 
 from collage_server.store import schema
 from collage_server.store.records import FloatArray, IntArray
-from collage_server.store.rows import among, int_array, int_bytes
+from collage_server.store.rows import among, given_rows, int_array, int_bytes, rows_given
 
 __all__ = [
     "ALL_RANKS",
+    "BLOBS_OPENED",
     "ChunkInfo",
     "Chunks",
     "LEVELS",
@@ -56,6 +57,8 @@ _LEVELS_OF: Final = {
     for held in itertools.product((False, True), repeat=len(LEVELS))
 }
 ALL_RANKS: Final = -1
+BLOBS_OPENED: Final = "blobs opened"
+"""What a connection's `info` keeps of how many blobs were ever opened through its handles."""
 _FLOAT: Final = np.dtype("<f8")
 _LEAST_PACKED_BYTES: Final = 2**13
 _INT: Final = np.dtype("<i8")
@@ -276,13 +279,17 @@ def _layer_rows(
         row_bytes=0 if in_place else 8 * points * widest,
     )
     raw: Any = connection.connection.driver_connection
+    opened = 0
     for row in itertools.chain.from_iterable(batches):
         if not in_place:
             yield row
         elif row[7] < row[6]:
+            opened += 1
             with raw.blobopen("layer_chunk", "data", row[8], readonly=True) as blob:
                 blob.seek(8 * row[5] * row[7])
                 yield (*row[:8], blob.read(8 * row[5] * row[9]))
+    if opened:
+        connection.info[BLOBS_OPENED] = connection.info.get(BLOBS_OPENED, 0) + opened
 
 
 def select_rows(
@@ -310,11 +317,11 @@ def select_rows(
         for more in (extra.get(run_id, ()) if extra is not None else [()])
     ]
     held = {owner: set(numbers) for owner, numbers in chunks.items()}
+    dialect, names = connection.dialect.name, ("run_id", "attempt", "first_chunk", "last_chunk", *spans)
+    statement = _statement(dialect, table, tuple(columns), condition, names)
     for start in range(0, len(wanted), _SPANS_A_STATEMENT):
         some = wanted[start : start + _SPANS_A_STATEMENT]
-        statement = _statement(table, tuple(columns), condition, tuple(spans), len(some))
-        values = {f"v{i}": value for i, value in enumerate(value for span in some for value in span)}
-        given = {**values, "level": level, **(parameters or {})}
+        given = {**rows_given(dialect, names, some), "level": level, **(parameters or {})}
         batch = min(max(_BATCH_BYTES // max(row_bytes, 1), 1), _ROWS_A_BATCH)
         is_large = row_bytes * len(some) * max(map(len, chunks.values())) > _FETCHED_AT_ONCE
         found = connection.execute(statement, given, execution_options={"yield_per": batch} if is_large else {})
@@ -322,14 +329,13 @@ def select_rows(
             yield [row for row in rows if row[2] in held[row[:2]]]
 
 
-@lru_cache(maxsize=256)
-def _statement(table: str, columns: Sequence[str], condition: str, spans: Sequence[str], count: int) -> TextClause:
-    names = ("run_id", "attempt", "first_chunk", "last_chunk", *spans)
-    marks = iter(range(count * len(names)))
-    values = ", ".join(f"({', '.join(f':v{next(marks)}' for _ in names)})" for _ in range(count))
+@lru_cache(maxsize=64)
+def _statement(
+    dialect: str, table: str, columns: Sequence[str], condition: str, names: Sequence[str]
+) -> TextClause:
     shown = ", ".join(column if "." in column else f"t.{column}" for column in (*_PLACE, *columns))
     return text(
-        f"WITH w ({', '.join(names)}) AS (VALUES {values}) SELECT {shown} FROM w CROSS JOIN {table} t "
+        f"WITH w AS MATERIALIZED ({given_rows(dialect, names)}) SELECT {shown} FROM w CROSS JOIN {table} t "
         "WHERE t.run_id = w.run_id AND t.attempt = w.attempt AND t.level = :level "
         f"AND t.chunk BETWEEN w.first_chunk AND w.last_chunk AND {condition}"
     ).execution_options(blobs=True)

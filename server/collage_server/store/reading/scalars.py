@@ -10,7 +10,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from itertools import groupby, pairwise
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from collage_server.store.records import (
     StreamRecord,
     first_hidden_steps,
 )
-from collage_server.store.rows import int_bytes, scalars_from_json
+from collage_server.store.rows import given_rows, int_bytes, rows_given, scalars_from_json
 from collage_server.store.runs.latest import last_sealed_steps
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
 
 _NEWEST_PARTS: Final = 2
 _KEYS_A_STATEMENT: Final = 1000
+_KEY: Final = ("run_id", "stream_id", "name")
 _ROWS_AT_ONCE: Final = 256
 _COPIES: Final = 4
 """Of a logged value that stand side by side: as stored, unpacked, joined, and in an answer."""
@@ -137,12 +138,12 @@ def _newest_rows(connection: Connection, views: Mapping[str, RunView], count: in
     steps = {
         (run_id, *key): step for run_id, view in views.items() for key, step in view.newest_logged_steps().items()
     }
-    keys = list(steps)
+    keys, dialect = list(steps), connection.dialect.name
     rows: list[Row[Any]] = []
     for start in range(0, len(keys), _KEYS_A_STATEMENT):
         some = keys[start : start + _KEYS_A_STATEMENT]
-        values = {f"v{i}": value for i, value in enumerate(value for key in some for value in key)}
-        rows += connection.execute(_newest_statement(len(some)), {**values, "parts": _NEWEST_PARTS}).all()
+        given = {**rows_given(dialect, _KEY, some), "parts": _NEWEST_PARTS}
+        rows += connection.execute(_newest_statement(dialect), given).all()
     short = _runs_to_read_whole(connection, rows, steps, count)
     found: dict[str, list[Row[Any]]] = {run_id: [] for run_id in views if run_id not in short}
     for row in rows:
@@ -171,12 +172,11 @@ def _runs_to_read_whole(
     return short | {run_id for run_id, end in ends.items() if end < sealed.get(run_id, UNBOUNDED)}
 
 
-@lru_cache(maxsize=64)
-def _newest_statement(count: int) -> TextClause:
-    values = ", ".join(f"(:v{3 * i}, :v{3 * i + 1}, :v{3 * i + 2})" for i in range(count))
+@cache
+def _newest_statement(dialect: str) -> TextClause:
     same = "{0}.run_id = w.run_id AND {0}.stream_id = w.stream_id AND {0}.name = w.name"
     return text(
-        f"WITH w (run_id, stream_id, name) AS (VALUES {values}) "
+        f"WITH w AS MATERIALIZED ({given_rows(dialect, _KEY)}) "
         "SELECT t.run_id, t.stream_id, t.name, t.part, t.point_count, t.data FROM w CROSS JOIN scalar_chunk t "
         f"WHERE {same.format('t')} AND t.part > "
         f"(SELECT max(s.part) FROM scalar_chunk s WHERE {same.format('s')}) - :parts "
