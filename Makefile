@@ -32,8 +32,10 @@ demo: $(VENV)/.stamp  ## Train five strategies, watched; DEMO_EXIT=1 ends afterw
 up: $(VENV)/.stamp  ## Start server and dashboard
 	$(BIN)/collage-monitor up
 
-docs: $(VENV)/.stamp-dev  ## Draw the figures anew, and serve the site
+docs: $(VENV)/.stamp-dev  ## Make figures, outputs of the tutorial and API pages anew, and serve the site
 	$(BIN)/python -m tools.figures
+	$(BIN)/python -m tools.notebooks
+	$(BIN)/python -m tools.api_pages
 	$(BIN)/zensical serve
 
 screenshots: $(VENV)/.stamp-dev  ## Pictures of every page, from the demo's data, into docs/images
@@ -60,13 +62,14 @@ test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 quick: $(VENV)/.stamp-dev  ## The fast part, for while you work: what is not marked slow; none of it starts a process
 	$(BIN)/python -m pytest -n 2 -m "not slow and not nightly and not gpu"
 
-check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of the contract, compose file, Dockerfile, workflows, site
+check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of the contract, prose, compose file, Dockerfile, workflows, site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/sizes.py
 	$(BIN)/python tools/contract_users.py
+	$(BIN)/python tools/prose.py
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml

@@ -259,7 +259,7 @@ class _NullJournal(ReportJournal):
     """Acknowledges reports without writing them."""
 
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
-        """Accept everything."""
+        """Accept every group, and store none."""
         return [GroupOutcome(len(group.reports), 0) for group in groups]
 
 

@@ -84,7 +84,7 @@ class Method(Protocol):
     """Something that looks at every optimizer step while it is attached."""
 
     def remove(self) -> None:
-        """Stop looking."""
+        """Take the hooks off."""
 
 
 class ItemLoop:

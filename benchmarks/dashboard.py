@@ -1,9 +1,9 @@
 """What the dashboard costs and how soon it shows something, in Chromium, on a store of many runs.
 
 The store holds 60 runs of 2,000 steps × 100 layers and 5,000 small ones. Server and dashboard are processes of
-their own. The gate is what people were promised: CPU of the server for a page of the table of runs, seconds until
-a page says something useful, seconds until a zoomed heatmap has finer data, bytes that a tick carries, and the
-share of a core that one open tab costs. Bytes and CPU do not depend on what else the machine does; seconds do.
+their own. The gate has five figures. For the server: its CPU for a page of the table of runs. For people: seconds
+until a page says something useful, and until a zoomed heatmap has finer data. For an open tab: the bytes that a
+tick carries, and its share of a core. Bytes and CPU do not depend on what else the machine does; seconds do.
 """
 
 from __future__ import annotations

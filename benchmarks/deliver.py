@@ -140,7 +140,7 @@ def _statistics() -> list[str]:
 
 
 class _Answering(BaseHTTPRequestHandler):
-    """Takes everything."""
+    """A server that takes every request."""
 
     protocol_version = "HTTP/1.1"
     # One packet an answer: a delayed acknowledgement would cost 40 ms that are nobody's fault.
@@ -156,7 +156,7 @@ class _Answering(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Silent."""
+        """A benchmark logs no request."""
 
 
 if __name__ == "__main__":

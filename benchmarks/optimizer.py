@@ -97,7 +97,7 @@ def torch_master_step(model: Model, seed: int, **form: Any) -> Step:
 
 
 def own_step(model: Model, seed: int, strategy: str, **options: Any) -> Step:
-    """Our AdamW."""
+    """A step of our AdamW, under one strategy."""
     return CollageAdamW(
         parameters(model, seed), lr=LR, weight_decay=WEIGHT_DECAY, strategy=strategy, **options
     ).step

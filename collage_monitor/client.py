@@ -64,7 +64,7 @@ class Client(Connection):
                 return
 
     def run(self, run_id: str) -> wire.Run:
-        """One run."""
+        """What is known of a run: labels, state, configuration, newest numbers."""
         return self.get(f"/runs/{quoted(run_id)}", wire.Run)
 
     def run_table(

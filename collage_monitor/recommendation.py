@@ -34,9 +34,9 @@ class Recommendation:
 
 
 def recommendation(results: Sequence[StrategyResult], left_out: int = 0) -> Recommendation:
-    """The strategy that needs the fewest bytes of those that nothing speaks against.
+    """The strategy that needs the fewest bytes of those without a problem.
 
-    Against a strategy speak a verdict of one of its runs, and a loss above the reference's by more than
+    A problem is a verdict of one of its runs, or a loss above the reference's by more than
     `NOTICEABLE_LOSS_SHARE` of it. What is not known to be healthy is not recommended, nor is one of runs that
     differ in more than their strategy.
 
@@ -243,4 +243,5 @@ def _not_compared(chosen: StrategyResult, results: Sequence[StrategyResult]) -> 
     known = (
         f"{strategy_title(best.strategy)}: not compared here; in {best.bytes_per_parameter:.3g} bytes a parameter"
     )
-    return [f"{known} the most exact on given gradients (docs/numerics.md). Try {best.code.splitlines()[-1]}"]
+    measured = "the most exact on given gradients (docs/how-to/choose-a-strategy.md)"
+    return [f"{known} {measured}. Try {best.code.splitlines()[-1]}"]

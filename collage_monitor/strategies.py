@@ -115,7 +115,7 @@ STRATEGIES: Final = catalogue_of(_STRATEGIES, extensions("collage_monitor.strate
 
 
 _RECOMMENDED: Final = ("split-master", "split-master-16bit", "split-master-8bit", "split-24bit-8bit")
-"""One for each number of bytes, the most exact first: `python -m benchmarks.accumulation`, docs/numerics.md."""
+"""One for each number of bytes, the most exact first: docs/explanation/what-accumulates.md has the figures."""
 _WHOLE_WEIGHTS: Final = (
     "split-master",
     "split-master-16bit",

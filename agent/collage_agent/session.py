@@ -294,7 +294,7 @@ def watch(model: nn.Module, optimizer: Optimizers, **options: Unpack[WatchArgume
         first_step: number of the next optimizer step; None: read from the optimizer.
         casts: formats of low-precision copies of the weights, such as "mxfp8": what reaches them.
         expect: what this training must keep: a strategy's name, or {"strategy", "weights", "states": a dtype,
-            "min_edq", "max_lost": a number}, any of them; see docs/integrations.md.
+            "min_edq", "max_lost": a number}, any of them; see docs/reference/watch-options.md.
         on_breach: "warn": say so, once; "raise" ExpectationBroken in the training; "exit" with status 3.
     COLLAGE_EVERY, _SAMPLE, _BUDGET, _EXPECT and _ON_BREACH replace defaults, never what was passed.
 

@@ -6,9 +6,9 @@ Words of four elements go whole.
 
 Casts between a float's bits and an integer stay in registers: it writes such a cast as a store, a loop of copies
 and a load. Where gcc prefers vectors of 256 bits, as it does for most processors with AVX-512, the load of 512 bits
-waits for two narrower stores: a step of `split-master` over 10 million parameters then takes 1.8 times as long
-(`benchmarks.optimizer`). torch's own vectors have the cast as a function, which needs no instruction; the compiler
-is told so while it compiles our step.
+waits for two narrower stores. A step of `split-master` over 10 million parameters then takes 1.8 times as long
+(`benchmarks.optimizer`). torch's own vectors have the cast as a function, which needs no instruction: the
+compiler uses it while it compiles our step.
 """
 
 from __future__ import annotations

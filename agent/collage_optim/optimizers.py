@@ -21,21 +21,24 @@ __all__ = ["CollageAdam", "CollageAdamW", "CollageLion", "CollageSGD", "RuleOpti
 class CollageAdamW(CollageOptimizer):
     """AdamW (decoupled weight decay) whose weights and moving averages are kept as `strategy` says.
 
-    strategy (see `STRATEGIES`): recommended are, for bfloat16, `split-master` (12 bytes a parameter),
-    `split-master-16bit` (10) and `split-master-8bit` (8): fp32 weights as bfloat16 and the bits below, with moments
-    in 24, 16 or 8 bits. The default is the published method: `split-master` is more exact in the bytes of `plus`,
-    and its step is twice as dear (`benchmarks.accumulation`, `benchmarks.optimizer`). `plain` one number each;
-    `stochastic` the same, rounded at random; `kahan` a compensated weight; `light` the weight as an expansion of
-    two; `light-stochastic` its low component and the moments rounded at random; `plus` the second moment as an
-    expansion too; `full` also the first; `fp32-states` averages in fp32; `master-weights` these and an fp32 weight;
-    `split-24bit-8bit` 24-bit weights (7 bytes). arithmetic: `fp32` loads the components, computes in fp32 and
-    splits once; `storage` rounds every named operation to the parameters'
-    dtype, as the published algorithms do (where the averages are fp32, the two are one). Both may differ by
-    group. `plain` in `storage` arithmetic is, bit for bit, torch.optim.AdamW's for-loop. seed: of stochastic
-    rounding, by group.
+    Use `split-master` for bfloat16 (12 bytes a parameter), or `split-master-16bit` (10) or `split-master-8bit` (8):
+    fp32 weights as bfloat16 and the bits below, with moments in 24, 16 or 8 bits. The default is the published
+    method, `plus`: less exact in the same bytes, and half as dear a step on a CPU.
 
-    Other options mean what they mean in torch.optim.AdamW. Raises ValueError, TypeError or RuntimeError in the
-    same words as torch where torch has them.
+    Options:
+        strategy: a name of `STRATEGIES`, by group.
+            `plain`: one number each. `stochastic`: the same, rounded at random. `kahan`: a compensated weight.
+            `light`: the weight as an expansion of two. `light-stochastic`: its low component and the moments are
+            rounded at random. `plus`: the second moment is an expansion too. `full`: also the first.
+            `fp32-states`: averages in fp32. `master-weights`: these, and an fp32 weight.
+            `split-24bit-8bit`: 24-bit weights (7 bytes).
+        arithmetic: `fp32` loads the components, computes in fp32 and splits once; `storage` rounds every named
+            operation to the parameters' dtype, as the published algorithms do. Where the averages are fp32, the two
+            are one. By group.
+        seed: of stochastic rounding, by group.
+
+    `plain` in `storage` arithmetic is, bit for bit, torch.optim.AdamW's for-loop. Other options mean what they mean
+    there. Raises ValueError, TypeError or RuntimeError in the same words as torch where torch has them.
     """
 
     rule: ClassVar[AdamRule] = AdamRule(decoupled=True)

@@ -67,7 +67,7 @@ _Few = Annotated[int, Field(ge=1, le=50)]
 
 
 def _answers(tool: _Function) -> _Function:
-    """What the tool says, within bounds; an error of ours is a sentence for whoever asked."""
+    """What the tool says, within bounds; an error of ours becomes a sentence."""
 
     @functools.wraps(tool)
     def answer(*given: Any, **named: Any) -> str:

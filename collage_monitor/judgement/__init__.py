@@ -3,7 +3,7 @@
 A good word needs evidence from every side: the updates arrive, no layer stands still, and a second witness (the
 states' decrements or the oracle) agrees, because EDQ alone cannot see an error that already sits in the optimizer's
 state. One number out of its bounds is enough for a bad word. Where the evidence does not reach, the word is
-"unknown". `docs/metrics.md` states the rules; each is a function of `rules` or of `doubts`.
+"unknown". `docs/reference/verdict.md` states the rules; each is a function of `rules` or of `doubts`.
 
 Whoever holds a run's totals makes `evidence_of` them; who reads them over HTTP asks `collage_monitor.run_evidence`.
 Both give `judge` the same, and so it says the same.

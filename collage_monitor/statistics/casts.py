@@ -45,7 +45,7 @@ FORMATS: Final = {
     "nvfp4": CodeSizes(0.5, 1, 16),
     "nvfp4_2d": CodeSizes(0.5, 1, 16 * 16),
 }
-"""What copies can be kept in; docs/metrics.md has their arithmetic."""
+"""What copies can be kept in; docs/reference/copies-and-averages.md has their arithmetic."""
 _UNSCALED: Final = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
 """Formats that a route may lead through: those without scales."""
 _PLACE_BYTES: Final = 4

@@ -141,8 +141,8 @@ class WorstRun(Struct, kw_only=True, frozen=True):
 
 class RunTable(Struct, kw_only=True, frozen=True):
     """A page of the table of runs. `total` counts the runs that the filters leave, `healths` them by their health,
-    `live` the running ones among them ("" where it is not known yet). `worst`: null where nothing speaks against
-    any. `changed_at`: the newest sign of life or change of any."""
+    `live` the running ones among them ("" where it is not known yet). `worst`: null where no run has a
+    problem. `changed_at`: the newest sign of life or change of any."""
 
     rows: list[RunRow]
     total: int

@@ -63,9 +63,9 @@ class View:
     `lines`: a curve a run, or a strategy's mean over its runs. `smoothing` in [0, 0.99] weighs the past
     in logged scalars only; measured metrics are never smoothed. `scale` is that of the curves' values.
     `zoom`: both ends of what is shown of `axis`, in its unit.
-    Of the table of runs: `query`, filters, and what it is sorted by, with a "-" before it where the largest comes
-    first; `by`: what they are grouped by, and the keys of the groups that are `opened`; `where`: conditions on
-    columns and entries of configurations; `archived`: "1" shows the archived ones, too. `columns`: those that stand
+    The table of runs has `query`, filters, and what it is sorted by, with a "-" before it where the largest comes
+    first. `by`: what runs are grouped by, and the keys of the groups that are `opened`. `where`: conditions on
+    columns and entries of configurations. `archived`: "1" shows the archived ones, too. `columns`: those that stand
     after the name, in order, fields of rows or paths of entries; none: the usual ones. `pins`: runs that stay on
     top, with the `baseline`, which numbers are compared with.
     An incident is found by its id, or is the newest of an `alert` on a run.

@@ -103,7 +103,7 @@ class MemoryBudget:
             self.held[owner] += size
 
     def give_back(self, owner: Owner, size: int) -> None:
-        """Hold less."""
+        """An owner holds `size` bytes less."""
         with self._free:
             self.held[owner] -= size
             self._free.notify_all()

@@ -46,7 +46,7 @@ class DemoTask(Task, frozen=True):
 
     @property
     def module(self) -> str:
-        """This one."""
+        """The module that a worker process runs: this one."""
         return "collage_demo.worker"
 
     @property

@@ -27,7 +27,7 @@ class TrialTask(Task, frozen=True):
 
     @property
     def module(self) -> str:
-        """This one."""
+        """The module that a worker process runs: this one."""
         return "collage_studies.worker"
 
     @property

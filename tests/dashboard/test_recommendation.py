@@ -118,8 +118,8 @@ def test_the_cheapest_that_nothing_speaks_against_is_recommended_and_each_has_it
         "fp32 master weights · bfloat16: 16 bytes a parameter, loss 0 (0 %), nothing speaks against it",
         "Plain · float32: 16 bytes a parameter, the reference, nothing speaks against it",
         "Split fp32 master: not compared here; in 12 bytes a parameter the most exact on given gradients "
-        "(docs/numerics.md). Try optimizer = collage_agent.optim.CollageAdamW.from_optimizer(optimizer, "
-        'strategy="split-master")',
+        "(docs/how-to/choose-a-strategy.md). Try optimizer = "
+        'collage_agent.optim.CollageAdamW.from_optimizer(optimizer, strategy="split-master")',
     )
 
 

@@ -1,8 +1,8 @@
 """Low-precision copies of weights: every format as a table of all its numbers, searched for the nearest one.
 
 Nothing here knows how the agent rounds. All that is compared is exact in fp64: the numbers of a format, the middle
-between two of them, and a weight over a power of two. Scales follow docs/metrics.md, tile by tile, those of NVFP4
-and fp32 ones in fp32 operations.
+between two of them, and a weight over a power of two. Scales follow docs/reference/copies-and-averages.md, tile by
+tile, those of NVFP4 and fp32 ones in fp32 operations.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class TensorSample:
 
     @cached_property
     def sampled(self) -> int:
-        """Chosen elements."""
+        """How many elements are chosen."""
         return len(self.rows) * self.block + self.tail * self.tail_elements
 
     @cached_property

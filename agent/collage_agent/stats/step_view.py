@@ -102,12 +102,14 @@ class StepView:
 
     `classes` counts by block what became of the elements, by the names of the catalogue.
 
-    The rest is for the project's own statistics: `squares`, sums of squares by block of each of ROWS; `products`,
-    u·e and, where it is another, u·eᵛ of each element: fp64 [1 or 2, slots]; averages; `visible_parameter` θᵛ in
-    fp64; `residual` r before the step, fp64 (None: the weight is not kept as a sum), and `residual_after` in its
-    own dtype; `held` uint8 [slots], 1 where r was not 0 (None: not known), when the step before was over if
-    `adjacent`, else some steps sooner; `decay` lr·λ of decoupled decay;
-    `scales` fp64 [blocks] of fp8 where counterfactuals are asked for; `copies` where weights are kept wider than a
+    The rest is for the project's own statistics.
+    squares: sums of squares by block of each of ROWS. products: u·e and, where it is another, u·eᵛ of each
+    element, fp64 [1 or 2, slots].
+    visible_parameter: θᵛ in fp64. residual: r before the step, fp64 (None: the weight is not kept as a sum), and
+    `residual_after` in its own dtype.
+    held: uint8 [slots], 1 where r was not 0 (None: not known), when the step before was over if `adjacent`, else
+    some steps sooner. decay: lr·λ of decoupled decay.
+    scales: fp64 [blocks] of fp8 where counterfactuals are asked for. copies: where weights are kept wider than a
     copy of them that is asked for.
     """
 

@@ -35,9 +35,9 @@ _MANY: Final = 16
 class BlockLayout:
     """Where the sampled blocks of several tensors lie in a flat buffer of `slots` = blocks · block elements.
 
-    First the full blocks of the sampled tensors, by `index_select`; behind them those measured whole of which there
-    are many of one shape, by one `cat` a shape; then the others measured whole and the ragged tails, by one `cat`,
-    each padded to whole blocks with zeros.
+    First come the full blocks of the sampled tensors, by `index_select`. Behind them those measured whole of which
+    there are many of one shape, by one `cat` a shape. Then the others measured whole and the ragged tails, by one
+    `cat`, each padded to whole blocks with zeros.
     `rows`: of each sampled tensor its blocks, int32. `tensor_of_block` [blocks] int64 is a tensor's place, and
     `host_tensor_of_block` the same on the host, where `block_numbers` says which of its tensor's blocks each one
     is; `padding` lists the padded slots.

@@ -131,7 +131,7 @@ class StepLayout:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Their names."""
+        """Names of the layers, in order."""
         return tuple(entry.name for entry in self.averages)
 
     @cached_property

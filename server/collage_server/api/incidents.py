@@ -56,7 +56,7 @@ def list_incidents(
 
 @router.get("/events/{incident_id}", **describes(wire.Incident))
 def get_incident(request: Request, incident_id: Id) -> Response:
-    """One incident."""
+    """An incident with its reason, and when it began and ended."""
     app_state = app_state_of(request)
     projects = principal_of(request).projects
     return answer(app_state.store.incidents.get(incident_id, app_state.clock(), projects))

@@ -56,7 +56,7 @@ class _Tokens:
         return self._client.create_token(create)
 
     def all(self) -> wire.TokenList:
-        """Every token."""
+        """Every token that the server knows."""
         return self._client.tokens()
 
     def revoke(self, token_id: str) -> wire.Token:
@@ -83,7 +83,7 @@ class _HostTokens:
         return administration.create_token(self._store, create, time.time(), self._actor)
 
     def all(self) -> wire.TokenList:
-        """Every token."""
+        """Every token that the server knows."""
         return wire.TokenList(tokens=self._store.tokens())
 
     def counts(self, file: Path, role: str) -> bool:

@@ -143,7 +143,7 @@ def page(records: Sequence[Record]) -> Page:
         evidence,
         [
             f"{2 * ELEMENTS} weights a trial, gradients of one law (mean 3·10⁻⁴, noise 10⁻³), β₂ = {BETAS[1]}. "
-            "[Numerics](../numerics.md) has 37 laws.",
+            "[What accumulates](../explanation/what-accumulates.md) has 37 laws.",
             "An error of the displacement says nothing about a loss; that is another study.",
         ],
     )

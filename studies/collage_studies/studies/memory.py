@@ -233,7 +233,7 @@ def page(records: Sequence[Record]) -> Page:
             "the same under every strategy, so a saving shrinks as batches grow: the paper's models are larger.",
             "Peaks are of an eager step on a CPU; its scratch is bounded, and does not grow with the model.",
             "Times are CPU seconds of one thread on a busy machine, as ratios of alternated steps. Fused CPU steps "
-            "and compiled ones are another matter ([numerics](../numerics.md#what-a-step-costs)).",
+            "and compiled ones are another matter ([numerics](../explanation/cost-of-a-step.md)).",
             "No CUDA kernel was compiled or run for this page, and nothing is said of a device's speed.",
         ],
     )

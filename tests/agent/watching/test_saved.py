@@ -56,7 +56,7 @@ class Job:
         if spoil is not None:
             spoil(model, optimizer)
         collage.init("saved", run_id=run, mode="offline", dir=self.folder)
-        # SGD counts no steps: its training says which is next, as docs/integrations.md asks it to.
+        # SGD counts no steps: its training says which is next, as docs/reference/watch-options.md asks it to.
         handle = collage.watch(model, optimizer, budget=None, first_step=start + 1, **options)
         done = start
         for stop in (*saves, end):

@@ -19,7 +19,7 @@ from tests.server.reads import layer_points
 from tests.server.samples import LAYERS, STATISTICS, report
 
 parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `parquet` is not installed")
-DOCS = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[3] / "docs" / "how-to" / "export-and-import.md").read_text(encoding="utf-8")
 QUERIES = re.findall(r"```sql\n(.*?)```", DOCS, re.DOTALL)
 READ = re.compile(r"read_parquet\('([^']+)'[^)]*\)")
 

@@ -101,7 +101,7 @@ class RunStore:
             return read_page(connection, query, now, stale_after_seconds)
 
     def get(self, run_id: str) -> RunRecord:
-        """One run."""
+        """The record of a run."""
         with self._database.reading() as connection:
             return read_run(connection, run_id)
 

@@ -1,0 +1,60 @@
+"""The prose check finds what readers stumbled over, and leaves plain sentences alone; what is written passes."""
+
+import pytest
+
+from tools.prose import MOST_FIRST_WORDS, MOST_WORDS, faults, main, of_module, of_page
+
+LONG = " ".join(["word"] * (MOST_WORDS + 1)) + "."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "They stay bit for bit what they are without it.",
+        "It has not been run for want of a device.",
+        "The same for whoever asks.",
+        "Meant for it is PostgreSQL.",
+        "Nothing of it needs an option.",
+        "The best of those that nothing speaks against.",
+        "It leads there, by pages of any name too.",
+        LONG,
+    ],
+)
+def test_what_is_hard_is_found(text):
+    assert list(faults(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The gap does not appear in every setting.",
+        "They are bit-identical with and without it.",
+        "Use PostgreSQL for this. No options are needed.",
+        f"A long list in brackets ({'word ' * 60}) is skipped by the eye.",
+        f"{'word ' * 30}ends. {'Word ' * 30}ends.",
+    ],
+)
+def test_what_is_plain_is_left_alone(text):
+    assert not list(faults(text))
+
+
+def test_a_page_begins_with_a_short_sentence():
+    first = f"# Title\n\n{'word ' * (MOST_FIRST_WORDS + 1)}ends.\n"
+    assert [line for line, _ in of_page(first)] == [3]
+    assert not list(of_page("# Title\n\nShort. " + first.partition("\n\n")[2]))
+
+
+def test_code_tables_and_entries_are_told_apart():
+    assert not list(of_page(f"Short.\n\n```sh\n{LONG}\n```\n\n| {LONG} |\n\n    {LONG}\n"))
+    halves = f"- {'word ' * 30}\n- {'word ' * 30}\n"
+    assert not list(of_page(f"Short.\n\n{halves}"))
+    assert [line for line, _ in of_page(f"Short.\n\n{halves}- {LONG}\n")] == [5]
+
+
+def test_a_docstring_says_more_than_the_name():
+    assert list(of_module('def run():\n    """A run."""\n'))
+    assert not list(of_module('def run():\n    """The run that nobody has ended."""\n'))
+
+
+def test_all_that_is_written_passes(capsys):
+    assert main() == 0, capsys.readouterr().out

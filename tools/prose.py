@@ -1,0 +1,107 @@
+"""The prose check: pages, docstrings and messages are plain English. `python tools/prose.py` names what is not.
+
+Each rule is one that readers stumbled over. A page's code, tables, links and quotes are left out.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("collage_monitor", "agent", "server", "dashboard", "studies", "tools", "benchmarks")
+MOST_WORDS, MOST_FIRST_WORDS = 45, 35
+PHRASES = {
+    r"bit for bit what": "bit-identical",
+    r"for want of": "without, or: not yet, because",
+    r"\bnone else\b": "and no other",
+    r"\band else\b": "or else, otherwise",
+    r"\bwhosoever\b|\bfor whoever\b": "for any caller",
+    r"\bno more than that\b": "only",
+    r"\bNothing of it\b": "no …",
+    r"\bnothing speaks against\b": "no problem was found",
+    r"\b[Tt]he way of an?\b": "how … flows",
+    r"\bis told (?:so|in)\b": "is reported",
+    r"\bsaid then\b": "at the time",
+    r"\bas often as that may\b": "as often as …",
+    r"\bin as many words\b": "explicitly",
+    r"\bwhat stands left of\b": "left of",
+    r"\bdoes not mean that it\b": "not every",
+    r"\bMeant for (?:it|this) is\b": "use … for this",
+    r"\bby pages of any name\b": "any web page",
+    r"\bwhat it took for\b": "what it had counted as",
+}
+"""What readers stumble over, and what to write instead."""
+_FENCE = re.compile(r"^ *```.*?^ *```\s*$", re.DOTALL | re.MULTILINE)
+_BLOCKED = re.compile(r"^(?:\||#|<|!\[|    |[├└│]|\S.*\S {3,}\S)")
+_ITEM = re.compile(r"^(?:[-*] |\d+\. |[\w, ]{1,60}: )")
+_LINK = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
+_END = re.compile(r"(?<=[.!?])[\"')*”]*\s+")
+
+
+def paragraphs(page: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each paragraph and entry of a list; code, tables and headings are left out."""
+    text = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), page)
+    begun, words = 0, [""]
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        new = not line.strip() or _BLOCKED.match(line) or _ITEM.match(line.strip())
+        if new and words != [""]:
+            yield begun, " ".join(words)
+            words = [""]
+        if line.strip() and not _BLOCKED.match(line):
+            begun = number if words == [""] else begun
+            words = [*(word for word in words if word), _ITEM.sub("", line.strip())]
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a paragraph; what stands in backticks or brackets counts as one word."""
+    plain = re.sub(r"`[^`]*`", "`code`", _LINK.sub(r"\1", text))
+    return [sentence for sentence in _END.split(re.sub(r"\([^()]*\)", "", plain)) if sentence.strip()]
+
+
+def faults(text: str) -> Iterator[str]:
+    """What is hard to read in a paragraph."""
+    for pattern, better in PHRASES.items():
+        if found := re.search(pattern, text):
+            yield f"{found[0]!r}; better: {better}"
+    for sentence in sentences(text):
+        count = len(sentence.split())
+        if count > MOST_WORDS:
+            yield f"a sentence of {count} words: {sentence.strip()[:60]} …"
+
+
+def of_page(text: str) -> Iterator[tuple[int, str]]:
+    """Line and fault of each paragraph of a page; its first sentence must be short."""
+    for place, (line, paragraph) in enumerate(paragraphs(text)):
+        yield from ((line, fault) for fault in faults(paragraph))
+        first = next(iter(sentences(paragraph)), "")
+        if not place and len(first.split()) > MOST_FIRST_WORDS:
+            yield line, f"a page begins with {len(first.split())} words in one sentence"
+
+
+def of_module(source: str) -> Iterator[tuple[int, str]]:
+    """Line and fault of each docstring; one or two words say no more than the name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                line = node.body[0].lineno
+                yield from ((line, fault) for _, entry in paragraphs(text) for fault in faults(entry))
+                if len(text.split()) < 3 and text[:1].isupper():
+                    yield line, f"{text!r} says no more than the name"
+
+
+def main() -> int:
+    """Print every fault; 1 if there is one."""
+    pages = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+    modules = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = [(page, *fault) for page in pages for fault in of_page(page.read_text())]
+    found += [(module, *fault) for module in modules for fault in of_module(module.read_text())]
+    for path, line, fault in found:
+        print(f"{path.relative_to(ROOT)}:{line}: {fault}")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
