@@ -3,7 +3,8 @@ ARG BASE_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be
 FROM ${BASE_IMAGE}
 
 WORKDIR /opt/collage-monitor
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
+COPY tools/package_page.py tools/
 COPY collage_monitor collage_monitor
 COPY agent agent
 COPY server server

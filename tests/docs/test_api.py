@@ -1,0 +1,25 @@
+"""docs/api lists every public name of agent, optimizers, numerics and client as the code has it."""
+
+import ast
+from importlib import import_module
+
+import pytest
+
+from tools.api_pages import PAGES, ROOT, page, place, public
+
+MODULES = [module for _, _, modules in PAGES.values() for module in modules]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_is_what_the_code_says(name):
+    written = (ROOT / "docs/api" / f"{name}.md").read_text()
+    assert written == page(name), "python -m tools.api_pages writes it anew"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_there_and_says_what_it_is(module):
+    assert public(module) == import_module(module).__all__
+    for name in public(module):
+        node = place(module, name).node
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            assert ast.get_docstring(node), f"{module}.{name} has no docstring"
