@@ -17,11 +17,11 @@ def row(door, ran):
 
 
 def expected():
-    rows = [row(door, f"real, `make test`: [{Path(door.held_by).stem}](../{door.held_by})") for door in DOORS]
+    rows = [row(door, f"real, `make test`: `{door.held_by}`") for door in DOORS]
     for name, door in known().items():
-        held = f"[{Path(door.held_by).stem}](../{door.held_by})"
+        held = f"`{door.held_by}`"
         what = f" ({door.part})" if door.part else ""
-        real = f"real{what}, `make doors`: [{name}](../tests/doors/{name}.py); `make test`: {held}"
+        real = f"real{what}, `make doors`: `tests/doors/{name}.py`; `make test`: {held}"
         rows.append(row(door, f"replica: {held} ({door.cannot})" if door.cannot else real))
     return rows
 

@@ -1,0 +1,68 @@
+"""What pages write of the command and of variables exists: every verb, every option of it, every variable."""
+
+import dataclasses
+import re
+import shlex
+
+import click
+import pytest
+from collage_server.settings import Settings
+
+from collage_monitor.command import root
+from tests.docs.blocks import DOCS
+
+PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+def shell_lines(page):
+    """The lines of a page's blocks in `sh` or no language, a continued one as one; and what it quotes in a line."""
+    parts = re.split(r"^ *```(\w*)\n", (DOCS / page).read_text(), flags=re.MULTILINE)
+    blocks = [text for language, text in zip(parts[1::4], parts[2::4], strict=True) if language in {"", "sh"}]
+    quoted = [line for text in parts[::4] for line in re.findall(r"`(collage-monitor [^`]+)`", text)]
+    return [*quoted, *(line for block in blocks for line in block.replace("\\\n", " ").splitlines())]
+
+
+def calls(page):
+    """What stands behind `collage-monitor`, up to the program that it starts or the end of the command."""
+    for line in shell_lines(page):
+        for called in re.findall(r"(?:^|[\s(])collage-monitor ([^|;&>)]*)", line.partition(" #")[0]):
+            yield shlex.split(called.partition(" -- ")[0].replace("'", "").replace('"', ""))
+
+
+def unknown(words):
+    """What the command does not have of these words; None if it has all."""
+    command, context = root, click.Context(root)
+    rest = list(words)
+    while isinstance(command, click.Group):
+        if not rest or rest[0].startswith("-") or rest[0].isupper():
+            return None
+        name = rest.pop(0)
+        command = command.get_command(context, name)
+        if command is None:
+            return name
+    options = {option for entry in command.params for option in (*entry.opts, *entry.secondary_opts)} | {
+        "-h",
+        "--help",
+    }
+    given = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
+    return next((option for option in given if option not in options | {"-h", "--help"}), None)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_verb_and_option_exists(page):
+    for words in calls(page):
+        assert unknown(words) is None, f"collage-monitor {' '.join(words)}"
+
+
+def test_a_verb_and_an_option_that_do_not_exist_are_seen():
+    assert unknown(["vanish"]) == "vanish"
+    assert unknown(["list", "--vanish", "1"]) == "--vanish"
+    assert unknown(["list", "--json"]) is None
+    assert sum(len(list(calls(page))) for page in PAGES) > 80
+
+
+def test_every_variable_of_the_server_is_a_setting():
+    known = {entry.name for entry in dataclasses.fields(Settings)}
+    for page in PAGES:
+        named = set(re.findall(r"COLLAGE_SERVER_([A-Z_]+[A-Z])", (DOCS / page).read_text())) - {"URL", "NAME"}
+        assert {name.lower() for name in named} <= known, page
