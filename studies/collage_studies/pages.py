@@ -38,11 +38,12 @@ def write_page(
     read: records of other studies that the page rests on, by study, 0 where they are missing. repeated: what
     repeats with other seeds said.
     """
-    parts = [f"# {study.title}", f"**Question.** {study.question}", f"**Answer.** {page.answer}", "## Method"]
-    parts += [study.method, _made_with(study, records, read), "## What was found"]
+    parts = [f"# {study.title}", study.short, "## What was found"]
     parts += [text for entry in page.evidence if (text := _entry(entry, folder))]
+    parts += ["## The answer in numbers", f"**Question.** {study.question}", f"**Answer.** {page.answer}"]
     if repeated:
         parts += ["## Repeated with other seeds", *(_entry(entry, folder) for entry in repeated)]
+    parts += ["## Method", study.method, _made_with(study, records, read)]
     if page.limits:
         parts += ["## Limits", "\n".join(f"- {limit}" for limit in page.limits)]
     written = folder / f"{study.name}.md"

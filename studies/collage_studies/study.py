@@ -125,19 +125,18 @@ class Picture:
 
 @dataclass(frozen=True)
 class Page:
-    """What a study found: `answer` in sentences that its numbers make, then evidence, then limits. `brief`: the
-    answer in a line or two for the summary of all studies, where it is much shorter."""
+    """What a study found: `answer` in sentences that its numbers make, then evidence, then limits."""
 
     answer: str
     evidence: Sequence[str | MarkdownTable | Plot | Picture]
     limits: Sequence[str] = field(default_factory=tuple)
-    brief: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """A study, by what it asks.
 
+    short: what was found, in two sentences for a reader who is tired; a test holds them to the answer.
     trials(quick): what is run, a fraction of it if quick. run(trial, reporting): the record, in the trial's own
     process. page(records): what they say; after its own records stand those of the studies that it `reads`, as far
     as they are there. `repeat_metrics`: the values, merged metrics and curves by which a repeat with other seeds
@@ -146,6 +145,7 @@ class Study:
 
     name: str
     title: str
+    short: str
     question: str
     method: str
     trials: Callable[[bool], Sequence[Trial]]

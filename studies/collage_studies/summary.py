@@ -13,7 +13,7 @@ from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.pages import table_text
 from collage_studies.repeats import compare_repeat, record_file, repeats_of
 from collage_studies.results import by_plan, gaps, mean_of, recipe_of
-from collage_studies.study import MarkdownTable, Page, Record
+from collage_studies.study import MarkdownTable, Record
 from collage_studies.words import estimate, listed, number, share
 
 __all__ = ["records_of", "summary_text", "write_summary"]
@@ -57,9 +57,9 @@ def summary_text(folder: Path, *, quick: bool = False) -> str:
     rows = [[claim.said, _measured(claim, found), claim.why] for claim in CLAIMS]
     parts = [
         "# Studies",
-        "What the method's paper (Collage, arXiv 2405.03637) claims and leaves open, tried on real training with "
-        "our own tools. `python -m collage_studies NAME` runs one and writes its page; each page stands on the "
-        "records beside it, and so does this one. Small models, two cores: read directions, not sizes.",
+        "We tried on real training what the method's paper (Collage, arXiv 2405.03637) claims and leaves open. "
+        "The models are small and ran on two cores: read directions, not sizes. `python -m collage_studies NAME` "
+        "runs a study and writes its page from the records beside it.",
         "## Answers",
         answers,
         *_repeated(folder, found, quick=quick),
@@ -80,19 +80,11 @@ def _repeated(folder: Path, found: Records, *, quick: bool) -> list[str]:
     return [f"Repeated with other seeds. {' '.join(told)}"] if told else []
 
 
-def page_of(name: str, found: Records) -> Page:
-    """A study's page from its own records and those that it reads."""
-    study = study_named(name)
-    others = [record for other in study.reads for record in found.get(other, [])]
-    return study.page([*found[name], *others])
-
-
 def _answer(name: str, found: Records) -> str:
     title = study_named(name).title
     if not found[name]:
         return f"- **{title}**: not run yet (`python -m collage_studies {name}`)."
-    page = page_of(name, found)
-    return f"- **[{title}]({name}.md)**: {page.brief or page.answer}"
+    return f"- **[{title}]({name}.md)**: {study_named(name).short}"
 
 
 def _measured(claim: Claim, found: Records) -> str:
@@ -181,7 +173,7 @@ def _speed(records: Sequence[Record]) -> str:
 
 
 def _foretells(records: Sequence[Record]) -> str:
-    return study_named("quality").page(records).brief
+    return study_named("quality").page(records).answer
 
 
 CLAIMS: Final = (

@@ -200,6 +200,8 @@ def _plot(losses: dict[Plan, dict[float, Estimate | None]]) -> Plot:
 STUDY: Final = Study(
     name="beta2",
     title="Which β₂ a strategy can hold",
+    short="From β₂ = 0.999 on, the second moment of plain bfloat16 and of `light` never decays. The loss is "
+    "lowest at β₂ = 0.95 under every strategy: no sign that precision moves the best β₂.",
     question="At which β₂ does each strategy's second moment stop to decay, is there a best β₂, and does it move "
     "with precision?",
     method="The small GPT is trained at one learning rate with five values of β₂ under each strategy, from the "

@@ -181,6 +181,8 @@ def _plot(own: Mapping[Plan, Sequence[Record]]) -> Plot:
 STUDY: Final = Study(
     name="counterfactuals",
     title="Counterfactuals come true",
+    short="One fp32 run predicts, to within 0.011, the EDQ of plain bfloat16, of `light` and of stochastic "
+    "rounding. Plain bfloat16 begins to lose updates somewhat earlier than predicted.",
     question="Does one fp32 run predict what plain bfloat16, light and stochastic rounding keep of its updates, "
     "and the step at which plain bfloat16 begins to lose them?",
     method="`counterfactual_edq_ratio` says of an fp32 run's own steps what another strategy would have kept. The "

@@ -407,6 +407,8 @@ def _fired(record: Record) -> str:
 STUDY: Final = Study(
     name="diary",
     title="A diary of three sick runs",
+    short="Each of three sick runs raised an alert while it trained. Converted to `split-master`, all three "
+    "keep their updates and their second moment decays; the loss gains where most updates had been lost.",
     question="What do dashboard, terminal and alert say of a run that falls ill, when, and does it recover?",
     method="Three small trainings fall ill in ways that people meet. Each reports to a server with its own "
     "evaluation of the default alerts. When an alert reaches the training (`on_alert`), a checkpoint is kept. From "

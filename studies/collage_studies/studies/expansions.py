@@ -139,6 +139,8 @@ def page(records: Sequence[Record]) -> Page:
 STUDY: Final = Study(
     name="expansions",
     title="What an expansion keeps",
+    short="A single bfloat16 number loses most of 0.1 added to 200, again and again; two bfloat16 numbers "
+    "together keep all of it. Two 8-bit floats are too few.",
     question="What do one number, a pair and a triple of bfloat16, float16 and 8-bit floats keep of 200 + 0.1, and "
     "of smaller and larger additions?",
     method="200 is split into components. 0.1 · 2ᵏ, rounded to the format, is added up to 1,000 times and no "

@@ -338,6 +338,8 @@ def _verdict(eager: dict[str, Record]) -> str:
 STUDY: Final = Study(
     name="memory",
     title="Memory and time of a step",
+    short="Weights, states and gradients take 37.5 % less memory under `light` than with fp32 master weights, "
+    "and 25 % less under `plus` and `split-master`. Their eager steps take longer on a CPU than torch's.",
     question="What does each strategy take in bytes a parameter, in peak memory of a training step and in time on "
     "a CPU, and what would a compiled step move? Does that bear out the paper's saving of 15–23 % of memory?",
     method="Each strategy has a process of its own. Bytes are read from the storages of weights and states, with "

@@ -219,7 +219,6 @@ def page(records: Sequence[Record]) -> Page:
             "`plain` keeps its moments in bfloat16, too: not all of its gap is its weights'.",
             "Small models and short runs. What is lost may cost more in long ones.",
         ],
-        brief=_verdict(own, early),
     )
 
 
@@ -367,6 +366,8 @@ def _of_whole_runs(entries: Sequence[Configuration], kinds: Mapping[str, Number]
 STUDY: Final = Study(
     name="quality",
     title="Does EDQ predict quality?",
+    short="What EDQ and the share of lost updates say in the first quarter of a run goes with how much worse "
+    "than fp32 it ends. It is no exact forecast: within a learning rate the order is only roughly right.",
     question="Does what is lost early in a run foretell its final loss against fp32: by rank, by size, at one rate "
     "and across rates? Which of the numbers does, where does it fail, and what does a lost share cost?",
     method=f"The small GPT is trained at {len(RATES)} rates in fp32 and under four strategies, three seeds each. "
