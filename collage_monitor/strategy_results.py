@@ -38,8 +38,8 @@ _SHOWN: Final = 3
 class RunResult:
     """A run in the numbers by which strategies are compared. None: not known.
 
-    `loss`, which of them `loss_name` says, is read at `loss_step`; `health` and `headline` are its verdict's,
-    `numbers` those that it rests on, `advice` what it says to try. `trained`: what its optimizers train.
+    `loss` is the one that `loss_name` says, read at `loss_step`. `health` and `headline` are the verdict's,
+    `numbers` are those that it rests on, and `advice` is what it says to try. `trained`: what its optimizers train.
     `configuration` is the same for seeds of one strategy, `entries` are those of its configuration, and its
     project, in which the runs differ.
     """

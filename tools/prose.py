@@ -1,9 +1,13 @@
-"""The prose check: pages, docstrings and messages are plain English. `python tools/prose.py` names what is not.
+"""The prose check: pages and docstrings are plain English. `python tools/prose.py` names what is not.
 
-Each rule is one that readers stumbled over. A page's code, tables, links and quotes are left out.
+Each rule is one that readers stumbled over. A page's code and tables are left out. `python tools/prose.py --draw 60
+--seed 7` prints that many sentences to be read by a person, as many of each kind: pages, studies, docstrings, what
+command and dashboard say.
 """
 
+import argparse
 import ast
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -82,26 +86,77 @@ def of_page(text: str) -> Iterator[tuple[int, str]]:
 
 def of_module(source: str) -> Iterator[tuple[int, str]]:
     """Line and fault of each docstring; one or two words say no more than the name."""
+    for line, text in docstrings(source):
+        yield from ((line, fault) for fault in faults(text))
+        if len(text.split()) < 3 and text[:1].isupper() and text.endswith("."):
+            yield line, f"{text!r} says no more than the name"
+
+
+def drawn(count: int, seed: int) -> list[str]:
+    """Sentences of each kind in turn, each with its file; those of fewer than four words are left out."""
+    random.seed(seed)
+    studies = [page for page in _pages() if "studies" in page.parts]
+    pages = [page for page in _pages() if "studies" not in page.parts and "api" not in page.parts]
+    told = [path for path in _modules() if "command" in path.parts or "collage_dashboard" in path.parts]
+    kinds = [
+        [(page, text) for page in pages for _, text in paragraphs(page.read_text())],
+        [(page, text) for page in studies for _, text in paragraphs(page.read_text())],
+        [(path, text) for path in _modules() for _, text in docstrings(path.read_text())],
+        [(path, text) for path in told for text in strings(path.read_text())],
+    ]
+    found = [
+        [
+            f"{path.relative_to(ROOT)}: {line}"
+            for path, text in kind
+            for line in _END.split(text)
+            if line.count(" ") > 2
+        ]
+        for kind in kinds
+    ]
+    return [random.choice(found[place % len(found)]) for place in range(count)]
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each paragraph of a module's docstrings."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                line = node.body[0].lineno
-                yield from ((line, fault) for _, entry in paragraphs(text) for fault in faults(entry))
-                if len(text.split()) < 3 and text[:1].isupper():
-                    yield line, f"{text!r} says no more than the name"
+            for _, text in paragraphs(ast.get_docstring(node) or ""):
+                yield node.body[0].lineno, text
 
 
-def main() -> int:
-    """Print every fault; 1 if there is one."""
-    pages = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
-    modules = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    found = [(page, *fault) for page in pages for fault in of_page(page.read_text())]
-    found += [(module, *fault) for module in modules for fault in of_module(module.read_text())]
+def strings(source: str) -> Iterator[str]:
+    """What a module may say to people: its strings that are sentences, without docstrings."""
+    tree = ast.parse(source)
+    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        said = node.value if isinstance(node, ast.Constant) and id(node) not in documented else None
+        if isinstance(said, str) and re.match(r"[A-Z].*\.\s*$", said, re.DOTALL):
+            yield " ".join(said.split())
+
+
+def _pages() -> list[Path]:
+    return [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+
+
+def _modules() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def main(arguments: list[str]) -> int:
+    """Print every fault, 1 if there is one; or the sentences that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    if options.draw:
+        print(*drawn(options.draw, options.seed), sep="\n")
+        return 0
+    found = [(page, *fault) for page in _pages() for fault in of_page(page.read_text())]
+    found += [(module, *fault) for module in _modules() for fault in of_module(module.read_text())]
     for path, line, fault in found:
         print(f"{path.relative_to(ROOT)}:{line}: {fault}")
     return int(bool(found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -124,7 +124,7 @@ class Lease:
         self._budget = budget
 
     def hold(self, size: int) -> None:
-        """Hold more.
+        """An owner holds `size` bytes more.
 
         Raises:
             NeedsTooMuch: it could never fit, whatever others hold.

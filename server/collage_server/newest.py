@@ -126,7 +126,7 @@ class NewestKeeper(BackgroundThread):
         self._store.newest.put(rows)
 
     def _points(self, now: Snapshot, run_ids: list[str]) -> dict[str, NewestPoint | None]:
-        """Of a run alone without its worst layers, where these do not fit into memory."""
+        """The newest point of each run; one too large for the memory is read alone, without its worst layers."""
         try:
             with released_afterwards():
                 return _evaluated(now, run_ids, layers=True)

@@ -269,7 +269,7 @@ class TrainingLoop:
 
 
 def without_residuals(states: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as a checkpoint keeps it that knows torch's AdamW alone."""
+    """An optimizer's state without what torch's AdamW does not have, as a foreign checkpoint would keep it."""
     kept = {
         index: {name: value for name, value in state.items() if name in _OF_TORCH}
         for index, state in states["state"].items()

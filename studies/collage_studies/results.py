@@ -97,7 +97,7 @@ def stays_below_from(steps: Sequence[float], values: Sequence[float | None], bou
 
 
 def gaps_in_words(found: Mapping[str, Estimate | None], form: str = "+.4f") -> str:
-    """What gaps to a reference show: who is worse beyond chance, who is better, and of whom neither is shown."""
+    """What gaps to a reference show: who is worse beyond chance, who is better, and who is not told apart."""
     known = sorted(((name, gap) for name, gap in found.items() if gap), key=lambda entry: -entry[1].value)
     worse = [entry for entry in known if entry[1].low is not None and entry[1].low > 0]
     better = [entry for entry in known if entry[1].high is not None and entry[1].high < 0]
@@ -113,7 +113,7 @@ def gaps_in_words(found: Mapping[str, Estimate | None], form: str = "+.4f") -> s
         bound = max(abs(end) for _, gap in open_ for end in (gap.low, gap.high) if end is not None)
         names = listed(name for name, _ in open_)
         parts.append(
-            f"neither is shown of {names} (intervals that include 0, all within ±{bound:{form.lstrip('+')}})"
+            f"no difference is shown for {names} (intervals include 0, within ±{bound:{form.lstrip('+')}})"
         )
     parts += [f"without an interval: {listed(alone)}"] if alone else []
     return "; ".join(parts) or "nothing was compared"

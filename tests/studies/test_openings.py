@@ -20,7 +20,7 @@ BEARS_OUT = {
         r"at a rate of 0\.0003,.*within 1 %:.* split-master,.*at a rate of 1e-05,.*within 1 %:.* split-master,",
     ],
     "strategies": [
-        r"^In none of 4 settings is worse than fp32 shown of stochastic, .*split-master,.* and master-weights\.",
+        r"^In 4 settings, never shown to end worse than fp32: stochastic, .*split-master,.* and master-weights\.",
         r"Worse beyond chance: plain in 3 of them .* and fp32-states in 3 of them",
     ],
     "layers": [
@@ -36,16 +36,16 @@ BEARS_OUT = {
     "finetuning": [
         r"At 1e-05, worse beyond chance: plain .*At 3e-05, worse beyond chance: plain ",
         r"At 0\.0001, worse beyond chance: plain ",
-        r"are lost by light at 1e-05 .*plus at 1e-05 .*a worse loss is shown of none of them",
+        r"are lost by light at 1e-05 .*plus at 1e-05 .*a worse loss is shown for none of them",
     ],
     "beyond-adamw": [
-        r"SGD[^:]*: worse beyond chance: plain [^;]*; neither is shown of light,.* split-master-16bit",
-        r"Lion[^:]*: worse beyond chance: plain [^;]*; neither is shown of light, split-master-16bit",
-        r"Muon[^:]*: worse beyond chance: plain [^;]*; neither is shown of bf16 pair",
+        r"SGD[^:]*: worse beyond chance: plain [^;]*; no difference is shown for light,.* split-master-16bit",
+        r"Lion[^:]*: worse beyond chance: plain [^;]*; no difference is shown for light, split-master-16bit",
+        r"Muon[^:]*: worse beyond chance: plain [^;]*; no difference is shown for bf16 pair",
     ],
     "eight-bit": [
         r"worse beyond chance: [^;]*e4m3 pair \(\+",
-        r"neither is shown of split-master-8bit,.* e4m3 pair, rounded at random",
+        r"no difference is shown for split-master-8bit,.* e4m3 pair, rounded at random",
     ],
     "quality": [
         r"foretold early by the EDQ of one step .*share of updates lost \(\+",

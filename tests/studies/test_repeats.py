@@ -33,6 +33,7 @@ def study_of(records):
     return Study(
         name="losses",
         title="",
+        short="",
         question="",
         method="",
         trials=trials,

@@ -25,12 +25,12 @@ def test_words_follow_the_intervals():
     assert gaps_in_words(found, "+.3f") == (
         "worse beyond chance: b (+0.300 [+0.200, +0.400]) and a (+0.100 [+0.050, +0.150]); "
         "better beyond chance: d (-0.200 [-0.300, -0.100]); "
-        "neither is shown of c (intervals that include 0, all within ±0.500); without an interval: e"
+        "no difference is shown for c (intervals include 0, within ±0.500); without an interval: e"
     )
 
 
 def test_an_interval_that_ends_at_0_shows_nothing():
-    assert gaps_in_words({"a": Estimate(0.1, 3, 0.0, 0.2)}).startswith("neither is shown")
+    assert gaps_in_words({"a": Estimate(0.1, 3, 0.0, 0.2)}).startswith("no difference is shown")
     assert gaps_in_words({}) == "nothing was compared"
 
 

@@ -123,7 +123,7 @@ def test_strategies_are_told_by_the_settings_in_which_they_end_worse():
     ]
     page = strategies.page(found)
     assert page.answer.startswith(
-        "In none of 1 settings is worse than fp32 shown of light. "
+        "In 1 settings, never shown to end worse than fp32: light. "
         "Worse beyond chance: plain in GPT, learning rate 0.0002 (+0.2400)."
     )
 
@@ -222,7 +222,7 @@ def test_the_best_rate_stands_beside_the_table_of_the_other():
     assert told.startswith(
         "At 0.001, the best rate in fp32 with seed 1, the seeds of fp32 alone end 0.40 nats apart."
     )
-    assert "neither is shown of plain" in told
+    assert "no difference is shown for plain" in told
     assert told.endswith("Updates lost: plain 34.0%.")
     assert page.answer == beyond_adamw.page(records[:6]).answer
 
@@ -252,5 +252,5 @@ def test_fine_tuning_says_of_whom_a_worse_loss_is_shown():
     page = finetuning.page(tuned(0.25))
     assert "worse beyond chance: light (+0.2700" in page.answer
     assert "lost by light at 0.0002 (EDQ" in page.answer
-    assert "; a worse loss is shown of light at 0.0002." in page.answer
-    assert "; a worse loss is shown of none of them." in finetuning.page(tuned(-0.01)).answer
+    assert "; a worse loss is shown for light at 0.0002." in page.answer
+    assert "; a worse loss is shown for none of them." in finetuning.page(tuned(-0.01)).answer

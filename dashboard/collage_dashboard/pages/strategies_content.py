@@ -206,8 +206,8 @@ def counterfactual_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], l
 
 _PREDICTED: Final = "predicted_plain_lost_ratio"
 ABOUT_COUNTERFACTUALS: Final = (
-    "EDQ that each way of keeping the weights would have had on the run's own updates, over all its steps that "
-    "measured it, about one in a hundred. One run answers for all: an fp32 run tells if it can do "
+    "The EDQ that each way of keeping the weights would have had on the run's own updates. About one step in a "
+    "hundred measures it. One run answers for all: an fp32 run tells if it can do "
     "without its fp32 weights. "
     "Stochastic rounding keeps 1 in the mean; its noise, in units of the update's square, stands below. Optimizer "
     "states are not in it: light and plus keep their weights alike and differ in the second moment. Kahan's "

@@ -268,7 +268,7 @@ def _pairs(by_rate: Mapping[float, Sequence[Record]], way: Way) -> str:
             seen += [where] if gap and gap.low is not None and gap.low > 0 else []
     if not failing:
         return f"By the verdict's bounds, no pair loses updates of {kind} layers."
-    shown = f"a worse loss is shown of {listed(seen)}" if seen else "a worse loss is shown of none of them"
+    shown = f"a worse loss is shown for {listed(seen)}" if seen else "a worse loss is shown for none of them"
     return f"By the verdict's bounds, updates of {kind} layers are lost by {listed(failing)}; {shown}."
 
 

@@ -211,8 +211,8 @@ def page(records: Sequence[Record]) -> Page:
         f"{_verdict(own, early)} {_of_whole_runs(every, whole)}",
         evidence,
         [
-            "A configuration is a strategy in a setting, with its mean over seeds. fp32, against which gaps are "
-            "measured, is none. A run whose loss is not finite has no gap and is left out.",
+            "A configuration is a strategy in a setting, with its mean over seeds. fp32 is not "
+            "counted: gaps are measured against it. A run whose loss is not finite has no gap and is left out.",
             f"Within a rate the sweep has {len(PLANS) - 1} configurations: orders of so few are coarse, and among "
             "strategies that all end at fp32's loss there is no order to foretell.",
             "Intervals are over configurations; those of one setting share their seeds and their fp32 runs.",

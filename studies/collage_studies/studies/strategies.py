@@ -98,7 +98,7 @@ def _throughout(found: Mapping[str, Mapping[str, Estimate | None]]) -> str:
             own = worse.setdefault(name, [])
             own += [(where, entry.value)] if entry and entry.low is not None and entry.low > 0 else []
     never = [name for name, own in worse.items() if not own]
-    parts = [f"In none of {len(found)} settings is worse than fp32 shown of {listed(never)}."] if never else []
+    parts = [f"In {len(found)} settings, never shown to end worse than fp32: {listed(never)}."] if never else []
     for name, own in sorted(
         worse.items(), key=lambda entry: (-len(entry[1]), -max((v for _, v in entry[1]), default=0))
     ):

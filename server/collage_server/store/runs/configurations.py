@@ -1,4 +1,4 @@
-"""What runs were configured with: whether it is the same but for seeds, which entries differ, and one in SQL."""
+"""Configurations of runs: whether two differ in seeds alone, which entries differ, and an entry in SQL."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class IncidentStore:
             return _incidents(connection, statement.order_by(*order).limit(query.limit), silences)
 
     def get(self, incident_id: str, now: float, projects: Collection[str] | None = None) -> wire.Incident:
-        """One incident.
+        """An incident by its id.
 
         Raises:
             NotFound: there is no such incident in these projects (None: in any).

@@ -37,7 +37,7 @@ _KEPT_RUNS: Final = 1000
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One layer at one step; `replicas` are those apart from the most (a tie: from the lowest)."""
+    """A layer whose replicas differ at a step. `replicas`: those unlike most (a tie: unlike the lowest)."""
 
     attempt: int
     step: int
