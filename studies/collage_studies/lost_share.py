@@ -141,8 +141,8 @@ def _by_edq(nearest: Sequence[Configuration]) -> str:
     worse = [entry for entry in nearest if _lost(entry) > _LOST_BOUND and entry.ends_worse]
     low = [entry for entry in worse if _merged(entry, STEP) < _EDQ_BOUND]
     return (
-        f"EDQ is no substitute: it is below {_EDQ_BOUND:g}, where `CollageEdqLow` wakes, in only {len(low)} of those "
-        f"{len(worse)}."
+        f"EDQ is no substitute: it is below {_EDQ_BOUND:g}, where `CollageEdqLow` wakes, in only {len(low)} of "
+        f"those {len(worse)}."
     )
 
 

@@ -31,7 +31,8 @@ def calls(page):
 
 def unknown(words):
     """What the command does not have of these words; None if it has all."""
-    command, context = root, click.Context(root)
+    command: click.Command | None = root
+    context = click.Context(root)
     rest = list(words)
     while isinstance(command, click.Group):
         if not rest or rest[0].startswith("-") or rest[0].isupper():

@@ -88,7 +88,7 @@ def test_rows_and_sentences_follow_from_the_numbers():
     assert "| at random | 60 % | 1 | 1.000 | +0.000 | 0 |" in text
     assert "nothing lies between 4 % and 30 %. Above 25 %, 1 of 1 configurations end above fp32" in text
     assert "Of the 1 below, those that end above fp32 beyond chance by 0.001 or more: none." in text
-    assert "of those 1, it is below 0.9, where `CollageEdqLow` wakes, in 1." in text
+    assert "it is below 0.9, where `CollageEdqLow` wakes, in only 1 of those 1." in text
     assert "over 8 steps stochastic (GPT, rate 0.1, β₂ 0.999) had lost 30 %" in text
 
 
