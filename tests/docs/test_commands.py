@@ -31,22 +31,22 @@ def calls(page):
 
 def unknown(words):
     """What the command does not have of these words; None if it has all."""
-    command: click.Command | None = root
-    context = click.Context(root)
+    command: click.Command = root
     rest = list(words)
     while isinstance(command, click.Group):
         if not rest or rest[0].startswith("-") or rest[0].isupper():
             return None
         name = rest.pop(0)
-        command = command.get_command(context, name)
-        if command is None:
+        found = command.get_command(click.Context(root), name)
+        if found is None:
             return name
-    options = {option for entry in command.params for option in (*entry.opts, *entry.secondary_opts)} | {
+        command = found
+    known = {option for entry in command.params for option in (*entry.opts, *entry.secondary_opts)} | {
         "-h",
         "--help",
     }
     given = [word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
-    return next((option for option in given if option not in options | {"-h", "--help"}), None)
+    return next((option for option in given if option not in known), None)
 
 
 @pytest.mark.parametrize("page", PAGES)
