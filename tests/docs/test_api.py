@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 
+from tools import http_page
 from tools.api_pages import PAGES, ROOT, page, place, public
 
 MODULES = [module for _, _, modules in PAGES.values() for module in modules]
@@ -23,3 +24,16 @@ def test_every_public_name_is_there_and_says_what_it_is(module):
         node = place(module, name).node
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             assert ast.get_docstring(node), f"{module}.{name} has no docstring"
+
+
+def test_the_page_of_routes_and_errors_is_what_the_server_says():
+    text = http_page.PAGE.read_text()
+    assert text == http_page.page(), "python -m tools.http_page writes it anew"
+    routes = [
+        f"### `{method.upper()} {path}`"
+        for path, found in http_page.described()["paths"].items()
+        for method in found
+    ]
+    assert len(routes) > 45
+    assert all(route in text for route in routes)
+    assert "`journal_full`" in text
