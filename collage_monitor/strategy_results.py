@@ -311,7 +311,7 @@ def _reference(kinds: Sequence[_Kind]) -> _Kind | None:
 
 
 def _cost(result: StrategyResult) -> tuple[float, bool, float]:
-    """Bytes, a gap of which fp32 against itself has none, then what is left of the loss."""
+    """The order of costs: fewest bytes first, the reference last among equals, then by loss."""
     size = result.bytes_per_parameter
     loss = result.loss
     return (

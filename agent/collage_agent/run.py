@@ -224,7 +224,7 @@ class Run:
         return index
 
     def take_over(self, index: int, earlier: StepSource) -> int:
-        """Let the watch of this number go on as `earlier`, whose number it gets."""
+        """Let the watch `index` go on in the place of `earlier`; the answer is the number of that place."""
         return self.attach(self._slots.pop(index).watch, earlier)
 
     def last_step_shown(self, watch_index: int = 0) -> int | None:

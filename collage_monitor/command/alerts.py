@@ -28,7 +28,7 @@ __all__ = ["alerts"]
 @click.option(
     "--silence-hours",
     type=click.FloatRange(0, 8760, min_open=True),
-    help="Send nothing for so long of what --alert, --project and --run choose; one of them is needed.",
+    help="Send no messages for so many hours. Needs --alert, --project or --run, which say for what.",
 )
 @click.option("--alert", help="With --silence-hours: this alert alone, by its name.")
 def alerts(

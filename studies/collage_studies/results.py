@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_studies.study import PlotCurve, Record
-from collage_studies.words import UNDEFINED, estimate, listed
+from collage_studies.words import UNDEFINED, listed
 
 __all__ = [
     "Point",
@@ -97,7 +97,10 @@ def stays_below_from(steps: Sequence[float], values: Sequence[float | None], bou
 
 
 def gaps_in_words(found: Mapping[str, Estimate | None], form: str = "+.4f") -> str:
-    """What gaps to a reference show: who is worse beyond chance, who is better, and who is not told apart."""
+    """What gaps to a reference show: who is worse beyond chance, who is better, and who is not told apart.
+
+    Tables beside it have the intervals.
+    """
     known = sorted(((name, gap) for name, gap in found.items() if gap), key=lambda entry: -entry[1].value)
     worse = [entry for entry in known if entry[1].low is not None and entry[1].low > 0]
     better = [entry for entry in known if entry[1].high is not None and entry[1].high < 0]
@@ -105,7 +108,7 @@ def gaps_in_words(found: Mapping[str, Estimate | None], form: str = "+.4f") -> s
     alone = [name for name, gap in rest if gap.low is None or gap.high is None]
     open_ = [entry for entry in rest if entry[0] not in alone]
     parts = [
-        f"{word} beyond chance: {listed(f'{name} ({estimate(gap, form)})' for name, gap in named)}"
+        f"{word} beyond chance: {listed(f'{name} ({gap.value:{form}})' for name, gap in named)}"
         for word, named in (("worse", worse), ("better", better))
         if named
     ]

@@ -23,8 +23,7 @@ def test_words_follow_the_intervals():
         "f": None,
     }
     assert gaps_in_words(found, "+.3f") == (
-        "worse beyond chance: b (+0.300 [+0.200, +0.400]) and a (+0.100 [+0.050, +0.150]); "
-        "better beyond chance: d (-0.200 [-0.300, -0.100]); "
+        "worse beyond chance: b (+0.300) and a (+0.100); better beyond chance: d (-0.200); "
         "no difference is shown for c (intervals include 0, within ±0.500); without an interval: e"
     )
 

@@ -136,7 +136,7 @@ def token() -> None:
 @click.option(
     "--file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="With --host: write the secret there, for its owner alone, unless one of the role is there that counts.",
+    help="With --host: write the secret to this file (mode 0600). A valid one of the same role is kept.",
 )
 def create_token(
     name: str,
