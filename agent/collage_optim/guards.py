@@ -159,7 +159,7 @@ def _advised(
 
 @dataclass
 class _UpdateHistory:
-    """When a group was last looked at, at which rate, and the way of its updates until then, as far as known."""
+    """The last look at a group: its step and learning rate, and what its updates had moved and lost by then."""
 
     step: int = 0
     rate: float = math.inf

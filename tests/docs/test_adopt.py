@@ -1,10 +1,15 @@
 """README and docs/how-to: the lines that adopt our optimizers train with them: in a loop, a Trainer, Lightning."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from collage_agent.optim import CollageAdamW
 
 from tests.docs.blocks import blocks
+from tools.release import BEFORE, quick_start
 
 pytestmark = pytest.mark.slow
 PAGE = "how-to/adopt-an-optimizer.md"
@@ -28,6 +33,17 @@ def test_the_lines_for_a_loop_step_and_keep_what_a_bf16_weight_cannot_hold():
     model(torch.ones(2, 8).bfloat16()).sum().backward()
     optimizer.step()
     assert (optimizer.stored_parameter(model.weight) != before).all()
+
+
+def test_the_readmes_first_lines_end_with_a_verdict(tmp_path):
+    (tmp_path / "train.py").write_text(BEFORE + quick_start())
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
+    environment = {**kept, "HOME": str(tmp_path), "COLLAGE_MODE": "offline"}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "losing updates" in done.stdout
 
 
 def test_the_readmes_cure_takes_the_readers_optimizer():

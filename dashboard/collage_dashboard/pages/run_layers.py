@@ -69,7 +69,7 @@ def layer_keys(run: wire.Run) -> list[str]:
 
 
 def layer_card(view: View, run: wire.Run, reader: Reader, first_step: int | None) -> Any:
-    """The card of the view's layer, its numbers at the view's step, else from `first_step` on; none for the model.
+    """The card of the chosen layer, its numbers at the chosen step or from `first_step` on; None without a layer.
 
     Raises:
         CollageError: the server does not answer, or refuses the token.
