@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -29,10 +31,12 @@ def test_the_navigation_has_every_page_once_and_four_kinds():
     assert kinds == ["Start", "Tutorials", "How to", "Explanation", "Reference"]
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_asks_no_other_host(tmp_path):
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    shutil.copy(ROOT / "zensical.toml", tmp_path)
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The pages of the site, built as `make check` builds them."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    shutil.copy(ROOT / "zensical.toml", folder)
     command = [
         sys.executable,
         "-m",
@@ -40,11 +44,20 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_host(tmp_path):
         "build",
         "--strict",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "No issues found" in done.stdout + done.stderr
-    built = sorted((tmp_path / "site").rglob("*.html"))
-    assert len(built) > 30
+    return sorted((folder / "site").rglob("*.html"))
+
+
+@cache
+def anchors(page):
+    return set(re.findall(r"""\bid="?([^" >]+)""", page.read_text()))
+
+
+@pytest.mark.slow
+def test_the_site_asks_no_other_host(built):
+    assert len(built) > 60
     for page in built:
         text = page.read_text()
         loaded = re.findall(r"""<(?:script|img|iframe)[^>]+src="?(?:https?:)?//[^" >]+""", text)
@@ -52,3 +65,19 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_host(tmp_path):
             r"""<link[^>]+rel="?(?:stylesheet|preconnect|icon)[^>]+href="?(?:https?:)?//[^" >]+""", text
         )
         assert not loaded, page
+
+
+@pytest.mark.slow
+def test_every_link_of_the_site_leads_to_a_page_and_a_heading(built):
+    followed = 0
+    for page in (page for page in built if page.name != "404.html"):
+        for link in map(unescape, re.findall(r"""<a\b[^>]+href="?([^" >]+)""", page.read_text())):
+            if re.match(r"\w+:", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            target = target / "index.html" if target.is_dir() else target
+            assert target.exists(), f"{page}: {link}"
+            assert not anchor or anchor.startswith("__") or anchor in anchors(target), f"{page}: {link}"
+            followed += 1
+    assert followed > 1000
