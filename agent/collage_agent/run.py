@@ -35,7 +35,7 @@ from collage_agent.transport.queue import (
     WatchChange,
     cuda_event_on,
 )
-from collage_monitor.errors import CollageError
+from collage_monitor.errors import CollageError, NotFound
 from collage_monitor.local import DEFAULT_DASHBOARD_URL, DEFAULT_SERVER_URL, local_server
 from collage_monitor.wire import LIMITS
 
@@ -113,7 +113,8 @@ class Run:
         self._refused: set[str] = set()
         self._looks_at = 0.0
         self._reports_run_state = identity.is_first_rank
-        written = settings.mirrors if identity.is_first_rank and settings.mode != "disabled" else ()
+        is_mirrored = identity.is_first_rank and identity.role is None and settings.mode != "disabled"
+        written = settings.mirrors if is_mirrored else ()
         self.mirrors = Mirrors(
             written,
             MirroredRun(self.run_id, self.name, self.project, settings.group, lambda: self.address, Event()),
@@ -420,7 +421,9 @@ class Run:
         return f" ({self.run_id}) is at {server}; to look at it: collage-monitor dashboard --server-url {server}"
 
     def _announce_unreachable(self, error: CollageError) -> None:
-        if self._reports_run_state:
+        if isinstance(error, NotFound):
+            _say(f"{error}. Reports wait in {self._spool_folder}; what is left there `collage-monitor sync` sends.")
+        elif self._reports_run_state:
             _say(f"{error}. Reports are kept in {self._spool_folder} until it takes them. {_HOW_TO_VIEW}")
         else:
             _LOG.warning("%s; reports are kept in %s", error, self._spool_folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import weakref
@@ -28,6 +29,8 @@ from collage_agent.watching.finding import AverageFinder
 from collage_monitor.environment import CHECK_STEPS
 
 __all__ = ["AverageWatch", "Watch", "current_run", "finish", "init", "log", "on_alert", "watch", "watch_average"]
+
+_LOG = logging.getLogger("collage_agent")
 
 
 class _WatchRecord:
@@ -141,6 +144,7 @@ class _Session:
         self.records: list[_WatchRecord] = []
         """Under the current run, oldest first, without those from which others went on."""
         self.handlers_registered = False
+        self.told_of_watches: Run | None = None
         self.termination = TerminationHandler(self.flush_before_death)
         self.exit_status = ExitStatus()
         self.alert_callbacks: list[AlertCallback] = []
@@ -190,6 +194,9 @@ class _Session:
         handle = record.handle
         if handle is None:
             return
+        if run.settings.second_role is not None:
+            self.refuse_watch(run)
+            return
         if (folder := run.saved_folder) is not None:
             handle.compare_with_saved(folder)
         predecessor = next((other for other in reversed(self.records) if record.succeeds(other)), None)
@@ -200,6 +207,17 @@ class _Session:
                 ((other, other.step) for other in alike if other and other.step), None
             )
         self.records = [other for other in self.records if other is not predecessor] + [record]
+
+    def refuse_watch(self, run: Run) -> None:
+        """What a second writer watches is measured, and stays here."""
+        if run is not self.told_of_watches:
+            self.told_of_watches = run
+            _LOG.warning(
+                "watch: this process writes to run %s as its %s, so what it watches is not reported; watch in the "
+                "training, or begin a run of its own (said once)",
+                run.run_id,
+                run.settings.role,
+            )
 
     def register_handlers(self) -> None:
         if self.handlers_registered:
@@ -232,6 +250,7 @@ def init(
     mode: Mode | None = None,
     dir: str | Path | None = None,
     transport: Transport | None = None,
+    role: str = "trainer",
 ) -> Run:
     """Begin a run; `with init(...) as run:` also ends it. An unfinished earlier run of this process is finished.
 
@@ -243,6 +262,10 @@ def init(
     everything on disk for the next online run in the same folder; "disabled" reports nothing (watches still
     measure). `mirrors` names trackers to which the run's numbers are written, too: "wandb", "mlflow", "trackio",
     "tensorboard", or one that another package adds, each with ":WHERE" behind it if it takes that.
+
+    `role` other than "trainer", such as "evaluator": this process logs to the run of another one by its `run_id`,
+    under names that begin with the role and a slash, at any steps, also after the run has ended. It changes nothing
+    else of the run, and what it watches is not reported. Reports wait while the server does not know the run.
 
     Raises:
         ValueError: an argument that cannot be used; the message names it and says what to pass.
@@ -262,15 +285,15 @@ def init(
         token=token,
         mode=mode,
         dir=dir,
+        role=role,
     )
     if _SESSION.run is not None:
         _SESSION.run.finish()
     _SESSION.register_handlers()
     if settings.mode != "disabled" and takes_exit_hooks():
         _SESSION.termination.install()
-    run = Run(
-        settings, make_identity(settings.run_id, nth_run=_SESSION.runs_begun), transport, _SESSION.exit_status
-    )
+    identity = make_identity(settings.run_id, nth_run=_SESSION.runs_begun, role=settings.second_role)
+    run = Run(settings, identity, transport, _SESSION.exit_status)
     _SESSION.begin(run)
     return run
 

@@ -27,10 +27,22 @@ from collage_monitor.local import data_folder, find_token, server_address
 from collage_monitor.settings import WebAddress, kinds_of, read_setting
 from collage_monitor.wire import LIMITS
 
-__all__ = ["DeliveryLimits", "Mode", "Resume", "Settings", "read_settings", "watch_defaults"]
+__all__ = [
+    "DeliveryLimits",
+    "Mode",
+    "ROLE_ENDS",
+    "Resume",
+    "Settings",
+    "is_second_writers",
+    "read_settings",
+    "watch_defaults",
+]
 
 Mode = Literal["online", "offline", "disabled"]
 Resume = Literal["allow", "must", "never"]
+
+ROLE_ENDS: Final = ":"
+"""Ends the role with which the id of a second writer's stream begins; no other stream's has it."""
 
 _LOG = logging.getLogger("collage_agent")
 
@@ -55,6 +67,13 @@ _Mirrors = Annotated[
     tuple[Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]*(:.*)?\Z")], ...],
     Meta(max_length=16, description="a list of at most 16 names such as 'wandb' or 'tensorboard:logs'"),
 ]
+_Role = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z][a-z0-9-]{0,23}\Z",
+        description="'trainer', or a word of at most 24 lowercase letters, digits and '-', such as 'evaluator'",
+    ),
+]
 _Notes = Annotated[str, Meta(max_length=65_536, description="a text of at most 65536 characters")]
 _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="a 64-bit integer or None")]
 _Token = Annotated[
@@ -65,6 +84,9 @@ _Mode = Annotated[Mode, Meta(description="one of 'online', 'offline', 'disabled'
 _Resume = Annotated[Resume, Meta(description="one of 'allow', 'must', 'never'")]
 _OTHERS: Final = ("config", "folder", "limits")
 """Of `Settings`, what is read in a way of its own."""
+_OF_THE_TRAINING: Final = ("name", "resume", "group", "tags", "notes", "seed", "config", "mirrors")
+"""Arguments that say what a run is, and where else it is written: not for a second writer."""
+_NOTHING_STATED: Final[tuple[Any, ...]] = (None, "", "allow", (), [], {})
 _WATCH_ARGUMENTS: Final[dict[str, Callable[[str], Any]]] = {
     "every": int,
     "sample": lambda text: "all" if text == "all" else int(text),
@@ -115,9 +137,15 @@ class Settings:
     """None: a local server, if one answers."""
     explicit_token: _Token | None = field(default=None, repr=False)
     mode: _Mode = "online"
+    role: _Role = "trainer"
     config: dict[str, Any] = field(default_factory=dict)
     folder: Path
     limits: DeliveryLimits = DeliveryLimits()
+
+    @property
+    def second_role(self) -> str | None:
+        """The role of a process that writes to the run beside its training; None: it is the training."""
+        return None if self.role == "trainer" else self.role
 
     @property
     def address(self) -> str:
@@ -137,6 +165,7 @@ def read_settings(environment: Mapping[str, str] | None = None, **given: Any) ->
         ValueError: an argument cannot be used; the message names it, its value and what is expected.
     """
     values = os.environ if environment is None else environment
+    stated = [name for name in _OF_THE_TRAINING if given.get(name) not in _NOTHING_STATED]
     config, folder = _config(given.pop("config", None)), data_folder(given.pop("dir", None), values)
     readers = {name: partial(_read, name, kind) for name, kind in _KINDS.items()}
     found = _from_environment(values, {name: readers[name] for name in VARIABLES if name in readers})
@@ -147,7 +176,20 @@ def read_settings(environment: Mapping[str, str] | None = None, **given: Any) ->
             found[name] = read(tuple(value) if several else value, is_text=False)
     if given:
         raise TypeError(f"init() has no argument {', '.join(given)}")
-    return Settings(explicit_token=found.pop("token", None), config=config, folder=folder, **found)
+    settings = Settings(explicit_token=found.pop("token", None), config=config, folder=folder, **found)
+    if settings.second_role is not None:
+        _check_second_writer(settings, stated)
+    return settings
+
+
+def _check_second_writer(settings: Settings, stated: list[str]) -> None:
+    if settings.run_id is None:
+        raise ValueError(
+            f"role={settings.role!r} writes to a run that a training began: pass its id as run_id=… (there: "
+            "collage.current_run().run_id), or set COLLAGE_RUN_ID"
+        )
+    if stated:
+        raise ValueError(f"role={settings.role!r} takes no {stated[0]}=…: the training states it; leave it out")
 
 
 _KINDS: Final = {name.removeprefix("explicit_"): kind for name, kind in kinds_of(Settings, _OTHERS).items()}
@@ -179,6 +221,14 @@ def check_mirrors(names: Iterable[str]) -> None:
         package = known[name].package
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"mirrors={name!r} needs {package}, which is not installed: pip install {package}")
+
+
+def is_second_writers(stream_id: str) -> bool:
+    """Whether the stream is that of a process beside the training.
+
+    Such ids sort behind the trainings', which are digits first: what a training left on disk is sent before.
+    """
+    return ROLE_ENDS in stream_id
 
 
 def watch_defaults(environment: Mapping[str, str] | None = None) -> dict[str, Any]:

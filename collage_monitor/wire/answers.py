@@ -107,7 +107,8 @@ class Run(Struct, kw_only=True, frozen=True):
     """A run with its newest numbers. `state` "stale": not ended, but silent for `stale_after_seconds`.
 
     `updated_at`: the training's last sign of life, a launch, a state that was stated or a report. `changed_at`:
-    when a request last changed state, name, group, tags or notes; null if none did.
+    when a request last changed state, name, group, tags or notes; null if none did. `beside`: the names in
+    `scalars` that second writers log; attempts and steps are the training's.
     """
 
     run_id: str
@@ -128,6 +129,7 @@ class Run(Struct, kw_only=True, frozen=True):
     latest: dict[str, Number | None]
     scalars: dict[str, LoggedScalar]
     changed_at: float | None = None
+    beside: list[str] = field(default_factory=list)
 
 
 class RunPage(Struct, kw_only=True, frozen=True):

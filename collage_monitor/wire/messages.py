@@ -52,6 +52,13 @@ LIMITS: Final[Mapping[str, int]] = MappingProxyType(
 Identifier = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*(?![\s\S])")]
 """The end is written as JSON Schema and Python both read it: Python's `$` also matches before a last line break."""
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Role = Annotated[
+    str,
+    Meta(
+        pattern=r"^(?!trainer(?![\s\S]))[a-z][a-z0-9-]{0,23}(?![\s\S])",
+        description="1 to 24 lowercase letters, digits or '-', the first a letter; not 'trainer'",
+    ),
+]
 Text = Annotated[str, Meta(max_length=65_536)]
 Index = Annotated[int, Meta(ge=0, le=2**53)]
 ReportsOfStep = Annotated[int, Meta(ge=1, le=100_000)]
@@ -116,18 +123,22 @@ class RunUpdate(Struct, kw_only=True, frozen=True):
 class AttemptCreate(Struct, kw_only=True, frozen=True):
     """Register a launch of the job, at the first step that it takes or logs.
 
-    The same `launch_id` is the same attempt.
+    The same `launch_id` is the same attempt. With a `role`, such as "evaluator", it is a launch of a second writer:
+    it logs to the run and measures nothing, and its names begin with ROLE and a slash. The run's attempts, newest
+    step, state and last sign of life are the training's alone.
     """
 
     launch_id: Identifier
     first_step: Index
+    role: Role | None = None
 
 
 class Attempt(Struct, kw_only=True, frozen=True):
-    """An attempt in the server's order: `attempt` counts from 1 within the run.
+    """An attempt in the server's order: `attempt` counts from 1 within the run, second writers' from -1 downwards.
 
     From `measured_from` on it hides all that older attempts reported; None: it measures nothing, or not yet. What
-    it logs under a name hides that name's older points from the first one on.
+    it logs under a name hides that name's older points from the first one on. A second writer's hides nothing and
+    is not hidden: of several values at one step the newest launch's counts.
     """
 
     run_id: str

@@ -232,6 +232,21 @@ def test_stacked_curves_share_an_axis_and_say_why_one_is_missing(server, reader)
     assert [trace.name for trace in drawn.data if trace.fill != "toself"] == names[1:]
 
 
+@pytest.mark.slow
+def test_what_second_writers_log_stands_below_the_trainings_curves(server, reader):
+    class Evaluated(GeneratedRun):
+        def scalars(self, step):
+            return super().scalars(step) | {"evaluator/accuracy": 0.5}
+
+    server.runs["run-evaluated"] = Evaluated("evaluated", "plain", run_id="run-evaluated")
+    view = View(page="run", runs=("run-evaluated",))
+    drawn = draw("stack", "stack", view, reader, beside=["evaluator/accuracy"])
+    assert [trace.name for trace in drawn.data if trace.fill != "toself"][4:] == ["evaluator/accuracy"]
+    assert drawn.layout.yaxis5.domain[0] == pytest.approx(0)
+    assert "evaluator/accuracy" in drawn.layout.meta["numbers"].replace("%2F", "/")
+    assert drawn.layout.height > draw("stack", "stack", view, reader).layout.height
+
+
 def notes(count):
     """What happened to a run: a note a second."""
     return [

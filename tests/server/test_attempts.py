@@ -174,3 +174,46 @@ def test_two_processes_that_log_other_names_into_one_run_hide_nothing_of_each_ot
     assert list(logged(server, "loss")) == list(range(1, 21))
     assert list(logged(server, "accuracy")) == [2, 4]
     assert server.get("/runs/r1", wire.Run).last_step == 20
+
+
+def evaluated(server, steps, role="evaluator"):
+    """An evaluator's launch that logs these steps."""
+    launch = wire.AttemptCreate(launch_id="launch-e", first_step=min(steps), role=role)
+    attempt = server.post("/runs/r1/attempts", launch, wire.Attempt)
+    stream = wire.StreamCreate(stream_id="e0", launch_id="launch-e")
+    server.post("/runs/r1/streams", stream, wire.Stream)
+    server.reports(
+        [
+            wire.Report(seq=i, step=step, time=1.0, scalars={f"{role}/accuracy": 0.5})
+            for i, step in enumerate(steps)
+        ],
+        "e0",
+    )
+    return attempt
+
+
+def test_a_second_writers_curve_stands_beside_the_trainings_and_nothing_else_of_the_run_moves(server):
+    server.filled()
+    before, gauges = server.get("/runs/r1", wire.Run), server.get("/metrics")
+    assert evaluated(server, [900, 20]).attempt == -1
+    series = server.series("evaluator/accuracy")
+    assert (series.steps, series.values) == ([20, 900], [0.5, 0.5])
+    after = server.get("/runs/r1", wire.Run)
+    assert after.beside == ["evaluator/accuracy"]
+    assert after.scalars["evaluator/accuracy"].step == 900
+    for name in ("state", "updated_at", "first_step", "last_step", "attempts"):
+        assert getattr(after, name) == getattr(before, name), name
+    told = [line for line in gauges.splitlines() if line.startswith("collage_") and 'run_id="r1"' in line]
+    assert any(line.startswith("collage_step{") for line in told)
+    assert [line for line in told if line not in server.get("/metrics")] == []
+    (row,) = server.get("/run-table?run_id=r1", wire.RunTable).rows
+    assert (row.beside, row.resumed_at) == (["evaluator/accuracy"], [])
+    (stream,) = [one for one in server.get("/runs/r1/streams", wire.StreamList).streams if one.attempt < 0]
+    assert (stream.reports, stream.last_step) == (2, 900)
+
+
+@pytest.mark.parametrize("role", ["trainer", "Evaluator", "a/b", "a" * 25])
+def test_a_role_is_a_short_word_and_not_the_trainings(server, role):
+    server.filled()
+    launch = wire.AttemptCreate(launch_id="launch-e", first_step=1, role=role)
+    assert server.post("/runs/r1/attempts", launch, status=422).field == "role"

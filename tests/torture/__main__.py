@@ -128,7 +128,7 @@ def torture(kills, seed, say, lanes=tuple(LANES)):
             seconds = time.monotonic() - begun
             say(
                 f"{lane}: {sum(lives.kills.values())} kills, {seconds:.0f} s, {lives.looks} looks, "
-                f"{lives.orphans} files without a row"
+                f"{lives.evaluated} reports of evaluators, {lives.orphans} files without a row"
             )
     return rows, findings
 

@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 import httpx
 
 from collage_monitor import wire
-from tests.torture.ledger import RANKS, members, report_of
+from tests.torture.ledger import RANKS, evaluated, members, report_of
 
-__all__ = ["Reader", "Sender", "ask"]
+__all__ = ["Evaluator", "Reader", "Sender", "ask"]
 
 _AHEAD = 48
 _LATER = {429, 502, 503, 504}
@@ -57,6 +57,24 @@ class _Client(threading.Thread, ABC):
     def work(self, client):
         """What it does until `stopping` is set."""
 
+    def deliver(self, client, stream, reports):
+        """Until there is an answer, also when told to stop: what was begun is finished."""
+        batch = wire.ReportBatch(reports=reports)
+        path = f"/streams/{self.run_id}-{stream}/reports"
+        while True:
+            began = time.perf_counter()
+            answer = ask(client, self.random.choice(self.urls), "POST", path, batch, wire.encode_batch)
+            if answer is not None:
+                break
+            threading.Event().wait(0.03)
+        self.ledger.waits.append(time.perf_counter() - began)
+        told = wire.decode_message(answer.content, wire.BatchAnswer, wire.JSON)
+        if told.rejected or told.accepted + told.duplicates != len(reports):
+            self.ledger.find(f"stream {stream}: a batch of {len(reports)} was answered {told}")
+        if told.accepted not in (0, len(reports)):
+            self.ledger.find(f"stream {stream}: half of a batch was there: {told}")
+        return told
+
 
 class Sender(_Client):
     """One rank: sends a batch until it is acknowledged, then the next; sometimes an old one once more."""
@@ -70,30 +88,37 @@ class Sender(_Client):
             if self.ledger.acknowledged[self.rank] > min(self.ledger.acknowledged) + _AHEAD:
                 continue
             group = self.ledger.next_group(self.rank, self.random.randint(1, 4))
-            self.deliver(client, group)
+            self.send(client, group)
             self.ledger.acknowledge(self.rank, group)
             if self.random.random() < 0.1:
                 old = self.random.choice(self.ledger.groups[self.rank])
-                if self.deliver(client, old).accepted:
+                if self.send(client, old).accepted:
                     self.ledger.find(f"rank {self.rank}: steps {old} were acknowledged, and were not there")
 
-    def deliver(self, client, group):
-        """Until there is an answer, also when told to stop: what was begun is finished."""
-        batch = wire.ReportBatch(reports=[report_of(self.rank, step) for step in group])
-        path = f"/streams/{self.run_id}-{self.rank}/reports"
-        while True:
-            began = time.perf_counter()
-            answer = ask(client, self.random.choice(self.urls), "POST", path, batch, wire.encode_batch)
-            if answer is not None:
-                break
-            threading.Event().wait(0.03)
-        self.ledger.waits.append(time.perf_counter() - began)
-        told = wire.decode_message(answer.content, wire.BatchAnswer, wire.JSON)
-        if told.rejected or told.accepted + told.duplicates != len(group):
-            self.ledger.find(f"rank {self.rank}: a batch of {len(group)} was answered {told}")
-        if told.accepted not in (0, len(group)):
-            self.ledger.find(f"rank {self.rank}: half of a batch was there: {told}")
-        return told
+    def send(self, client, group):
+        """The reports of these steps."""
+        return self.deliver(client, self.rank, [report_of(self.rank, step) for step in group])
+
+
+class Evaluator(_Client):
+    """Logs beside the ranks, more rarely; sometimes what it sent before once more."""
+
+    def __init__(self, ledger, urls, run_id, seed, place):
+        super().__init__(ledger, urls, run_id, seed)
+        self.place = place
+
+    def work(self, client):
+        while not self.stopping.wait(0.1 * self.random.random()):
+            done = self.ledger.evaluated[self.place]
+            size = self.random.randint(1, 4)
+            self.send(client, range(done, done + size))
+            self.ledger.evaluated[self.place] = done + size
+            if self.random.random() < 0.1 and self.send(client, range(done // 2, done // 2 + 1)).accepted:
+                self.ledger.find(f"evaluator {self.place}: report {done // 2} was acknowledged, and was not there")
+
+    def send(self, client, numbers):
+        """The reports of these numbers."""
+        return self.deliver(client, f"e{self.place}", [evaluated(self.place, seq) for seq in numbers])
 
 
 class Reader(_Client):
@@ -146,6 +171,8 @@ class Reader(_Client):
         if answer is None:
             return
         for stream in wire.decode_message(answer.content, wire.StreamList, wire.JSON).streams:
+            if stream.attempt < 0:
+                continue
             rank, count = stream.rank, stream.reports
             if count < max(before[rank], self.counts[rank]) or stream.last_step not in (None, count):
                 self.ledger.find(

@@ -1,6 +1,7 @@
 """What was sent and acknowledged, and how a point must look: three ranks whose totals tell who is in a sum.
 
-Rank r weighs 1 + r, so that the ratio and the number of ranks of a point name the ranks that it holds.
+Rank r weighs 1 + r, so that the ratio and the number of ranks of a point name the ranks that it holds. Evaluators
+log to the run beside them, one the odd steps and one the even ones, back and forth.
 """
 
 from __future__ import annotations
@@ -8,11 +9,16 @@ from __future__ import annotations
 import itertools
 from threading import Lock
 
+from collage_monitor import wire
 from tests.server.samples import report
 
-__all__ = ["RANKS", "Ledger", "members", "report_of"]
+__all__ = ["EVALUATED", "EVALUATORS", "RANKS", "Ledger", "evaluated", "members", "report_of"]
 
 RANKS = 3
+EVALUATORS = 2
+EVALUATED = "evaluator/accuracy"
+_BACK_AND_FORTH = 15
+"""Of so many steps, and one, an evaluator logs the last one first."""
 _SETS = [frozenset(c) for size in range(1, RANKS + 1) for c in itertools.combinations(range(RANKS), size)]
 _BY_WEIGHT = {(len(ranks), sum(1 + rank for rank in ranks)): ranks for ranks in _SETS}
 
@@ -20,6 +26,12 @@ _BY_WEIGHT = {(len(ranks), sum(1 + rank for rank in ranks)): ranks for ranks in 
 def report_of(rank, step):
     """The report of a rank at a step; its number within the stream is step − 1."""
     return report(step - 1, step, rank=rank)
+
+
+def evaluated(place, seq):
+    """An evaluator's report: no step is logged twice, by either of them."""
+    step = 1 + place + EVALUATORS * (seq ^ _BACK_AND_FORTH)
+    return wire.Report(seq=seq, step=step, time=1000.0 + seq, scalars={EVALUATED: step / 7})
 
 
 def members(ratio, ranks):
@@ -34,6 +46,8 @@ class Ledger:
     def __init__(self):
         self.groups: list[list[range]] = [[] for _ in range(RANKS)]
         self.acknowledged = [0] * RANKS
+        self.evaluated = [0] * EVALUATORS
+        """Reports of each evaluator that were acknowledged."""
         self.findings: list[str] = []
         self.waits: list[float] = []
         """Seconds from sending a batch to its answer, of those that were answered."""

@@ -1,4 +1,4 @@
-"""One database, three senders and a reader that go on all the time, and server lives that end badly one by one."""
+"""One database, senders and a reader that go on all the time, and server lives that end badly one by one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.server.store.contract import LIMITS
 from tests.server.store.postgresql import SETTINGS, Cluster, find_programs
 from tests.server.store.seaweed import ObjectStore
 from tests.torture.archived import end_archived
-from tests.torture.clients import Reader, Sender, ask
+from tests.torture.clients import Evaluator, Reader, Sender, ask
 from tests.torture.disk import SmallDisk
-from tests.torture.ledger import RANKS, Ledger
+from tests.torture.ledger import EVALUATORS, RANKS, Ledger
 from tests.torture.life import gone
 from tests.torture.verify import verify
 from tests.waiting import PATIENCE_SECONDS
@@ -50,8 +50,9 @@ class Lives(ABC):
         self.acknowledged: Counter[str] = Counter()
         self.findings: list[str] = []
         self.looks = 0
+        self.evaluated = 0
         self.ledger = Ledger()
-        self.clients: list[Sender | Reader] = []
+        self.clients: list[Sender | Evaluator | Reader] = []
         self.run_id = ""
         self.newest = None
         self.disk: SmallDisk | None = None
@@ -120,15 +121,23 @@ class Lives(ABC):
                 ("/projects/p/runs", wire.RunCreate(run_id=run_id)),
                 (f"/runs/{run_id}/attempts", wire.AttemptCreate(launch_id=f"{run_id}-launch", first_step=1)),
                 *((f"/runs/{run_id}/streams", stream) for stream in streams),
+                *(message for place in range(EVALUATORS) for message in self._beside(f"{run_id}-e{place}")),
             ):
                 while ask(client, self.urls[0], "POST", path, message) is None:
                     threading.Event().wait(0.02)
-        seeds = [self.random.random() for _ in range(RANKS + 1)]
-        self.clients = [Sender(self.ledger, self.urls, run_id, seeds[rank], rank) for rank in range(RANKS)]
-        self.clients.append(Reader(self.ledger, self.urls, run_id, seeds[-1]))
+        place = (self.ledger, self.urls, run_id)
+        self.clients = [Sender(*place, self.random.random(), rank) for rank in range(RANKS)]
+        self.clients += [Evaluator(*place, self.random.random(), number) for number in range(EVALUATORS)]
+        self.clients.append(Reader(*place, self.random.random()))
         for thread in self.clients:
             thread.start()
         self.progress()
+
+    def _beside(self, stream_id):
+        """What registers an evaluator: a launch of its own, and its stream."""
+        launch = wire.AttemptCreate(launch_id=stream_id, first_step=1, role="evaluator")
+        yield f"/runs/{self.run_id}/attempts", launch
+        yield f"/runs/{self.run_id}/streams", wire.StreamCreate(stream_id=stream_id, launch_id=stream_id)
 
     def end(self, kind):
         """One life that ends like this."""
@@ -214,6 +223,7 @@ class Lives(ABC):
             client.join(PATIENCE_SECONDS)
             assert not client.is_alive(), self.stacks()
         self.looks += self.clients[-1].looks  # type: ignore[union-attr]
+        self.evaluated += sum(self.ledger.evaluated)
         verify(self.ledger, self.urls[0], self.run_id, self.store)
         self.findings += self.ledger.findings
         self.kill(life, "anywhere")

@@ -72,3 +72,7 @@ def test_a_lost_and_a_doubled_report_are_found(store):
     _compare(ledger, store(lambda rank: [report_of(rank, step) for step in (1, 3)]), "r1")
     assert any("lost" in finding for finding in ledger.findings)
     assert any("streams count" in finding for finding in ledger.findings)
+    assert not any("evaluators" in finding for finding in ledger.findings)
+    ledger.evaluated[0] = 1
+    _compare(ledger, store(lambda rank: [report_of(rank, step) for step in (1, 2, 3)]), "r1")
+    assert any("of evaluators 0 values are not the 1" in finding for finding in ledger.findings)

@@ -11,7 +11,7 @@ from collage_server.store import Selection, SqliteStore
 from collage_monitor import wire
 from tests.server.reads import layer_points, model_points, scalar_points
 from tests.torture.clients import ask
-from tests.torture.ledger import RANKS, report_of
+from tests.torture.ledger import EVALUATED, RANKS, evaluated, report_of
 from tests.waiting import PATIENCE_SECONDS, until
 
 __all__ = ["verify"]
@@ -37,17 +37,19 @@ def verify(ledger, url, run_id, make_store):
 
 def _resend(ledger, client, url, run_id):
     """All that was acknowledged, once more: the server has it, and takes none of it."""
-    for rank, last in enumerate(ledger.acknowledged):
-        path = f"/streams/{run_id}-{rank}/reports"
-        for first in range(1, last + 1, _BATCH):
-            steps = range(first, min(first + _BATCH, last + 1))
-            batch = wire.ReportBatch(reports=[report_of(rank, step) for step in steps])
+    sent = {str(rank): [report_of(rank, 1 + seq) for seq in range(n)] for rank, n in enumerate(ledger.acknowledged)}
+    sent |= {f"e{place}": [evaluated(place, seq) for seq in range(n)] for place, n in enumerate(ledger.evaluated)}
+    for stream, reports in sent.items():
+        path = f"/streams/{run_id}-{stream}/reports"
+        for first in range(0, len(reports), _BATCH):
+            some = reports[first : first + _BATCH]
+            batch = wire.ReportBatch(reports=some)
             answer = until(
                 lambda path=path, batch=batch: ask(client, url, "POST", path, batch, wire.encode_batch), "an answer"
             )
             told = wire.decode_message(answer.content, wire.BatchAnswer, wire.JSON)
-            if (told.accepted, told.duplicates) != (0, len(steps)):
-                ledger.find(f"rank {rank}, steps {steps}: sent again, answered {told}")
+            if (told.accepted, told.duplicates) != (0, len(some)):
+                ledger.find(f"stream {stream}, from report {first} on: sent again, answered {told}")
 
 
 def _compare(ledger, store, run_id):
@@ -69,6 +71,20 @@ def _compare(ledger, store, run_id):
     ):
         if np.shape(found) != np.shape(expected) or not np.allclose(found, expected, rtol=1e-12):
             ledger.find(f"{what}: {len(found)} values are not the {len(expected)} that were acknowledged")
-    counts = {stream.rank: stream.reports for stream in store.streams.of_run(run_id)}
+    _compare_evaluated(ledger, store, run_id)
+    counts = {stream.rank: stream.reports for stream in store.streams.of_run(run_id) if stream.attempt > 0}
     if counts != dict(enumerate(ledger.acknowledged)):
         ledger.find(f"streams count {counts}, acknowledged were {ledger.acknowledged}")
+
+
+def _compare_evaluated(ledger, store, run_id):
+    """Every value that an evaluator logged, once, at its step."""
+    points = scalar_points(store, run_id, [EVALUATED], Selection()).get(EVALUATED)
+    found = {} if points is None else dict(zip(points.steps.tolist(), points.values.tolist(), strict=True))
+    reports = [evaluated(place, seq) for place, count in enumerate(ledger.evaluated) for seq in range(count)]
+    if found != {report.step: report.scalars[EVALUATED] for report in reports}:
+        ledger.find(f"of evaluators {len(found)} values are not the {len(reports)} that were acknowledged")
+    streams = [stream for stream in store.streams.of_run(run_id) if stream.attempt < 0]
+    counts = {stream.stream_id: stream.reports for stream in streams if stream.reports}
+    if counts != {f"{run_id}-e{place}": count for place, count in enumerate(ledger.evaluated) if count}:
+        ledger.find(f"evaluators' streams count {counts}, acknowledged were {ledger.evaluated}")

@@ -23,6 +23,8 @@ from typing import Any, Final
 import torch.distributed as distributed
 from ulid import ULID
 
+from collage_agent.settings import ROLE_ENDS
+
 __all__ = ["Identity", "agree", "make_identity", "new_id"]
 
 _LOG = logging.getLogger("collage_agent")
@@ -41,7 +43,10 @@ _NOT_AN_ID: Final = re.compile(r"[^A-Za-z0-9_.:-]")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a process says about itself; `stream_id` is its own, `run_id` and `launch_id` are all ranks'."""
+    """What a process says about itself; `stream_id` is its own, `run_id` and `launch_id` are all ranks'.
+
+    `role`: of a process that writes to the run beside its training; None: it is the training.
+    """
 
     run_id: str
     launch_id: str
@@ -50,14 +55,17 @@ class Identity:
     world_size: int
     process_id: int
     host: str
+    role: str | None = None
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank speaks for the run: prints, and marks it finished."""
+        """Whether this rank prints, and marks the run finished if it is the training's."""
         return self.rank == 0
 
     def in_child_process(self) -> Identity:
-        """The identity after a fork: same run and launch, a stream of its own."""
+        """The identity after a fork: same run and launch, a stream of its own; a second writer has a new launch."""
+        if self.role is not None:
+            return _second_writer(self.run_id, self.role)
         return replace(self, stream_id=new_id(), process_id=os.getpid())
 
     def in_next_attempt(self) -> Identity:
@@ -71,15 +79,23 @@ def new_id() -> str:
 
 
 def make_identity(
-    run_id: str | None, *, nth_run: int = 0, environment: Mapping[str, str] | None = None
+    run_id: str | None,
+    *,
+    nth_run: int = 0,
+    environment: Mapping[str, str] | None = None,
+    role: str | None = None,
 ) -> Identity:
     """The identity of this process.
 
     A single process makes its own ids. Ranks of one launch derive them from what their launcher gave to all of
     them (its run id, restart count, master address; on one machine also the parent process), so that they agree
     without talking to each other; over several machines they agree through the process group's store, if there is
-    one by now. `nth_run` counts the runs begun in this process, the same number on each rank.
+    one by now. `nth_run` counts the runs begun in this process, the same number on each rank. With a `role` each
+    process is a launch by itself: one that a trainer starts inherits the trainer's rank, and is none.
     """
+    if role is not None:
+        assert run_id is not None
+        return _second_writer(run_id, role)
     values = os.environ if environment is None else environment
     rank, world_size = _rank_and_world_size(values)
     if world_size == 1 and "TORCHELASTIC_RUN_ID" not in values:
@@ -91,6 +107,11 @@ def make_identity(
         chosen = run_id or _shared_run_id(values, nth_run, agreed)
         launch = _digest("launch", chosen, agreed or str(nth_run), *_launch_marks(values))
     return Identity(chosen, launch, new_id(), rank, world_size, os.getpid(), socket.gethostname())
+
+
+def _second_writer(run_id: str, role: str) -> Identity:
+    stream_id = f"{role}{ROLE_ENDS}{new_id()}"
+    return Identity(run_id, new_id(), stream_id, 0, 1, os.getpid(), socket.gethostname(), role)
 
 
 def agree(

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from collage_agent.settings import DeliveryLimits
+from collage_agent.settings import DeliveryLimits, is_second_writers
 from collage_agent.transport.counts import Place, ReportCounts
 from collage_agent.transport.envelope import Envelope, Transport
 from collage_agent.transport.spool import SpoolFile, join_gap
@@ -31,6 +31,8 @@ __all__ = ["Delivery"]
 _LOG = logging.getLogger("collage_agent")
 _RETRY_LATER: Final = (ServerUnreachable, Unavailable, NotAuthorised)
 _REGISTRATIONS: Final = ("run", "attempt", "stream")
+_MADE_IN_A_RUN: Final = ("attempt", "stream")
+"""Who writes beside the training waits with these until the training has registered the run."""
 
 
 class Delivery:
@@ -145,7 +147,11 @@ class Delivery:
         except _RETRY_LATER as error:
             self._pause(error)
         except ServerRefusal as error:
-            return error
+            may_wait = envelope.kind in _MADE_IN_A_RUN and is_second_writers(envelope.stream_id)
+            if not (may_wait and error.status == 404):
+                return error
+            text = f"the server knows no run {envelope.run_id} yet: is run_id right, and has its training begun?"
+            self._pause(NotFound(text, status=404))
         except Exception as error:
             # An unexpected exception of a transport must not end the worker.
             if "transport" not in self._warned:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from collage_agent.settings import DeliveryLimits
+from collage_agent.settings import DeliveryLimits, is_second_writers
 from collage_agent.transport.counts import ReportCounts
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Transport
 from collage_agent.transport.spool import SpoolFile, abandoned_spools, waiting_spools
-from collage_monitor.errors import CollageError, NotAuthorised
+from collage_monitor.errors import CollageError, NotAuthorised, NotFound
 
 __all__ = ["Replay", "ReplayOutcome", "SpoolOutcome", "send_spools"]
 
@@ -33,7 +33,7 @@ class Replay:
         wait: Callable[[float], bool],
         on_unreachable: Callable[[CollageError], None] = lambda error: None,
     ) -> None:
-        self._own_run = own.parent
+        self._own = own
         self._on_unreachable = on_unreachable
         self._transport = transport
         self._limits = limits
@@ -53,10 +53,12 @@ class Replay:
         """Whether the current spool belongs to this run.
 
         Its attempt is older than this process's, and the server orders attempts by arrival: if this process's
-        attempt arrived first, the older one would hide it.
+        attempt arrived first, the older one would hide it. A second writer's never hides a training's.
         """
         self._open_next()
-        return self.current is not None and self.current.spool.path.parent == self._own_run
+        if self.current is None or self.current.spool.path.parent != self._own.parent:
+            return False
+        return is_second_writers(self._own.stem) or not is_second_writers(self.current.spool.path.stem)
 
     def step(self, envelopes: int) -> bool:
         """Send up to `envelopes`; False when nothing is left, or the server does not take it now."""
@@ -65,6 +67,10 @@ class Replay:
             return False
         went = self.current.drain(envelopes)
         if not self.current.spool.is_empty:
+            if isinstance(self.current.last_error, NotFound) and not self.must_go_first:
+                # A second writer's, of a run that is not there yet: left to a later process.
+                self._leave_current()
+                return True
             return went
         _LOG.info("sent %d reports left in %s", self.current.counts.sent, self.current.spool.path)
         self.current.spool.close()
@@ -90,6 +96,9 @@ class Replay:
     def close(self) -> None:
         """Leave the rest to the next run."""
         self._done = True
+        self._leave_current()
+
+    def _leave_current(self) -> None:
         if self.current is not None:
             self.current.spool.close()
             self.current = None
@@ -136,7 +145,7 @@ def send_spools(
         while not spool.is_empty:
             if delivery.drain(_ENVELOPES_AT_ONCE, now=True):
                 continue
-            if isinstance(delivery.last_error, NotAuthorised) or (
+            if isinstance(delivery.last_error, NotAuthorised | NotFound) or (
                 delivery.last_error and wait(delivery.pause_seconds)
             ):
                 break
@@ -147,7 +156,8 @@ def send_spools(
         spool.close()
         if delivery.last_error is not None:
             outcome.error = str(delivery.last_error)
-            break
+            if not isinstance(delivery.last_error, NotFound):
+                break
     else:
         outcome.in_use = len(waiting_spools(folder))
     return outcome

@@ -75,7 +75,8 @@ class StreamSender:
         self._delivery = delivery
         self._counts = delivery.counts
         self._time = SteadyTime()
-        self._maker = ReportMaker(self._time)
+        self._prefix = f"{identity.role}/" if identity.role is not None else ""
+        self._maker = ReportMaker(self._time, self._prefix)
         self._first_step: int | None = None
         self._watched_from: int | None = None
         self._last_step = 0
@@ -86,8 +87,10 @@ class StreamSender:
         self._failed = False
 
     def register_run(self, resume: Resume) -> None:
-        """Create the run on the server, or resume it."""
+        """Create the run on the server, or resume it; who writes beside the training leaves it as it is."""
         settings = self._settings
+        if self._identity.role is not None:
+            return
         self._send(
             RunCreate(
                 run_id=self._identity.run_id,
@@ -129,9 +132,10 @@ class StreamSender:
         dropped = self._dropped
         if self._first_step is not None and dropped > self._reported_dropped and self._delivery.stopped is None:
             self._counts.add()
-            report = self._maker.scalars_report(self._last_step, time.time(), {"reports_dropped": float(dropped)})
+            name = f"{self._prefix}reports_dropped"
+            report = self._maker.scalars_report(self._last_step, time.time(), {name: float(dropped)})
             self._send(ReportBatch(reports=[report]))
-        if state is not None:
+        if state is not None and self._identity.role is None:
             self._send(RunUpdate(state=state))
 
     @property
@@ -145,7 +149,7 @@ class StreamSender:
         """
         if start.identity is not None:
             self._identity = start.identity
-            self._maker = ReportMaker(self._time)
+            self._maker = ReportMaker(self._time, self._prefix)
             self._first_step = None
         elif self._watched_from is not None:
             return []
@@ -156,7 +160,8 @@ class StreamSender:
 
     def _register_attempt(self, first_step: int) -> None:
         self._first_step = first_step
-        self._send(AttemptCreate(launch_id=self._identity.launch_id, first_step=first_step))
+        identity = self._identity
+        self._send(AttemptCreate(launch_id=identity.launch_id, first_step=first_step, role=identity.role))
         self._register_stream()
 
     def _must_wait(self, item: Item) -> bool:
@@ -215,7 +220,7 @@ class StreamSender:
         self._last_time = entries[-1].time
         dropped = self._dropped
         if dropped > self._reported_dropped:
-            reports[-1].scalars["reports_dropped"] = float(dropped)
+            reports[-1].scalars[f"{self._prefix}reports_dropped"] = float(dropped)
             self._reported_dropped = dropped
         for batch in _batches(reports, self._limits):
             self._send(ReportBatch(reports=batch))
@@ -294,7 +299,9 @@ class ReportMaker:
     Several watches share the stream: each fills its own rows and columns of the common table, NaN elsewhere.
     """
 
-    def __init__(self, time: SteadyTime) -> None:
+    def __init__(self, time: SteadyTime, prefix: str = "") -> None:
+        """prefix: begins the name of whatever is logged."""
+        self._prefix = prefix
         self.layers: list[Layer] = []
         self.watch: WatchInfo | None = None
         self._rows: dict[str, int] = {}
@@ -389,7 +396,7 @@ class ReportMaker:
         draft = _Draft(item.step, item.time)
         for name, value in item.values.items():
             try:
-                draft.scalars[name] = _number(value)
+                draft.scalars[self._prefix + name] = _number(value)
             except (TypeError, ValueError, OverflowError, RuntimeError):
                 self._say_unreadable(name, value)
         return draft

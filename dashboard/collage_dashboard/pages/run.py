@@ -117,7 +117,9 @@ def layout(view: View, reader: Reader) -> html.Div:
                 id="run-summary",
                 className="numbers-place",
             ),
-            curves_card(_curve_controls(view, list(dict.fromkeys(layer.name for layer in layers))), marks),
+            curves_card(
+                _curve_controls(view, list(dict.fromkeys(layer.name for layer in layers))), marks, run.beside
+            ),
             html.Div(worst_layers(run, row.overview) if row and row.overview else None, id="run-worst"),
             tabs,
             html.Div(map_controls(view, run), id="run-map-controls", className="controls", style=map_style(view)),
@@ -212,6 +214,7 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
                 reader,
                 revision["colour"],
                 marks=revision["marks"],
+                beside=revision["beside"],
                 since=revision["since"],
                 zoom_count=shown["zooms"],
             )
@@ -265,7 +268,7 @@ def _revision(row: wire.RunRow | None) -> dict[str, Any]:
     since which its EDQ is what it is, and the first of its recent past.
     """
     if row is None:
-        return {"at": "", "failed": False, "colour": ACCENT, "since": None, "first": None}
+        return {"at": "", "failed": False, "colour": ACCENT, "since": None, "first": None, "beside": []}
     said = row.overview or wire.Overview(run_id=row.run_id)
     return {
         "at": f"{row.updated_at} {row.changed_at} {row.state} {said.last_step}",
@@ -273,6 +276,7 @@ def _revision(row: wire.RunRow | None) -> dict[str, Any]:
         "colour": strategy_colour(row.strategy or row.observed_strategy, row.dtype),
         "since": said.since,
         "first": said.first_step,
+        "beside": row.beside,
     }
 
 

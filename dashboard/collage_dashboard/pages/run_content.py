@@ -31,7 +31,7 @@ from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
 from collage_dashboard.numbers import numbers_address
 from collage_dashboard.pages.run_about import about
-from collage_dashboard.pages.run_curves import STACKED, draw_stack, series_between
+from collage_dashboard.pages.run_curves import draw_stack, series_between, stacked
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table
 from collage_dashboard.pages.run_marks import Marks, place_marks
 from collage_dashboard.reader import Reader
@@ -277,13 +277,14 @@ def draw(
     colour: str = ACCENT,
     *,
     marks: Marks = (),
+    beside: Sequence[str] = (),
     since: int | None = None,
     zoom_count: int = 0,
 ) -> go.Figure:
     """The figure of `kind` ("stack", "series", "heatmap", "histogram", "classes") for `metric`; curves in `colour`.
 
-    `marks`: steps, and what happened there. `since`: a histogram from this step on is set against what was before.
-    `zoom_count`: as `with_zoom` has it.
+    `marks`: steps, and what happened there. `beside`: names that second writers log. `since`: a histogram from this
+    step on is set against what was before. `zoom_count`: as `with_zoom` has it.
     A metric that the server refuses is an empty figure with its reason.
 
     Raises:
@@ -294,12 +295,12 @@ def draw(
             return _histogram(view, reader, since)
         steps = steps_within(view, reader)
         if kind == "stack":
-            drawn = draw_stack(view, reader, steps, colour, marks)
+            drawn = draw_stack(view, reader, steps, colour, marks, beside)
         elif kind == "series":
             drawn = _series(metric, view, reader, steps, colour, marks)
         else:
             drawn = _DRAWERS[kind](metric, view, reader, steps)
-        shown = {"stack": STACKED, "classes": tuple(CLASSES)}.get(kind, (metric,))
+        shown = {"stack": stacked(beside), "classes": tuple(CLASSES)}.get(kind, (metric,))
         numbers = numbers_address(view, shown, steps, by_layer=kind == "heatmap")
         return with_zoom(drawn, view, zoom_count).update_layout(meta={"numbers": numbers})
     except NotAuthorised:

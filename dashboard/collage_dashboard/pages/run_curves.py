@@ -23,19 +23,26 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 
-__all__ = ["STACKED", "curves_card", "draw_stack", "series_between"]
+__all__ = ["STACKED", "curves_card", "draw_stack", "series_between", "stacked"]
 
 STACKED: Final = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
 """From top to bottom."""
+_MOST_BESIDE: Final = 4
 _TITLE: Final = "Curves of the run"
 _CHART: Final = {"kind": "stack", "metric": "stack"}
 Answers = dict[str, wire.Series | str]
 """By metric its series, or why the server refused it."""
 
 
-def curves_card(controls: Any, marks: Marks) -> dmc.Paper:
+def stacked(beside: Sequence[str]) -> tuple[str, ...]:
+    """What stands in the stack, from top to bottom: last a few of what second writers log."""
+    return (*STACKED, *beside[:_MOST_BESIDE])
+
+
+def curves_card(controls: Any, marks: Marks, beside: Sequence[str]) -> dmc.Paper:
     """The card of the stacked curves, under the controls that act on all curves of the page."""
-    figure = empty_figure("", height=stack_height(len(STACKED)))
+    height = stack_height(len(stacked(beside)))
+    figure = empty_figure("", height=height)
     graph = dcc.Graph(
         id={"type": "run-figure", **_CHART}, figure=figure, config=GRAPH_CONFIG, clear_on_unhover=True
     )
@@ -43,7 +50,7 @@ def curves_card(controls: Any, marks: Marks) -> dmc.Paper:
     return dmc.Paper(
         [
             controls,
-            html.Div(graph, id="run-stack", style={"minHeight": f"{stack_height(len(STACKED))}px"}),
+            html.Div(graph, id="run-stack", style={"minHeight": f"{height}px"}),
             html.Div(foot, className="chart-foot"),
             dcc.Store(id={"type": "run-answer", **_CHART}),
             dcc.Store(id={"type": "run-digest", **_CHART}),
@@ -54,14 +61,17 @@ def curves_card(controls: Any, marks: Marks) -> dmc.Paper:
     )
 
 
-def draw_stack(view: View, reader: Reader, steps: Steps, colour: str, marks: Marks) -> go.Figure:
-    """The stacked curves between `steps`; measured ones are of the view's layer.
+def draw_stack(
+    view: View, reader: Reader, steps: Steps, colour: str, marks: Marks, beside: Sequence[str]
+) -> go.Figure:
+    """The stacked curves between `steps`; measured ones are of the view's layer. `beside`: as `stacked` has it.
 
     Raises:
         CollageError: the server does not answer, or refuses the token.
     """
-    logged = [key for key in STACKED if describe(key).scalar]
-    measured = [key for key in STACKED if key not in logged]
+    keys = stacked(beside)
+    logged = [key for key in keys if key in beside or describe(key).scalar]
+    measured = [key for key in keys if key not in logged]
     found: Answers = {}
     for answers in reader.ask_together(
         lambda client: _read(client, view, measured, view.layer, steps),
@@ -69,7 +79,7 @@ def draw_stack(view: View, reader: Reader, steps: Steps, colour: str, marks: Mar
     ):
         found |= answers
     figure = stack(
-        {key: _curve(key, found[key], view, colour) for key in STACKED}, view.axis, subtitle=view.layer or ""
+        {key: _curve(key, found[key], view, colour) for key in keys}, view.axis, subtitle=view.layer or ""
     )
     whole = next((answer for answer in found.values() if isinstance(answer, wire.Series) and answer.steps), None)
     return mark_events(figure, place_marks(marks, whole), over="paper") if whole else figure

@@ -31,7 +31,7 @@ def marks_of(events: Sequence[wire.Event], changes: Sequence[wire.EdqChange] = (
     """The newest of what a curve may have to do with: resumes, alerts, gaps, notes, and abrupt changes of EDQ."""
     found: dict[tuple[int, str], None] = {}
     for event in events:
-        first = event.kind == "attempt" and (event.attempt or 1) == 1
+        first = event.kind == "attempt" and (event.attempt or 1) <= 1
         if event.step is not None and event.kind not in _UNMARKED and not first:
             found[event.step, _what(event)] = None
     marks = list(found)[-_MOST_MARKS:]

@@ -24,6 +24,8 @@ __all__ = [
     "with_short_labels",
 ]
 
+_MOST_BESIDE: Final = 8
+"""Of a row: a role may log any number of names."""
 _ROW_SCALARS: Final = ("loss", "validation_loss", "bytes_per_parameter", "tokens_per_second")
 
 
@@ -74,6 +76,7 @@ def run_row(
         "is_treated": record.treated_as is not None,
         "config": {name: known[name] for name in config if name in known},
         "resumed_at": launched[1:],
+        "beside": record.beside[:_MOST_BESIDE],
     }
     stored = (name for name in wire.RunRow.__struct_fields__ if name not in computed)
     return wire.RunRow(**computed, **{name: getattr(record, name) for name in stored})

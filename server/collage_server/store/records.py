@@ -181,7 +181,8 @@ class ReportedState:
     """What the streams of a run have reported, over all its ranks, times by the server's clock.
 
     `last_step` is the newest step at which something is seen, `last_attempt` the newest that has reported; None if
-    none has.
+    none has. All is the training's, but for `reports` and `scalars`: `beside` are the names in these that second
+    writers log.
     """
 
     attempts: list[wire.Attempt]
@@ -193,6 +194,7 @@ class ReportedState:
     reports: int
     reports_dropped: float | None
     scalars: dict[str, wire.LoggedScalar]
+    beside: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,11 +423,12 @@ def state_at(state: str, updated_at: float, now: float, stale_after_seconds: flo
 def first_hidden_steps(attempts: Iterable[tuple[int, int | None]]) -> dict[int, int]:
     """Attempt → the step from which newer attempts hide it, from pairs (attempt, the step from which it hides).
 
-    None: it hides nothing.
+    None: it hides nothing. Second writers' launches (below 0) hide none and are hidden by none: they are left out.
     """
     first_hidden = {}
     bound = UNBOUNDED
-    for attempt, begin in sorted(attempts, key=itemgetter(0), reverse=True):
+    training = [entry for entry in attempts if entry[0] > 0]
+    for attempt, begin in sorted(training, key=itemgetter(0), reverse=True):
         first_hidden[attempt] = bound
         bound = bound if begin is None else min(bound, begin)
     return first_hidden

@@ -16,6 +16,7 @@ from tests.server.store.ranks import RanksContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import SealingContract
+from tests.server.store.second_writers import SecondWritersContract
 
 pytestmark = pytest.mark.slow
 
@@ -104,6 +105,10 @@ class TestArchivedLaws(LawsContract):
 
 class TestArchivedLife(LifeContract):
     """Retention and deletion."""
+
+
+class TestArchivedSecondWriters(SecondWritersContract):
+    """Who logs beside the training."""
 
 
 # Totals of the model and logged values of runs that ended stand in files here: they are read whole, no row is left

@@ -7,6 +7,7 @@ from collage_server.store import SqliteStore
 
 from tests.server.store.contract import LIMITS, NOW
 from tests.server.store.life import NEVER, LifeContract, filled
+from tests.server.store.second_writers import SecondWritersContract
 from tests.server.store.test_sqlite import reopen, store
 
 pytestmark = pytest.mark.slow
@@ -16,6 +17,10 @@ __all__ = ["reopen", "store"]
 
 class TestSqliteLife(LifeContract):
     """The contract on SQLite."""
+
+
+class TestSqliteSecondWriters(SecondWritersContract):
+    """Who logs beside the training, on SQLite."""
 
 
 def file_bytes(store):

@@ -97,9 +97,10 @@ def _archived_runs(project: str, among: Sequence[str] | None = None) -> Any:
     run, chunk, report = schema.run, schema.layer_chunk, schema.report
     chosen = [run.c.project == project, run.c.state != "running"]
     chosen += [] if among is None else [run.c.run_id.in_(among)]
+    # What was only logged is not published: a second writer may go on long after the end.
     waiting = (
-        select(table.c.run_id).where(table.c.run_id == run.c.run_id).correlate(run).exists()
-        for table in (chunk, report)
+        select(table.c.run_id).where(table.c.run_id == run.c.run_id, *where).correlate(run).exists()
+        for table, where in ((chunk, ()), (report, (report.c.model.is_not(None),)))
     )
     return (
         select(run.c.run_id).where(*chosen, *(~some for some in waiting)).order_by(run.c.created_at, run.c.run_id)

@@ -41,6 +41,7 @@ from collage_server.store.runs.events import (
     kept_otherwise_event,
     rank_twice,
     resume_loss_event,
+    second_writer_event,
     unknown_statistics_event,
 )
 
@@ -78,13 +79,11 @@ class StreamStore:
                 first_step = min(known.first_step, create.first_step)
                 connection.execute(update(table).where(*mine).values(first_step=first_step))
                 number, created_at, measured_from = known.attempt, known.created_at, known.measured_from
-                correct_event(connection, run_id, attempt_event(number, first_step, measured_from))
+                if number > 0:
+                    correct_event(connection, run_id, attempt_event(number, first_step, measured_from))
             else:
-                newest = connection.execute(
-                    select(func.max(table.c.attempt)).where(table.c.run_id == run_id)
-                ).scalar()
-                number, first_step, created_at = (newest or 0) + 1, create.first_step, now
-                measured_from = None
+                number = _next_number(connection, run_id, create.role)
+                first_step, created_at, measured_from = create.first_step, now, None
                 connection.execute(
                     insert(table).values(
                         run_id=run_id,
@@ -94,7 +93,9 @@ class StreamStore:
                         created_at=now,
                     )
                 )
-                add_events(connection, run_id, [attempt_event(number, first_step, measured_from)], now)
+                began = attempt_event(number, first_step, measured_from)
+                event = began if create.role is None else second_writer_event(create.role, number, first_step)
+                add_events(connection, run_id, [event], now)
             return wire.Attempt(
                 run_id=run_id,
                 attempt=number,
@@ -127,6 +128,14 @@ class StreamStore:
             return read_layers(connection, run_id)
 
 
+def _next_number(connection: Connection, run_id: str, role: str | None) -> int:
+    """The number of the run's next launch: above the training's newest, or below second writers'."""
+    number = schema.attempt.c.attempt
+    of_run = select(func.min(number), func.max(number)).where(schema.attempt.c.run_id == run_id)
+    lowest, highest = connection.execute(of_run).one()
+    return max(highest or 0, 0) + 1 if role is None else min(lowest or 0, 0) - 1
+
+
 def _create_stream(connection: Connection, run_id: str, create: wire.StreamCreate, now: float) -> None:
     """Register a stream, or extend the one of this id."""
     require_run(connection, run_id, lock=True)
@@ -138,6 +147,12 @@ def _create_stream(connection: Connection, run_id: str, create: wire.StreamCreat
             f"no attempt of run {run_id!r} has launch_id {create.launch_id!r}; "
             f"POST /api/v1/runs/{run_id}/attempts first",
             field="launch_id",
+        )
+    if attempt.attempt < 0 and (create.layers or create.statistics or create.watch is not None):
+        raise Unprocessable(
+            f"launch_id {create.launch_id!r} is a second writer's, which only logs: leave out layers, statistics "
+            "and watch, or measure in the training",
+            field="statistics",
         )
     known = connection.execute(select(_STREAM).where(_STREAM.c.stream_id == create.stream_id)).first()
     positions = _extend_dictionary(connection, run_id, create.layers)

@@ -67,8 +67,8 @@ def visible(origins: RowOrigins, first_hidden_steps: Mapping[int, int]) -> NDArr
     """Which rows are seen.
 
     An attempt hides older ones at and after its first step (`first_hidden_steps`: attempt → that step), and
-    wherever both have points. Of two processes on one rank of one attempt only the older one is seen: they are
-    never merged.
+    wherever both have points; second writers, who count downwards, only there. Of two processes on one rank of one
+    attempt only the older one is seen: they are never merged.
     """
     if not len(origins.steps):
         return np.zeros(0, dtype=bool)
@@ -79,8 +79,9 @@ def visible(origins: RowOrigins, first_hidden_steps: Mapping[int, int]) -> NDArr
     seen: NDArray[np.bool_] = origins.steps < limits[which]
     _, step = np.unique(origins.steps, return_inverse=True)
     newest = np.full(step.max() + 1, -1, dtype=np.int64)
-    np.maximum.at(newest, step[seen], origins.attempts[seen])
-    seen &= origins.attempts == newest[step]
+    ages = np.abs(origins.attempts)
+    np.maximum.at(newest, step[seen], ages[seen])
+    seen &= ages == newest[step]
     ranks, rank = np.unique(origins.ranks, return_inverse=True)
     cell = step * len(ranks) + rank
     oldest = np.full((step.max() + 1) * len(ranks), np.iinfo(np.int64).max, dtype=np.int64)

@@ -87,7 +87,8 @@ def _resume(
     """Set the run running again; what the request states replaces what is stored."""
     if known["project"] != project:
         raise _taken(create.run_id)
-    launched = select(schema.attempt.c.attempt).where(schema.attempt.c.run_id == create.run_id)
+    attempt = schema.attempt.c
+    launched = select(attempt.attempt).where(attempt.run_id == create.run_id, attempt.attempt > 0)
     if create.resume == "never" and connection.execute(launched.limit(1)).first():
         raise Conflict(
             f"run {create.run_id!r} exists and resume is 'never'; choose another run_id or resume='allow'",

@@ -16,6 +16,7 @@ from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import CLOCK_SLACK_SECONDS
 from collage_server.store.rows import later
+from collage_server.store.runs.latest import TRAINING_REPORTED_AT
 
 __all__ = ["DerivedRows"]
 
@@ -39,7 +40,7 @@ class DerivedRows:
             select(
                 latest.c.run_id,
                 func.sum(latest.c.reports).label("reports"),
-                func.max(latest.c.last_report_at).label("last_report_at"),
+                TRAINING_REPORTED_AT.label("last_report_at"),
             )
             .group_by(latest.c.run_id)
             .subquery()

@@ -31,6 +31,7 @@ __all__ = [
     "kept_otherwise_event",
     "rank_twice",
     "resume_loss_event",
+    "second_writer_event",
     "unknown_statistics_event",
 ]
 
@@ -182,6 +183,12 @@ def attempt_event(attempt: int, first_step: int, measured_from: int | None) -> N
             text += f" and measures from step {measured_from} on"
         text += ": older attempts' points from there on are hidden"
     return NewEvent(origin=f"attempt/{attempt}", kind="attempt", text=text, attempt=attempt, step=first_step)
+
+
+def second_writer_event(role: str, attempt: int, first_step: int) -> NewEvent:
+    """A process beside the training begins to log; told once a role, however often it is launched."""
+    text = f"{role} logs beside the training, first at step {first_step}; its names begin with {role}/"
+    return NewEvent(origin=f"second_writer/{role}", kind="attempt", text=text, attempt=attempt, step=first_step)
 
 
 def conversion_event(attempt: int, conversion: wire.Conversion) -> NewEvent:

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, case, func, select
 
 from collage_monitor import wire
 from collage_monitor.wire import LoggedScalar
@@ -19,6 +19,7 @@ from collage_server.store.records import UNBOUNDED, ReportedState, first_hidden_
 from collage_server.store.rows import scalars_from_json
 
 __all__ = [
+    "TRAINING_REPORTED_AT",
     "all_ranks_are_through",
     "awaited_streams",
     "last_sealed_steps",
@@ -30,6 +31,9 @@ __all__ = [
 _PASSED: Final = 64
 """A rank is no longer waited for after passing so many measured steps of another rank without one of its own."""
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
+_LATEST: Final = schema.run_latest
+TRAINING_REPORTED_AT: Final = func.max(case((_LATEST.c.attempt > 0, _LATEST.c.last_report_at)))
+"""When the training reported last: what second writers report is no sign of its life."""
 
 
 def reported_state(
@@ -39,8 +43,10 @@ def reported_state(
     if not latest and not attempts:
         return _NOTHING
     first_hidden = first_hidden_steps([(entry.attempt, entry.measured_from) for entry in attempts])
-    scalars = _newest_scalars(connection, latest, first_hidden)
-    reported = [entry for entry in latest if entry.last_report_at is not None]
+    training = [entry for entry in latest if entry.attempt > 0]
+    scalars = _newest_scalars(connection, training, first_hidden)
+    beside = _newest_scalars(connection, [entry for entry in latest if entry.attempt < 0], {})
+    reported = [entry for entry in training if entry.last_report_at is not None]
     newest = max((entry.attempt for entry in reported), default=0)
     return ReportedState(
         attempts=list(attempts),
@@ -51,7 +57,8 @@ def reported_state(
         last_report_at=max((entry.last_report_at for entry in reported), default=None),
         reports=sum(entry.reports for entry in latest),
         reports_dropped=_sum_of_newest("reports_dropped", latest, newest),
-        scalars=scalars,
+        scalars=dict(sorted({**beside, **scalars}.items())),
+        beside=sorted(beside.keys() - scalars.keys()),
     )
 
 
@@ -83,6 +90,8 @@ def _newest_scalars(
 ) -> dict[str, LoggedScalar]:
     """The newest visible value of each logged name: of the newest attempt that logged it, at its highest step.
 
+    Of second writers, who hide nothing, that of the highest step, and there of the newest launch.
+
     From its first value of a name on, an attempt hides what older ones logged under it. Of each stream `latest` has
     the last value alone. Where that is hidden, the one before is read, unless another stream has a newer one.
     """
@@ -90,7 +99,7 @@ def _newest_scalars(
     hidden: list[tuple[Row[Any], int, list[str]]] = []
 
     def offer(row: Row[Any], name: str, step: int, value: wire.Number) -> None:
-        place = (row.attempt, step, -row.rank)
+        place = (row.attempt, step, -row.rank) if row.attempt > 0 else (0, step, -row.attempt)
         if name not in found or place > found[name][0]:
             found[name] = (place, LoggedScalar(step=step, value=value))
 
@@ -105,7 +114,7 @@ def _newest_scalars(
         wanted = [name for name in names if name not in found or found[name][0] < best]
         for name, (step, number) in _last_values(connection, row, wanted, bound).items():
             offer(row, name, step, wire.to_number(number))
-    return {name: entry for name, (_, entry) in sorted(found.items())}
+    return {name: entry for name, (_, entry) in found.items()}
 
 
 class ArchivedValues(Protocol):

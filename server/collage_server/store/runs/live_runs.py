@@ -84,7 +84,8 @@ def _page(*, some: bool, first: bool) -> Select[Any]:
     """Of `some` projects, or of all; the `first` page, or one that goes on after a run."""
     newest, overview, latest = schema.run_newest, schema.run_overview, schema.run_latest
     stale_before: BindParameter[float] = bindparam("stale_before")
-    reported = exists().where(latest.c.run_id == _RUN.c.run_id, latest.c.last_report_at >= stale_before)
+    training = (latest.c.run_id == _RUN.c.run_id, latest.c.attempt > 0)
+    reported = exists().where(*training, latest.c.last_report_at >= stale_before)
     shown = (_RUN.c[name] for name in ("run_id", "project", "name", "strategy", "created_at"))
     statement = (
         select(*shown, newest.c.point, overview.c.findings)

@@ -29,7 +29,7 @@ from collage_server.store.records import (
 )
 from collage_server.store.rows import among, from_json, later, missing_run, require_runs
 from collage_server.store.runs.changes import QuotaCheck, check_quotas, create_run, update_run
-from collage_server.store.runs.latest import reported_state
+from collage_server.store.runs.latest import TRAINING_REPORTED_AT, reported_state
 
 __all__ = [
     "RunStore",
@@ -112,7 +112,7 @@ class RunStore:
             latest = schema.run_latest
             runs = {row.run_id: row for row in connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids)))}
             reports = func.sum(latest.c.reports).label("reports")
-            newest = func.max(latest.c.last_report_at).label("last_report_at")
+            newest = TRAINING_REPORTED_AT.label("last_report_at")
             more = (func.count().label("streams"), func.max(latest.c.frozen_step).label("frozen_step"))
             counted = connection.execute(
                 select(latest.c.run_id, reports, newest, *more)
@@ -266,7 +266,7 @@ def _filters(query: RunQuery, stale_before: float) -> list[ColumnElement[bool]]:
 
 def _last_sign_of_life() -> ColumnElement[float]:
     latest = schema.run_latest
-    reported = select(func.max(latest.c.last_report_at)).where(latest.c.run_id == _RUN.c.run_id).scalar_subquery()
+    reported = select(TRAINING_REPORTED_AT).where(latest.c.run_id == _RUN.c.run_id).scalar_subquery()
     return later(_RUN.c.updated_at, reported)
 
 
@@ -320,7 +320,7 @@ def latest_of_runs() -> Select[Any]:
 
 @cache
 def attempts_of_runs() -> Select[Any]:
-    """The attempts of some runs, oldest first, with `measured_from` where they measure."""
+    """The attempts of some runs, second writers' too, by number, with `measured_from` where they measure."""
     attempt = schema.attempt
     begun = select(attempt, schema.measured_attempt.c.measured_from).select_from(schema.attempts)
     return begun.where(among(attempt.c.run_id)).order_by(attempt.c.attempt)
@@ -355,5 +355,5 @@ def _record(
 
 
 def attempts_from(rows: Sequence[Row[Any]]) -> list[wire.Attempt]:
-    """The attempts behind rows of `attempts_of_runs`."""
-    return [msgspec.convert(row, wire.Attempt, from_attributes=True) for row in rows]
+    """The training's attempts behind rows of `attempts_of_runs`, without the launches of second writers."""
+    return [msgspec.convert(row, wire.Attempt, from_attributes=True) for row in rows if row.attempt > 0]

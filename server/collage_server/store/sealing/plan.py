@@ -16,7 +16,7 @@ from collage_server.store import schema
 from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, read_chunk_infos, read_point_rows
 from collage_server.store.journal.reports import REPORT_BYTES
 from collage_server.store.reading.run_view import RunView
-from collage_server.store.records import SealLimits
+from collage_server.store.records import UNBOUNDED, SealLimits
 from collage_server.store.runs.latest import awaited_streams
 
 __all__ = ["JournalContents", "SealPlan", "plan_seal", "read_journal", "read_planned"]
@@ -94,9 +94,16 @@ class JournalContents:
 
 
 def read_journal(
-    connection: Connection, view: RunView, *, closed: bool, journal_full: bool, stale_after_seconds: float
+    connection: Connection,
+    view: RunView,
+    *,
+    now: float,
+    closed: bool,
+    journal_full: bool,
+    stale_after_seconds: float,
 ) -> JournalContents:
-    """Read the run's journal. `closed`: the run is over, its tail is sealed too."""
+    """Read the run's journal. `closed`: the training is over, its tail is sealed too; that of a second writer once
+    it is silent, as it may write to a run that has ended long ago, a value at a time."""
     leftovers: list[tuple[str, int]] = []
     waiting: dict[int, list[_WaitingReport]] = defaultdict(list)
     for report in _waiting_reports(connection, view):
@@ -108,7 +115,10 @@ def read_journal(
     ready: dict[int, int | None] = {
         attempt: None if closed or attempt < newest else _ready_step(connection, view, attempt, stale_after_seconds)
         for attempt in waiting
+        if attempt > 0
     }
+    speaking = {row.attempt for row in view.latest_rows if (row.last_report_at or 0) >= now - stale_after_seconds}
+    ready |= {attempt: UNBOUNDED if attempt in speaking else None for attempt in waiting if attempt < 0}
     return JournalContents(leftovers, dict(waiting), ready, journal_full)
 
 

@@ -86,7 +86,12 @@ def seal(
             return 0
         mismatches, compared = replicas.find(view)
         journal = read_journal(
-            connection, view, closed=closed, journal_full=journal_full, stale_after_seconds=stale_after_seconds
+            connection,
+            view,
+            now=now,
+            closed=closed,
+            journal_full=journal_full,
+            stale_after_seconds=stale_after_seconds,
         )
         largest = max((report.bytes for members in journal.waiting.values() for report in members), default=1)
         limits = replace(limits, delete_rows=max(min(limits.delete_rows, limits.delete_bytes // largest), 1))
