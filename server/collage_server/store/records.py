@@ -427,8 +427,9 @@ def first_hidden_steps(attempts: Iterable[tuple[int, int | None]]) -> dict[int, 
     """
     first_hidden = {}
     bound = UNBOUNDED
-    training = [entry for entry in attempts if entry[0] > 0]
-    for attempt, begin in sorted(training, key=itemgetter(0), reverse=True):
+    for attempt, begin in sorted(attempts, key=itemgetter(0), reverse=True):
+        if attempt < 0:
+            break
         first_hidden[attempt] = bound
         bound = bound if begin is None else min(bound, begin)
     return first_hidden
