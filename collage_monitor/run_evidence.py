@@ -13,7 +13,17 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from collage_monitor.client import Client
+from collage_monitor.forecast import (
+    Forecast,
+    ForecastError,
+    GridRecord,
+    forecast_strategies,
+    kinds_of,
+    trained_dtype,
+)
 from collage_monitor.judgement import (
     EDQ_TOLERANCE,
     OF_LAYERS,
@@ -25,10 +35,11 @@ from collage_monitor.judgement import (
 )
 from collage_monitor.metrics import METRICS, is_metric, split_key
 from collage_monitor.onset import Onset, find_onset, since_in_words
+from collage_monitor.schedule import RateSchedule
 from collage_monitor.statistics import metric_keys
 from collage_monitor.wire import Number, Run, Series, WatchInfo
 
-__all__ = ["read_edq_since", "read_evidence", "read_onset"]
+__all__ = ["read_edq_since", "read_evidence", "read_forecast", "read_onset"]
 
 _POINTS: Final = 2000
 _HEATMAP_POINTS: Final = 128
@@ -67,6 +78,10 @@ _OF_MODEL: Final = frozenset(
     }
 )
 """The metrics that the rules of `judgement/` read; tests/contract/test_judgement.py holds it complete."""
+_GRIDS: Final = 32
+"""Steps of which a forecast asks for the histogram."""
+_TENTH, _QUARTER = -1.2816, -0.6745
+"""Quantiles of a normal distribution: of log₂(|u| / gap), a tenth and the half of a layer are asked for."""
 _METRICS_A_QUESTION: Final = 20
 """As many as the server takes."""
 
@@ -143,6 +158,33 @@ def read_edq_since(client: Client, run_id: str) -> str | None:
     model = client.series(run_id, "edq_ratio", points=_HEATMAP_POINTS)
     onset, values = read_onset(client, run_id), _numbers(model.values)
     return since_in_words(onset, model.first_steps, values, "EDQ", tolerance=EDQ_TOLERANCE)
+
+
+def read_forecast(client: Client, run_id: str, schedule: RateSchedule) -> Forecast:
+    """From which step on the run, and others in its place, will lose their updates; see `forecast_strategies`.
+
+    It asks for the model's histogram at up to _GRIDS measured steps, and for two quantiles of each layer.
+
+    Raises:
+        CollageError: the server does not answer, or refuses.
+        ForecastError: what is known of the run does not suffice.
+    """
+    run, layers = client.run(run_id), client.layers(run_id).layers
+    margins = client.heatmap(run_id, "half_ulp_margin", points=_HEATMAP_POINTS)
+    factors = client.heatmap(run_id, "half_ulp_lr_factor", points=_HEATMAP_POINTS)
+    if not margins.steps:
+        raise ForecastError("no step with a known update was measured")
+    columns = sorted({round(place) for place in np.linspace(0, len(margins.steps) - 1, _GRIDS)})
+    steps = [margins.steps[column] for column in columns]
+    counts = [_numbers(client.histogram(run_id, step=step).counts) for step in steps]
+    halves, tenths = (np.array([_numbers(row) for row in found.values])[:, columns] for found in (margins, factors))
+    half = halves - 1.0
+    quarters = half + _QUARTER / _TENTH * (-1.0 - np.log2(tenths) - half)
+    by_name, watch = {layer.name: layer for layer in layers}, run.watch
+    told = [by_name[name] for name in margins.layers]
+    strategy = (watch.strategy or watch.observed_strategy) if watch is not None else "unknown"
+    record = GridRecord(steps, np.array(counts).T, kinds_of(told), quarters, trained_dtype(told), strategy)
+    return forecast_strategies(record, schedule)
 
 
 def _numbers(values: Sequence[Number | None]) -> list[float]:

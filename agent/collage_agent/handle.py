@@ -27,7 +27,9 @@ from collage_agent.watching.iterations import Iterations
 from collage_agent.watching.judgement import edq_change, evidence_of_past, judgement_text, summarise
 from collage_agent.watching.saved import SavedNumbers
 from collage_monitor import wire
+from collage_monitor.forecast import Forecast, ForecastError, forecast_strategies
 from collage_monitor.judgement import Evidence, Judgement, judge
+from collage_monitor.schedule import schedule_of
 
 __all__ = ["Optimizers", "Watch", "watch"]
 
@@ -226,6 +228,24 @@ class Watch:
     def judgement(self) -> Judgement:
         """The run's health, in one word, a sentence, and the numbers behind it. Synchronises the device."""
         return judge(self.evidence())
+
+    def forecast(self, schedule: str | Callable[[int], float], steps: int | None = None) -> Forecast:
+        """From which step on this run, and other strategies in its place, will lose their updates; print it.
+
+        schedule: of the learning rate over the whole run, "cosine:3e-4:100:10000" (see
+        `collage_monitor.schedule.parse_schedule`), or a function from the step, from 1, to the rate, with the
+        `steps` of the run. Groups with other rates are taken to follow it in proportion. Of this process's shards.
+        Blocks until the last measured step is finished: synchronises the device.
+
+        Raises:
+            ValueError: no schedule.
+            ForecastError: too few steps were measured, or no weights in bfloat16 or float16.
+        """
+        planned, info = schedule_of(schedule, steps), self.info
+        record = self._assembly.grid.record(info.strategy or info.observed_strategy)
+        if record is None:
+            raise ForecastError("no step with a known update was measured yet: train some steps first")
+        return forecast_strategies(record, planned)
 
     def __str__(self) -> str:
         if self._advice and self.step is None:

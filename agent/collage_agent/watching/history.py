@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from collage_agent.measurement import Layout, Measurement
+from collage_monitor.definitions import HISTOGRAM_LABELS
+from collage_monitor.forecast import GridRecord, record_of
 from collage_monitor.judgement import recent_points
 from collage_monitor.metrics import split_key, statistic
 from collage_monitor.statistics import reduce_steps
 
-__all__ = ["PastTotals", "StepHistory"]
+__all__ = ["GridHistory", "PastTotals", "StepHistory"]
 
 Array = NDArray[np.float64]
 Rules = Mapping[str, Tensor]
@@ -29,6 +31,9 @@ _BYTES: Final = 8 * 2**20
 _FEWEST_POINTS, _MOST_POINTS = 4, 64
 _TOGETHER: Final = 8
 _WAITING_BYTES: Final = 2**20
+_GRID_KEYS: Final = tuple(f"update_ulp_histogram/{label}" for label in HISTOGRAM_LABELS)
+_MOST_GRIDS: Final = 64
+_GRID_BYTES: Final = 4 * 2**20
 _LEFT_OUT: Final = ("octave", "method/dtype")
 """Labels of statistics that no judgement reads: histograms and counterfactuals, most of a table's rows."""
 
@@ -182,6 +187,54 @@ class StepHistory:
             _padded(point.array, len(self._keys), columns),
             _padded(point.roots, len(self._pairs), columns),
         )
+
+
+class GridHistory:
+    """Histograms of |u| / gap of measured steps; where room runs out, every second one goes.
+
+    They are not merged as other totals are: each is of another rate, and a forecast scales each by its own.
+    Adding costs one copy of them on the tables' device, and waits for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._rows: Tensor | None = None
+        self._every = 1
+        self._seen = 0
+        self._kept: list[tuple[int, Tensor]] = []
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what is kept."""
+        return sum(counts.nbytes for _, counts in self._kept)
+
+    def add(self, measurement: Measurement) -> None:
+        """Keep a measured step, unless others between which it lies are enough. No synchronisation."""
+        if measurement.layout is not self._layout:
+            self._read_layout(measurement.layout, measurement.totals.device)
+        self._seen += 1
+        if self._rows is None or self._seen % self._every:
+            return
+        self._kept.append((measurement.step, measurement.totals.index_select(0, self._rows).float()))
+        if len(self._kept) > 3 and (len(self._kept) == _MOST_GRIDS or self.bytes > _GRID_BYTES):
+            del self._kept[-2::-2]
+            self._every *= 2
+
+    def record(self, strategy: str) -> GridRecord | None:
+        """What a forecast rests on; None before the first step with an intended update. Synchronises the device."""
+        layout = self._layout
+        if layout is None or not self._kept:
+            return None
+        columns = len(layout.layers)
+        wide = [_padded(counts, len(_GRID_KEYS), columns) for _, counts in self._kept]
+        counts = torch.stack(wide, 1).double().cpu().numpy()
+        return record_of([step for step, _ in self._kept], counts, layout.layers, strategy)
+
+    def _read_layout(self, layout: Layout, device: torch.device) -> None:
+        places = {key: row for row, key in enumerate(layout.statistics)}
+        self._layout = layout
+        if all(key in places for key in _GRID_KEYS):
+            self._rows = from_host(torch.tensor([places[key] for key in _GRID_KEYS], dtype=torch.int64), device)
 
 
 def _padded(array: Tensor, rows: int, columns: int) -> Tensor:

@@ -1,0 +1,210 @@
+"""Forecasts against what really happens to numbers that are rounded, and schedules against their formulas."""
+
+import math
+
+import numpy as np
+import pytest
+
+from collage_monitor.definitions import HISTOGRAM_OCTAVES
+from collage_monitor.forecast import ForecastError, GridRecord, forecast_strategies, record_of
+from collage_monitor.schedule import parse_schedule, schedule_of
+from collage_monitor.wire import Layer
+
+ELEMENTS = 4000
+EDGES = [-np.inf, *HISTOGRAM_OCTAVES, HISTOGRAM_OCTAVES[-1] + 1, np.inf]
+SCHEDULES = ("cosine:1e-3:50:2000", "linear:1e-3:50:2000", "wsd:1e-3:50:2000:400")
+
+
+def gap(value, bits=8):
+    """Of a format with so many significant bits, at a value that is no power of two."""
+    return 2.0 ** (np.floor(np.log2(np.abs(value))) + 1 - bits)
+
+
+class Weights:
+    """Weights, what an optimizer moves them by at rate 1, and what that becomes of at a step."""
+
+    def __init__(self, seed=0, drift=0.0, scale=1.0):
+        random = np.random.default_rng(seed)
+        self.random, self.drift = random, drift
+        self.values = 2.0 ** random.uniform(-8, -3, ELEMENTS)
+        self.moves = scale * random.normal(size=ELEMENTS)
+        self.residuals = random.uniform(-0.5, 0.5, ELEMENTS) * gap(self.values)
+
+    def updates(self, schedule, step):
+        return self.moves * schedule.rates[step - 1] * 2.0 ** (self.drift * math.log2(step))
+
+    def counts(self, schedule, step):
+        sizes = np.abs(self.updates(schedule, step)) / gap(self.values)
+        return np.histogram(np.log2(sizes[sizes > 0]), EDGES)[0].astype(float)
+
+    def lost(self, schedule, step, strategy):
+        """By rounding itself: whether anything is left of the update where the strategy rounds."""
+        at, bits = (self.values, 8) if strategy == "plain" else (self.residuals, 8)
+        if strategy == "master-weights":
+            bits = 24
+            at = self.values
+        grid = gap(at, bits)
+        return float((np.round(np.abs(self.updates(schedule, step)) / grid) == 0).mean())
+
+    def record(self, schedule, steps, strategy="plain"):
+        counts = np.stack([self.counts(schedule, step) for step in steps], 1)[:, :, None]
+        layer = Layer(
+            name="block.weight",
+            shape=[ELEMENTS],
+            dtype="bfloat16",
+            elements=ELEMENTS,
+            module_type="torch.nn.Linear",
+        )
+        return record_of(steps, counts, [layer], strategy)
+
+    def onset(self, schedule, strategy):
+        above = [self.lost(schedule, step, strategy) > 0.25 for step in range(1, schedule.steps + 1)]
+        return None if not above[-1] else schedule.steps - above[::-1].index(False) + 1
+
+
+def of(forecast, strategy):
+    return next(own for own in forecast.strategies if own.strategy == strategy)
+
+
+@pytest.mark.parametrize("text", SCHEDULES)
+@pytest.mark.parametrize("strategy", ["plain", "kahan", "master-weights"])
+def test_the_onset_is_that_of_the_rounding_itself(text, strategy):
+    schedule, weights = parse_schedule(text), Weights()
+    found = of(forecast_strategies(weights.record(schedule, range(10, 401, 10)), schedule, [strategy]), strategy)
+    came = weights.onset(schedule, strategy)
+    assert (found.onset is None) == (came is None)
+    if came is not None:
+        assert abs(found.onset - came) <= 0.02 * schedule.steps
+        assert found.earliest <= came <= (found.latest or schedule.steps)
+        assert found.rate == schedule.rates[found.onset - 1]
+        assert found.first_in == "Linear.weight"
+
+
+@pytest.mark.parametrize("strategy", ["plain", "plus"])
+def test_the_lost_share_still_to_come_is_that_of_the_rounding(strategy):
+    schedule, weights = parse_schedule(SCHEDULES[0]), Weights()
+    found = of(forecast_strategies(weights.record(schedule, range(10, 401, 10)), schedule), strategy)
+    came = np.mean([weights.lost(schedule, step, strategy) for step in range(401, 2001)])
+    assert found.lost == pytest.approx(came, abs=0.01)
+
+
+def test_a_drift_of_the_updates_is_followed_and_chance_is_none():
+    schedule = parse_schedule("cosine:1e-3:50:2000")
+    drifting = Weights(drift=-0.3, scale=12.0)
+    forecast = forecast_strategies(drifting.record(schedule, range(10, 401, 10)), schedule)
+    found, came = forecast.strategies[0], drifting.onset(schedule, "plain")
+    assert "with half of the drift seen there, -0.3" in forecast.assumes
+    assert abs(found.onset - came) <= 0.05 * schedule.steps
+    still = forecast_strategies(Weights().record(schedule, range(10, 601, 10)), schedule)
+    assert "without a drift" in still.assumes
+
+
+def test_what_does_not_come_is_not_foretold():
+    schedule = parse_schedule("constant:1e-3:50:2000")
+    forecast = forecast_strategies(Weights().record(schedule, range(10, 401, 10)), schedule)
+    assert [own.onset for own in forecast.strategies] == [None] * 5
+    assert all("not in this run" in own.text for own in forecast.strategies)
+    cosine = parse_schedule(SCHEDULES[0])
+    forecast = forecast_strategies(Weights().record(cosine, range(10, 401, 10)), cosine)
+    random = [own for own in forecast.strategies if own.strategy in ("stochastic", "split-master")]
+    assert [own.onset for own in random] == [None, None]
+    assert all("rounds at random" in own.text for own in random)
+
+
+def test_a_run_that_loses_already_goes_on_to():
+    schedule = parse_schedule("constant:1e-5:50:2000")
+    found = forecast_strategies(Weights().record(schedule, range(10, 401, 10)), schedule).strategies[0]
+    assert (found.onset, found.earliest) == (401, 401)
+    assert found.lost > 0.9
+
+
+def test_the_kind_of_layer_that_loses_first_is_named():
+    schedule, steps = parse_schedule(SCHEDULES[0]), list(range(10, 401, 10))
+    large, small = Weights(), Weights(scale=0.5)
+    counts = np.stack([[own.counts(schedule, step) for step in steps] for own in (large, small)], 2)
+    layers = [
+        Layer(name=name, shape=[1], dtype="bfloat16", elements=1, module_type=kind)
+        for name, kind in (("a.weight", "torch.nn.Linear"), ("b.weight", "torch.nn.LayerNorm"))
+    ]
+    found = forecast_strategies(record_of(steps, counts.swapaxes(0, 1), layers, "plain"), schedule).strategies[0]
+    assert found.first_in == "LayerNorm.weight"
+    came = small.onset(schedule, "plain"), large.onset(schedule, "plain")
+    assert found.first_onset == pytest.approx(came[0], abs=0.03 * schedule.steps)
+    assert came[0] < came[1]
+
+
+def test_the_sentence_says_from_when_at_which_rate_and_what_it_assumes():
+    schedule = parse_schedule(SCHEDULES[0])
+    told = str(forecast_strategies(Weights().record(schedule, range(10, 401, 10)), schedule))
+    first, *_, last = told.splitlines()
+    assert first.startswith(
+        "Plain in bfloat16 (8 bytes a parameter) loses more than a quarter of its updates from step"
+    )
+    assert "at rates of" in first
+    assert last.startswith(
+        f"Assumes the schedule {SCHEDULES[0]}, updates in proportion to the rate as in steps 10 to 400"
+    )
+
+
+def test_steps_within_the_warm_up_are_said_to_be_early():
+    schedule = parse_schedule("cosine:1e-3:100:2000")
+    early, late = (
+        forecast_strategies(Weights().record(schedule, range(10, last, 10)), schedule).assumes
+        for last in (200, 311)
+    )
+    assert "watch 300 to be sure" in early
+    assert "to be sure" not in late
+
+
+def test_what_cannot_be_foretold_says_why():
+    schedule, weights = parse_schedule(SCHEDULES[0]), Weights()
+    wide = GridRecord([10], np.zeros((34, 1)), {}, np.zeros((0, 1)), "float32", "plain")
+    with pytest.raises(ForecastError, match="weights are float32"):
+        forecast_strategies(wide, schedule)
+    with pytest.raises(ForecastError, match="2 measured steps moved anything; 3 are needed"):
+        forecast_strategies(weights.record(schedule, [10, 20]), schedule)
+    with pytest.raises(ForecastError, match="step 90 was watched"):
+        forecast_strategies(weights.record(schedule, [70, 80, 90]), parse_schedule("cosine:1e-3:5:80"))
+
+
+@pytest.mark.parametrize(
+    ("text", "rate_of"),
+    [
+        ("constant:0.1:4:20", lambda taken: 0.1),
+        ("cosine:0.1:4:20", lambda taken: 0.05 * (1 + math.cos(math.pi * (taken - 4) / 16))),
+        ("cosine:0.1:4:20:0.02", lambda taken: 0.02 + 0.04 * (1 + math.cos(math.pi * (taken - 4) / 16))),
+        ("linear:0.1:4:20", lambda taken: 0.1 * (1 - (taken - 4) / 16)),
+        ("wsd:0.1:4:20", lambda taken: 0.1 * min(1.0, (20 - taken) / 4)),
+        ("wsd:0.1:4:20:10:0.05", lambda taken: 0.05 + 0.05 * min(1.0, (20 - taken) / 10)),
+    ],
+)
+def test_schedules_are_their_formulas(text, rate_of):
+    found = parse_schedule(text)
+    wanted = [0.025, 0.05, 0.075, 0.1, *(rate_of(taken) for taken in range(4, 20))]
+    assert found.rates == pytest.approx(wanted)
+    assert found.steps == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("step:0.1:4:20", "kinds are"),
+        ("cosine:0.1:4", "write KIND:RATE"),
+        ("cosine:fast:4:20", "not all of it are numbers"),
+        ("cosine:0:4:20", "RATE must be above 0"),
+        ("cosine:0.1:4:20:0.2", "FINAL between"),
+        ("cosine:0.1:20:20", "parts of STEPS"),
+        ("wsd:0.1:4:20:30", "parts of STEPS"),
+    ],
+)
+def test_other_schedules_are_refused_with_what_to_write(text, said):
+    with pytest.raises(ValueError, match=said):
+        parse_schedule(text)
+
+
+def test_a_function_is_a_schedule_once_the_steps_are_known():
+    assert schedule_of(lambda step: 1 / step, 4).rates == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
+    with pytest.raises(ValueError, match="how many steps"):
+        schedule_of(lambda step: 0.1)
+    with pytest.raises(ValueError, match="negative or not finite"):
+        schedule_of(lambda step: -0.1, 3)
