@@ -22,6 +22,7 @@ _EXTRAS = {
     "archive": ("archive",),
     "demo": ("agent", "dashboard", "server"),
     "mcp": ("mcp",),
+    "preflight": ("agent", "server"),
     "query": ("query",),
     "run": ("agent",),
     "up": ("dashboard", "server"),

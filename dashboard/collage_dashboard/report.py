@@ -46,9 +46,12 @@ from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
 from collage_dashboard.view import View, comparison_of, read_address
 from collage_monitor import __version__, wire
 from collage_monitor.errors import CollageError, NotFound
+from collage_monitor.forecast import ForecastError
 from collage_monitor.judgement import CAVEATS
 from collage_monitor.metrics import split_key
 from collage_monitor.recommendation import recommendation
+from collage_monitor.run_evidence import read_forecast
+from collage_monitor.schedule import RateSchedule
 from collage_monitor.strategy_results import StrategyResult, results_of, run_results
 
 __all__ = ["file_name", "install_report", "report"]
@@ -88,10 +91,13 @@ class Section:
     is_short: bool = False
 
 
-def report(reader: Reader, run_ids: Sequence[str], left_out: int = 0) -> str:
+def report(
+    reader: Reader, run_ids: Sequence[str], left_out: int = 0, *, schedule: RateSchedule | None = None
+) -> str:
     """The report on one run, or the comparison of several, as HTML of about 5 MB, most of it Plotly.
 
     Of many it holds the first `MAXIMUM_RUNS` and says how many are left out; left_out: of those not named here.
+    schedule: of the learning rate; what it does to one run is foretold.
 
     Raises:
         CollageError: the server does not answer or refuses, there is no such run, or none is named.
@@ -103,7 +109,7 @@ def report(reader: Reader, run_ids: Sequence[str], left_out: int = 0) -> str:
     # The table of runs holds what was evaluated before; this evaluates what is new.
     reader.ask_together(*(lambda client, run_id=run_id: client.overview(run_id) for run_id in chosen))
     if len(chosen) == 1:
-        return _about_run(reader, chosen[0])
+        return _about_run(reader, chosen[0], schedule)
     return _about_strategies(reader, chosen, left_out)
 
 
@@ -135,7 +141,7 @@ def _name(reader: Reader, run_id: str) -> str:
     return reader.ask(lambda client: client.run(run_id).name)
 
 
-def _about_run(reader: Reader, run_id: str) -> str:
+def _about_run(reader: Reader, run_id: str, schedule: RateSchedule | None) -> str:
     run, overview = reader.ask_together(lambda client: client.run(run_id), lambda client: client.overview(run_id))
     view = View(page="run", runs=(run_id,))
     watch = run.watch
@@ -165,6 +171,8 @@ def _about_run(reader: Reader, run_id: str) -> str:
                 note=_WORST_NOTE,
             )
         )
+    if schedule is not None:
+        sections.append(_forecast(reader, run_id, schedule))
     written = [("Tags", ", ".join(run.tags)), ("Notes", run.notes)]
     facts = [entry for entry in written if entry[1]] + facts_of(run)
     sections.append(Section("About the run", rows=[Row(name, [(text, "")]) for name, text in facts]))
@@ -177,6 +185,15 @@ def _about_run(reader: Reader, run_id: str) -> str:
 
 _WORST_HEADS = ("Layer", "Share of the lost energy", "EDQ", "Updates lost")
 _WORST_NOTE = "Lost energy: Σu² − Σue, over the same steps as the numbers."
+
+
+def _forecast(reader: Reader, run_id: str, schedule: RateSchedule) -> Section:
+    try:
+        found = reader.ask(lambda client: read_forecast(client, run_id, schedule))
+    except ForecastError as error:
+        return Section("Forecast", rows=[Row("Not known", [(str(error), "")])])
+    rows = [Row(strategy_title(own.strategy, None), [(own.text, "")]) for own in found.strategies]
+    return Section("Forecast", rows=rows, note=found.assumes)
 
 
 def _numbers(run: wire.Run, overview: wire.Overview) -> list[Row]:

@@ -1,0 +1,266 @@
+"""`check` and `preflight`: end with 0 or 1 by what is said of a run, for continuous integration.
+
+`check` asks about a run that was; `preflight` runs a program for some steps and asks about those.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from collage_monitor.command import require, root
+from collage_monitor.command.conditions import Condition, Facts, Outcome, fail_if, schedule_option, write_junit
+from collage_monitor.command.offline import runs_left_in, served_from_disk
+from collage_monitor.command.server import find_run, open_client, server_options
+from collage_monitor.command.terminal import printable
+from collage_monitor.environment import CHECK_REPORT, CHECK_STEPS, VARIABLES, launch_variables
+from collage_monitor.forecast import ForecastError
+from collage_monitor.judgement import judge
+from collage_monitor.local import data_folder
+from collage_monitor.run_evidence import read_evidence, read_forecast
+from collage_monitor.schedule import RateSchedule
+
+__all__ = ["check", "preflight"]
+
+_MOST_RUNS: Final = 8
+_STOP_SECONDS: Final = 15.0
+_MEASURED_STEPS: Final = 64
+
+
+_junit = click.option("--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write JUnit's XML there.")
+
+
+@click.command("check")
+@click.argument("run")
+@fail_if
+@schedule_option
+@_junit
+@click.option("--offline", is_flag=True, help="Ask no server: read the reports that the run has left on disk.")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Data folder of --offline. Default: COLLAGE_DIR, else the user's.",
+)
+@server_options
+@click.pass_context
+def check(
+    context: click.Context,
+    run: str,
+    conditions: list[Condition],
+    schedule: RateSchedule | None,
+    junit: Path | None,
+    offline: bool,
+    folder: Path | None,
+    server_url: str,
+    token: str | None,
+    as_json: bool,
+) -> None:
+    """Judge RUN and end with status 1 if a condition of --fail-if is met, else with 0.
+
+    RUN is an id, the beginning of one, or a name; with --offline, an id. A number that is not known fails.
+    """
+    began = time.monotonic()
+    _check_options(conditions, schedule, folder, offline=offline)
+    if offline:
+        with served_from_disk("check --offline", data_folder(folder), (run,), 1) as (services, (run_id,)):
+            facts, unforeseen = _facts(services.server_url, services.token, run_id, schedule)
+    else:
+        with open_client(server_url, token) as client:
+            run_id = find_run(client, run)
+        facts, unforeseen = _facts(server_url, token, run_id, schedule)
+    outcomes = [condition.held_against(facts) for condition in conditions]
+    _tell("check", [(facts, unforeseen)], outcomes, junit, began, as_json=as_json)
+    context.exit(int(any(own.status != "passed" for own in outcomes)))
+
+
+@click.command("preflight")
+@click.option("--steps", type=click.IntRange(min=8), default=200, show_default=True, help="End PROGRAM after them.")
+@schedule_option
+@fail_if
+@click.option(
+    "--report", "html", type=click.Path(path_type=Path, dir_okay=False), help="Write the HTML report there."
+)
+@_junit
+@click.option("--name", help="Name of the run; default: the script's.")
+@click.option(
+    "--every", type=click.IntRange(min=1), help="Measure the steps divisible by it.  [default: by --steps]"
+)
+@click.option("--timeout", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Seconds.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def preflight(
+    context: click.Context,
+    steps: int,
+    schedule: RateSchedule | None,
+    conditions: list[Condition],
+    html: Path | None,
+    junit: Path | None,
+    name: str | None,
+    every: int | None,
+    timeout: float,
+    as_json: bool,
+    program: tuple[str, ...],
+) -> None:
+    """Train PROGRAM for some steps and end with status 1 if a condition of --fail-if is met, else with 0.
+
+    collage-monitor preflight --steps 200 --schedule cosine:3e-4:100:10000 -- python train.py
+
+    PROGRAM runs as under `run`, and is ended after its steps as by sys.exit(0). It reports to no server; what it
+    prints goes to standard error. The status is 1, too, if it fails, or takes no step of an optimizer.
+    """
+    began = time.monotonic()
+    if not program:
+        raise click.UsageError("say what to run: collage-monitor preflight -- python train.py")
+    _check_options(conditions, schedule, None, offline=False)
+    require("preflight", "agent", "server", *(["dashboard"] if html is not None else []))
+    with tempfile.TemporaryDirectory(prefix="collage-preflight-") as temporary:
+        folder = Path(temporary)
+        options = {"name": name, "every": every or max(1, steps // _MEASURED_STEPS)}
+        status = _train(program, folder, steps, timeout, options)
+        told: list[tuple[Facts, str]] = []
+        if runs_left_in(folder):
+            with served_from_disk("preflight", folder, (), _MOST_RUNS) as (services, run_ids):
+                told = [_facts(services.server_url, services.token, run_id, schedule) for run_id in run_ids]
+                if html is not None and any(facts.evidence.model for facts, _ in told):
+                    _write_report(services.server_url, services.token, run_ids, html, schedule)
+    outcomes = [_of_program(program, status, steps, timeout, [facts for facts, _ in told])]
+    outcomes += [condition.held_against(facts) for facts, _ in told for condition in conditions]
+    _tell("preflight", told, outcomes, junit, began, as_json=as_json)
+    context.exit(int(any(own.status != "passed" for own in outcomes)))
+
+
+def _check_options(
+    conditions: Sequence[Condition], schedule: RateSchedule | None, folder: Path | None, *, offline: bool
+) -> None:
+    unfounded = [condition.text for condition in conditions if condition.needs_forecast]
+    if unfounded and schedule is None:
+        raise click.UsageError(f"--fail-if {unfounded[0]} needs --schedule, such as cosine:3e-4:100:10000")
+    if folder is not None and not offline:
+        raise click.UsageError("--dir says where the run left its reports: add --offline, or leave it out")
+
+
+def _facts(server_url: str, token: str | None, run_id: str, schedule: RateSchedule | None) -> tuple[Facts, str]:
+    """What is known of a run, and why nothing is foretold of it where that was asked in vain."""
+    with open_client(server_url, token) as client:
+        evidence, name = read_evidence(client, run_id), client.run(run_id).name
+        forecast, unforeseen = None, ""
+        if schedule is not None and evidence.model:
+            try:
+                forecast = read_forecast(client, run_id, schedule)
+            except ForecastError as error:
+                unforeseen = f"no forecast: {error}"
+    return Facts(name, evidence, judge(evidence), forecast), unforeseen
+
+
+def _train(program: Sequence[str], folder: Path, steps: int, timeout: float, options: dict[str, Any]) -> int | None:
+    """Run the program until its steps are taken, it ends by itself, or time is up: its exit status, None for the
+    last.
+
+    The agent ends it from within, after the step, as by sys.exit(0): each rank at the same step, its own handlers
+    called. Whatever is alive after `timeout` seconds is asked to end by SIGTERM, and later by SIGKILL.
+    """
+    settings = {"mode": "offline", "dir": str(folder), "budget": "none", **options}
+    added = {VARIABLES[key]: str(value) for key, value in settings.items() if value is not None}
+    added |= {CHECK_STEPS: str(steps), CHECK_REPORT: str(folder / "steps.json")}
+    environment = {**os.environ, **launch_variables(os.environ), **added}
+    try:
+        # Its output goes where no reader of JSON looks. A group of its own: a shell's children end with it.
+        process = subprocess.Popen(program, env=environment, stdout=2, start_new_session=True)
+    except OSError as error:
+        raise click.ClickException(
+            f"{program[0]}: {error.strerror}; pass a program that the shell finds"
+        ) from error
+    with _ended_with_us(process):
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+@contextmanager
+def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Nothing of the program's group is left behind when the context ends."""
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                try:
+                    process.wait(_STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    continue
+
+
+def _of_program(
+    program: Sequence[str], status: int | None, steps: int, timeout: float, found: Sequence[Facts]
+) -> Outcome:
+    """Whether the program trained: it ended well, and took a step."""
+    last = max((facts.evidence.last_step or 0 for facts in found), default=0)
+    name = " ".join(program)
+    took = f"its last measured step is {last}" if last else "no step of a torch optimizer was measured"
+    if status is None:
+        return Outcome(name, "program", "error", f"it ran for {timeout:.0f} seconds without {steps} steps; {took}")
+    if status != 0:
+        return Outcome(name, "program", "error", f"it ended with status {status}; {took}")
+    return Outcome(name, "program", "passed" if last else "error", f"it ended well; {took}")
+
+
+def _write_report(
+    server_url: str, token: str, run_ids: Sequence[str], output: Path, schedule: RateSchedule | None
+) -> None:
+    """By the dashboard's verb, which the command finds by its name."""
+    arguments = [*run_ids, "--output", str(output), "--server-url", server_url, "--token", token]
+    arguments += ["--schedule", schedule.text] if schedule is not None else []
+    with click.Context(root) as context:
+        verb = root.get_command(context, "report")
+    assert verb is not None, "the dashboard's package is installed"
+    with redirect_stdout(sys.stderr):
+        verb.main(arguments, standalone_mode=False)
+
+
+def _tell(
+    verb: str,
+    told: Sequence[tuple[Facts, str]],
+    outcomes: Sequence[Outcome],
+    junit: Path | None,
+    began: float,
+    *,
+    as_json: bool,
+) -> None:
+    lines = []
+    for facts, unforeseen in told:
+        lines += [f"{facts.name}: {facts.judged.health}", f"  {facts.judged.text}"]
+        lines += [f"  {facts.judged.advised}"] if facts.judged.advised else []
+        lines += [f"  {line}" for line in (str(facts.forecast).splitlines() if facts.forecast else [])]
+        lines += [f"  {unforeseen}"] if unforeseen else []
+    if junit is not None:
+        write_junit(junit, verb, outcomes, "\n".join(lines), time.monotonic() - began)
+    if as_json:
+        runs = [
+            {
+                "name": facts.name,
+                "health": facts.judged.health,
+                "verdict": facts.judged.text,
+                "forecast": asdict(facts.forecast) if facts.forecast is not None else None,
+            }
+            for facts, _ in told
+        ]
+        click.echo(json.dumps({"runs": runs, "outcomes": [asdict(own) for own in outcomes]}))
+        return
+    lines += [f"{own.status:<7}{own.condition}: {own.text}" for own in outcomes]
+    click.echo("\n".join(map(printable, lines)))

@@ -1,0 +1,162 @@
+"""`preflight` on programs that know nothing of us, and `check` on runs that were: status, JUnit, report."""
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from collage_monitor.command.check import check, preflight
+from collage_monitor.local import token_path
+from tests.end_to_end.trainings import train
+
+pytestmark = pytest.mark.slow
+
+LOOP = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(30, 60), torch.nn.LayerNorm(60), torch.nn.Linear(60, 3)).{dtype}()
+optimizer = torch.optim.AdamW(model.parameters(), lr={rate}, betas=(0.9, 0.95))
+for step in range({steps}):
+    optimizer.zero_grad()
+    (model(torch.randn(16, 30).{dtype}()).float() - torch.randn(16, 3)).square().mean().backward()
+    {before}
+    optimizer.step()
+print("trained to the end")
+"""
+TRAINER = """
+import torch, transformers
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 4000
+    def __getitem__(self, place):
+        tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(place))
+        return {"input_ids": tokens, "labels": tokens}
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    options = transformers.TrainingArguments(
+        output_dir=".", max_steps=400, per_device_train_batch_size=4, learning_rate=1e-3, report_to=[],
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=True,
+    )
+    transformers.Trainer(model, options, train_dataset=Data()).train()
+    print("trained to the end")
+"""
+SICK = LOOP.format(rate=3e-5, dtype="bfloat16", steps=400, before="")
+HEALTHY = LOOP.format(rate=1e-3, dtype="float", steps=400, before="")
+CRASHING = LOOP.format(rate=1e-3, dtype="bfloat16", steps=400, before="if step == 20: raise KeyError('mine')")
+STEPLESS = "print('no optimizer here')"
+SCHEDULE = "cosine:1e-3:10:2000"
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    """No server of this machine is found, and the programs have one thread."""
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def flown(folder, text, *options, steps=40):
+    script = folder / "train.py"
+    script.write_text(text)
+    written = {"--junit": folder / "junit.xml", "--report": folder / "report.html"}
+    arguments = ["--json", "--steps", steps, *(part for pair in written.items() for part in pair), *options]
+    answer = CliRunner().invoke(preflight, [*map(str, arguments), "--", sys.executable, str(script)])
+    assert answer.exception is None or isinstance(answer.exception, SystemExit), answer.exception
+    (suite,) = ElementTree.parse(folder / "junit.xml").getroot().iter("testsuite")
+    found = json.loads(answer.stdout)
+    assert len(suite.findall("testcase")) == len(found["outcomes"])
+    bad = [own for own in found["outcomes"] if own["status"] != "passed"]
+    assert sum(int(suite.get(kind, "")) for kind in ("failures", "errors")) == len(bad)
+    assert answer.exit_code == int(bool(bad))
+    return found, {own["condition"]: own for own in found["outcomes"]}
+
+
+def test_a_sick_loop_fails_with_its_verdict_and_its_forecast(tmp_path):
+    options = ["--fail-if", "losing-updates", "--fail-if", "edq<0.5", "--fail-if", "forecast-lost>0.25"]
+    found, of = flown(tmp_path, SICK, *options, "--schedule", "constant:3e-5:0:2000")
+    (run,) = found["runs"]
+    assert (run["name"], run["health"]) == ("train", "losing updates")
+    assert [of[name]["status"] for name in ("program", "losing-updates", "forecast-lost>0.25")] == [
+        "passed",
+        "failed",
+        "failed",
+    ]
+    own, *others = run["forecast"]["strategies"]
+    assert (own["strategy"], own["onset"]) == ("plain", 41)
+    assert {entry["strategy"]: entry["onset"] for entry in others}["split-master"] is None
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h1>train</h1>" in html
+    assert own["text"] in html
+
+
+def test_a_healthy_loop_passes_and_is_ended_after_its_steps(tmp_path, capfd):
+    found, of = flown(tmp_path, HEALTHY, "--fail-if", "problem", "--fail-if", "lost>0.25")
+    assert {own["status"] for own in of.values()} == {"passed"}
+    assert of["program"]["text"].endswith("last measured step is 40")
+    assert "trained to the end" not in capfd.readouterr().err
+    assert (tmp_path / "report.html").is_file()
+    assert found["runs"][0]["forecast"] is None
+
+
+def test_a_trainer_of_hugging_face_passes_and_is_ended(tmp_path, capfd):
+    _, of = flown(tmp_path, TRAINER, "--fail-if", "losing-updates", steps=24)
+    assert {own["status"] for own in of.values()} == {"passed"}
+    assert "trained to the end" not in capfd.readouterr().err
+
+
+def test_a_program_that_crashes_is_an_error_and_its_steps_are_judged(tmp_path):
+    found, of = flown(tmp_path, CRASHING, "--fail-if", "not-finite")
+    assert of["program"]["status"] == "error"
+    assert of["program"]["text"] == "it ended with status 1; its last measured step is 20"
+    assert of["not-finite"]["status"] == "passed"
+    assert (tmp_path / "report.html").is_file()
+    assert len(found["runs"]) == 1
+
+
+def test_a_program_that_never_steps_is_an_error(tmp_path):
+    found, of = flown(tmp_path, STEPLESS)
+    assert found["runs"] == []
+    assert of["program"]["status"] == "error"
+    assert of["program"]["text"] == "it ended well; no step of a torch optimizer was measured"
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_program_that_hangs_is_ended_at_its_time(tmp_path):
+    found, of = flown(tmp_path, "import time\ntime.sleep(1000)", "--timeout", "1")
+    assert of["program"]["text"].startswith("it ran for 1 seconds without 40 steps")
+    assert found["runs"] == []
+
+
+def test_what_cannot_be_asked_for_is_refused_before_anything_runs(tmp_path):
+    answer = CliRunner().invoke(preflight, ["--fail-if", "forecast-lost>0.5", "--", "python", "none.py"])
+    assert answer.exit_code == 2
+    assert "needs --schedule" in answer.output
+    answer = CliRunner().invoke(preflight, ["--", "no-such-program"])
+    assert answer.exit_code == 1
+    assert "pass a program that the shell finds" in answer.output
+
+
+def test_runs_are_checked_on_a_server_and_on_disk(server, tmp_path):
+    done = train("--steps", 40, server_url=server.url, dir=server.folder, run_name="sent", every=1)
+    assert done.status == 0, done.errors
+    token = token_path(server.folder).read_text().strip()
+    online = ["sent", "--server-url", server.url, "--token", token]
+    done = train("--steps", 40, mode="offline", dir=tmp_path / "left", run_name="left", every=1)
+    assert done.status == 0, done.errors
+    (run_id,) = (path.name for path in (tmp_path / "left" / "spool").iterdir())
+    offline = [run_id, "--offline", "--dir", str(tmp_path / "left")]
+    for where in (online, offline):
+        junit = tmp_path / "junit.xml"
+        asked = ["--json", "--junit", str(junit), "--schedule", SCHEDULE, *where]
+        passing = CliRunner().invoke(check, [*asked, "--fail-if", "edq<-10", "--fail-if", "forecast-onset<0"])
+        assert passing.exit_code == 0, passing.output
+        (run,) = json.loads(passing.stdout)["runs"]
+        assert len(run["forecast"]["strategies"]) == 5
+        failing = CliRunner().invoke(check, [*asked, "--fail-if", "edq>-10"])
+        assert failing.exit_code == 1
+        (suite,) = ElementTree.parse(junit).getroot().iter("testsuite")
+        assert (suite.get("tests"), suite.get("failures")) == ("1", "1")
