@@ -348,5 +348,6 @@ def _assumes(record: GridRecord, schedule: RateSchedule, level: _Level) -> str:
         )
     return (
         f"Assumes the schedule {schedule.text}, updates in proportion to the rate as in steps "
-        f"{min(record.steps):,} to {max(record.steps):,}, {drift}, and optimizer states kept as there.{early}"
+        f"{min(record.steps):,} to {max(record.steps):,}, {drift}, and weights and optimizer states as there."
+        f"{early}"
     )

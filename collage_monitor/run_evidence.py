@@ -10,6 +10,7 @@ A process that holds the totals themselves, such as the server, needs no client:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
@@ -78,8 +79,8 @@ _OF_MODEL: Final = frozenset(
     }
 )
 """The metrics that the rules of `judgement/` read; tests/contract/test_judgement.py holds it complete."""
-_GRIDS: Final = 32
-"""Steps of which a forecast asks for the histogram."""
+_GRIDS: Final = 16
+"""Steps of which a forecast asks for the histogram, of the newest half, on which it rests."""
 _TENTH, _QUARTER = -1.2816, -0.6745
 """Quantiles of a normal distribution: of log₂(|u| / gap), a tenth and the half of a layer are asked for."""
 _METRICS_A_QUESTION: Final = 20
@@ -174,7 +175,9 @@ def read_forecast(client: Client, run_id: str, schedule: RateSchedule) -> Foreca
     factors = client.heatmap(run_id, "half_ulp_lr_factor", points=_HEATMAP_POINTS)
     if not margins.steps:
         raise ForecastError("no step with a known update was measured")
-    columns = sorted({round(place) for place in np.linspace(0, len(margins.steps) - 1, _GRIDS)})
+    last = len(margins.steps) - 1
+    newest = bisect_left(margins.steps, margins.steps[-1] / 2)
+    columns = sorted({round(place) for place in np.linspace(min(newest, max(0, last - _GRIDS)), last, _GRIDS)})
     steps = [margins.steps[column] for column in columns]
     counts = [_numbers(client.histogram(run_id, step=step).counts) for step in steps]
     halves, tenths = (np.array([_numbers(row) for row in found.values])[:, columns] for found in (margins, factors))

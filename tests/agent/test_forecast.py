@@ -106,6 +106,7 @@ def foretold_in_plain(schedule, seed):
     return trained(schedule, seed, "plain", WATCHED)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -132,7 +133,7 @@ def test_a_handle_foretells_in_words_along_a_text_or_a_function():
     by_text = handle.forecast("constant:1e-3:0:1000")
     assert by_text.last_step == 30
     assert handle.forecast(lambda step: 1e-3, 1000).strategies == by_text.strategies
-    assert str(by_text).endswith("and optimizer states kept as there.")
+    assert str(by_text).endswith("and weights and optimizer states as there.")
     with pytest.raises(ValueError, match="kinds are"):
         handle.forecast("exponential:1e-3:0:1000")
 

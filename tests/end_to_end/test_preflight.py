@@ -4,11 +4,18 @@ import json
 import sys
 import xml.etree.ElementTree as ElementTree
 
+import collage_agent as collage
 import pytest
+import torch
 from click.testing import CliRunner
 
+from collage_monitor.client import Client
 from collage_monitor.command.check import check, preflight
-from collage_monitor.local import token_path
+from collage_monitor.local import read_token, token_path
+from collage_monitor.run_evidence import read_forecast
+from collage_monitor.schedule import parse_schedule
+from tests.agent import training
+from tests.agent.training import mlp
 from tests.end_to_end.trainings import train
 
 pytestmark = pytest.mark.slow
@@ -138,6 +145,23 @@ def test_what_cannot_be_asked_for_is_refused_before_anything_runs(tmp_path):
     answer = CliRunner().invoke(preflight, ["--", "no-such-program"])
     assert answer.exit_code == 1
     assert "pass a program that the shell finds" in answer.output
+
+
+def test_over_http_the_forecast_is_that_of_the_training_itself(server):
+    run = collage.init(project="p", name="foretold", server_url=server.url, dir=server.folder)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    handle = collage.watch(model, optimizer, every=2, budget=None)
+    training.train(model, optimizer, 120)
+    own = handle.forecast("cosine:1e-2:0:2000")
+    collage.finish()
+    with Client(server.url, read_token(server.folder)) as client:
+        found = read_forecast(client, run.run_id, parse_schedule("cosine:1e-2:0:2000"))
+    assert [entry.strategy for entry in found.strategies] == [entry.strategy for entry in own.strategies]
+    assert found.strategies[0].onset is not None
+    for there, here in zip(found.strategies, own.strategies, strict=True):
+        assert (there.onset or 2000) == pytest.approx(here.onset or 2000, abs=20)
+        assert there.first_in == here.first_in
 
 
 def test_runs_are_checked_on_a_server_and_on_disk(server, tmp_path):
