@@ -24,7 +24,7 @@ from collage_agent.watching.averages import AverageWatch
 from collage_agent.watching.contract import Contract
 from collage_agent.watching.description import joined
 from collage_agent.watching.governor import Governor
-from collage_agent.watching.history import GridHistory, StepHistory
+from collage_agent.watching.history import StepHistory
 from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.resume import largest_step_count
 from collage_agent.watching.trained import bytes_per_parameter
@@ -60,7 +60,6 @@ class Assembly:
         self.last: Measurement | None = None
         self.last_occasional: dict[tuple[str, ...], Measurement] = {}
         self.history = StepHistory()
-        self.grid = GridHistory()
         self.averages: list[AverageWatch] = []
         self.layout: Layout | None = None
         self._hooks = hooks
@@ -173,9 +172,8 @@ class Assembly:
             scalars["expectations_broken"] = float(len(self._contract.broken))
         last = self.last = Measurement(layout, step, time.time(), table.array, scalars)
         self.history.add(last)
-        self.grid.add(last)
         # The watch and its history hold this step now, too.
-        kept = float(table.array.nbytes + self.history.bytes + self.grid.bytes)
+        kept = float(table.array.nbytes + self.history.bytes)
         for hooks in self._hooks:
             kept += hooks.measurer.buffer_bytes()
             if hooks.totals is not None:

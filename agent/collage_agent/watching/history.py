@@ -19,7 +19,7 @@ from collage_monitor.judgement import recent_points
 from collage_monitor.metrics import split_key, statistic
 from collage_monitor.statistics import reduce_steps
 
-__all__ = ["GridHistory", "PastTotals", "StepHistory"]
+__all__ = ["PastTotals", "StepHistory"]
 
 Array = NDArray[np.float64]
 Rules = Mapping[str, Tensor]
@@ -68,6 +68,59 @@ class PastTotals:
         return PastTotals(self.first_steps[-taken:][:1], self.last_steps[-1:], points)
 
 
+class GridHistory:
+    """Histograms of |u| / gap of measured steps; where room runs out, every second one goes.
+
+    They are not merged as other totals are: each is of another rate, and a forecast scales each by its own.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._layout: Layout | None = None
+        self._rows: Tensor | None = None
+        self._every = 1
+        self._seen = 0
+        self._kept: list[tuple[int, Tensor]] = []
+
+    def add(self, layout: Layout, steps: Sequence[int], totals: Tensor) -> None:
+        """Keep measured steps, but those between others that are enough. No synchronisation.
+
+        totals: [steps, statistics, layers]; a copy of the histograms is kept on its device.
+        """
+        if layout is not self._layout:
+            self._read_layout(layout, totals.device)
+        if self._rows is None:
+            return
+        counts = totals.index_select(1, self._rows).float()
+        for place, step in enumerate(steps):
+            self._seen += 1
+            if self._seen % self._every == 0:
+                self._kept.append((step, counts[place].clone()))
+        while len(self._kept) > 3 and (len(self._kept) >= _MOST_GRIDS or self._size() > _GRID_BYTES):
+            del self._kept[-2::-2]
+            self._every *= 2
+        self.bytes = self._size()
+
+    def record(self, strategy: str) -> GridRecord | None:
+        """What a forecast rests on; None before the first step with an intended update. Synchronises the device."""
+        layout = self._layout
+        if layout is None or not self._kept:
+            return None
+        columns = len(layout.layers)
+        wide = [_padded(counts, len(_GRID_KEYS), columns) for _, counts in self._kept]
+        counts = torch.stack(wide, 1).double().cpu().numpy()
+        return record_of([step for step, _ in self._kept], counts, layout.layers, strategy)
+
+    def _size(self) -> int:
+        return sum(counts.nbytes for _, counts in self._kept)
+
+    def _read_layout(self, layout: Layout, device: torch.device) -> None:
+        places = {key: row for row, key in enumerate(layout.statistics)}
+        self._layout = layout
+        if all(key in places for key in _GRID_KEYS):
+            self._rows = from_host(torch.tensor([places[key] for key in _GRID_KEYS], dtype=torch.int64), device)
+
+
 class StepHistory:
     """Measured steps, each a point at first; where room runs out, neighbours are merged, all alike.
 
@@ -87,12 +140,13 @@ class StepHistory:
         self._points: list[_Point] = []
         self._unmerged: list[_Point] = []
         self._waiting: list[Measurement] = []
+        self._grids = GridHistory()
 
     @property
     def bytes(self) -> int:
         """Memory of the kept totals, but for what the last measured step holds itself."""
         points = sum(point.array.nbytes + point.roots.nbytes for point in (*self._points, *self._unmerged))
-        return points + sum(measurement.totals.nbytes for measurement in self._waiting[:-1])
+        return points + self._grids.bytes + sum(measurement.totals.nbytes for measurement in self._waiting[:-1])
 
     def add(self, measurement: Measurement) -> None:
         """Keep a measured step. No synchronisation."""
@@ -109,7 +163,9 @@ class StepHistory:
         if taken and taken[0].layout is not self._layout:
             self._read_layout(taken[0].layout, taken[0].totals.device)
         if taken:
-            layers = torch.stack([measurement.totals for measurement in taken]).index_select(1, self._rows)
+            totals = torch.stack([measurement.totals for measurement in taken])
+            self._grids.add(taken[0].layout, [measurement.step for measurement in taken], totals)
+            layers = totals.index_select(1, self._rows)
             model = _reduced(layers.permute(2, 1, 0), self._over_shards)
             arrays = torch.cat((model.t().unsqueeze(2), layers), 2)
             roots = [
@@ -145,6 +201,11 @@ class StepHistory:
         return PastTotals(
             tuple(point.first_step for point in points), tuple(point.last_step for point in points), totals
         )
+
+    def grids(self, strategy: str) -> GridRecord | None:
+        """What a forecast rests on; None before the first step with an intended update. Synchronises the device."""
+        self._take_in()
+        return self._grids.record(strategy)
 
     def _read_layout(self, layout: Layout, device: torch.device) -> None:
         """Which rows are kept, and how they merge; a later layout only appends to them."""
@@ -187,54 +248,6 @@ class StepHistory:
             _padded(point.array, len(self._keys), columns),
             _padded(point.roots, len(self._pairs), columns),
         )
-
-
-class GridHistory:
-    """Histograms of |u| / gap of measured steps; where room runs out, every second one goes.
-
-    They are not merged as other totals are: each is of another rate, and a forecast scales each by its own.
-    Adding costs one copy of them on the tables' device, and waits for nothing.
-    """
-
-    def __init__(self) -> None:
-        self._layout: Layout | None = None
-        self._rows: Tensor | None = None
-        self._every = 1
-        self._seen = 0
-        self._kept: list[tuple[int, Tensor]] = []
-
-    @property
-    def bytes(self) -> int:
-        """Memory of what is kept."""
-        return sum(counts.nbytes for _, counts in self._kept)
-
-    def add(self, measurement: Measurement) -> None:
-        """Keep a measured step, unless others between which it lies are enough. No synchronisation."""
-        if measurement.layout is not self._layout:
-            self._read_layout(measurement.layout, measurement.totals.device)
-        self._seen += 1
-        if self._rows is None or self._seen % self._every:
-            return
-        self._kept.append((measurement.step, measurement.totals.index_select(0, self._rows).float()))
-        if len(self._kept) > 3 and (len(self._kept) == _MOST_GRIDS or self.bytes > _GRID_BYTES):
-            del self._kept[-2::-2]
-            self._every *= 2
-
-    def record(self, strategy: str) -> GridRecord | None:
-        """What a forecast rests on; None before the first step with an intended update. Synchronises the device."""
-        layout = self._layout
-        if layout is None or not self._kept:
-            return None
-        columns = len(layout.layers)
-        wide = [_padded(counts, len(_GRID_KEYS), columns) for _, counts in self._kept]
-        counts = torch.stack(wide, 1).double().cpu().numpy()
-        return record_of([step for step, _ in self._kept], counts, layout.layers, strategy)
-
-    def _read_layout(self, layout: Layout, device: torch.device) -> None:
-        places = {key: row for row, key in enumerate(layout.statistics)}
-        self._layout = layout
-        if all(key in places for key in _GRID_KEYS):
-            self._rows = from_host(torch.tensor([places[key] for key in _GRID_KEYS], dtype=torch.int64), device)
 
 
 def _padded(array: Tensor, rows: int, columns: int) -> Tensor:
