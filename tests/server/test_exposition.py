@@ -244,6 +244,24 @@ def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):
     assert server.get("/runs/r1/latest", wire.Latest).step == 20
 
 
+@pytest.mark.parametrize("behind", [0, 5])
+def test_a_state_that_a_server_whose_clock_lags_behind_states_is_seen(server, clock, behind):
+    """It seemed older than the last report, and what was kept of the run as new as the run."""
+    app_state = server.app.state.collage
+    app_state.newest.stop(PATIENCE_SECONDS)
+    server.filled(steps=[10])
+    server.get("/metrics")
+    store = app_state.store
+    clock.now -= behind
+    for state in ("finished", "running", "failed"):
+        server.get("/metrics")
+        with store.points.snapshot() as now:
+            (kept,) = now.newest_kept(["r1"]).values()
+        assert store.newest.due(10, kept.made_by) == {}
+        server.send("PATCH", "/runs/r1", wire.RunUpdate(state=state))
+        assert list(store.newest.due(10, kept.made_by)) == ["r1"]
+
+
 def test_servers_of_two_releases_do_not_take_turns(server):
     """Each would have written the rows of all runs anew, every second, for as long as both serve."""
     app_state = server.app.state.collage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Literal
@@ -13,6 +14,7 @@ from collage_server.errors import Conflict, NotFound
 from collage_server.store import schema
 from collage_server.store.rows import missing_run, require_run, to_json
 from collage_server.store.runs.configurations import configuration_of
+from collage_server.store.runs.latest import LAST_SIGN_OF_LIFE
 
 __all__ = ["QuotaCheck", "QuotaName", "check_quotas", "create_run", "note_change", "update_run"]
 
@@ -106,9 +108,8 @@ def _resume(
         )
         if value is not None
     }
-    connection.execute(
-        update(_RUN).where(_RUN.c.run_id == create.run_id).values(state="running", updated_at=now, **stated)
-    )
+    stated |= {"state": "running", "updated_at": _next_sign_of_life(connection, create.run_id, now)}
+    connection.execute(update(_RUN).where(_RUN.c.run_id == create.run_id).values(**stated))
     if create.tags:
         _set_tags(connection, create.run_id, create.tags)
 
@@ -126,7 +127,7 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
         if getattr(change, name) is not None
     }
     if change.state is not None:
-        stated["updated_at"] = now
+        stated["updated_at"] = _next_sign_of_life(connection, run_id, now)
     if change.configuration is not None:
         stated["treated_as"] = change.configuration or None
     if stated:
@@ -136,6 +137,12 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
     note_change(connection, run_id, now)
     if change.tags is not None:
         _set_tags(connection, run_id, change.tags)
+
+
+def _next_sign_of_life(connection: Connection, run_id: str, now: float) -> float:
+    """`now`, later than what another server's clock said of the run: else what is kept of it would count as new."""
+    known = connection.execute(select(LAST_SIGN_OF_LIFE).where(_RUN.c.run_id == run_id)).scalar_one()
+    return max(now, math.nextafter(known, math.inf))
 
 
 def note_change(connection: Connection, run_id: str, now: float) -> None:

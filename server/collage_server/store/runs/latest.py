@@ -16,9 +16,10 @@ from collage_server.errors import Busy
 from collage_server.store import schema
 from collage_server.store.engine.database import ARCHIVE
 from collage_server.store.records import UNBOUNDED, ReportedState, first_hidden_steps
-from collage_server.store.rows import scalars_from_json
+from collage_server.store.rows import later, scalars_from_json
 
 __all__ = [
+    "LAST_SIGN_OF_LIFE",
     "TRAINING_REPORTED_AT",
     "all_ranks_are_through",
     "awaited_streams",
@@ -34,6 +35,11 @@ _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 _LATEST: Final = schema.run_latest
 TRAINING_REPORTED_AT: Final = func.max(case((_LATEST.c.attempt > 0, _LATEST.c.last_report_at)))
 """When the training reported last: what second writers report is no sign of its life."""
+LAST_SIGN_OF_LIFE: Final = later(
+    schema.run.c.updated_at,
+    select(TRAINING_REPORTED_AT).where(_LATEST.c.run_id == schema.run.c.run_id).scalar_subquery(),
+)
+"""Of a run: its training's last report, a launch or a stated state."""
 
 
 def reported_state(

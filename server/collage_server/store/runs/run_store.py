@@ -27,9 +27,9 @@ from collage_server.store.records import (
     RunRecord,
     RunRevision,
 )
-from collage_server.store.rows import among, from_json, later, missing_run, require_runs
+from collage_server.store.rows import among, from_json, missing_run, require_runs
 from collage_server.store.runs.changes import QuotaCheck, check_quotas, create_run, update_run
-from collage_server.store.runs.latest import TRAINING_REPORTED_AT, reported_state
+from collage_server.store.runs.latest import LAST_SIGN_OF_LIFE, TRAINING_REPORTED_AT, reported_state
 
 __all__ = [
     "RunStore",
@@ -257,17 +257,11 @@ def matching(query: RunFilter) -> list[ColumnElement[bool]]:
 def _filters(query: RunQuery, stale_before: float) -> list[ColumnElement[bool]]:
     filters = matching(query)
     if query.state in {"running", "stale"}:
-        fresh = _last_sign_of_life() >= stale_before
+        fresh = stale_before <= LAST_SIGN_OF_LIFE
         filters += [_RUN.c.state == "running", fresh if query.state == "running" else ~fresh]
     elif query.state is not None:
         filters.append(_RUN.c.state == query.state)
     return filters
-
-
-def _last_sign_of_life() -> ColumnElement[float]:
-    latest = schema.run_latest
-    reported = select(TRAINING_REPORTED_AT).where(latest.c.run_id == _RUN.c.run_id).scalar_subquery()
-    return later(_RUN.c.updated_at, reported)
 
 
 def _after(statement: Select[Any], cursor: str) -> Select[Any]:
