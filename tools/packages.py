@@ -28,7 +28,7 @@ NOWHERE = ("--server-url", "http://127.0.0.1:9")
 SECONDS = 600.0
 CALLS: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(("alerts", "list"), (NOWHERE, "no answer from")),
-    **dict.fromkeys(("export", "report", "show", "tag"), (("r", *NOWHERE), "no answer from")),
+    **dict.fromkeys(("check", "export", "report", "show", "tag"), (("r", *NOWHERE), "no answer from")),
     "open": (("--print", "--dashboard-url", "http://d"), "http://d"),
     "status": (NOWHERE, "NOT OK"),
     "compare": (("r", "s", *NOWHERE), "no answer from"),
@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[tuple[str, ...], str]] = {
     "import": (("curve.csv", "--project", "p", *NOWHERE), "no answer from"),
     "query": (("select 1", "--archive", "."), "no published table"),
     "run": (("--print-environment",), "COLLAGE_ATTACH"),
+    "preflight": (("--steps", "8", "--", "python", "-c", "pass"), "no step"),
     "sync": ((*NOWHERE, "--dir", "."), "nothing waits"),
     "doctor": ((), "torch"),
     "audit": (("last.pt",), "exp_avg"),

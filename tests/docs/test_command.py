@@ -6,6 +6,7 @@ import click
 
 from collage_monitor.command import root
 from tools.command_page import MARKER, PAGE, reference
+from tools.packages import CALLS, STARTED
 
 HEAD, _, TAIL = PAGE.read_text().partition(MARKER)
 
@@ -18,3 +19,7 @@ def test_the_verbs_of_the_head_exist():
     named = set(re.findall(r"`collage-monitor ([a-z]+)", HEAD))
     assert len(named) > 8
     assert named <= set(root.list_commands(click.Context(root)))
+
+
+def test_make_packages_calls_every_verb():
+    assert set(root.list_commands(click.Context(root))) == CALLS.keys() | STARTED.keys()
