@@ -44,7 +44,7 @@ dagfuncs.overRuns = function (params) {
 // A share, with one digit behind the point.
 dagfuncs.percent = function (value) {
   if (value === null || value === undefined) return "–";
-  return value > 0 && value < 1e-4 ? "< 0.01\u00a0%" : `${(100 * value).toFixed(1)}\u00a0%`;
+  return value > 0 && value < 5e-4 ? "< 0.1\u00a0%" : `${(100 * value).toFixed(1)}\u00a0%`;
 };
 
 function grouped(value) {

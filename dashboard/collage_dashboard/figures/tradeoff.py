@@ -11,11 +11,11 @@ import plotly.graph_objects as go
 
 from collage_dashboard.descriptions import describe, interval, number
 from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal, strategy_colour
+from collage_monitor.recommendation import short_title
 from collage_monitor.seeds import Estimate
-from collage_monitor.strategies import strategy_title
 from collage_monitor.strategy_results import StrategyResult
 
-__all__ = ["Cost", "short_titles", "tradeoff"]
+__all__ = ["Cost", "tradeoff"]
 
 Cost = Literal["bytes_per_parameter", "tokens_per_second"]
 _NOT_LOGGED: Final[dict[Cost, str]] = {
@@ -68,7 +68,8 @@ def tradeoff(
     """
     referred = any(result.is_reference for result in results)
     points = []
-    for result, title in zip(results, short_titles(results), strict=True):
+    for result in results:
+        title = short_title(result, results)
         spent, loss = getattr(result, cost), result.loss
         if referred:
             loss = _EXACT if result.is_reference and result.loss else result.gap
@@ -98,14 +99,6 @@ def tradeoff(
     left_out = len(results) - len(points)
     words = "strategy is" if left_out == 1 else "strategies are"
     return add_note(figure, f"{left_out} {words} left out: a number is missing") if left_out else figure
-
-
-def short_titles(results: Sequence[StrategyResult]) -> list[str]:
-    """The strategies' titles, with the dtype where the strategy is there in several."""
-    names = [result.strategy for result in results]
-    return [
-        result.title if names.count(result.strategy) > 1 else strategy_title(result.strategy) for result in results
-    ]
 
 
 def _led_label(point: _Point, middle: tuple[float, float], is_chosen: bool) -> dict[str, Any]:

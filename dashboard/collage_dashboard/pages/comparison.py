@@ -186,10 +186,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
 
     @app.callback(
         Output("compare-drawn", "data"),
-        *(
-            Output(f"compare-{name}", "children")
-            for name in ("table", "advice", "strategies", "counterfactuals", "pair")
-        ),
+        *(Output(f"compare-{name}", "children") for name in _ANSWERED),
         *(Output(f"compare-cost-{place}", "figure") for place in range(len(COSTS))),
         *(Output(f"compare-answer-{place}", "data") for place in places),
         Input("compare-shown", "data"),
@@ -221,7 +218,11 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_of(run_results(rows, runs or ()))
-        shown = [no_update] * (5 + len(COSTS)) if runs is None else _tables_and_answer(view, rows, runs, results)
+        shown = (
+            [no_update] * (len(_ANSWERED) + len(COSTS))
+            if runs is None
+            else _tables_and_answer(view, rows, runs, results)
+        )
         means = results if lines_of(view, rows) == "strategy" else ()
         figures = {
             place: with_zoom(draw_curves(found[metrics[place]], metrics[place], view, means), view)
@@ -271,6 +272,8 @@ def _register_pair(app: dash.Dash, reader: Reader) -> None:
         # What the page has just put there is no choice of its reader.
         if len(known) < 2 or [short_title(one, known) for one in pair_of(before, known)] == pair:
             raise dash.exceptions.PreventUpdate
+        if len(set(pair)) < 2:
+            return "Choose two different strategies.", no_update
         view = replace(before, pair=tuple(pair), zoom=None)
         metric = charted_metrics(rows)[LOSS]
         try:

@@ -66,7 +66,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                 [_select(name, view, _choices(name, shown, filters)) for name in _FILTERS], className="filters"
             ),
             html.Div(id="incidents-alert"),
-            html.Div(_content(found, names), id="incidents-content"),
+            html.Div(_content(found, names, view), id="incidents-content"),
             pandas_note(reader, "pandas.json_normalize(msgspec.to_builtins(client.incidents().events))"),
             limits_note(),
         ],
@@ -114,26 +114,26 @@ def register(app: dash.Dash, reader: Reader) -> None:
         try:
             found = reader.ask_together(*_questions(view))
         except CollageError as error:
-            return [], no_update, notice(explain(error))
+            return None, no_update, notice(explain(error))
         if _revision(found) == known and dash.ctx.triggered_id != "incidents-shown":
             raise dash.exceptions.PreventUpdate
         names = _names(reader, [one.run_id for one in _shown(found) if one.run_id])
-        return _revision(found), _content(found, names), None
+        return _revision(found), _content(found, names, view), None
 
     @app.callback(
         Output("incidents-alert", "children", allow_duplicate=True),
         Output("tick", "data", allow_duplicate=True),
         Input({"type": "acknowledge-all", "index": ALL}, "n_clicks"),
-        State("incidents-shown", "data"),
+        State("incidents-revision", "data"),
         prevent_initial_call=True,
     )
-    def acknowledge(clicks: list[int | None], shown: dict[str, str]) -> tuple[Any, Any]:
+    def acknowledge(clicks: list[int | None], shown: list[list[Any]] | None) -> tuple[Any, Any]:
         """Take care of every open incident that is shown: the server decides whether this token may."""
         if not any(clicks):
             raise dash.exceptions.PreventUpdate
-        view = read_address(shown["pathname"], shown["search"])
+        untaken = [one for one, state, taken, _ in shown or () if state == "firing" and taken is None]
         try:
-            reader.ask(lambda client: [client.acknowledge(one.incident_id) for one in _untaken(client, view)])
+            reader.ask(lambda client: [client.acknowledge(one) for one in untaken])
         except CollageError as error:
             return refusal(error), no_update
         return None, f"acknowledged {time.time()}"
@@ -143,18 +143,18 @@ def _questions(view: View) -> list[Any]:
     def of(state: wire.IncidentState) -> Any:
         return lambda client: _asked(client, view, state)
 
-    return [of(state) for state in _STATES if view.state in {None, state}]
+    return [of(state) for state in _STATES if _shows(view, state)]
+
+
+def _shows(view: View, state: wire.IncidentState) -> bool:
+    """Whether incidents of this state are shown; a state that is none filters nothing."""
+    return view.state == state or view.state not in _STATES
 
 
 def _asked(client: Client, view: View, state: wire.IncidentState) -> wire.IncidentPage:
     run = view.runs[0] if view.runs else None
     asked = {name: getattr(view, name) for name in ("project", "alert", "severity")}
     return client.incidents(**asked, run_id=run, state=state, limit=_MOST)
-
-
-def _untaken(client: Client, view: View) -> list[wire.Incident]:
-    """The open incidents of the view that nobody has acknowledged."""
-    return [one for one in _asked(client, view, "firing").events if one.acknowledged_by is None]
 
 
 def _shown(found: Sequence[wire.IncidentPage]) -> list[wire.Incident]:
@@ -201,7 +201,7 @@ def _select(name: str, view: View, choices: Mapping[str, str]) -> dmc.Select:
     )
 
 
-def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str]) -> list[Any]:
+def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str], view: View) -> list[Any]:
     shown = _shown(found)
     if not shown:
         text = "No alert has fired here. That does not prove health: an alert sees only what it was made for."
@@ -214,7 +214,7 @@ def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str]) -> li
         id={"type": "acknowledge-all", "index": 0},
         className="textual",
     )
-    said: list[Any] = [f"{_at_a_glance(firing, shown)} ", *([take] if untaken else [])]
+    said: list[Any] = [f"{_at_a_glance(view, firing, ended)} ", *([take] if untaken else [])]
     parts: list[Any] = [html.Div(said, className="headline", role="status")]
     more = any(part.cursor for part in found)
     parts += [_table("Open", [("", firing)], names, more)] if firing else []
@@ -223,22 +223,28 @@ def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str]) -> li
     return parts + ([_table("Ended", days, names, more)] if ended else [])
 
 
-def _at_a_glance(firing: Sequence[wire.Incident], shown: Sequence[wire.Incident]) -> str:
-    """'2 incidents open. 5 fired in the last 12 hours, 3 of them have ended.'"""
-    count = len(firing)
+def _at_a_glance(view: View, firing: Sequence[wire.Incident], ended: Sequence[wire.Incident]) -> str:
+    """'2 incidents open. 5 fired in the last 12 hours, 3 of them have ended.' Only of states that are shown."""
+    count, since = len(firing), time.time() - 3600 * _GLANCE_HOURS
     said = "No incident is open." if not count else f"{count} incident{'' if count == 1 else 's'} open."
-    recent = [one for one in shown if one.started_at > time.time() - 3600 * _GLANCE_HOURS]
+    over = sum(one.started_at > since for one in ended)
+    recent = over + sum(one.started_at > since for one in firing)
+    fired = f"{recent or 'None'} fired in the last {_GLANCE_HOURS} hours"
+    if not _shows(view, "resolved"):
+        return f"{said} {fired}."
+    if not _shows(view, "firing"):
+        return f"{fired} and {'has' if recent == 1 else 'have'} ended."
     if not recent:
-        return f"{said} None fired in the last {_GLANCE_HOURS} hours."
-    over = sum(one.state != "firing" for one in recent)
-    ended = f"{over} of them {'has' if over == 1 else 'have'} ended" if over else "none of them has ended"
-    return f"{said} {len(recent)} fired in the last {_GLANCE_HOURS} hours, {ended}."
+        return f"{said} {fired}."
+    rest = f"{over} of them {'has' if over == 1 else 'have'} ended" if over else "none of them has ended"
+    return f"{said} {fired}, {rest}."
 
 
 def _zone() -> tzinfo:
     """The reader's time zone, which the page's scripts keep in a cookie; UTC before they have."""
+    named = request.cookies.get("zone")
     try:
-        return ZoneInfo(request.cookies.get("zone", "UTC"))
+        return ZoneInfo(named) if named else UTC
     except (ZoneInfoNotFoundError, ValueError, OSError):
         return UTC
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -85,20 +85,18 @@ def among(column: ColumnElement[Any], name: str = "run_ids") -> ColumnElement[bo
     return column.in_(bindparam(name, expanding=True))
 
 
-_NUMBERS: Final = frozenset({"attempt", "first_chunk", "last_chunk", "entry", "layer", "layers"})
-
-
-def given_rows(dialect: str, names: Sequence[str]) -> str:
-    """A SELECT of rows that are given when the statement is executed, by `rows_given`: of one as of a thousand.
+def given_rows(dialect: str, texts: Sequence[str], integers: Sequence[str] = ()) -> str:
+    """A SELECT of rows, columns of texts first, that `rows_given` gives when the statement is executed.
 
     One mark a value makes a statement of its own for each number of rows. SQLAlchemy and databases keep hundreds of
     statements, and of thousands of marks each takes megabytes.
     """
+    names = (*texts, *integers)
     if dialect == "sqlite":
         values = ", ".join(f"json_extract(value, '$[{place}]') AS {name}" for place, name in enumerate(names))
         return f"SELECT {values} FROM json_each(:rows)"
-    lists = ", ".join(f"CAST(:{name} AS {'integer' if name in _NUMBERS else 'text'}[])" for name in names)
-    return f"SELECT * FROM unnest({lists}) AS given({', '.join(names)})"
+    columns = [f"CAST(:{name} AS text[])" for name in texts] + [f"CAST(:{name} AS integer[])" for name in integers]
+    return f"SELECT * FROM unnest({', '.join(columns)}) AS given({', '.join(names)})"
 
 
 def rows_given(dialect: str, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:

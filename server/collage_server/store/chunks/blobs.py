@@ -280,16 +280,18 @@ def _layer_rows(
     )
     raw: Any = connection.connection.driver_connection
     opened = 0
-    for row in itertools.chain.from_iterable(batches):
-        if not in_place:
-            yield row
-        elif row[7] < row[6]:
-            opened += 1
-            with raw.blobopen("layer_chunk", "data", row[8], readonly=True) as blob:
-                blob.seek(8 * row[5] * row[7])
-                yield (*row[:8], blob.read(8 * row[5] * row[9]))
-    if opened:
-        connection.info[BLOBS_OPENED] = connection.info.get(BLOBS_OPENED, 0) + opened
+    try:
+        for row in itertools.chain.from_iterable(batches):
+            if not in_place:
+                yield row
+            elif row[7] < row[6]:
+                opened += 1
+                with raw.blobopen("layer_chunk", "data", row[8], readonly=True) as blob:
+                    blob.seek(8 * row[5] * row[7])
+                    yield (*row[:8], blob.read(8 * row[5] * row[9]))
+    finally:
+        if opened:
+            connection.info[BLOBS_OPENED] = connection.info.get(BLOBS_OPENED, 0) + opened
 
 
 def select_rows(
@@ -317,11 +319,11 @@ def select_rows(
         for more in (extra.get(run_id, ()) if extra is not None else [()])
     ]
     held = {owner: set(numbers) for owner, numbers in chunks.items()}
-    dialect, names = connection.dialect.name, ("run_id", "attempt", "first_chunk", "last_chunk", *spans)
-    statement = _statement(dialect, table, tuple(columns), condition, names)
+    dialect, integers = connection.dialect.name, ("attempt", "first_chunk", "last_chunk", *spans)
+    statement = _statement(dialect, table, tuple(columns), condition, integers)
     for start in range(0, len(wanted), _SPANS_A_STATEMENT):
         some = wanted[start : start + _SPANS_A_STATEMENT]
-        given = {**rows_given(dialect, names, some), "level": level, **(parameters or {})}
+        given = {**rows_given(dialect, ("run_id", *integers), some), "level": level, **(parameters or {})}
         batch = min(max(_BATCH_BYTES // max(row_bytes, 1), 1), _ROWS_A_BATCH)
         is_large = row_bytes * len(some) * max(map(len, chunks.values())) > _FETCHED_AT_ONCE
         found = connection.execute(statement, given, execution_options={"yield_per": batch} if is_large else {})
@@ -331,11 +333,12 @@ def select_rows(
 
 @lru_cache(maxsize=64)
 def _statement(
-    dialect: str, table: str, columns: Sequence[str], condition: str, names: Sequence[str]
+    dialect: str, table: str, columns: Sequence[str], condition: str, integers: Sequence[str]
 ) -> TextClause:
     shown = ", ".join(column if "." in column else f"t.{column}" for column in (*_PLACE, *columns))
+    spans = given_rows(dialect, ("run_id",), integers)
     return text(
-        f"WITH w AS MATERIALIZED ({given_rows(dialect, names)}) SELECT {shown} FROM w CROSS JOIN {table} t "
+        f"WITH w AS MATERIALIZED ({spans}) SELECT {shown} FROM w CROSS JOIN {table} t "
         "WHERE t.run_id = w.run_id AND t.attempt = w.attempt AND t.level = :level "
         f"AND t.chunk BETWEEN w.first_chunk AND w.last_chunk AND {condition}"
     ).execution_options(blobs=True)
