@@ -438,7 +438,15 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Rows as a table with every column that one of them has, in the order first seen."""
     pyarrow = _pyarrow()
     names = dict.fromkeys(name for row in rows for name in row)
-    return pyarrow.table({name: pyarrow.array([row.get(name) for row in rows]) for name in names})
+    return pyarrow.table({name: pyarrow.array(_alike([row.get(name) for row in rows])) for name in names})
+
+
+def _alike(values: list[Any]) -> list[Any]:
+    """A column's values; as text where they are of kinds that one column cannot hold."""
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) < 2 or kinds == {int, float}:
+        return values
+    return [value if value is None else str(value) for value in values]
 
 
 def _run_columns(row: wire.RunRow, paths: Sequence[str]) -> dict[str, Any]:

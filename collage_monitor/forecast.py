@@ -11,7 +11,7 @@ The whole window must not be taken as one: its histogram is of many rates. Each 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -224,9 +224,9 @@ def _trend(x: Array, heights: Array) -> tuple[float, float, float]:
     """Slope against log₂ step, 0 where chance may have made it; its standard error; and that of the level."""
     if len(x) < _FEWEST_OF_TREND:
         return 0.0, 0.0, max(_LEAST_SPREAD, float(np.std(heights)))
-    (slope, _), covariance = np.polyfit(x, heights, 1, cov=True)
-    error = float(np.sqrt(covariance[0, 0]))
-    rest = heights - np.polyval(np.polyfit(x, heights, 1), x)
+    fitted, covariance = np.polyfit(x, heights, 1, cov=True)
+    slope, error = fitted[0], float(np.sqrt(covariance[0, 0]))
+    rest = heights - np.polyval(fitted, x)
     spread = max(_LEAST_SPREAD, float(np.std(rest)) / len(x) ** 0.5)
     is_drift = abs(slope) > max(_LEAST_DRIFT, _CERTAIN * error)
     return float(slope) if is_drift else 0.0, error, spread
@@ -257,7 +257,7 @@ def _forecast(
     mean = float(lost[moving].mean()) if moving.any() else 0.0
     rate = None if onset is None else float(schedule.rates[onset - 1])
     made = StrategyForecast(name, onset, earliest, latest, rate, mean, first_in, first_onset, "")
-    return StrategyForecast(**{**vars(made), "text": " ".join(_words(made, record, after))})
+    return replace(made, text=" ".join(_words(made, record, after)))
 
 
 def _thresholds(strategy: str, dtype: str) -> list[tuple[float, float]]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +36,7 @@ __all__ = ["check", "preflight"]
 
 _MOST_RUNS: Final = 8
 _STOP_SECONDS: Final = 15.0
+_LOOK_SECONDS: Final = 0.05
 _MEASURED_STEPS: Final = 64
 
 
@@ -198,12 +199,14 @@ def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if process.poll() is None:
+            # The group outlives its leader while anybody else of it lives: so long killpg finds it.
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
-                try:
-                    process.wait(_STOP_SECONDS)
-                except subprocess.TimeoutExpired:
-                    continue
+                until = time.monotonic() + _STOP_SECONDS
+                while time.monotonic() < until:
+                    process.poll()
+                    os.killpg(process.pid, 0)
+                    time.sleep(_LOOK_SECONDS)
 
 
 def _of_program(

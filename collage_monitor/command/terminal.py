@@ -28,7 +28,7 @@ def clock(seconds: float) -> str:
 
 def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Rows in columns below their names; columns of numbers to the right."""
-    cells = [list(names), *([_cell(value) for value in row] for row in rows)]
+    cells = [[printable(name) for name in names], *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = [any(isinstance(row[place], int | float) for row in rows) for place in range(len(names))]
     lines = (

@@ -58,6 +58,16 @@ def test_runs_are_a_table_with_what_is_said_of_each(server, client):
     assert client.runs_frame(project="none").num_rows == 0
 
 
+def test_a_column_of_several_kinds_is_text(server, client):
+    """Arrow refused them."""
+    server.filled("r1", "s1", config={"lr": 0.1, "warm": True, "steps": 1})
+    server.filled("r2", "s2", config={"lr": "auto", "warm": 1, "steps": 2.5})
+    rows = {row["run_id"]: row for row in client.runs_frame(config=["lr", "warm", "steps"]).to_pylist()}
+    assert [rows[run]["config.lr"] for run in ("r1", "r2")] == ["0.1", "auto"]
+    assert [rows[run]["config.warm"] for run in ("r1", "r2")] == ["True", "1"]
+    assert [rows[run]["config.steps"] for run in ("r1", "r2")] == [1.0, 2.5]
+
+
 def test_layers_are_a_table_with_metrics_over_the_steps_that_are_asked_for(server, client):
     server.filled("r1", "s1")
     frame = polars.DataFrame(client.layers_frame("r1", ["edq_ratio"], first_step=20, last_step=40))

@@ -127,10 +127,17 @@ def test_a_word_that_means_no_run_or_several_is_answered_with_what_comes_near(ca
         assert len([line for line in result.stderr.splitlines() if line.strip().startswith("01")]) == 2
 
 
+STEERING = "\x1b]0;a title\x07"
+"""Names the terminal's window. click takes out what colours and moves where no terminal is, but not this."""
+
+
 def test_a_name_that_would_steer_the_terminal_does_not(call, server):
-    server.run("01ZZ", name="\x1b[2Jx\nrun")
+    server.run("01ZZ", name=f"{STEERING}x\nrun")
     for words in (["list"], ["show", "01ZZ"], ["open", "01ZZ", "--print", "--dashboard-url", "http://d"]):
         assert "\x1b" not in call(*words).output
+    for run, value in (("01YA-a", 1), ("01YB-b", 2)):
+        server.run(run, config={f"{STEERING}lr": value})
+    assert "\x1b" not in call("compare", "01YA-a", "01YB-b").output
 
 
 def test_compare_tells_health_losses_and_the_settings_that_differ(call):

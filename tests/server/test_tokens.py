@@ -301,3 +301,18 @@ def test_a_change_here_is_in_force_although_an_older_read_was_under_way(store):
         assert await asking is None
 
     asyncio.run(scenario())
+
+
+def test_views_are_those_of_projects_within_reach(guarded):
+    operator, _ = guarded.token("operate")
+    for project in ("p", "q"):
+        path, view = f"/api/v1/projects/{project}/views", wire.SavedViewCreate(name=f"of {project}", search="x=1")
+        assert guarded.ask("POST", path, operator, view).status_code == 201
+
+    def seen(projects, asked=""):
+        secret, _ = guarded.token("read", projects=projects)
+        return [view["name"] for view in guarded.ask("GET", f"/api/v1/views{asked}", secret).json()["views"]]
+
+    assert seen(None) == ["of p", "of q"]
+    assert seen(["q"]) == ["of q"]
+    assert seen(["q"], "?project=p") == []

@@ -97,8 +97,8 @@ def get_run_filters(request: Request) -> Response:
 @router.get("/views", **describes(wire.SavedViewList))
 def list_views(request: Request, project: Filter = None) -> Response:
     """Saved views of the table of runs, of one project or of all."""
-    projects = principal_of(request).projects
-    asked = projects if project is None else {project} & (projects or {project})
+    principal = principal_of(request)
+    asked = principal.projects if project is None else {project} if principal.owns(project) else set()
     return answer(wire.SavedViewList(views=app_state_of(request).store.table.views(asked)))
 
 

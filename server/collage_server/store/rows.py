@@ -37,6 +37,7 @@ __all__ = [
     "rows_given",
     "scalars_from_json",
     "scalars_to_json",
+    "shape_of",
     "to_json",
 ]
 
@@ -85,25 +86,33 @@ def among(column: ColumnElement[Any], name: str = "run_ids") -> ColumnElement[bo
     return column.in_(bindparam(name, expanding=True))
 
 
-def given_rows(dialect: str, texts: Sequence[str], integers: Sequence[str] = ()) -> str:
-    """A SELECT of rows, columns of texts first, that `rows_given` gives when the statement is executed.
+def given_rows(dialect: str, names: Sequence[str], shape: int) -> str:
+    """A common table `w` of rows that `rows_given` gives when the statement is executed; shape: `shape_of` them.
 
-    One mark a value makes a statement of its own for each number of rows. SQLAlchemy and databases keep hundreds of
-    statements, and of thousands of marks each takes megabytes.
+    A statement for each number of rows would be kept by SQLAlchemy and by SQLite, hundreds of them, and of
+    thousands of marks each takes megabytes. SQLite reads any number as JSON. PostgreSQL plans arrays worse: they
+    took half as much CPU again as VALUES, so there a statement has a power of two of rows.
     """
-    names = (*texts, *integers)
     if dialect == "sqlite":
         values = ", ".join(f"json_extract(value, '$[{place}]') AS {name}" for place, name in enumerate(names))
-        return f"SELECT {values} FROM json_each(:rows)"
-    columns = [f"CAST(:{name} AS text[])" for name in texts] + [f"CAST(:{name} AS integer[])" for name in integers]
-    return f"SELECT * FROM unnest({', '.join(columns)}) AS given({', '.join(names)})"
+        return f"w AS MATERIALIZED (SELECT {values} FROM json_each(:rows))"
+    marks = iter(range(shape * len(names)))
+    rows = ", ".join(f"({', '.join(f':v{next(marks)}' for _ in names)})" for _ in range(shape))
+    return f"w ({', '.join(names)}) AS (VALUES {rows})"
 
 
-def rows_given(dialect: str, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """The parameters of `given_rows`: all rows as JSON, or each column as an array."""
+def shape_of(dialect: str, rows: Sequence[Sequence[Any]]) -> int:
+    """Which statement takes so many rows."""
+    return 0 if dialect == "sqlite" else 1 << (len(rows) - 1).bit_length()
+
+
+def rows_given(dialect: str, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """The parameters of `given_rows`; rows that are added to fill the shape have empty texts and zeros."""
     if dialect == "sqlite":
         return {"rows": to_json(rows)}
-    return {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+    empty = ["" if isinstance(value, str) else 0 for value in rows[0]]
+    filled = [*rows, *[empty] * (shape_of(dialect, rows) - len(rows))]
+    return {f"v{place}": value for place, value in enumerate(value for row in filled for value in row)}
 
 
 def later(one: ColumnElement[Any], other: ColumnElement[Any]) -> ColumnElement[float]:

@@ -21,7 +21,7 @@ from sqlalchemy import Connection, Select, TextClause, case, func, select, text
 
 from collage_server.store import schema
 from collage_server.store.records import FloatArray, IntArray
-from collage_server.store.rows import among, given_rows, int_array, int_bytes, rows_given
+from collage_server.store.rows import among, given_rows, int_array, int_bytes, rows_given, shape_of
 
 __all__ = [
     "ALL_RANKS",
@@ -319,11 +319,11 @@ def select_rows(
         for more in (extra.get(run_id, ()) if extra is not None else [()])
     ]
     held = {owner: set(numbers) for owner, numbers in chunks.items()}
-    dialect, integers = connection.dialect.name, ("attempt", "first_chunk", "last_chunk", *spans)
-    statement = _statement(dialect, table, tuple(columns), condition, integers)
+    dialect, names = connection.dialect.name, ("run_id", "attempt", "first_chunk", "last_chunk", *spans)
     for start in range(0, len(wanted), _SPANS_A_STATEMENT):
         some = wanted[start : start + _SPANS_A_STATEMENT]
-        given = {**rows_given(dialect, ("run_id", *integers), some), "level": level, **(parameters or {})}
+        statement = _statement(dialect, table, tuple(columns), condition, names, shape_of(dialect, some))
+        given = {**rows_given(dialect, some), "level": level, **(parameters or {})}
         batch = min(max(_BATCH_BYTES // max(row_bytes, 1), 1), _ROWS_A_BATCH)
         is_large = row_bytes * len(some) * max(map(len, chunks.values())) > _FETCHED_AT_ONCE
         found = connection.execute(statement, given, execution_options={"yield_per": batch} if is_large else {})
@@ -333,12 +333,11 @@ def select_rows(
 
 @lru_cache(maxsize=64)
 def _statement(
-    dialect: str, table: str, columns: Sequence[str], condition: str, integers: Sequence[str]
+    dialect: str, table: str, columns: Sequence[str], condition: str, names: Sequence[str], shape: int
 ) -> TextClause:
     shown = ", ".join(column if "." in column else f"t.{column}" for column in (*_PLACE, *columns))
-    spans = given_rows(dialect, ("run_id",), integers)
     return text(
-        f"WITH w AS MATERIALIZED ({spans}) SELECT {shown} FROM w CROSS JOIN {table} t "
+        f"WITH {given_rows(dialect, names, shape)} SELECT {shown} FROM w CROSS JOIN {table} t "
         "WHERE t.run_id = w.run_id AND t.attempt = w.attempt AND t.level = :level "
         f"AND t.chunk BETWEEN w.first_chunk AND w.last_chunk AND {condition}"
     ).execution_options(blobs=True)

@@ -32,7 +32,7 @@ from collage_server.store.records import (
     StreamRecord,
     first_hidden_steps,
 )
-from collage_server.store.rows import given_rows, int_bytes, rows_given, scalars_from_json
+from collage_server.store.rows import given_rows, int_bytes, rows_given, scalars_from_json, shape_of
 from collage_server.store.runs.latest import last_sealed_steps
 
 __all__ = [
@@ -142,8 +142,8 @@ def _newest_rows(connection: Connection, views: Mapping[str, RunView], count: in
     rows: list[Row[Any]] = []
     for start in range(0, len(keys), _KEYS_A_STATEMENT):
         some = keys[start : start + _KEYS_A_STATEMENT]
-        given = {**rows_given(dialect, _KEY, some), "parts": _NEWEST_PARTS}
-        rows += connection.execute(_newest_statement(dialect), given).all()
+        given = {**rows_given(dialect, some), "parts": _NEWEST_PARTS}
+        rows += connection.execute(_newest_statement(dialect, shape_of(dialect, some)), given).all()
     short = _runs_to_read_whole(connection, rows, steps, count)
     found: dict[str, list[Row[Any]]] = {run_id: [] for run_id in views if run_id not in short}
     for row in rows:
@@ -173,10 +173,10 @@ def _runs_to_read_whole(
 
 
 @cache
-def _newest_statement(dialect: str) -> TextClause:
+def _newest_statement(dialect: str, shape: int) -> TextClause:
     same = "{0}.run_id = w.run_id AND {0}.stream_id = w.stream_id AND {0}.name = w.name"
     return text(
-        f"WITH w AS MATERIALIZED ({given_rows(dialect, _KEY)}) "
+        f"WITH {given_rows(dialect, _KEY, shape)} "
         "SELECT t.run_id, t.stream_id, t.name, t.part, t.point_count, t.data FROM w CROSS JOIN scalar_chunk t "
         f"WHERE {same.format('t')} AND t.part > "
         f"(SELECT max(s.part) FROM scalar_chunk s WHERE {same.format('s')}) - :parts "
