@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -40,7 +41,7 @@ from collage_monitor.schedule import RateSchedule
 from collage_monitor.statistics import metric_keys
 from collage_monitor.wire import Number, Run, Series, WatchInfo
 
-__all__ = ["read_edq_since", "read_evidence", "read_forecast", "read_onset"]
+__all__ = ["MetricHistory", "read_evidence", "read_forecast", "read_history"]
 
 _POINTS: Final = 2000
 _HEATMAP_POINTS: Final = 128
@@ -122,15 +123,31 @@ def read_evidence(client: Client, run_id: str) -> Evidence:
     return Evidence(model, layers, run.watch, earliest, end[0] if end else None, silent)
 
 
-def read_onset(
+@dataclass(frozen=True)
+class MetricHistory:
+    """A metric, or a logged scalar, of a run's model over its steps, and since when it is what it is.
+
+    onset: its abrupt change, with the layers that changed too; None if none was found.
+    """
+
+    series: Series
+    onset: Onset | None
+
+    def since(self) -> str | None:
+        """Since when an EDQ is what it is, in a sentence; None if no abrupt change was found."""
+        steps, values = self.series.first_steps, _numbers(self.series.values)
+        return since_in_words(self.onset, steps, values, "EDQ", tolerance=EDQ_TOLERANCE)
+
+
+def read_history(
     client: Client,
     run_id: str,
     metric: str = "edq_ratio",
     *,
     first_step: int | None = None,
     last_step: int | None = None,
-) -> Onset | None:
-    """Since when a metric of a run, or a logged scalar, is what it is, if it changed; the layers that changed too.
+) -> MetricHistory:
+    """A metric of a run, or a logged scalar, in at most _HEATMAP_POINTS points; one request, two of a metric.
 
     Raises:
         CollageError: the server does not answer, or refuses.
@@ -139,26 +156,16 @@ def read_onset(
     entry = METRICS[split_key(metric)[0]] if is_metric(metric) else None
     least = EDQ_TOLERANCE if entry is not None and entry.ideal is not None else 0.0
     if entry is None:
-        return find_onset(model.first_steps, _numbers(model.values), least=least)
+        return MetricHistory(model, find_onset(model.first_steps, _numbers(model.values), least=least))
     heatmap = client.heatmap(run_id, metric, points=_HEATMAP_POINTS, first_step=first_step, last_step=last_step)
     at = dict(zip(model.steps, model.values, strict=True))
-    return find_onset(
+    onset = find_onset(
         heatmap.first_steps,
         _numbers([at.get(step) for step in heatmap.steps]),
         {name: _numbers(row) for name, row in zip(heatmap.layers, heatmap.values, strict=True)},
         least=least,
     )
-
-
-def read_edq_since(client: Client, run_id: str) -> str | None:
-    """Since when a run's EDQ is what it is, in a sentence; None if no abrupt change was found.
-
-    Raises:
-        CollageError: the server does not answer, or refuses.
-    """
-    model = client.series(run_id, "edq_ratio", points=_HEATMAP_POINTS)
-    onset, values = read_onset(client, run_id), _numbers(model.values)
-    return since_in_words(onset, model.first_steps, values, "EDQ", tolerance=EDQ_TOLERANCE)
+    return MetricHistory(model, onset)
 
 
 def read_forecast(client: Client, run_id: str, schedule: RateSchedule) -> Forecast:

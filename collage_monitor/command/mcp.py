@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Annotated, Any, Final, TypeVar
 
 import click
@@ -27,14 +26,15 @@ from pydantic import AnyHttpUrl, Field
 
 from collage_monitor import __version__, wire
 from collage_monitor.client import Client
-from collage_monitor.command.terminal import printable
+from collage_monitor.command.server import open_client, server_address_options
+from collage_monitor.command.terminal import clock, printable
 from collage_monitor.errors import CollageError
 from collage_monitor.judgement import Finding, judge
-from collage_monitor.local import LOOPBACK_HOSTS, find_token, is_loopback, server_address, web_address
+from collage_monitor.local import LOOPBACK_HOSTS, is_loopback, web_address
 from collage_monitor.metrics import METRICS, is_metric, split_key
 from collage_monitor.onset import describe
 from collage_monitor.recommendation import recommendation
-from collage_monitor.run_evidence import read_edq_since, read_evidence, read_onset
+from collage_monitor.run_evidence import read_evidence, read_history
 from collage_monitor.strategy_results import RunResult, loss_name, results_of, run_results
 
 __all__ = ["ANSWER_BYTES", "RunQuestions", "create_server", "mcp"]
@@ -113,7 +113,7 @@ class RunQuestions:
         """What is judged of a run: the word, the reasons with their numbers, since when, and what to try."""
         with self._client() as client:
             found, evidence = client.run(run), read_evidence(client, run)
-            judged, since = judge(evidence), read_edq_since(client, run)
+            judged, since = judge(evidence), read_history(client, run).since()
             firing = client.incidents(run_id=run, state="firing", limit=20).events
         quoted = [*evidence.layers, *_of_agent(found.watch)]
         lines = [_introduced(found), f"Verdict: {judged.health}. {_told(judged.text, quoted)}"]
@@ -146,27 +146,20 @@ class RunQuestions:
     def since_when(self, run: _Run, metric: _Metric = "edq_ratio") -> str:
         """Since when a metric or a logged number is what it is: the step at which it changed, before and after."""
         with self._client() as client:
-            change = read_onset(client, run, metric)
-            since = read_edq_since(client, run) if metric == "edq_ratio" else None
-            own = client.series(run, metric, points=_CURVE_POINTS)
-        said = since or (describe(change, _plain(metric)) if change else None)
+            history = read_history(client, run, metric)
+        own, change = history.series, history.onset
+        said = history.since() if metric == "edq_ratio" else None
+        said = said or (describe(change, _plain(metric)) if change else None)
         layers = change.layers if change else ()
-        known = [(step, value) for step, value in zip(own.steps, own.values, strict=True) if value is not None]
-        if not known:
+        places = [place for place, value in enumerate(own.values) if value is not None]
+        if not places:
             return f"{_plain(metric)} of run {run} has no value in these steps."
-        (begin, first), (end, last) = known[0], known[-1]
-        now = (
-            f"{_plain(metric)} of run {run} is {_number(first)} at step {begin} and {_number(last)} at step {end}."
-        )
+        begin, end = (f"{_number(own.values[at])} {_covered(own, at)}" for at in (places[0], places[-1]))
+        now = f"{_plain(metric)} of run {run} is {begin} and {end}."
         if said is None:
             return f"{now} No abrupt change between: it is steady, or changed slowly."
-        lines = [f"{_told(said, [entry.layer for entry in layers])}.", now]
-        return "\n".join(
-            [
-                *lines,
-                *(f"- {_data(one.layer)}: {one.before:.4g} before, {one.after:.4g} after" for one in layers[:20]),
-            ]
-        )
+        changed = (f"- {_data(one.layer)}: {one.before:.4g} before, {one.after:.4g} after" for one in layers[:20])
+        return "\n".join([f"{_told(said, [entry.layer for entry in layers])}.", now, *changed])
 
     @_answers
     def compare(self, runs: _Runs) -> str:
@@ -256,6 +249,12 @@ def _read_results(client: Client, run_ids: Sequence[str]) -> tuple[list[RunResul
     return run_results(rows, compared), sorted(words), sorted(layers)
 
 
+def _covered(series: wire.Series, place: int) -> str:
+    """The steps that a point of a series stands for."""
+    first, last = series.first_steps[place], series.steps[place]
+    return f"at step {last}" if first == last else f"on average of steps {first} to {last}"
+
+
 def _introduced(run: wire.Run) -> str:
     """Which run this is, in one sentence."""
     watch = run.watch
@@ -293,11 +292,11 @@ def _finding(finding: Finding) -> str:
 
 
 def _incident(incident: wire.Incident) -> str:
-    ended = "" if incident.resolved_at is None else f" to {_clock(incident.resolved_at)}"
+    ended = "" if incident.resolved_at is None else f" to {clock(incident.resolved_at)}"
     about = f"run {incident.run_id} of project {_data(incident.project or '')}" if incident.run_id else "the server"
     step = "" if incident.step is None else f" at step {incident.step}"
     value = "" if incident.value is None else f", value {_number(incident.value)}"
-    when = f"{_clock(incident.started_at)}{ended}"
+    when = f"{clock(incident.started_at)}{ended}"
     head = f"{_plain(incident.alert)} ({_plain(incident.severity)}), {incident.state}, {when}, {about}{step}{value}"
     taken = f"; acknowledged by {_data(incident.acknowledged_by)}" if incident.acknowledged_by else ""
     return f"{head}{taken}. {_data(incident.text, _PASSAGE_CHARACTERS)}"
@@ -340,10 +339,6 @@ def _plain(text: str, most: int = _NAME_CHARACTERS) -> str:
 
 def _number(value: wire.Number | None) -> str:
     return "unknown" if value is None else f"{wire.from_number(value):.5g}"
-
-
-def _clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _bounded(text: str) -> str:
@@ -398,10 +393,7 @@ def create_server(client: Callable[[], Client], tokens: _ServerTokens | None = N
 
 
 @click.command("mcp")
-@click.option(
-    "--server-url", envvar="COLLAGE_SERVER_URL", default=server_address, show_default="the local server's"
-)
-@click.option("--token", envvar="COLLAGE_TOKEN", help="Token that may read; default for a local server: its own.")
+@server_address_options
 @click.option("--http", is_flag=True, help="Listen, instead of speaking over standard input and output.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=MCP_PORT, show_default=True, type=click.IntRange(1, 65535))
@@ -415,7 +407,7 @@ def mcp(
     --http each request brings a token of its own: one with which the server may be read, and what it may read.
     """
     if not http:
-        create_server(lambda: Client(server_url, token or find_token(server_url))).run("stdio")
+        create_server(lambda: open_client(server_url, token)).run("stdio")
         return
     if token is not None:
         raise click.UsageError("--token is not used with --http: each request brings its own")

@@ -14,17 +14,16 @@ from collage_monitor.command.terminal import clock, printable
 from collage_monitor.errors import CollageError, NotFound
 from collage_monitor.local import find_token, local_server, read_login, server_address
 
-__all__ = ["dashboard_of", "find_run", "open_client", "server_options"]
+__all__ = ["dashboard_of", "find_run", "open_client", "server_address_options", "server_options"]
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 _SEARCHED: Final = 500
 _NAMED: Final = 5
 
 
-def server_options(function: _Function) -> _Function:
-    """The options that every verb which reads from a server takes."""
+def server_address_options(function: _Function) -> _Function:
+    """Which server is asked, and with which token."""
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON."),
         click.option(
             "--token", envvar="COLLAGE_TOKEN", help="Token; default: that of `login`, or a local server's."
         ),
@@ -37,6 +36,12 @@ def server_options(function: _Function) -> _Function:
     ):
         function = option(function)
     return function
+
+
+def server_options(function: _Function) -> _Function:
+    """The options that every verb which reads from a server takes."""
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON.")
+    return server_address_options(as_json(function))
 
 
 def open_client(server_url: str, token: str | None) -> Client:

@@ -19,7 +19,7 @@ from collage_monitor.command.server import find_run, open_client, server_options
 from collage_monitor.command.terminal import clock, number, printable, table
 from collage_monitor.judgement import Evidence, Judgement, finite, judge
 from collage_monitor.metrics import METRICS, split_key
-from collage_monitor.run_evidence import read_edq_since, read_evidence
+from collage_monitor.run_evidence import read_evidence, read_history
 
 __all__ = ["compare", "list_runs", "show"]
 
@@ -111,7 +111,7 @@ def show(server_url: str, token: str | None, as_json: bool, run: str) -> None:
     with open_client(server_url, token) as client:
         run_id = find_run(client, run)
         found, latest, evidence = client.run(run_id), client.latest(run_id), read_evidence(client, run_id)
-        judged, since = judge(evidence), read_edq_since(client, run_id)
+        judged, since = judge(evidence), read_history(client, run_id).since()
     if as_json:
         told = {"name": found.name, "project": found.project, "state": found.state}
         click.echo(wire.encode_json({**told, **_said(judged, evidence, since), **dict(_plain(latest))}).decode())

@@ -19,7 +19,7 @@ from collage_monitor.errors import NotFound
 from collage_monitor.judgement import EDQ_TOLERANCE, finite
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import Onset
-from collage_monitor.run_evidence import read_onset
+from collage_monitor.run_evidence import read_history
 from collage_monitor.wire import Number, from_number
 
 __all__ = ["COMPARED_METRICS", "STEPS_AFTER_ALERT", "read_incident_evidence"]
@@ -140,7 +140,7 @@ class _Reader:
         """The change in the time that the alert looks at, else in the run up to it; one that explains it."""
         entry = METRICS.get(split_key(metric)[0])
         for first in dict.fromkeys((self._look_back(series), None)):
-            onset = read_onset(self._client, self._run.run_id, metric, first_step=first, last_step=last)
+            onset = read_history(self._client, self._run.run_id, metric, first_step=first, last_step=last).onset
             if onset is None or self._step is None or onset.last_before >= self._step:
                 continue
             if self._heals(onset):

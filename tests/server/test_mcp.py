@@ -248,6 +248,12 @@ def test_what_users_wrote_is_bounded_and_marked(ask, tool, given):
     assert answer.count("<data>") == answer.count("</data>") == len(re.findall(r"<data>[^<>]*</data>", answer))
 
 
+def test_since_when_takes_two_requests(ask, way):
+    """It took six: series and heatmap were asked for anew for each part of the answer."""
+    ask("since_when", run="run-falls")
+    assert [path.rpartition("/")[2] for _, path in way.seen] == ["series", "heatmap"]
+
+
 def test_an_answer_that_does_not_fit_says_how_much_is_missing(ask, way):
     """Alerts on fifty runs, whose reasons take the most room on the wire; each is one line."""
     alarms = []
