@@ -39,6 +39,7 @@ __all__ = [
     "server_address",
     "token_path",
     "web_address",
+    "write_private",
 ]
 
 SERVER_PORT: Final = 7420
@@ -118,6 +119,15 @@ def _make_token(path: Path) -> None:
         Path(made).unlink(missing_ok=True)
 
 
+def write_private(path: Path, text: str) -> None:
+    """Replace the file as a whole, by one that its user alone may read."""
+    # mkstemp makes the file with mode 0600.
+    descriptor, made = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(made, path)
+
+
 @dataclass(frozen=True)
 class LocalServer:
     """A server of this user on this machine, as `up` announces it in a file."""
@@ -150,10 +160,7 @@ def announced(server: LocalServer, environment: Mapping[str, str] | None = None)
         yield False
         return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, made = tempfile.mkstemp(prefix=".server-", dir=path.parent)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(server), file)
-    os.replace(made, path)
+    write_private(path, json.dumps(asdict(server)))
     try:
         yield True
     finally:
@@ -183,11 +190,7 @@ def keep_login(login: Login, environment: Mapping[str, str] | None = None) -> Pa
     """Write the log-in in place of an older one, in a file that this user alone may read; returns the file."""
     path = _login_path(environment)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # mkstemp makes the file with mode 0600.
-    descriptor, made = tempfile.mkstemp(prefix=".login-", dir=path.parent)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(login), file)
-    os.replace(made, path)
+    write_private(path, json.dumps(asdict(login)))
     return path
 
 

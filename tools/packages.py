@@ -111,7 +111,8 @@ class Environment:
         return said
 
     def _variables(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("COLLAGE_", "PYTHON"))}
+        foreign = ("COLLAGE_", "PYTHON", "XDG_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         return {**kept, "HOME": str(self.folder), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command.terminal import printable
 from collage_monitor.errors import ServerUnreachable
-from collage_monitor.local import data_folder, find_token, read_token, server_address
+from collage_monitor.local import data_folder, find_token, read_token, server_address, write_private
 from collage_server.app import make_store
 from collage_server.auth import administration
 from collage_server.auth.principals import digest_of
@@ -159,7 +158,7 @@ def create_token(
             return
         created = tokens.create(create)
     if file is not None:
-        _write(file, created.secret)
+        write_private(file, created.secret + "\n")
         click.echo(f"{_line(created.token)}\n{file} holds it", err=True)
         return
     if as_json:
@@ -170,14 +169,6 @@ def create_token(
         f"{_line(created.token)}\nThe token is the first line, shown only now; set it as COLLAGE_TOKEN.",
         err=True,
     )
-
-
-def _write(file: Path, secret: str) -> None:
-    """Replace the file as a whole; nobody else may read it."""
-    descriptor, made = tempfile.mkstemp(prefix=".token-", dir=file.parent)
-    with os.fdopen(descriptor, "w", encoding="ascii") as opened:
-        opened.write(secret + "\n")
-    os.replace(made, file)
 
 
 @token.command("list")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, delete, select, tuple_
+from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor.wire import Number, to_number
 from collage_server.errors import Gone, NotFound, unknown_run
@@ -26,6 +27,7 @@ __all__ = [
     "delete_slice",
     "from_json",
     "given_rows",
+    "insert_into",
     "int_array",
     "int_bytes",
     "later",
@@ -41,9 +43,15 @@ __all__ = [
     "to_json",
 ]
 
+_INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _LITTLE = np.dtype("<i8")
 _ENCODE = msgspec.json.Encoder().encode
 _DECODE_SCALARS = msgspec.json.Decoder(dict[str, Number]).decode
+
+
+def insert_into(connection: Connection, table: Table) -> Any:
+    """The INSERT of this database, which knows ON CONFLICT; SQLAlchemy's own does not."""
+    return _INSERT[connection.dialect.name](table)
 
 
 def to_json(value: Any) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import ColumnElement, Connection, func, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor import wire
 from collage_server.errors import Unprocessable
@@ -15,7 +14,7 @@ from collage_server.memory import held_rows
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import NewEvent
-from collage_server.store.rows import from_json, require_run, to_json
+from collage_server.store.rows import from_json, insert_into, require_run, to_json
 
 __all__ = [
     "COUNTS_WITH_EVENTS",
@@ -46,7 +45,6 @@ _TEXT_COPIES: Final = 12
 """Bytes of a character, at most: four in the text, four where it is encoded, four in the answer."""
 
 _EVENT: Final = schema.event
-_INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _EVENT_OF_COUNT: Final[dict[str, tuple[wire.EventKind, str]]] = {
     "reports_dropped": ("reports_dropped", "rank {rank} has dropped {count} report{s} since it began"),
     "skipped_steps": ("skipped_steps", "the loss scaler of rank {rank} has skipped {count} step{s} since attach"),
@@ -115,7 +113,7 @@ def _add(connection: Connection, run_id: str, event: NewEvent, now: float) -> bo
         number = (connection.execute(select(func.max(_EVENT.c.event)).where(mine)).scalar() or 0) + 1
         if number > wire.LIMITS["events_per_run"]:
             return False
-        row = _INSERT[connection.dialect.name](_EVENT).values(
+        row = insert_into(connection, _EVENT).values(
             run_id=run_id,
             event=number,
             origin=event.origin,

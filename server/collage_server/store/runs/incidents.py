@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, insert, select, tuple_, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor import wire
 from collage_server.errors import NotFound, Unprocessable
@@ -19,7 +18,7 @@ from collage_server.memory import held_rows
 from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.records import CLOCK_SLACK_SECONDS, IncidentQuery, NewEvent, NewIncident
-from collage_server.store.rows import from_json, to_json
+from collage_server.store.rows import from_json, insert_into, to_json
 from collage_server.store.runs.events import add_events
 
 __all__ = ["IncidentStore", "alert_key", "incident_id_of"]
@@ -29,7 +28,6 @@ _INCIDENT: Final = server_tables.incident
 SILENCED: Final = "CollageSilenced"
 """The incident of a silence, open while it holds: of the server, so that no training takes it for its own."""
 _SILENCE_ID: Final = "silence_id"
-_INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _TELLING: Final = frozenset({"run_id", "key", "state", "worst", "window", "outcome"})
 _MOST_UNSETTLED: Final = 1000
 _MOST_SILENCES: Final = 500
@@ -88,7 +86,7 @@ class IncidentStore:
         with self._database.writing() as connection:
             if new.run_id and not _is_there(connection, new.run_id):
                 return False
-            statement = _INSERT[connection.dialect.name](_INCIDENT).values(row).on_conflict_do_nothing()
+            statement = insert_into(connection, _INCIDENT).values(row).on_conflict_do_nothing()
             if connection.execute(statement.returning(_INCIDENT.c.incident_id)).first() is None:
                 return False
             text = f"{new.alert} firing ({new.severity}): {new.text}"
@@ -252,7 +250,7 @@ class IncidentStore:
         with self._database.writing() as connection:
             now = self._database.time(connection, now)
             mine = {"holder": holder, "ends_at": now + seconds, "seconds": seconds}
-            row = _INSERT[connection.dialect.name](table).values(name=name, **mine)
+            row = insert_into(connection, table).values(name=name, **mine)
             if connection.execute(row.on_conflict_do_nothing().returning(table.c.name)).first() is not None:
                 return True
             known = connection.execute(select(table).where(table.c.name == name).with_for_update()).first()

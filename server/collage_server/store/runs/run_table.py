@@ -25,7 +25,6 @@ from sqlalchemy import (
     literal_column,
     select,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor import wire
 from collage_monitor.judgement import GRAVITY
@@ -34,7 +33,7 @@ from collage_server.errors import Unprocessable
 from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.records import GroupQuery, RunRecord, TableQuery
-from collage_server.store.rows import later
+from collage_server.store.rows import insert_into, later
 from collage_server.store.runs.configurations import entry_columns
 from collage_server.store.runs.overviews import DECODE_OVERVIEW
 from collage_server.store.runs.run_store import matching, read_records
@@ -84,7 +83,6 @@ class GroupPage:
 
 
 _VIEW: Final = server_tables.saved_view
-_INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _MOST_VIEWS: Final = 200
 """Saved views of a project."""
 
@@ -157,7 +155,7 @@ class TableStore:
                     limit=_MOST_VIEWS,
                 )
             stated = msgspec.structs.asdict(view)
-            statement = _INSERT[connection.dialect.name](_VIEW).values(stated)
+            statement = insert_into(connection, _VIEW).values(stated)
             connection.execute(statement.on_conflict_do_update(index_elements=["project", "name"], set_=stated))
 
     def delete_view(self, project: str, name: str) -> None:
