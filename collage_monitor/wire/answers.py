@@ -158,7 +158,8 @@ class Series(Struct, kw_only=True, frozen=True):
 
     Point i merges the measured steps first_steps[i] … steps[i]. `positions` is its place on the requested axis
     (step, tokens, or seconds since the run's first report). `minimum` and `maximum` are those of the single steps
-    inside the point; `low` and `high` the 95 % interval of the merged value, if the metric has one.
+    inside the point, null where many layers were merged over too many steps to read each one. `low` and `high` are
+    the 95 % interval of the merged value, if the metric has one.
     `ranks` counts the ranks that reported the point; fewer than `expected_ranks`, those of its attempt, is a
     partial point. `world_size` counts the ranks of the newest attempt.
     `cursor`, if requested, gets what comes later. If the next answer `continues`, append its points to those of

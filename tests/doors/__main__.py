@@ -48,10 +48,22 @@ def environment_of(name: str, door: doors.Door) -> Path:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     pip += ["--constraint", str(pinned)]
     subprocess.run([*pip, *door.requirements], check=True)
+    if metadata.version("torch").endswith("+cpu"):
+        _without_cuda_libraries(folder, python)
     # Its metadata have the entry points that some packages load us by.
     subprocess.run([*pip, "--no-deps", "--force-reinstall", str(ROOT)], check=True)
     stamp.write_text("\n".join(door.requirements))
     return python
+
+
+def _without_cuda_libraries(folder: Path, python: Path) -> None:
+    """Take away what PyPI builds for CUDA alone: it cannot be loaded beside a torch without it.
+
+    transformers imports torchvision wherever it is installed; torchaudio works without its libraries.
+    """
+    subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True)
+    for libraries in folder.glob("lib/python*/site-packages/torchaudio/lib"):
+        shutil.rmtree(libraries)
 
 
 def trained(python: Path, name: str, setting: doors.Setting, watched: bool) -> doors.Trained:
@@ -105,7 +117,10 @@ def main() -> int:
         if door.cannot:
             _say(f"{door.package} {door.version}: not installed here ({door.cannot}); replica: {door.held_by}")
             continue
-        found = list(faults(environment_of(name, door), name))
+        try:
+            found = list(faults(environment_of(name, door), name))
+        except (RuntimeError, subprocess.SubprocessError) as error:
+            found = [str(error)]
         failed += bool(found)
         told = "; ".join(found) or "bit-identical, verdicts right"
         _say(f"{door.package} {door.version}: {told}")

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from collage_server.api import reading
 from collage_server.queries.layers import worst_order
+from collage_server.store.reading import run_view
 
 from collage_monitor import wire
 from tests.server.samples import LAYERS, STATISTICS, block, report, stream_create
+from tests.server.statements import statements_on
 from tests.server.store.contract import LIMITS
 
 STEPS = range(10, 60, 10)
@@ -396,6 +398,35 @@ def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
     assert lost.minimum == lost.maximum == pytest.approx(lost.values)
     both = server.series("edq_ratio", pattern="blocks.*", points=4)
     assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3), steps=[1])] * 4)
+
+
+def test_layers_of_very_many_steps_are_merged_without_reading_each_step(server, monkeypatch):
+    """60,000 steps of 20,000 layers kept a server busy for more than five minutes."""
+    server.app.state.collage.store.sealing.limits = LIMITS
+    server.filled(steps=range(1, 4 * LIMITS.points + 1))
+    while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
+        pass
+    each = server.series("edq_ratio", pattern="blocks.*", points=1)
+    monkeypatch.setattr(reading, "_MOST_NUMBERS", 100)
+    monkeypatch.setattr(reading, "_NUMBERS_AT_ONCE", 100)
+    whole, pieces = (server.series("edq_ratio", pattern="blocks.*", points=n, **{"from": 0}) for n in (1, 12))
+    assert whole.values == pytest.approx(each.values, rel=1e-9)
+    assert 4 < len(pieces.values) <= 12
+    for coarse in (whole, pieces):
+        assert (coarse.first_steps[0], coarse.steps[-1]) == (each.first_steps[0], each.steps[-1])
+        assert coarse.minimum[0] is None
+    assert each.minimum[0] is not None
+
+
+def test_many_names_of_layers_are_looked_up_once_a_question(server, monkeypatch):
+    """They were sent to the database again for each few steps that were read."""
+    monkeypatch.setattr(run_view, "_MOST_NAMES", 1)
+    monkeypatch.setattr(reading, "_STEPS_AT_ONCE", 2)
+    server.app.state.collage.store.sealing.limits = LIMITS
+    server.filled(steps=range(1, 4 * LIMITS.points + 1))
+    with statements_on(server.app.state.collage.store.engine) as asked:
+        server.series("edq_ratio", pattern="blocks.*", points=4)
+    assert sum("layer.name" in statement for statement in asked) == 2, "to match the pattern, and to find them"
 
 
 @pytest.mark.slow

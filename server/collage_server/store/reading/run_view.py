@@ -27,7 +27,8 @@ from collage_server.store.runs.run_store import attempts_of_runs, rows_by_run
 
 __all__ = ["RunView", "RunViews", "chosen_layers", "is_known", "read_entries", "read_views"]
 
-_NAMES_A_STATEMENT: Final = 10_000
+_MOST_NAMES: Final = 500
+"""Of layers that a statement asks for one by one; for more, all of the run are read, and kept for the snapshot."""
 _STREAM_BYTES: Final = 4096
 
 
@@ -200,19 +201,15 @@ def chosen_layers(
     Raises:
         NotFound: a run has no layer of some name.
     """
-    if names is None:
+    if names is None or len(names) > _MOST_NAMES:
         unread = [run_id for run_id, view in views.items() if "layers" not in vars(view)]
         for run_id, held in (_layers_of(connection, unread) if unread else {}).items():
             views[run_id].layers = held
-        return {run_id: view.layers for run_id, view in views.items()}
-    table = schema.layer
-    found: dict[str, dict[str, int]] = {run_id: {} for run_id in views}
-    columns = (table.c.run_id, table.c.name, table.c.layer)
-    for start in range(0, len(names), _NAMES_A_STATEMENT):
-        some = names[start : start + _NAMES_A_STATEMENT]
-        statement = select(*columns).where(table.c.run_id.in_(list(views)), table.c.name.in_(some))
-        for run_id, name, layer in connection.execute(statement).all():
-            found[run_id][name] = layer
+        found = {run_id: view.layers for run_id, view in views.items()}
+    else:
+        found = _named_layers(connection, views, names)
+    if names is None:
+        return found
     for run_id, held in found.items():
         for name in names:
             if name not in held:
@@ -221,6 +218,17 @@ def chosen_layers(
                     field="layer",
                 )
     return {run_id: {name: held[name] for name in names} for run_id, held in found.items()}
+
+
+def _named_layers(
+    connection: Connection, run_ids: Collection[str], names: Sequence[str]
+) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {run_id: {} for run_id in run_ids}
+    columns = (schema.layer.c.run_id, schema.layer.c.name, schema.layer.c.layer)
+    of_runs = schema.layer.c.run_id.in_(list(run_ids))
+    for run_id, name, layer in connection.execute(select(*columns).where(of_runs, schema.layer.c.name.in_(names))):
+        found[run_id][name] = layer
+    return found
 
 
 def _layers_of(connection: Connection, run_ids: Sequence[str]) -> dict[str, dict[str, int]]:
