@@ -10,7 +10,8 @@
 | sealing | a part of a chunk on its way | half of the rest | waits, then goes on: the journal must empty |
 
 The last three share the rest. A thread that works for one has a `Lease`; whoever is about to take much memory for
-it calls `hold` with an estimate from counts: rows × bytes. A lease that nobody charged costs no lock.
+it calls `hold` with an estimate from counts: rows × bytes. A lease that nobody charged costs no lock. Estimates
+leave out what the heap keeps between what is used: where the process has grown to its limit, all but one wait.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ __all__ = [
     "available_memory",
     "hold",
     "held_rows",
+    "private_bytes",
     "released_afterwards",
     "require",
     "reserve",
@@ -51,6 +53,8 @@ _PATIENCE_SECONDS: Final[dict[Owner, float]] = {"answers": 2.0, "evaluations": 3
 _PATIENCE_OF_STREAMS: Final = 31.0
 _STEP_BYTES: Final = 2**20
 """Rows are charged in steps: a lock a row would cost more than the row."""
+_BETWEEN_TRIMS_SECONDS: Final = 0.5
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _Row = TypeVar("_Row")
 
 
@@ -64,6 +68,8 @@ class MemoryBudget:
         self.working_bytes = limit_bytes - PROCESS_BYTES - self.body_bytes - self.cache_bytes
         self.held: Counter[Owner] = Counter()
         self._free = Condition()
+        self._most_private = max(limit_bytes, private_bytes() + self.working_bytes)
+        self._trimmed_at = -_BETWEEN_TRIMS_SECONDS
 
     def share(self, owner: Owner) -> int:
         """The most that all of an owner's leases hold together."""
@@ -110,7 +116,20 @@ class MemoryBudget:
 
     def _fits(self, owner: Owner, size: int) -> bool:
         all_held = sum(self.held.values())
-        return self.held[owner] + size <= self.share(owner) and all_held + size <= self.working_bytes
+        if self.held[owner] + size > self.share(owner) or all_held + size > self.working_bytes:
+            return False
+        return not all_held or size < _STEP_BYTES or self._has_room(size)
+
+    def _has_room(self, size: int) -> bool:
+        """Whether the process is `size` bytes below its limit, if need be without what its heap keeps unused."""
+        if private_bytes() + size <= self._most_private:
+            return True
+        now = time.monotonic()
+        if now < self._trimmed_at + _BETWEEN_TRIMS_SECONDS:
+            return False
+        self._trimmed_at = now
+        trim_heap()
+        return private_bytes() + size <= self._most_private
 
 
 class Lease:
@@ -247,6 +266,15 @@ def trim_heap() -> None:
     """Give the system back what the heap keeps between what is still used; glibc's alone keeps so much."""
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def private_bytes() -> int:
+    """What this process holds of its own, mapped files left out; 0 where the system does not say."""
+    try:
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * _PAGE_BYTES
 
 
 def available_memory() -> int | None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from collage_server import memory
 from collage_server.app import create_app
 from collage_server.errors import Busy, NeedsTooMuch
 from collage_server.memory import MemoryBudget, available_memory, held_rows, hold, released_afterwards, reserve
@@ -95,6 +96,34 @@ def test_what_does_not_fit_beside_others_waits_for_them_and_then_for_another_tim
         with budget.lease("answers"), pytest.raises(Busy) as refused:
             hold(65 * MIB)
     assert (refused.value.status, refused.value.retry_after_seconds) == (503, 2)
+
+
+def test_where_the_process_has_grown_to_its_limit_all_but_one_wait(monkeypatch):
+    """Four exports of 20,000 layers took 712 MiB of 512: the heap kept what was no longer used."""
+    grown, trimmed = [100 * MIB], []
+    monkeypatch.setattr(memory, "private_bytes", lambda: grown[0])
+    monkeypatch.setattr(memory, "trim_heap", lambda: trimmed.append(True))
+    monkeypatch.setitem(memory._PATIENCE_SECONDS, "answers", 0.05)
+    budget = MemoryBudget(512 * MIB, 128 * MIB)
+    grown[0] = 500 * MIB
+    with budget.lease("answers") as one, budget.lease("answers") as other:
+        one.hold(20 * MIB)
+        assert not trimmed
+        with pytest.raises(Busy):
+            other.hold(20 * MIB)
+        assert trimmed
+        other.hold(MIB // 2)
+        grown[0] = 490 * MIB
+        other.hold(20 * MIB)
+    assert budget.held["answers"] == 0
+
+
+def test_memory_that_was_there_before_the_server_is_not_its_own(monkeypatch):
+    monkeypatch.setattr(memory, "private_bytes", lambda: 2000 * MIB)
+    budget = MemoryBudget(512 * MIB, 128 * MIB)
+    with budget.lease("answers") as one, budget.lease("answers") as other:
+        one.hold(20 * MIB)
+        other.hold(20 * MIB)
 
 
 def test_what_is_reserved_waits_for_nobody(budget, monkeypatch):
