@@ -161,7 +161,7 @@ class FakeServer:
             bounds = {
                 name: [_number(point[f"{metric}_{name}"]) for point in points]
                 for name in ("low", "high")
-                if f"{metric}_{name}" in points[0]
+                if points and f"{metric}_{name}" in points[0]
             }
         else:
             steps = [step for step in measured if metric in run.scalars(step)]

@@ -54,9 +54,26 @@
       plot.tellZoom = plot.tellZoom || ((change) => tellZoom(store, zoomOf(change)));
       plot.removeListener("plotly_relayout", plot.tellZoom);
       plot.on("plotly_relayout", plot.tellZoom);
+      plot.removeListener("plotly_click", pickStep);
+      if (plot.closest("#run-stack")) plot.on("plotly_click", pickStep);
     },
     true,
   );
+
+  // A click on a curve asks what changed there; a double click shows all steps again, and asks nothing.
+  const DOUBLE_CLICK = 350;
+  let picking = null;
+  let picks = 0;
+  function pickStep({ points }) {
+    const second = picking !== null;
+    clearTimeout(picking);
+    picking = null;
+    if (second) return;
+    picking = setTimeout(() => {
+      picking = null;
+      window.dash_clientside.set_props("run-pick", { data: { x: points[0].x, picks: ++picks } });
+    }, DOUBLE_CLICK);
+  }
 
   function storeOfZoom(plot) {
     if (plot.closest('[id*=\'"kind":"histogram"\']')) return null;
