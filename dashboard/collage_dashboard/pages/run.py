@@ -227,6 +227,7 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
                 marks=[*revision["marks"], *picked_marks(view)],
                 beside=revision["beside"],
                 since=revision["since"],
+                strategy=revision["strategy"],
                 zoom_count=shown["zooms"],
             )
         except CollageError as error:
@@ -279,12 +280,21 @@ def _revision(row: wire.RunRow | None) -> dict[str, Any]:
     since which its EDQ is what it is, and the first of its recent past.
     """
     if row is None:
-        return {"at": "", "failed": False, "colour": ACCENT, "since": None, "first": None, "beside": []}
+        return {
+            "at": "",
+            "failed": False,
+            "colour": ACCENT,
+            "strategy": None,
+            "since": None,
+            "first": None,
+            "beside": [],
+        }
     said = row.overview or wire.Overview(run_id=row.run_id)
     return {
         "at": f"{row.updated_at} {row.changed_at} {row.state} {said.last_step}",
         "failed": False,
         "colour": strategy_colour(row.strategy or row.observed_strategy, row.dtype),
+        "strategy": row.strategy or row.observed_strategy,
         "since": said.since,
         "first": said.first_step,
         "beside": row.beside,
