@@ -214,13 +214,19 @@ def panel(view: View, run: wire.Run) -> Any:
     if view.tab == "layers":
         return html.Div(_layers(view, run), className="charts")
     if view.tab == "classes":
-        note = "Lost: intended, and rounded away. Idle: nothing was intended. Distorted: off by more than half."
-        return html.Div(_card("classes", "lost", title="What became of each element", note=note, wide=True))
+        title = "What became of each element"
+        return html.Div(_card("classes", "lost", title=title, note=_ABOUT_CLASSES, wide=True))
     keys = SERIES.get(view.tab) or tuple(sorted(filter(_is_kept_beside, run.latest), key=_states_first))
     if not keys:
         return html.P("The optimizer's states were not measured.", className="crumbs")
     cards = [_card("series", key, strategy=_strategy(run)) for key in keys]
     return html.Div(cards, className="charts pairs" if view.tab == "curves" else "charts")
+
+
+_ABOUT_CLASSES: Final = (
+    "Lost: intended, and rounded away. Idle: nothing was intended. Distorted: off by more than half. "
+    "Shares are of all elements."
+)
 
 
 def _is_kept_beside(key: str) -> bool:

@@ -334,7 +334,7 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         if rows == known:
             raise dash.exceptions.PreventUpdate
         most = f" The {_MOST_ROWS:,} that lose the most." if len(rows) == _MOST_ROWS else ""
-        over = "Over the run's recent past" if revision["first"] is None else f"From step {revision['first']:,} on"
+        over = "Over the whole run" if revision["first"] is None else f"From step {revision['first']:,} on"
         return rows, f"{over}.{most} A click, or Enter, shows a layer's card and curves."
 
     app.clientside_callback(  # type: ignore[no-untyped-call]
