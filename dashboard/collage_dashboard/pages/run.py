@@ -291,7 +291,7 @@ def _revision(row: wire.RunRow | None) -> dict[str, Any]:
         }
     said = row.overview or wire.Overview(run_id=row.run_id)
     return {
-        "at": f"{row.updated_at} {row.changed_at} {row.state} {said.last_step}",
+        "at": f"{row.updated_at} {row.changed_at} {row.reports} {row.state} {said.last_step}",
         "failed": False,
         "colour": strategy_colour(row.strategy or row.observed_strategy, row.dtype),
         "strategy": row.strategy or row.observed_strategy,
