@@ -50,7 +50,7 @@ def test_a_typed_step_or_range_says_what_changed_and_stands_in_the_address(watch
     page.go_back()
     page.get_by_role("region", name="What changed at step 800").wait_for()
     assert field(page).input_value() == "800"
-    page.get_by_role("link", name="Close").click()
+    page.get_by_role("button", name="Close").click()
     page.wait_for_function("!document.querySelector('#run-change > *') && !location.search.includes('at=')")
     assert field(page).input_value() == ""
 

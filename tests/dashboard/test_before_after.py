@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 import pytest
+from collage_dashboard import create_dashboard
 from collage_dashboard.app import render
 from collage_dashboard.pages.before_after import picked_marks
 from collage_dashboard.pages.run_content import draw
 from collage_dashboard.view import View, read_address, write_address
 
 from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.test_app import answered, question
 from tests.dashboard.walk import by_id, components, text
 
 RAISED_AT = 800
@@ -94,3 +96,26 @@ def test_a_step_or_a_range_is_read_as_people_write_it(text, at):
     view = read_address("/run/a", f"?at={text}")
     assert view.at == at
     assert read_address(*write_address(view)) == view
+
+
+def test_what_changed_is_told_anew_for_other_steps_and_for_new_points_only(raised, server, reader):
+    http = create_dashboard(server.client).server.test_client()
+    record = by_id(render(raised, reader), "run-record").data
+
+    def tell(at, told, trigger="run-record"):
+        shown = {"pathname": "/run/run-raised", "search": f"?at={at}" if at else ""}
+        inputs = [("run-shown", "data", shown), ("run-record", "data", record)]
+        outputs = [("run-change", "children"), ("run-change-told", "data")]
+        asked = question(outputs, inputs, [("run-change-told", "data", told)])
+        return answered(http, {**asked, "changedPropIds": [f"{trigger}.data"]})
+
+    assert tell("", {"at": None}) is None
+    first = tell("800", {"at": None}, "run-shown")
+    assert "What changed at step 800" in str(first["run-change"])
+    told = first["run-change-told"]["data"]
+    server.asked.clear()
+    assert tell("800", told, "run-shown") is None, "another control was moved"
+    assert server.asked == []
+    assert tell("800", told) is None, "the run has reported, far from there"
+    assert "What changed at step 1,200" in str(tell("1200", told, "run-shown")["run-change"])
+    assert tell("", told, "run-shown")["run-change"]["children"] is None

@@ -130,6 +130,11 @@
   // The server groups by the reader's days.
   document.cookie = `zone=${Intl.DateTimeFormat().resolvedOptions().timeZone}; path=/; SameSite=Strict; max-age=31536000`;
 
+  // What changed at a step is put away where the field for the step is emptied.
+  document.addEventListener("click", (event) => {
+    if (event.target.closest && event.target.closest("[data-close-change]")) window.dash_clientside.set_props("run-at", { value: "" });
+  });
+
   // In the table of layers Enter chooses the row's layer, as a click does.
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && event.target.matches && event.target.matches(".layers-grid .ag-cell")) event.target.click();

@@ -7,7 +7,7 @@ that is typed, or by a link that holds it.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, Final
 
 import dash
@@ -19,7 +19,7 @@ from collage_dashboard.descriptions import UNDEFINED, count, describe, number
 from collage_dashboard.incident_evidence import COMPARED_METRICS, read_before_after
 from collage_dashboard.pages.run_layers import run_of
 from collage_dashboard.reader import Reader
-from collage_dashboard.view import View, read_address, read_steps, write_address, write_steps
+from collage_dashboard.view import View, read_address, read_steps, write_steps
 from collage_monitor import wire
 from collage_monitor.alerts.causes import Span
 from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
@@ -28,7 +28,7 @@ from collage_monitor.metrics import METRICS, split_key
 __all__ = [
     "before_after_card",
     "change_controls",
-    "picked_change",
+    "change_place",
     "picked_marks",
     "register_change",
     "shown_style",
@@ -169,19 +169,26 @@ def register_change(app: dash.Dash, reader: Reader) -> None:
 
     @app.callback(
         Output("run-change", "children"),
+        Output("run-change-told", "data"),
         Input("run-shown", "data"),
         Input("run-record", "data"),
-        State("run-change", "children"),
+        State("run-change-told", "data"),
         prevent_initial_call=True,
     )
-    def tell_change(shown: dict[str, Any], record: str, known: Any) -> Any:
+    def tell_change(shown: dict[str, Any], record: str, told: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The card anew: for other steps, and where the run has reported something that changes it."""
         view = read_address(shown["pathname"], shown["search"])
-        if view.at is None and not known:
+        at = list(view.at) if view.at else None
+        if told["at"] == at and (at is None or dash.ctx.triggered_id == "run-shown"):
             raise dash.exceptions.PreventUpdate
         try:
-            return picked_change(view, run_of(record), reader)
+            card = _picked_change(view, run_of(record), reader)
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
+        found = {"at": at, "digest": blake2b(str(card).encode(), digest_size=12).hexdigest()}
+        if found == told:
+            raise dash.exceptions.PreventUpdate
+        return card, found
 
     @app.callback(Output("run-at", "error"), Input("run-at", "value"), prevent_initial_call=True)
     def check_steps(value: str | None) -> str | None:
@@ -195,7 +202,17 @@ def register_change(app: dash.Dash, reader: Reader) -> None:
     )
 
 
-def picked_change(view: View, run: wire.Run, reader: Reader) -> Any:
+def change_place(view: View, run: wire.Run, reader: Reader) -> html.Div:
+    """Where the card stands, with it if the address has a step or a range.
+
+    Raises:
+        CollageError: the server does not answer, or refuses the token.
+    """
+    told = dcc.Store(id="run-change-told", data={"at": view.at})
+    return html.Div([html.Div(_picked_change(view, run, reader), id="run-change"), told])
+
+
+def _picked_change(view: View, run: wire.Run, reader: Reader) -> Any:
     """What changed at the view's step or range, or why the server does not say; None where none is picked.
 
     Raises:
@@ -213,5 +230,6 @@ def picked_change(view: View, run: wire.Run, reader: Reader) -> Any:
     first, last = picked
     where = f"at step {first:,}" if first == last else f"in steps {first:,} to {last:,}"
     note = "Divided at the step that was picked." if first == last else "The picked steps against as many before."
-    close = dcc.Link("Close", href="".join(write_address(replace(view, at=None))), className="card-close")
+    named: dict[str, Any] = {"data-close-change": ""}
+    close = html.Button("Close", type="button", className="textual card-close", **named)
     return before_after_card(before, after, note, title=f"What changed {where}", aside=close)

@@ -13,23 +13,18 @@ from dash import ALL, MATCH, ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
-    axis_control,
-    labelled,
     limits_note,
     notice,
     page,
     refresh_marker,
     refresh_milliseconds,
     report_link,
-    scale_control,
-    smoothing_control,
 )
-from collage_dashboard.figures.heatmap import newest_columns, short_layer
+from collage_dashboard.figures.heatmap import newest_columns
 from collage_dashboard.figures.style import ACCENT, digest, empty_figure, strategy_colour
 from collage_dashboard.numbers import frame_of, pandas_note
 from collage_dashboard.pages.before_after import (
-    change_controls,
-    picked_change,
+    change_place,
     picked_marks,
     register_change,
     shown_style,
@@ -43,7 +38,7 @@ from collage_dashboard.pages.run_content import (
     summary,
     worst_layers,
 )
-from collage_dashboard.pages.run_curves import curves_card
+from collage_dashboard.pages.run_curves import WHOLE_MODEL, curve_controls, curves_card
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, map_controls, map_style, register_layers, run_of
 from collage_dashboard.pages.run_marks import marks_in_words, marks_of
 from collage_dashboard.reader import Problem, Reader, explain
@@ -55,7 +50,6 @@ from collage_monitor.errors import CollageError
 
 __all__ = ["layout", "register"]
 
-WHOLE_MODEL: Final = "whole model"
 _CONTROLS: Final = (
     "run-tab",
     "run-metric",
@@ -127,9 +121,9 @@ def layout(view: View, reader: Reader) -> html.Div:
                 className="numbers-place",
             ),
             curves_card(
-                _curve_controls(view, list(dict.fromkeys(layer.name for layer in layers))), marks, run.beside
+                curve_controls(view, list(dict.fromkeys(layer.name for layer in layers))), marks, run.beside
             ),
-            html.Div(picked_change(view, run, reader), id="run-change"),
+            change_place(view, run, reader),
             html.Div(worst_layers(run, row.overview) if row and row.overview else None, id="run-worst"),
             tabs,
             html.Div(map_controls(view, run), id="run-map-controls", className="controls", style=map_style(view)),
@@ -433,27 +427,3 @@ def _nearest(place: float, view: View, reader: Reader) -> int | None:
 def _panel(view: View, record: str) -> Any:
     """A tab's frame needs no question: it can be looked for while the server is away."""
     return panel(view, run_of(record))
-
-
-def _curve_controls(view: View, layers: list[str]) -> html.Div:
-    """What acts on every curve of the page: those of the first screen, and those behind the tabs."""
-    layer = dmc.Select(
-        id="run-layer",
-        data=[{"value": WHOLE_MODEL, "label": "Whole model"}]
-        + [{"value": name, "label": short_layer(name)} for name in layers],
-        value=view.layer if view.layer in layers else WHOLE_MODEL,
-        searchable=True,
-        allowDeselect=False,
-        limit=200,
-        size="xs",
-        w=300,
-        **{"aria-label": "Curves of"},
-    )
-    controls = [
-        labelled("Curves of", layer),
-        axis_control("run-axis", view),
-        scale_control("run-scale", view),
-        smoothing_control("run-smoothing", view),
-        *change_controls(view),
-    ]
-    return html.Div(controls, className="controls")
