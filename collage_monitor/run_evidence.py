@@ -88,16 +88,18 @@ _METRICS_A_QUESTION: Final = 20
 """As many as the server takes."""
 
 
-def read_evidence(client: Client, run_id: str) -> Evidence:
+def read_evidence(client: Client, run: Run | str) -> Evidence:
     """What the run's own process judges by, of all ranks together; a question a metric of the layers.
 
+    run: its id, or what `client.run` has answered.
     Where the governor lengthened the interval, the recent past of a run of more than _POINTS measured steps may
     begin later here than in the run's process: an answer does not tell how many steps a point merges.
 
     Raises:
         CollageError: the server does not answer, or refuses.
     """
-    run = client.run(run_id)
+    run = client.run(run) if isinstance(run, str) else run
+    run_id = run.run_id
     statistics = dict.fromkeys(name for stream in client.streams(run_id).streams for name in stream.statistics)
     keys = [key for key in metric_keys(statistics) if split_key(key)[0] in _OF_MODEL]
     if not keys or run.last_step is None:

@@ -7,7 +7,8 @@ readers that agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from string import Template
 from typing import Any, Final, Literal
@@ -67,6 +68,16 @@ class Condition:
             return None
         measured = abs(value - 1) if self.measure == "distance" else value
         return measured < self.threshold if self.comparison == "<" else measured > self.threshold
+
+    def matches(self, labels: Iterable[tuple[str, str]]) -> bool:
+        """Whether it is about the series with these labels."""
+        own = dict(labels) if self.labels else {}
+        for name, operator, wanted in self.labels:
+            value = own.get(name, "")
+            same = value == wanted if operator == "=" else re.fullmatch(wanted, value) is not None
+            if same is (operator == "!~"):
+                return False
+        return True
 
     def promql(self) -> str:
         """The condition as PromQL, `$window` in place of the window."""

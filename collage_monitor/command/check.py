@@ -80,7 +80,7 @@ def check(
             facts, unforeseen = _facts(services.server_url, services.token, run_id, schedule)
     else:
         with open_client(server_url, token) as client:
-            run_id = find_run(client, run)
+            run_id = find_run(client, run).run_id
         facts, unforeseen = _facts(server_url, token, run_id, schedule)
     outcomes = [condition.held_against(facts) for condition in conditions]
     _tell("check", [(facts, unforeseen)], outcomes, junit, began, as_json=as_json)
@@ -157,14 +157,15 @@ def _check_options(
 def _facts(server_url: str, token: str | None, run_id: str, schedule: RateSchedule | None) -> tuple[Facts, str]:
     """What is known of a run, and why nothing is foretold of it where that was asked in vain."""
     with open_client(server_url, token) as client:
-        evidence, name = read_evidence(client, run_id), client.run(run_id).name
+        run = client.run(run_id)
+        evidence = read_evidence(client, run)
         forecast, unforeseen = None, ""
         if schedule is not None and evidence.model:
             try:
                 forecast = read_forecast(client, run_id, schedule)
             except ForecastError as error:
                 unforeseen = f"no forecast: {error}"
-    return Facts(name, evidence, judge(evidence), forecast), unforeseen
+    return Facts(run.name, evidence, judge(evidence), forecast), unforeseen
 
 
 def _train(program: Sequence[str], folder: Path, steps: int, timeout: float, options: dict[str, Any]) -> int | None:

@@ -21,7 +21,7 @@ def tag(
 ) -> None:
     """Give RUN some TAGS, or take some away, and print those that it has then."""
     with open_client(server_url, token) as client:
-        found = client.run(find_run(client, run))
+        found = find_run(client, run)
         absent = [name for name in remove if name not in found.tags]
         if absent:
             has = ", ".join(found.tags) or "none"
@@ -45,7 +45,7 @@ def note(server_url: str, token: str | None, as_json: bool, run: str, text: str,
     if not text.strip():
         raise click.UsageError("the note is empty: write what happened")
     with open_client(server_url, token) as client:
-        run_id = find_run(client, run)
+        run_id = find_run(client, run).run_id
         written = client.note(run_id, wire.NoteCreate(text=text, step=step))
     click.echo(wire.encode_json(written).decode() if as_json else f"noted in the timeline of run {run_id}")
 
@@ -60,7 +60,7 @@ def delete(server_url: str, token: str | None, as_json: bool, runs: tuple[str, .
     A run is an id, the beginning of one, or a name.
     """
     with open_client(server_url, token) as client:
-        meant = {found.run_id: found for found in (client.run(find_run(client, run)) for run in runs)}
+        meant = {found.run_id: found for found in (find_run(client, run) for run in runs)}
         for found in meant.values():
             about = f"project {found.project}, {found.state}, started {clock(found.created_at)}"
             click.echo(printable(f"{found.run_id}  {found.name}, {about}"), err=True)

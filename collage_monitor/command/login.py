@@ -109,7 +109,7 @@ def open_page(
     page = address.rstrip("/")
     if runs:
         with open_client(server_url, token) as client:
-            ids = [find_run(client, run) for run in runs]
+            ids = [find_run(client, run).run_id for run in runs]
         page += (
             f"/run/{quoted(ids[0])}"
             if len(ids) == 1

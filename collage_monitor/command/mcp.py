@@ -112,7 +112,8 @@ class RunQuestions:
     def verdict(self, run: _Run) -> str:
         """What is judged of a run: the word, the reasons with their numbers, since when, and what to try."""
         with self._client() as client:
-            found, evidence = client.run(run), read_evidence(client, run)
+            found = client.run(run)
+            evidence = read_evidence(client, found)
             judged, since = judge(evidence), read_history(client, run).since()
             firing = client.incidents(run_id=run, state="firing", limit=20).events
         quoted = [*evidence.layers, *_of_agent(found.watch)]

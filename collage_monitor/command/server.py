@@ -57,21 +57,21 @@ def dashboard_of(server_url: str) -> str | None:
     return None
 
 
-def find_run(client: Client, word: str) -> str:
-    """The id of the run that `word` means: an id, the beginning of one run's id, or a name that one run has.
+def find_run(client: Client, word: str) -> wire.Run:
+    """The run that `word` means: an id, the beginning of one run's id, or a name that one run has.
 
     Raises:
         CollageError: no run or several are meant; the message lists what comes near.
     """
     try:
-        return client.run(word).run_id
+        return client.run(word)
     except NotFound as error:
         if error.status == 410:
             raise
     found = client.runs(q=word, limit=_SEARCHED).runs
     meant = [run for run in found if run.name == word] or [run for run in found if run.run_id.startswith(word)]
     if len(meant) == 1:
-        return meant[0].run_id
+        return meant[0]
     if meant:
         listed = "".join(f"\n  {_described(run)}" for run in meant[:_NAMED])
         more = "\n  …" if len(meant) > _NAMED else ""

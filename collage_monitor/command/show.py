@@ -109,8 +109,9 @@ def show(server_url: str, token: str | None, as_json: bool, run: str) -> None:
     RUN is an id, the beginning of one, or a name.
     """
     with open_client(server_url, token) as client:
-        run_id = find_run(client, run)
-        found, latest, evidence = client.run(run_id), client.latest(run_id), read_evidence(client, run_id)
+        found = find_run(client, run)
+        run_id = found.run_id
+        latest, evidence = client.latest(run_id), read_evidence(client, found)
         judged, since = judge(evidence), read_history(client, run_id).since()
     if as_json:
         told = {"name": found.name, "project": found.project, "state": found.state}
@@ -179,7 +180,7 @@ def compare(server_url: str, token: str | None, as_json: bool, runs: tuple[str, 
     if len(runs) < 2:
         raise click.UsageError("name two runs or more; `collage-monitor show RUN` is for one")
     with open_client(server_url, token) as client:
-        page = _compared(client, [find_run(client, run) for run in runs])
+        page = _compared(client, [find_run(client, run).run_id for run in runs])
     if as_json:
         click.echo(wire.encode_json(page).decode())
         return

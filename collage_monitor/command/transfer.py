@@ -53,7 +53,7 @@ def export(
         raise click.UsageError("--json describes the file; it cannot stand beside --output -")
     size = 0
     with open_client(server_url, token) as client:
-        run_id = find_run(client, run)
+        run_id = find_run(client, run).run_id
         path = output or Path(f"{run_id}.{chosen}")
         with (
             client.export(run_id, chosen, layers=layers, ranks=ranks) as stream,

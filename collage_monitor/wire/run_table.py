@@ -104,7 +104,8 @@ class RunRow(Struct, kw_only=True, frozen=True):
 
     `configuration` is the same for runs of a project that are configured alike but for seeds; `is_treated`: people
     said to which it belongs. `config`: the entries that were asked for, by their path. `resumed_at`: the first
-    steps of later launches that measure. `beside`: the first few names that second writers log.
+    steps of later launches that measure. `beside`: the first few names that second writers log; `reports` counts
+    what is stored, theirs included.
     """
 
     run_id: str
@@ -130,6 +131,7 @@ class RunRow(Struct, kw_only=True, frozen=True):
     config: dict[str, Any] = field(default_factory=dict)
     resumed_at: list[int] = field(default_factory=list)
     beside: list[str] = field(default_factory=list)
+    reports: int = 0
 
 
 class WorstRun(Struct, kw_only=True, frozen=True):

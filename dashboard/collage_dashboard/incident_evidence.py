@@ -22,7 +22,7 @@ from collage_monitor.onset import Onset
 from collage_monitor.run_evidence import read_history
 from collage_monitor.wire import Number, from_number
 
-__all__ = ["COMPARED_METRICS", "STEPS_AFTER_ALERT", "read_incident_evidence"]
+__all__ = ["COMPARED_METRICS", "STEPS_AFTER_ALERT", "read_before_after", "read_incident_evidence"]
 
 COMPARED_METRICS: Final = (
     "learning_rate",
@@ -85,6 +85,81 @@ def read_incident_evidence(client: Client, incident: wire.Incident) -> IncidentE
     return replace(evidence, older_events=until.left_out, later_events=since.left_out)
 
 
+def read_before_after(client: Client, run: wire.Run, steps: tuple[int, int]) -> tuple[Span | None, Span | None]:
+    """What a run reported before steps that a reader picked, and from there on; None where nothing was.
+
+    Of one step, (800, 800): the `_BESIDE` measured steps before it, and as many from it on. Of a range, (800, 900):
+    its own steps, and as many before it.
+
+    Raises:
+        CollageError: the server does not answer, or refuses.
+    """
+    first, last = steps
+    before: tuple[int, int] | None = (max(first - (last - first + 1), 0), max(first - 1, 0))
+    after: tuple[int, int] | None = steps
+    if first == last:
+        before, after = _steps_beside(client, run, first)
+    spans = [None if found is None else _read_span(client, run, *found) for found in (before, after)]
+    before_it, after_it = (span if span is not None and span.values else None for span in spans)
+    return before_it, after_it
+
+
+def _steps_beside(
+    client: Client, run: wire.Run, step: int
+) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """The measured steps on either side of a step; merged ones where the server keeps no others."""
+    key = next((name for name in ("edq_ratio", "loss") if name in run.latest or name in run.scalars), None)
+    if key is None:
+        return None, None
+    reach = _POINTS // 2 * (run.watch.every if run.watch and run.watch.every else 1)
+    sides: list[list[tuple[int, int]]] = []
+    for first, last in ((max(step - reach, 0), step + reach), (None, None)):
+        found = client.series(run.run_id, key, points=_POINTS, first_step=first, last_step=last)
+        points = list(zip(found.first_steps, found.steps, strict=True))
+        before = [point for point in points if point[1] < step][-_BESIDE:]
+        sides = [before, [point for point in points if point[0] >= step][:_BESIDE]]
+        if all(sides):
+            break
+    before_it, after_it = ((side[0][0], side[-1][1]) if side else None for side in sides)
+    return before_it, after_it
+
+
+def _read_span(client: Client, run: wire.Run, first: int, last: int) -> Span:
+    """What was reported over some steps, as one point."""
+    values: dict[str, Number | None] = {}
+    lowest: dict[str, Number | None] = {}
+    highest: dict[str, Number | None] = {}
+    ranks: int | None = None
+    world: int | None = None
+    for own in _merged(client, run, first, last):
+        if own.values:
+            values[own.metric] = own.maximum[0] if own.metric in _COUNTS else own.values[0]
+            lowest[own.metric], highest[own.metric] = own.minimum[0], own.maximum[0]
+        for bound, found in (("low", own.low), ("high", own.high)):
+            if found:
+                values[f"{own.metric}_{bound}"] = found[0]
+        ranks = own.ranks[0] if own.ranks else ranks
+        world = own.expected_ranks[0] if own.expected_ranks else world
+    begun = [(entry.attempt, entry.measured_from) for entry in run.attempts]
+    attempt = max((number for number, begin in begun if begin is not None and begin <= last), default=None)
+    return Span(first, last, values, lowest, highest, attempt, ranks, world)
+
+
+def _merged(client: Client, run: wire.Run, first: int, last: int) -> list[wire.Series]:
+    """The compared metrics that the run reported, each as one point over these steps."""
+    logged = {*run.scalars, *(["clip_ratio"] if "grad_norm_unclipped" in run.scalars else [])}
+    measured = [
+        key for name in COMPARED_METRICS for key in run.latest if split_key(key)[0] == name and name in METRICS
+    ]
+    keys = [*measured, *(name for name in COMPARED_METRICS if name in logged)]
+    found: list[wire.Series] = []
+    for start in range(0, len(keys), _METRICS_A_QUESTION):
+        some = keys[start : start + _METRICS_A_QUESTION]
+        answer = client.series(run.run_id, some, points=1, first_step=first, last_step=last)
+        found += [answer, *(answer.more.values() if isinstance(answer.more, dict) else ())]
+    return found
+
+
 class _Reader:
     """Reads the evidence of one incident of one run."""
 
@@ -107,7 +182,7 @@ class _Reader:
         breach = self._breach(series) if metric and not onset else None
         resumed_at = self._resumed_at(onset, breach)
         ranges = self._ranges(series, onset, breach, resumed_at)
-        before, after = (None if found is None else self._span(found) for found in ranges)
+        before, after = (None if found is None else _read_span(self._client, run, *found) for found in ranges)
         highest, rising = self._so_far("learning_rate")
         return IncidentEvidence(
             incident,
@@ -251,41 +326,6 @@ class _Reader:
         return max(
             (place for place, time in enumerate(times[: fired + 1]) if time <= times[fired] - seconds), default=0
         )
-
-    def _span(self, steps: tuple[int, int]) -> Span:
-        """What was reported over some steps, as one point."""
-        first, last = steps
-        values: dict[str, Number | None] = {}
-        lowest: dict[str, Number | None] = {}
-        highest: dict[str, Number | None] = {}
-        ranks: int | None = None
-        world: int | None = None
-        for own in self._merged(first, last):
-            if own.values:
-                values[own.metric] = own.maximum[0] if own.metric in _COUNTS else own.values[0]
-                lowest[own.metric], highest[own.metric] = own.minimum[0], own.maximum[0]
-            for bound, found in (("low", own.low), ("high", own.high)):
-                if found:
-                    values[f"{own.metric}_{bound}"] = found[0]
-            ranks = own.ranks[0] if own.ranks else ranks
-            world = own.expected_ranks[0] if own.expected_ranks else world
-        begun = [(entry.attempt, entry.measured_from) for entry in self._run.attempts]
-        attempt = max((number for number, begin in begun if begin is not None and begin <= last), default=None)
-        return Span(first, last, values, lowest, highest, attempt, ranks, world)
-
-    def _merged(self, first: int, last: int) -> list[wire.Series]:
-        run = self._run
-        logged = {*run.scalars, *(["clip_ratio"] if "grad_norm_unclipped" in run.scalars else [])}
-        measured = [
-            key for name in COMPARED_METRICS for key in run.latest if split_key(key)[0] == name and name in METRICS
-        ]
-        keys = [*measured, *(name for name in COMPARED_METRICS if name in logged)]
-        found: list[wire.Series] = []
-        for start in range(0, len(keys), _METRICS_A_QUESTION):
-            some = keys[start : start + _METRICS_A_QUESTION]
-            answer = self._client.series(run.run_id, some, points=1, first_step=first, last_step=last)
-            found += [answer, *(answer.more.values() if isinstance(answer.more, dict) else ())]
-        return found
 
     def _so_far(self, name: str) -> tuple[dict[str, float], dict[str, bool]]:
         """Of a logged scalar its largest value, and whether it still rose where the alert fired."""

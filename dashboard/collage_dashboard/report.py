@@ -21,7 +21,7 @@ from collage_dashboard.components import over_steps
 from collage_dashboard.descriptions import STATE, describe, interval, number, state_key, when
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
 from collage_dashboard.numbers import file_stem
-from collage_dashboard.pages.comparison_content import COLUMNS, with_recent
+from collage_dashboard.pages.comparison_content import COLUMNS, notes_on, with_recent
 from collage_dashboard.pages.comparison_curves import (
     DEFAULT_METRIC,
     LOSS,
@@ -37,6 +37,7 @@ from collage_dashboard.pages.strategies_content import (
     ABOUT_COUNTERFACTUALS,
     COSTS,
     STRATEGY_COLUMNS,
+    about_strategies,
     cost_figures,
     counterfactual_cells,
     strategy_styles,
@@ -236,6 +237,7 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str], left_out: int) -> 
     ]
     said = recommendation(results, left_out)
     overviews = {row.run_id: row.overview for row in rows if row.overview}
+    recent = with_recent(runs, overviews)
     costs = [
         _chart(f"Loss against {describe(cost).title.lower()}", figure, cost)
         for cost, figure in zip(COSTS, cost_figures(results, said), strict=True)
@@ -246,9 +248,10 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str], left_out: int) -> 
             charts=costs,
             rows=[_strategy(result) for result in results],
             heads=("Strategy", "Verdict", *(column.title for column in STRATEGY_COLUMNS)),
+            note=about_strategies(results),
         ),
         Section("Curves", charts=curves, styles=styles),
-        Section("Runs", rows=_runs(with_recent(runs, overviews), overviews), heads=_RUN_HEADS),
+        Section("Runs", rows=_runs(recent, overviews), heads=_RUN_HEADS, note=notes_on(recent)),
     ]
     heads, cells = counterfactual_cells(runs)
     if cells:

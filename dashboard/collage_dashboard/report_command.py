@@ -73,8 +73,8 @@ def _write(
     from collage_dashboard.report import report as rendered
 
     with Client(server_url, token, timeout_seconds=_TIMEOUT_SECONDS) as client:
-        ids = [find_run(client, run) for run in runs]
-        names = [client.run(run_id).name for run_id in ids]
+        found = [find_run(client, run) for run in runs]
+        ids, names = [run.run_id for run in found], [run.name for run in found]
         path = output or Path(file_name(names))
         with progress(f"report of {len(ids)} run{'s' * (len(ids) > 1)}"):
             text = rendered(Reader(lambda: client), ids, schedule=schedule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar, get_args
@@ -25,7 +26,9 @@ __all__ = [
     "View",
     "comparison_of",
     "read_address",
+    "read_steps",
     "write_address",
+    "write_steps",
 ]
 
 Page = Literal["runs", "compare", "run", "incidents", "incident", "missing"]
@@ -62,7 +65,8 @@ class View:
     `pair`: two strategies that are held against each other, by title.
     `lines`: a curve a run, or a strategy's mean over its runs. `smoothing` in [0, 0.99] weighs the past
     in logged scalars only; measured metrics are never smoothed. `scale` is that of the curves' values.
-    `zoom`: both ends of what is shown of `axis`, in its unit.
+    `zoom`: both ends of what is shown of `axis`, in its unit. `at`: the first and last of the steps at which the
+    reader asks what changed; one step is both.
     The table of runs has `query`, filters, and what it is sorted by, with a "-" before it where the largest comes
     first. `by`: what runs are grouped by, and the keys of the groups that are `opened`. `where`: conditions on
     columns and entries of configurations. `archived`: "1" shows the archived ones, too. `columns`: those that stand
@@ -86,6 +90,7 @@ class View:
     tab: Tab = "layers"
     scale: Scale = "linear"
     zoom: tuple[float, float] | None = None
+    at: tuple[int, int] | None = None
     query: str = ""
     project: str | None = None
     strategy: str | None = None
@@ -137,6 +142,7 @@ def read_address(pathname: str | None, search: str | None) -> View:
         tab=_choice(values.get("tab"), get_args(Tab), "layers"),
         scale=_choice(values.get("scale"), get_args(Scale), "linear"),
         zoom=_zoom(values.get("from"), values.get("to")),
+        at=read_steps(values.get("at")),
         query=values.get("q", ""),
         sort=_sort(values.get("sort")),
         by=_choice(values.get("by"), (*GROUPS, None), None),
@@ -163,6 +169,7 @@ def write_address(view: View) -> tuple[str, str]:
         value = getattr(view, attribute)
         if value != getattr(defaults, attribute):
             pairs.append((name, f"{value:g}" if isinstance(value, float) else str(value)))
+    pairs += [("at", write_steps(view.at))] if view.at else []
     pairs += [(name, f"{end:.15g}") for name, end in zip(("from", "to"), view.zoom or (), strict=False)]
     pairs += [(name, value) for name, attribute, _ in _LISTS for value in getattr(view, attribute)]
     return pathname, f"?{urlencode(pairs)}" if pairs else ""
@@ -237,6 +244,22 @@ def _sort(value: str | None) -> str:
 
 def _whole(value: str | None) -> int | None:
     return int(value) if value is not None and value.isascii() and value.isdigit() and len(value) < 16 else None
+
+
+def read_steps(text: str | None) -> tuple[int, int] | None:
+    """A step, "800" or "1,500", or a range of steps, "800-900", as its first and last; None for anything else."""
+    plain = re.sub(r"[,\s]", "", text or "").replace("–", "-")
+    ends = [_whole(part) for part in plain.split("-")]
+    if None in ends or len(ends) > 2:
+        return None
+    first, last = ends[0] or 0, ends[-1] or 0
+    return (first, last) if first <= last else None
+
+
+def write_steps(steps: tuple[int, int]) -> str:
+    """The text that `read_steps` reads as these steps."""
+    first, last = steps
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _zoom(first: str | None, last: str | None) -> tuple[float, float] | None:

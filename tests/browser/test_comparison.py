@@ -216,6 +216,29 @@ def test_the_legend_hides_a_line_in_all_charts_and_shows_one_alone(watched):
     assert visible(page, 0) == ["light"]
 
 
+def test_the_legend_says_what_is_hidden_after_a_way_through_other_pages_and_other_runs(watched):
+    """Hidden lines were remembered apart from the legend: it said that they are shown."""
+    page = watched.page
+    compare(page, watched.url, PICKED[:3])
+    drawn(page, 0)
+    light = page.locator("#compare-legend .line", has_text="light")
+    light.click()
+    assert visible(page, 0) == ["plain", "plus"]
+    page.locator(".mantine-MultiSelect-pill", has_text="plain").locator("button").click()
+    page.wait_for_function("document.querySelectorAll('#compare-legend .line').length === 2")
+    page.wait_for_function(
+        "document.querySelector('#compare-chart-0 .js-plotly-plot').data.every(t => t.name !== 'plain')"
+    )
+    assert light.get_attribute("aria-pressed") == "false"
+    assert visible(page, 0) == ["plus"]
+    page.get_by_role("link", name="Incidents", exact=True).click()
+    page.wait_for_function("!document.querySelector('#compare-legend')")
+    page.go_back()
+    drawn(page, 0)
+    assert light.get_attribute("aria-pressed") == "true"
+    assert "light" in visible(page, 0)
+
+
 def test_two_strategies_are_held_against_each_other_in_a_sentence(watched):
     page = watched.page
     compare(page, watched.url)

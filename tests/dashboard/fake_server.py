@@ -24,6 +24,8 @@ class FakeServer:
         self.down = False
         self.events: list[wire.Event] = []
         self.worst: list[wire.LayerLoss] = []
+        self.archived: set[str] = set()
+        self.before_heatmap = lambda: None
         self.asked = []
         self._points = {}
 
@@ -77,6 +79,7 @@ class FakeServer:
                 msgspec.structs.replace(series, more=dict(zip(others, more, strict=True))) if more else series
             )
         if route == "heatmap":
+            self.before_heatmap()
             return _json(self._heatmap(run, query["metric"], query.get("order")))
         if route == "histogram":
             return _json(self._histogram(run, query.get("layer"), query.get("step")))
@@ -94,6 +97,10 @@ class FakeServer:
     def _table(self, query):
         chosen = query.get_list("run_id") or list(self.runs)
         found = [run for run_id in chosen if (run := self.runs.get(run_id)) and query.get("q", "") in run.name]
+        if "tag != archived" in query.get_list("where"):
+            found = [run for run in found if run.run_id not in self.archived]
+        if query.get("tag") == "archived":
+            found = [run for run in found if run.run_id in self.archived]
         live = sum(run.state == "running" for run in found)
         start = int(query.get("offset", 0))
         rows = [self._row(run) for run in found[start : start + int(query["limit"])]]
@@ -161,7 +168,7 @@ class FakeServer:
             bounds = {
                 name: [_number(point[f"{metric}_{name}"]) for point in points]
                 for name in ("low", "high")
-                if f"{metric}_{name}" in points[0]
+                if points and f"{metric}_{name}" in points[0]
             }
         else:
             steps = [step for step in measured if metric in run.scalars(step)]

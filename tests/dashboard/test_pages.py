@@ -1,5 +1,6 @@
 """Pages laid out from a server's answers: what stands on them, what they say, and what they must not say."""
 
+import threading
 from itertools import pairwise
 from urllib.parse import parse_qs, urlsplit
 
@@ -9,11 +10,14 @@ from collage_dashboard import create_dashboard
 from collage_dashboard.app import render
 from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS, milliseconds_after
 from collage_dashboard.incident_evidence import read_incident_evidence
+from collage_dashboard.pages.comparison import _revision as comparison_revision
 from collage_dashboard.pages.comparison import figure
 from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table, judgement_lines, number_cards
 from collage_dashboard.pages.incident_content import body
+from collage_dashboard.pages.run import _revision as run_revision
 from collage_dashboard.pages.run_about import about
 from collage_dashboard.pages.run_content import TABS, draw, head, panel, summary
+from collage_dashboard.pages.run_layers import layer_rows
 from collage_dashboard.pages.runs_content import compare_link, headline_of, rows
 from collage_dashboard.view import View, read_address
 
@@ -384,3 +388,38 @@ def test_no_two_parts_of_a_page_have_one_id(reader, address):
     ids = [str(part.id) for part in shown if getattr(part, "id", None) is not None]
     assert len(ids) > 3, "the page is there"
     assert sorted(ids) == sorted(set(ids))
+
+
+def test_where_all_runs_are_archived_the_table_says_so_and_how_to_show_them(server, reader):
+    """It said "No runs yet", and how to train some."""
+    server.archived = set(server.runs)
+    empty = by_id(render(View(), reader), "runs-empty")
+    assert empty.style == {"display": "block"}
+    assert "All 6 runs are archived" in text(empty)
+    assert [part.href for part in components(empty) if getattr(part, "href", None)] == ["/?archived=1"]
+    assert by_id(render(View(archived="1"), reader), "runs-empty").style == {"display": "none"}
+    server.runs.clear()
+    server.archived.clear()
+    assert "No runs yet" in text(by_id(render(View(), reader), "runs-empty"))
+
+
+def test_the_layers_tab_asks_all_its_questions_at_the_same_time(server, reader):
+    """It asked five, one after the other."""
+    together = threading.Barrier(5)
+    server.before_heatmap = lambda: together.wait(timeout=10)
+    run = server.client().run("run-plain")
+    found = layer_rows(reader, run, None, {})
+    assert len(found) == len(run_layers(server))
+    assert together.n_waiting == 0
+
+
+def run_layers(server):
+    return server.client().layers("run-plain").layers
+
+
+def test_an_open_page_is_refreshed_when_only_a_second_writer_has_sent_something(server):
+    [row] = server.client().run_table(run_ids=["run-plain"]).rows
+    later = msgspec.structs.replace(row, reports=row.reports + 1)
+    for revision in (run_revision, lambda row: comparison_revision(View(page="compare"), [row])):
+        assert revision(row) == revision(msgspec.structs.replace(row))
+        assert revision(row) != revision(later)

@@ -46,6 +46,8 @@ pages = st.one_of(
         axis=st.sampled_from(["step", "tokens", "time"]),
         scale=st.sampled_from(["linear", "log"]),
         zoom=st.none() | zooms,
+        at=st.none()
+        | st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)).map(lambda pair: tuple(sorted(pair))),
         order=st.sampled_from(["depth", "worst"]),
         rows=st.sampled_from(["all", "block", "type"]),
         tab=st.sampled_from(["layers", "curves", "norms", "states", "classes", "oracle", "about"]),

@@ -195,6 +195,7 @@ def evaluated(server, steps, role="evaluator"):
 def test_a_second_writers_curve_stands_beside_the_trainings_and_nothing_else_of_the_run_moves(server):
     server.filled()
     before, gauges = server.get("/runs/r1", wire.Run), server.get("/metrics")
+    (known,) = server.get("/run-table?run_id=r1", wire.RunTable).rows
     assert evaluated(server, [900, 20]).attempt == -1
     series = server.series("evaluator/accuracy")
     assert (series.steps, series.values) == ([20, 900], [0.5, 0.5])
@@ -208,6 +209,7 @@ def test_a_second_writers_curve_stands_beside_the_trainings_and_nothing_else_of_
     assert [line for line in told if line not in server.get("/metrics")] == []
     (row,) = server.get("/run-table?run_id=r1", wire.RunTable).rows
     assert (row.beside, row.resumed_at) == (["evaluator/accuracy"], [])
+    assert row.reports == known.reports + 2, "by which an open page knows that something has come"
     (stream,) = [one for one in server.get("/runs/r1/streams", wire.StreamList).streams if one.attempt < 0]
     assert (stream.reports, stream.last_step) == (2, 900)
 

@@ -18,7 +18,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def call(server, monkeypatch):
+def asked():
+    """What verbs have asked, as "METHOD /path"."""
+    return []
+
+
+@pytest.fixture
+def call(server, monkeypatch, asked):
     """Calls a verb; its requests are answered by the server of this test."""
     server.filled("01AB-one", "s1", name="plain bf16", config={"lr": 0.1, "seed": 1})
     server.filled("01AB-two", "s2", name="plus", config={"lr": 0.2, "seed": 1}, tags=["sweep"], project="q")
@@ -26,6 +32,7 @@ def call(server, monkeypatch):
     server.run("01CE-four", name="twice")
 
     def forward(request):
+        asked.append(f"{request.method} {request.url.path}")
         body = request.content
         answer = server.client.request(
             request.method, request.url.raw_path.decode(), content=body, headers=dict(request.headers)
@@ -236,3 +243,17 @@ def test_a_token_that_the_server_does_not_know_is_not_kept(monkeypatch):
     assert result.exit_code == 1
     assert "does not know this token" in result.stderr
     assert read_login() is None
+
+
+@pytest.mark.parametrize(
+    "words", [("tag", "01AB-one", "kept"), ("delete", "01AB-one", "--yes"), ("show", "01AB-one")]
+)
+def test_the_run_that_is_meant_is_read_once(call, asked, words):
+    """Each verb read it again to know more than its id, `show` twice."""
+    call(*words)
+    assert asked.count("GET /api/v1/runs/01AB-one") == 1
+
+
+def test_a_run_that_is_found_by_its_name_is_not_read_again(call, asked):
+    call("tag", "plus", "kept")
+    assert [one for one in asked if one.startswith("GET")] == ["GET /api/v1/runs/plus", "GET /api/v1/runs"]

@@ -54,9 +54,26 @@
       plot.tellZoom = plot.tellZoom || ((change) => tellZoom(store, zoomOf(change)));
       plot.removeListener("plotly_relayout", plot.tellZoom);
       plot.on("plotly_relayout", plot.tellZoom);
+      plot.removeListener("plotly_click", pickStep);
+      if (plot.closest("#run-stack")) plot.on("plotly_click", pickStep);
     },
     true,
   );
+
+  // A click on a curve asks what changed there; a double click shows all steps again, and asks nothing.
+  const DOUBLE_CLICK = 350;
+  let picking = null;
+  let picks = 0;
+  function pickStep({ points }) {
+    const second = picking !== null;
+    clearTimeout(picking);
+    picking = null;
+    if (second) return;
+    picking = setTimeout(() => {
+      picking = null;
+      window.dash_clientside.set_props("run-pick", { data: { x: points[0].x, picks: ++picks } });
+    }, DOUBLE_CLICK);
+  }
 
   function storeOfZoom(plot) {
     if (plot.closest('[id*=\'"kind":"histogram"\']')) return null;
@@ -85,24 +102,34 @@
     return [...document.querySelectorAll(`${place} .js-plotly-plot`)].filter((plot) => plot.data && plot.data.length);
   }
 
-  // The legend of a comparison hides lines, or shows one alone; what is drawn anew keeps to it.
-  const hidden = new Set();
+  // The legend of a comparison hides lines, or shows one alone; what is drawn anew keeps to it. Which are hidden
+  // stands in the legend's own place, and goes with the page.
   const plain = (text) => new DOMParser().parseFromString(text, "text/html").documentElement.textContent;
   const lines = () => [...document.querySelectorAll("#compare-legend [data-line]")];
 
-  function isHidden(trace) {
+  function hiddenLines() {
+    const legend = document.getElementById("compare-legend");
+    return new Set(JSON.parse((legend && legend.dataset.hidden) || "[]"));
+  }
+
+  function isHidden(trace, hidden) {
     const name = plain(trace.name || "");
     return [...hidden].some((line) => [line, `${line} (partial)`].includes(name) || name.startsWith(`${line}, `));
   }
 
   function chooseLine(button, alone) {
     const own = button.dataset.line;
-    const all = lines().map((line) => line.dataset.line);
-    if (alone) all.forEach((line) => (line === own ? hidden.delete(line) : hidden.add(line)));
+    const hidden = hiddenLines();
+    if (alone) lines().forEach(({ dataset: { line } }) => (line === own ? hidden.delete(line) : hidden.add(line)));
     else if (!hidden.delete(own)) hidden.add(own);
-    for (const line of lines()) line.setAttribute("aria-pressed", String(!hidden.has(line.dataset.line)));
+    document.getElementById("compare-legend").dataset.hidden = JSON.stringify([...hidden]);
+    tellHidden(hidden);
     for (const plot of plotsOf("[id^='compare-chart-']"))
-      window.Plotly.restyle(plot, { visible: plot.data.map((trace) => !isHidden(trace)) });
+      window.Plotly.restyle(plot, { visible: plot.data.map((trace) => !isHidden(trace, hidden)) });
+  }
+
+  function tellHidden(hidden) {
+    for (const line of lines()) line.setAttribute("aria-pressed", String(!hidden.has(line.dataset.line)));
   }
 
   for (const kind of ["click", "dblclick"])
@@ -112,8 +139,10 @@
     });
 
   function withLines(figure) {
-    if (!hidden.size || !lines().length || !figure.data) return figure;
-    return { ...figure, data: figure.data.map((trace) => (isHidden(trace) ? { ...trace, visible: false } : trace)) };
+    const hidden = hiddenLines();
+    tellHidden(hidden);
+    if (!hidden.size || !figure.data) return figure;
+    return { ...figure, data: figure.data.map((trace) => (isHidden(trace, hidden) ? { ...trace, visible: false } : trace)) };
   }
 
   // A heatmap is walked with the arrow keys; Enter picks the cell, as a click does.

@@ -54,7 +54,7 @@
     if (!document.querySelector("#page > *")) return;
     handover.disconnect();
     document.getElementById("opening")?.remove();
-    if (new URLSearchParams(window.location.search).has("tab")) reach("#run-tab");
+    arrive();
     settle(); // A page that asks nothing while it opens ticks as well.
   });
   handover.observe(entry, { childList: true, subtree: true });
@@ -88,7 +88,16 @@
     window.dash_clientside.set_props("runs-address", { search: `?${given}` });
   }
 
-  // A link to a tab arrives at it, and the layer of a clicked cell comes into view.
+  // A link arrives where it points: at a tab, or at what changed at a step.
+  let changeShown = null;
+  function arrive() {
+    const given = new URLSearchParams(window.location.search);
+    changeShown = given.get("at");
+    if (given.has("tab")) reach("#run-tab");
+    if (given.has("at")) reach("#run-change");
+  }
+
+  // The layer of a clicked cell comes into view.
   function reach(place) {
     const there = document.querySelector(place);
     if (there) there.scrollIntoView({ block: place === "#run-tab" ? "start" : "nearest" });
@@ -120,6 +129,11 @@
 
   // The server groups by the reader's days.
   document.cookie = `zone=${Intl.DateTimeFormat().resolvedOptions().timeZone}; path=/; SameSite=Strict; max-age=31536000`;
+
+  // What changed at a step is put away where the field for the step is emptied.
+  document.addEventListener("click", (event) => {
+    if (event.target.closest && event.target.closest("[data-close-change]")) window.dash_clientside.set_props("run-at", { value: "" });
+  });
 
   // In the table of layers Enter chooses the row's layer, as a click does.
   document.addEventListener("keydown", (event) => {
@@ -217,9 +231,7 @@
     flow: {
       title: (page) => {
         const title = page && page.props && page.props["data-title"];
-        if (window.location.pathname.startsWith("/run/") && new URLSearchParams(window.location.search).has("tab")) {
-          setTimeout(() => reach("#run-tab"), 0);
-        }
+        if (window.location.pathname.startsWith("/run/")) setTimeout(arrive, 0);
         document.title = title ? `${title} · Collage Monitor` : "Collage Monitor";
         return window.dash_clientside.no_update;
       },
@@ -296,6 +308,13 @@
       showLayer: () => {
         if (performance.now() - pointedAt < 10000) setTimeout(() => reach("#run-layer-card"), 0);
         pointedAt = -Infinity;
+        return window.dash_clientside.no_update;
+      },
+      // What changed at a step that is picked anew comes into view.
+      showChange: () => {
+        const at = new URLSearchParams(window.location.search).get("at");
+        if (at !== null && at !== changeShown) setTimeout(() => reach("#run-change"), 0);
+        changeShown = at;
         return window.dash_clientside.no_update;
       },
       picked: () => {

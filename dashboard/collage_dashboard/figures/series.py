@@ -9,10 +9,20 @@ from typing import Any, Final, Literal
 import plotly.graph_objects as go
 
 from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, finite, number
-from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal, translucent
+from collage_dashboard.figures.style import (
+    INK,
+    WARNING,
+    add_note,
+    axis,
+    base_figure,
+    empty_figure,
+    literal,
+    translucent,
+)
 from collage_monitor import wire
+from collage_monitor.alerts import Condition
 
-__all__ = ["NamedCurve", "curves", "mark_events", "mark_steps", "smooth"]
+__all__ = ["NamedCurve", "curves", "mark_events", "mark_steps", "shade_beyond", "smooth"]
 
 SMALLEST_SPAN: Final = 0.01
 """A ratio's axis never shows less than this around its curves: rounding noise must not look like an event."""
@@ -111,7 +121,46 @@ def mark_events(
             yanchor="bottom",
             borderpad=0,
         )
-    return figure.update_layout(margin={"t": figure.layout.margin.t + _MARK_PIXELS}) if marks else figure
+    room = _MARK_PIXELS if marks and over == "y domain" else 0
+    return figure.update_layout(margin={"t": figure.layout.margin.t + room})
+
+
+def shade_beyond(figure: go.Figure, condition: Condition, text: str) -> go.Figure:
+    """The figure with what is beyond the condition's threshold shaded, and `text` in it.
+
+    Where the curve stays further away than its own height there is no band: it would flatten the curve.
+    """
+    shown = [float(value) for trace in figure.data for value in trace.y or () if value is not None]
+    logarithmic = figure.layout.yaxis.type == "log"
+    shown = [value for value in shown if value > 0 or not logarithmic]
+    away = condition.measure == "distance"
+    bounds = [("<", 1 - condition.threshold), (">", 1 + condition.threshold)] if away else []
+    for side, bound in bounds or [(condition.comparison, condition.threshold)]:
+        low, high = min(shown), max(shown)
+        height = max(high - low, SMALLEST_SPAN)
+        if not (low - height <= bound if side == "<" else bound <= high + height) or (logarithmic and bound <= 0):
+            continue
+        edge = min(low, bound - height / 8) if side == "<" else max(high, bound + height / 8)
+        edge = max(edge, bound / 2) if logarithmic and edge <= 0 else edge
+        ends = sorted((edge, bound))
+        figure.add_shape(
+            type="rect",
+            xref="x domain",
+            x0=0,
+            x1=1,
+            yref="y",
+            y0=ends[0],
+            y1=ends[1],
+            fillcolor=translucent(WARNING, 0.1),
+            line={"width": 0},
+            layer="below",
+            label={
+                "text": text,
+                "textposition": "bottom left" if side == "<" else "top left",
+                "font": {"size": 10},
+            },
+        )
+    return figure
 
 
 def mark_steps(figure: go.Figure, marks: Sequence[tuple[int, str]]) -> go.Figure:

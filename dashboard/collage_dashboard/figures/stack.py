@@ -16,7 +16,7 @@ from collage_dashboard.figures.style import axis, base_figure, literal
 
 __all__ = ["stack", "stack_height"]
 
-_ROW_PIXELS, _TITLE_PIXELS, _AXIS_PIXELS, _TOP_PIXELS = 82, 17, 38, 18
+_ROW_PIXELS, _TITLE_PIXELS, _AXIS_PIXELS, _TOP_PIXELS = 110, 17, 38, 18
 _HELP_LETTERS: Final = 60
 
 
@@ -65,7 +65,7 @@ def _add_row(figure: go.Figure, metric: str, own: go.Figure, place: int, rows: i
         }
         figure.update_layout({name.replace("y", "yaxis"): scale})
     for shape in own.layout.shapes:
-        figure.add_shape(shape.update(yref=name))
+        figure.add_shape(shape.update(yref=shape.yref.replace("y", name, 1)))
     for note in own.layout.annotations:
         figure.add_annotation(note.update(y=bottom + note.y * (ceiling - bottom)))
     title = description.axis_title + (f" · {subtitle}" if subtitle and not description.scalar else "")

@@ -364,7 +364,8 @@ def _revision(view: View, rows: Sequence[wire.RunRow]) -> dict[str, Any]:
     """What changes whenever something that is shown of these runs may have changed; which of them are gone."""
     there = {row.run_id for row in rows}
     seen = [
-        f"{row.run_id} {row.updated_at} {row.changed_at} {row.state} {row.overview and row.overview.last_step}"
+        f"{row.run_id} {row.updated_at} {row.changed_at} {row.reports} {row.state} "
+        f"{row.overview and row.overview.last_step}"
         for row in rows
     ]
     return {

@@ -35,6 +35,7 @@ __all__ = [
     "curve_of",
     "judgement_lines",
     "legend",
+    "notes_on",
     "number_cards",
     "picker",
     "register_search",
@@ -45,7 +46,6 @@ __all__ = [
 Overviews = Mapping[str, wire.Overview]
 RECENT: Final = "Over each run's recent past: its last 32 measured steps or more, which the verdict rests on."
 _PICKABLE: Final = 50
-_MEAN_LOSS = "loss, mean of the last 20"
 Cell = tuple[str, str]
 
 
@@ -147,7 +147,7 @@ def comparison_table(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> 
             ],
             "Compared numbers",
         ),
-        dmc.Text(_notes(runs), size="xs", className="quiet", px=10, pt=8),
+        dmc.Text(notes_on(runs), size="xs", className="quiet", px=10, pt=8),
     ]
     return dmc.Paper(content, className="card comparison-table", withBorder=True, mt=14)
 
@@ -181,7 +181,8 @@ def _steps(run: wire.ComparedRun) -> Cell:
     return count(run.last_step), "" if run.state == "finished" else run.state
 
 
-def _notes(runs: Sequence[wire.ComparedRun]) -> str:
+def notes_on(runs: Sequence[wire.ComparedRun]) -> str:
+    """What the numbers of compared runs are over, and what must not be read into them."""
     notes = [f"{RECENT} Small print is the 95 % interval."]
     if any(is_stochastic(run.strategy) for run in runs):
         notes.append("One step's lost share misjudges stochastic rounding, whose updates arrive in the mean.")
@@ -197,7 +198,7 @@ def _column(title: str, key: str, cell: Callable[[wire.ComparedRun], Cell]) -> C
 COLUMNS: Final = (
     Column("Steps", "Newest step that was reported.", _steps),
     _column("Validation loss", "validation_loss", _scalar("validation_loss")),
-    Column("Training loss", f"Training {_MEAN_LOSS} logged values.", _mean("loss")),
+    Column("Training loss", "The newest logged value.", _scalar("loss")),
     _column("EDQ", "edq_ratio", _merged("edq_ratio")),
     _column("Oracle EDQ", "edq_oracle_ratio", _merged("edq_oracle_ratio")),
     _column("Oracle displacement", "oracle_displacement_ratio", _merged("oracle_displacement_ratio")),

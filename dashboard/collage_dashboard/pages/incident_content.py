@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,20 +14,15 @@ from collage_dashboard.descriptions import UNDEFINED, count, describe, number, w
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.series import mark_steps
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
-from collage_dashboard.incident_evidence import COMPARED_METRICS
+from collage_dashboard.pages.before_after import before_after_card
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
-from collage_monitor.alerts.causes import Breach, CauseVerdict, IncidentEvidence, Span
-from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.alerts.causes import Breach, CauseVerdict, IncidentEvidence
 from collage_monitor.onset import describe as describe_onset
 
 __all__ = ["badges", "body", "duration_of", "head"]
 
-ALWAYS: Final = ("learning_rate", "grad_norm", "param_norm", "half_ulp_margin", "clip_ratio")
-"""Rows of the table that say so where they were not reported; others are left out then."""
-_GROWING: Final = frozenset({"tokens", "oracle_steps"})
-"""Counts that grow at every step: that they did says nothing."""
 _SEVERITIES: Final = {"info": "blue", "warning": "orange", "critical": "red"}
 _KINDS: Final = {
     "attempt": "Attempt",
@@ -203,93 +197,15 @@ def _picture(evidence: IncidentEvidence) -> Any:
 
 
 def _compared(evidence: IncidentEvidence) -> Any:
-    before, after = evidence.before, evidence.after
-    if before is None and after is None:
+    if evidence.before is None and evidence.after is None:
         return None
-    heads = ("", f"Before{_over(before)}", f"After{_over(after)}", "Change")
-    head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text) for text in heads]))
-    lines = [*_values(before, after), *_ranks(evidence)]
-    changed, alike = ([line for line in lines if bool(line[-1]) is said] for said in (True, False))
-    table = dmc.Table([head, dmc.TableTbody([_line(*line) for line in changed])], verticalSpacing=4)
-    others = dmc.Table([head, dmc.TableTbody([_line(*line) for line in alike])], verticalSpacing=4)
-    folded = html.Details([html.Summary(f"{len(alike)} that hardly changed"), others], className="folded")
-    shown = [table] if changed else [html.P("Nothing that was reported changed by a tenth.", className="quiet pad")]
     if evidence.onset or evidence.breach:
         how = "Beside the change."
     elif evidence.resumed_at is not None:
         how = "Beside the resume."
     else:
         how = "Beside the steps in which the alert waits, or all there is."
-    note = dmc.Text(f"{how} Metrics merged, logged values averaged.", size="xs", className="quiet", px=10, pt=6)
-    content = [scrollable([*shown, *([folded] if alike else [])], "Before and after"), note]
-    return _card("Before and after", content, "comparison-table")
-
-
-def _over(span: Span | None) -> str:
-    if span is None:
-        return ": no step"
-    return f", steps {span.first_step:,} to {span.last_step:,}"
-
-
-Line = tuple[str, str, str, str]
-"""What it is, before, after, and what it became, "" where that is hardly different."""
-
-
-def _values(before: Span | None, after: Span | None) -> list[Line]:
-    reported = {**(before.values if before else {}), **(after.values if after else {})}
-    rows: list[Line] = []
-    for name in COMPARED_METRICS:
-        keys = [key for key in reported if split_key(key)[0] == name] if name in METRICS else [name]
-        for key in keys or [name]:
-            old, new = (span.values.get(key) if span else None for span in (before, after))
-            if old is not None or new is not None:
-                change = "" if key in _GROWING else _difference(old, new)
-                rows.append((describe(key).title, _shown(key, old), _shown(key, new), change))
-            elif key in ALWAYS:
-                rows.append((describe(key).title, "not reported", "not reported", ""))
-    return rows
-
-
-def _shown(key: str, value: wire.Number | None) -> str:
-    """Counts are whole."""
-    whole = isinstance(value, float) and value.is_integer() and describe(key).unit in {"elements", "steps"}
-    return count(value) if whole else number(value)
-
-
-def _ranks(evidence: IncidentEvidence) -> list[Line]:
-    """Attempts, resumes and ranks."""
-    spans = (evidence.before, evidence.after)
-    attempts = [span.attempt if span else None for span in spans]
-    resumes = [None if attempt is None else attempt - 1 for attempt in attempts]
-    ranks = [_of(span.ranks, span.world_size) if span else UNDEFINED for span in spans]
-    shown = [UNDEFINED if value is None else str(value) for value in attempts + resumes]
-    return [
-        ("Attempts begun", shown[0], shown[1], _difference(*attempts)),
-        ("Resumes", shown[2], shown[3], _difference(*resumes)),
-        ("Ranks that reported", ranks[0], ranks[1], "" if ranks[0] == ranks[1] else "changed"),
-    ]
-
-
-def _of(ranks: int | None, world: int | None) -> str:
-    if ranks is None:
-        return "not reported"
-    return f"{ranks} of {world}" if world else str(ranks)
-
-
-def _line(title: str, before: str, after: str, change: str) -> dmc.TableTr:
-    cells = (html.Span(title), before, after, html.Span(change, className="changed" if change else ""))
-    return dmc.TableTr([dmc.TableTd(cell) for cell in cells])
-
-
-def _difference(before: wire.Number | None, after: wire.Number | None) -> str:
-    """What a value became, where it changed by more than a tenth; nothing where it is hardly different."""
-    if not isinstance(before, int | float) or not isinstance(after, int | float):
-        return ""
-    if not (math.isfinite(before) and math.isfinite(after)) or abs(after - before) <= 0.1 * abs(before):
-        return ""
-    if before > 0 and after > 0 and not isinstance(before, int):
-        return f"× {number(after / before, 3)}"
-    return f"{'+' if after > before else '−'} {number(abs(after - before), 3)}"
+    return before_after_card(evidence.before, evidence.after, how)
 
 
 def _layers(evidence: IncidentEvidence) -> Any:

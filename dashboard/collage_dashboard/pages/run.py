@@ -13,20 +13,22 @@ from dash import ALL, MATCH, ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
-    axis_control,
-    labelled,
     limits_note,
     notice,
     page,
     refresh_marker,
     refresh_milliseconds,
     report_link,
-    scale_control,
-    smoothing_control,
 )
-from collage_dashboard.figures.heatmap import newest_columns, short_layer
+from collage_dashboard.figures.heatmap import newest_columns
 from collage_dashboard.figures.style import ACCENT, digest, empty_figure, strategy_colour
 from collage_dashboard.numbers import frame_of, pandas_note
+from collage_dashboard.pages.before_after import (
+    change_place,
+    picked_marks,
+    register_change,
+    shown_style,
+)
 from collage_dashboard.pages.run_about import register_writing
 from collage_dashboard.pages.run_content import (
     TABS,
@@ -36,19 +38,18 @@ from collage_dashboard.pages.run_content import (
     summary,
     worst_layers,
 )
-from collage_dashboard.pages.run_curves import curves_card
+from collage_dashboard.pages.run_curves import WHOLE_MODEL, curve_controls, curves_card
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, map_controls, map_style, register_layers, run_of
 from collage_dashboard.pages.run_marks import marks_in_words, marks_of
 from collage_dashboard.reader import Problem, Reader, explain
-from collage_dashboard.view import View, read_address, write_address
-from collage_dashboard.zoom import on_axis, step_at, zoomed
+from collage_dashboard.view import View, read_address, read_steps, write_address, write_steps
+from collage_dashboard.zoom import Steps, on_axis, step_at, steps_within, zoomed
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 
 __all__ = ["layout", "register"]
 
-WHOLE_MODEL: Final = "whole model"
 _CONTROLS: Final = (
     "run-tab",
     "run-metric",
@@ -58,6 +59,7 @@ _CONTROLS: Final = (
     "run-axis",
     "run-scale",
     "run-smoothing",
+    "run-at",
 )
 
 
@@ -93,6 +95,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Store(id="run-shown", data={"pathname": pathname, "search": search, "zooms": 0}),
             dcc.Store(id="run-revision", data={**_revision(row), "marks": marks}),
             dcc.Store(id="run-zoom"),
+            dcc.Store(id="run-pick"),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
             dcc.Store(
                 id="run-kinds", data={layer.name: layer.module_type for layer in layers if layer.module_type}
@@ -118,8 +121,9 @@ def layout(view: View, reader: Reader) -> html.Div:
                 className="numbers-place",
             ),
             curves_card(
-                _curve_controls(view, list(dict.fromkeys(layer.name for layer in layers))), marks, run.beside
+                curve_controls(view, list(dict.fromkeys(layer.name for layer in layers))), marks, run.beside
             ),
+            change_place(view, run, reader),
             html.Div(worst_layers(run, row.overview) if row and row.overview else None, id="run-worst"),
             tabs,
             html.Div(map_controls(view, run), id="run-map-controls", className="controls", style=map_style(view)),
@@ -138,6 +142,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
     _register_navigation(app, reader)
     register_writing(app, reader)
     register_layers(app, reader)
+    register_change(app, reader)
     _register_figures(app, reader)
 
     @app.callback(
@@ -213,9 +218,10 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
                 view,
                 reader,
                 revision["colour"],
-                marks=revision["marks"],
+                marks=[*revision["marks"], *picked_marks(view)],
                 beside=revision["beside"],
                 since=revision["since"],
+                strategy=revision["strategy"],
                 zoom_count=shown["zooms"],
             )
         except CollageError as error:
@@ -268,12 +274,21 @@ def _revision(row: wire.RunRow | None) -> dict[str, Any]:
     since which its EDQ is what it is, and the first of its recent past.
     """
     if row is None:
-        return {"at": "", "failed": False, "colour": ACCENT, "since": None, "first": None, "beside": []}
+        return {
+            "at": "",
+            "failed": False,
+            "colour": ACCENT,
+            "strategy": None,
+            "since": None,
+            "first": None,
+            "beside": [],
+        }
     said = row.overview or wire.Overview(run_id=row.run_id)
     return {
-        "at": f"{row.updated_at} {row.changed_at} {row.state} {said.last_step}",
+        "at": f"{row.updated_at} {row.changed_at} {row.reports} {row.state} {said.last_step}",
         "failed": False,
         "colour": strategy_colour(row.strategy or row.observed_strategy, row.dtype),
+        "strategy": row.strategy or row.observed_strategy,
         "since": said.since,
         "first": said.first_step,
         "beside": row.beside,
@@ -286,19 +301,22 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
         Output("run-shown", "data"),
         Output("run-panel", "children"),
         Output("run-map-controls", "style"),
+        Output("run-at-zoom", "style"),
         *(Output(name, "value") for name in _CONTROLS),
         Input("run-address", "search"),
         *(Input(name, "value") for name in _CONTROLS),
         Input({"type": "run-figure", "kind": "heatmap", "metric": ALL}, "clickData"),
         Input({"type": "run-layers", "index": ALL}, "cellClicked"),
         Input("run-zoom", "data"),
+        Input("run-pick", "data"),
+        Input("run-at-shown", "n_clicks"),
         State("run-address", "pathname"),
         State("run-shown", "data"),
         State("run-record", "data"),
         prevent_initial_call=True,
     )
     def navigate(search: str | None, *rest: Any) -> tuple[Any, ...]:
-        *controls, clicks, rows, zoom, pathname, shown, record = rest
+        *controls, clicks, rows, zoom, pick, _shown_steps, pathname, shown, record = rest
         before = read_address(shown["pathname"], shown["search"])
         if pathname != shown["pathname"]:
             raise dash.exceptions.PreventUpdate
@@ -307,6 +325,10 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
             view = read_address(pathname, search)
         elif trigger == "run-zoom":
             view = zoomed(before, zoom)
+        elif trigger == "run-pick":
+            view = _picked(before, _step_of(pick["x"], before, reader))
+        elif trigger == "run-at-shown":
+            view = _picked(before, *_steps_shown(before, reader))
         elif isinstance(trigger, str):
             view = _chosen(before, reader, *controls)
         elif trigger["type"] == "run-layers":
@@ -322,6 +344,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
             {"pathname": pathname, "search": wanted, "zooms": shown["zooms"] + (view.zoom != before.zoom)},
             children,
             map_style(view),
+            shown_style(view),
             view.tab,
             view.metric or DEFAULT_METRIC,
             view.order,
@@ -330,6 +353,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
             view.axis,
             view.scale,
             view.smoothing,
+            write_steps(view.at) if view.at else "",
         )
 
 
@@ -344,6 +368,7 @@ def _chosen(
     axis: str,
     scale: str,
     smoothing: float,
+    at: str | None,
 ) -> View:
     """The view after a control was moved; choices pass through the address so that only valid ones survive."""
     given = f"?tab={tab}&order={order}&rows={rows}&axis={axis}&scale={scale}&smoothing={smoothing or 0}"
@@ -363,7 +388,25 @@ def _chosen(
         metric=None if metric in {None, DEFAULT_METRIC} else metric,
         layer=named,
         step=before.step if named == before.layer else None,
+        at=read_steps(at) if read_steps(at) or not (at or "").strip() else before.at,
     )
+
+
+def _picked(before: View, first: int | None, last: int | None = None) -> View:
+    """The view that says what changed at a step, or from the first to the last."""
+    return before if first is None else replace(before, at=(first, first if last is None else max(first, last)))
+
+
+def _steps_shown(view: View, reader: Reader) -> Steps:
+    try:
+        return steps_within(view, reader)
+    except CollageError:
+        return None, None
+
+
+def _step_of(place: Any, view: View, reader: Reader) -> int | None:
+    """The step at a place on the view's axis."""
+    return int(place) if view.axis == "step" else _nearest(float(place), view, reader)
 
 
 def _clicked(before: View, clicks: list[dict[str, Any] | None], reader: Reader) -> View:
@@ -371,8 +414,7 @@ def _clicked(before: View, clicks: list[dict[str, Any] | None], reader: Reader) 
     point = next((click["points"][0] for click in clicks if click and click.get("points")), None)
     if point is None:
         return before
-    step = point["x"] if before.axis == "step" else _nearest(float(point["x"]), before, reader)
-    return replace(before, layer=str(point["y"]), step=None if step is None else int(step))
+    return replace(before, layer=str(point["y"]), step=_step_of(point["x"], before, reader))
 
 
 def _nearest(place: float, view: View, reader: Reader) -> int | None:
@@ -385,26 +427,3 @@ def _nearest(place: float, view: View, reader: Reader) -> int | None:
 def _panel(view: View, record: str) -> Any:
     """A tab's frame needs no question: it can be looked for while the server is away."""
     return panel(view, run_of(record))
-
-
-def _curve_controls(view: View, layers: list[str]) -> html.Div:
-    """What acts on every curve of the page: those of the first screen, and those behind the tabs."""
-    layer = dmc.Select(
-        id="run-layer",
-        data=[{"value": WHOLE_MODEL, "label": "Whole model"}]
-        + [{"value": name, "label": short_layer(name)} for name in layers],
-        value=view.layer if view.layer in layers else WHOLE_MODEL,
-        searchable=True,
-        allowDeselect=False,
-        limit=200,
-        size="xs",
-        w=300,
-        **{"aria-label": "Curves of"},
-    )
-    controls = [
-        labelled("Curves of", layer),
-        axis_control("run-axis", view),
-        scale_control("run-scale", view),
-        smoothing_control("run-smoothing", view),
-    ]
-    return html.Div(controls, className="controls")

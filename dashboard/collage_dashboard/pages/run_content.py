@@ -23,17 +23,16 @@ from collage_dashboard.components import (
     state_badge,
 )
 from collage_dashboard.descriptions import STATE, count, describe, in_a_sentence, interval, number, state_key
-from collage_dashboard.figures import NamedCurve, class_shares, curves, heatmap, update_histogram
+from collage_dashboard.figures import class_shares, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import block_of
 from collage_dashboard.figures.histogram import PREDICTS
-from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
 from collage_dashboard.numbers import numbers_address
 from collage_dashboard.pages.run_about import about
-from collage_dashboard.pages.run_curves import draw_stack, series_between, stacked
+from collage_dashboard.pages.run_curves import draw_curve, draw_stack, series_between, stacked
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table
-from collage_dashboard.pages.run_marks import Marks, place_marks
+from collage_dashboard.pages.run_marks import Marks
 from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import Tab, View, write_address
@@ -215,13 +214,19 @@ def panel(view: View, run: wire.Run) -> Any:
     if view.tab == "layers":
         return html.Div(_layers(view, run), className="charts")
     if view.tab == "classes":
-        note = "Lost: intended, and rounded away. Idle: nothing was intended. Distorted: off by more than half."
-        return html.Div(_card("classes", "lost", title="What became of each element", note=note, wide=True))
+        title = "What became of each element"
+        return html.Div(_card("classes", "lost", title=title, note=_ABOUT_CLASSES, wide=True))
     keys = SERIES.get(view.tab) or tuple(sorted(filter(_is_kept_beside, run.latest), key=_states_first))
     if not keys:
         return html.P("The optimizer's states were not measured.", className="crumbs")
     cards = [_card("series", key, strategy=_strategy(run)) for key in keys]
     return html.Div(cards, className="charts pairs" if view.tab == "curves" else "charts")
+
+
+_ABOUT_CLASSES: Final = (
+    "Lost: intended, and rounded away. Idle: nothing was intended. Distorted: off by more than half. "
+    "Shares are of all elements."
+)
 
 
 def _is_kept_beside(key: str) -> bool:
@@ -279,12 +284,14 @@ def draw(
     marks: Marks = (),
     beside: Sequence[str] = (),
     since: int | None = None,
+    strategy: str | None = None,
     zoom_count: int = 0,
 ) -> go.Figure:
     """The figure of `kind` ("stack", "series", "heatmap", "histogram", "classes") for `metric`; curves in `colour`.
 
     `marks`: steps, and what happened there. `beside`: names that second writers log. `since`: a histogram from this
-    step on is set against what was before. `zoom_count`: as `with_zoom` has it.
+    step on is set against what was before. `strategy`: that of the run.
+    `zoom_count`: as `with_zoom` has it.
     A metric that the server refuses is an empty figure with its reason.
 
     Raises:
@@ -295,9 +302,9 @@ def draw(
             return _histogram(view, reader, since)
         steps = steps_within(view, reader)
         if kind == "stack":
-            drawn = draw_stack(view, reader, steps, colour, marks, beside)
+            drawn = draw_stack(view, reader, steps, colour, marks, beside, strategy)
         elif kind == "series":
-            drawn = _series(metric, view, reader, steps, colour, marks)
+            drawn = _series(metric, view, reader, steps, colour, marks, strategy)
         else:
             drawn = _DRAWERS[kind](metric, view, reader, steps)
         shown = {"stack": stacked(beside), "classes": tuple(CLASSES)}.get(kind, (metric,))
@@ -309,12 +316,12 @@ def draw(
         return empty_figure(str(error))
 
 
-def _series(metric: str, view: View, reader: Reader, steps: Steps, colour: str, marks: Marks) -> go.Figure:
+def _series(
+    metric: str, view: View, reader: Reader, steps: Steps, colour: str, marks: Marks, strategy: str | None
+) -> go.Figure:
     answer = _read_series(metric, view, reader, steps)
     name = "whole model" if describe(metric).scalar or not view.layer else view.layer
-    drawn = curves(metric, [NamedCurve(name, colour, answer)], smoothing=view.smoothing, scale=view.scale)
-    if drawn.data:
-        drawn = mark_events(drawn, place_marks(marks, answer))
+    drawn = draw_curve(metric, name, answer, view, colour, strategy, marks)
     return drawn if describe(metric).scalar else with_subtitle(drawn, name)
 
 

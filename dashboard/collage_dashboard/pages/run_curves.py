@@ -9,13 +9,21 @@ import dash_mantine_components as dmc
 import plotly.graph_objects as go
 from dash import dcc, html
 
-from collage_dashboard.components import save_buttons
+from collage_dashboard.components import (
+    axis_control,
+    labelled,
+    save_buttons,
+    scale_control,
+    smoothing_control,
+)
 from collage_dashboard.descriptions import describe
 from collage_dashboard.figures import NamedCurve, curves, stack
+from collage_dashboard.figures.heatmap import short_layer
 from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.stack import stack_height
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
-from collage_dashboard.pages.run_marks import Marks, marks_in_words, place_marks
+from collage_dashboard.pages.before_after import change_controls
+from collage_dashboard.pages.run_marks import Marks, mark_curve, marks_in_words, place_marks
 from collage_dashboard.reader import Reader
 from collage_dashboard.view import View
 from collage_dashboard.zoom import POINTS, Steps
@@ -23,10 +31,20 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 
-__all__ = ["STACKED", "curves_card", "draw_stack", "series_between", "stacked"]
+__all__ = [
+    "STACKED",
+    "WHOLE_MODEL",
+    "curve_controls",
+    "curves_card",
+    "draw_curve",
+    "draw_stack",
+    "series_between",
+    "stacked",
+]
 
 STACKED: Final = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
 """From top to bottom."""
+WHOLE_MODEL: Final = "whole model"
 _MOST_BESIDE: Final = 4
 _TITLE: Final = "Curves of the run"
 _CHART: Final = {"kind": "stack", "metric": "stack"}
@@ -61,10 +79,41 @@ def curves_card(controls: Any, marks: Marks, beside: Sequence[str]) -> dmc.Paper
     )
 
 
+def curve_controls(view: View, layers: list[str]) -> html.Div:
+    """What acts on every curve of the page: those of the first screen, and those behind the tabs."""
+    layer = dmc.Select(
+        id="run-layer",
+        data=[{"value": WHOLE_MODEL, "label": "Whole model"}]
+        + [{"value": name, "label": short_layer(name)} for name in layers],
+        value=view.layer if view.layer in layers else WHOLE_MODEL,
+        searchable=True,
+        allowDeselect=False,
+        limit=200,
+        size="xs",
+        w=300,
+        **{"aria-label": "Curves of"},
+    )
+    controls = [
+        labelled("Curves of", layer),
+        axis_control("run-axis", view),
+        scale_control("run-scale", view),
+        smoothing_control("run-smoothing", view),
+        *change_controls(view),
+    ]
+    return html.Div(controls, className="controls")
+
+
 def draw_stack(
-    view: View, reader: Reader, steps: Steps, colour: str, marks: Marks, beside: Sequence[str]
+    view: View,
+    reader: Reader,
+    steps: Steps,
+    colour: str,
+    marks: Marks,
+    beside: Sequence[str],
+    strategy: str | None,
 ) -> go.Figure:
     """The stacked curves between `steps`; measured ones are of the view's layer. `beside`: as `stacked` has it.
+    `strategy`: that of the run.
 
     Raises:
         CollageError: the server does not answer, or refuses the token.
@@ -79,17 +128,24 @@ def draw_stack(
     ):
         found |= answers
     figure = stack(
-        {key: _curve(key, found[key], view, colour) for key in keys}, view.axis, subtitle=view.layer or ""
+        {key: _curve(key, found[key], view, colour, strategy) for key in keys}, view.axis, subtitle=view.layer or ""
     )
     whole = next((answer for answer in found.values() if isinstance(answer, wire.Series) and answer.steps), None)
     return mark_events(figure, place_marks(marks, whole), over="paper") if whole else figure
 
 
-def _curve(metric: str, answer: wire.Series | str, view: View, colour: str) -> go.Figure:
+def _curve(metric: str, answer: wire.Series | str, view: View, colour: str, strategy: str | None) -> go.Figure:
     if isinstance(answer, str):
         return empty_figure(answer)
-    named = NamedCurve(describe(metric).axis_title, colour, answer)
-    return curves(metric, [named], smoothing=view.smoothing, scale=view.scale)
+    return draw_curve(metric, describe(metric).axis_title, answer, view, colour, strategy)
+
+
+def draw_curve(
+    metric: str, name: str, answer: wire.Series, view: View, colour: str, strategy: str | None, marks: Marks = ()
+) -> go.Figure:
+    """One curve of a run, under its name, with what `mark_curve` marks."""
+    drawn = curves(metric, [NamedCurve(name, colour, answer)], smoothing=view.smoothing, scale=view.scale)
+    return mark_curve(drawn, metric, answer, strategy, marks)
 
 
 def series_between(

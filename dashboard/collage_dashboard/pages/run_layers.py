@@ -16,7 +16,6 @@ from collage_dashboard.descriptions import count, describe, finite, interval, me
 from collage_dashboard.reader import Reader
 from collage_dashboard.view import View, read_address
 from collage_monitor import wire
-from collage_monitor.client import Client
 from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
 from collage_monitor.judgement import EDQ_TOLERANCE
 from collage_monitor.metrics import METRICS, split_key
@@ -239,7 +238,7 @@ def layer_table(run: wire.Run) -> dmc.Paper:
 
 
 def layer_rows(
-    client: Client, run: wire.Run, first_step: int | None, kinds: Mapping[str, str]
+    reader: Reader, run: wire.Run, first_step: int | None, kinds: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """A row a layer over the steps from `first_step` on, those first that lose the most; at most `_MOST_ROWS`.
 
@@ -251,12 +250,17 @@ def layer_rows(
     keys = [key for key in _OF_A_LAYER if key in run.latest]
     if "edq_ratio" not in keys:
         return []
-    merged = {key: client.heatmap(run.run_id, key, points=1, first_step=first_step) for key in keys}
-    values: dict[str, dict[str, float | None]] = {key: _by_layer(answer) for key, answer in merged.items()}
-    missing = {name: _missing(values, name) for name in merged["edq_ratio"].layers}
+    history, *merged = reader.ask_together(
+        lambda client: client.heatmap(run.run_id, "edq_ratio", points=_COLUMNS),
+        *(lambda client, key=key: client.heatmap(run.run_id, key, points=1, first_step=first_step) for key in keys),
+    )
+    values: dict[str, dict[str, float | None]] = {
+        key: _by_layer(answer) for key, answer in zip(keys, merged, strict=True)
+    }
+    missing = {name: _missing(values, name) for name in values["edq_ratio"]}
     whole = sum(missing.values())
     order = sorted(missing, key=lambda name: -missing[name])[:_MOST_ROWS]
-    since = _since(client.heatmap(run.run_id, "edq_ratio", points=_COLUMNS), set(order))
+    since = _since(history, set(order))
     return [
         {
             "layer": name,
@@ -328,13 +332,13 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
         try:
-            rows = reader.ask(lambda client: layer_rows(client, run, revision["first"], kinds))
+            rows = layer_rows(reader, run, revision["first"], kinds)
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         if rows == known:
             raise dash.exceptions.PreventUpdate
         most = f" The {_MOST_ROWS:,} that lose the most." if len(rows) == _MOST_ROWS else ""
-        over = "Over the run's recent past" if revision["first"] is None else f"From step {revision['first']:,} on"
+        over = "Over the whole run" if revision["first"] is None else f"From step {revision['first']:,} on"
         return rows, f"{over}.{most} A click, or Enter, shows a layer's card and curves."
 
     app.clientside_callback(  # type: ignore[no-untyped-call]

@@ -1,16 +1,22 @@
-"""What happened to a run while it was trained, as the curves mark it: resumes, alerts, gaps, notes."""
+"""What the curves of a run mark: resumes, alerts, gaps, notes; in each its alert's threshold, and its onset."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Final
 
+import plotly.graph_objects as go
 from dash import html
 
-from collage_dashboard.descriptions import finite
+from collage_dashboard.descriptions import describe, finite, number
+from collage_dashboard.figures.series import mark_events, shade_beyond
 from collage_monitor import wire
+from collage_monitor.alerts import ALERTS, Condition
+from collage_monitor.judgement import EDQ_TOLERANCE
+from collage_monitor.metrics import split_key
+from collage_monitor.onset import find_onset
 
-__all__ = ["Marks", "marks_in_words", "marks_of", "place_marks"]
+__all__ = ["Marks", "mark_curve", "marks_in_words", "marks_of", "place_marks"]
 
 Marks = Sequence[tuple[int, str]]
 """Steps of a run, and what happened there."""
@@ -73,3 +79,61 @@ def place_marks(marks: Marks, answer: wire.Series) -> list[tuple[float, str]]:
             told = f"{text}, step {step:,}"
             found[place] = f"{found[place]} · {told}" if place in found else told
     return list(found.items())
+
+
+def mark_curve(
+    figure: go.Figure, metric: str, answer: wire.Series, strategy: str | None, marks: Marks = ()
+) -> go.Figure:
+    """The figure of one curve with its alert's threshold as a band, these marks, and where it changed abruptly.
+
+    `strategy`: that of the run; an alert may judge some only. The onset is that of the points on the screen: a zoom
+    places it more exactly, and of the model's EDQ it is among the marks of the run already.
+    """
+    if not figure.data:
+        return figure
+    found = _condition_on(metric, strategy) if answer.layer is None else None
+    if found is not None:
+        alert, condition = found
+        figure = shade_beyond(figure, condition, f"{alert}: {_beyond(condition)}")
+    places = dict(place_marks(marks, answer))
+    if metric != "edq_ratio" or answer.layer is not None:
+        for place, told in _onset_of(metric, answer):
+            places[place] = f"{places[place]} · {told}" if place in places else told
+    return mark_events(figure, list(places.items()))
+
+
+def _condition_on(metric: str, strategy: str | None) -> tuple[str, Condition] | None:
+    """The alert that holds a run's newest value of a metric against a threshold, and its condition."""
+    name, label = split_key(metric)
+    labels = {"key": metric, "strategy": strategy or "", "state": label or "", "window": label or ""}
+    for alert in ALERTS.values():
+        for condition in alert.conditions:
+            about = condition.series.removeprefix("collage_")
+            by_key = about == "finding" and ("key", "=", metric) in condition.labels
+            simple = condition.measure in {"value", "distance", "recent"}
+            if simple and (by_key or about == name) and condition.matches(labels.items()):
+                return alert.name, condition
+    return None
+
+
+def _beyond(condition: Condition) -> str:
+    """'below 0.9', 'further than 0.25 from 1'."""
+    if condition.measure == "distance":
+        return f"further than {condition.threshold:g} from 1"
+    return f"{'below' if condition.comparison == '<' else 'above'} {condition.threshold:g}"
+
+
+def _onset_of(metric: str, answer: wire.Series) -> list[tuple[float, str]]:
+    """Where the curve changed abruptly, if it did, on its axis, and what it was before and after."""
+    values = [float("nan") if (value := finite(entry)) is None else value for entry in answer.values]
+    description = describe(metric)
+    least = EDQ_TOLERANCE if description.ideal is not None else 0.0
+    onset = find_onset(answer.first_steps, values, least=least)
+    if onset is None:
+        return []
+    points = zip(answer.first_steps, answer.positions, strict=True)
+    place = finite(next(at for step, at in points if step >= onset.first_changed))
+    levels = f"{number(float(onset.before), 3)} before, {number(float(onset.after), 3)} after"
+    return (
+        [] if place is None else [(place, f"{description.title} changed at step {onset.first_changed:,}: {levels}")]
+    )

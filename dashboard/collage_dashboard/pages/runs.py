@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import dash
@@ -113,7 +114,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(pinned_line(pinned, view), id="runs-kept"),
             html.Div(_grid(view, shown, kept), id="runs-table", style=_shown(not _is_empty(table, view))),
             html.P(id="runs-sentence", role="status", className="quiet sentence"),
-            html.Div(problem_page(_NO_RUNS, order=2), id="runs-empty", style=_shown(_is_empty(table, view))),
+            html.Div(_nothing(table, view, reader), id="runs-empty", style=_shown(_is_empty(table, view))),
             pandas_note(reader, frame_of(filters=_filters_of(view))),
             limits_note(),
         ],
@@ -137,6 +138,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         Output("runs-count", "children"),
         Output("runs-alert", "children"),
         Output("runs-table", "style"),
+        Output("runs-empty", "children"),
         Output("runs-empty", "style"),
         Output("runs-pace", "children"),
         Input("tick", "data"),
@@ -148,14 +150,16 @@ def register(app: dash.Dash, reader: Reader) -> None:
         view = read_address("/", search)
         try:
             table = reader.ask(lambda client: _head(client, view))
+            found = {**_revision(table), "edits": (known or {}).get("edits", 0)}
+            if found == known:
+                raise dash.exceptions.PreventUpdate
+            nothing = _nothing(table, view, reader)
         except CollageError as error:
             failed = {**(known or {}), "failed": True}
-            return failed, no_update, notice(explain(error)), no_update, no_update, str(milliseconds_after(0.0))
-        found = {**_revision(table), "edits": (known or {}).get("edits", 0)}
-        if found == known:
-            raise dash.exceptions.PreventUpdate
+            said = no_update, notice(explain(error)), no_update, no_update, no_update
+            return failed, *said, str(milliseconds_after(0.0))
         empty = _is_empty(table, view)
-        shown = _said(table, view), None, _shown(not empty), _shown(empty)
+        shown = _said(table, view), None, _shown(not empty), nothing, _shown(empty)
         return found, *shown, str(_wait(table, view))
 
 
@@ -330,10 +334,26 @@ def _is_empty(table: wire.RunTable, view: View) -> bool:
     return not table.total and not _is_filtered(view)
 
 
+def _nothing(table: wire.RunTable, view: View, reader: Reader) -> Any:
+    """What stands in the table's place where it is empty: how to train a run, or how to show those archived.
+
+    Raises:
+        CollageError: the server does not answer or refuses.
+    """
+    if not _is_empty(table, view):
+        return None
+    hidden = 0 if view.archived else reader.ask(lambda client: client.run_table(tag=ARCHIVED, limit=1)).total
+    if not hidden:
+        return problem_page(_NO_RUNS, order=2)
+    told = "The run is archived" if hidden == 1 else f"All {hidden:,} runs are archived"
+    shown = dcc.Link("Show archived runs", href="".join(write_address(replace(view, archived="1"))))
+    return html.Div([dmc.Title(told, order=2), shown], className="problem archived")
+
+
 def _said(table: wire.RunTable, view: View) -> list[Any]:
     """What the table says; where filters leave nothing, a way out of them."""
     if table.total or not _is_filtered(view):
-        return [headline_of(table)]
+        return [headline_of(table)] if table.total else []
     clear = html.Button("Clear filters", id={"type": "clear-filters", "index": 0}, className="textual")
     return ["No run matches these filters. ", clear]
 

@@ -100,8 +100,8 @@ def _measured() -> list[dict[str, Any]]:
             "cellClassRules": {"disputed": "params.data && params.data.disputed"},
         },
         _number("loss", "Training loss", "The newest logged value.", width=82),
-        _number("lost_update_ratio", "Lost", width=78),
-        _number("edq_ratio", "EDQ", width=72),
+        _number("lost_update_ratio", "Lost", _recent("lost_update_ratio"), width=78),
+        _number("edq_ratio", "EDQ", _recent("edq_ratio"), width=72),
         {
             "field": "trend",
             "headerName": "EDQ over the run",
@@ -117,7 +117,7 @@ def _measured() -> list[dict[str, Any]]:
         _number(
             "state_decrement_ratio",
             "State decrement",
-            describe("state_decrement_ratio/exp_avg_sq").help,
+            _recent("state_decrement_ratio/exp_avg_sq"),
             width=92,
         ),
         _number("last_step", "Step", "Newest step that was reported.", width=76),
@@ -295,6 +295,10 @@ def _editable(field: str, header: str, width: int, help_line: str, **more: Any) 
         "sortable": False,
     }
     return {**_text(field, header, width), **own, **more}
+
+
+def _recent(key: str) -> str:
+    return f"{describe(key).help} Here over the run's recent past, which the judgement rests on."
 
 
 def _number(field: str, header: str, help_line: str = "", *, width: int) -> dict[str, Any]:

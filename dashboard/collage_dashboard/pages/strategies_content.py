@@ -38,6 +38,7 @@ from collage_monitor.strategy_results import StrategyResult, differences
 
 __all__ = [
     "ABOUT_COUNTERFACTUALS",
+    "about_strategies",
     "COSTS",
     "STRATEGY_COLUMNS",
     "advice",
@@ -169,9 +170,16 @@ def strategy_table(results: Sequence[StrategyResult]) -> dmc.Paper:
         head,
         rows,
         "Strategies",
+        about_strategies(results),
+    )
+
+
+def about_strategies(results: Sequence[StrategyResult]) -> str:
+    """What the numbers of strategies are means of, and over which steps."""
+    return (
         "Means over a strategy's runs, ± the standard deviation of one; below the gap its 95 % interval. "
         "Runs of one strategy are its seeds where project and configuration agree but for the seed. "
-        + _where_losses_stand(results),
+        "EDQ, updates lost and state decrement are over each run's recent past. " + _where_losses_stand(results)
     )
 
 
@@ -211,7 +219,8 @@ ABOUT_COUNTERFACTUALS: Final = (
     "without its fp32 weights. "
     "Stochastic rounding keeps 1 in the mean; its noise, in units of the update's square, stands below. Optimizer "
     "states are not in it: light and plus keep their weights alike and differ in the second moment. Kahan's "
-    "compensation is not measured this way. The last column is the share of updates below half a gap."
+    "compensation is not measured this way. The last column is the share of updates below half a gap. "
+    "All of it is over the whole run."
 )
 
 

@@ -11,7 +11,6 @@ first moment that was observed is no growth.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -177,7 +176,7 @@ class Evaluation:
         for condition in alert.conditions:
             holding: set[str] = set()
             for key, series in self._history.series(condition.series).items():
-                if series.run_id in known or not _matches(condition, series.labels):
+                if series.run_id in known or not condition.matches(series.labels):
                     continue
                 value = self._measure(condition, series, window)
                 if value is not None and self._is_judged(alert, series.run_id):
@@ -290,18 +289,6 @@ def _recorded(samples: Iterable[Sample]) -> list[Sample]:
                 first.setdefault(labels, sample.value)
         found += [Sample(name, labels, value) for labels, value in first.items()]
     return found
-
-
-def _matches(condition: Condition, labels: Labels) -> bool:
-    if not condition.labels:
-        return True
-    own = dict(labels)
-    for name, operator, wanted in condition.labels:
-        value = own.get(name, "")
-        same = value == wanted if operator == "=" else re.fullmatch(wanted, value) is not None
-        if same is (operator == "!~"):
-            return False
-    return True
 
 
 def _holds(condition: Condition, value: float, threshold: float) -> bool:

@@ -1,0 +1,235 @@
+"""What changed: steps before and after a change, or a step that a reader picks, as a table of what differs.
+
+An incident divides its steps itself; on a run's page the reader does, by a click on a curve, by a step or a range
+that is typed, or by a link that holds it.
+"""
+
+from __future__ import annotations
+
+import math
+from hashlib import blake2b
+from typing import Any, Final
+
+import dash
+import dash_mantine_components as dmc
+from dash import ClientsideFunction, Input, Output, State, dcc, html
+
+from collage_dashboard.components import labelled, scrollable
+from collage_dashboard.descriptions import UNDEFINED, count, describe, number
+from collage_dashboard.incident_evidence import COMPARED_METRICS, read_before_after
+from collage_dashboard.pages.run_layers import run_of
+from collage_dashboard.reader import Reader
+from collage_dashboard.view import View, read_address, read_steps, write_steps
+from collage_monitor import wire
+from collage_monitor.alerts.causes import Span
+from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
+from collage_monitor.metrics import METRICS, split_key
+
+__all__ = [
+    "before_after_card",
+    "change_controls",
+    "change_place",
+    "picked_marks",
+    "register_change",
+    "shown_style",
+]
+
+ALWAYS: Final = ("learning_rate", "grad_norm", "param_norm", "half_ulp_margin", "clip_ratio")
+"""Rows of the table that say so where they were not reported; others are left out then."""
+_GROWING: Final = frozenset({"tokens", "oracle_steps"})
+"""Counts that grow at every step: that they did says nothing."""
+_HOW_TO_PICK: Final = "Give a step, such as 800, or a range of steps, such as 800-900"
+Line = tuple[str, str, str, str]
+"""What it is, before, after, and what it became, "" where that is hardly different."""
+
+
+def before_after_card(
+    before: Span | None, after: Span | None, note: str, *, title: str = "Before and after", aside: Any = None
+) -> dmc.Paper:
+    """The rows that changed by more than a tenth, the others folded; `note` says how the steps were divided.
+
+    `aside` stands beside the title.
+    """
+    heads = ("", f"Before{_over(before)}", f"After{_over(after)}", "Change")
+    head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text) for text in heads]))
+    lines = [*_values(before, after), *_ranks(before, after)]
+    changed, alike = ([line for line in lines if bool(line[-1]) is said] for said in (True, False))
+    table = dmc.Table([head, dmc.TableTbody([_line(*line) for line in changed])], verticalSpacing=4)
+    others = dmc.Table([head, dmc.TableTbody([_line(*line) for line in alike])], verticalSpacing=4)
+    folded = html.Details([html.Summary(f"{len(alike)} that hardly changed"), others], className="folded")
+    shown = [table] if changed else [html.P("Nothing that was reported changed by a tenth.", className="quiet pad")]
+    told = f"{note} Metrics merged, logged values averaged."
+    return dmc.Paper(
+        [
+            html.H2(title, className="card-title"),
+            *([aside] if aside is not None else []),
+            scrollable([*shown, *([folded] if alike else [])], title),
+            dmc.Text(told, size="xs", className="quiet", px=10, pt=6),
+        ],
+        className="card comparison-table",
+        withBorder=True,
+    )
+
+
+def _over(span: Span | None) -> str:
+    if span is None:
+        return ": no step"
+    if span.first_step == span.last_step:
+        return f", step {span.first_step:,}"
+    return f", steps {span.first_step:,} to {span.last_step:,}"
+
+
+def _values(before: Span | None, after: Span | None) -> list[Line]:
+    reported = {**(before.values if before else {}), **(after.values if after else {})}
+    rows: list[Line] = []
+    for name in COMPARED_METRICS:
+        keys = [key for key in reported if split_key(key)[0] == name] if name in METRICS else [name]
+        for key in keys or [name]:
+            old, new = (span.values.get(key) if span else None for span in (before, after))
+            if old is not None or new is not None:
+                change = "" if key in _GROWING else _difference(old, new)
+                rows.append((describe(key).title, _shown(key, old), _shown(key, new), change))
+            elif key in ALWAYS:
+                rows.append((describe(key).title, "not reported", "not reported", ""))
+    return rows
+
+
+def _shown(key: str, value: wire.Number | None) -> str:
+    """Counts are whole."""
+    whole = isinstance(value, float) and value.is_integer() and describe(key).unit in {"elements", "steps"}
+    return count(value) if whole else number(value)
+
+
+def _ranks(before: Span | None, after: Span | None) -> list[Line]:
+    """Attempts, resumes and ranks."""
+    spans = (before, after)
+    attempts = [span.attempt if span else None for span in spans]
+    resumes = [None if attempt is None else attempt - 1 for attempt in attempts]
+    ranks = [_of(span.ranks, span.world_size) if span else UNDEFINED for span in spans]
+    shown = [UNDEFINED if value is None else str(value) for value in attempts + resumes]
+    return [
+        ("Attempts begun", shown[0], shown[1], _difference(*attempts)),
+        ("Resumes", shown[2], shown[3], _difference(*resumes)),
+        ("Ranks that reported", ranks[0], ranks[1], "" if ranks[0] == ranks[1] else "changed"),
+    ]
+
+
+def _of(ranks: int | None, world: int | None) -> str:
+    if ranks is None:
+        return "not reported"
+    return f"{ranks} of {world}" if world else str(ranks)
+
+
+def _line(title: str, before: str, after: str, change: str) -> dmc.TableTr:
+    cells = (html.Span(title), before, after, html.Span(change, className="changed" if change else ""))
+    return dmc.TableTr([dmc.TableTd(cell) for cell in cells])
+
+
+def _difference(before: wire.Number | None, after: wire.Number | None) -> str:
+    """What a value became, where it changed by more than a tenth; nothing where it is hardly different."""
+    if not isinstance(before, int | float) or not isinstance(after, int | float):
+        return ""
+    if not (math.isfinite(before) and math.isfinite(after)) or abs(after - before) <= 0.1 * abs(before):
+        return ""
+    if before > 0 and after > 0 and not isinstance(before, int):
+        return f"× {number(after / before, 3)}"
+    return f"{'+' if after > before else '−'} {number(abs(after - before), 3)}"
+
+
+def change_controls(view: View) -> list[Any]:
+    """The field for a step or a range, and the button for the steps that a zoom shows."""
+    field = dmc.TextInput(
+        id="run-at",
+        value=write_steps(view.at) if view.at else "",
+        placeholder="800, or 800-900",
+        debounce=True,
+        size="xs",
+        w=150,
+        **{"aria-label": "What changed at this step, or in this range of steps"},
+    )
+    shown = dmc.Button("What changed in the steps shown", id="run-at-shown", size="xs", variant="default")
+    return [labelled("What changed at step", field), html.Div(shown, id="run-at-zoom", style=shown_style(view))]
+
+
+def shown_style(view: View) -> dict[str, str]:
+    """The button for the steps shown stands there while a zoom shows some."""
+    return {} if view.zoom else {"display": "none"}
+
+
+def picked_marks(view: View) -> list[tuple[int, str]]:
+    """What is picked, as the curves mark it."""
+    if view.at is None:
+        return []
+    first, last = view.at
+    return [(first, "picked")] if first == last else [(first, "picked, from"), (last, "picked, to")]
+
+
+def register_change(app: dash.Dash, reader: Reader) -> None:
+    """Bind the table of what changed at the picked step to the application."""
+
+    @app.callback(
+        Output("run-change", "children"),
+        Output("run-change-told", "data"),
+        Input("run-shown", "data"),
+        Input("run-record", "data"),
+        State("run-change-told", "data"),
+        prevent_initial_call=True,
+    )
+    def tell_change(shown: dict[str, Any], record: str, told: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The card anew: for other steps, and where the run has reported something that changes it."""
+        view = read_address(shown["pathname"], shown["search"])
+        at = list(view.at) if view.at else None
+        if told["at"] == at and (at is None or dash.ctx.triggered_id == "run-shown"):
+            raise dash.exceptions.PreventUpdate
+        try:
+            card = _picked_change(view, run_of(record), reader)
+        except CollageError:
+            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
+        found = {"at": at, "digest": blake2b(str(card).encode(), digest_size=12).hexdigest()}
+        if found == told:
+            raise dash.exceptions.PreventUpdate
+        return card, found
+
+    @app.callback(Output("run-at", "error"), Input("run-at", "value"), prevent_initial_call=True)
+    def check_steps(value: str | None) -> str | None:
+        return _HOW_TO_PICK if (value or "").strip() and read_steps(value) is None else None
+
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "showChange"),
+        Output("run-change", "id"),
+        Input("run-change", "children"),
+        prevent_initial_call=True,
+    )
+
+
+def change_place(view: View, run: wire.Run, reader: Reader) -> html.Div:
+    """Where the card stands, with it if the address has a step or a range.
+
+    Raises:
+        CollageError: the server does not answer, or refuses the token.
+    """
+    told = dcc.Store(id="run-change-told", data={"at": view.at})
+    return html.Div([html.Div(_picked_change(view, run, reader), id="run-change"), told])
+
+
+def _picked_change(view: View, run: wire.Run, reader: Reader) -> Any:
+    """What changed at the view's step or range, or why the server does not say; None where none is picked.
+
+    Raises:
+        CollageError: the server does not answer, or refuses the token.
+    """
+    picked = view.at
+    if picked is None:
+        return None
+    try:
+        before, after = reader.ask(lambda client: read_before_after(client, run, picked))
+    except NotAuthorised:
+        raise
+    except ServerRefusal as error:
+        return html.P(str(error), className="quiet")
+    first, last = picked
+    where = f"at step {first:,}" if first == last else f"in steps {first:,} to {last:,}"
+    note = "Divided at the step that was picked." if first == last else "The picked steps against as many before."
+    named: dict[str, Any] = {"data-close-change": ""}
+    close = html.Button("Close", type="button", className="textual card-close", **named)
+    return before_after_card(before, after, note, title=f"What changed {where}", aside=close)

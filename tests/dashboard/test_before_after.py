@@ -1,0 +1,121 @@
+"""What changed at a step that a reader picks: the incident's table, divided where the reader says."""
+
+from dataclasses import dataclass
+
+import pytest
+from collage_dashboard import create_dashboard
+from collage_dashboard.app import render
+from collage_dashboard.pages.before_after import picked_marks
+from collage_dashboard.pages.run_content import draw
+from collage_dashboard.view import View, read_address, write_address
+
+from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.test_app import answered, question
+from tests.dashboard.walk import by_id, components, text
+
+RAISED_AT = 800
+
+
+@dataclass
+class Raised(GeneratedRun):
+    """Its learning rate is tripled at a step; nothing else happens."""
+
+    def scalars(self, step):
+        rate = 6e-4 if step >= RAISED_AT else 2e-4
+        return super().scalars(step) | {"learning_rate": rate, "loss": 2.5}
+
+
+@pytest.fixture
+def raised(server):
+    server.runs["run-raised"] = Raised("raised", "plus", run_id="run-raised", steps=2000)
+    return View(page="run", runs=("run-raised",))
+
+
+def changed(page):
+    """The card of what changed: its title, what divides its columns, and the rows that changed."""
+    card = by_id(page, "run-change")
+    table = next(part for part in components(card) if type(part).__name__ == "Table")
+    heads, *rows = [part for part in components(table) if type(part).__name__ == "TableTr"]
+    return (
+        text(card),
+        [text(cell) for cell in heads.children],
+        [[text(cell) for cell in row.children] for row in rows],
+    )
+
+
+@pytest.mark.parametrize(
+    ("search", "title", "before", "after"),
+    [
+        ("?at=800", "What changed at step 800", "Before, steps 640 to 790", "After, steps 800 to 950"),
+        ("?at=800-899", "What changed in steps 800 to 899", "Before, steps 700 to 799", "After, steps 800 to 899"),
+    ],
+)
+def test_the_page_of_a_link_says_what_changed_at_its_steps(raised, reader, search, title, before, after):
+    said, heads, rows = changed(render(read_address("/run/run-raised", search), reader))
+    assert title in said
+    assert heads[1:3] == [before, after]
+    assert rows == [["Learning rate", "0.0002000", "0.0006000", "× 3.00"]]
+    assert "that hardly changed" in said
+
+
+def test_what_did_not_change_there_is_not_said_to_have(raised, reader):
+    said, *_ = changed(render(read_address("/run/run-raised", "?at=1200"), reader))
+    assert "Nothing that was reported changed by a tenth." in said
+
+
+@pytest.mark.parametrize(("search", "side"), [("?at=1", "Before: no step"), ("?at=5000-6000", "After: no step")])
+def test_a_side_without_steps_says_so(raised, reader, search, side):
+    said, *_ = changed(render(read_address("/run/run-raised", search), reader))
+    assert side in said
+
+
+def test_without_a_picked_step_nothing_is_asked_and_nothing_stands_there(raised, reader):
+    assert text(by_id(render(raised, reader), "run-change")) == ""
+
+
+def test_the_curves_mark_what_is_picked(raised, reader):
+    view = read_address("/run/run-raised", "?at=800-900")
+    drawn = draw("stack", "stack", view, reader, marks=picked_marks(view))
+    assert sorted({shape.x0 for shape in drawn.layout.shapes if shape.yref == "paper"}) == [800, 900]
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("800", (800, 800)),
+        ("1,500", (1500, 1500)),
+        ("800-900", (800, 900)),
+        ("800 – 900", (800, 900)),
+        ("900-800", None),
+        ("-3", None),
+        ("1-2-3", None),
+        ("now", None),
+    ],
+)
+def test_a_step_or_a_range_is_read_as_people_write_it(text, at):
+    view = read_address("/run/a", f"?at={text}")
+    assert view.at == at
+    assert read_address(*write_address(view)) == view
+
+
+def test_what_changed_is_told_anew_for_other_steps_and_for_new_points_only(raised, server, reader):
+    http = create_dashboard(server.client).server.test_client()
+    record = by_id(render(raised, reader), "run-record").data
+
+    def tell(at, told, trigger="run-record"):
+        shown = {"pathname": "/run/run-raised", "search": f"?at={at}" if at else ""}
+        inputs = [("run-shown", "data", shown), ("run-record", "data", record)]
+        outputs = [("run-change", "children"), ("run-change-told", "data")]
+        asked = question(outputs, inputs, [("run-change-told", "data", told)])
+        return answered(http, {**asked, "changedPropIds": [f"{trigger}.data"]})
+
+    assert tell("", {"at": None}) is None
+    first = tell("800", {"at": None}, "run-shown")
+    assert "What changed at step 800" in str(first["run-change"])
+    told = first["run-change-told"]["data"]
+    server.asked.clear()
+    assert tell("800", told, "run-shown") is None, "another control was moved"
+    assert server.asked == []
+    assert tell("800", told) is None, "the run has reported, far from there"
+    assert "What changed at step 1,200" in str(tell("1200", told, "run-shown")["run-change"])
+    assert tell("", told, "run-shown")["run-change"]["children"] is None

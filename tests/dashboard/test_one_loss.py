@@ -1,0 +1,97 @@
+"""One number for one thing: what a run loses, and its loss, are alike on each page, or name their steps."""
+
+import re
+
+import msgspec
+import pytest
+from collage_dashboard.app import render
+from collage_dashboard.components import over_steps
+from collage_dashboard.descriptions import in_a_sentence, in_few_words, number
+from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table
+from collage_dashboard.pages.run_content import panel
+from collage_dashboard.pages.runs_content import columns, rows
+from collage_dashboard.pages.strategies_content import counterfactual_table, strategy_table
+from collage_dashboard.report import report
+from collage_dashboard.view import View, read_address
+
+from collage_monitor.judgement import percent
+from collage_monitor.strategy_results import results_of, run_results
+from tests.dashboard.walk import components, text
+
+RUN = "run-plain"
+RECENT = "recent past"
+
+
+@pytest.fixture
+def row(server):
+    return server.client().run_table(run_ids=[RUN]).rows[0]
+
+
+@pytest.fixture
+def share(row):
+    """The share of its updates that the run loses over its recent past."""
+    return row.overview.numbers["lost_update_ratio"]
+
+
+@pytest.fixture
+def compared(server):
+    """The run, whose last twenty losses have another mean than the newest."""
+    [run] = server.client().compare([RUN], "loss").runs
+    return msgspec.structs.replace(run, mean_scalars=run.mean_scalars | {"loss": 9.87654})
+
+
+def cell(run, title):
+    """What the table of compared runs says under this title: a value, and its small print."""
+    return next(column for column in COLUMNS if column.title == title).cell(run)
+
+
+def test_each_page_says_the_share_of_one_window_and_names_it(server, reader, row, share, compared):
+    words = percent(share)
+    assert words in in_few_words(row.overview)
+    assert words in in_a_sentence(row.overview)
+    assert rows([row])[0]["lost_update_ratio"] == share
+    window = over_steps(row.overview)
+    page = render(read_address(f"/run/{RUN}", ""), reader)
+    [card] = [part for part in components(page) if getattr(part, "data-metric", "") == "lost_update_ratio"]
+    assert number(share) in text(card)
+    assert window in text(card)
+    table = text(comparison_table([compared], {RUN: row.overview}))
+    assert number(share) in table
+    assert window.removeprefix("over ") in table
+    whole = report(reader, [RUN])
+    assert f"Loses {words}" in whole
+    assert re.search(window, whole, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("field", ["lost_update_ratio", "edq_ratio", "state_decrement_ratio"])
+def test_the_table_of_runs_says_what_its_numbers_are_over(field):
+    told = {column["field"]: column.get("headerTooltip") for column in columns(View())}
+    assert RECENT in str(told[field])
+
+
+def test_strategies_say_what_their_numbers_are_over_in_the_page_and_in_the_report(server, reader, row, share):
+    results = results_of(run_results([row]))
+    table = text(strategy_table(results))
+    assert number(share, 3) in table
+    assert RECENT in table
+    whole = report(reader, [RUN, "run-plus"])
+    strategies, runs = (
+        whole.partition(f"<h2>{title}</h2>")[2].partition("</section>")[0] for title in ("Strategies", "Runs")
+    )
+    for section in (strategies, runs):
+        assert RECENT in section
+    assert "validation losses at step 200" in strategies
+
+
+def test_what_is_not_over_the_recent_past_says_so(server, row, compared):
+    measured = msgspec.structs.replace(compared, merged={"counterfactual_edq_ratio/plain/bf16": 0.8})
+    assert "over the whole run" in text(counterfactual_table([measured]))
+    elements = text(panel(View(page="run", runs=(RUN,), tab="classes"), server.client().run(RUN)))
+    assert "Shares are of all elements" in elements
+
+
+def test_a_runs_training_loss_is_its_newest_on_every_page(reader, row, compared):
+    """The table of compared runs had the mean of the last twenty under the same title."""
+    newest = row.scalars["loss"]
+    assert rows([row])[0]["loss"] == newest.value
+    assert cell(compared, "Training loss") == (number(newest.value), f"step {newest.step:,}")
