@@ -77,8 +77,8 @@ class Choice:
 
     strategy: None where the weights become fp32. code: lines to paste, in which `model` and `optimizer` are what
     they are called: where a strategy is named, once the optimizer is built, before a scheduler, a checkpoint and
-    the watch; else before the optimizer is built. bytes_per_parameter: of weights, states and gradients then;
-    None: not known.
+    the watch; else before the optimizer is built, or beside other optimizers before its first step.
+    bytes_per_parameter: of weights, states and gradients then; None: not known.
     """
 
     code: str
