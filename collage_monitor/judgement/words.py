@@ -17,6 +17,7 @@ __all__ = [
     "GRAVITY",
     "Health",
     "Judgement",
+    "NO_PROBLEM",
     "WORDS_VERSION",
     "judgement_of",
     "percent",
@@ -47,6 +48,8 @@ GRAVITY: Final[tuple[Health, ...]] = (
     "average is off",
 )
 """Bad words, the gravest first."""
+NO_PROBLEM: Final[frozenset[str]] = frozenset({"healthy", "unknown"})
+"""The other words: nothing speaks against a run."""
 COPY_TOLERANCE: Final = 0.5
 STILL: Final = 0.9995
 """Share of its updates that a layer loses which does not move at all."""

@@ -131,6 +131,11 @@ class RunRow(Struct, kw_only=True, frozen=True):
     resumed_at: list[int] = field(default_factory=list)
     beside: list[str] = field(default_factory=list)
 
+    @property
+    def shown_strategy(self) -> str | None:
+        """The label that the user gave, else what is seen."""
+        return self.strategy or self.observed_strategy
+
 
 class WorstRun(Struct, kw_only=True, frozen=True):
     """The run with the gravest word against it, and of those the one that keeps the least of its updates."""

@@ -273,7 +273,7 @@ def _revision(row: wire.RunRow | None) -> dict[str, Any]:
     return {
         "at": f"{row.updated_at} {row.changed_at} {row.state} {said.last_step}",
         "failed": False,
-        "colour": strategy_colour(row.strategy or row.observed_strategy, row.dtype),
+        "colour": strategy_colour(row.shown_strategy, row.dtype),
         "since": said.since,
         "first": said.first_step,
         "beside": row.beside,
