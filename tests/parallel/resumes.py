@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from itertools import product
 from typing import Any
 
@@ -111,10 +112,10 @@ def gone_on(folder):
 
 
 def dropped_by_one(folder):
-    """Of each conversion: what is said a while after it, and after the last rank's residuals were dropped."""
+    """Of each conversion of the rule RULE: what is said of it, and once the last rank's residuals were dropped."""
     seen = {}
     last = distributed.get_rank() == distributed.get_world_size() - 1
-    for rule, source, target in CONVERSIONS:
+    for rule, source, target in (cell for cell in CONVERSIONS if cell[0] == os.environ["RULE"]):
         model, optimizer = fsdp2(torch.bfloat16, make=functools.partial(RULES[rule], strategy=source))
         stepped(model, optimizer, STEPS)
         model, optimizer = _loaded(rule, target, model, optimizer)

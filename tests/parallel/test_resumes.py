@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -43,18 +45,19 @@ def test_whole_resumes_of_two_ranks_are_not_accused(source, kind, resumed):
 
 @pytest.fixture(scope="module")
 def dropped(tmp_path_factory):
-    return launch("resumes.dropped_by_one", 2, tmp_path_factory.mktemp("dropped"))
+    folder = tmp_path_factory.mktemp("dropped")
+    return cache(lambda rule: launch("resumes.dropped_by_one", 2, folder, RULE=rule))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("rule", "source", "target"), CONVERSIONS)
 def test_what_one_rank_dropped_after_a_conversion_is_found(rule, source, target, dropped):
-    cell = rule, source, target
-    for seen in dropped:
+    cell, ranks = (rule, source, target), dropped(rule)
+    for seen in ranks:
         whole, _ = seen[cell]
         assert whole["losses"] == []
         assert off(whole) == []
-    (_, kept), (_, lost) = (seen[cell] for seen in dropped)
+    (_, kept), (_, lost) = (seen[cell] for seen in ranks)
     assert off(kept) == []
     assert off(lost)
     totals = merged_layers([kept, lost], 0).values()
