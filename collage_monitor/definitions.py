@@ -131,6 +131,7 @@ class Strategy:
     `bytes_per_parameter` counts weights, AdamW's states and the gradient, for 16-bit storage; None if it depends.
     `stochastic` means that updates arrive only on average, so the lost share of one step misjudges it.
     `moment_bytes`: of it, those of the first and of the second moment; None if it depends.
+    `weights`: what a weight is kept as: one number of its own dtype, a pair of them, or with all bits of fp32.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Strategy:
     bytes_per_parameter: int | None
     stochastic: bool = False
     moment_bytes: tuple[int, int] | None = None
+    weights: Literal["one", "pair", "fp32"] = "one"
 
     def bytes_of(self, first_moments: int, second_moments: int) -> int | None:
         """Bytes a parameter under a rule that keeps so many moments of each kind, the gradient included."""

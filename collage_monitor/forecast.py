@@ -40,7 +40,6 @@ _EDGES: Final = np.array([*HISTOGRAM_OCTAVES, HISTOGRAM_OCTAVES[-1] + 1], dtype=
 _BITS: Final = {"bfloat16": 8, "float16": 11}
 """Significant bits of the formats whose grid a forecast is about."""
 _FP32_BITS: Final = 24
-_PAIRS: Final = ("kahan", "light", "plus", "full")
 _COMPARED: Final = ("plain", "kahan", "plus", "stochastic", "split-master")
 _FINE: Final = 0.05
 """Octaves between two values of the distribution."""
@@ -269,9 +268,9 @@ def _thresholds(strategy: str, dtype: str) -> list[tuple[float, float]]:
     entry, bits = STRATEGIES[strategy], _BITS[dtype]
     if entry.stochastic:
         return []
-    if strategy in _PAIRS:
+    if entry.weights == "pair":
         return [(2.0 ** -(j + 1), -2.0 - bits - j) for j in range(16)]
-    if strategy in ("master-weights", "integer-remainder"):
+    if entry.weights == "fp32":
         return [(1.0, -1.0 - (_FP32_BITS - bits))]
     return [(1.0, -1.0)]
 

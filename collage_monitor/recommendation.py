@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from collage_monitor.judgement import most_exact, percent
+from collage_monitor.judgement import NO_PROBLEM, most_exact, percent
 from collage_monitor.seeds import Estimate, SeedValue, difference
 from collage_monitor.strategies import strategy_title
 from collage_monitor.strategy_results import StrategyResult, differences
@@ -108,9 +108,7 @@ def worth(one: StrategyResult, other: StrategyResult, results: Sequence[Strategy
     over = (
         f"its {more:.3g} {'byte' if more == 1 else 'bytes'} more than {second}" if more else f"more than {second}"
     )
-    ill = [
-        f"{short_title(r, results)}: {r.health}." for r in (one, other) if r.health not in {"healthy", "unknown"}
-    ]
+    ill = [f"{short_title(r, results)}: {r.health}." for r in (one, other) if r.health not in NO_PROBLEM]
     return " ".join([_worth(first, over, difference(_seeds(one), _seeds(other))), *ill])
 
 

@@ -194,7 +194,7 @@ def read_forecast(client: Client, run_id: str, schedule: RateSchedule) -> Foreca
     quarters = half + _QUARTER / _TENTH * (-1.0 - np.log2(tenths) - half)
     by_name, watch = {layer.name: layer for layer in layers}, run.watch
     told = [by_name[name] for name in margins.layers]
-    strategy = (watch.strategy or watch.observed_strategy) if watch is not None else "unknown"
+    strategy = watch.shown_strategy if watch is not None else "unknown"
     record = GridRecord(steps, np.array(counts).T, kinds_of(told), quarters, trained_dtype(told), strategy)
     return forecast_strategies(record, schedule)
 

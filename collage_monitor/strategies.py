@@ -27,8 +27,10 @@ _STRATEGIES = (
         True,
         moment_bytes=(2, 2),
     ),
-    Strategy("kahan", "Kahan", "weights with a running compensation, states", 10, moment_bytes=(2, 2)),
-    Strategy("light", "Collage light", "weights as (θ, δθ), states", 10, moment_bytes=(2, 2)),
+    Strategy(
+        "kahan", "Kahan", "weights with a running compensation, states", 10, moment_bytes=(2, 2), weights="pair"
+    ),
+    Strategy("light", "Collage light", "weights as (θ, δθ), states", 10, moment_bytes=(2, 2), weights="pair"),
     Strategy(
         "light-stochastic",
         "Collage light, stochastic",
@@ -36,6 +38,7 @@ _STRATEGIES = (
         10,
         True,
         moment_bytes=(2, 2),
+        weights="pair",
     ),
     Strategy(
         "plus",
@@ -43,8 +46,9 @@ _STRATEGIES = (
         "weights as (θ, δθ), second moment as (v, δv), β₂ as (β₂, δβ₂)",
         12,
         moment_bytes=(2, 4),
+        weights="pair",
     ),
-    Strategy("full", "Collage full", "weights and both moments as pairs", 14, moment_bytes=(4, 4)),
+    Strategy("full", "Collage full", "weights and both moments as pairs", 14, moment_bytes=(4, 4), weights="pair"),
     Strategy("fp32-states", "fp32 states", "weights, both moments in fp32", 12, moment_bytes=(4, 4)),
     Strategy(
         "split-master",
@@ -53,6 +57,7 @@ _STRATEGIES = (
         12,
         True,
         moment_bytes=(3, 3),
+        weights="fp32",
     ),
     Strategy(
         "split-master-16bit",
@@ -61,6 +66,7 @@ _STRATEGIES = (
         10,
         True,
         moment_bytes=(2, 2),
+        weights="fp32",
     ),
     Strategy(
         "split-master-8bit",
@@ -69,6 +75,7 @@ _STRATEGIES = (
         8,
         True,
         moment_bytes=(1, 1),
+        weights="fp32",
     ),
     Strategy(
         "split-24bit-8bit",
@@ -83,6 +90,7 @@ _STRATEGIES = (
         "Integer remainder",
         "weights with the bits below as integers, rounded to nearest or truncated: other libraries' optimizers",
         None,
+        weights="fp32",
     ),
     Strategy(
         "master-weights",
@@ -90,6 +98,7 @@ _STRATEGIES = (
         "weights with an fp32 copy, both moments in fp32",
         16,
         moment_bytes=(4, 4),
+        weights="fp32",
     ),
     Strategy("unknown", "Unknown", "not recognised", None),
 )
@@ -116,14 +125,6 @@ STRATEGIES: Final = catalogue_of(_STRATEGIES, extensions("collage_monitor.strate
 
 _RECOMMENDED: Final = ("split-master", "split-master-16bit", "split-master-8bit", "split-24bit-8bit")
 """One for each number of bytes, the most exact first: docs/explanation/what-accumulates.md has the figures."""
-_WHOLE_WEIGHTS: Final = (
-    "split-master",
-    "split-master-16bit",
-    "split-master-8bit",
-    "integer-remainder",
-    "master-weights",
-)
-"""Weights kept as exactly as anything here keeps them."""
 
 
 def recommend(
@@ -155,11 +156,12 @@ def better(
     The most exact strategy, and the most exact that needs no more bytes than the present one under a rule of so
     many moments. float16: float16 is no leading part of fp32, only fp32 weights keep more beside it.
     """
-    if present == "split-master" or (lacking == "weights" and present in _WHOLE_WEIGHTS):
+    known = STRATEGIES.get(present or "unknown")
+    whole = known is not None and known.weights == "fp32"
+    if present == "split-master" or (lacking == "weights" and whole):
         return ()
     if float16:
         return () if present == "master-weights" else (STRATEGIES["master-weights"],)
-    known = STRATEGIES.get(present or "unknown")
     held = None if known is None else known.bytes_of(first_moments, second_moments)
     in_no_more = recommend(held or 0, first_moments=first_moments, second_moments=second_moments)
     if present == "fp32-states" or (present == "master-weights" and lacking == "states"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from collage_monitor import wire
-from collage_monitor.judgement import finite
+from collage_monitor.judgement import NO_PROBLEM, finite
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_monitor.strategies import STRATEGIES, strategy_title
 
@@ -23,7 +23,6 @@ _LAST_SHARE: Final = 0.1
 """Of the steps: a training loss, noisy from step to step, is its mean over this last part."""
 _WIDE: Final = frozenset({"float32", "float64"})
 _NO_STRATEGY: Final = frozenset({None, "plain", "unknown"})
-_WELL: Final = frozenset({"healthy", "unknown"})
 _OF_STRATEGY: Final = re.compile(
     r".*(strategy|precision|dtype|autocast|master_weights?|kahan|stochastic_rounding|arithmetic).*|bf16|fp16|amp",
     re.IGNORECASE,
@@ -68,13 +67,13 @@ class RunResult:
     @property
     def is_odd(self) -> bool:
         """Whether something befell this run: it was resumed, or is not well."""
-        return bool(self.resumed_at) or self.health not in _WELL
+        return bool(self.resumed_at) or self.health not in NO_PROBLEM
 
     @property
     def why_odd(self) -> str:
         """'NAME: resumed at step 170, losing updates'."""
         said = [f"resumed at step {step:,}" for step in self.resumed_at[-1:]]
-        said += [self.health] if self.health not in _WELL else []
+        said += [self.health] if self.health not in NO_PROBLEM else []
         return f"{self.name}: {', '.join(said)}"
 
 
@@ -112,7 +111,7 @@ class StrategyResult:
     @property
     def health(self) -> str:
         """That of its runs: the first that speaks against one, else "unknown" if one is, else "healthy"."""
-        against = [run.health for run in self.runs if run.health not in {"healthy", "unknown"}]
+        against = [run.health for run in self.runs if run.health not in NO_PROBLEM]
         return against[0] if against else "unknown" if any(r.health == "unknown" for r in self.runs) else "healthy"
 
     def over_runs(self, metric: str) -> Estimate | None:
@@ -159,7 +158,7 @@ def _result(
 ) -> RunResult:
     speed = run.mean_scalars.get("tokens_per_second") if run else None
     logged = {name: entry.value for name, entry in row.scalars.items()}
-    strategy = row.strategy or row.observed_strategy
+    strategy = row.shown_strategy
     known = STRATEGIES.get(strategy or "unknown")
     size = finite(logged.get("bytes_per_parameter"))
     wide = row.dtype in _WIDE and strategy in _NO_STRATEGY

@@ -26,6 +26,8 @@ _FORMS: Final = "a strategy's name, or strategy=…, weights=DTYPE, states=DTYPE
 _BESIDE: Final = ("_low", "_scale")
 """Ends of the names of what stands beside a weight or a state, and is none itself."""
 _INTEGER: Final = re.compile(r"u?int(\d+)")
+_KEPT: Final = re.compile(r"(\w+)(?: with (\d+) bits beside it)?")
+"""How one number is kept: a dtype, and the bits of an integer that lengthen it."""
 
 
 class ExpectationBroken(CollageError):
@@ -136,7 +138,8 @@ def _averages(seen: wire.Fingerprint) -> dict[str, str]:
 
 def _bits(words: str) -> int:
     """Bits of the significand of what is kept in these words; of what is mixed the fewest."""
-    return min(_PRECISION.get(part, 0) for part in words.split(" and "))
+    found = [_KEPT.fullmatch(part) for part in words.split(" and ")]
+    return min(_PRECISION.get(one[1], 0) + int(one[2] or 0) if one else 0 for one in found)
 
 
 def _pairs(text: str) -> dict[str, Any]:

@@ -242,7 +242,7 @@ class Watch:
             ForecastError: too few steps were measured, or no weights in bfloat16 or float16.
         """
         planned, info = schedule_of(schedule, steps), self.info
-        record = self._assembly.history.grids(info.strategy or info.observed_strategy)
+        record = self._assembly.history.grids(info.shown_strategy)
         if record is None:
             raise ForecastError("no step with a known update was measured yet: train some steps first")
         return forecast_strategies(record, planned)

@@ -57,7 +57,7 @@ class Facts:
     def _rounds_at_random(self) -> bool:
         """Then one step's lost share misjudges the run; what is lost in the mean is 1 − EDQ."""
         watch = self.evidence.watch
-        name = (watch.strategy or watch.observed_strategy) if watch is not None else None
+        name = watch.shown_strategy if watch is not None else None
         return name in STRATEGIES and STRATEGIES[name].stochastic
 
 

@@ -259,7 +259,7 @@ def _covered(series: wire.Series, place: int) -> str:
 def _introduced(run: wire.Run) -> str:
     """Which run this is, in one sentence."""
     watch = run.watch
-    kept = _kind(watch.strategy or watch.observed_strategy, watch.dtype) if watch else "not watched"
+    kept = _kind(watch.shown_strategy, watch.dtype) if watch else "not watched"
     labels = [f"project {_data(run.project)}"]
     labels += [f"group {_data(run.group)}"] if run.group else []
     labels += [f"tags {', '.join(map(_data, run.tags))}"] if run.tags else []
@@ -267,7 +267,7 @@ def _introduced(run: wire.Run) -> str:
 
 
 def _row(row: wire.RunRow) -> str:
-    kind = _kind(row.strategy or row.observed_strategy, row.dtype)
+    kind = _kind(row.shown_strategy, row.dtype)
     told = row.overview.headline if row.overview else ""
     judged = (
         f"{row.overview.health}{f': {_data(told, _PASSAGE_CHARACTERS)}' if told else ''}" if row.overview else ""

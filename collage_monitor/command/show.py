@@ -80,7 +80,7 @@ def list_runs(
 
 
 def _row(row: wire.RunRow) -> tuple[Any, ...]:
-    strategy = row.strategy or row.observed_strategy or "-"
+    strategy = row.shown_strategy or "-"
     labels = (row.run_id, row.name[:_LABEL], row.project[:_LABEL], strategy, _health(row), row.state)
     return (*labels, row.last_step, _judged_over(row), *_numbers(row), clock(row.created_at))
 
@@ -121,7 +121,7 @@ def show(server_url: str, token: str | None, as_json: bool, run: str) -> None:
     for text in (judged.text, judged.advised, since):
         if text:
             click.echo(f"  {printable(text)}")
-    label = (found.watch.strategy or found.watch.observed_strategy) if found.watch else None
+    label = found.watch.shown_strategy if found.watch else None
     about = [f"run {run_id}", f"project {found.project}", *([f"strategy {label}"] if label else []), found.state]
     click.echo(printable(", ".join([*about, f"started {clock(found.created_at)}"])))
     _print_numbers(evidence, latest)
@@ -199,7 +199,7 @@ def compare(server_url: str, token: str | None, as_json: bool, runs: tuple[str, 
     rows = [
         (
             row.name[:_LABEL],
-            row.strategy or row.observed_strategy or "-",
+            row.shown_strategy or "-",
             row.dtype or "-",
             _health(row),
             _judged_over(row),

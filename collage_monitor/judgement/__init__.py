@@ -31,6 +31,7 @@ from collage_monitor.judgement.rules import STATE_TOLERANCE, average_findings
 from collage_monitor.judgement.words import (
     CAVEATS,
     GRAVITY,
+    NO_PROBLEM,
     WORDS_VERSION,
     Advice,
     Choice,
@@ -59,6 +60,7 @@ __all__ = [
     "STATE_TOLERANCE",
     "SilentRanks",
     "Values",
+    "NO_PROBLEM",
     "WORDS_VERSION",
     "advice_for",
     "average_findings",

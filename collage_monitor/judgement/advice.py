@@ -23,6 +23,9 @@ _LACKING: Final[dict[str, Lacking]] = {
 }
 _NARROW: Final = ("bfloat16", "float16")
 _DENSE: Final = 'model.apply(lambda module: setattr(module, "sparse", False))'
+_ITS_WEIGHTS: Final = (
+    '[setattr(own, "data", own.float()) for group in optimizer.param_groups for own in group["params"]]'
+)
 _STATE: Final = "state_decrement_ratio/"
 _AVERAGE: Final = Advice(
     "average of the weights",
@@ -41,15 +44,18 @@ def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> tuple[Adv
     stuck = [finding.key.removeprefix(_STATE) for finding in findings if finding.key.startswith(_STATE)]
     kept = watch.fingerprint.states if watch.fingerprint else {}
     wide = bool(stuck) and all(kept.get(name) == "float32" for name in stuck)
-    told = [advice_for(entry, lacking, wide_states=wide) for entry in watch.trained]
+    alone = len(watch.trained) == 1
+    told = [advice_for(entry, lacking, wide_states=wide, alone=alone) for entry in watch.trained]
     named = any(entry.choices for entry in told if entry is not None)
     return (*(entry for entry in told if entry is not None and (entry.choices or not named)), *average)
 
 
-def advice_for(trained: Trained, lacking: Lacking, *, wide_states: bool = False) -> Advice | None:
+def advice_for(
+    trained: Trained, lacking: Lacking, *, wide_states: bool = False, alone: bool = True
+) -> Advice | None:
     """What to try for one optimizer that keeps too little of its weights or states; None where nothing keeps more.
 
-    wide_states: the states that are lacking are in fp32 already.
+    wide_states: the states that are lacking are in fp32 already. alone: no other optimizer trains the model.
     """
     narrow = [dtype for dtype in trained.parameters if dtype in _NARROW]
     if lacking == "states" and wide_states:
@@ -57,7 +63,7 @@ def advice_for(trained: Trained, lacking: Lacking, *, wide_states: bool = False)
     if not narrow:
         return _of_wide_weights(trained, lacking)
     if trained.fitting is None or 0 < trained.sparse == sum(trained.parameters.values()):
-        return _wide_weights(trained, narrow)
+        return _wide_weights(trained, narrow, alone=alone)
     named = better(
         trained.strategy,
         lacking,
@@ -130,20 +136,25 @@ def _of_wide_weights(trained: Trained, lacking: Lacking) -> Advice | None:
     return Advice(trained.optimizer, text, (choice,))
 
 
-def _wide_weights(trained: Trained, narrow: Sequence[str]) -> Advice | None:
-    """fp32 weights keep what any rule makes of them, under autocast at the speed of 16 bits."""
+def _wide_weights(trained: Trained, narrow: Sequence[str], *, alone: bool) -> Advice | None:
+    """fp32 weights keep what any rule makes of them, under autocast at the speed of 16 bits.
+
+    Beside another optimizer only its own weights: that one's stay as it needs them.
+    """
     if trained.strategy == "master-weights":
         return None
-    dtype = f"torch.{narrow[0]}"
+    dtype, before = f"torch.{narrow[0]}", "before the optimizer is built"
     if trained.sharded:
         made = f"fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype={dtype}))"
         lines = ["import torch", "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"]
         lines += ["model.float()", made]
+        before = "before the model is sharded"
     else:
         cast = f'torch.autocast("{trained.device}", dtype={dtype})'
-        lines = ["import torch", "model.float()", f"model.forward = {cast}(model.forward)"]
+        wide = "model.float()" if alone else _ITS_WEIGHTS
+        before = before if alone else "before its first step"
+        lines = ["import torch", wide, f"model.forward = {cast}(model.forward)"]
     choice = Choice("\n".join(lines), trained.float32_bytes)
     why = "its gradients are sparse" if trained.sparse else f"no strategy here is for {trained.optimizer}"
-    before = "before the model is sharded" if trained.sharded else "before the optimizer is built"
     text = f"{why}: try fp32 weights, {before}: {_one_line(choice.code)} ({_size(choice)})"
     return Advice(trained.optimizer, text, (choice,))

@@ -29,6 +29,8 @@ FILL_TOLERANCE: Final = 2.0
 _SMALL_EPS: Final = " (in float16 an eps below 3e-8 is 0: raise it, or keep the weights in float32)"
 DROPPED_TOLERANCE: Final = 0.4
 """Below a half, of which chance leaves some at 0. Updates of one size, as Lion's, add up to 0 now and then."""
+FEWEST_RESIDUALS: Final = 32
+"""Elements of a layer that is asked by itself: of fewer all may have come to 0 so."""
 
 
 def findings_against(case: Case) -> Iterator[Finding]:
@@ -179,7 +181,8 @@ def _residuals_dropped(case: Case) -> Iterator[Finding]:
         text = f"{percent(dropped)} of the residuals were 0 again before a step: what they kept was dropped"
         yield Finding("residuals are off", text, key, dropped, DROPPED_TOLERANCE)
         return
-    shares = {name: case.number(key, name) or 0.0 for name in case.evidence.layers}
+    large = [name for name in case.evidence.layers if (case.number("elements", name) or 0.0) >= FEWEST_RESIDUALS]
+    shares = {name: case.number(key, name) or 0.0 for name in large}
     squares = {name: (case.number("intended_norm", name) or 0.0) ** 2 for name in shares}
     emptied = sorted((name for name in shares if shares[name] > DROPPED_TOLERANCE), key=lambda name: -squares[name])
     if sum(squares[name] for name in emptied) > LAYER_TOLERANCE * sum(squares.values()):

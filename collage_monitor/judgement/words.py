@@ -17,13 +17,14 @@ __all__ = [
     "GRAVITY",
     "Health",
     "Judgement",
+    "NO_PROBLEM",
     "WORDS_VERSION",
     "judgement_of",
     "percent",
     "silence",
 ]
 
-WORDS_VERSION: Final = 5
+WORDS_VERSION: Final = 6
 """Raise it when a run may be judged or headlined otherwise than before while the package's version stays: what
 servers keep is then made anew."""
 Health = Literal[
@@ -47,6 +48,8 @@ GRAVITY: Final[tuple[Health, ...]] = (
     "average is off",
 )
 """Bad words, the gravest first."""
+NO_PROBLEM: Final[frozenset[str]] = frozenset({"healthy", "unknown"})
+"""The other words: nothing speaks against a run."""
 COPY_TOLERANCE: Final = 0.5
 STILL: Final = 0.9995
 """Share of its updates that a layer loses which does not move at all."""
@@ -77,8 +80,8 @@ class Choice:
 
     strategy: None where the weights become fp32. code: lines to paste, in which `model` and `optimizer` are what
     they are called: where a strategy is named, once the optimizer is built, before a scheduler, a checkpoint and
-    the watch; else before the optimizer is built. bytes_per_parameter: of weights, states and gradients then;
-    None: not known.
+    the watch; else before the optimizer is built, or beside other optimizers before its first step.
+    bytes_per_parameter: of weights, states and gradients then; None: not known.
     """
 
     code: str

@@ -320,6 +320,11 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     resume_losses: list[ResumeLoss] = field(default_factory=list)
     continuation: Continuation | None = None
 
+    @property
+    def shown_strategy(self) -> str:
+        """The label that the user gave, else what is seen."""
+        return self.strategy or self.observed_strategy
+
 
 class StreamCreate(Struct, kw_only=True, frozen=True):
     """Register a stream, one (attempt, rank, process), or extend it: sent again with more layers or statistics.

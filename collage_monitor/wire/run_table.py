@@ -133,6 +133,11 @@ class RunRow(Struct, kw_only=True, frozen=True):
     beside: list[str] = field(default_factory=list)
     reports: int = 0
 
+    @property
+    def shown_strategy(self) -> str | None:
+        """The label that the user gave, else what is seen."""
+        return self.strategy or self.observed_strategy
+
 
 class WorstRun(Struct, kw_only=True, frozen=True):
     """The run with the gravest word against it, and of those the one that keeps the least of its updates."""

@@ -146,7 +146,7 @@ def _about_run(reader: Reader, run_id: str, schedule: RateSchedule | None) -> st
     run, overview = reader.ask_together(lambda client: client.run(run_id), lambda client: client.overview(run_id))
     view = View(page="run", runs=(run_id,))
     watch = run.watch
-    strategy = (watch.strategy or watch.observed_strategy) if watch else None
+    strategy = watch.shown_strategy if watch else None
     colour = strategy_colour(strategy, watch.dtype if watch else None)
     step = "no step yet" if run.last_step is None else f"step {run.last_step:,}"
     curves = [key for key in _LOGGED if key in run.scalars]

@@ -68,7 +68,7 @@ class MemoryBudget:
         self.working_bytes = limit_bytes - PROCESS_BYTES - self.body_bytes - self.cache_bytes
         self.held: Counter[Owner] = Counter()
         self._free = Condition()
-        self._most_private = max(limit_bytes, private_bytes() + self.working_bytes)
+        self._most_private = max(limit_bytes * 15 // 16, private_bytes() + self.working_bytes)
         self._trimmed_at = -_BETWEEN_TRIMS_SECONDS
 
     def share(self, owner: Owner) -> int:

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from collage_monitor.definitions import HISTOGRAM_OCTAVES
+from collage_monitor.definitions import HISTOGRAM_OCTAVES, Strategy
 from collage_monitor.forecast import ForecastError, GridRecord, forecast_strategies, record_of
 from collage_monitor.schedule import parse_schedule, schedule_of
+from collage_monitor.strategies import STRATEGIES, better
 from collage_monitor.wire import Layer
 
 ELEMENTS = 4000
@@ -86,6 +87,18 @@ def test_the_lost_share_still_to_come_is_that_of_the_rounding(strategy):
     found = of(forecast_strategies(weights.record(schedule, range(10, 401, 10)), schedule), strategy)
     came = np.mean([weights.lost(schedule, step, strategy) for step in range(401, 2001)])
     assert found.lost == pytest.approx(came, abs=0.01)
+
+
+@pytest.mark.parametrize(("weights", "like"), [("one", "plain"), ("pair", "light"), ("fp32", "master-weights")])
+def test_a_strategy_of_another_package_is_foretold_by_what_it_keeps_a_weight_as(weights, like, monkeypatch):
+    added = Strategy("added", "Added", "weights of its own kind", 10, weights=weights)
+    monkeypatch.setitem(STRATEGIES, "added", added)
+    schedule, trained = parse_schedule(SCHEDULES[0]), Weights()
+    forecast = forecast_strategies(trained.record(schedule, range(10, 401, 10)), schedule, ["added", like])
+    found, known = of(forecast, "added"), of(forecast, like)
+    assert (found.onset, found.lost) == (known.onset, known.lost)
+    told = better("added", "weights")
+    assert bool(told) == (weights != "fp32")
 
 
 def test_a_drift_of_the_updates_is_followed_and_chance_is_none():

@@ -176,6 +176,32 @@ def test_elements_without_a_gradient_so_far_drop_nothing():
         no_word(handle)
 
 
+@pytest.mark.parametrize("target", ["light", "kahan", "split-master"])
+def test_a_few_elements_that_came_back_to_where_they_began_dropped_nothing(target):
+    """Lion's steps are of one size: to and fro adds up to 0, and the master weight is the visible one again."""
+
+    def built(strategy):
+        torch.manual_seed(0)
+        model = nn.ParameterList([torch.randn(16, 8), torch.randn(3), torch.randn(1)]).bfloat16()
+        return model, CollageLion(model.parameters(), lr=1e-3, strategy=strategy)
+
+    def steps(model, optimizer, first, count):
+        for step in range(first, first + count):
+            for place, own in enumerate(model):
+                own.grad = torch.ones_like(own) if place == 0 else torch.full_like(own, (-1.0) ** step)
+            optimizer.step()
+
+    before, states = built("master-weights")
+    steps(before, states, 0, 6)
+    model, optimizer = built(target)
+    model.load_state_dict(before.state_dict())
+    optimizer.load_state_dict(states.state_dict())
+    handle = watch(model, optimizer, every=1, sample="all", budget=None)
+    steps(model, optimizer, 6, 1)
+    assert handle.summary()["layers"]["2"]["residual_dropped_ratio"] == 1.0
+    no_word(handle)
+
+
 KEPT = [*(("AdamW", target) for target in TARGETS), ("SGD", "light"), ("Lion", "light")]
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "clone_entries",
     "clone_group",
     "clone_optimizer",
+    "clone_settings",
     "clone_value",
     "holds_values",
     "isolated",
@@ -85,13 +86,27 @@ def holds_values(value: Any) -> bool:
     )
 
 
+def clone_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyper-parameters and run state without its parameters; tensors are copied.
+
+    torch's Adafactor takes an eps of None from the dtype of the group's first weight: that one is written down, for
+    a clone steps fp64.
+    """
+    cloned = clone_entries(group, "params")
+    eps, weights = cloned.get("eps"), group.get("params")
+    if weights and isinstance(eps, tuple) and None in eps:
+        own = torch.finfo(weights[0].dtype).eps
+        cloned["eps"] = tuple(own if value is None else value for value in eps)
+    return cloned
+
+
 def clone_group(group: dict[str, Any], kind: type[Optimizer], device: torch.device) -> dict[str, Any]:
-    """The hyper-parameters and run state of a group without its parameters; tensors are copied.
+    """The settings of a group, for a clone that steps on `device`.
 
     Torch's own optimizers take their fused kernel on the CPU, which is the fastest on one flat tensor; options
     that need an accelerator are cleared there.
     """
-    cloned = clone_entries(group, "params")
+    cloned = clone_settings(group)
     if device.type == "cpu":
         if cloned.get("capturable"):
             cloned["capturable"] = False

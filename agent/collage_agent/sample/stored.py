@@ -87,9 +87,12 @@ class Composition:
         """r = θ − p, fp64 of the same shape, from p and what the residual's key holds. No synchronisation."""
         if self.code is None or not self.holds_counts(value.dtype):
             return value.to(torch.float64) * self.sign
-        # Ours keep one byte under the same key as two.
-        code = SIGNED_BYTE if self.code is SIGNED_BITS and value.dtype == torch.int8 else self.code
-        return code.residual(weight, value).mul_(self.sign)
+        return self.code_in(value.dtype).residual(weight, value).mul_(self.sign)
+
+    def code_in(self, integers: torch.dtype) -> RemainderCode:
+        """What these integers mean: ours keep one byte under the same key as two. Only where there is a code."""
+        assert self.code is not None
+        return SIGNED_BYTE if self.code is SIGNED_BITS and integers == torch.int8 else self.code
 
     def holds_counts(self, dtype: torch.dtype) -> bool:
         """Whether a residual of this dtype holds integers: also those that loading a checkpoint has cast to floats.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.choose import Intent
-from collage_agent.intent.clone import clone_entries
+from collage_agent.intent.clone import clone_entries, clone_settings
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.states import state_of
 from collage_agent.sample.stored import GRADIENT, PARAMETER
@@ -163,7 +163,7 @@ class Bucket:
         states, group = self.states(optimizer), optimizer.param_groups[self.group]
         self.out_of_step = out_of_lock_step(states)
         self._decay = decoupled_rate(optimizer, group)
-        self._hyperparameters = clone_entries(group, "params")
+        self._hyperparameters = clone_settings(group)
         first, layout = states[0], self._layout_of(states[0])
         self._states = layout
         self._scalars = clone_entries({key: first[key] for key in layout.scalars})

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.before_after import WholeTensor
-from collage_agent.intent.clone import clone_entries, clone_value
+from collage_agent.intent.clone import clone_settings, clone_value
 from collage_agent.intent.widen import widened
 from collage_agent.sample import stored
 from collage_agent.sample.quantised import reading
@@ -135,7 +135,7 @@ class _WholeTensorStep:
         gradient = composition.gradient_of(parameter)
         assert gradient is not None
         elementwise = stored.elementwise_state(parameter, state)
-        self._group = clone_entries(group, "params")
+        self._group = clone_settings(group)
         self._state = {
             key: reading(state, key).clone() if key in elementwise else clone_value(value)
             for key, value in state.items()

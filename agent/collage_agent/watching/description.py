@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from collage_optim import CONVERTED_FROM, RESIDUALS_FROM, CollageOptimizer
+from collage_optim import CONVERTED_FROM, LOW_COMPONENT_SUFFIX, RESIDUALS_FROM, CollageOptimizer
 from collage_optim.names import dtype_name
 from collage_optim.stepping import local_part
 from torch import Tensor
@@ -328,11 +328,12 @@ def _kept_as(state: Mapping[str, Any], key: str, composition: Composition = PLAI
     if tensor.dtype == torch.uint8 and reading_dtype(state, key) != torch.uint8:
         return "8-bit blocks, quantised"
     if key == composition.residual and composition.code is not None and not tensor.is_floating_point():
-        return f"{dtype_name(tensor.dtype)}: {composition.code.words}"
+        return f"{dtype_name(tensor.dtype)}: {composition.code_in(tensor.dtype).words}"
     if reading_dtype(state, key) != tensor.dtype:
-        return (
-            f"{dtype_name(tensor.dtype)} and bits beside it" if tensor.is_floating_point() else "codes, quantised"
-        )
+        if not tensor.is_floating_point():
+            return "codes, quantised"
+        bits = 8 * state[key + LOW_COMPONENT_SUFFIX].element_size()
+        return f"{dtype_name(tensor.dtype)} with {bits} bits beside it"
     return dtype_name(tensor.dtype)
 
 

@@ -164,7 +164,7 @@ def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
     lost = finite(model.get("lost_update_ratio"))
     if lost is None:
         return
-    strategy = STRATEGIES.get(info.strategy or info.observed_strategy)
+    strategy = STRATEGIES.get(info.shown_strategy)
     of_layers = info.fingerprint.layer_rounds_at_random if info.fingerprint else {}
     caution = ""
     if (strategy is not None and strategy.stochastic) or any(of_layers.values()):

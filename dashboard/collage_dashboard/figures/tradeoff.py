@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from collage_dashboard.descriptions import describe, interval, number
 from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal, strategy_colour
+from collage_monitor.judgement import NO_PROBLEM
 from collage_monitor.recommendation import short_title
 from collage_monitor.seeds import Estimate
 from collage_monitor.strategy_results import StrategyResult
@@ -128,7 +129,7 @@ def _label(point: _Point, is_chosen: bool) -> str:
 def _trace(point: _Point, place: Place | None, is_chosen: bool) -> go.Scatter:
     colour = strategy_colour(point.result.strategy, point.result.dtype)
     beside = place if isinstance(place, str) else None
-    is_hollow = point.result.health not in {"healthy", "unknown"}
+    is_hollow = point.result.health not in NO_PROBLEM
     return go.Scatter(
         x=[point.cost.value],
         y=[point.loss.value],

@@ -228,7 +228,7 @@ _GROUPS_SHOWN: Final = 12
 
 def _choice(project: str, group: str | None, rows: Sequence[wire.RunRow]) -> html.Li:
     address = write_address(comparison_of([row.run_id for row in rows]))
-    kinds = dict.fromkeys(strategy_title(row.strategy or row.observed_strategy) for row in rows)
+    kinds = dict.fromkeys(strategy_title(row.shown_strategy) for row in rows)
     return html.Li(
         [
             dcc.Link(f"{project} / {group}" if group else project, href="".join(address)),
@@ -268,7 +268,7 @@ class RunNames:
 
     def __init__(self, row: wire.RunRow) -> None:
         self.run_id, self.name, self.dtype = row.run_id, row.name, row.dtype
-        self.strategy = row.strategy or row.observed_strategy
+        self.strategy = row.shown_strategy
 
 
 def register_search(app: dash.Dash, reader: Reader) -> None:

@@ -94,7 +94,7 @@ def lines_of(view: View, rows: Sequence[wire.RunRow]) -> Lines:
         return "strategy"
     seeds: dict[tuple[str | None, ...], list[int | None]] = {}
     for row in rows:
-        kind = row.strategy or row.observed_strategy, row.dtype, row.configuration or row.project
+        kind = row.shown_strategy, row.dtype, row.configuration or row.project
         seeds.setdefault(kind, []).append(row.seed)
     several = any(len(own) > 1 and None not in own and len(set(own)) == len(own) for own in seeds.values())
     return "strategy" if several else "run"
@@ -109,7 +109,7 @@ def lines_control(view: View, rows: Sequence[wire.RunRow]) -> Any:
 
 def chart_cards(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
     """The cards of the charts, the reader's choice last."""
-    strategies = [row.strategy or row.observed_strategy for row in rows]
+    strategies = [row.shown_strategy for row in rows]
     cards = [
         chart_card(
             key,

@@ -178,9 +178,7 @@ def _picture(evidence: IncidentEvidence) -> Any:
     if evidence.series is None or evidence.metric is None or not evidence.series.steps:
         return None
     watch = evidence.watch
-    colour = strategy_colour(
-        watch.strategy or watch.observed_strategy if watch else None, watch.dtype if watch else None
-    )
+    colour = strategy_colour(watch.shown_strategy if watch else None, watch.dtype if watch else None)
     series = msgspec.structs.replace(
         evidence.series, axis="step", positions=[float(step) for step in evidence.series.steps]
     )

@@ -287,8 +287,8 @@ def _revision(row: wire.RunRow | None) -> dict[str, Any]:
     return {
         "at": f"{row.updated_at} {row.changed_at} {row.reports} {row.state} {said.last_step}",
         "failed": False,
-        "colour": strategy_colour(row.strategy or row.observed_strategy, row.dtype),
-        "strategy": row.strategy or row.observed_strategy,
+        "colour": strategy_colour(row.shown_strategy, row.dtype),
+        "strategy": row.shown_strategy,
         "since": said.since,
         "first": said.first_step,
         "beside": row.beside,

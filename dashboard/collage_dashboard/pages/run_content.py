@@ -57,7 +57,7 @@ def head(run: wire.Run) -> html.Div:
     badges: list[Any] = [state_badge(run.state)]
     watch = run.watch
     if watch is not None:
-        badges.append(_badge(strategy_title(watch.strategy or watch.observed_strategy)))
+        badges.append(_badge(strategy_title(watch.shown_strategy)))
         badges.append(_badge(watch.dtype))
         badges.append(_badge(watch.optimizer))
         if watch.strategy and watch.observed_strategy not in {"unknown", watch.strategy}:
@@ -271,7 +271,7 @@ def _card(
 
 
 def _strategy(run: wire.Run) -> str | None:
-    return (run.watch.strategy or run.watch.observed_strategy) if run.watch else None
+    return run.watch.shown_strategy if run.watch else None
 
 
 def draw(

@@ -19,6 +19,7 @@ from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import View, comparison_of, write_address
 from collage_monitor import wire
+from collage_monitor.judgement import NO_PROBLEM
 
 __all__ = [
     "USUAL",
@@ -157,7 +158,7 @@ def _differences(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[st
 
 def headline_of(table: wire.RunTable) -> str:
     """'3 of 6 runs have a problem; the worst is plain bfloat16: loses 57.6 % of its updates. 2 are live.'"""
-    live, well = sum(table.live.values()), {"", "healthy", "unknown"}
+    live, well = sum(table.live.values()), {"", *NO_PROBLEM}
     sick = sum(count for health, count in table.healths.items() if health not in well)
     runs = f"{table.total:,} {'run' if table.total == 1 else 'runs'}"
     told = f"{live:,} {'is' if live == 1 else 'are'} live." if live else "None is live."

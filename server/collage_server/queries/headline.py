@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from collage_monitor.judgement import Evidence, Judgement, finite, loses_most, percent, silence
+from collage_monitor.judgement import NO_PROBLEM, Evidence, Judgement, finite, loses_most, percent, silence
 
 __all__ = ["beyond_judgement", "headline", "layers_in_words"]
 
@@ -45,7 +45,7 @@ def headline(
         elif finding.health == "states are stuck":
             state = finding.key.partition("/")[2]
             parts.append(f"{state} stuck{_since((states_since or {}).get(state))}")
-        elif finding.health not in {"losing updates", "healthy", "unknown"}:
+        elif finding.health not in {"losing updates", *NO_PROBLEM}:
             parts.append(finding.text)
     parts = parts or [finding.text for finding in judgement.findings]
     if evidence.silent is not None and not any(silence(evidence.silent) in part for part in parts):

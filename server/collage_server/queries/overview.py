@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from collage_monitor import wire
 from collage_monitor.judgement import (
     EDQ_TOLERANCE,
+    NO_PROBLEM,
     STATE_TOLERANCE,
     Evidence,
     Judgement,
@@ -61,7 +62,6 @@ _SHOWN: Final = frozenset(
 )
 """Metrics that pages show as numbers; each with its interval and labels."""
 _STATE: Final = "state_decrement_ratio"
-_NOT_AGAINST: Final = frozenset({"healthy", "unknown"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +159,7 @@ def held_against(found: Judgement) -> dict[str, float]:
         finding.key: finding.value
         for finding in found.findings
         if finding.layer is None
-        and finding.health not in _NOT_AGAINST
+        and finding.health not in NO_PROBLEM
         and finding.value is not None
         and np.isfinite(finding.value)
     }

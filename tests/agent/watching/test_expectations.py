@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 
 import pytest
@@ -14,12 +13,14 @@ from collage_agent.settings import watch_defaults
 from collage_optim import CollageAdamW
 from torch import nn
 
-from tests.keepers.table import steps
-from tests.keepers.ways import BF16, FP32, RATES, ways
+from collage_monitor.strategies import STRATEGIES
+from tests.agent.watching.test_resume import Saved
+from tests.keepers.ways import BF16, FP32, ways
 
 WAYS = [way for way in ways() if way.seen != "unknown"]
 WHOLE = ("master-weights", "integer-remainder", "split-master", "split-master-16bit", "split-master-8bit")
-BITS = {"torch.bfloat16": 8, "torch.float16": 11, "torch.float32": 24}
+KEPT = [(way, dtype) for way in WAYS for dtype in way.dtypes]
+PRECISION = {BF16: 8, torch.float16: 11, FP32: 24, torch.float64: 53}
 
 
 def keeps_float32(way, dtype):
@@ -27,58 +28,67 @@ def keeps_float32(way, dtype):
     return (way.weights or dtype) == FP32 or (way.seen in WHOLE and "24 bits" not in way.who)
 
 
-class Training:
-    """A way to keep weights, trained a little, and perhaps saved and loaded before it is watched."""
+def broken(training, **expected):
+    """What is broken after one watched step."""
+    handle = training.watched(expect=expected)
+    handle.remove()
+    return {breach.expectation: breach for breach in handle.info.broken}
 
-    def __init__(self, way, resumed):
-        self.way = way
-        self.model, self.visible, self.optimizer = self._built()
-        if resumed:
-            with torch.compiler.set_stance("force_eager"):
-                steps(way, self.model, self.visible, self.optimizer, 0, 3)
-            earlier, visible, states = self.model, self.visible, self.optimizer.state
-            self.model, self.visible, self.optimizer = self._built()
-            self.model.load_state_dict(earlier.state_dict())
-            self.visible.load_state_dict(visible.state_dict())
-            # As those load who know that torch's own loading casts what stands beside a 16-bit weight.
-            for parameter, before in zip(self.model.parameters(), earlier.parameters(), strict=True):
-                self.optimizer.state[parameter] = states[before]
-        self.steps_before = 3 if resumed else 0
 
-    def _built(self):
-        way, dtype = self.way, self.way.dtypes[0]
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(30, 256), nn.GELU(), nn.Linear(256, 24)).to(way.weights or dtype)
-        visible = copy.deepcopy(model).to(dtype) if way.masters else model
-        betas = None if "Lion" in way.name else (0.9, 0.95)
-        return model, visible, way.make(model.parameters(), RATES.get(dtype, 1e-4), betas)
-
-    def broken(self, **expected):
-        """What is broken after one watched step."""
-        handle = watch(
-            self.model, self.optimizer, expect=expected, every=10, budget=None, first_step=1 + self.steps_before
-        )
-        with torch.compiler.set_stance("force_eager"):
-            steps(self.way, self.model, self.visible, self.optimizer, self.steps_before, self.steps_before + 1)
-        handle.remove()
-        self.steps_before += 1
-        return {breach.expectation: breach for breach in handle.info.broken}
+RESUMED = pytest.mark.parametrize("taken", [0, 3], ids=["fresh", "resumed"])
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
+@RESUMED
 @pytest.mark.parametrize("way", WAYS, ids=[f"{way.who}, {way.name}" for way in WAYS])
-def test_what_is_kept_is_known_at_the_first_step(way, resumed):
-    training = Training(way, resumed)
+def test_what_is_kept_is_known_at_the_first_step(way, taken):
     dtype = way.dtypes[0]
-    at = training.steps_before + 1
-    whole = keeps_float32(way, dtype)
-    assert training.broken(strategy=way.seen, weights="float32" if whole else str(dtype)[6:]) == {}
+    training, whole = Saved(way, dtype, taken), keeps_float32(way, dtype)
+    assert broken(training, strategy=way.seen, weights="float32" if whole else str(dtype)[6:]) == {}
     other = "plain" if way.seen != "plain" else "master-weights"
-    broken = training.broken(strategy=other, weights="float64" if whole else "float32")
-    assert broken.keys() == {"strategy", "weights"}
-    assert broken["strategy"].step == at + 1
-    assert f"seen is {way.seen}" in broken["strategy"].text
+    found = broken(training, strategy=other, weights="float64" if whole else "float32")
+    assert found.keys() == {"strategy", "weights"}
+    assert found["strategy"].step == taken + 2
+    assert f"seen is {way.seen}" in found["strategy"].text
+
+
+def kept_bits(way, dtype):
+    """Bits of the significand of the weights, of all that is kept of them."""
+    if keeps_float32(way, dtype):
+        return 24
+    beside = {"split-24bit-8bit": 8}.get(way.seen, 8 if way.name == "Fraction" else 0)
+    return PRECISION[way.weights or dtype] + beside
+
+
+def narrowest_average(way, optimizer):
+    """Bits of the significand of the narrowest average in the states: with those of an integer that lengthens it,
+    not with a compensation; codes have none."""
+    found = []
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            beside = key in (way.completes, "master_parameter", "main", "z") or key.endswith(("_low", "_scale"))
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and not beside:
+                low = state.get(f"{key}_low")
+                bits = 0 if low is None or low.is_floating_point() else 8 * low.element_size()
+                found.append(PRECISION.get(value.dtype, 0) + bits if type(value) is torch.Tensor else 0)
+    return min(found)
+
+
+@pytest.mark.drawn
+@RESUMED
+@pytest.mark.parametrize(("way", "dtype"), KEPT, ids=[f"{way.who}, {way.name}, {dtype}" for way, dtype in KEPT])
+def test_each_expectation_of_each_way_is_judged_right_at_the_first_step(way, dtype, taken):
+    training = Saved(way, dtype, taken)
+    info = training.watched().info
+    seen = info.fingerprint.states.get(way.completes, "")
+    assert way.seen != "split-24bit-8bit" or seen == "int8: the signed remainder of rounding to nearest, 8 bits"
+    held = {strategy: strategy == way.seen for strategy in STRATEGIES}
+    weights, states = kept_bits(way, dtype), narrowest_average(way, training.optimizer)
+    for name, bits in PRECISION.items():
+        held[f"weights={str(name)[6:]}"] = bits <= weights
+        held[f"states={str(name)[6:]}"] = bits <= states
+    expected = {text: Expectations.of(text) for text in held}
+    assert {text: own is not None and not [*own.broken_by(info)] for text, own in expected.items()} == held
 
 
 @pytest.mark.parametrize("strategy", ["plain", "fp32-states", "plus", "split-master-8bit", "master-weights"])

@@ -361,7 +361,7 @@ def _describe_run(connection: Connection, run_id: str, create: wire.StreamCreate
     statement = update(run).where(run.c.run_id == run_id)
     if create.rank != 0:
         statement = statement.where(run.c.strategy.is_(None))
-    connection.execute(statement.values(strategy=watch.strategy or watch.observed_strategy, dtype=watch.dtype))
+    connection.execute(statement.values(strategy=watch.shown_strategy, dtype=watch.dtype))
 
 
 def _read_stream_records(connection: Connection, run_id: str) -> list[StreamRecord]:

@@ -27,7 +27,7 @@ from sqlalchemy import (
 )
 
 from collage_monitor import wire
-from collage_monitor.judgement import GRAVITY
+from collage_monitor.judgement import GRAVITY, NO_PROBLEM
 from collage_monitor.seeds import mean_over_seeds
 from collage_server.errors import Unprocessable
 from collage_server.store import schema, server_tables
@@ -47,7 +47,7 @@ LISTED: Final = 20
 """Runs and names of a group that its row lists: as many as one comparison shows."""
 _OF_GROUP: Final = ("created_at", "group", "health", "last_step", *schema.OVERVIEW_NUMBERS)
 """What is read of each run of a group: little, for a group may have thousands."""
-_NOT_AGAINST: Final = frozenset({"healthy", "unknown", None})
+_NOT_AGAINST: Final = NO_PROBLEM | {None}
 _WORDS: Final = frozenset({"name", "project", "group", "strategy", "dtype", "state", "health"})
 _NEWEST: Final = frozenset({"created_at", "updated_at", "last_step"})
 _SEPARATOR: Final = "\x1f"
@@ -98,7 +98,7 @@ class TableStore:
         table = _Table(query, now, stale_after_seconds)
         with self._database.reading() as connection:
             live, healths, changed_at = table.counted(connection)
-            worst = table.worst(connection) if not set(healths) <= {"", "healthy", "unknown"} else None
+            worst = table.worst(connection) if not set(healths) <= {"", *NO_PROBLEM} else None
             rows = table.rows(connection, query.offset, query.limit) if query.limit else []
         return TablePage(rows, sum(healths.values()), live, changed_at, healths, worst)
 

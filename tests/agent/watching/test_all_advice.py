@@ -1,0 +1,114 @@
+"""Advice over every optimizer, dtype, gradient and size: whoever follows it is healthy, and no worse than before.
+
+A training that loses nothing is told nothing. An optimizer that refuses sparse gradients has SparseAdam beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+from collage_optim import CollageAdamW
+
+from tests.agent.watching.test_advice import (
+    BF16,
+    FP16,
+    FP32,
+    Case,
+    OwnAdamW,
+    SignedMomentum,
+    hold_to_advice,
+    model_of,
+    optimizers_of,
+    ours,
+    train,
+)
+
+STEPS = 80
+"""Five windows of 16 steps."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An optimizer, its rates beside bf16 and fp16, what else it takes beside fp16, whose 1e-8 is 0, and the dtypes
+    in which it takes sparse gradients."""
+
+    build: Callable[..., torch.optim.Optimizer]
+    rates: tuple[float, float]
+    beside_fp16: tuple[tuple[str, Any], ...] = (("eps", 1e-4),)
+    sparse: tuple[torch.dtype, ...] = ()
+    unknown: bool = False
+
+
+def also(kind: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return lambda parameters, **more: kind(parameters, **options, **more)
+
+
+def ours_plain(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return ours(CollageAdamW, "plain", **options)(parameters)
+
+
+T = torch.optim
+SPARSE_ADAM = Kind(T.SparseAdam, (1e-4, 1e-5))
+KINDS = {
+    "SGD": Kind(T.SGD, (1e-3, 1e-4), (), (BF16, FP16, FP32)),
+    "SGD momentum": Kind(also(T.SGD, momentum=0.9), (1e-3, 1e-4), (), (BF16, FP32)),
+    "Adagrad": Kind(T.Adagrad, (1e-4, 1e-5), sparse=(BF16, FP16, FP32)),
+    "AdamW": Kind(T.AdamW, (1e-4, 1e-5)),
+    "Adam amsgrad": Kind(also(T.Adam, amsgrad=True), (1e-4, 1e-5)),
+    "NAdam": Kind(also(T.NAdam, betas=(0.9, 0.95)), (1e-5, 3e-6)),
+    "RAdam": Kind(also(T.RAdam, betas=(0.9, 0.95)), (1e-5, 3e-6)),
+    "Adamax": Kind(T.Adamax, (1e-4, 1e-5)),
+    "RMSprop": Kind(also(T.RMSprop, alpha=0.9), (1e-5, 3e-6)),
+    "Adafactor": Kind(T.Adafactor, (1e-4, 1e-5), (), unknown=True),
+    "Lion": Kind(also(pytorch_optimizer.Lion, weight_decay=0.0), (1e-5, 1e-6), ()),
+    "AdamW by another hand": Kind(OwnAdamW, (1e-4, 1e-5)),
+    "a rule of its own": Kind(SignedMomentum, (1e-4, 1e-4), ()),
+    "ours": Kind(ours_plain, (1e-4, 1e-5)),
+}
+DTYPES = {"bf16": (BF16, None), "fp16": (FP16, None), "fp32": (FP32, None), "bf16, norm in fp32": (BF16, FP32)}
+SIZES = {"small": (12, 8, 16), "middle": (60, 16, 48), "sampled": (600, 32, 160)}
+
+
+def case_of(kind: str, dtype: str, gradients: str, size: str) -> Case:
+    own, (weights, norm) = KINDS[kind], DTYPES[dtype]
+
+    def make(of: Kind) -> Callable[[Any], torch.optim.Optimizer]:
+        options = dict(of.beside_fp16) if weights == FP16 else {}
+        return lambda parameters: of.build(parameters, lr=of.rates[weights == FP16], **options)
+
+    sparse = gradients == "sparse"
+    return Case(
+        f"{kind}, {dtype}, {gradients}, {size}",
+        make(own),
+        dtype=weights,
+        sparse=sparse,
+        norm=norm,
+        unknown=own.unknown,
+        rows=make(SPARSE_ADAM) if sparse and weights not in own.sparse else None,
+        size=SIZES[size],
+        sample=2048 if size == "sampled" else "all",
+        window=16,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.drawn
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("gradients", ["dense", "sparse"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_advice_is_good(kind, dtype, gradients, size):
+    case = case_of(kind, dtype, gradients, size)
+    model = model_of(case)
+    before = train(case, model, optimizers_of(case, list(model.parameters())), STEPS)
+    if before.judgement.health == "healthy":
+        assert before.judgement.advice == ()
+        assert min(before.shares.values()) > 0.9, before
+    elif not case.unknown:
+        assert any(entry.choices for entry in before.judgement.advice), before
+    hold_to_advice(case, before, STEPS)
