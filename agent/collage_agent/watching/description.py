@@ -330,10 +330,10 @@ def _kept_as(state: Mapping[str, Any], key: str, composition: Composition = PLAI
     if key == composition.residual and composition.code is not None and not tensor.is_floating_point():
         return f"{dtype_name(tensor.dtype)}: {composition.code_in(tensor.dtype).words}"
     if reading_dtype(state, key) != tensor.dtype:
-        if not tensor.is_floating_point():
+        low = state.get(key + LOW_COMPONENT_SUFFIX)
+        if low is None or not tensor.is_floating_point():
             return "codes, quantised"
-        bits = 8 * state[key + LOW_COMPONENT_SUFFIX].element_size()
-        return f"{dtype_name(tensor.dtype)} with {bits} bits beside it"
+        return f"{dtype_name(tensor.dtype)} with {8 * low.element_size()} bits beside it"
     return dtype_name(tensor.dtype)
 
 
