@@ -113,6 +113,33 @@ def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
     search_has(page, "metric=param_norm")
 
 
+@pytest.mark.parametrize(
+    ("path", "chart"),
+    [("run/run-plain", "#run-stack"), ("compare?run=run-plain&run=run-plus", "#compare-chart-0")],
+)
+def test_curves_are_zoomed_moved_and_shown_whole(keyboard, path, chart):
+    page = keyboard.page
+    page.goto(page.url + path)
+    page.wait_for_selector(f"{chart} .scatterlayer .trace", state="attached")
+
+    def ends():
+        given = page.evaluate("Object.fromEntries(new URLSearchParams(location.search))")
+        return float(given["from"]), float(given["to"])
+
+    keyboard.reach("[data-curves]").press("+")
+    search_has(page, "from=")
+    first, last = ends()
+    assert 40 < first < 60
+    assert 140 < last < 160
+    axis = f"document.querySelector('{chart} .js-plotly-plot')._fullLayout.xaxis"
+    page.wait_for_function(f"{axis}.range[0] === {first} && {axis}.range[1] === {last}")
+    keyboard.press("ArrowRight")
+    page.wait_for_function(f"!location.search.includes('from={first:g}&')")
+    assert ends()[0] == pytest.approx(first + 0.25 * (last - first), abs=1)
+    keyboard.press("0")
+    page.wait_for_function("!location.search.includes('from=')")
+
+
 def test_strategies_are_held_against_each_other(keyboard):
     page = keyboard.page
     page.goto(page.url + "compare?run=run-plain&run=run-light&run=run-plus")

@@ -68,9 +68,7 @@ def _metric(key: str) -> Cell:
 
 def _mean_of_last(name: str) -> Cell:
     def check(run: RawRun, told: str) -> None:
-        logged = run.scalars[name]
-        values = [logged[step] for step in sorted(logged)[-LAST:]]
-        assert_shown(told, float(np.mean(values)), f"{name} of {run.created.name}")
+        assert_shown(told, _last_mean(run, name), f"{name} of {run.created.name}")
 
     return check
 
@@ -189,17 +187,18 @@ def _last_mean(run: RawRun, name: str) -> float:
 
 def _check_before_and_after(about: About, table: Table) -> None:
     run = about.the_run
-    spans = [tuple(map(int, re.findall(r"\d+", head))) for head in table.heads[1:3]]
+    found = [re.findall(r"[\d,]+\d|\d", head) for head in table.heads[1:3]]
+    spans = [(step_of(steps[0]), step_of(steps[-1])) for steps in found]
     _check_spans(about, spans)
     if about.announced is not None:
         assert len(table.rows) == about.announced
     steps = [[at for at in run.steps if first <= at <= last] for first, last in spans]
     for title, *told, change in table.rows:
-        found = [_value_over(run, title, own, span) for own, span in zip(steps, spans, strict=True)]
-        for text, value in zip(told, found, strict=True):
+        values = [_value_over(run, title, own, span) for own, span in zip(steps, spans, strict=True)]
+        for text, value in zip(told, values, strict=True):
             if text not in {"not reported", "–"}:
                 assert_shown(text.removesuffix(" of 1"), value, f"{title} over {spans}")
-        _check_change(title, change, *found)
+        _check_change(title, change, *values)
 
 
 def _check_spans(about: About, spans: Sequence[tuple[int, ...]]) -> None:
