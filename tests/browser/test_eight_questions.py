@@ -13,6 +13,7 @@ from collage_monitor.client import Client
 from tests.browser.test_incidents import Emptied
 from tests.dashboard.generated import FINAL, GeneratedRun
 from tests.dashboard.posting import post_run
+from tests.dashboard.test_before_after import RAISED_AT, Raised
 from tests.reference.seeds import mean
 from tests.waiting import until
 
@@ -55,7 +56,7 @@ def runs():
         for seed, losses in OF_KAHAN.items()
         for place, strategy in enumerate(("plain", "kahan"))
     ]
-    return [*rates, *seeds, RESUMED]
+    return [*rates, *seeds, RESUMED, Raised("raised", "plus", run_id="run-raised", steps=2 * RAISED_AT)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,6 +142,23 @@ def test_is_kahan_worth_its_two_bytes(asker):
     gap, half, _ = mean([kahan - plain for plain, kahan in OF_KAHAN.values()])
     told = [float(number) for number in said.groups()]
     assert told == pytest.approx([abs(gap), abs(gap) - half, abs(gap) + half], rel=2e-2)
+
+
+def test_what_changed_at_800(asker):
+    asker.click(asker.page.get_by_role("link", name="raised", exact=True))
+    field = asker.page.get_by_label("What changed at this step, or in this range of steps")
+    asker.click(field)
+    asker.page.keyboard.type("800")
+    asker.page.keyboard.press("Enter")
+    card = asker.page.get_by_role("region", name="What changed at step 800")
+    row = card.get_by_role("row", name="Learning rate")
+    row.wait_for()
+    before, after = (
+        Raised("raised", "plus", steps=2 * RAISED_AT).scalars(step)["learning_rate"] for step in (790, 800)
+    )
+    cells = row.get_by_role("cell").all_inner_texts()
+    assert [float(cell.replace("\u2212", "-")) for cell in cells[1:3]] == pytest.approx([before, after], rel=1e-3)
+    assert cells[3] == f"× {after / before:.2f}"
 
 
 def test_does_it_hold_over_seeds(asker):

@@ -208,7 +208,7 @@ def test_the_page_of_each_run(facts, tab):
 def test_each_row_of_the_table_of_layers(facts):
     for name, raw in facts.runs.items():
         run, steps = facts.client.run(raw.run_id), raw.recent
-        found = layer_rows(facts.client, run, steps[0], {})
+        found = layer_rows(facts.reader, run, steps[0], {})
         assert sorted(row["layer"] for row in found) == sorted(raw.layers)
         for row in found:
             own = [row["layer"]]
