@@ -114,7 +114,7 @@ def worth(one: StrategyResult, other: StrategyResult, results: Sequence[Strategy
 
 def _worth(first: str, over: str, gap: Estimate | None) -> str:
     if gap is None:
-        return f"Whether {first} is worth {over} is not known: there is no loss of both to compare."
+        return f"Whether {first} is worth {over} is not known yet: no loss of both was read at one step."
     way = f"{'lower' if gap.value < 0 else 'higher'} by {signed(abs(gap.value)).removeprefix('+')}"
     if gap.low is None or gap.high is None:
         return f"Whether {first} is worth {over} is not known: its loss is {way}, from one run each."

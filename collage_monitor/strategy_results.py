@@ -132,15 +132,15 @@ def run_results(rows: Sequence[wire.RunRow], compared: Sequence[wire.ComparedRun
     """
     name, found = loss_name(rows), {run.run_id: run for run in compared}
     curves = {run_id: curve for run_id, run in found.items() if (curve := _curve(run, name)) and curve.steps}
-    common = min((curve.steps[-1] for curve in curves.values()), default=None)
+    common = _common_step(list(curves.values()), name)
     ends = {row.scalars[name].step for row in rows if name in row.scalars}
     several_projects = len({row.project for row in rows}) > 1
     results = []
     for row in rows:
         loss: float | None = None
-        step = common
+        step: int | None = None
         if row.run_id in curves and common is not None:
-            loss = _loss_at(curves[row.run_id], common, name)
+            loss, step = _loss_at(curves[row.run_id], common, name)
         elif name == "validation_loss" and len(ends) == 1:
             loss, step = finite(row.scalars[name].value), row.scalars[name].step
         entries = {**({"project": row.project} if several_projects else {}), **row.config}
@@ -331,11 +331,22 @@ def _curve(run: wire.ComparedRun, name: str) -> wire.Series | None:
     return more.get(name) if isinstance(more, dict) else None
 
 
-def _loss_at(curve: wire.Series, step: int, name: str) -> float | None:
-    """A validation loss as it was last logged up to `step`; a training loss as its mean over the last steps."""
+def _common_step(curves: Sequence[wire.Series], name: str) -> int | None:
+    """The last step that all of them have reached; of validation losses, which are logged now and then, the last at
+    which all of them were, if there is one: a loss of some steps before is a higher one."""
+    if name == "validation_loss" and curves:
+        alike = set.intersection(*(set(curve.steps) for curve in curves))
+        if alike:
+            return max(alike)
+    return min((curve.steps[-1] for curve in curves), default=None)
+
+
+def _loss_at(curve: wire.Series, step: int, name: str) -> tuple[float | None, int | None]:
+    """A validation loss as it was last logged up to `step`, and where; a training loss as its mean over the last
+    steps."""
     first = 0.0 if name == "validation_loss" else step * (1 - _LAST_SHARE)
-    values = [value for at, value in zip(curve.steps, curve.values, strict=True) if first <= at <= step]
+    found = [(value, at) for at, value in zip(curve.steps, curve.values, strict=True) if first <= at <= step]
     if name == "validation_loss":
-        return finite(values[-1]) if values else None
-    known = [number for value in values if (number := finite(value)) is not None]
-    return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+        return (finite(found[-1][0]), found[-1][1]) if found else (None, None)
+    known = [number for value, _ in found if (number := finite(value)) is not None]
+    return (math.fsum(known) / len(known) if known and len(known) == len(found) else None), step

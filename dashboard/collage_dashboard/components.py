@@ -31,6 +31,7 @@ __all__ = [
     "cell_content",
     "chart_card",
     "chart_note",
+    "curve_keys",
     "headline_line",
     "help_text",
     "labelled",
@@ -106,13 +107,15 @@ def chart_card(
     height: int = 300,
     title: str = "",
     is_map: bool = False,
+    has_keys: bool = False,
 ) -> dmc.Paper:
     """A chart with its title and help; `header` takes the title's place (a select, say).
 
-    is_map: its cells are picked with the keyboard, too.
+    is_map: its cells are picked with the keyboard, too. has_keys: its curves are zoomed with it.
     """
     keys: dict[str, Any] = {"data-map": "", "tabIndex": "0", "role": "application"} if is_map else {}
     keys |= {"aria-label": f"{title}: arrow keys walk its cells, Enter picks one"} if is_map else {}
+    keys |= curve_keys(title or describe(key).title) if has_keys else {}
     description = describe(key)
     blank = empty_figure("", height=height)
     return dmc.Paper(
@@ -132,6 +135,12 @@ def chart_card(
         className="card chart-card",
         withBorder=True,
     )
+
+
+def curve_keys(title: str) -> dict[str, Any]:
+    """Attributes of the place of curves whose zoom, that of all of the page, the keyboard changes."""
+    told = f"{title}: plus and minus zoom all curves, the arrow keys move them, 0 shows them whole"
+    return {"data-curves": "", "tabIndex": "0", "role": "application", "aria-label": told}
 
 
 def chart_note(key: str, strategies: Sequence[str | None]) -> str:

@@ -122,7 +122,9 @@ def in_a_sentence(overview: wire.Overview) -> str:
     started = next((value for entry in overview.trend if (value := finite(entry)) is not None), None)
     stuck = [key.partition("/")[2] for key in overview.findings if key.startswith(STATE)]
     if overview.since is not None:
-        words += f", since step {overview.since:,}"
+        # The share is over the recent past, which may reach back before the change.
+        more = overview.first_step is not None and overview.first_step < overview.since
+        words += f",{' more' if more else ''} since step {overview.since:,}"
     elif started is not None and started < 1 - EDQ_TOLERANCE:
         words += ", from the start"
     elif len(stuck) == 1 and (found := _STUCK.search(overview.headline)):

@@ -42,6 +42,7 @@ class GeneratedRun:
     run_id: str = ""
     seed: int | None = None
     config: dict = field(default_factory=dict)
+    group: str | None = None
     layers: list = field(init=False)
 
     def __post_init__(self):

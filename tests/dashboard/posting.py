@@ -24,7 +24,9 @@ def post_run(server_url, run, token=None, steps=None, *, first=1, transport=None
         timeout=PATIENCE_SECONDS,
         transport=transport,
     ) as http:
-        create = wire.RunCreate(run_id=run.run_id, name=run.name, tags=["test"], seed=run.seed, config=run.config)
+        create = wire.RunCreate(
+            run_id=run.run_id, name=run.name, group=run.group, tags=["test"], seed=run.seed, config=run.config
+        )
         _post(http, "/projects/demo/runs", create)
         resumed = "" if first == 1 else f"{first}-"
         launch = f"launch-{resumed}{run.run_id}"[:64]

@@ -130,6 +130,11 @@ STUCK = {"state_decrement_ratio/exp_avg_sq": 0.02}
             "57.6 % of updates are lost, since step 1,020.",
         ),
         (
+            overview("losing updates", trend=[1.0, 0.6], since=1020, first_step=900, **LOSING),
+            "57.6 % of updates lost",
+            "57.6 % of updates are lost, more since step 1,020.",
+        ),
+        (
             overview("losing updates", trend=[0.6], **{**LOSING, "findings": LOSING["findings"] | STUCK}),
             "57.6 % of updates lost",
             "57.6 % of updates are lost, from the start; exp_avg_sq is stuck.",

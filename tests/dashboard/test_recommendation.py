@@ -159,6 +159,21 @@ def test_runs_that_have_come_unequally_far_are_compared_where_all_have_been():
     assert plus.tokens_per_second.value == 1100.0
 
 
+def test_validation_losses_are_compared_where_every_run_logged_one():
+    """A run that ended at step 91 was better by what it learned after step 72, where the others logged last."""
+    late = row("plus", 2.30, step=91)
+    ours, theirs = (
+        compared(late, [48, 72, 91], [2.6, 2.43, 2.30]),
+        compared(REFERENCE, [48, 72, 96], [2.6, 2.42, 2.2]),
+    )
+    plus, reference = results([REFERENCE, late], [theirs, ours])
+    assert plus.gap.value == pytest.approx(0.01)
+    assert plus.runs[0].loss_step == reference.runs[0].loss_step == 72
+    apart = compared(late, [50, 91], [2.6, 2.30])
+    plus, reference = results([REFERENCE, late], [theirs, apart])
+    assert (plus.runs[0].loss_step, reference.runs[0].loss_step) == (91, 72), "each says where its own was logged"
+
+
 def test_a_training_loss_is_the_mean_of_the_last_tenth_of_its_steps():
     noisy = msgspec.structs.replace(
         REFERENCE, scalars={"loss": wire.LoggedScalar(step=100, value=9.0)}, run_id="noisy"

@@ -37,6 +37,14 @@ def test_what_the_model_loses_and_where_most_is_lost_are_two_facts():
     )
 
 
+def test_a_share_of_steps_before_the_change_is_not_said_to_be_lost_since_then():
+    """ "Loses 85.9 % of its updates since step 62" was over steps 54 to 120; since step 62 it lost 95 %."""
+    model = {"lost_update_ratio": 0.859, "update_error_ratio": 0.5, "edq_ratio": 0.9, "measured_steps": 30.0}
+    for first_step, words in ((54, ", more since step 62"), (62, ") since step 62")):
+        evidence = Evidence(model, {}, first_step=first_step, last_step=120)
+        assert f"{words}" in headline(judge(evidence), evidence, since=62)
+
+
 def test_the_layer_that_a_verdict_names_first_is_the_one_that_loses_the_most():
     """It named the one with the largest updates, and the table beside it the one with the largest loss."""
 

@@ -188,6 +188,24 @@
     plot.emit("plotly_click", { points: [point] });
   }
 
+  // Curves are zoomed with + and -, moved with the arrow keys, and shown whole with 0, as a drag and a double click do.
+  document.addEventListener("keydown", (event) => {
+    const place = event.target.matches && event.target.matches("[data-curves]") && event.target;
+    const plot = place && place.querySelector(".js-plotly-plot");
+    const isDrawn = plot && plot.data && plot.data.length && !event.ctrlKey && !event.metaKey && !event.altKey;
+    const zoom = isDrawn && zoomBy(event.key, plot._fullLayout.xaxis.range);
+    if (!zoom) return;
+    event.preventDefault();
+    tellZoom(storeOfZoom(plot), zoom);
+  });
+
+  function zoomBy(key, [first, last]) {
+    if (key === "0") return { "xaxis.autorange": true };
+    const moves = { "+": [0.25, -0.25], "-": [-0.5, 0.5], ArrowLeft: [-0.25, -0.25], ArrowRight: [0.25, 0.25] }[key];
+    const ends = moves && moves.map((share, place) => [first, last][place] + share * (last - first));
+    return ends ? { "xaxis.range": ends, "xaxis.autorange": false } : null;
+  }
+
   // Where one chart is pointed at, the others say what they have there.
   function shareHover() {
     const [trigger] = window.dash_clientside.callback_context.triggered;

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 import dash
 import dash_mantine_components as dmc
 import msgspec
-from dash import Input, Output, State, dcc, html
+from dash import Input, Output, State, html
 
 from collage_dashboard.components import (
     Entry,
@@ -231,7 +231,8 @@ def _choice(project: str, group: str | None, rows: Sequence[wire.RunRow]) -> htm
     kinds = dict.fromkeys(strategy_title(row.shown_strategy) for row in rows)
     return html.Li(
         [
-            dcc.Link(f"{project} / {group}" if group else project, href="".join(address)),
+            # To another address of this very page: a link of the application's would not be followed.
+            html.A(f"{project} / {group}" if group else project, href="".join(address)),
             html.Span(f" {len(rows)} runs: {', '.join(kinds)}", className="quiet"),
         ]
     )

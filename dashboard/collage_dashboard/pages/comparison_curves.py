@@ -116,6 +116,7 @@ def chart_cards(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
             f"compare-chart-{place}",
             note=chart_note(key, strategies),
             title="Loss" if place == LOSS and key != CHARTS[LOSS] else "",
+            has_keys=place == 0,
         )
         for place, key in enumerate(charted_metrics(rows))
     ]

@@ -11,6 +11,7 @@ from dash import dcc, html
 
 from collage_dashboard.components import (
     axis_control,
+    curve_keys,
     labelled,
     save_buttons,
     scale_control,
@@ -68,7 +69,7 @@ def curves_card(controls: Any, marks: Marks, beside: Sequence[str]) -> dmc.Paper
     return dmc.Paper(
         [
             controls,
-            html.Div(graph, id="run-stack", style={"minHeight": f"{height}px"}),
+            html.Div(graph, id="run-stack", style={"minHeight": f"{height}px"}, **curve_keys(_TITLE)),
             html.Div(foot, className="chart-foot"),
             dcc.Store(id={"type": "run-answer", **_CHART}),
             dcc.Store(id={"type": "run-digest", **_CHART}),

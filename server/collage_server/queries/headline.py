@@ -81,6 +81,9 @@ def _losing(
         text = f"loses {percent(lost)} of its updates" + (f" (EDQ {edq:.3f})" if edq is not None else "")
     else:
         text = "loses updates" + (f" (EDQ {edq:.3f})" if edq is not None else "")
+    # The share is over the recent past: where that reaches back before the change, it lost less before it.
+    began = evidence.first_step
+    text += ", more" if since is not None and began is not None and began < since else ""
     text += _since(since) + ("" if further is None else f", more{_since(further)}")
     where = _where(evidence, changed if since is not None or further is not None else ())
     return f"{text}; {where}" if where else text

@@ -1,0 +1,209 @@
+"""Eight questions that people ask daily: each is answered within three clicks from the table of runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from collage_monitor.client import Client
+from tests.browser.test_incidents import Emptied
+from tests.dashboard.generated import FINAL, GeneratedRun
+from tests.dashboard.posting import post_run
+from tests.dashboard.test_before_after import RAISED_AT, Raised
+from tests.reference.seeds import mean
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+MOST_CLICKS = 3
+RATES = {"rate 3e-4": 3e-4, "rate 1e-3": 1e-3}
+OF_RATES = {"rate 3e-4": 2.75, "rate 1e-3": 2.5}
+OF_KAHAN = {1: (2.5, 2.4375), 2: (2.5625, 2.5078125), 3: (2.4375, 2.3671875)}
+"""Validation losses by seed: plain's, and Kahan's."""
+RESUMED = Emptied("resumed", "plus", steps=290, state="running", run_id="run-resumed", group="night")
+
+
+@dataclass
+class Ending(GeneratedRun):
+    """Its validation loss is what `ends_at` says."""
+
+    ends_at: float = 2.5
+
+    @property
+    def final(self):
+        return FINAL["plain" if self.strategy == "plain" else "plus"]
+
+    def scalars(self, step):
+        found = super().scalars(step)
+        if "bytes_per_parameter" in found:
+            found["bytes_per_parameter"] = {"plain": 8.0, "kahan": 10.0, "plus": 12.0}[self.strategy]
+        return found | ({"validation_loss": self.ends_at} if "validation_loss" in found else {})
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Two learning rates, two strategies with three seeds each, and a run that was resumed in the night."""
+    rates = [
+        Ending(name, "plus", run_id=f"run-{place}", group="rates", config={"lr": rate}, ends_at=OF_RATES[name])
+        for place, (name, rate) in enumerate(RATES.items())
+    ]
+    seeds = [
+        Ending(f"{strategy} {seed}", strategy, seed=seed, group="kahan", ends_at=losses[place])
+        for seed, losses in OF_KAHAN.items()
+        for place, strategy in enumerate(("plain", "kahan"))
+    ]
+    return [*rates, *seeds, RESUMED, Raised("raised", "plus", run_id="run-raised", steps=2 * RAISED_AT)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def client(server_url):
+    """The server's client, once all runs are evaluated and what happened in the night has fired."""
+    address, token_file = server_url
+    secret = token_file.read_text().strip()
+    with Client(address, secret) as own:
+        whole = Emptied(**{**_arguments(RESUMED), "steps": 300})
+        post_run(address, whole, secret, first=300)
+        until(lambda: own.incidents(alert="CollageResidualsOff").events, "the server's evaluation of the resume")
+        until(lambda: all(row.overview for row in own.run_table().rows), "the evaluation of all runs")
+        yield own
+
+
+def _arguments(run):
+    return {name: getattr(run, name) for name in ("name", "strategy", "state", "run_id", "group")}
+
+
+class Asker:
+    """Counts the clicks of who asks, from the table on."""
+
+    def __init__(self, watched):
+        self.page, self.clicks = watched.page, 0
+        self.page.goto(watched.url)
+        self.page.locator(".ag-row .run-cell a").first.wait_for()
+
+    def click(self, locator):
+        self.clicks += 1
+        assert self.clicks <= MOST_CLICKS
+        locator.click()
+
+    def tick(self, name):
+        self.click(self.page.get_by_role("checkbox", name=f"Pick {name} to compare", exact=True))
+
+    def compare(self, count):
+        self.click(self.page.get_by_role("link", name=f"Compare {count} runs"))
+
+    def group(self, name):
+        """The runs of a group, side by side."""
+        self.click(self.page.locator(".bar").get_by_role("link", name="Strategies"))
+        self.click(self.page.get_by_role("link", name=f"demo / {name}"))
+
+    def answer(self, selector, form):
+        """The first text of the selector that has this form."""
+        found = self.page.locator(selector).filter(has_text=re.compile(form)).first
+        found.wait_for()
+        match = re.search(form, found.inner_text().replace("\u2212", "-"))
+        assert match is not None
+        return match
+
+
+@pytest.fixture
+def asker(watched):
+    return Asker(watched)
+
+
+def test_which_learning_rate(asker):
+    for name in RATES:
+        asker.tick(name)
+    asker.compare(2)
+    said = asker.answer(
+        "#compare-advice .answer", r"The loss with lr ([\d.]+) is lower by ([\d.]+); it may be chance"
+    )
+    assert float(said[1]) == RATES["rate 1e-3"]
+    assert float(said[2]) == OF_RATES["rate 3e-4"] - OF_RATES["rate 1e-3"]
+
+
+def test_which_layer_first(asker, runs):
+    run = next(run for run in runs if run.name == "plain 1")
+    asker.click(asker.page.get_by_role("link", name="plain 1", exact=True))
+    row = asker.page.locator(".layers-grid .ag-row[row-index='0'] [col-id='layer']")
+    row.wait_for()
+    sent = [run.totals(step) for step in run.measured]
+    lost = sum(totals["intended_squared_sum"] - totals["intended_effective_sum"] for totals in sent)
+    assert row.inner_text() == run.layers[int(np.argmax(lost))].name
+
+
+def test_is_kahan_worth_its_two_bytes(asker):
+    asker.group("kahan")
+    worth = "Kahan is worth its 2 bytes more than Plain: its loss is lower by"
+    said = asker.answer("#compare-worth", rf"{worth} (\S+) \(95 %: (\S+) to (\S+), 3 pairs\)")
+    gap, half, _ = mean([kahan - plain for plain, kahan in OF_KAHAN.values()])
+    told = [float(number) for number in said.groups()]
+    assert told == pytest.approx([abs(gap), abs(gap) - half, abs(gap) + half], rel=2e-2)
+
+
+def test_what_changed_at_800(asker):
+    asker.click(asker.page.get_by_role("link", name="raised", exact=True))
+    field = asker.page.get_by_label("What changed at this step, or in this range of steps")
+    asker.click(field)
+    asker.page.keyboard.type("800")
+    asker.page.keyboard.press("Enter")
+    card = asker.page.get_by_role("region", name="What changed at step 800")
+    row = card.get_by_role("row", name="Learning rate")
+    row.wait_for()
+    before, after = (
+        Raised("raised", "plus", steps=2 * RAISED_AT).scalars(step)["learning_rate"] for step in (790, 800)
+    )
+    cells = row.get_by_role("cell").all_inner_texts()
+    assert [float(cell.replace("\u2212", "-")) for cell in cells[1:3]] == pytest.approx([before, after], rel=1e-3)
+    assert cells[3] == f"× {after / before:.2f}"
+
+
+def test_does_it_hold_over_seeds(asker):
+    asker.group("kahan")
+    for strategy, place in (("Plain", 0), ("Kahan", 1)):
+        row = asker.page.locator("#compare-strategies tr", has_text=f"{strategy} · bfloat16 (3 runs)")
+        row.locator(".detail").first.wait_for()
+        middle, _, spread = mean([losses[place] for losses in OF_KAHAN.values()])
+        asker.page.get_by_role("columnheader", name="Loss", exact=True).wait_for()
+        heads = asker.page.locator("#compare-strategies th").all_inner_texts()
+        cell = row.locator("td").nth(heads.index("Loss"))
+        value, off = re.findall(r"[\d.]+", cell.inner_text())
+        assert float(value) == pytest.approx(middle, abs=6e-3)
+        assert float(off) == pytest.approx(spread, abs=6e-3)
+
+
+def test_what_happened_in_the_night(asker):
+    asker.click(asker.page.locator(".bar").get_by_role("link", name="Incidents"))
+    said = asker.answer(".headline", r"(\d+) incidents? open\. (\d+) fired in the last 12 hours")
+    assert int(said[1]) >= 1
+    asker.click(asker.page.get_by_role("link", name="CollageResidualsOff").first)
+    asker.answer(".answer", r"At the resume at step 300, 97\.7 % of the residuals were dropped\.")
+
+
+def test_a_picture_for_others(asker):
+    asker.click(asker.page.get_by_role("link", name="plain 1", exact=True))
+    page = asker.page
+    page.wait_for_selector("#run-stack .scatterlayer .trace", state="attached")
+    with page.expect_download() as download:
+        asker.click(page.get_by_role("button", name="Curves of the run as PNG"))
+    assert download.value.suggested_filename.startswith("collage-plain-1")
+    with Image.open(download.value.path()) as picture:
+        assert picture.format == "PNG"
+        assert min(picture.size) >= 300
+
+
+def test_numbers_into_pandas(asker, server_url, runs):
+    asker.click(asker.page.get_by_text("These numbers in pandas"))
+    code = asker.page.locator(".pandas pre").inner_text()
+    names = {"token": server_url[1].read_text().strip()}
+    exec(code, names)
+    names["client"].close()
+    frame = names["frame"]
+    run = next(run for run in runs if run.name == "plain 1")
+    own = frame[(frame["run"] == run.run_id) & frame["layer"].isna()].sort_values("step")
+    totals = run.model_totals(run.measured[-1])
+    expected = totals["intended_effective_sum"] / totals["intended_squared_sum"]
+    assert own["edq_ratio"].dropna().iloc[-1] == pytest.approx(float(expected), rel=1e-6)

@@ -1,0 +1,271 @@
+"""All that a mouse does, done with the keyboard alone: no click, and no focus but what the Tab key gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from collage_monitor.client import Client
+from tests.browser.test_incidents import Overflowed
+from tests.dashboard.generated import GeneratedRun
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+MOST_TABS = 120
+MOST_ROWS = 30
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Four to compare, and one that makes an alert fire."""
+    names = ("plain", "light", "plus", "master-weights")
+    return [*(GeneratedRun(name, name) for name in names), Overflowed("overflowed", "plus", state="running")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def client(server_url):
+    """The server's client, once all runs are evaluated and the alert has fired."""
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as own:
+        until(lambda: all(row.overview for row in own.run_table().rows), "the evaluation of all runs")
+        until(lambda: own.incidents(alert="CollageNotFinite").events, "the server's evaluation")
+        yield own
+
+
+class Keyboard:
+    """A reader without a mouse."""
+
+    def __init__(self, page):
+        self.page = page
+
+    def press(self, *keys):
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    def type(self, text):
+        self.page.keyboard.type(text)
+
+    def on(self, selector, text=""):
+        """Whether the focus stands on this, which says `text` or is labelled so."""
+        return self.page.evaluate(
+            """([selector, text]) => {
+                const own = document.activeElement;
+                const said = `${own.getAttribute("aria-label")} ${own.textContent}`;
+                return own.matches(selector) && said.includes(text);
+            }""",
+            [selector, text],
+        )
+
+    def reach(self, selector, text="", key="Tab"):
+        """Press Tab until the focus stands on this."""
+        for _ in range(MOST_TABS):
+            if self.on(selector, text):
+                return self
+            self.press(key)
+        here = self.page.evaluate("document.activeElement.outerHTML.slice(0, 200)")
+        raise AssertionError(f"Tab never comes to {selector} {text!r}; it stands on {here}")
+
+    def into_rows(self, grid):
+        """From above a table into the cells of its first row."""
+        self.reach(f"{grid} .ag-header-cell, {grid} .ag-cell, {grid} .ag-floating-filter input")
+        for _ in range(4):
+            if self.on(f"{grid} .ag-cell"):
+                return self
+            self.press("ArrowDown")
+        raise AssertionError("the arrow keys do not lead from the heads into the rows")
+
+    def down_to(self, grid, name):
+        """Down to the row that says this."""
+        for _ in range(MOST_ROWS):
+            row = self.page.evaluate("document.activeElement.closest('.ag-row').getAttribute('row-index')")
+            if name in self.page.locator(f"{grid} .ag-row[row-index='{row}']").all_inner_texts()[0].split("\n"):
+                return self
+            self.press("ArrowDown")
+        raise AssertionError(f"no row says {name}")
+
+
+@pytest.fixture
+def keyboard(watched):
+    page = watched.page
+    page.goto(watched.url)
+    page.locator(".ag-row .run-cell a").first.wait_for()
+    return Keyboard(page)
+
+
+def search_has(page, text):
+    page.wait_for_function("text => decodeURIComponent(location.search).includes(text)", arg=text)
+
+
+def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
+    page = keyboard.page
+    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plain").press("Space")
+    page.get_by_role("link", name="Compare 1 run").wait_for()
+    keyboard.press(*["ArrowUp"] * MOST_ROWS)
+    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plus").press("Space")
+    page.get_by_role("link", name="Compare 2 runs").wait_for()
+    keyboard.reach("a", "Compare 2 runs", key="Shift+Tab").press("Enter")
+    page.wait_for_selector("#compare-chart-0 .scatterlayer .trace", state="attached")
+    keyboard.reach("#compare-legend .line", "plain").press("Enter")
+    page.locator("#compare-legend .line[aria-pressed=false]", has_text="plain").wait_for()
+    keyboard.reach("input[aria-label='Metric']").press("Control+A")
+    keyboard.type("Weight norm")
+    keyboard.press("ArrowDown", "Enter")
+    search_has(page, "metric=param_norm")
+
+
+@pytest.mark.parametrize(
+    ("path", "chart"),
+    [("run/run-plain", "#run-stack"), ("compare?run=run-plain&run=run-plus", "#compare-chart-0")],
+)
+def test_curves_are_zoomed_moved_and_shown_whole(keyboard, path, chart):
+    page = keyboard.page
+    page.goto(page.url + path)
+    page.wait_for_selector(f"{chart} .scatterlayer .trace", state="attached")
+
+    def ends():
+        given = page.evaluate("Object.fromEntries(new URLSearchParams(location.search))")
+        return float(given["from"]), float(given["to"])
+
+    keyboard.reach("[data-curves]").press("+")
+    search_has(page, "from=")
+    first, last = ends()
+    assert 40 < first < 60
+    assert 140 < last < 160
+    axis = f"document.querySelector('{chart} .js-plotly-plot')._fullLayout.xaxis"
+    page.wait_for_function(f"{axis}.range[0] === {first} && {axis}.range[1] === {last}")
+    keyboard.press("ArrowRight")
+    page.wait_for_function(f"!location.search.includes('from={first:g}&')")
+    assert ends()[0] == pytest.approx(first + 0.25 * (last - first), abs=1)
+    keyboard.press("0")
+    page.wait_for_function("!location.search.includes('from=')")
+
+
+def test_strategies_are_held_against_each_other(keyboard):
+    page = keyboard.page
+    page.goto(page.url + "compare?run=run-plain&run=run-light&run=run-plus")
+    page.locator("#compare-worth", has_text="worth").wait_for()
+    keyboard.reach("input[aria-label='Strategy B']").press("ArrowDown")
+    page.get_by_role("option", name="Collage plus").wait_for()
+    keyboard.press("ArrowDown", "Enter")
+    search_has(page, "pair=")
+    keyboard.reach("#compare-axis input").press("ArrowRight")
+    search_has(page, "axis=tokens")
+
+
+def test_a_run_is_opened_and_its_tabs_are_walked(keyboard):
+    page = keyboard.page
+    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plain").press("Enter")
+    page.wait_for_function("location.pathname === '/run/run-plain'")
+    page.locator(".answer .verdict").wait_for()
+    keyboard.reach("summary", "Where, since when, and why").press("Enter")
+    page.locator(".answer .reasons", has_text="Loses").first.wait_for()
+    keyboard.reach("[role=tab]", "Layers")
+    for tab in ("curves", "norms", "states", "classes", "oracle", "about"):
+        keyboard.press("ArrowRight", "Enter")
+        search_has(page, f"tab={tab}")
+
+
+def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(keyboard):
+    page = keyboard.page
+    page.goto(page.url + "run/run-plain?tab=layers")
+    page.wait_for_selector("#run-panel .hm image")
+    page.locator(".layers-grid .ag-center-cols-container .ag-row").nth(3).wait_for()
+    keyboard.reach("[data-map]").press("ArrowDown", "ArrowLeft", "Enter")
+    search_has(page, "step=190")
+    card = page.locator("#run-layer-card")
+    card.get_by_text("at step 190").wait_for()
+    keyboard.into_rows(".layers-grid").down_to(".layers-grid", "head.weight").press("Enter")
+    search_has(page, "layer=head.weight")
+    card.get_by_role("heading", name="head.weight").wait_for()
+    page.reload()
+    page.locator(".layers-grid .ag-center-cols-container .ag-row").nth(3).wait_for()
+    keyboard.reach(".layers-grid .ag-header-cell", "Lost").press("Enter")
+    page.locator(".layers-grid .ag-header-cell[col-id=lost_update_ratio][aria-sort=ascending]").wait_for()
+    keyboard.reach(".layers-grid .ag-header-cell", "Layer", key="Shift+Tab").press("ArrowDown", "Enter")
+    assert keyboard.on(".layers-grid .ag-floating-filter input")
+    keyboard.type("mlp.up")
+    until(
+        lambda: page.locator(".layers-grid .ag-center-cols-container .ag-row").count() == 2, "the layers that match"
+    )
+
+
+def test_incidents_are_filtered_opened_and_acknowledged(keyboard, client):
+    page = keyboard.page
+    keyboard.reach("a.nav", "Incidents").press("Enter")
+    page.locator(".incident-table a").first.wait_for()
+    keyboard.reach("#incidents-by-alert")
+    keyboard.type("CollageNotFinite")
+    keyboard.press("ArrowDown", "Enter")
+    search_has(page, "alert=CollageNotFinite")
+    page.get_by_role("button", name="Acknowledge it").wait_for()
+    keyboard.reach(".incident-table a", "CollageNotFinite").press("Enter")
+    page.get_by_role("region", name="Before and after").wait_for()
+    keyboard.reach("input[aria-label^='Note for']")
+    keyboard.type("seen")
+    keyboard.press("Enter")
+    page.get_by_role("region", name="Timeline").get_by_text("server-token: seen").wait_for()
+    page.go_back()
+    page.get_by_role("button", name="Acknowledge it").wait_for()
+    keyboard.reach("button", "Acknowledge it").press("Enter")
+    page.get_by_text("acknowledged by server-token").wait_for()
+    (incident,) = client.incidents(alert="CollageNotFinite").events
+    assert incident.acknowledged_by == "server-token"
+
+
+def rows_are(page, *names):
+    links = page.locator("#runs-grid .ag-pinned-left-cols-container .ag-row a")
+    until(lambda: sorted(links.all_text_contents()) == sorted(names), f"the rows {names}")
+
+
+def test_the_table_is_searched_filtered_and_sorted(keyboard):
+    page = keyboard.page
+    keyboard.reach("#runs-strategy")
+    keyboard.type("light")
+    keyboard.press("ArrowDown", "Enter")
+    rows_are(page, "light")
+    keyboard.reach("#runs-strategy", key="Shift+Tab").press("Control+A", "Delete", "Tab")
+    keyboard.reach("input[aria-label^='Conditions on']")
+    keyboard.type("edq < 0.9")
+    keyboard.press("Enter")
+    search_has(page, "where=edq")
+    keyboard.reach("#runs-query", key="Shift+Tab")
+    keyboard.type("overflowed")
+    page.get_by_text("No run matches these filters.").wait_for()
+    keyboard.reach("button", "Clear filters").press("Enter")
+    rows_are(page, "plain", "light", "plus", "master-weights", "overflowed")
+    keyboard.reach("#runs-grid .ag-header-cell", "Run").press("Enter")
+    search_has(page, "sort=name")
+
+
+def test_a_view_is_saved_opened_and_deleted(keyboard, client):
+    page = keyboard.page
+    page.goto(page.url + "?strategy=plus")
+    rows_are(page, "plus", "overflowed")
+    keyboard.reach("summary", "Views").press("Enter")
+    page.get_by_text("No view is saved yet").wait_for()
+    keyboard.reach("#runs-view-name")
+    keyboard.type("plus alone")
+    keyboard.reach("button", "Save this view").press("Enter")
+    page.get_by_role("link", name="plus alone").wait_for()
+    assert [view.name for view in client.views("demo")] == ["plus alone"]
+    page.goto(page.url.partition("?")[0])
+    rows_are(page, "plain", "light", "plus", "master-weights", "overflowed")
+    keyboard.reach("summary", "Views").press("Enter")
+    page.get_by_role("link", name="plus alone").wait_for()
+    keyboard.reach("a", "plus alone").press("Enter")
+    rows_are(page, "plus", "overflowed")
+    keyboard.reach("button", "Delete the view plus alone").press("Enter")
+    page.get_by_text("No view is saved yet").wait_for()
+
+
+def test_picked_runs_are_pinned_tagged_and_let_go(keyboard, client):
+    page = keyboard.page
+    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "light").press("Space")
+    keyboard.reach("button", "Baseline", key="Shift+Tab").press("Enter")
+    page.get_by_text("Baseline: light").wait_for()
+    keyboard.reach("input[aria-label='Tags to add']")
+    keyboard.type("kept")
+    keyboard.reach("button", "Tag").press("Enter")
+    until(lambda: client.run("run-light").tags == ["test", "kept"], "the tag is kept")
+    keyboard.reach("button", "Let go of light").press("Enter")
+    page.wait_for_function("!document.querySelector('.ag-floating-top .ag-row')")

@@ -1,0 +1,329 @@
+"""What a clause of a sentence claims, recomputed from what was sent: a pattern beside each recomputation.
+
+A clause that holds a number or a name and fits no pattern is an error: a new sentence needs a recomputation here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.facts.comparing import StrategyGroup
+from tests.facts.raw import RawRun
+from tests.reference.onset import onset
+
+TOLERANCE = 0.05
+"""Of EDQ and of shares lost: what is within it is no loss worth telling."""
+SECONDS_BEFORE, SECONDS_AFTER = 120, 60
+
+
+@dataclass
+class About:
+    """What a text is about: all runs by name, and the run that its clauses speak of now.
+
+    sick: names of those that have a problem, by how they were made. strategies: of a comparison, by title.
+    """
+
+    runs: dict[str, RawRun]
+    sick: set[str]
+    run: RawRun | None = None
+    strategies: dict[str, StrategyGroup] = field(default_factory=dict)
+    began_at: float = 0.0
+    alerts: tuple[str, ...] = ()
+    changed: str = ""
+    announced: int | None = None
+
+    @property
+    def the_run(self) -> RawRun:
+        assert self.run is not None, "the text does not say of which run it speaks"
+        return self.run
+
+
+Check = Callable[..., None]
+CLAUSES: list[tuple[re.Pattern[str], Check]] = []
+
+
+def says(pattern: str) -> Callable[[Check], Check]:
+    """The recomputation of clauses of this form: called with what the text is about, and the pattern's groups."""
+
+    def keep(check: Check) -> Check:
+        CLAUSES.append((re.compile(pattern), check))
+        return check
+
+    return keep
+
+
+def check_clause(about: About, text: str) -> None:
+    """Recompute what the clause claims.
+
+    Raises:
+        AssertionError: it is false, or no pattern fits it.
+    """
+    for form in (text, f"{text[:1].lower()}{text[1:]}"):
+        for pattern, check in CLAUSES:
+            if found := pattern.fullmatch(form):
+                check(about, *found.groups())
+                return
+    names = [*about.runs, *(about.run.layers if about.run else ())]
+    claims = re.search(r"\d", text) or any(name in text for name in names)
+    assert not claims, f"no recomputation of: {text!r}"
+
+
+def check_text(about: About, text: str) -> None:
+    """Recompute each clause of a text; one that begins with a run's name is about that run."""
+    for name in sorted(about.runs, key=len, reverse=True):
+        if text == name or text.startswith(f"{name} "):
+            about.run, text = about.runs[name], text.removeprefix(name).strip()
+            break
+    for sentence in text.split(". "):
+        for clause in sentence.removesuffix(".").split("; "):
+            check_clause(about, clause)
+
+
+def is_shown(text: str, value: float | None) -> bool:
+    """Whether the value reads so at the digits that are there, or from a thousand on in three or four of them."""
+    text = text.replace("\u2212", "-").replace(",", "").replace(" %", "").strip()
+    if value is None or math.isnan(value):
+        return text in {"–", "NaN"}
+    if "under" in text or "over" in text:
+        return value < 1e-5 if "under" in text else value > 1 - 1e-5
+    mantissa, _, exponent = text.partition("e")
+    digits = len(mantissa.partition(".")[2])
+    half = 0.5000001 * 10.0 ** (int(exponent or 0) - digits)
+    rounded = abs(value) >= 1e3 and float(text) in {float(f"{value:.{significant}g}") for significant in (3, 4)}
+    return abs(float(text) - value) <= half or rounded
+
+
+def assert_shown(text: str, value: float | None, what: str = "") -> None:
+    """The value reads so."""
+    assert is_shown(text, value), f"{what}: it says {text}, and is {value}"
+
+
+def assert_share(text: str, value: float, what: str = "") -> None:
+    """A share of 1 reads so, in percent."""
+    if text.startswith(("under", "over")):
+        assert is_shown(text, value), what
+    else:
+        assert_shown(text, 100 * value, what)
+
+
+NUMBER = r"([−-]?[\d,]+(?:\.\d+)?(?:e[−-]?\d+)?)"
+PERCENT = r"((?:under |over )?[\d.]+) %"
+STEP = r"([\d,]+)"
+LAYER = r"([\w.]+\.(?:weight|bias))"
+
+
+def step_of(text: str) -> int:
+    """A step, as it stands in a text."""
+    return int(text.replace(",", ""))
+
+
+# --- Since when ---
+
+
+def onset_of(run: RawRun, key: str, layers: bool = True) -> tuple[Any, ...]:
+    """The reference's change point of a metric: (last before, first changed, settled, before, after, layers)."""
+    curves = {name: list(run.curve(key, [name]).values()) for name in run.layers} if layers else {}
+    found = onset(run.steps, list(run.curve(key).values()), curves, TOLERANCE)
+    assert found is not None, f"{key} of {run.created.name} never changed at once"
+    return tuple(found)
+
+
+@says(
+    rf"(?:loses )?{PERCENT} of (?:its )?updates(?: are)?(?: lost)?(?: \(EDQ {NUMBER}\))?"
+    rf"(?:,?( more)? since step {STEP})?"
+)
+def loses(about: About, lost: str, edq: str | None, more: str | None, since: str | None) -> None:
+    run = about.the_run
+    assert_share(lost, run.metric("lost_update_ratio", run.recent), "updates lost")
+    if edq is not None:
+        assert_shown(edq, run.metric("edq_ratio", run.recent), "EDQ")
+    if since is None:
+        return
+    step = step_of(since)
+    assert onset_of(run, "edq_ratio")[1] == step, f"EDQ changed at {onset_of(run, 'edq_ratio')[1]}"
+    before, after = ([at for at in run.steps if (at < step) == early] for early in (True, False))
+    assert run.metric("edq_ratio", after) < run.metric("edq_ratio", before)
+    if more is None:
+        assert run.recent[0] >= step, f"{lost} % is over steps from {run.recent[0]} on, not since step {step}"
+    else:
+        assert run.metric("lost_update_ratio", after) > run.metric("lost_update_ratio", run.recent)
+
+
+@says(rf"{PERCENT} of updates are lost, from the start")
+def loses_from_the_start(about: About, lost: str) -> None:
+    run = about.the_run
+    assert_share(lost, run.metric("lost_update_ratio", run.recent))
+    first = next(value for value in run.curve("lost_update_ratio").values() if not math.isnan(value))
+    assert first > TOLERANCE, f"at the first measured step {first:.3f} were lost"
+
+
+@says(rf"all {NUMBER} layers changed then")
+def all_changed(about: About, count: str) -> None:
+    names = {name for name, *_ in onset_of(about.the_run, "edq_ratio")[5]}
+    assert len(names) == len(about.the_run.layers) == int(count), sorted(set(about.the_run.layers) - names)
+
+
+@says(rf"{LAYER} changed then \({PERCENT} of the elements\)")
+def one_changed(about: About, layer: str, share: str) -> None:
+    assert layer in {name for name, *_ in onset_of(about.the_run, "edq_ratio")[5]}
+    assert_share(share, about.the_run.share_of_elements([layer]))
+
+
+@says(r"(\w+) (?:is )?stuck(?: since step ([\d,]+))?")
+def state_stuck(about: About, state: str, since: str | None) -> None:
+    run, key = about.the_run, f"state_decrement_ratio/{state}"
+    assert run.metric(key, run.recent) < 0.9
+    if since is not None:
+        known = {step: value for step, value in run.curve(key).items() if not math.isnan(value)}
+        low = [step for step, value in known.items() if value < 0.9]
+        assert low[0] == step_of(since)
+        assert low == list(known), "it was never better"
+
+
+@says(rf"(\w+) (?:is )?not finite since step {STEP}")
+def scalar_not_finite(about: About, name: str, since: str) -> None:
+    logged = about.the_run.scalars[name.lower()]
+    bad = [step for step, value in sorted(logged.items()) if not math.isfinite(value)]
+    assert bad[0] == step_of(since)
+    assert bad == [step for step in sorted(logged) if step >= bad[0]]
+
+
+# --- The verdict's reasons ---
+
+
+@says(rf"{PERCENT} of the updates are rounded away")
+def rounded_away(about: About, lost: str) -> None:
+    assert_share(lost, about.the_run.metric("lost_update_ratio", about.the_run.recent))
+
+
+@says(
+    rf"{NUMBER} layers? (stands? still|loses? most of (?:its|their) updates) \({LAYER}(?:, …)?: "
+    rf"{PERCENT} of the measured elements, {PERCENT} of Σ u²\)"
+)
+def layers_lose(about: About, count: str, how: str, worst: str, elements: str, squares: str) -> None:
+    run, steps = about.the_run, about.the_run.recent
+    losing = run.losing_layers(steps)
+    assert len(losing) == int(count)
+    assert worst == max(losing, key=lambda layer: run.missing(layer, steps)), "the one that loses the most is named"
+    assert_share(elements, run.share_of_elements(losing))
+    assert_share(squares, run.share_of_squares(losing, steps))
+    if "still" in how:
+        assert all(run.metric("lost_update_ratio", steps, [layer]) > 0.9994 for layer in losing)
+
+
+@says(rf"{NUMBER} of {NUMBER} layers lose most of theirs: {PERCENT} of the elements")
+def layers_of_all_lose(about: About, count: str, of: str, share: str) -> None:
+    losing = about.the_run.losing_layers(about.the_run.recent)
+    assert (len(losing), len(about.the_run.layers)) == (int(count), int(of))
+    assert_share(share, about.the_run.share_of_elements(losing))
+
+
+@says(rf"the state (\w+) does not decay as it should \({NUMBER}\)")
+def state_does_not_decay(about: About, state: str, value: str) -> None:
+    found = about.the_run.metric(f"state_decrement_ratio/{state}", about.the_run.recent)
+    assert found < 0.9
+    assert_shown(value, found)
+
+
+@says(rf"(exp_avg\w*) decays as it should \({NUMBER}\)")
+def state_decays(about: About, state: str, value: str) -> None:
+    found = about.the_run.metric(f"state_decrement_ratio/{state}", about.the_run.recent)
+    assert abs(1 - found) <= 0.1
+    assert_shown(value, found)
+
+
+@says(rf"updates arrive \(EDQ {NUMBER}\)")
+def updates_arrive(about: About, edq: str) -> None:
+    found = about.the_run.metric("edq_ratio", about.the_run.recent)
+    assert abs(1 - found) <= TOLERANCE
+    assert_shown(edq, found)
+
+
+@says(rf"the oracle agrees \({NUMBER}\)")
+def oracle_agrees(about: About, value: str) -> None:
+    found = about.the_run.metric("edq_oracle_ratio", about.the_run.recent)
+    assert abs(1 - found) <= TOLERANCE
+    assert_shown(value, found)
+
+
+@says(rf"weight decay moves next to nothing \({PERCENT} of it is kept\)")
+def decay_lost(about: About, kept: str) -> None:
+    assert_share(kept, about.the_run.metric("decay_ratio", about.the_run.recent))
+
+
+@says(rf"{NUMBER} weights are NaN or infinite, in {LAYER} and {NUMBER} more layers")
+def weights_not_finite(about: About, count: str, worst: str, others: str) -> None:
+    run = about.the_run
+    held = {layer: run.metric("nonfinite_params", run.recent, [layer]) for layer in run.layers}
+    assert_shown(count, run.metric("nonfinite_params", run.recent))
+    assert held[worst] == max(held.values())
+    assert sum(value > 0 for value in held.values()) - 1 == int(others)
+
+
+@says(
+    rf"the average of the weights loses its updates: its EDQ is {NUMBER}, {PERCENT} of them are rounded away, "
+    rf"{PERCENT} of its elements ever moved"
+)
+def average_loses(about: About, edq: str, lost: str, moved: str) -> None:
+    run, steps = about.the_run, about.the_run.recent
+    assert_shown(edq, run.metric("average_edq_ratio", steps))
+    assert_share(lost, run.metric("average_lost_ratio", steps))
+    assert_share(moved, run.metric("average_moved_ratio", steps))
+
+
+@says(rf"{PERCENT} of the residuals were 0 again before a step: what they kept was dropped")
+def residuals_dropped(about: About, share: str) -> None:
+    found = max(about.the_run.curve("residual_dropped_ratio").values())
+    assert_share(share, found)
+
+
+@says(
+    rf"every residual was 0 \((\w+)\) before the first step of this launch, {STEP} steps into the training: what "
+    r"they held is gone"
+)
+def residuals_gone(about: About, _state: str, done: str) -> None:
+    run = about.the_run
+    assert step_of(done) == run.begins[-1] - 1
+    assert run.metric("residual_zero_ratio", [run.begins[-1]]) == 1.0
+
+
+@says(rf"measured: steps {STEP} to {STEP}, {PERCENT} of the elements")
+def measured(about: About, first: str, last: str, share: str) -> None:
+    run = about.the_run
+    assert (step_of(first), step_of(last)) == (run.recent[0], run.recent[-1])
+    known = sum(run.total(part, run.recent) for part in ("lost", "distorted", "faithful", "idle"))
+    assert_share(share, known / (run.total("elements", run.recent) - run.total("nonfinite", run.recent)))
+
+
+@says(rf"over steps {STEP} to {STEP}(?:, (?:with )?95 % intervals?)?(?: newest step (.+))?")
+def over_steps(about: About, first: str, last: str, _newest: str | None) -> None:
+    assert (step_of(first), step_of(last)) == (about.the_run.recent[0], about.the_run.recent[-1])
+
+
+# --- Advice: what it names costs what it says ---
+
+BYTES = {"split-master": 12, "split-master-8bit": 8, "split-master-16bit": 10}
+"""Weight 2, gradient 2; the master's low half 2; states 4 and 4, 2 and 2 with rounding, or 1 and 1."""
+
+
+@says(
+    r"try optimizer = collage_agent\.optim\.(\w+)\.from_optimizer\(optimizer, strategy=\"([\w-]+)\"\)"
+    r"(?: \((\d+) bytes a parameter\))?(?: or \"([\w-]+)\" \((\d+)\))?"
+)
+def advice(_about: About, _kind: str, *named: str | None) -> None:
+    for strategy, size in zip(named[::2], named[1::2], strict=True):
+        assert strategy is None or size is None or BYTES[strategy] == int(size)
+
+
+@says(r"keep the average in float32, as AveragedModel\(.*\)\.float\(\) does, or round it stochastically")
+def advice_on_averages(_about: About) -> None:
+    """Names no number of the run."""
+
+
+@says(r"try Split .+: how")
+def advice_in_short(_about: About) -> None:
+    """Titles of the strategies that the advice beside it names."""

@@ -1,0 +1,365 @@
+"""What pages say around a run's verdict: heads, the table's line, what to train with, and incidents."""
+
+from __future__ import annotations
+
+import re
+import time
+from calendar import timegm
+
+import numpy as np
+
+from collage_monitor.strategies import strategy_title
+from tests.facts.clauses import (
+    LAYER,
+    NUMBER,
+    PERCENT,
+    SECONDS_AFTER,
+    SECONDS_BEFORE,
+    STEP,
+    About,
+    assert_share,
+    assert_shown,
+    check_clause,
+    check_text,
+    onset_of,
+    says,
+    step_of,
+)
+from tests.facts.comparing import StrategyGroup
+
+MOMENT = r"(\d{4}-\d\d-\d\d \d\d:\d\d) UTC"
+SIGNED = r"([+−-]?\d+(?:\.\d+)?(?:e[−-]?\d+)?)"
+GAP = rf"and its loss differs by {SIGNED} from (.+)'s"
+BOUNDS = rf"\(95 %: {SIGNED} to {SIGNED}, (\d+) pairs of runs\)"
+MOST_LAYERS = 20
+"""That changed, in a table."""
+SMALL = 0.005
+"""Of the reference's loss: a gap below it is none."""
+
+
+def assert_now(about: About, text: str) -> None:
+    """A moment of this test."""
+    seconds = timegm(time.strptime(text, "%Y-%m-%d %H:%M"))
+    assert about.began_at - SECONDS_BEFORE <= seconds <= time.time() + SECONDS_AFTER
+
+
+# --- The table of runs, and a run's head ---
+
+
+@says(rf"{NUMBER} of {NUMBER} runs have a problem")
+def how_many_are_sick(about: About, sick: str, of: str) -> None:
+    assert (int(sick), int(of)) == (len(about.sick), len(about.runs))
+
+
+@says(r"the worst is (.+?): (.+)")
+def the_worst(about: About, name: str, clause: str) -> None:
+    assert name in about.sick
+    about.run = about.runs[name]
+    check_clause(about, clause)
+
+
+@says(rf"step {STEP}")
+def newest_step(about: About, step: str) -> None:
+    assert step_of(step) == about.the_run.last_step
+
+
+@says(r"(finished|running|failed|stale) (.+)")
+def head_of_a_run(about: About, _state: str, kept: str) -> None:
+    watch = about.the_run.watch
+    assert kept == f"{strategy_title(watch.strategy)} {watch.dtype} {watch.optimizer}"
+
+
+@says(rf"(\w+) · (.+) · (?:finished|running), step {STEP} · updated {MOMENT}")
+def head_of_a_report(about: About, project: str, kept: str, step: str, moment: str) -> None:
+    run = about.the_run
+    assert project == run.project
+    assert kept == strategy_title(run.watch.strategy, run.watch.dtype)
+    assert step_of(step) == run.last_step
+    assert_now(about, moment)
+
+
+@says(r"incidents / (.+)")
+def crumbs_of_an_incident(about: About, name: str) -> None:
+    assert about.the_run.created.name == name
+
+
+@says(rf"updated {MOMENT}")
+def updated(about: About, moment: str) -> None:
+    assert_now(about, moment)
+
+
+@says(rf"written {MOMENT} by Collage Monitor [\d.]+")
+def written(about: About, moment: str) -> None:
+    assert_now(about, moment)
+
+
+@says(r"marked in the curves: (.+)")
+def marked(about: About, marks: str) -> None:
+    for mark in marks.split(" · "):
+        check_clause(about, mark)
+
+
+@says(rf"EDQ (falls|rises) to {NUMBER} at step {STEP}")
+def edq_marked(about: About, way: str, value: str, step: str) -> None:
+    _, changed, _, before, after, _ = onset_of(about.the_run, "edq_ratio")
+    assert changed == step_of(step)
+    assert (after < before) == (way == "falls")
+    assert_shown(value, after)
+
+
+@says(rf"(Collage\w+) at step {STEP}")
+def alert_marked(about: About, _alert: str, step: str) -> None:
+    assert step_of(step) == about.the_run.last_step
+
+
+@says(rf"lost at a resume at step {STEP}")
+def lost_marked(about: About, step: str) -> None:
+    assert step_of(step) == about.the_run.begins[-1]
+
+
+@says(rf"attempt {NUMBER}(?: began)? at step {STEP}(?:: older attempts' points from there on are hidden)?")
+def attempt_began(about: About, attempt: str, step: str) -> None:
+    assert about.the_run.begins[int(attempt) - 1] == step_of(step)
+
+
+# --- What to train with ---
+
+
+def strategy(about: About, title: str) -> StrategyGroup:
+    return about.strategies[title]
+
+
+def reference_of(about: About) -> StrategyGroup:
+    return about.strategies["Plain · float32"]
+
+
+def assert_smallest(about: About, group: StrategyGroup, size: str) -> None:
+    """It is healthy and no worse than the reference, and no other that is needs fewer bytes."""
+    assert_shown(size, group.mean_of("bytes_per_parameter"))
+    reference, limit = reference_of(about), SMALL * reference_of(about).loss_of()
+    fit = [one for one in about.strategies.values() if one.is_healthy and one.gap(reference)[0] <= limit]
+    assert group in fit
+    assert min(round(one.mean_of("bytes_per_parameter"), 1) for one in fit) == float(size)
+
+
+@says(rf"use (.+): the smallest that keeps its updates \({NUMBER} bytes a parameter\)")
+def use(about: About, title: str, size: str) -> None:
+    assert_smallest(about, strategy(about, title), size)
+
+
+@says(
+    rf"train with (.+?): of what was compared, it keeps its updates in the fewest bytes \({NUMBER} bytes a "
+    r"parameter\), (.+)"
+)
+def train_with(about: About, title: str, size: str, loss: str) -> None:
+    group = strategy(about, title)
+    assert_smallest(about, group, size)
+    if loss == "but its loss cannot be compared with the reference's yet":
+        return
+    gap, half, pairs = group.gap(reference_of(about))
+    sure = "from one pair of runs: chance is not known" if half is None else BOUNDS
+    told = re.fullmatch(rf"{GAP}, {sure}" if half is None else rf"{GAP} {sure}", loss)
+    assert told, loss
+    if half is not None:
+        assert_shown(told[3], gap - half)
+        assert_shown(told[4], gap + half)
+        assert int(told[5]) == pairs
+    assert_shown(told[1], gap)
+    assert told[2] == reference_of(about).title
+
+
+@says(r"more seeds would tell if it is worse")
+def more_seeds(_about: About) -> None:
+    """Said where the interval reaches beyond what counts: `train_with` has checked the interval."""
+
+
+@says(
+    rf"(.+ · (?:bfloat16|float32)): {NUMBER} bytes a parameter(?:, the reference)?"
+    rf"(?:, loss {SIGNED} \({SIGNED} %\))?(?:, (.+))?"
+)
+def reason(about: About, title: str, size: str, loss: str | None, share: str | None, rest: str | None) -> None:
+    group, reference = strategy(about, title), reference_of(about)
+    assert_shown(size, group.mean_of("bytes_per_parameter"))
+    if loss is not None and share is not None:
+        gap = group.gap(reference)[0]
+        assert_shown(loss, gap, f"gap of {title}")
+        assert_shown(share, 100 * gap / reference.loss_of())
+    ill = [run for run in group.runs if run.created.name in about.sick]
+    assert (rest == "nothing speaks against it") == (not ill)
+    if not ill or rest is None:
+        return
+    about.run = ill[0]
+    if told := re.fullmatch(r"(\d+) of (\d+) runs: (.+)", rest):
+        assert (int(told[1]), int(told[2])) == (len(ill), len(group.runs))
+        rest = told[3]
+    check_clause(about, rest)
+
+
+@says(r"(.+ · (?:bfloat16|float32))(?: \((\d+) runs\))?")
+def legend_of_a_strategy(about: About, title: str, count: str | None) -> None:
+    assert count is None or int(count) == len(strategy(about, title).runs)
+
+
+@says(r"(.+): (losing updates|states are stuck|not finite|steps are off|average is off)")
+def strategy_is_ill(about: About, title: str, _health: str) -> None:
+    assert not strategy(about, title).is_healthy
+
+
+@says(r"(.+): not compared here")
+def not_compared(about: About, title: str) -> None:
+    assert title not in about.strategies
+
+
+@says(rf"in {NUMBER} bytes a parameter the most exact on given gradients \(docs/[\w/.-]+\)")
+def most_exact(about: About, size: str) -> None:
+    assert float(size) <= min(
+        group.mean_of("bytes_per_parameter") for group in about.strategies.values() if group.is_healthy
+    )
+
+
+@says(r"whether (.+) is worth (?:its (\S+) bytes? )?more than (.+) is not known(?: yet)?: (.+)")
+def worth_unknown(about: About, one: str, more: str, other: str, why: str) -> None:
+    assert_more_bytes(about, one, other, more)
+    if told := re.fullmatch(rf"its loss is (lower|higher) by {SIGNED}, from one run each", why):
+        gap, half, _ = strategy(about, one).gap(strategy(about, other))
+        assert half is None
+        assert (gap < 0) == (told[1] == "lower")
+        assert_shown(told[2], abs(gap))
+    else:
+        assert why == "no loss of both was read at one step", why
+
+
+@says(
+    rf"(.+?) (is not shown to be|is|is not) worth (?:its (\S+) bytes? )?more than (.+?): its loss is "
+    rf"(lower|higher) by {SIGNED}(, which may be chance)? \(95 %: {SIGNED} to {SIGNED}, (\d+) pairs\)"
+)
+def worth_known(about: About, one: str, how: str, more: str, other: str, *told: str) -> None:
+    assert_more_bytes(about, one, other, more)
+    way, by, chance, low, high, count = told
+    gap, half, pairs = strategy(about, one).gap(strategy(about, other))
+    assert half is not None
+    assert (gap < 0) == (way == "lower")
+    assert_shown(by, abs(gap))
+    may_be_chance = gap - half < 0 < gap + half
+    assert may_be_chance == bool(chance) == (how == "is not shown to be")
+    ends = (gap - half, gap + half) if may_be_chance else sorted((abs(gap - half), abs(gap + half)))
+    for text, end in zip((low, high), ends, strict=True):
+        assert_shown(text, end)
+    assert int(count) == pairs
+
+
+def assert_more_bytes(about: About, one: str, other: str, more: str | None) -> None:
+    sizes = [strategy(about, title).mean_of("bytes_per_parameter") for title in (one, other)]
+    assert_shown(more or "0", round(sizes[0] - sizes[1], 1))
+
+
+@says(
+    r"means over a strategy's runs, ± the standard deviation of one|below the gap its 95 % interval"
+    r"|small print is the 95 % interval"
+)
+def how_means_are_made(_about: About) -> None:
+    """Says nothing of a run."""
+
+
+@says(rf"losses are the validation losses at step {STEP}")
+def where_losses_stand(about: About, step: str) -> None:
+    everything = next(iter(about.strategies.values())).everything
+    without = [run.created.name for run in everything if step_of(step) not in run.scalars["validation_loss"]]
+    assert not without, f"at step {step} no validation loss was logged by {without}"
+
+
+@says(rf"{NUMBER} runs of (\w+)")
+def runs_of_project(about: About, count: str, project: str) -> None:
+    everything = next(iter(about.strategies.values())).everything
+    assert int(count) == len(everything)
+    assert {run.project for run in everything} == {project}
+
+
+# --- Incidents ---
+
+
+@says(rf"{NUMBER} incidents open")
+def open_incidents(about: About, count: str) -> None:
+    assert int(count) == len(about.alerts)
+
+
+@says(rf"{NUMBER} fired in the last 12 hours, none of them has ended")
+def fired_lately(about: About, count: str) -> None:
+    assert int(count) == len(about.alerts)
+
+
+@says(rf"(Collage\w+) fired {MOMENT}(?: at step {STEP})?, and is open")
+def fired(about: About, alert: str, moment: str, step: str | None) -> None:
+    assert alert in about.alerts
+    assert_now(about, moment)
+    assert step is None or step_of(step) == about.the_run.last_step
+
+
+@says(r"at the time: (.+)|judged [\w ]+?: (.+)|ruled out: (.+)|evidence for it: (.+)|cannot be told .+?: (.+)")
+def prefixed(about: About, *clauses: str | None) -> None:
+    for clause in filter(None, clauses):
+        check_text(about, clause)
+
+
+@says(rf"at the resume at step {STEP}, {PERCENT} of the residuals were dropped")
+def dropped_at_the_resume(about: About, step: str, share: str) -> None:
+    run = about.the_run
+    assert step_of(step) == run.begins[-1]
+    assert_share(share, run.metric("residual_dropped_ratio", [run.begins[-1]]))
+
+
+@says(rf"([\w -]+) changed between steps {STEP} and {STEP}: {NUMBER} before, {NUMBER} after")
+def changed(about: About, title: str, last: str, first: str, before: str, after: str) -> None:
+    found = onset_of(about.the_run, KEYS[title.lower()])
+    assert found[:2] == (step_of(last), step_of(first))
+    assert_shown(before, found[3])
+    assert_shown(after, found[4])
+    about.changed = KEYS[title.lower()]
+
+
+@says(rf"{NUMBER} layers? changed, most {LAYER} \({NUMBER} to {NUMBER}\)")
+def layers_changed(about: About, count: str, layer: str, before: str, after: str) -> None:
+    layers = onset_of(about.the_run, about.changed)[5]
+    assert len(layers) == int(count)
+    assert layers[0][0] == layer
+    assert_shown(before, layers[0][1])
+    assert_shown(after, layers[0][2])
+
+
+@says(rf"layers that changed, {NUMBER} of {NUMBER}")
+def how_many_changed(about: About, count: str, of: str) -> None:
+    assert len(onset_of(about.the_run, about.changed)[5]) == int(count)
+    assert len(about.the_run.layers) == int(of)
+
+
+@says(rf"and {NUMBER} more")
+def more_changed(about: About, count: str) -> None:
+    assert len(onset_of(about.the_run, about.changed)[5]) - MOST_LAYERS == int(count)
+
+
+@says(rf"{NUMBER} that hardly changed")
+def hardly_changed(about: About, count: str) -> None:
+    about.announced = int(count)
+
+
+KEYS = {"non-finite weights": "nonfinite_params", "edq": "edq_ratio", "updates lost": "lost_update_ratio"}
+
+
+@says(rf"{NUMBER} were not finite before, {NUMBER} after")
+def not_finite_before(about: About, before: str, after: str) -> None:
+    curve = list(about.the_run.curve("nonfinite_params").values())
+    assert_shown(before, curve[0])
+    assert_shown(after, np.nanmax(curve))
+
+
+@says(rf"{NUMBER} of {NUMBER} states \({LAYER}, .*\) are not what was saved at step {STEP}")
+def states_differ(about: About, count: str, of: str, _layer: str, step: str) -> None:
+    run = about.the_run
+    assert step_of(step) == run.begins[-1] - 1
+    assert int(of) == 3 * len(run.layers), "each layer keeps two moments and the residual"
+    assert int(count) == len(run.layers), "the residuals alone were left out"
+
+
+@says(rf"farthest is {LAYER} \(parameter_low\), by 1 of its norm")
+def farthest(about: About, layer: str) -> None:
+    assert layer in about.the_run.layers
