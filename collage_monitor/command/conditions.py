@@ -165,7 +165,7 @@ schedule_option = click.option(
     "--schedule",
     callback=_schedule,
     metavar="SCHEDULE",
-    help="The rate's schedule, to foretell from: cosine:RATE:WARMUP:STEPS; also linear, wsd, constant.",
+    help="Schedule of the learning rate for the forecast: cosine:RATE:WARMUP:STEPS; also linear, wsd, constant.",
 )
 """The option of the verbs that foretell."""
 

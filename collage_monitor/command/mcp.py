@@ -398,14 +398,16 @@ def create_server(client: Callable[[], Client], tokens: _ServerTokens | None = N
 @click.option("--http", is_flag=True, help="Listen, instead of speaking over standard input and output.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=MCP_PORT, show_default=True, type=click.IntRange(1, 65535))
-@click.option("--allowed-host", "allowed_hosts", multiple=True, help="Another name under which it is reached.")
+@click.option(
+    "--allowed-host", "allowed_hosts", multiple=True, help="Another host name under which clients reach it."
+)
 def mcp(
     server_url: str, token: str | None, http: bool, host: str, port: int, allowed_hosts: tuple[str, ...]
 ) -> None:
     """Answer an assistant's questions about runs, over the Model Context Protocol; nothing can be changed.
 
-    Over standard input and output the assistant starts this command, and reads with this command's token. With
-    --http each request brings a token of its own: one with which the server may be read, and what it may read.
+    Over standard input and output the assistant starts this command, and reads with the command's token. With
+    --http each request brings a token of its own, which decides what it may read.
     """
     if not http:
         create_server(lambda: open_client(server_url, token)).run("stdio")

@@ -54,11 +54,12 @@ _OVER_STEPS: Final[Mapping[str, str]] = {
     show_default="the local server's",
     help="Folder or bucket (s3://…) of archived files.",
 )
-@click.option("--project", "projects", multiple=True, help="Only this project; repeat it.")
+@click.option("--project", "projects", multiple=True, help="Only this project; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print rows as JSON.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print rows as CSV.")
 def query(sql: str, archive: str, projects: tuple[str, ...], as_json: bool, as_csv: bool) -> None:
-    """Ask SQL (DuckDB's) of all finished runs that `archive publish` has put into tables. No server is needed.
+    """Run a SQL query (DuckDB) over all finished runs that `archive publish` has put into tables. No server is
+    needed.
 
     Views: runs, layers, run_metrics, layer_metrics, step_metrics, layer_step_metrics; `describe VIEW` lists its
     columns.

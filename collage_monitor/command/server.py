@@ -25,7 +25,9 @@ def server_address_options(function: _Function) -> _Function:
     """Which server is asked, and with which token."""
     for option in (
         click.option(
-            "--token", envvar="COLLAGE_TOKEN", help="Token; default: that of `login`, or a local server's."
+            "--token",
+            envvar="COLLAGE_TOKEN",
+            help="Token; default: the one kept by `login`, or the local server's.",
         ),
         click.option(
             "--server-url",

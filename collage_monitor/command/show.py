@@ -37,7 +37,7 @@ _LOSSES: Final = ("validation_loss", "loss")
 @click.option("--project", help="Only runs of this project.")
 @click.option("--strategy", help="Only runs of this strategy.")
 @click.option("--tag", help="Only runs with this tag.")
-@click.option("--health", help="Only runs of this health, such as 'losing updates' or healthy.")
+@click.option("--health", help="Only runs with this health, such as 'losing updates' or healthy.")
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 500))
 def list_runs(
     server_url: str,
@@ -49,7 +49,7 @@ def list_runs(
     health: str | None,
     limit: int,
 ) -> None:
-    """List runs, newest first, with what is said of each."""
+    """List runs, newest first, with the judgement of each."""
     filters: dict[str, Any] = {"project": project, "strategy": strategy, "tag": tag, "health": health}
     with open_client(server_url, token) as client:
         page = client.run_table(sort="created_at", limit=limit, **filters)
@@ -104,7 +104,7 @@ def _numbers(row: wire.RunRow) -> Iterator[float | None]:
 @server_options
 @click.argument("run")
 def show(server_url: str, token: str | None, as_json: bool, run: str) -> None:
-    """Say what is wrong with RUN, or that nothing is; then its numbers and its worst layers.
+    """Say what is wrong with RUN, if anything, then show its numbers and its worst layers.
 
     RUN is an id, the beginning of one, or a name.
     """

@@ -25,7 +25,7 @@ from collage_monitor.errors import CollageError
 
 __all__ = ["create_dashboard"]
 
-_MISSING: Final = Problem("No such page", "This address leads nowhere.")
+_MISSING: Final = Problem("No such page", "There is no page at this address.")
 _PAGES: Final[Mapping[Page, ModuleType]] = {
     "runs": runs,
     "compare": comparison,

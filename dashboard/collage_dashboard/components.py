@@ -137,11 +137,11 @@ def chart_card(
 def chart_note(key: str, strategies: Sequence[str | None]) -> str:
     """What must stand beside a chart so that nobody reads too much into it; nothing for most."""
     if key.startswith("lost_") and any(is_stochastic(name) for name in strategies):
-        return "Stochastic rounding delivers updates in the mean: one step's lost share misjudges it."
+        return "Stochastic rounding delivers updates on average, so the share lost in one step misjudges it."
     if key == "edq_ratio":
-        return "Blind to errors already in the optimizer state: read it beside the state decrement or the oracle."
+        return "Does not see errors already in the optimizer state: check the state decrement or the oracle, too."
     if key == "oracle_displacement_ratio":
-        return "Compare runs at equal oracle steps only."
+        return "Compare only runs with equally many oracle steps."
     return ""
 
 
@@ -301,7 +301,7 @@ def problem_page(problem: Problem, *, retry: bool = False, order: int = 1) -> ht
     ]
     lines += [dmc.Code(line, block=True, className="command") for line in problem.command.splitlines()]
     if retry:
-        lines.append(dmc.Text("This page tries again by itself.", size="sm", className="quiet"))
+        lines.append(dmc.Text("This page retries automatically.", size="sm", className="quiet"))
         lines.append(html.Div(str(LIVE_MILLISECONDS), id={"type": "retry", "index": 0}, className="pace"))
     lines.append(dcc.Link("All runs", href="/"))
     return html.Div(dmc.Stack(lines, align="center", gap="md"), className="problem")

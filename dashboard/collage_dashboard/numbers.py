@@ -86,7 +86,7 @@ def install_numbers(server: Flask, reader: Reader) -> None:
             status = 404 if isinstance(error, NotFound) else 502
             return Response(f"{problem.title}: {problem.text}\n", status, mimetype="text/plain")
         if not runs or not metrics:
-            return Response("Give a run that is there, and a metric.\n", 404, mimetype="text/plain")
+            return Response("Name an existing run and a metric.\n", 404, mimetype="text/plain")
         first, last = (_whole_number(given.get(name, [""])[0]) for name in ("from", "to"))
         question = _Question(metrics, view.layer, view.axis, first, last, given.get("by") == ["layer"])
         answer = Response(stream_with_context(_lines(reader, runs, question)), mimetype="text/csv")

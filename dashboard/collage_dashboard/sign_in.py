@@ -212,7 +212,9 @@ def _install_provider(server: Flask, form_page: _FormPage, failures: RecentFailu
         elif begun is None or not secrets.compare_digest(
             request.args.get("state", "").encode(), begun.request.state.encode()
         ):
-            answer = form_page("/", "This browser did not begin this sign-in, or too long ago. Begin again.", 403)
+            answer = form_page(
+                "/", "This browser did not start this sign-in, or started it too long ago. Begin again.", 403
+            )
         else:
             answer = finish(begun)
         answer.delete_cookie(_COOKIE, path="/sign-in")

@@ -31,8 +31,8 @@ __all__ = ["layout", "register"]
 
 _NONE: Final = Problem(
     "No such incident is known here",
-    "This server keeps an incident once its own evaluation finds it, or Alertmanager tells it. What Prometheus "
-    "alone shows is not kept, and deleting a run deletes its incidents.",
+    "This server keeps an incident once its own evaluation finds it or Alertmanager reports it. It keeps no "
+    "alert that only Prometheus has, and deleting a run deletes its incidents.",
 )
 
 

@@ -96,8 +96,8 @@ def columns_menu(view: View) -> html.Details:
         data=list(USUAL),
         size="xs",
         label="Columns, in order",
-        description="Enter adds one: a field, or an entry of the configuration by its path, optimizer.lr. Headers "
-        "can be dragged, too; the address keeps it all.",
+        description="Press Enter to add one: a field, or a configuration entry by its path, such as optimizer.lr. "
+        "You can drag headers, too. The page's address keeps the layout.",
         placeholder="optimizer.lr",
     )
     return html.Details(
@@ -252,7 +252,7 @@ def _save_view(reader: Reader, name: str, search: str) -> Any:
     projects = list(reader.ask(lambda client: client.run_filters()).project)
     project = read_address("/", search).project or (projects[0] if len(projects) == 1 else None)
     if project is None:
-        return "Choose a project first: a view is saved for those who see its project."
+        return "Choose a project first: a view is saved for everyone who sees that project."
     if not name:
         return "Name the view, then save it."
     create = wire.SavedViewCreate(name=name, search=search.removeprefix("?"))

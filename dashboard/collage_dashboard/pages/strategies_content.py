@@ -226,9 +226,10 @@ ABOUT_COUNTERFACTUALS: Final = (
 
 def _without_counterfactuals(title: Any) -> dmc.Paper:
     text = (
-        "Not measured in these runs. It needs no option: a watched run measures it at about one step in a hundred, "
-        "where the agent knows the intended update (with intent “before-after” it does not). Train for a few "
-        "hundred steps, or measure at steps divisible by 100: collage_agent.watch(model, optimizer, every=10)."
+        "Not measured in these runs. No option is needed: a watched run measures it at about one step in a "
+        "hundred, if the agent knows the intended update (with intent “before-after” it does not). Train for a "
+        "few hundred steps, or measure at steps divisible by 100: collage_agent.watch(model, optimizer, "
+        "every=10)."
     )
     return dmc.Paper(
         [title, dmc.Text(text, size="sm", className="quiet", mt=8)], className="card", withBorder=True, mt=14
@@ -298,8 +299,10 @@ STRATEGY_COLUMNS: Final = (
         lambda result: _mean(result.bytes_per_parameter),
     ),
     StrategyColumn("Tokens/s", "As logged by the training loops.", lambda result: _mean(result.tokens_per_second)),
-    StrategyColumn("Loss gap", "Loss above the reference's, at a step that all runs have reached.", _gap),
-    StrategyColumn("Loss", "Validation loss where all runs log one, else training loss.", lambda r: _mean(r.loss)),
+    StrategyColumn("Loss gap", "The loss minus the reference's, at a step that all runs have reached.", _gap),
+    StrategyColumn(
+        "Loss", "Validation loss if all runs log one, otherwise training loss.", lambda r: _mean(r.loss)
+    ),
     StrategyColumn("EDQ", describe("edq_ratio").help, _over("edq_ratio")),
     StrategyColumn("Updates lost", describe("lost_update_ratio").help, _over("lost_update_ratio")),
     StrategyColumn("State decrement", describe("state_decrement_ratio/exp_avg_sq").help, _state),

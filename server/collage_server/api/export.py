@@ -35,7 +35,7 @@ def export_run(
     request: Request,
     run_id: Id,
     export_format: Annotated[Literal["jsonl", "csv", "parquet"], Query(alias="format")] = "jsonl",
-    layers: Annotated[bool, Query(description="Also what is known by layer.")] = True,
+    layers: Annotated[bool, Query(description="Also write the numbers of each layer.")] = True,
     ranks: Annotated[bool, Query(description="Also each rank's totals of its whole model.")] = False,
 ) -> Response:
     """All that is stored of a run, ranks merged, streamed; `Collage-Lines` says how many lines will come.
