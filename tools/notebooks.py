@@ -39,7 +39,7 @@ def notebook(text: str) -> str:
 
 
 def _cells(text: str) -> Iterator[dict[str, Any]]:
-    text = re.sub(r" The same as a notebook: [^\n]*", "", text)
+    text = re.sub(r" This tutorial is also a notebook: [^\n]*", "", text)
     text = re.sub(r"```sh\npip install ('.*?')\n```", r"```python\n%pip install --quiet \1\n```", text)
     text = re.sub(r"\[([^]]+)\]\((?!\w+:)[^)]+\)", r"\1", text)
     end = 0

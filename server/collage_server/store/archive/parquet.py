@@ -1,9 +1,9 @@
 """What is in an archived file: layer totals of one run's chunks at one level, as any engine reads Parquet.
 
-Rows are sorted by layer and step; a row group holds some layers, so that one is read without most others.
-Columns are what a row is of (`layer`, `name`, `first_step`, `step`, `time`, `ranks`, `points`), then one
-float64 column a statistic under its key, null where nobody reported it. At coarse levels there are "minimum METRIC"
-and "maximum METRIC", too. Sums are byte-stream-split and compressed with zstd.
+Rows are sorted by layer and step; a row group holds some layers, so that one is read without most others. Columns
+are what a row is of (`layer`, `name`, `first_step`, `step`, `time`, `ranks`, `points`), then one float64 column a
+statistic under its key, null where no rank reported it. At coarse levels there are "minimum METRIC" and "maximum
+METRIC", too. Sums are byte-stream-split and compressed with zstd.
 
 A file of the model's totals has a column `rank` in place of the layer, -1 for all ranks together; they are read as
 layers are.
