@@ -1,4 +1,4 @@
-"""How often each address has failed lately; what is limited by address asks here."""
+"""How often each address has failed lately, for rate limits by address."""
 
 from __future__ import annotations
 

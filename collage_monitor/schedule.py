@@ -1,4 +1,4 @@
-"""Schedules of the learning rate, as people write them in one word: "cosine:3e-4:100:10000"."""
+"""Schedules of the learning rate, written as one word: "cosine:3e-4:100:10000"."""
 
 from __future__ import annotations
 

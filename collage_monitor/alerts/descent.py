@@ -1,6 +1,7 @@
-"""Alerts on the descent: updates that do not arrive, in the model or in a layer, and steps off the oracle's.
+"""Alerts on the descent: updates that do not arrive, in the model or in a layer, and steps that differ from the
+oracle's.
 
-Of each alert `checks[i]` weighs `other_causes[i]`.
+In each alert `checks[i]` weighs `other_causes[i]`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _residuals_not_resumed(evidence: IncidentEvidence) -> CauseVerdict:
 
 
 def _gaps_grew(evidence: IncidentEvidence) -> CauseVerdict:
-    """The margin in octaves falls by what updates shrink and by what gaps grow."""
+    """The margin in octaves falls as updates shrink and as gaps grow."""
     margin, size = evidence.both("half_ulp_margin"), evidence.both("intended_norm")
     if margin is None or size is None or min(size) <= 0:
         return left_open("half_ulp_margin or intended_norm was not reported on both sides")

@@ -35,7 +35,7 @@ def _loaded_anew(evidence: IncidentEvidence) -> CauseVerdict:
 
 
 def _converted(evidence: IncidentEvidence) -> CauseVerdict:
-    """By what the optimizer notes; where it notes nothing, by whether residuals were reported before."""
+    """Decided by the optimizer's note of a conversion, or without one by whether residuals were reported before."""
     conversion = evidence.watch.conversion if evidence.watch else None
     before, after = evidence.before, evidence.after
     if before is None or after is None:

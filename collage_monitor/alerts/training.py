@@ -56,7 +56,7 @@ def _logged_in_parts(_evidence: IncidentEvidence) -> CauseVerdict:
 
 
 def _one_empty_batch(evidence: IncidentEvidence) -> CauseVerdict:
-    """A mean over nothing is NaN once; what has overflowed stays so."""
+    """A mean over nothing is NaN for one step; an overflow stays."""
     values = evidence.series.values if evidence.series else []
     finite = [isinstance(value, float | int) for value in values]
     if all(finite):

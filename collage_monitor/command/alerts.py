@@ -1,4 +1,4 @@
-"""`alerts`: what fires and what has ended, in the terminal; acknowledging and silencing."""
+"""`alerts`: list, acknowledge and silence incidents in the terminal."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`check` and `preflight`: end with 0 or 1 by what is said of a run, for continuous integration.
+"""`check` and `preflight`: end with status 0 or 1 by a run's judgement, for continuous integration.
 
-`check` asks about a run that was; `preflight` runs a program for some steps and asks about those.
+`check` judges an existing run; `preflight` runs a program for some steps and judges those.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _check_options(
 
 
 def _facts(server_url: str, token: str | None, run_id: str, schedule: RateSchedule | None) -> tuple[Facts, str]:
-    """What is known of a run, and why nothing is foretold of it where that was asked in vain."""
+    """The facts about a run, and the reason if a requested forecast is impossible."""
     with open_client(server_url, token) as client:
         run = client.run(run_id)
         evidence = read_evidence(client, run)

@@ -1,4 +1,4 @@
-"""`tag`, `note` and `delete`: what people change about a run."""
+"""`tag`, `note` and `delete`: change a run by hand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`mcp`: what is judged of runs, for assistants that speak the Model Context Protocol. Every tool only reads.
+"""`mcp`: the judgements of runs, for assistants that speak the Model Context Protocol. Every tool only reads.
 
-Answers are sentences with the numbers that they rest on, of at most `ANSWER_BYTES`. What users wrote (names, notes,
+Answers are sentences with their numbers, at most `ANSWER_BYTES` long. What users wrote (names, notes,
 tags, layers) stands between <data> and </data>, which nothing inside can imitate.
 """
 
@@ -67,7 +67,7 @@ _Few = Annotated[int, Field(ge=1, le=50)]
 
 
 def _answers(tool: _Function) -> _Function:
-    """What the tool says, within bounds; an error of ours becomes a sentence."""
+    """The tool's answer, cut to its bound; an error of ours becomes a sentence."""
 
     @functools.wraps(tool)
     def answer(*given: Any, **named: Any) -> str:
@@ -204,7 +204,8 @@ class RunQuestions:
         state: wire.IncidentState | None = None,
         limit: _Few = 20,
     ) -> str:
-        """Alerts, newest first: what fired on which run, from when until when, and why. `state` "firing": now."""
+        """Alerts, newest first: which alert fired on which run, from when until when, and why. `state` "firing":
+        now."""
         with self._client() as client:
             events = client.incidents(run_id=run, project=project, state=state, limit=limit).events
         if not events:
@@ -304,7 +305,7 @@ def _incident(incident: wire.Incident) -> str:
 
 
 def _of_agent(watch: wire.WatchInfo | None) -> Iterator[str]:
-    """What the training's process wrote, and a judgement may quote."""
+    """Texts that the training's process wrote and a judgement may quote."""
     if watch is None:
         return
     yield from (trained.optimizer for trained in watch.trained)
@@ -322,7 +323,7 @@ def _data(text: str, most: int = _NAME_CHARACTERS) -> str:
 
 
 def _told(text: str, quoted: Iterable[str]) -> str:
-    """A sentence of ours, in which what it quotes of users is marked."""
+    """A sentence of ours, with quoted user texts marked."""
     clean = _plain(text, _TEXT_BYTES)
     found = sorted({_plain(name, _TEXT_BYTES) for name in quoted if name}, key=len, reverse=True)
     found = [name for name in found if name in clean]
@@ -343,7 +344,7 @@ def _number(value: wire.Number | None) -> str:
 
 
 def _bounded(text: str) -> str:
-    """The text as far as an answer may go, in whole lines, and how many are missing."""
+    """The text cut to an answer's length, in whole lines, and how many lines are missing."""
     lines, size = text.split("\n"), 0
     for place, line in enumerate(lines):
         size += len(json.dumps(line, ensure_ascii=False).encode())
@@ -354,13 +355,13 @@ def _bounded(text: str) -> str:
 
 
 class _ServerTokens:
-    """Lets in who has a token with which the server may be read."""
+    """Admits callers whose token may read the server."""
 
     def __init__(self, client_of: Callable[[str], Client]) -> None:
         self._client_of = client_of
 
     async def verify_token(self, token: str) -> AccessToken | None:
-        """Ask the server, in a thread of its own; nobody is let in while it does not answer."""
+        """Ask the server, in a thread of its own; while it does not answer, nobody is admitted."""
         who = hashlib.sha256(token.encode()).hexdigest()[:16]
         return AccessToken(token=token, client_id=who, scopes=[]) if await run_sync(self._may_read, token) else None
 
@@ -374,7 +375,7 @@ class _ServerTokens:
 
 
 def create_server(client: Callable[[], Client], tokens: _ServerTokens | None = None, issuer: str = "") -> MCPServer:
-    """The server of all tools. tokens: who may ask over HTTP; None: whoever speaks to this process."""
+    """The server of all tools. tokens: who may ask over HTTP; None: anyone who can talk to this process."""
     auth = AuthSettings(issuer_url=AnyHttpUrl(issuer), resource_server_url=None) if tokens else None
     server: MCPServer = MCPServer(
         "collage-monitor",

@@ -75,12 +75,12 @@ def _become(program: list[str], environment: dict[str, str]) -> None:
 
 
 class _NoProgram(click.ClickException):
-    """Ends as a shell does where there is no such program."""
+    """If there is no such program, ends as a shell does."""
 
     exit_code = 127
 
 
 class _NotExecutable(click.ClickException):
-    """Ends as a shell does where the program cannot be executed."""
+    """If the program cannot be executed, ends as a shell does."""
 
     exit_code = 126

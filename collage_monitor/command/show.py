@@ -1,7 +1,7 @@
-"""`list`, `show` and `compare`: what is said of runs, and the numbers behind it, in the terminal.
+"""`list`, `show` and `compare`: judgements of runs and their numbers, in the terminal.
 
-A judgement and the numbers beside it are over the same steps, and these are named. `list` and `compare` quote what
-the server keeps of each run, which may be some seconds old; `show` judges one run anew.
+A judgement and the numbers beside it cover the same steps, which are named. `list` and `compare` quote the server's
+stored judgements, which may be some seconds old; `show` judges one run again.
 """
 
 from __future__ import annotations

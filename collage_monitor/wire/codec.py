@@ -134,7 +134,7 @@ def decode_batch(data: bytes | bytearray, content_type: str = MSGPACK) -> Report
 def decode_batch_singly(
     data: bytes | bytearray, content_type: str = MSGPACK
 ) -> tuple[ReportBatch, list[RejectedReport]]:
-    """Decode what can be decoded of a batch, report by report; say what is wrong with each other one.
+    """Decode the reports of a batch one by one; say what is wrong with each that cannot be decoded.
 
     `index` is a refused report's place in the batch as it was sent. In msgpack, a report of too many scalars is
     refused before they are decoded: as objects they take 25 times as many bytes.

@@ -1,4 +1,4 @@
-"""Converting a checkpoint to another strategy: what is gained, what cannot be, its bytes; then the files."""
+"""Converting a checkpoint to another strategy: gains, losses and bytes; then the files."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def convert_checkpoint(path: Path, strategy: str) -> ConvertedCheckpoint:
     """Convert a file or folder in memory.
 
     Values are compared before and after in fp64: what the new strategy can represent is equal. Weights in fp32
-    become bfloat16, unless the strategy is plain. Raises CheckpointError for what cannot be read or paired,
-    ValueError for a strategy that does not exist or cannot keep these weights.
+    become bfloat16, unless the strategy is plain. Raises CheckpointError for a checkpoint that cannot be read or
+    paired, ValueError for a strategy that does not exist or cannot keep these weights.
     """
     target = strategy_named(strategy)
     checkpoint = read_checkpoint(path)
@@ -258,12 +258,12 @@ def _in_our_words(entry: CheckpointParameter, tensors: Mapping[str, Tensor]) -> 
 
 
 def _adds_nothing(master: Tensor | None, weight: Tensor) -> bool:
-    """Whether a master weight is its 16-bit weight and no more: made anew from it, so that it kept nothing."""
+    """Whether a master weight only repeats its 16-bit weight, so that it keeps nothing extra."""
     return master is not None and is_narrow(weight.dtype) and torch.equal(master.to(torch.float32), weight.float())
 
 
 def _weight_of(entry: CheckpointParameter, own: Mapping[str, Tensor]) -> Tensor:
-    """The weight to which the states belong; a master weight rounds to it where nothing says which it is."""
+    """The weight of these states; without a label, the one that the master weight rounds to."""
     if entry.weight is not None and entry.paired:
         return entry.weight
     master = own.get(MASTER_PARAMETER)
@@ -333,7 +333,7 @@ def _write(
     weights: Mapping[_Place, Tensor],
     optimizers: _Optimizers,
 ) -> None:
-    """Write everything anew beside `output`, and rename it when it is whole."""
+    """Write everything to a new path beside `output`, and rename it when it is whole."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
         draft = Path(folder) / output.name

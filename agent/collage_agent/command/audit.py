@@ -1,4 +1,4 @@
-"""`audit`: what a checkpoint shows of how a run keeps its weights and states."""
+"""`audit`: how a run keeps its weights and states, as its checkpoint shows."""
 
 from __future__ import annotations
 

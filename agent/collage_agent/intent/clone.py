@@ -196,7 +196,7 @@ def without_output_or_warnings() -> Iterator[list[str]]:
 
 @contextmanager
 def without_output() -> Iterator[list[str]]:
-    """Nothing that this thread prints or logs inside reaches anybody: a clone is no training. Yields what it was.
+    """Prints and logs of this thread are suppressed inside, because a clone does not train. Yields what it was.
 
     Other threads print and log as before. Warnings are left alone: to catch them makes Python forget which it has
     shown, and those of the training would come again.

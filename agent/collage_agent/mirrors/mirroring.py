@@ -93,7 +93,8 @@ class MirrorEvent:
 
 @dataclass(frozen=True)
 class MirroredRun:
-    """What a mirror may say of the run. `where`: what follows the mirror's name and a colon; "" if nothing does."""
+    """The facts about the run that a mirror may use. `where`: what follows the mirror's name and a colon; "" if
+    nothing does."""
 
     run_id: str
     name: str
@@ -129,12 +130,12 @@ class Mirror(Protocol):
         """Write an event."""
 
     def close(self) -> None:
-        """Nothing more will come: leave what is the training's open, and close what is the mirror's own."""
+        """Nothing more will come: leave the training's run open, and close the mirror's own."""
 
 
 @dataclass
 class MirrorCounts:
-    """What became of rows and events; `left` says that the mirror was given up."""
+    """The outcome of rows and events; `left`: the mirror has stopped."""
 
     written: int = 0
     failed: int = 0
@@ -143,7 +144,7 @@ class MirrorCounts:
 
 
 class Mirrors:
-    """The mirrors of a run. What they are given comes from the worker; nothing here waits or raises."""
+    """The mirrors of a run. Their input comes from the worker; nothing here waits or raises."""
 
     def __init__(self, written: Sequence[str] = (), run: MirroredRun | None = None) -> None:
         """written: a mirror each, "NAME" or "NAME:WHERE", of a `run`; on the training thread."""
@@ -163,12 +164,12 @@ class Mirrors:
 
     @property
     def counts(self) -> dict[str, MirrorCounts]:
-        """By mirror, what became of rows and events."""
+        """The outcome of rows and events, by mirror."""
         return {thread.mirror_name: thread.counts for thread in self._threads}
 
     @property
     def callbacks(self) -> Sequence[Callable[[Incident], object]]:
-        """What is to be called for each alert on the run."""
+        """The function to call for each alert on the run."""
         return [self.alert] if self._threads else []
 
     def missing(self) -> Iterator[str]:
@@ -248,7 +249,7 @@ class OnsetFinder:
 
 
 class _MirrorThread(threading.Thread):
-    """One mirror's thread and its queue: the oldest item gives way, and whatever fails is counted."""
+    """One mirror's thread and its queue: the oldest item is dropped first, and every failure is counted."""
 
     def __init__(self, name: str, mirror: Mirror) -> None:
         super().__init__(name=f"collage-mirror-{name}", daemon=True)

@@ -1,4 +1,4 @@
-"""Integer remainders: what a 16-bit weight lacks, kept as integers beside it, as the numbers that they stand for.
+"""Integer remainders: integers beside a 16-bit weight, decoded to the part that the weight lacks.
 
 A weight p and an integer k of the same element make one number of more bits, θ = p + r. The forms differ in what
 one unit of k is worth, and in whether it counts from zero outwards or upwards.

@@ -1,4 +1,4 @@
-"""What a bucket's sample misses: every few measured steps whole gradients and momenta are read beside it."""
+"""Estimates what a bucket's sample misses, by reading whole gradients and momenta every few measured steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SquareSums = tuple[Tensor, Tensor]
 
 
 class MissedShares:
-    """What the sample misses of each tensor, kept from one look at whole tensors to the next.
+    """How much of each tensor the sample misses, from one look at whole tensors to the next.
 
     `shares` fp64 [tensors]: the largest `missed_share` of the last few looks, and `tail_share` of those before this
     one: what is large may be another element at each step. 0 before the first. `unseen` bool [tensors]: of which
@@ -55,7 +55,7 @@ class MissedShares:
         after: Mapping[str, Tensor],
         states: Sequence[Mapping[str, Any]],
     ) -> None:
-        """After the step: add the momenta's squares, and work out what is missed of the blocks' Σ u².
+        """After the step: add the momenta's squares, and compute how much of Σ u² the blocks miss.
 
         layout, after, states: the tensors' states after the step, what was gathered of them, and themselves.
         """

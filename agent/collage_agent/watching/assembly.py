@@ -79,7 +79,7 @@ class Assembly:
 
     @property
     def info(self) -> wire.WatchInfo:
-        """What is watched and how, as it travels."""
+        """The description of the watch in wire form."""
         notes = [*([self._guard.reason] if self._guard.reason else []), *failures()]
         info = joined([hooks.info(notes) for hooks in self._hooks])
         if self._contract is None:
