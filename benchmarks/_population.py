@@ -200,7 +200,7 @@ def declare(store: Store, run_id: str, shape: Shape, streams: int = 1) -> list[s
 
 
 class UnsyncedStore(SqliteStore):
-    """SQLite without waiting for the disk: filling is not what is measured."""
+    """SQLite without waiting for the disk: filling is not measured."""
 
     def _connect(self) -> Engine:
         engine = super()._connect()
@@ -243,7 +243,7 @@ def copy_often(store: Store, source: str, count: int) -> None:
 
 
 def evaluate(store: Store, runs: int = 1) -> None:
-    """Overviews and newest values: what a server does in the background is not what is measured."""
+    """Overviews and newest values: a server's background work is not measured."""
     NewestKeeper(store).do_due_work()
     for due in store.overviews.due(runs, MADE_BY):
         keep_overview(store, due)

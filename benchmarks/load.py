@@ -40,7 +40,7 @@ REFUSED: Final = (429, 503)
 
 @dataclass
 class Tally:
-    """What all agents together have seen. `waits` are seconds from sending a batch to its acknowledgement."""
+    """The totals over all agents. `waits` are seconds from sending a batch to its acknowledgement."""
 
     waits: list[float] = field(default_factory=list)
     refusal_waits: list[float] = field(default_factory=list)

@@ -56,7 +56,7 @@ def statements(module: str) -> Iterator[ast.stmt]:
 
 
 def public(module: str) -> list[str]:
-    """What `__all__` of a module lists."""
+    """The names in a module's `__all__`."""
     for node in statements(module):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))

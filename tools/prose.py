@@ -65,7 +65,7 @@ def sentences(text: str) -> list[str]:
 
 
 def faults(text: str) -> Iterator[str]:
-    """What is hard to read in a paragraph."""
+    """The faults of a paragraph that make it hard to read."""
     for pattern, better in PHRASES.items():
         if found := re.search(pattern, text):
             yield f"{found[0]!r}; better: {better}"

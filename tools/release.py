@@ -62,7 +62,7 @@ def install(folder: Path, wheel: Path, extras: str) -> Path:
 
 
 def run(programs: Path, folder: Path, *words: str, **more: str) -> str:
-    """What a program of the environment prints, in a folder and a home that hold nothing of this checkout."""
+    """The output of the environment's program, in a folder and a home without anything from this checkout."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("COLLAGE_", "PYTHON", "XDG_"))
     }

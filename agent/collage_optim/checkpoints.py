@@ -52,7 +52,7 @@ def load(
     load_as_torch: Callable[[dict[str, Any]], None],
     state_dict: dict[str, Any],
 ) -> None:
-    """Load through torch's own method, then put back what it casts, and convert what is kept in another way.
+    """Load through torch's own method, then restore what it casts, and convert states of another strategy.
 
     moments_of: the moving averages of one of the optimizer's groups, under the options that were loaded.
     torch casts every floating-point state to its parameter's dtype. The pre-hook registered here runs last, so it
@@ -89,7 +89,7 @@ def load(
 
 
 def take_over(made: Optimizer, other: Optimizer) -> None:
-    """Give `made` the states that `other` has of the same parameters, converted as those of a checkpoint are."""
+    """Give `made` the states of `other` for the same parameters, converted like those of a checkpoint."""
     states: dict[int, Any] = {}
     loaded = made.state_dict()
     groups_of = {parameter: group for group in other.param_groups for parameter in group["params"]}

@@ -134,7 +134,7 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
 
 
 def _behind(proxy: str) -> dict[str, Any]:
-    """What waitress needs so that the proxy's word counts on who asks, and whether by HTTPS."""
+    """The options with which waitress trusts the proxy's headers for the client's address and HTTPS."""
     headers = {"x-forwarded-for", "x-forwarded-proto"}
     return {"trusted_proxy": proxy, "trusted_proxy_headers": headers, "clear_untrusted_proxy_headers": True}
 

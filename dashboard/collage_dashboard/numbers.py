@@ -174,7 +174,7 @@ def _rows(
 
 
 def _text(name: str) -> str:
-    """Names are the user's: one that a spreadsheet would take for a formula is text."""
+    """Names come from users, so a name that a spreadsheet would read as a formula is escaped as text."""
     return f"'{name}" if re.match(r"[=+\-@\t\r]", name) else name
 
 

@@ -98,7 +98,7 @@ def report(
     """The report on one run, or the comparison of several, as HTML of about 5 MB, most of it Plotly.
 
     Of many it holds the first `MAXIMUM_RUNS` and says how many are left out; left_out: of those not named here.
-    schedule: of the learning rate; what it does to one run is foretold.
+    schedule: of the learning rate; its effect on one run is forecast.
 
     Raises:
         CollageError: the server does not answer or refuses, there is no such run, or none is named.

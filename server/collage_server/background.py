@@ -90,7 +90,7 @@ class BackgroundThread(ABC):
 
 
 class Sealer(BackgroundThread):
-    """Once an interval, and when the journal is half full, `seal`s what is due of every run that is `waiting`.
+    """Once an interval, and when the journal is half full, calls `seal` for every run that is `waiting`.
 
     `sealed` is called with each run of which something was sealed.
     """
@@ -186,7 +186,7 @@ class Maintenance(BackgroundThread):
             self._round_due = time.monotonic() + self._round_seconds
 
     def set_clock(self) -> None:
-        """Follow the database's clock, and bring back what a clock that was ahead has dated: once at each start."""
+        """Follow the database's clock, and once at each start correct the times that a fast clock has set."""
         if isinstance(self._clock, DatabaseClock):
             self._clock.follow()
         brought_back = self._store.runs.bring_back(self._clock())

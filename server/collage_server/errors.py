@@ -155,13 +155,13 @@ class SignInRefused(Unprocessable):
 
 
 class NeedsTooMuch(Unprocessable):
-    """What is asked for, or evaluated, takes more memory than this server has for it."""
+    """The question or evaluation needs more memory than this server has for it."""
 
     code = "needs_too_much"
 
 
 class JournalFull(ServerError):
-    """Too much waits to be sealed; the same reports may be taken after Retry-After."""
+    """Too many reports wait to be sealed; the same ones may be accepted after Retry-After."""
 
     status = 429
     code = "journal_full"

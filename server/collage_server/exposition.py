@@ -2,7 +2,7 @@
 
 It has the running runs, at most fifteen series each while all is well, and the server about itself. Values are of
 the newest measured step as the background thread has written it (`collage_server.newest`), so that every process
-answers the same. A run that it has not come to is not shown.
+answers the same. A run that the thread has not reached yet is not shown.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def _with(labels: Labels, name: str, value: str) -> Labels:
 
 
 def _of_run(run: LiveRun, now: float) -> dict[str, float | None]:
-    """RUN_GAUGES as far as what its streams reported tells them."""
+    """RUN_GAUGES as far as the streams' reports give them."""
     reported = run.reported
     return {
         "step": reported.last_step,

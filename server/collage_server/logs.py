@@ -2,7 +2,7 @@
 
 Nothing is set up at import; `serve` calls `configure`. Requests are logged by `collage_server.web.middleware`:
 refused ones at INFO, failed ones at WARNING, all others at DEBUG. Of refusals so many a second are written, the
-others counted: whoever has no token could fill a disk with them.
+others counted: otherwise callers without a token could fill a disk with them.
 """
 
 from __future__ import annotations

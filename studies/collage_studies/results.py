@@ -97,7 +97,7 @@ def stays_below_from(steps: Sequence[float], values: Sequence[float | None], bou
 
 
 def gaps_in_words(found: Mapping[str, Estimate | None], form: str = "+.4f") -> str:
-    """Sentences on gaps to fp32: which ways end worse beyond chance, which better, which are not told apart.
+    """Sentences on gaps to fp32: which ways end worse beyond chance, which better, and which show no difference.
 
     The tables beside them hold the intervals.
     """

@@ -1,6 +1,6 @@
 """Steps that call no hook: a CUDA graph replays what was captured of them, or other code steps the weights.
 
-Such steps are noticed by what they leave: numbers that move on and on while the hooks are silent.
+Such steps are noticed by what they leave: numbers that keep changing while no hook is called.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ __all__ = ["CAST_FORMATS", "CastCodes", "CastFormat", "CastRoute", "coded", "rou
 class CastFormat:
     """What a copy of weights is kept in: numbers of `bits` significant bits, normal from `smallest`, to `largest`.
 
-    `dtype`: torch's own, whose overflow is infinity; without one, numbers beyond the largest become the largest.
+    `dtype`: torch's own, whose overflow is infinity; without it, numbers beyond the largest become the largest.
     `scale`: what numbers are times. `block`: so many neighbours along the last dimension have one scale, or share
     it with `tile` rows × columns of the last two dimensions. `of_tensor`: a scale depends on the whole tensor.
     """
@@ -100,12 +100,12 @@ class CastCodes:
 def coded(
     values: Tensor, route: CastRoute, *, tensor: Tensor | None = None, tile: Tensor | None = None
 ) -> CastCodes:
-    """What a copy of weights keeps of these.
+    """The values that a copy of these weights keeps.
 
     values: fp32, fp64 or 16-bit [n], blocks of `last.block` one after the other. tensor: the largest |value| of the
     whole tensor that each of so many equal runs of values belongs to, and tile: of the tile, one a block; of any
-    shape, for formats whose scales depend on them. Rounding is to nearest, ties to even. NaN or infinite where a
-    value with the same scale is not finite. No synchronisation.
+    shape, for formats whose scales depend on them. Rounding is to nearest, ties to even. The result is NaN or
+    infinite if a value with the same scale is not finite. No synchronisation.
 
     fp32 scales, in fp32 arithmetic: s = amax / 448, at least 2⁻¹²⁶; numbers are RN(value / s) and stand for
     themselves times s.

@@ -106,7 +106,7 @@ def mark_events(
 ) -> go.Figure:
     """A thin line at each of these places on the x axis; its handle above the curve says on hover what it is.
 
-    `over`: how high the line is, a curve's height or that of all of them.
+    `over`: the height of the line, that of one curve or of all.
     """
     for place, text in marks:
         line = {"color": INK, "width": 1, "dash": "dashdot"}

@@ -1,4 +1,5 @@
-"""The comparison in numbers: cards and one sentence a run from what is kept of each, the table with its scalars."""
+"""The comparison in numbers: cards and one sentence per run from the stored overviews, and the table with
+scalars."""
 
 from __future__ import annotations
 
@@ -284,7 +285,7 @@ def register_search(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     def search_for(word: str | None, known: list[dict[str, str]], chosen: list[str] | None) -> Any:
-        """What to pick from is searched by the server, among all runs."""
+        """The server searches the choices among all runs."""
         try:
             found = reader.ask(lambda client: client.run_table(q=word or None, limit=_PICKABLE)).rows
         except CollageError:

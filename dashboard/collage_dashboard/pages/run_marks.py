@@ -58,7 +58,7 @@ def _what(event: wire.Event) -> str:
 
 
 def marks_in_words(marks: Marks) -> Any:
-    """What the curves mark, in a line; nothing where nothing happened."""
+    """The marks of the curves, in a line; empty if there are none."""
     if not marks:
         return None
     told = " · ".join(f"{text} at step {step:,}" for step, text in marks)

@@ -1,4 +1,4 @@
-"""What stands above the table of runs: filters, columns, saved views, and what is done with picked runs."""
+"""What stands above the table of runs: filters, columns, saved views, and actions on picked runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SELECTS: Final = (*FILTERS, "archived", "by")
 
 
 def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
-    """What narrows the table, and what its runs are grouped by."""
+    """The filters of the table, and the grouping of its runs."""
     selects = [_filter_select(name, view, filters) for name in FILTERS]
     return html.Div([*selects, _archived_select(view), _grouping(view), _where(view)], className="filters")
 
@@ -296,7 +296,7 @@ def _named(picked: Mapping[str, str]) -> str:
 
 
 def _do(client: Client, action: str, run_ids: Sequence[str], tags: Sequence[str]) -> None:
-    """Do something with each of these runs; what is done before one is refused stays done."""
+    """Apply an action to each of these runs; earlier ones stay done if one is refused."""
     if action == "delete":
         for run_id in run_ids:
             client.delete_run(run_id)

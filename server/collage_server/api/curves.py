@@ -70,7 +70,7 @@ class Question:
         return tuple(filter(is_metric, self.metrics))
 
     def __post_init__(self) -> None:
-        """Refuse what no run could answer."""
+        """Refuse questions that no run could answer."""
         for metric in self.metrics:
             if self.layers != LayerChoice() and not is_metric(metric):
                 raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
@@ -91,7 +91,7 @@ def get_series(
     axis: parameters.AxisName = "step",
     cursor: Annotated[str | None, Query(max_length=200, description=_CURSOR)] = None,
 ) -> Response:
-    """A metric of the model, of one layer, or of layers of a glob or module type; or a logged scalar."""
+    """A metric of the model, of one layer, or of layers by glob or module type; or a logged scalar."""
     app_state = app_state_of(request)
     asked = Question(
         tuple(dict.fromkeys(metric)),
@@ -209,7 +209,7 @@ def _points(snapshot: Snapshot, run_ids: Sequence[str], asked: Question) -> dict
 
 
 def _needed_by(metric: str, points: Mapping[str, Points]) -> dict[str, Points]:
-    """The points with what the metric is made of alone, as if nothing else had been asked for."""
+    """The points with only this metric's statistics, as if nothing else had been requested."""
     keys = set(statistics_for(metric))
     return {
         run_id: replace(held, totals={key: values for key, values in held.totals.items() if key in keys})
@@ -237,7 +237,7 @@ class FollowedCurve:
         return scalars_of(self.snapshot, runs, key, selection)[self.run_id]
 
     def newest_complete_step(self) -> int | None:
-        """The newest step that every rank has reached; None: whatever was read is as complete as it gets."""
+        """The newest step that every rank has reached; None: all points read are as complete as they will be."""
         if not self.asked.measured:
             return None
         step = self.snapshot.newest_step(self.run_id)

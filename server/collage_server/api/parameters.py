@@ -1,4 +1,4 @@
-"""Query parameters that several routes share; a question is answered as it was asked, or refused."""
+"""Query parameters that several routes share; a question is answered exactly as asked, or refused."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def checked_metric(key: str) -> str:
 
 
 async def refuse_unknown_parameters(request: Request) -> None:
-    """A dependency of routes: a filter that is misspelt would else give the picture without it.
+    """A dependency of routes: otherwise a misspelt filter would be ignored silently.
 
     Raises:
         Unprocessable: the query names a parameter that the route does not declare, or one twice that it takes once.

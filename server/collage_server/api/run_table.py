@@ -48,7 +48,7 @@ def get_run_table(
     config: Entries,
     differing: Annotated[bool, Query(description="Each row with the entries in which the rows differ.")] = False,
 ) -> Response:
-    """Rows `offset` … of the table of runs. `q` searches names, ids, projects, groups, tags and notes."""
+    """Rows of the table of runs, from `offset` on. `q` searches names, ids, projects, groups, tags and notes."""
     app_state = app_state_of(request)
     query = replace(part, run_ids=tuple(run_id) or None)
     now, stale_after = app_state.clock(), app_state.settings.stale_after_seconds

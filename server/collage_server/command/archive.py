@@ -1,4 +1,4 @@
-"""`collage-monitor archive`: what is done with archived files by hand."""
+"""`collage-monitor archive`: manual work on archived files."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _settings(folder: Path | None) -> Settings:
 
 
 def _archive(settings: Settings) -> Path | None:
-    """The folder of archived files; None for a bucket, and where nothing is archived."""
+    """The folder of archived files; None for a bucket, or without an archive."""
     address = settings.archive_address
     return None if address is None or "://" in address else Path(address)
 

@@ -134,8 +134,8 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
 def _share_one_heap() -> None:
     """Let all threads use one heap, where malloc is glibc's.
 
-    By default each has its own and keeps what a large body or question has left there: twice the memory. Arrow's
-    own allocator does likewise, and here the threads change within one export.
+    By default each thread has its own and keeps the memory of large bodies and questions, which doubles the total.
+    Arrow's own allocator does likewise, and here the threads change within one export.
     """
     with contextlib.suppress(ImportError):
         arrow: Any = import_module("pyarrow")
@@ -159,7 +159,7 @@ def _connections(wanted: int) -> int:
 
 
 class Server(uvicorn.Server):
-    """The process that serves: uvicorn that says where it listens once it does."""
+    """The process that serves: uvicorn that prints its address once it listens."""
 
     def __init__(self, settings: Settings, store: Store, as_json: bool, limits: FixedLimits = FIXED_LIMITS) -> None:
         self.settings = settings

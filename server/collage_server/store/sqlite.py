@@ -120,7 +120,7 @@ class SqliteStore(Store):
     def _refuse_to_begin_anew(self) -> None:
         """Where a database was, an empty one would look as if nothing had ever been stored.
 
-        What stands in the write-ahead log alone goes with it: a young database is then empty.
+        Data that is only in the write-ahead log would be lost with it: a young database would then be empty.
         """
         if self._mark.exists() and _is_empty(self.path, self._busy_timeout_seconds):
             raise StoreUnusable(
@@ -171,7 +171,7 @@ class SqliteStore(Store):
         return replace(sqlite_sizes(self.path, self._ballast.bytes), archived_bytes=self.archived_bytes())
 
     def make_room(self) -> None:
-        """Give the ballast's space to what comes next, if the disk has less left than that."""
+        """Release the ballast's space for the next operation, if the disk has less left than that."""
         self._ballast.release()
 
     def keep_room(self) -> None:

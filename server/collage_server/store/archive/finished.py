@@ -30,7 +30,7 @@ _OF_A_SEGMENT: Final = ("attempt", "level", "first_chunk", "last_chunk", "path",
 
 @dataclass(frozen=True)
 class VisiblePart:
-    """What of an archived file is visible, and stands in no file of a finer level.
+    """The part of an archived file that is visible and in no file of a finer level.
 
     `chunks` None: all of it. Else the points of these chunks before the step `before`.
     """
@@ -45,7 +45,7 @@ class VisiblePart:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that is over, with what is said of it; `elements`: of all layers together."""
+    """A finished run with its description; `elements`: of all layers together."""
 
     record: RunRecord
     elements: int

@@ -78,7 +78,7 @@ class HeldPart(NamedTuple):
 
 
 class LoggedSeries(NamedTuple):
-    """What a stream logged under a name, in a file of logged values: so many of its rows."""
+    """A stream's values under one name in a file of logged values: the number of its rows."""
 
     stream_id: str
     name: str
@@ -86,7 +86,7 @@ class LoggedSeries(NamedTuple):
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file holds, as its metadata say.
+    """The content of a file, from its metadata.
 
     `ranks`: of the model's totals, whose each "layer" is, -1 for all together. `series`: of logged values, in the
     order of the rows. `bits`: sums are rounded to so many, None: not at all.
@@ -159,7 +159,7 @@ def write_layers(
 
 
 def metadata_of(contents: Contents) -> dict[bytes, bytes]:
-    """What a file says of itself."""
+    """The metadata of a file."""
     return {_METADATA: msgspec.json.encode(contents)}
 
 
@@ -278,7 +278,7 @@ def read_layers(
 ) -> None:
     """Put totals of some layers into `targets` [points, layers] by key.
 
-    What the file does not have stays as it is there. Row groups without any of the layers are not touched.
+    Values that the file does not have are left unchanged. Row groups without any of the layers are not touched.
     """
     held, contents = [key for key in targets if key in footer.keys], footer.contents
     group_of = np.where(layers < contents.layers, layers // contents.layers_a_group, -1)

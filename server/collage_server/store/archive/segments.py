@@ -1,6 +1,7 @@
 """Which archived files there are: a row each, written and removed with what it stands for; and whose they are.
 
-A mark in the archive ties it to one database: another one would sweep its files, which no row of its own names.
+A mark in the archive ties it to one database: a server on another database would remove these files, because none
+of its rows names them.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class StepReports(NamedTuple):
         return self.received >= self.expected
 
     def plus(self, other: StepReports) -> StepReports:
-        """With reports that came later."""
+        """The columns merged with those of later reports."""
         return StepReports(self.received + other.received, max(self.expected, other.expected))
 
 
@@ -50,7 +50,8 @@ Contributors = Mapping[int, Mapping[int, StepReports]]
 def pack_contributors(
     steps: IntArray, counts: Mapping[tuple[int, int], StepReports], ranks: Mapping[int, int]
 ) -> dict[str, bytes]:
-    """Columns of a part from its counts by (step, stream); `ranks` by stream. A table of ones is stored empty."""
+    """Columns of a part from its counts by (step, stream); `ranks` by stream. A table of ones is stored as
+    empty."""
     streams = sorted({stream for _, stream in counts})
     table = np.array([[(int(step), stream) in counts for stream in streams] for step in steps], dtype=bool)
     missing = [(*place, *entry) for place, entry in sorted(counts.items()) if not entry.whole]

@@ -1,7 +1,7 @@
 """The raw horizon: the step up to which an attempt accepts no more totals.
 
-It is a column of every stream's row of `run_latest`. Ingest reads it with the row that it locks anyway; retention
-raises it in the transaction that drops the points, under the same locks, so no acknowledged report lacks a place.
+It is a column of every stream's row of `run_latest`. Ingest reads it with the row that it locks anyway. Retention
+raises it in the transaction that drops the points, under the same locks, so every acknowledged report has a place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From journal rows to points: which rows are visible, and their ranks merged as shards, step by step."""
+"""From journal rows to points: which rows are visible, and how their ranks are merged as shards, step by step."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ class RowsByStep:
 
 
 def group_steps(origins: RowOrigins) -> RowsByStep:
-    """Group visible rows by step, oldest step first, in a step by stream; a point's time is the latest of its rows.
+    """Group visible rows by step, oldest first, and within a step by stream; a point's time is the latest of its
+    rows.
 
     Sums then have the same order, whatever the order in which reports came.
     """

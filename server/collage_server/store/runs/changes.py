@@ -27,7 +27,7 @@ _RUN: Final = schema.run
 
 
 def check_quotas(connection: Connection, project: str, check: QuotaCheck, *, runs: int, tags: int) -> None:
-    """Let `check` judge what this transaction, which added so many runs and tags, has made of the project.
+    """Let `check` judge the project's counts after this transaction, which added these runs and tags.
 
     The caller holds the project's lock, so that no other transaction adds any meanwhile.
     """

@@ -1,4 +1,4 @@
-"""Rows that the background derives from each run: which are missing, out of date, or made by other code.
+"""Rows that the background derives from each run: rows that are missing, out of date, or made by other code.
 
 `NewestStore` and `OverviewStore` are `DerivedRows`: each has a table with one row a run. Their `due` puts the runs
 that `_due` finds into an order of its own. The background threads of `collage_server/newest.py` and `overviews.py`

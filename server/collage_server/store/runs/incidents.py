@@ -241,7 +241,7 @@ class IncidentStore:
             connection.execute(update(table).where(and_(mine, ended)).values(settled=settled))
 
     def take_lease(self, name: str, holder: str, now: float, seconds: float) -> bool:
-        """Whether the work called `name` is this holder's for so long: nobody has it, or its time is over.
+        """Take the work called `name` for this holder, if nobody has it or its time is over.
 
         On PostgreSQL the time is the database's, the same for all servers; on SQLite it is `now`. A lease that ends
         further away than it was taken for is void: whoever took it had a clock that was ahead.

@@ -98,8 +98,8 @@ def _newest_scalars(
 
     Of second writers, who hide nothing, that of the highest step, and there of the newest launch.
 
-    From its first value of a name on, an attempt hides what older ones logged under it. Of each stream `latest` has
-    the last value alone. Where that is hidden, the one before is read, unless another stream has a newer one.
+    From its first value of a name on, an attempt hides what older ones logged under it. For each stream `latest`
+    has only the last value. Where that is hidden, the one before is read, unless another stream has a newer one.
     """
     found: dict[str, tuple[tuple[int, int, int], LoggedScalar]] = {}
     hidden: list[tuple[Row[Any], int, list[str]]] = []
@@ -227,9 +227,10 @@ def all_ranks_are_through(connection: Connection, run_id: str) -> bool:
 def awaited_streams(
     connection: Connection, run_id: str, attempt: int, rows: Sequence[Row[Any]], stale_after_seconds: float
 ) -> list[Row[Any]]:
-    """Of the attempt's rows of `run_latest` that have reports, those of ranks whose next report is waited for.
+    """The attempt's rows of `run_latest`, with reports, of ranks whose next report is awaited.
 
-    Not a rank that has been silent for `stale_after_seconds` longer than the freshest. Nor one that goes on
+    A rank is not waited for if it has been silent for `stale_after_seconds` longer than the freshest one, or if it
+    goes on
     logging, but no longer measures: it has passed `_PASSED` measured steps of another rank without one of its own,
     or points were sealed without it since.
     """

@@ -104,7 +104,7 @@ class OverviewStore(DerivedRows):
         return None if text is None else DECODE_OVERVIEW(text)
 
     def findings(self, run_ids: Sequence[str]) -> dict[str, dict[str, float]]:
-        """What the judgement holds against these runs, by run and metric; runs without are left out."""
+        """The findings against these runs, by run and metric; runs without findings are left out."""
         chosen = select(_OVERVIEW.c.run_id, _OVERVIEW.c.findings).where(
             _OVERVIEW.c.run_id.in_(run_ids), _OVERVIEW.c.findings.is_not(None)
         )

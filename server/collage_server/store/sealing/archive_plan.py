@@ -1,4 +1,4 @@
-"""What of a run becomes an archived file next: groups of chunks while it goes on, at its end all that is left."""
+"""What of a run becomes an archived file next: groups of chunks while it runs, and at its end the rest."""
 
 from __future__ import annotations
 

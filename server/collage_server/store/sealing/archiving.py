@@ -219,7 +219,7 @@ class Archiving:
         return path, size
 
     def _archive_logged(self, run_id: str) -> bool:
-        """Make the next file of what a run that is over has logged; True if there may be more to do."""
+        """Make the next file of a finished run's logged values; True if there may be more to do."""
         with released_afterwards():
             with self._database.reading() as connection:
                 found = _next_logged(connection, run_id, visible_attempts(connection, run_id))
@@ -367,7 +367,7 @@ def _segments_with_rows(connection: Connection, run_id: str) -> list[tuple[str, 
 
 
 def _held_by(connection: Connection, view: RunView, plan: FilePlan) -> tuple[list[str], tuple[int, ...]]:
-    """What the chunks hold by layer; or of the model, and of which ranks."""
+    """The chunks' content by layer; or of the model, and its ranks."""
     table = rows_behind(plan.level)
     of_model = table is schema.model_chunk
     columns = (table.c.entries, table.c.rank) if of_model else (table.c.entry,)

@@ -94,7 +94,7 @@ def coarse_levels(
 def _coarse_layers(
     view: RunView, plan: SealPlan, part: ChunkLevel, limits: SealLimits, archive: ArchiveReader
 ) -> dict[int, dict[str, FloatArray]]:
-    """By coarse level, what the layers store; made of some layers at a time, however many there are."""
+    """The layers' stored columns by coarse level, made for some layers at a time, however many there are."""
     count, keys = _widest(view, plan, part, archive), view.statistics(None)
     held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
     width = max(limits.coarse_bytes // (8 * limits.points * max(len(keys), 1)), 1)

@@ -37,7 +37,8 @@ _KEPT_RUNS: Final = 1000
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A layer whose replicas differ at a step. `replicas`: those unlike most (a tie: unlike the lowest)."""
+    """A layer whose replicas differ at a step. `replicas`: those that differ from the majority (in a tie, from the
+    lowest)."""
 
     attempt: int
     step: int
