@@ -39,8 +39,11 @@ PHRASES = {
 """What readers stumble over, and what to write instead."""
 _FENCE = re.compile(r"^ *```.*?^ *```\s*$", re.DOTALL | re.MULTILINE)
 _BLOCKED = re.compile(r"^(?:\||#|<|!\[|    |[├└│]|\S.*\S {3,}\S)")
-_ITEM = re.compile(r"^(?:[-*] |\d+\. |[\w, ]{1,60}: )")
+_MARK = re.compile(r"^(?:[-*] |\d+\. )")
+_ENTRY = re.compile(r"^[\w, ]{1,60}: ")
 _LINK = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
+_ENDS = (".", "!", "?", ":", ")")
+"""A line that does not end so goes on in the next one, whatever that begins with."""
 _END = re.compile(r"(?<=[.!?])[\"')*”]*\s+")
 
 
@@ -49,13 +52,14 @@ def paragraphs(page: str) -> Iterator[tuple[int, str]]:
     text = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), page)
     begun, words = 0, [""]
     for number, line in enumerate([*text.splitlines(), ""], 1):
-        new = not line.strip() or _BLOCKED.match(line) or _ITEM.match(line.strip())
+        new = not line.strip() or _BLOCKED.match(line) or _MARK.match(line.strip())
+        new = new or (_ENTRY.match(line.strip()) and words[-1].endswith(_ENDS))
         if new and words != [""]:
             yield begun, " ".join(words)
             words = [""]
         if line.strip() and not _BLOCKED.match(line):
             begun = number if words == [""] else begun
-            words = [*(word for word in words if word), _ITEM.sub("", line.strip())]
+            words = [*(word for word in words if word), _MARK.sub("", line.strip())]
 
 
 def sentences(text: str) -> list[str]:

@@ -145,9 +145,9 @@ def step_tensors(step: Step, members: list[Member]) -> None:
     """Apply one step to these parameters and their elementwise states, in place; the caller counts the steps.
 
     Small tensors are stepped together as one vector, because a call costs as much as some ten thousand elements on
-    a CPU, as a few million on a CUDA device: one by one, a step of a small GPT (28 tensors, 250,000 elements) takes
-    1.4 times as long on a CPU. The bits are the same, because elements never mix. At random, those stepped together
-    share the numbers of one tensor. Blocks, and shards, which draw other numbers than replicas, must not be mixed
+    a CPU, as a few million on a CUDA device. Stepped one by one, a small GPT (28 tensors, 250,000 elements) takes 1.4
+    times as long on a CPU. The bits are the same, because elements never mix. Tensors stepped together share the
+    random numbers of one tensor. Blocks, and shards, which draw other numbers than replicas, must not be mixed
     and are stepped one by one.
     """
     if not members:

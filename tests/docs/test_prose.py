@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.prose import MOST_FIRST_WORDS, MOST_WORDS, drawn, faults, main, of_module, of_page
+from tools.prose import MOST_FIRST_WORDS, MOST_WORDS, drawn, faults, main, of_module, of_page, paragraphs
 
 LONG = " ".join(["word"] * (MOST_WORDS + 1)) + "."
 
@@ -65,3 +65,13 @@ def test_a_seed_draws_the_same_sentences_of_every_kind():
     assert found == drawn(8, seed=3) != drawn(8, seed=4)
     assert found[1].startswith("docs/studies/")
     assert ".py: " in found[2]
+
+
+def test_a_sentence_is_not_torn_where_its_line_ends():
+    """A wrapped line that began with a few words and a colon was read as an entry of its own, without them."""
+    page = "Servers are killed with\nSIGKILL: at any moment.\nNext one.\nstep: of the alert.\n"
+    assert [text for _, text in paragraphs(page)] == [
+        "Servers are killed with SIGKILL: at any moment. Next one.",
+        "step: of the alert.",
+    ]
+    assert [text for _, text in paragraphs("- one: two\n- three\n1. four")] == ["one: two", "three", "four"]

@@ -111,9 +111,9 @@ def coded(
     themselves times s.
     Powers of two: the smallest, 2^−127 to 2^127, with which none of the numbers exceeds 448 (OCP Microscaling
     Formats 1.0, whose own choice of the scale may saturate; Transformer Engine's and DeepGEMM's is this one).
-    NVFP4 in fp32 arithmetic: s = 6·448 / amax of the tensor; b = RN(amax / 6 · s) in e4m3 is the scale of a block
-    or tile; numbers are RN(value · 1 / (b · 1/s)) in e2m1 and stand for themselves times b · 1/s, with 1/s in fp32
-    (NVIDIA, arXiv 2509.25149).
+    NVFP4 in fp32 arithmetic: s = 6·448 / amax of the tensor, and b = RN(amax / 6 · s) in e4m3 is the scale of a
+    block or tile. Numbers are RN(value · 1 / (b · 1/s)) in e2m1 and stand for themselves times b · 1/s, with 1/s in
+    fp32 (NVIDIA, arXiv 2509.25149).
     """
     for kind in route.before:
         values = _coded(values, kind, None, None).numbers

@@ -231,7 +231,7 @@ class Database(ABC):
 
     @contextmanager
     def writing_claimed(self) -> Iterator[Connection]:
-        """A write transaction for whoever claimed a run: not committed once the claim is lost."""
+        """A write transaction under the claim on a run; it is not committed once the claim is lost."""
         with self.writing() as connection:
             yield connection
             self._require_claim()

@@ -229,10 +229,9 @@ def awaited_streams(
 ) -> list[Row[Any]]:
     """The attempt's rows of `run_latest`, with reports, of ranks whose next report is awaited.
 
-    A rank is not waited for if it has been silent for `stale_after_seconds` longer than the freshest one, or if it
-    goes on
-    logging, but no longer measures: it has passed `_PASSED` measured steps of another rank without one of its own,
-    or points were sealed without it since.
+    A rank is not awaited if it has been silent for `stale_after_seconds` longer than the freshest one. Nor is one
+    that still logs but no longer measures: it has passed `_PASSED` measured steps of another rank without one of
+    its own, or points were sealed without it since.
     """
     freshest = max(row.last_report_at for row in rows)
     live = [row for row in rows if row.last_report_at >= freshest - stale_after_seconds]
