@@ -61,7 +61,7 @@ class Options:
 
 @dataclass
 class Outcome:
-    """All that is kept of a run, beside the machine and the versions."""
+    """The stored results of a run, beside the machine and the versions."""
 
     benchmark: str
     seed: int

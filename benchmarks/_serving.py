@@ -292,7 +292,7 @@ async def _take(request: Request) -> Response:
 
 
 def serve_bare() -> None:
-    """One Starlette route on uvicorn as it comes: what a rate is compared with that holds on any machine."""
+    """One Starlette route on plain uvicorn: the reference for rates on any machine."""
     app = Starlette(routes=[Route("/{path:path}", _take, methods=["POST"])])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(json.dumps({"server_url": f"http://127.0.0.1:{listener.getsockname()[1]}"}), flush=True)

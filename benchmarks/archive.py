@@ -181,7 +181,7 @@ def opened(stack: ExitStack, folder: Path, archive: ArchiveFiles | None = None) 
 def bytes_a_number(
     store: Store, folder: Path, empty_bytes: int, numbers: int, what: str, limit: float
 ) -> Iterator[Figure]:
-    """Of a run that ended: all that the disk holds of it, and the database's share."""
+    """The disk space of a finished run, and the database's share."""
     while store.release_space():
         pass
     checkpoint_log(folder / _DATABASE)
@@ -196,7 +196,7 @@ def _bytes_of(folder: Path, pattern: str) -> int:
 
 
 def measure_training(root: Path, steps: int) -> Iterator[Figure]:
-    """Bytes of what an agent reports."""
+    """The bytes of an agent's reports."""
     folder = root / "training"
     with ExitStack() as stack:
         store = opened(stack, folder, Folder(folder / "archive"))

@@ -2,9 +2,9 @@
 
 Servers: 1, 2 and 4 on one PostgreSQL take the same reports of 500 numbers in turns, over 8 connections, until all
 are sealed; CPU a report of the servers and of PostgreSQL, so that it holds on a busy machine, too. Runs: one of the
-average size that docs/sizing.md reckons with goes through journal, sealer and archive; what it leaves behind. The
-same catalogue with `--runs` runs (100,000) is then asked for a page of its table, and swept: rows and empty files
-of every archived file, without the numbers.
+average size that docs/sizing.md reckons with goes through journal, sealer and archive, and its traces are counted.
+The same catalogue with `--runs` runs (100,000) is then asked for a page of its table, and swept: rows and empty
+files of every archived file, without the numbers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _send(port: int, encoded: list[bytes]) -> None:
 
 
 class Left(NamedTuple):
-    """Of a run that ended: files, their bytes and those of their footers, and all bytes of its rows."""
+    """The traces of a finished run: files, their bytes and those of their footers, and all bytes of its rows."""
 
     files: int
     file_bytes: float

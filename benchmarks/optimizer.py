@@ -1,4 +1,4 @@
-"""What a step costs: CPU time of an optimizer step over bf16 parameters, one thread.
+"""The cost of a step: CPU time of an optimizer step over bf16 parameters, one thread.
 
 The stated ratios are those of 85 million parameters in 148 tensors, GPT-2 small's blocks. Further figures are
 measured over 10 million in 76 tensors, where the fixed cost of each tensor counts for more. Every contender has its
@@ -254,7 +254,7 @@ def _resident_kib(field: str) -> int:
 
 
 def compared(times: dict[str, list[float]], model: Model) -> Iterator[Figure]:
-    """Each contender's milliseconds, and our steps' ratios to torch's. model: what they stepped."""
+    """Each contender's milliseconds, and our steps' ratios to torch's. model: the stepped model."""
     size = _size(model)
     for name, values in times.items():
         yield Figure(f"{name}, {size}", "CPU ms", tuple(values))

@@ -303,7 +303,7 @@ def idle_figures(training: Training) -> list[Figure]:
 
 
 def _microseconds(hooks: Sequence[Callable[..., Any]], optimizer: Optimizer) -> float:
-    """Of one hook, on average over all of them."""
+    """The cost of one hook, on average over all of them."""
     started = time.thread_time()
     for _ in range(IDLE_CALLS):
         for hook in hooks:

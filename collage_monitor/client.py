@@ -64,7 +64,7 @@ class Client(Connection):
                 return
 
     def run(self, run_id: str) -> wire.Run:
-        """What is known of a run: labels, state, configuration, newest numbers."""
+        """The facts about a run: labels, state, configuration, newest numbers."""
         return self.get(f"/runs/{quoted(run_id)}", wire.Run)
 
     def run_table(
@@ -128,7 +128,7 @@ class Client(Connection):
         return self.send("DELETE", path, wire.SavedViewList, query={"name": name}).views
 
     def overview(self, run_id: str) -> wire.Overview:
-        """What is said of a run: headline, verdict, the numbers behind them."""
+        """The overview of a run: headline, verdict, and the numbers behind them."""
         return self.get(f"/runs/{quoted(run_id)}/overview", wire.Overview)
 
     def layers(self, run_id: str) -> wire.LayerList:

@@ -51,7 +51,7 @@ HISTOGRAM_LABELS: Final = ("underflow", *(str(octave) for octave in HISTOGRAM_OC
 
 @dataclass(frozen=True)
 class Statistic:
-    """One estimated total: what it is and how it merges. `label` says what follows the slash in its key.
+    """One estimated total: its meaning, and how it merges. `label` says what follows the slash in its key.
 
     `needs`: the intended update or the gradient, if the total requires it; without it, the total is reported as
     missing. `raw`: the total describes the sample, and is never multiplied by elements / sampled. `variance`: it is

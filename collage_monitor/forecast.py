@@ -123,7 +123,7 @@ def record_of(steps: Sequence[int], counts: Array, layers: Sequence[Layer], stra
 
 
 def kinds_of(layers: Sequence[Layer]) -> dict[str, str]:
-    """The kind of each layer by its name: "LayerNorm.weight", its module's type and what it is there."""
+    """The kind of each layer by its name: "LayerNorm.weight", its module's type and its role there."""
     return {
         layer.name: f"{layer.module_type.rpartition('.')[2] or 'parameter'}.{layer.name.rpartition('.')[2]}"
         for layer in layers

@@ -231,8 +231,8 @@ def find_token(
 
 
 def known_server(environment: Mapping[str, str] | None = None) -> tuple[str, str | None]:
-    """The server to speak to where none is named, and its token: by COLLAGE_SERVER_URL and COLLAGE_TOKEN, else
-    by `login`, else what `up` keeps running, else the default address."""
+    """The default server and its token: those of COLLAGE_SERVER_URL and COLLAGE_TOKEN, otherwise of `login`,
+    otherwise of the server that `up` keeps running, otherwise the default address."""
     values = os.environ if environment is None else environment
     address = values.get("COLLAGE_SERVER_URL") or server_address(environment)
     return address, values.get("COLLAGE_TOKEN") or find_token(address, environment=environment)

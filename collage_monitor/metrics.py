@@ -120,7 +120,7 @@ _SCALARS = (
         "Oracle restarts",
         "restarts",
         "agent",
-        "Times that weights were written between two steps or a step raised, so that the oracle attached anew, "
+        "Times that weights were written between two steps or a step raised, so that the oracle attached again, "
         "since attach.",
     ),
     Scalar(

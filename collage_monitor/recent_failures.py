@@ -12,7 +12,7 @@ __all__ = ["RecentFailures"]
 class RecentFailures:
     """Counts each address's failures within the last `seconds`. Thread-safe.
 
-    Of more than `most_addresses`, those whose last failure is oldest are forgotten.
+    Beyond `most_addresses`, the addresses whose last failure is oldest are forgotten.
     """
 
     def __init__(self, seconds: float, most_addresses: int) -> None:

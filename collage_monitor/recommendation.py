@@ -1,6 +1,6 @@
 """Recommends a precision strategy, and says whether one of two is worth its bytes, with reasons.
 
-What a verdict holds against a run counts beside its loss: a state that cannot decay shows in the loss late.
+A verdict's findings count beside the loss, because a state that cannot decay shows in the loss late.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOTICEABLE_LOSS_SHARE: Final = 0.005
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to train with: `chosen`, None where none can be named; a sentence, and what it rests on.
+    """The recommendation: `chosen`, None if none can be named; a sentence, and its reasons.
 
     brief: the sentence in fifteen words at most, "" where it is as short itself.
     """
@@ -232,7 +232,7 @@ def _none_fits(results: Sequence[StrategyResult]) -> str:
 
 
 def _not_compared(chosen: StrategyResult, results: Sequence[StrategyResult]) -> list[str]:
-    """The most exact strategy of no more bytes for what is trained, if nobody has tried it here."""
+    """The most exact strategy with no more bytes for these weights, if it is not among the compared ones."""
     size, trained = chosen.bytes_per_parameter, chosen.runs[0].trained
     best = most_exact(trained[0], round(size.value, 1)) if size and len(trained) == 1 else None
     if best is None or any(result.strategy == best.strategy for result in results):

@@ -1,7 +1,7 @@
-"""What a server that says no means to people: an error of its kind, and what to set.
+"""Translates a server's refusal: an error of its kind, and the setting to change.
 
-The agent's `transport/delivery.py` keeps what is refused as `Unavailable` or `NotAuthorised`, and sends it again;
-`Unavailable` alone is also repeated at once, by `transport/http.py`.
+The agent's `transport/delivery.py` keeps messages refused as `Unavailable` or `NotAuthorised`, and sends them
+again; `transport/http.py` also retries `Unavailable` at once.
 """
 
 from __future__ import annotations

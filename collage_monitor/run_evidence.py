@@ -1,4 +1,4 @@
-"""What a run on a server is judged by, read over HTTP: the recent past of its model and layers.
+"""The evidence about a run on a server, read over HTTP: the recent past of its model and layers.
 
     with Client(server_url, token) as client:
         found = judge(read_evidence(client, run_id))

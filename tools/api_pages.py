@@ -1,6 +1,6 @@
 """The pages of docs/api/: every public name with its signature and docstring, read from the source.
 
-`python -m tools.api_pages` writes them; a test compares the pages with what this makes.
+`python -m tools.api_pages` writes them; a test compares the pages with its output.
 """
 
 import ast
@@ -181,7 +181,7 @@ def _text(docstring: str | None) -> Iterator[str]:
 
 
 def main() -> None:
-    """Write every page anew."""
+    """Write every page again."""
     for name in PAGES:
         (ROOT / "docs/api" / f"{name}.md").write_text(page(name))
 

@@ -1,4 +1,4 @@
-"""What a release must do, from nothing but its wheel: `python -m tools.release dist` after `python -m build`.
+"""The check of a release, from nothing but its wheel: `python -m tools.release dist` after `python -m build`.
 
 It installs the wheel with all extras in an environment of its own and goes through the quick start, as the README
 has it: a server and a dashboard, a training that reports to them, and what terminal and page then say of it.

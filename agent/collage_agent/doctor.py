@@ -68,7 +68,7 @@ class Check(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class LibraryTrial:
-    """What was seen of one library: where u usually comes from, and which optimizers are followed otherwise."""
+    """The observations on one library: the usual source of u, and the optimizers with another one."""
 
     distribution: str
     usually: Literal["shadow", "rule"]

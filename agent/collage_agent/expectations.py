@@ -1,4 +1,4 @@
-"""What a training is expected to keep: `watch(expect=…)`. `collage_agent.watching.contract` holds it to that."""
+"""The expectations of a training: `watch(expect=…)`. `collage_agent.watching.contract` holds it to that."""
 
 from __future__ import annotations
 

@@ -223,7 +223,8 @@ class Watch:
         return summary
 
     def evidence(self) -> Evidence:
-        """What a judgement rests on: the recent past, merged, of this process's shards. Synchronises the device."""
+        """The evidence for a judgement: the merged recent past of this process's shards. Synchronises the
+        device."""
         return evidence_of_past(self._assembly.history.past(), self._assembly.layout, self.info)
 
     def judgement(self) -> Judgement:
@@ -235,8 +236,8 @@ class Watch:
 
         schedule: of the learning rate over the whole run, "cosine:3e-4:100:10000" (see
         `collage_monitor.schedule.parse_schedule`), or a function from the step, from 1, to the rate, with the
-        `steps` of the run. Groups with other rates are taken to follow it in proportion. Of this process's shards.
-        Blocks until the last measured step is finished: synchronises the device.
+        `steps` of the run. Groups with other rates are taken to follow it in proportion. Covers this process's
+        shards only. Blocks until the last measured step is finished: synchronises the device.
 
         Raises:
             ValueError: no schedule.

@@ -47,7 +47,8 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class StepSource(Protocol):
-    """What a run needs of a watch: the last completed step, and whether steps are taken that it does not see."""
+    """The interface of a watch that a run needs: the last completed step, and whether steps are taken that it does
+    not see."""
 
     @property
     def step(self) -> int | None:

@@ -34,7 +34,7 @@ _LOG = logging.getLogger("collage_agent")
 
 
 class _WatchRecord:
-    """A watch, and what it looks at: names and shapes of its layers, and which tensors and optimizers those are.
+    """A watch with its targets: names and shapes of its layers, their tensors and optimizers.
 
     Identities hold for as long as the watch is not removed: until then it keeps the optimizers alive.
     """
@@ -135,7 +135,7 @@ def _keep_nothing(measurement: Measurement) -> None:
 
 
 class _Session:
-    """What this process has: at most one unfinished run, and watches that wait for one."""
+    """The state of this process: at most one unfinished run, and watches that wait for one."""
 
     def __init__(self) -> None:
         self.run: Run | None = None

@@ -1,4 +1,4 @@
-"""What all our optimizers share: groups, states, steps and checkpoints, whatever the rule and the strategy."""
+"""The common part of our optimizers: groups, states, steps and checkpoints, whatever the rule and the strategy."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ class CollageOptimizer(Optimizer):
             self._accepted.extend(map(self._options, self.param_groups))
 
     def _start_without_memory(self) -> None:
-        """What no copy and no checkpoint has: it is made anew at every step."""
+        """What no copy and no checkpoint has: it is made again at every step."""
         self._external_writes = ExternalWrites()
         self._update_guard = UpdateGuard()
         self._accepted: list[tuple[Any, ...]] = []
@@ -192,7 +192,7 @@ class CollageOptimizer(Optimizer):
         return loss
 
     def _gathered(self) -> list[list[Member]]:
-        """By group, the parameters that take the step; raises for what is refused, before any counter moves."""
+        """The parameters of each group that take the step; raises for unsupported ones before any counter moves."""
         options = [self._options(group) for group in self.param_groups]
         if options != self._accepted:
             for group, now, before in zip_longest(self.param_groups, options, self._accepted):

@@ -199,7 +199,8 @@ def _clamped(arithmetic: WideArithmetic, values: Tensor, low: int, high: int) ->
 def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor, block: int = BLOCK_ELEMENTS) -> Tensor:
     """Values from 8-bit codes c [n] and their blocks' scales s [⌈n / block⌉]: sign(c) (c / 127)² s for int8.
 
-    uint8 codes hold the root of what has no sign: ((c / 255)² s)². Small values of a block keep more digits than by
+    uint8 codes hold the root of an unsigned value: ((c / 255)² s)². Small values of a block keep more digits than
+    by
     equal steps: the smallest is 2^-16 of the largest for a root, 2^-32 for v.
     """
     flat, elements = code.reshape(-1), code.numel()

@@ -52,7 +52,7 @@ _NOWHERE: _Place = (0, ())
 
 @dataclass(slots=True, eq=False)
 class _TrackedWeight:
-    """What is remembered of a weight that has a residual or a master weight.
+    """The memory about a weight that has a residual or a master weight.
 
     version, place, state_version: as the last step left them; a write in place raises a version.
     stretches: some of the elements at `place`; their bits are in the sample, from `offset` on.
@@ -126,7 +126,7 @@ class ExternalWrites:
         self._reads = DeferredReads()
 
     def forget(self) -> None:
-        """Weights and states come from elsewhere: only what contradicts itself is taken for a write."""
+        """Weights and states were loaded: only contradictions between them count as a write."""
         self._tracked.clear()
         self._order, self._samples, self._places = [], [], None
 

@@ -212,7 +212,7 @@ class UpdateGuard:
     ) -> None:
         """Judge a sample: `weight` as it is visible, [n] in its own dtype, `displacement` [n] fp64.
 
-        moments: those of the rule, by which the bytes of what is advised are counted.
+        moments: those of the rule, for counting the bytes of the advised strategies.
         """
         history, size = self._histories[number], displacement.abs()
         lost = size.lt(stored_half_gap(strategy, weight, displacement)).logical_and_(size.isfinite())
@@ -258,7 +258,7 @@ class UpdateGuard:
 
 
 def stored_half_gap(strategy: StorageStrategy, weight: Tensor, direction: Tensor) -> Tensor:
-    """Half a gap of what a strategy keeps of a weight, in the sign of `direction`: fp64, of the weight's shape.
+    """Half a gap of a strategy's stored weight, in the sign of `direction`: fp64, of the weight's shape.
 
     A pair's low component is at most half a gap of the weight, and has the weight's precision: it is taken as large
     as that, where its own gaps are widest and where updates of one direction come to rest. Strategies that keep a

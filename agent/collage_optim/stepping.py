@@ -124,7 +124,7 @@ def _few(tensor: Tensor) -> Tensor:
 
 
 def sampled(members: Sequence[Member], names: list[str], averages: list[str]) -> State:
-    """Of a few elements of each member, in one flat vector each: parameter and gradient as they are, `weight` and
+    """For a few elements of each member, in one flat vector each: parameter and gradient as they are, `weight` and
     the averages as the fp64 values of the named components."""
     parts: dict[str, list[Tensor]] = {name: [] for name in ("parameter", "gradient", "weight", *averages)}
     for member in members:
@@ -145,9 +145,9 @@ def step_tensors(step: Step, members: list[Member]) -> None:
     """Apply one step to these parameters and their elementwise states, in place; the caller counts the steps.
 
     Small tensors are stepped together as one vector, because a call costs as much as some ten thousand elements on
-    a CPU, as a few million on a CUDA device. Stepped one by one, a small GPT (28 tensors, 250,000 elements) takes 1.4
-    times as long on a CPU. The bits are the same, because elements never mix. Tensors stepped together share the
-    random numbers of one tensor. Blocks, and shards, which draw other numbers than replicas, must not be mixed
+    a CPU, as a few million on a CUDA device. Stepped one by one, a small GPT (28 tensors, 250,000 elements) takes
+    1.4 times as long on a CPU. The bits are the same, because elements never mix. Tensors stepped together share
+    the random numbers of one tensor. Blocks, and shards, which draw other numbers than replicas, must not be mixed
     and are stepped one by one.
     """
     if not members:

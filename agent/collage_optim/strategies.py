@@ -74,10 +74,10 @@ class StorageStrategy:
     """How the weight, the first moments (momentum included) and the second moments are kept.
 
     stochastic: the last component of the weight, and a moment kept in 24 bits or fewer, are rounded up or down at
-    random so that the expected value is right. A compensated weight never is, nor is what is kept in fp32 or as a
-    pair. A package adds one of its own through the entry-point group `collage_agent.strategies`, under the same
-    name. If any part is kept in fp32, both arithmetics compute in fp32. Raises ValueError for a compensated moment,
-    a weight in blocks, and a root of a signed value.
+    random so that the expected value is right. A compensated weight never is, nor are values in fp32 or as a pair.
+    A package adds one of its own through the entry-point group `collage_agent.strategies`, under the same name. If
+    any part is kept in fp32, both arithmetics compute in fp32. Raises ValueError for a compensated moment, a weight
+    in blocks, and a root of a signed value.
     """
 
     name: str
@@ -122,7 +122,7 @@ class StorageStrategy:
 
     @property
     def storages(self) -> tuple[StateStorage, StateStorage, StateStorage]:
-        """Of the weight, the first and the second moments."""
+        """The storages of the weight, the first and the second moments."""
         return self.parameter, self.first_moment, self.second_moment
 
     @property

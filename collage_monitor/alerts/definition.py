@@ -1,4 +1,4 @@
-"""What an alert is: a condition on gauges of `/metrics`, when it is judged, and what to do about it.
+"""The definition of an alert: a condition on gauges of `/metrics`, when it is judged, and what to do about it.
 
 A `Condition` is written as PromQL for Prometheus, and evaluated by the server itself: one text, two
 readers that agree.

@@ -1,4 +1,4 @@
-"""Alerts on what is kept between steps: states, residuals, decay, and weights that somebody else changes."""
+"""Alerts on the memory between steps: states, residuals, decay, and external changes of weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _loaded_anew(evidence: IncidentEvidence) -> CauseVerdict:
     if attempt is None:
         return ruled_out("no attempt began at these steps")
     began = f"attempt {attempt.attempt} began at step {attempt.first_step:,}"
-    return left_open(f"{began}; whether that was meant to begin anew was not reported")
+    return left_open(f"{began}; whether that was a restart on purpose was not reported")
 
 
 def _converted(evidence: IncidentEvidence) -> CauseVerdict:
@@ -124,14 +124,14 @@ ALERTS: Final = (
         settle_steps=0,
         severity="critical",
         on_by_default=True,
-        summary="the training does not keep what it was expected to",
+        summary="the training breaks an expectation",
         meaning=(
             "watch(expect=…) says how weights and states are to be kept, or how much of the updates is to "
             "arrive. This launch breaks it: a resume cast states, or the optimizer is another one."
         ),
         other_causes=(
             "an expectation that was written for another training",
-            "an optimizer that keeps what is expected in a way that is not recognised",
+            "an optimizer that meets the expectation in a way that the agent does not recognise",
         ),
         checks=(_expected_of_another, _not_recognised),
         first_step=(
@@ -153,7 +153,7 @@ ALERTS: Final = (
             "begins again or cannot count: the checkpoint lacked them, or its loading cast or dropped them."
         ),
         other_causes=(
-            "an optimizer that was begun anew on purpose, with weights from elsewhere",
+            "an optimizer that was restarted on purpose, with weights from elsewhere",
             "weights that are kept in this way only from this launch on",
         ),
         checks=(_begun_anew, _converted),
@@ -168,7 +168,7 @@ ALERTS: Final = (
         for_seconds=900.0,
         severity="warning",
         on_by_default=True,
-        summary="the second moment decays by less than half of what it should",
+        summary="the second moment decays less than half as much as it should",
         meaning=(
             "Its format rounds its decay away: the average can grow, but hardly shrink. As gradients fall, steps "
             "become too small, and edq_ratio still reads 1."
@@ -201,7 +201,7 @@ ALERTS: Final = (
             "half gaps, weight and residual no longer belong together."
         ),
         other_causes=(
-            "a checkpoint of another optimizer was loaded on purpose, to begin anew",
+            "a checkpoint of another optimizer was loaded on purpose, to restart",
             "weights were written from outside: external_writes then counts it",
             "weights were converted from a strategy without residuals: there were none to drop",
         ),

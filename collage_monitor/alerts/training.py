@@ -105,7 +105,7 @@ ALERTS: Final = (
         window_seconds=3600.0,
         for_seconds=1800.0,
         severity="info",
-        summary="the gradient's norm is below a hundredth of what it was in the last hour",
+        summary="the gradient's norm is below a hundredth of its value in the last hour",
         meaning="The loss hardly depends on the weights any more: the model has saturated, or a path is cut.",
         other_causes=(
             "a small data set that the model has memorised: the loss is 0",
@@ -123,7 +123,7 @@ ALERTS: Final = (
         window_seconds=3600.0,
         for_seconds=300.0,
         severity="warning",
-        summary="the loss stays far above what it was in the last hour",
+        summary="the loss stays far above its value in the last hour",
         meaning=(
             "The loss is more than eight robust standard deviations above its median of the last hour. It "
             "has been for minutes, so a single batch is not the reason. Training diverges, or the data has "

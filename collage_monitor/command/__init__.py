@@ -132,7 +132,7 @@ class VerbGroup(click.Group):
 
 
 def _say_usage(error: click.ClickException) -> None:
-    """Before an error in what was typed: how the verb is called."""
+    """Shows the verb's usage before an error in the arguments."""
     if isinstance(error, click.UsageError) and error.ctx is not None:
         click.echo(f"{error.ctx.get_usage()}\n`{error.ctx.command_path} -h` explains it.", err=True)
 

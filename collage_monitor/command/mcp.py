@@ -110,7 +110,7 @@ class RunQuestions:
 
     @_answers
     def verdict(self, run: _Run) -> str:
-        """What is judged of a run: the word, the reasons with their numbers, since when, and what to try."""
+        """The judgement of a run: the verdict, the reasons with their numbers, since when, and advice."""
         with self._client() as client:
             found = client.run(run)
             evidence = read_evidence(client, found)
@@ -145,7 +145,7 @@ class RunQuestions:
 
     @_answers
     def since_when(self, run: _Run, metric: _Metric = "edq_ratio") -> str:
-        """Since when a metric or a logged number is what it is: the step at which it changed, before and after."""
+        """The last change of a metric or a logged number: its step, and the values before and after."""
         with self._client() as client:
             history = read_history(client, run, metric)
         own, change = history.series, history.onset
@@ -185,7 +185,7 @@ class RunQuestions:
     def recommended_strategy(self, runs: _Runs | None = None, project: _Text = None, group: _Text = None) -> str:
         """Which precision strategy to train with, judged by runs: those named, or the newest of a project or group.
 
-        The reasons say of each strategy what it costs, its loss against the reference, and what speaks against it.
+        The reasons give each strategy's cost, its loss against the reference, and its problems.
         """
         with self._client() as client:
             page = None if runs else client.run_table(project=project, group=group, limit=_MOST_COMPARED)

@@ -31,7 +31,7 @@ def served_from_disk(
     """A server with the reports that runs left in `folder`, all or those named, and their ids; it ends with the
     context.
 
-    It works on a copy: what was left can still be sent to another server. `most`: how many runs the verb accepts.
+    It works on a copy, so the reports can still be sent to another server. `most`: how many runs the verb accepts.
 
     Raises:
         click.ClickException: nothing was left, or not by these runs, or by too many.

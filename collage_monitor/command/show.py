@@ -25,7 +25,9 @@ __all__ = ["compare", "list_runs", "show"]
 
 _DECAY: Final = "state_decrement_ratio/exp_avg_sq"
 _NUMBERS: Final = {"EDQ": "edq_ratio", "lost": "lost_update_ratio", "decay": _DECAY}
-_BASIS: Final = "Health, EDQ, lost and decay are of the steps under `judged over`, the recent ones at that time."
+_BASIS: Final = (
+    "Health, EDQ, lost and decay cover the steps under `judged over`, the most recent ones at that time."
+)
 _LABEL: Final = 24
 """Characters that a table shows of a name."""
 _WORST: Final = 3

@@ -1,4 +1,4 @@
-"""What to try where a run loses something: by the rule, the dtype, the sparsity and the states of what is trained.
+"""Advice for a run that loses updates: by the rule, the dtype, the sparsity and the states of the trained weights.
 
 Whoever advises takes it from here: terminal, notebook, page, report and audit. Advice names only strategies that
 work with the trained weights and the rule, and that keep no part less exactly than now.

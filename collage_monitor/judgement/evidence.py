@@ -62,7 +62,7 @@ class SilentRanks:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a judgement rests on: metrics of the recent past, merged, and what is known of the watch.
+    """The evidence for a judgement: merged metrics of the recent past, and facts about the watch.
 
     model: the whole model's metrics by key; layers: those of each layer, empty if not read.
     first_step to last_step: the steps that they merge. silent: ranks that do not report any more.

@@ -26,7 +26,7 @@ __all__ = [
 
 WORDS_VERSION: Final = 6
 """Raise it when a run may be judged or headlined otherwise than before while the package's version stays: what
-servers keep is then made anew."""
+servers keep is then made again."""
 Health = Literal[
     "healthy",
     "not finite",
@@ -163,7 +163,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _about_copies(case: Case) -> Iterator[str]:
-    """What of a step reached copies in a lower precision: it does not change the verdict on the training itself."""
+    """How much of a step reached copies in a lower precision; it does not change the verdict on the training
+    itself."""
     changed = labelled(case.model, "cast_changed_ratio")
     recoded = labelled(case.model, "cast_recoded_ratio")
     # Where scales follow the largest weight, each step moves every number a little: only codes tell what arrives.

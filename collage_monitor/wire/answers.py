@@ -1,4 +1,4 @@
-"""Answers of the server, and what they are about: runs, their events, tokens and sessions.
+"""Answers of the server, about runs, their events, tokens and sessions.
 
 Number fields are JSON numbers, "NaN", "Infinity", "-Infinity", or null for undefined.
 """
@@ -81,7 +81,7 @@ class RejectedReport(Struct, kw_only=True, frozen=True):
 
 
 class BatchAnswer(Struct, kw_only=True, frozen=True):
-    """What became of a batch, sent after the commit: accepted + duplicates + rejected = reports sent."""
+    """The outcome of a batch, sent after the commit: accepted + duplicates + rejected = reports sent."""
 
     accepted: int
     duplicates: int
@@ -354,7 +354,7 @@ class AlertmanagerMessage(Struct, frozen=True, rename="camel"):
 
 
 class AlertmanagerAnswer(Struct, kw_only=True, frozen=True):
-    """What became of the alerts: `stored` as events, already `known`, or `ignored` (about no run of this token)."""
+    """The outcome of the alerts: `stored` as events, already `known`, or `ignored` (about no run of this token)."""
 
     stored: int
     known: int

@@ -1,4 +1,4 @@
-"""What is said of a run, and the table of runs that it makes: what a reader sees first."""
+"""The overview of a run, and the table of runs: the first things that a reader sees."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class EdqChange(Struct, kw_only=True, frozen=True):
 
 
 class Overview(Struct, kw_only=True, frozen=True):
-    """What is said of a run: one evaluation of its recent past, so that every number quoted is one that is shown.
+    """The overview of a run: one evaluation of its recent past, so that every quoted number is also shown.
 
     first_step … last_step: the recent past, `measured_steps` in it; `numbers` are the model's metrics over it, with
     their intervals. `headline` says in one sentence what is wrong, where and since when; `verdict` gives the

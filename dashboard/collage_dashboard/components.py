@@ -146,7 +146,7 @@ def chart_note(key: str, strategies: Sequence[str | None]) -> str:
 
 
 def save_buttons(title: str) -> html.Div:
-    """A chart's numbers and its picture as files; the page's scripts make them of what is drawn."""
+    """A chart's numbers and its picture as files; the page's scripts make them from the drawn data."""
     kinds = {"csv": "CSV", "png": "PNG", "svg": "SVG"}
     buttons = []
     for kind, text in kinds.items():
@@ -175,7 +175,7 @@ def judgement_mark(health: str) -> tuple[str, str]:
 
 
 def cell_content(cell: tuple[str, str]) -> list[Any]:
-    """What a cell of a table shows: its value, and a detail in small print where there is one."""
+    """A cell of a table: its value, and a detail in small print if there is one."""
     value, detail = cell
     return [value, html.Span(detail, className="detail")] if detail else [value]
 

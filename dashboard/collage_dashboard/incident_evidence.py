@@ -1,4 +1,4 @@
-"""What a run reported around an incident, read over HTTP: when it changed, and the steps before and after.
+"""A run's reports around an incident, read over HTTP: when it changed, and the steps before and after.
 
 with Client(server_url, token) as client:
     evidence = read_incident_evidence(client, client.incident(incident_id))

@@ -150,7 +150,7 @@ def _of_run(reader: Reader, run: wire.RunRow, metric: str, asked: _Question) -> 
 def _whole(
     reader: Reader, ask: Callable[[Client, int, int], _Answer], first: int, last: int, most: int
 ) -> Iterator[_Answer]:
-    """The answer, in parts small enough that the server merges nothing for their sake; none of what it refuses."""
+    """The answer in parts so small that the server merges no points; without refused parts."""
     try:
         answer = reader.ask(lambda client: ask(client, first, last))
     except NotAuthorised:

@@ -1,7 +1,7 @@
 """The first thing that a reader sees: a page's words as plain HTML, shown while the application is still loading.
 
 The document holds its page twice: as HTML, which is shown at once, and as the layout with which the application
-starts, so that it need not ask again. `assets/flow.js` reads what stands in `#answers`.
+starts, so that it need not ask again. `assets/flow.js` reads the content of `#answers`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def static_html(tree: Any) -> str:
     """The HTML of the parts of `tree` that can be read without the application; all text and attributes are
     escaped.
 
-    Of a component `with_placeholder` it is that of its placeholder.
+    For a component `with_placeholder`, it is the HTML of the placeholder.
     """
     return "".join(_written(tree))
 

@@ -22,7 +22,7 @@ _START: Final = "collage-monitor up"
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a page cannot show what was asked: the problem, the remedy, and the command for it."""
+    """Why a page cannot show the requested data: the problem, the remedy, and the command for it."""
 
     title: str
     text: str
@@ -31,7 +31,7 @@ class Problem:
 
 
 class Reader:
-    """Asks the server. Thread-safe; after a refused token the client is made anew: a changed file counts.
+    """Asks the server. Thread-safe; after a refused token the client is made again: a changed file counts.
 
     whose: distinguishes the users of one process, each of whom gets a separate client; called in the caller's
     thread.

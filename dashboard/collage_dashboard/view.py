@@ -61,7 +61,7 @@ _Choice = TypeVar("_Choice", bound=str | None)
 class View:
     """A reader's choices. None: `metric` and `lines` the page's own choice, `layer` the whole model, `step` all.
 
-    `order` and `rows`: how a heatmap's layers are sorted, and what they are grouped by.
+    `order` and `rows`: how a heatmap's layers are sorted and grouped.
     `pair`: two strategies to compare, by title.
     `lines`: a curve a run, or a strategy's mean over its runs. `smoothing` in [0, 0.99] weighs the past
     in logged scalars only; measured metrics are never smoothed. `scale` is that of the curves' values.

@@ -97,7 +97,7 @@ def _section(entry: Alert) -> Iterator[str]:
         yield f"- A run is not judged in the {entry.settle_steps} steps after a resume."
     if not entry.conditions:
         yield "- Prometheus alone evaluates it; the server does not."
-    yield from ("", "What else it may be:", "")
+    yield from ("", "Other causes:", "")
     yield from (f"- {cause}" for cause in entry.other_causes)
     yield from ("", f"What to do first: {entry.first_step}")
 

@@ -1,6 +1,6 @@
 """Work in the background: threads that check, once an interval, whether there is something to do.
 
-The sealer turns journals into chunks; maintenance expires, purges, gives space back, and watches what is left.
+The sealer turns journals into chunks; maintenance expires, purges, frees space, and watches the free space.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BackgroundThread(ABC):
 
     @abstractmethod
     def do_due_work(self) -> None:
-        """Do what is due."""
+        """Do the due work."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -119,7 +119,7 @@ class Sealer(BackgroundThread):
         """When the last round ended."""
 
     def do_due_work(self) -> None:
-        """Seal what is due of every run; a failure in one does not stop the others."""
+        """Seal the due reports of every run; a failure in one does not stop the others."""
         waiting = self._waiting()
         for run_id in waiting:
             try:

@@ -45,7 +45,7 @@ class DiskGuard:
 
     @property
     def archived_bytes(self) -> int:
-        """What all archived files took at the last look."""
+        """The size of all archived files at the last look."""
         return self._archived_bytes
 
     @property

@@ -149,7 +149,7 @@ class Unprocessable(ServerError):
 
 
 class SignInRefused(Unprocessable):
-    """What a provider says of a person does not open this server: a forged or stale token, no group with a role."""
+    """The provider's answer about a person gives no access: a forged or stale token, or no group with a role."""
 
     code = "sign_in_refused"
 

@@ -167,7 +167,7 @@ class _ServerCollector(Collector):
             "Share of the room for data that is left, of the disk's or of its budget's, whichever is less.",
         )
         _add_defined(left, [], self._guard.left_ratio)
-        archived = GaugeMetricFamily("collage_server_archived_bytes", "What all archived files take.")
+        archived = GaugeMetricFamily("collage_server_archived_bytes", "The size of all archived files.")
         archived.add_metric([], self._guard.archived_bytes)
         away = GaugeMetricFamily(
             "collage_server_archive_away_seconds",
@@ -195,7 +195,7 @@ class _ServerCollector(Collector):
             yield family
 
     def _operation(self) -> dict[str, tuple[str, float | None]]:
-        """What an operator looks at: name → (text, value); None has no sample."""
+        """The server's gauges for operators: name → (text, value); None has no sample."""
         app_state = self._app_state
         clock = app_state.clock
         return {

@@ -133,7 +133,7 @@ class MemoryBudget:
 
 
 class Lease:
-    """What one request, or one piece of background work, holds; of one thread at a time."""
+    """The memory held by one request, or one piece of background work; used by one thread at a time."""
 
     def __init__(self, budget: MemoryBudget, owner: Owner) -> None:
         self.owner = owner
@@ -215,14 +215,14 @@ def hold(size: int) -> None:
 
 
 def wait_patiently() -> None:
-    """Of what is answered bit by bit: however large it is, it fits a bit at a time."""
+    """Charges within a streamed answer: however large it is, each piece fits."""
     lease = _LEASE.get()
     if lease is not None:
         lease.patience_seconds = _PATIENCE_OF_STREAMS
 
 
 def require(size: int) -> None:
-    """Of what is answered bit by bit, and yet holds so much at its end.
+    """Charges the memory that a streamed answer holds at its end.
 
     Raises:
         NeedsTooMuch: it could never fit, whatever others hold.
@@ -233,7 +233,7 @@ def require(size: int) -> None:
 
 
 def reserve(size: int) -> None:
-    """Of what is answered bit by bit, before it begins: afterwards it could no longer say that it does not fit."""
+    """Charges before a streamed answer begins: afterwards it could no longer be refused."""
     lease = _LEASE.get()
     if lease is not None:
         lease.reserve(size)

@@ -1,4 +1,4 @@
-"""Keeps what is said of each run up to date, in the background: the table of runs then costs no evaluation."""
+"""Keeps each run's overview up to date in the background, so that the table of runs needs no evaluation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from collage_server.store import DueRun, Points, RunRecord, Selection, Snapshot,
 __all__ = ["MADE_BY", "OverviewKeeper", "evaluate", "evaluate_within", "keep_overview"]
 
 MADE_BY: Final = f"{__version__}/{WORDS_VERSION}"
-"""Stands beside each overview: one that was made by another release, or in other words, is made anew."""
+"""Stands beside each overview: one that was made by another release, or in other words, is made again."""
 _LOG: Final = logging.getLogger(__name__)
 _A_ROUND: Final = 64
 _REWORDED_A_ROUND: Final = 4

@@ -2,7 +2,7 @@
 
 The table lies in the project's folder of the archive. Its log names the archived files as they are. Only files that
 a newer attempt hides in part are copied, with their visible points. Beside the log `runs.parquet` has one row a
-run. Both follow from the database: where the log was deleted, the next call makes it anew.
+run. Both follow from the database: where the log was deleted, the next call makes it again.
 
 Every visible measured step of a run stands in one row a layer: an engine needs no filter. Needs deltalake.
 """
@@ -67,7 +67,8 @@ _RUNS: Final = pa.schema(
 
 @dataclass(frozen=True)
 class Published:
-    """What a call did to the table of a project: its runs, and files in all, added, and removed from the log."""
+    """The effect of a call on a project's table: its runs, and the numbers of files in all, added to the log, and
+    removed from it."""
 
     project: str
     table: str
@@ -147,7 +148,7 @@ def _entries(run: FinishedRun, folder: str) -> Iterator[_Entry]:
     for part in run.files:
         path = part.path
         if part.chunks is not None:
-            # The same name for the same points: a call that was killed, or a log made anew, finds them again.
+            # The same name for the same points: a call that was killed, or a log made again, finds them again.
             text = f"{part.path} {part.chunks} {part.before}".encode()
             name = f"{COPY}{hashlib.blake2b(text, digest_size=16).hexdigest()}.parquet"
             path = archived_path(run.record.project, run.record.run_id, part.attempt, part.level, name)

@@ -122,7 +122,7 @@ class Settings:
     `database` is a postgresql:// URL; without one, SQLite in `folder`. `unsafe_database` accepts a database that
     may lose acknowledged reports. `archive` is where layers of older points lie as Parquet files: a folder, the URL
     of a bucket, or "off". Left out it is the folder `archive` beside an SQLite file, and off for PostgreSQL, which
-    several servers may share. Of a bucket `archive_cache_bytes` that were read last are kept in `folder`. In files
+    several servers may share. The last `archive_cache_bytes` read from a bucket are cached in `folder`. In files
     that are made from now on sums have `archive_bits` significant bits, and counts all; None: all of them. With
     `archive_publish` the server publishes runs that have ended, as `archive publish` does. `token` guards every
     route but /healthz, /readyz and the API description. `no_auth` does without one, on loopback only.

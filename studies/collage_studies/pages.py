@@ -33,7 +33,7 @@ def write_page(
     read: Mapping[str, int] = MappingProxyType({}),
     repeated: Sequence[str | MarkdownTable] = (),
 ) -> Path:
-    """Write FOLDER/NAME.md and its pictures under FOLDER/images; both only from what is given.
+    """Write FOLDER/NAME.md and its pictures under FOLDER/images; both only from the arguments.
 
     read: records of other studies that the page rests on, by study, 0 where they are missing. repeated: the section
     on repeats with other seeds.

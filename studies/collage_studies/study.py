@@ -1,4 +1,4 @@
-"""What a study is: a question, trials that answer it, and a page that is written from their records alone.
+"""The definition of a study: a question, trials that answer it, and a page written only from their records.
 
 A trial is one training, or one computation, in a process of its own. Its record is all that later steps see of it:
 page and plots can be drawn again from records at any time, without training anything.
@@ -125,7 +125,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Page:
-    """What a study found: `answer`: sentences made from its numbers; then the evidence and the limits."""
+    """The result of a study. `answer`: sentences made from its numbers; then the evidence and the limits."""
 
     answer: str
     evidence: Sequence[str | MarkdownTable | Plot | Picture]

@@ -46,7 +46,7 @@ _BESIDE_WEIGHT: Final = (PARAMETER_LOW, MASTER_PARAMETER)
 
 
 class ComponentChange(Struct, frozen=True):
-    """What one kind of value loses: the share of elements that change, and the largest relative change."""
+    """The losses of one kind of value: the share of elements that change, and the largest relative change."""
 
     component: str
     changed_ratio: float
@@ -54,7 +54,7 @@ class ComponentChange(Struct, frozen=True):
 
 
 class Conversion(Struct, frozen=True):
-    """What a conversion does. Bytes: of weights and states, without gradients; step: the last one taken."""
+    """The report on a conversion. Bytes: of weights and states, without gradients; step: the last one taken."""
 
     path: str
     source: list[str]

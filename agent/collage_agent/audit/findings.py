@@ -1,4 +1,4 @@
-"""What an audit finds, in plain words: one function a question, each asked of all parameters together."""
+"""The findings of an audit, in plain words: one function per question, for all parameters together."""
 
 from __future__ import annotations
 

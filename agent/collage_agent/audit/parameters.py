@@ -1,4 +1,4 @@
-"""What is kept of each parameter: which tensors of a checkpoint are weight, averages and low components."""
+"""The tensors of each parameter: which ones in a checkpoint are weight, averages and low components."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def advice_about(
 ) -> Advice | None:
     """Advice for parameters that keep too little; None if nothing fits.
 
-    strategy: how they are kept, where that is not what it seems.
+    strategy: the true storage, if it differs from the apparent one.
     """
     if not parameters:
         return None

@@ -58,7 +58,8 @@ class CheckpointError(CollageError):
 
 @dataclass
 class Checkpoint:
-    """What was found: the model's tensors by name, the optimizers' state dicts, and the skipped entries.
+    """The content of a checkpoint: the model's tensors by name, the optimizers' state dicts, and the skipped
+    entries.
 
     ordered: the tensors stand in the model's order. Those of safetensors and of a distributed checkpoint do not.
     contents: what each file holds, or a distributed checkpoint's folder, as it was read.

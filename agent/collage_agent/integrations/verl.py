@@ -1,8 +1,8 @@
 """verl: started by its plugin in each process where COLLAGE_ATTACH is 1; watches the processes that train weights.
 
-Optimizers are watched from their first step, so that a rollout, which takes none, is left alone. A run is called
-after the role of what it trains, "actor" or "critic"; "trainer" is that of supervised training. What verl logs is
-recorded in the process that logs it, under verl's names.
+Optimizers are watched from their first step, so that a rollout, which takes none, is left alone. A run is named
+after the role of its training, "actor" or "critic"; supervised training is "trainer". What verl logs is recorded in
+the process that logs it, under verl's names.
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ class IntentCache:
 
 
 def _intents_of_foreign(foreign: ForeignOptimizer) -> list[Intent]:
-    """Of what is no torch optimizer: by a clone where one can be stepped apart from the live weights."""
+    """For an object that is not a torch optimizer: by a clone, if one can be stepped apart from the live
+    weights."""
     reason = f"how {foreign.named} steps is not known"
     if foreign.cloneable:
         try:
@@ -279,7 +280,7 @@ def _kind_of(group: dict[str, Any]) -> object:
 
 
 def _settings_of(optimizer: Optimizer) -> object:
-    """Equal for optimizers that step alike: class, what is kept on the instance, groups' settings and dtypes."""
+    """Equal for optimizers that step alike: class, run state on the instance, groups' settings and dtypes."""
     own = {key: _setting(value) for key, value in vars(optimizer).items() if not _is_common_attribute(key, value)}
     groups = []
     for group in optimizer.param_groups:

@@ -114,7 +114,7 @@ def _shapes_of(group: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def _shortened(size: int, shape: tuple[int, ...]) -> int:
-    """A size that is to the shape's largest as it was, so that what is tall or wide stays so."""
+    """A size in the same proportion to the shape's largest, so that tall or wide shapes stay so."""
     largest = max(shape)
     return size if largest <= _LONGEST else max(-(-size * _LONGEST // largest), 1)
 

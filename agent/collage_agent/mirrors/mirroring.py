@@ -117,7 +117,7 @@ class Mirror(Protocol):
     """What is imported; `init` refuses the mirror where it is not installed."""
 
     def __init__(self, run: MirroredRun) -> None:
-        """Keep what is known of the run; open nothing yet."""
+        """Keep the facts about the run; open nothing yet."""
 
     def find(self) -> None:
         """Look for the training's own run in the tracker, without waiting: called on the training thread, at `init`
@@ -205,7 +205,7 @@ class Mirrors:
         self._put(MirrorEvent("alert", step, incident.started_at, text))
 
     def close(self) -> None:
-        """Nothing more will come: each mirror writes what it has, and closes. Waits for nobody."""
+        """No more rows will come: each mirror writes its pending rows, and closes. Waits for nobody."""
         self._ending.set()
         for thread in self._threads:
             thread.put(None)
@@ -221,7 +221,7 @@ class Mirrors:
 
 
 class OnsetFinder:
-    """Finds changes of EDQ while the steps come. Of a long run every second, fourth … point is kept."""
+    """Finds changes of EDQ while the steps come. For a long run it keeps every second, fourth … point."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []

@@ -46,7 +46,8 @@ def dequantised(tensor: Tensor) -> Tensor:
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold a quantised one's bytes; any other by itself. Of a distributed tensor this shard's.
+    """The tensors that hold a quantised one's bytes; any other by itself. For a distributed tensor, those of this
+    shard.
 
     A sparse one has no storage of its own: none.
     """

@@ -1,4 +1,5 @@
-"""What a strategy keeps: which tensors make up the stored weight and the stored moving averages of a parameter.
+"""The composition of a strategy: which tensors make up the stored weight and the stored moving averages of a
+parameter.
 
 `collage_agent.intent` finds a `Composition` by watching a clone, or takes `OURS`; `collage_agent.step.layout`
 decides by it what is gathered.

@@ -46,7 +46,8 @@ def interval_keys(metrics: Mapping[str, Interval]) -> tuple[str, ...]:
 
 
 def product_rows(numerators: Tensor, denominators: Tensor) -> Tensor:
-    """A·A, then B·B, then A·B of each ratio: [k, n] each → [3·k, n]. Of blocks, they are to be summed by tensor."""
+    """A·A, then B·B, then A·B of each ratio: [k, n] each → [3·k, n]. For sums by block, sum the result by
+    tensor."""
     return torch.cat((numerators * numerators, denominators * denominators, numerators * denominators))
 
 

@@ -1,4 +1,4 @@
-"""What is kept beside the weights, and what of it arrives: moving averages, weight decay, residuals."""
+"""The states beside the weights, and how exactly they change: moving averages, weight decay, residuals."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def state_decrement_block_sums(states: Tensor, excluded: Tensor | None, block: i
 
     states [3, k, slots] fp64: |s| before, s after the step in exact arithmetic, and s as stored after it, of k
     states, low components included; used as scratch. `excluded` uint8 [slots]: elements that enter no sum; None:
-    none, for what holds nothing is zero. Returns fp64 [2, k, blocks] in the states' units, intended first. No
+    none, because empty slots are zero. Returns fp64 [2, k, blocks] in the states' units, intended first. No
     synchronisation.
     """
     changes = states[1:].abs_().sub_(states[:1])

@@ -79,8 +79,8 @@ class StoredWeights:
 class Copies:
     """The low-precision copies of sampled elements: their sources before and after, and their formats.
 
-    nan_where_unknown: of each format, or route to one, fp64 [blocks], 1, or NaN where a copy of the block's tensor
-    depends on what is not here.
+    nan_where_unknown: for each format, or route to one, fp64 [blocks], 1, or NaN where a copy of the block's tensor
+    depends on elements that are not here.
     """
 
     before: StoredWeights
@@ -143,7 +143,8 @@ class StepView:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a statistic adds up of one view, by its key: fp64 [blocks], and fp64 [tensors] of what has no blocks."""
+    """The sums of a statistic over one view, by its key: fp64 [blocks], and fp64 [tensors] of what has no
+    blocks."""
 
     by_block: Mapping[str, Tensor] = field(default_factory=dict)
     by_tensor: Mapping[str, Tensor] = field(default_factory=dict)

@@ -68,7 +68,7 @@ class AverageMeter:
             bucket.start()
 
     def before(self) -> None:
-        """The next update is measured: keep what it is about to change."""
+        """The next update is measured: keep the values that it will change."""
         self._gathered = True
         for bucket in self._buckets:
             bucket.sample.gather_before()

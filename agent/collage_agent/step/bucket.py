@@ -71,9 +71,10 @@ class Bucket:
 
     1. `Planner` makes it. It sets `oracles`, which observe the bucket, and `replicated` bool [tensors]: whether
     other ranks hold the tensor, too; None: none. Then `StepMeasurer` calls `take_over` with the previous buckets.
-    2. Before a measured step `StepMeasurer`, or `Rotation` for a tensor whose turn it is, sets `follows` (what came
-       before it) and calls `gather_before`, then `look_at_whole`. The former sets `out_of_step` bool [tensors]:
-       which have another step counter than the first; None: none can have. Then `Oracles` reads `gradient_at`.
+    2. Before a measured step `StepMeasurer`, or `Rotation` for a tensor whose turn it is, sets `follows` (the
+       step's predecessor) and calls `gather_before`, then `look_at_whole`. The former sets `out_of_step` bool
+       [tensors]: which have another step counter than the first; None: none can have. Then `Oracles` reads
+       `gradient_at`.
     3. After the step, whoever called `gather_before` calls `measure`.
     4. Before the next step `Oracles` may ask for `weights_moved`, which gathers the weights. If that step is
        measured, `gather_before` is told `weights_gathered`.
@@ -186,7 +187,7 @@ class Bucket:
         self._measured += 1
 
     def gather_gradients_again(self) -> None:
-        """After a step that made the gradients final itself: what it stepped by lies there now."""
+        """After a step that made the gradients final itself, gather the gradients that it used."""
         if self.knows_gradient:
             self._before.gather_gradients(self._gradients())
         self._look_at_gradients()

@@ -299,7 +299,7 @@ class Staging:
 class GatheredSample:
     """The sample of a bucket's weights, states and gradients at one moment: values by key, in buffers made once.
 
-    `values` are flat [slots], in the dtypes of what is kept, or as numbers where codes are kept.
+    `values` are flat [slots], in the stored dtypes, or decoded if codes are stored.
     """
 
     def __init__(self, layout: BlockLayout, composition: Composition) -> None:

@@ -1,4 +1,5 @@
-"""What an optimizer keeps for tensors that are stepped alike: decided at the plan, looked up at each step."""
+"""The layout of an optimizer's state for tensors that are stepped alike: decided at the plan, looked up at each
+step."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ class StateLayout:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """What is gathered: the registered parameter and the elementwise states."""
+        """The gathered tensors: the registered parameter and the elementwise states."""
         return (PARAMETER, *(entry.key for entry in self.weights), *(entry.key for entry in self.others))
 
     @cached_property

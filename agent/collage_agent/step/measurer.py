@@ -79,7 +79,7 @@ class StepMeasurer:
 
     @property
     def oracle_restarts(self) -> int:
-        """How often the oracles had to attach anew."""
+        """How often the oracles had to attach again."""
         return 0 if self._oracles is None else self._oracles.restarts
 
     def buffer_bytes(self) -> float:

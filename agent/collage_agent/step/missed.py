@@ -44,7 +44,7 @@ class MissedShares:
         self._past: deque[Tensor] = deque(maxlen=_LOOKS_KEPT)
 
     def begin(self, sampled: Tensor | None, gradients: Sequence[Tensor]) -> None:
-        """Before the step: the gradients' squares. `sampled`: what was gathered of them; None: none is known."""
+        """Before the step: the gradients' squares. `sampled`: their gathered values; None: unknown."""
         self._gradients = [] if sampled is None else [self._squares(sampled, gradients)]
 
     def end(
@@ -57,7 +57,8 @@ class MissedShares:
     ) -> None:
         """After the step: add the momenta's squares, and compute how much of Σ u² the blocks miss.
 
-        layout, after, states: the tensors' states after the step, what was gathered of them, and themselves.
+        layout, after, states: the layout of the tensors' states after the step, their gathered values, and the
+        states.
         """
         looked_at = [*self._gradients, *self._momentum_squares(layout, after, states)]
         intended = next(part for part in blocks.by_block if _INTENDED in part)[_INTENDED]
@@ -77,7 +78,7 @@ class MissedShares:
     def _momentum_squares(
         self, layout: StateLayout, after: Mapping[str, Tensor], states: Sequence[Mapping[str, Any]]
     ) -> list[SquareSums]:
-        """Of states that have a sign: momenta, which steps may be proportional to.
+        """Covers states with a sign: momenta, to which steps may be proportional.
 
         Without a sign it is none: a second moment is large where steps are not.
         """

@@ -44,7 +44,7 @@ class Oracles:
         self._compared: list[Bucket] = []
 
     def restart(self) -> None:
-        """Attach anew before the next step: the live weights and states were replaced."""
+        """Attach again before the next step: the live weights and states were replaced."""
         self.attached = None
 
     def step_raised(self) -> None:

@@ -205,7 +205,7 @@ class Planner:
 
 
 def _copy_is_known(watched: WatchedParameter, kind: CastFormat) -> bool:
-    """Whether what a copy depends on is here: blocks in rows, whole tiles, a tensor that has a scale."""
+    """Whether all elements that a copy depends on are here: blocks in rows, whole tiles, a tensor with a scale."""
     shard, part = watched.shard, local_part(watched.parameter)
     whole = shard.elements == math.prod(shard.shape)
     if kind.of_tensor and not whole:

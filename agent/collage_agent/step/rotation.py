@@ -50,7 +50,7 @@ class Rotation:
         self._waiting: set[int] = set()
 
     def forget(self) -> None:
-        """The live weights and states were replaced: what was kept of them is void."""
+        """The live weights and states were replaced: discard the kept values."""
         self.kept = ()
 
     def before(self, optimizer: Optimizer, planner: Planner, follows: Follows = "other steps") -> None:

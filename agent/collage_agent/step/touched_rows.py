@@ -72,7 +72,7 @@ class TouchedRows:
 
     @staticmethod
     def _places(number: Tensor, chosen: int, count: int, width: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each of the blocks: its row's rank among the chosen ones, its turn in it, and each row's turns."""
+        """For each block: its row's rank among the chosen ones, its turn in that row, and each row's turns."""
         rows = number.clamp(1, chosen)
         slot = torch.arange(count, device=number.device)
         turns = (count // rows).clamp(max=-(-width // block))
@@ -84,7 +84,7 @@ class TouchedRows:
 
 
 class _TouchedLayout(BlockLayout):
-    """A layout whose sample is drawn anew before each step. Slots without an element hold zeros."""
+    """A layout whose sample is drawn again before each step. Slots without an element hold zeros."""
 
     def __init__(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> None:
         super().__init__(samples, parameters)
@@ -155,7 +155,7 @@ class TouchedBucket(Bucket):
         """Nothing: the next step looks at other elements."""
 
     def look_at_whole(self, optimizer: Optimizer) -> None:
-        """Nothing: a sparse gradient is known whole, and so is what is touched."""
+        """Does nothing: a sparse gradient is known completely, and so are the touched rows."""
 
     def measure(
         self, optimizer: Optimizer, scale: Tensor | None, *, counterfactuals: bool = False

@@ -128,7 +128,7 @@ def averages_now(average: object, tensors: Sequence[AveragedTensor]) -> list[Ten
 
 
 def _held(average: Any) -> Any:
-    """What holds the averaged tensors: a module, a mapping or a sequence."""
+    """The container of the averaged tensors: a module, a mapping or a sequence."""
     inner = _module_in(average) if method_of(average) in ("update", "update_parameters") else average
     return getattr(inner, "shadow_params", inner)
 

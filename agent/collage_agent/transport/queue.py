@@ -164,7 +164,7 @@ class StepItems:
         self.size_bytes += item.size_bytes
 
     def join(self, later: StepItems, most_items: int) -> None:
-        """Take in what was logged later at the same step: the last value of each name counts, and earlier ones are
+        """Add values logged later at the same step: the last value of each name counts, and earlier ones are
         dropped."""
         logged_later: set[str] = set()
         kept: list[Item] = []

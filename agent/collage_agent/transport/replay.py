@@ -106,7 +106,7 @@ class Replay:
 
 @dataclass
 class SpoolOutcome:
-    """What became of one spool file."""
+    """The outcome of one spool file."""
 
     run_id: str
     stream_id: str
@@ -117,7 +117,7 @@ class SpoolOutcome:
 
 @dataclass
 class ReplayOutcome:
-    """What became of a folder's spools. `in_use` counts spools whose process is alive and sends them itself."""
+    """The outcome of a folder's spools. `in_use` counts spools whose process is alive and sends them itself."""
 
     spools: list[SpoolOutcome] = field(default_factory=list)
     in_use: int = 0

@@ -331,7 +331,7 @@ def _lock(descriptor: int) -> bool:
 
 @dataclass(frozen=True)
 class _Record:
-    """A whole record: where it begins and ends in the file, and what it holds."""
+    """A whole record: its begin and end in the file, and its payload."""
 
     begin: int
     end: int

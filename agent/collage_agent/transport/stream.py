@@ -1,4 +1,4 @@
-"""What one stream sends: registrations of run, attempt and stream, then each step as a numbered report."""
+"""The messages of one stream: registrations of run, attempt and stream, then each step as a numbered report."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ _CLOCK_WAS_SET_SECONDS = 1.0
 class StreamSender:
     """Registers run, attempt and stream, and sends what the queue gives. Belongs to the worker thread.
 
-    The attempt begins with the watched optimizer's first step, or with a logged one: logging hides no more than
-    what was logged under the same name. Values logged without a step, before the watched optimizer's first step,
-    wait for it and get the step just before it. Without a watch they wait for the second such call. If training
-    goes back to an earlier step, a new attempt begins with its own stream.
+    The attempt begins with the watched optimizer's first step, or with a logged one: logging hides only values
+    logged under the same name. Values logged without a step, before the watched optimizer's first step, wait for it
+    and get the step just before it. Without a watch they wait for the second such call. If training goes back to an
+    earlier step, a new attempt begins with its own stream.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class ReportMaker:
         return list(self._rows)
 
     def declare(self, layout: Layout, watch_index: int) -> bool:
-        """Take over rows and columns of a layout; True when the stream must be registered anew."""
+        """Take over rows and columns of a layout; True when the stream must be registered again."""
         if self._known.get(watch_index) is layout:
             return False
         self._known[watch_index] = layout

@@ -160,7 +160,7 @@ class AverageWatch:
             self.remove()
 
     def take(self, layers: Axis) -> list[Table[Tensor]]:
-        """What was measured since the last call, of these layers: a table for each part of it."""
+        """The measurements of these layers since the last call: a table for each part."""
         taken, self._pending = self._pending, []
         return [self._of(table, layers) for table in taken]
 
@@ -179,7 +179,7 @@ class AverageWatch:
 
     @property
     def bytes(self) -> float:
-        """Of the buffers kept between updates."""
+        """Bytes of the buffers kept between updates."""
         return 0.0 if self._meter is None else self._meter.bytes
 
     def summary(self) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class AverageWatch:
             self._meter.before()
 
     def _first_form(self) -> list[object]:
-        """Where and in what dtype the first weight and its average lie: moved or cast, they are watched anew."""
+        """Where and in what dtype the first weight and its average lie: moved or cast, they are watched again."""
         first = self._tensors[0]
         return [kind for part in (first.weight, first.average) for kind in (part.device, part.dtype)]
 

@@ -97,7 +97,7 @@ class Contract:
         del self._late[:taken]
 
     def enforce(self) -> None:
-        """Say what is newly broken, once; then go on, or end the training where that was asked for.
+        """Report new breaches once; then continue, or end the training if requested.
 
         Raises:
             ExpectationBroken: on_breach is "raise".

@@ -50,7 +50,7 @@ def describe(
 ) -> wire.WatchInfo:
     """One optimizer, for `joined`; where groups differ, the larger part speaks and the reason names the rest.
 
-    fitting: the class of ours that takes the same steps. sparse: names of what has sparse gradients.
+    fitting: the class of ours that takes the same steps. sparse: names of parameters with sparse gradients.
     """
     dtypes: Counter[str] = Counter()
     sources: Counter[str] = Counter()
@@ -110,7 +110,8 @@ def _conversion(optimizer: Optimizer) -> wire.Conversion | None:
 def _kept_alike(
     optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent]
 ) -> list[list[WatchedParameter]]:
-    """What is watched, by how it is kept: one visit of maybe 20,000 states, of which all else looks at a few."""
+    """The watched parameters by their storage: one pass over perhaps 20,000 states, while everything else reads
+    only a few."""
     found: dict[object, list[WatchedParameter]] = {}
     kept, gradients = states_of(optimizer), [intent.composition.gradient for intent in intents]
     for entry in watched:
@@ -375,5 +376,5 @@ def _is_cast(key: str, optimizer: Optimizer, watched: Sequence[WatchedParameter]
 def _cast_master(key: str) -> str:
     return (
         f"the master weight {key} has the dtype of the weight: loading a checkpoint with load_state_dict casts it; "
-        "make it anew in fp32 after loading"
+        "make it again in fp32 after loading"
     )

@@ -1,4 +1,4 @@
-"""What was measured since attach, in bounded memory: steps are merged with their neighbours as room runs out."""
+"""All measurements since attach, in bounded memory: steps are merged with their neighbours when it is full."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class OptimizerHooks:
         self.skipped.stop()
 
     def info(self, notes: Sequence[str]) -> wire.WatchInfo:
-        """What is watched of this optimizer and how, in wire form."""
+        """The description of this optimizer's watch, in wire form."""
         described = describe(
             self.stepping,
             self.options,

@@ -1,4 +1,4 @@
-"""What people are told of a watch: the last step's numbers, and in words what was lost, where, and what to try.
+"""The texts about a watch: the last step's numbers, and in words how much was lost, where, and advice.
 
 The words are those of `collage_monitor.judgement`, about the recent past.
 """

@@ -1,8 +1,8 @@
-"""What an optimizer brought along to a launch: whether the optimizer's states survived the resume.
+"""Checks whether an optimizer's states survived the resume.
 
 Checked once around the first measured step of a launch, and again after states are loaded later.
 Samples are read before the step, and some counters after it: a device is waited for then, and at no other step.
-Only what holds nothing is read to its end: for intact states the first tensors are enough.
+Only empty states are read to their end: for intact states the first tensors are enough.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _largest(counts: Sequence[Any]) -> float:
 
 
 class ResumeCheck:
-    """`losses`: what was lost, in the order in which it was found, each kind once."""
+    """`losses`: the losses in the order of their discovery, each kind once."""
 
     def __init__(self) -> None:
         self.losses: list[wire.ResumeLoss] = []
@@ -138,7 +138,7 @@ class ResumeCheck:
 class _Kept:
     """Each stepped parameter that has a state, with that state and its group's intent.
 
-    Found anew by each who looks: 20,000 tuples that stay have Python's collector visit all there is, for longer
+    Each look finds them again: 20,000 tuples that stay have Python's collector visit all there is, for longer
     than the rest of the look takes.
     """
 

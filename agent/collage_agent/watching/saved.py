@@ -1,11 +1,11 @@
 """Whether a launch resumes from the very numbers that an earlier one saved: bit-identical, or how far off and
 where.
 
-A training saves a checkpoint through `optimizer.state_dict()`. At that call, and at no other step, a checksum and a
-few numbers of each weight and state are kept, beside the step that they stand at: in the run's data folder, so that
-it works online and offline alike, and needs no server. Before its first step a launch of the same run that goes on
-from one of these steps is compared with them. Where the folder is another (another machine's disk), or the tensor
-is cut otherwise (2 ranks → 4), nothing can be compared and nothing is said.
+A training saves a checkpoint through `optimizer.state_dict()`. Only at that call, it keeps a checksum and a few
+numbers of each weight and state, with the step. They are in the run's data folder, so this works online and
+offline, and needs no server. Before its first step a launch of the same run that goes on from one of these steps is
+compared with them. Where the folder is another (another machine's disk), or the tensor is cut otherwise (2 ranks →
+4), nothing can be compared and nothing is said.
 
 It is told, not weighed: weights may be changed on purpose. `ResumeCheck` finds the losses.
 """
@@ -44,7 +44,7 @@ _NAMED: Final = 3
 
 
 class _Mark(msgspec.Struct, frozen=True, array_like=True):
-    """What is kept of one tensor: how it is cut, and what it held."""
+    """The summary of one tensor: its sharding and its sampled values."""
 
     place: tuple[int, ...]
     dtype: str

@@ -18,7 +18,7 @@ __all__ = ["CAST_FORMATS", "CastCodes", "CastFormat", "CastRoute", "coded", "rou
 
 @dataclass(frozen=True)
 class CastFormat:
-    """What a copy of weights is kept in: numbers of `bits` significant bits, normal from `smallest`, to `largest`.
+    """The format of a copy of weights: numbers of `bits` significant bits, normal from `smallest`, to `largest`.
 
     `dtype`: torch's own, whose overflow is infinity; without it, numbers beyond the largest become the largest.
     `scale`: what numbers are times. `block`: so many neighbours along the last dimension have one scale, or share
@@ -82,8 +82,8 @@ def route_of(name: str) -> CastRoute:
 
 @dataclass(frozen=True)
 class CastCodes:
-    """What a copy keeps: numbers [n], and of equal runs of them their scales and the tensor's, fp64 [runs, 1]; or
-    None."""
+    """The content of a copy: numbers [n], and for equal runs of them their scales and the tensor's, fp64 [runs, 1];
+    or None."""
 
     numbers: Tensor
     scales: Tensor | None = None

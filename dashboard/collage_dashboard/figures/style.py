@@ -1,4 +1,4 @@
-"""What all figures share: colours (a strategy keeps its own on every page), quiet axes, empty figures."""
+"""The style of all figures: colours (a strategy keeps its own on every page), quiet axes, empty figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy costs against what it does to the loss: a point a strategy, 95 % intervals over seeds."""
+"""Cost against loss: one point per strategy, with 95 % intervals over seeds."""
 
 from __future__ import annotations
 

@@ -84,9 +84,9 @@ def figure(
 
 
 def lines_of(view: View, rows: Sequence[wire.RunRow]) -> Lines:
-    """What a curve stands for: a strategy where its runs have seeds of their own, unless the reader chose.
+    """The meaning of a curve: a strategy if its runs have seeds of their own, unless the reader chose.
 
-    Of more than `_TOLD_APART` runs, too: so many curves look alike.
+    Also for more than `_TOLD_APART` runs, whose curves would look alike.
     """
     if view.lines is not None:
         return view.lines

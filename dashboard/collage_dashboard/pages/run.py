@@ -195,7 +195,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
 
 
 def _register_figures(app: dash.Dash, reader: Reader) -> None:
-    """A chart asks for itself: a slow one holds up no other, and what has not changed does not travel."""
+    """Each chart has its own request: a slow one does not delay others, and unchanged data is not sent again."""
     each = {"kind": MATCH, "metric": MATCH}
 
     @app.callback(

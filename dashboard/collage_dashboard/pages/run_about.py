@@ -35,7 +35,7 @@ def about(run: wire.Run) -> html.Div:
 
 
 def facts_of(run: wire.Run) -> list[tuple[str, str]]:
-    """Everything that is known about the run besides its numbers, as (name, what it is)."""
+    """The run's facts besides its numbers, as (name, value)."""
     watch = run.watch
     facts: list[tuple[str, str]] = [("Run", run.run_id), ("Project", run.project)]
     facts += [("Group", run.group)] if run.group else []

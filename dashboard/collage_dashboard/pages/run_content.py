@@ -352,7 +352,7 @@ def _ordered(answer: wire.Heatmap, first: Sequence[str]) -> wire.Heatmap:
 
 
 def _histogram(view: View, reader: Reader, since: int | None) -> go.Figure:
-    """At the view's step, or since the change, or over the run; the line is what was before the change."""
+    """At the view's step, or since the change, or over the run; the line shows the time before the change."""
     changed = since if since is not None and (view.step is None or view.step >= since) else None
     run_id, layer, step = view.runs[0], view.layer, view.step
     first = changed if step is None else None

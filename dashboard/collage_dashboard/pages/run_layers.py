@@ -194,7 +194,11 @@ _OF_A_LAYER: Final = ("edq_ratio", "lost_update_ratio", "intended_norm", "half_u
 def layer_table(run: wire.Run) -> dmc.Paper:
     """The card of the table of all layers, those first that lose the most; its rows come when it is there."""
     numbers = (
-        ("share", "Share of the loss", "The layer's part of what the model loses: its Σu² − Σue over the model's."),
+        (
+            "share",
+            "Share of the loss",
+            "The layer's share of the model's losses: its Σu² − Σue divided by the model's.",
+        ),
         ("lost_update_ratio", "Lost", describe("lost_update_ratio").help),
         ("since", "Since", f"The step from which its EDQ is below {1 - EDQ_TOLERANCE:g} until now."),
         ("half_ulp_margin", "Margin", describe("half_ulp_margin").help),

@@ -1,4 +1,4 @@
-"""What stands above the table of runs: filters, columns, saved views, and actions on picked runs."""
+"""The part above the table of runs: filters, columns, saved views, and actions on picked runs."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _grouping(view: View) -> dmc.Select:
 
 
 def tray(picked: Mapping[str, str]) -> Any:
-    """The way to the comparison of the picked runs, by id and name, and what else may be done with them."""
+    """A link to compare the picked runs, by id and name, and further actions on them."""
     link = compare_link(picked)
     if not picked:
         return link
@@ -172,7 +172,7 @@ def views_menu() -> html.Details:
 
 
 def register_controls(app: dash.Dash, reader: Reader) -> None:
-    """Bind filters, columns, saved views, and what is done with picked runs, to the application."""
+    """Bind filters, columns, saved views, and actions on picked runs, to the application."""
     _register_choices(app)
     _register_views(app, reader)
 

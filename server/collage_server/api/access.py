@@ -1,4 +1,4 @@
-"""Access: tokens, sessions of people who sign in through a provider, and the audit of what was done."""
+"""Access: tokens, sessions of people who sign in through a provider, and the audit log."""
 
 from __future__ import annotations
 

@@ -151,9 +151,9 @@ def compare(
 
 
 def _summaries(app_state: AppState, snapshot: Snapshot, revisions: Revisions) -> dict[str, wire.RunSummary]:
-    """What is shown beside the curves, whichever they are: kept until the run changes.
+    """The values beside the curves, the same for any curve: cached until the run changes.
 
-    Made anew, it costs 50 runs of 10,000 points twice the CPU of the whole question.
+    Made again, it costs 50 runs of 10,000 points twice the CPU of the whole question.
     """
     keys = {run_id: ("summary", run_id, revision) for run_id, revision in revisions.items()}
     kept = {run_id: app_state.answers.get(key) for run_id, key in keys.items()}
@@ -177,7 +177,7 @@ def _curves(
 ) -> Iterator[tuple[str, wire.Series]]:
     """The series of each run; its further metrics stand in `more`. A scalar must be known of one run, or `beside`.
 
-    All runs and metrics are read together: what each has costs, the number of statements does not grow. Lists are
+    All runs and metrics are read together, so the number of statements does not grow with them. Lists are
     made run by run, so that a caller can free one run's before the next is made.
     """
     positions = positions_of(snapshot, run_ids, asked.axis)

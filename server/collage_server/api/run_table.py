@@ -1,4 +1,4 @@
-"""The table of runs, a page at a time, and the overview of one run: what a reader sees first."""
+"""The table of runs, one page at a time, and the overview of one run: the first things that a reader sees."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def delete_view(request: Request, project: Project, name: Annotated[str, Query(m
 
 @router.get("/runs/{run_id}/overview", **describes(wire.Overview))
 def get_overview(request: Request, run_id: Id) -> Response:
-    """What is said of the run: headline, verdict, the numbers behind them, the layers that lose the most."""
+    """The overview of the run: headline, verdict, the numbers behind them, and the layers that lose the most."""
     store = app_state_of(request).store
     record = store.runs.get(run_id)
     found = store.overviews.of(run_id, MADE_BY)

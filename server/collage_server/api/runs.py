@@ -94,7 +94,7 @@ def list_runs(
 
 @router.get("/runs/{run_id}", **describes(wire.Run))
 def get_run(request: Request, run_id: Id) -> Response:
-    """What is known of a run: labels, state, configuration, newest numbers."""
+    """The facts about a run: labels, state, configuration, newest numbers."""
     app_state = app_state_of(request)
     return answer(_answer(app_state, app_state.store.runs.get(run_id), principal_of(request)))
 

@@ -1,4 +1,4 @@
-"""What a run is made of, and what happened to it: attempts, streams, the layers that they declared, events.
+"""The parts of a run and its history: attempts, streams, their declared layers, events.
 
 Alertmanager's alerts become events of the runs that they are about.
 """

@@ -89,7 +89,7 @@ def new_secret() -> str:
 
 
 def digest_of(secret: str | bytes) -> bytes:
-    """SHA-256 of a secret: what is stored and looked up.
+    """SHA-256 of a secret, which is stored and looked up.
 
     A plain fast hash is enough, and a salt is not needed: nobody can guess 256 random bits. The look-up's timing
     says nothing either: it depends on digests, which a caller cannot choose without knowing the secret.

@@ -31,11 +31,11 @@ class _Counted:
 class Quotas:
     """Runs and tags are counted in the transaction that adds them, so requests in flight together cannot overshoot.
 
-    Below half of a limit a count is remembered for ten seconds, and what this server may add is added to it:
-    creating a run costs the same in a large project. Layers are counted before a run is created: many rows, for
-    which no report should wait. A project can exceed its limit by the layers that concurrent requests and running
-    runs still add, each run at most the wire's `layers_per_run`. Below half of the limit, other servers' additions
-    within ten seconds come on top.
+    Below half of a limit a count is cached for ten seconds, plus this server's own additions, so creating a run
+    costs the same in a large project. Layers are counted before a run is created: many rows, for which no report
+    should wait. A project can exceed its limit by the layers that concurrent requests and running runs still add,
+    each run at most the wire's `layers_per_run`. Below half of the limit, other servers' additions within ten
+    seconds come on top.
     """
 
     def __init__(

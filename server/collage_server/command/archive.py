@@ -20,7 +20,7 @@ __all__ = ["archive"]
 
 @click.group("archive")
 def archive() -> None:
-    """Archived files: what stands behind the newest points of runs."""
+    """Archived files: the older points of runs."""
 
 
 @archive.command("publish")

@@ -325,7 +325,8 @@ def _numbers(totals: Mapping[str, NDArray[np.float64]], index: int) -> list[floa
 
 
 def parquet_bytes(store: Store, plan: ExportPlan) -> Generator[bytes, None, None]:
-    """The export, a row group at a time; absent values are null. Of each group's columns the writer keeps a little.
+    """The export, a row group at a time; absent values are null. The writer keeps a little memory for each group's
+    columns.
 
     Raises:
         Unprocessable: pyarrow is not installed here.
@@ -402,6 +403,6 @@ class _Sink(io.RawIOBase):
         return len(part)
 
     def taken(self) -> bytes:
-        """What was written since the last call."""
+        """The bytes written since the last call."""
         parts, self._parts = self._parts, []
         return b"".join(parts)

@@ -216,7 +216,7 @@ def _between(entry: ScalarPoints, first: int, last: int) -> ScalarPoints:
 
 
 def _layers(snapshot: Snapshot, plan: ExportPlan, selection: Selection, points: Points) -> dict[str, FloatArray]:
-    """Totals by layer at the points' steps, read a few statistics at a time to bound what a chunk takes."""
+    """Totals by layer at the points' steps, read a few statistics at a time to bound the memory for a chunk."""
     if not plan.layers or not len(points.steps):
         return {}
     run_id, names = plan.run.run_id, tuple(layer.name for layer in plan.layers)

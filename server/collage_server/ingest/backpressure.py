@@ -145,8 +145,9 @@ def _busy(others: int, limit: int) -> Busy:
 class JournalBounds:
     """Bytes of unsealed reports by run, as far as this server knows, counted as `REPORT_BYTES` does. Thread-safe.
 
-    Each server bounds what it accepts itself. Once half of a bound is reached, the sealer's count shows what other
-    servers accept or seal in the same database. `on_pressure` is called then, so that sealing starts at once.
+    Each server bounds the reports that it accepts itself. Once half of a bound is reached, the sealer's count shows
+    what other servers accept or seal in the same database. `on_pressure` is called then, so that sealing starts at
+    once.
     """
 
     def __init__(self, run_bytes: int, all_bytes: int) -> None:
@@ -195,7 +196,8 @@ class JournalBounds:
             )
 
     def take_back(self, run_id: str, size: int) -> None:
-        """Give back what was admitted and not stored: its commit failed, or some reports were known already."""
+        """Give back bytes that were admitted and not stored: their commit failed, or some reports were known
+        already."""
         with self._lock:
             self._put(run_id, max(self._held.get(run_id, 0) - size, 0))
 

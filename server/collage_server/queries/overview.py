@@ -1,4 +1,4 @@
-"""What is said of a run: the judgement of its recent past, with when and where problems began. Made from stored
+"""The overview of a run: the judgement of its recent past, with when and where problems began. Made from stored
 points; pure."""
 
 from __future__ import annotations

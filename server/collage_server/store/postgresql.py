@@ -45,7 +45,7 @@ _PROJECT_LOCKS: Final = 7_420_002
 class PostgresqlStore(Store):
     """A store at a SQLAlchemy URL. Rows are locked where two processes would otherwise decide on the same one.
 
-    `unsafe` serves a cluster that may lose what it acknowledged.
+    `unsafe` serves a cluster that may lose acknowledged reports.
     """
 
     def __init__(

@@ -370,9 +370,9 @@ class SealLimits:
     earlier by bytes or rows. Small parts, as of a run without layers, wait for the whole chunk, because each part
     has a cost. The journal's bound for a run must be larger than `bytes`.
 
-    `slice_rows` and `slice_bytes` bound what one write transaction holds, `delete_rows` and `delete_bytes` what one
-    removes from the journal, so that acknowledgements do not wait; `coarse_bytes` what is read at once of a whole
-    chunk to make its coarse levels.
+    `slice_rows` and `slice_bytes` bound one write transaction, `delete_rows` and `delete_bytes` one deletion from
+    the journal, so that acknowledgements do not wait. `coarse_bytes` bounds the part of a whole chunk that is read
+    at once to make its coarse levels.
     """
 
     points: int = 256

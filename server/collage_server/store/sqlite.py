@@ -39,7 +39,7 @@ _INCREMENTAL: Final = 2
 _MAPPED_BYTES: Final = 2**31 - 2**16
 """As much of the file as SQLite can map: readers then take pages from the system's cache without a copy."""
 _LOG_BYTES: Final = 16 * 2**20
-"""What the write-ahead log keeps of the disk: SQLite's own measure of when to begin it anew, 1,000 pages."""
+"""What the write-ahead log keeps of the disk: SQLite's own measure of when to begin it again, 1,000 pages."""
 _LONG_LOG_BYTES: Final = 64 * 2**20
 """Readers without a pause let the log grow beyond what it keeps; from here on writers wait until it is emptied."""
 _MOST_BLOBS_OPENED: Final = 4096
@@ -94,7 +94,7 @@ class SqliteStore(Store):
             self._ballast.keep()
         except (sqlite3.Error, OSError) as error:
             raise StoreUnusable(f"{self.path} cannot be opened as a database: {error}") from error
-        # Never made anew: beside the old log an empty file would be taken for what that log goes on from.
+        # Never made again: beside the old log an empty file would be taken for what that log goes on from.
         query = {"mode": "rw", "uri": "true"}
         engine = create_engine(
             URL.create("sqlite", database=self.path.absolute().as_uri(), query=query),
@@ -166,7 +166,7 @@ class SqliteStore(Store):
         if not self._is_there:
             raise StoreUnusable(
                 f"{self.path} is not the file that this server opened: it was moved, deleted or replaced; "
-                "put it back, or start the server anew"
+                "put it back, or start the server again"
             )
         return replace(sqlite_sizes(self.path, self._ballast.bytes), archived_bytes=self.archived_bytes())
 

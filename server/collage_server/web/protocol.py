@@ -143,7 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next head, and for what is left of this request's body, for `idle_seconds`."""
+        """Wait for the next head, and for the rest of this request's body, for `idle_seconds`."""
         super().on_response_complete()
         if self.cycle.response_complete:
             self._await_head()

@@ -2,7 +2,7 @@
 
 A file's path is relative, `PROJECT/run=RUN/attempt=ATTEMPT/level=LEVEL/FIRST-LAST-UUID.parquet`; no two files ever
 have the same one. Engines read run, attempt and level from it. Totals of the model have `model=LEVEL` in place of
-the level, logged values `logged`. What else lies in a project's folder belongs to its published table.
+the level, logged values `logged`. Other files in a project's folder belong to its published table.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class Folder(ArchiveFiles):
 class Bucket(ArchiveFiles):
     """Files in an object store, with a cache of at most so many bytes on this machine's disk.
 
-    A file that is read is fetched whole once: it never changes, so what is cached is never stale. Those not read
+    A file is fetched as a whole once. It never changes, so the cache is never stale. Those not read
     for longest go first.
     """
 
@@ -355,7 +355,7 @@ class Bucket(ArchiveFiles):
             made.rename(cached)
 
     def _make_room(self, size: int) -> None:
-        """Remove what was not read for longest. Readers that have opened a file can finish."""
+        """Remove the least recently read files. Readers that have opened a file can finish."""
         held = []
         for cached in self._cache.rglob(f"*{_SUFFIX}"):
             if cached.parent != self.staging:
@@ -420,7 +420,7 @@ def archive_files(address: str, cache: Path, cache_bytes: int) -> ArchiveFiles:
       identity (AWS_WEB_IDENTITY_TOKEN_FILE, AWS_ROLE_ARN), else the machine's own role. ~/.aws and AWS_PROFILE are
       not read.
     - `gs://`: GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS, the path of a key's file, or
-      GOOGLE_SERVICE_ACCOUNT_KEY, what is in it.
+    GOOGLE_SERVICE_ACCOUNT_KEY, the key itself.
     - `az://`: AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, or
       AZURE_CLIENT_ID, AZURE_CLIENT_SECRET and AZURE_TENANT_ID.
 

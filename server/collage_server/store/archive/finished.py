@@ -1,7 +1,7 @@
-"""Runs that are over and stand in archived files as a whole: what a table for other engines is made of.
+"""Finished runs that are completely archived: the source of tables for other engines.
 
-Of each chunk the finest level that it still has is taken, and of that the points that no newer attempt hides: every
-visible measured step stands in one row a layer, whoever reads the files together.
+It takes each chunk's finest remaining level, and of that the points that no newer attempt hides. So every visible
+measured step is in exactly one row per layer, for any reader of the files together.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What is in an archived file: layer totals of one run's chunks at one level, as any engine reads Parquet.
+"""The format of an archived file: layer totals of one run's chunks at one level, readable by any Parquet engine.
 
-Rows are sorted by layer and step; a row group holds some layers, so that one is read without most others. Columns
-are what a row is of (`layer`, `name`, `first_step`, `step`, `time`, `ranks`, `points`), then one float64 column a
-statistic under its key, null where no rank reported it. At coarse levels there are "minimum METRIC" and "maximum
-METRIC", too. Sums are byte-stream-split and compressed with zstd.
+Rows are sorted by layer and step; a row group holds some layers, so that one is read without most others. The first
+columns identify a row (`layer`, `name`, `first_step`, `step`, `time`, `ranks`, `points`). Then comes one float64
+column per statistic under its key, null where no rank reported it. At coarse levels there are "minimum METRIC" and
+"maximum METRIC", too. Sums are byte-stream-split and compressed with zstd.
 
 A file of the model's totals has a column `rank` in place of the layer, -1 for all ranks together; they are read as
 layers are.
@@ -239,7 +239,7 @@ def read_footer(file: Path) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class Footer:
-    """A file's footer, read: what it holds, and where each column of each row group is."""
+    """A parsed footer: the content of the file, and the position of each column of each row group."""
 
     contents: Contents
     metadata: pq.FileMetaData
@@ -257,7 +257,7 @@ class Footer:
 
     @staticmethod
     def bytes_of(data: bytes) -> int:
-        """About what it will take in memory."""
+        """Its approximate size in memory."""
         return _MEMORY_A_BYTE * len(data)
 
 

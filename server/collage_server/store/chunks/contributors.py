@@ -76,7 +76,7 @@ def rank_contributed(
 
 
 def streams_of_last_point(row: Row[Any]) -> set[int]:
-    """Of a part's row: the streams all of whose reports of its last point are sealed."""
+    """The streams of a part's row whose reports of the last point are all sealed."""
     _, table = _unpack(row)
     unfinished = int_array(row.unfinished or b"").reshape(-1, 4)
     missing = unfinished[unfinished[:, 0] == row.last_step, 1]

@@ -1,4 +1,4 @@
-"""What a stream may declare: layers and statistics within limits, and how statistics unknown here are stored."""
+"""Limits on a stream's declaration of layers and statistics, and the storage of statistics unknown here."""
 
 from __future__ import annotations
 

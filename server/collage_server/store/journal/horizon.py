@@ -45,7 +45,7 @@ def freeze(connection: Connection, run_id: str, attempt: int, step: int) -> bool
 
 
 def _lock(connection: Connection, run_id: str, attempt: int) -> dict[str, Ranges]:
-    """Keep reports and new streams of the attempt out of this transaction; what each stream has in chunks."""
+    """Lock out reports and new streams of the attempt for this transaction; returns each stream's sealed ranges."""
     require_run(connection, run_id, lock=True)
     columns = (_LATEST.c.stream_id, _LATEST.c.sealed)
     rows = connection.execute(

@@ -63,7 +63,7 @@ _NAMES: Final = wire.LIMITS["scalar_names_per_stream"]
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 _DECODE_UNFINISHED: Final = msgspec.json.Decoder(dict[int, tuple[int, int]]).decode
 _REPORTS_A_STATEMENT: Final = (4, 2, 1)
-"""One each takes PostgreSQL 1.3 times as long; psycopg parses a text of more values anew."""
+"""One each takes PostgreSQL 1.3 times as long; psycopg parses a text of more values again."""
 _MOST_GAPS: Final = 10_000
 _UNFINISHED_STEPS: Final = 64
 """Of how many steps at most a stream's row remembers that reports are missing: what is older was given up."""
@@ -149,7 +149,7 @@ class _LatestRow:
             self.ascending = False
 
     def take_in(self, report: wire.Report) -> None:
-        """Count one newly stored report and keep what is newest of it."""
+        """Count one newly stored report and keep its newest values."""
         values = self.values
         self.moved = True
         values["reports"] += 1

@@ -1,4 +1,4 @@
-"""What a launch registers before its first report: its attempt, a stream a rank, the layers that these declare.
+"""Registrations of a launch before its first report: its attempt, one stream per rank, and their layers.
 
 The routes of `api/streams.py` write and list them. Ingest looks up a stream's record to check its reports, and
 `store/reading/` reads streams and layers in the snapshot of a question.
@@ -381,7 +381,7 @@ def _read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
 
 
 def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
-    """The run's streams with what has arrived on each, by attempt, rank and age."""
+    """The run's streams with the reports that arrived on each, by attempt, rank and age."""
     records = _read_stream_records(connection, run_id)
     latest = schema.run_latest
     rows = {row.stream_id: row for row in connection.execute(select(latest).where(latest.c.run_id == run_id))}

@@ -67,8 +67,8 @@ def visible(origins: RowOrigins, first_hidden_steps: Mapping[int, int]) -> NDArr
     """Which rows are seen.
 
     An attempt hides older ones at and after its first step (`first_hidden_steps`: attempt → that step), and
-    wherever both have points; second writers, who count downwards, only there. Of two processes on one rank of one
-    attempt only the older one is seen: they are never merged.
+    wherever both have points; second writers, who count downwards, only there. If two processes report as one rank
+    of an attempt, only the older one is seen: they are never merged.
     """
     if not len(origins.steps):
         return np.zeros(0, dtype=bool)

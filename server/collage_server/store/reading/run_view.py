@@ -287,7 +287,7 @@ def read_views(
 ) -> dict[str, RunView]:
     """Views of several runs, in the order given, in as many statements as one takes.
 
-    Of the dictionary of what chunks hold they know `keys` only (None: all).
+    They know only `keys` of the dictionary of the chunks' entries (None: all).
 
     Raises:
         NotFound, Gone: one of the runs is not there.
@@ -315,7 +315,7 @@ def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
 
 
 def _stream_bytes(row: Any) -> int:
-    """What a stream takes: its numbers twice, and its words as objects."""
+    """A stream's memory: its numbers twice, and its texts as objects."""
     return _STREAM_BYTES + 4 * (len(row.layers) + len(row.statistics) + len(row.scalars))
 
 

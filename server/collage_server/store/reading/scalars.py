@@ -192,7 +192,7 @@ def _read_archived(
     selection: Selection,
     found: dict[str, dict[tuple[str, str], _LoggedValues]],
 ) -> None:
-    """What stands in files counts before what was sealed since."""
+    """Values in files count before those sealed since."""
     runs = [run_id for run_id, view in views.items() if view.archived_whole]
 
     def is_wanted(run_id: str, series: LoggedSeries) -> bool:

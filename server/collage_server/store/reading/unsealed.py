@@ -81,7 +81,7 @@ class LayerRow(NamedTuple):
 
 
 class ScalarRow(NamedTuple):
-    """A row of the journal with what was logged."""
+    """A row of the journal with its logged values."""
 
     run_id: str
     stream_id: str

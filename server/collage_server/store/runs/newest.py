@@ -60,7 +60,7 @@ class NewestStore(DerivedRows):
         super().__init__(database, _NEWEST)
 
     def due(self, limit: int, made_by: str) -> dict[str, RunProgress]:
-        """Runs whose row is missing or out of date, running ones first, and what they have now."""
+        """Runs whose row is missing or out of date, running ones first, with their present state."""
         due = self._due(made_by)
         has = due.selected_columns
         order = ((has.state == "running").desc(), has.updated_at.desc())

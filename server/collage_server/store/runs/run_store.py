@@ -296,7 +296,7 @@ def _records(
 
 @cache
 def _beside_runs() -> tuple[Select[Any], ...]:
-    """Of some runs tags, the newest of each stream, and what each said when it began."""
+    """For some runs, their tags, and each stream's newest values and declaration."""
     tag, stream = schema.run_tag, schema.stream
     said = [stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
     return (
@@ -308,7 +308,7 @@ def _beside_runs() -> tuple[Select[Any], ...]:
 
 @cache
 def latest_of_runs() -> Select[Any]:
-    """What each stream of some runs has reported last."""
+    """The last reports of each stream of some runs."""
     latest = schema.run_latest
     return select(latest).where(among(latest.c.run_id))
 

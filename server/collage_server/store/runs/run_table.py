@@ -88,7 +88,7 @@ _MOST_VIEWS: Final = 200
 
 
 class TableStore:
-    """The table of runs, made of what is said of each, and the views of it that people saved."""
+    """The table of runs, made from their overviews, and its saved views."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

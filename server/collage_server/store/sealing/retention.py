@@ -312,7 +312,7 @@ def _last_point(connection: Connection, run_id: str, attempt: int, level: int, c
 
 
 class Expiry:
-    """Deletes what is too old, in short transactions that may be cut off anywhere without harm."""
+    """Deletes expired records, in short transactions that may be interrupted anywhere without harm."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
