@@ -1,7 +1,7 @@
 """What benchmarks send and store: reports of a few shapes, and runs of them, over HTTP or in a store itself.
 
-One run of each kind goes through journal and sealer, the others hold its rows again, under their own ids: as large
-and as many as if they had been sealed themselves.
+One run of each kind goes through journal and sealer. The others get copies of its rows under their own ids:
+their rows are as many and as large as if they had been sealed themselves.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def paragraphs(page: str) -> Iterator[tuple[int, str]]:
     text = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), page)
     begun, words = 0, [""]
     for number, line in enumerate([*text.splitlines(), ""], 1):
-        new = not line.strip() or _BLOCKED.match(line) or _MARK.match(line.strip())
-        new = new or (_ENTRY.match(line.strip()) and words[-1].endswith(_ENDS))
+        entry = _ENTRY.match(line.strip()) and words[-1].endswith(_ENDS)
+        new = not line.strip() or _BLOCKED.match(line) or _MARK.match(line.strip()) or entry
         if new and words != [""]:
             yield begun, " ".join(words)
             words = [""]

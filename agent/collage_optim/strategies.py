@@ -1,7 +1,7 @@
 """Storage strategies: how a weight and the optimizer's moving averages are kept between two steps.
 
-A strategy says only how values are kept; an update rule says how they change. Each is written once, and any of
-one works with any of the other where both make sense.
+A strategy says only how values are kept; an update rule says how they change. Each is written once, and every
+strategy works with every rule where the pair makes sense.
 """
 
 from collections.abc import Mapping

@@ -396,7 +396,7 @@ def create_server(client: Callable[[], Client], tokens: _ServerTokens | None = N
 
 @click.command("mcp")
 @server_address_options
-@click.option("--http", is_flag=True, help="Listen, instead of speaking over standard input and output.")
+@click.option("--http", is_flag=True, help="Serve over HTTP instead of standard input and output.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=MCP_PORT, show_default=True, type=click.IntRange(1, 65535))
 @click.option(

@@ -36,8 +36,8 @@ class BlockLayout:
     """Where the sampled blocks of several tensors lie in a flat buffer of `slots` = blocks · block elements.
 
     First come the full blocks of the sampled tensors, by `index_select`. Next come tensors measured whole, if many
-    have one shape, by one `cat` per shape. Then the others measured whole and the ragged tails, by one `cat`, each
-    padded to whole blocks with zeros.
+    have one shape, by one `cat` per shape. Last come the other tensors measured whole, and the ragged tails: one
+    `cat` copies them all, each padded to whole blocks with zeros.
     `rows`: of each sampled tensor its blocks, int32. `tensor_of_block` [blocks] int64 is a tensor's place, and
     `host_tensor_of_block` the same on the host, where `block_numbers` says which of its tensor's blocks each one
     is; `padding` lists the padded slots.

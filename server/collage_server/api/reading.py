@@ -137,7 +137,7 @@ def points_of(
 def _merged_layers(
     snapshot: Snapshot, run_id: str, keys: Sequence[str], selection: Selection, choice: LayerChoice
 ) -> Points:
-    """Layers merged; step by step if extremes are asked for: coarse points have none for a sum of layers.
+    """Layers merged; step by step if extremes are requested, because coarse points have none for a sum of layers.
 
     Beyond _MOST_NUMBERS coarse points are read after all, and extremes stay unknown. Both in pieces of the run.
     """

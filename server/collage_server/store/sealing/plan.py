@@ -175,8 +175,7 @@ def _late(
     *,
     over: bool,
 ) -> SealPlan | None:
-    """Reports of steps that are sealed already: late reports get a part of their own, once there are enough of
-    them."""
+    """Late reports, of steps that are sealed already, become a part of their own once there are enough of them."""
     if not infos:
         return None
     late = [report for report in waiting if report.step <= infos[-1].last_step]
