@@ -78,9 +78,9 @@ class Finding:
 class Choice:
     """One thing to try.
 
-    strategy: None where the weights become fp32. code: lines to paste, in which `model` and `optimizer` are what
-    they are called: where a strategy is named, once the optimizer is built, before a scheduler, a checkpoint and
-    the watch; else before the optimizer is built, or beside other optimizers before its first step.
+    strategy: None where the weights become fp32. code: lines to paste, with the names `model` and `optimizer`. If a
+    strategy is named, they come after the optimizer is built, and before a scheduler, a checkpoint and the watch.
+    Otherwise they come before the optimizer is built, or beside other optimizers before its first step.
     bytes_per_parameter: of weights, states and gradients then; None: not known.
     """
 

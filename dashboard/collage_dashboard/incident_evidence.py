@@ -88,8 +88,8 @@ def read_incident_evidence(client: Client, incident: wire.Incident) -> IncidentE
 def read_before_after(client: Client, run: wire.Run, steps: tuple[int, int]) -> tuple[Span | None, Span | None]:
     """What a run reported before steps that a reader picked, and from there on; None where nothing was.
 
-    Of one step, (800, 800): the `_BESIDE` measured steps before it, and as many from it on. Of a range, (800, 900):
-    its own steps, and as many before it.
+    One step, (800, 800), gives the `_BESIDE` measured steps before it, and as many from it on. A range, (800, 900),
+    gives its own steps, and as many before it.
 
     Raises:
         CollageError: the server does not answer, or refuses.
