@@ -40,7 +40,7 @@ class Figure:
 
     @property
     def bound(self) -> str:
-        """What the median is held to, as text."""
+        """The limit of the median, as text."""
         bounds = (("≤", self.limit), ("≥", self.floor))
         return " ".join(f"{sign} {value:.4g}" for sign, value in bounds if value is not None)
 
@@ -61,7 +61,7 @@ class Options:
 
 @dataclass
 class Outcome:
-    """All that is kept of a run, beside the machine and the versions."""
+    """The stored results of a run, beside the machine and the versions."""
 
     benchmark: str
     seed: int

@@ -71,7 +71,7 @@ def version_of(python: str, module: str) -> str | None:
 
 
 def peer_figures(folder: Path, rounds: int) -> tuple[list[str], list[Figure]]:
-    """Notes of what was there, and the figures of each."""
+    """Notes on the installed peers, and the figures of each."""
     python = peers_python()
     if python is None:
         return ["trackio, MLflow: not asked; COLLAGE_BENCHMARK_PEERS names an interpreter that has them"], []

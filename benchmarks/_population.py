@@ -1,7 +1,7 @@
 """What benchmarks send and store: reports of a few shapes, and runs of them, over HTTP or in a store itself.
 
-One run of each kind goes through journal and sealer, the others hold its rows again, under their own ids: as large
-and as many as if they had been sealed themselves.
+One run of each kind goes through journal and sealer. The others get copies of its rows under their own ids:
+their rows are as many and as large as if they had been sealed themselves.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def declare(store: Store, run_id: str, shape: Shape, streams: int = 1) -> list[s
 
 
 class UnsyncedStore(SqliteStore):
-    """SQLite without waiting for the disk: filling is not what is measured."""
+    """SQLite without waiting for the disk: filling is not measured."""
 
     def _connect(self) -> Engine:
         engine = super()._connect()
@@ -243,7 +243,7 @@ def copy_often(store: Store, source: str, count: int) -> None:
 
 
 def evaluate(store: Store, runs: int = 1) -> None:
-    """Overviews and newest values: what a server does in the background is not what is measured."""
+    """Overviews and newest values: a server's background work is not measured."""
     NewestKeeper(store).do_due_work()
     for due in store.overviews.due(runs, MADE_BY):
         keep_overview(store, due)

@@ -56,7 +56,7 @@ _CLOSED: Final = "the server closed the connection in the middle of an answer"
 
 
 def request_of(path: str, body: bytes) -> bytes:
-    """A whole POST of msgpack, ready to be sent: encoding it is not what is measured."""
+    """A whole POST of msgpack, ready to be sent: encoding it is not measured."""
     head = f"POST /api/v1{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {wire.MSGPACK}\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -175,7 +175,7 @@ class ServerProcess:
         return cpu_seconds(self.process.pid) + (cpu_seconds(self._postgres) if self._postgres else 0.0)
 
     def start_sealing(self) -> None:
-        """Begin to seal all that is due, in the server's background."""
+        """Begin to seal all due reports, in the server's background."""
         if self.process.stdin is not None:
             self.process.stdin.write("seal\n")
             self.process.stdin.flush()
@@ -292,7 +292,7 @@ async def _take(request: Request) -> Response:
 
 
 def serve_bare() -> None:
-    """One Starlette route on uvicorn as it comes: what a rate is compared with that holds on any machine."""
+    """One Starlette route on plain uvicorn: the reference for rates on any machine."""
     app = Starlette(routes=[Route("/{path:path}", _take, methods=["POST"])])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(json.dumps({"server_url": f"http://127.0.0.1:{listener.getsockname()[1]}"}), flush=True)

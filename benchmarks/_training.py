@@ -1,4 +1,4 @@
-"""A bf16 byte-level GPT of about 10 million parameters, and what people do today to look at its training."""
+"""A bf16 byte-level GPT of about 10 million parameters, and the usual ways of looking at its training."""
 
 from __future__ import annotations
 

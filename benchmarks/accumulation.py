@@ -162,7 +162,7 @@ def exceeded(results: list[Result]) -> list[str]:
 
 
 def put_between_markers(page: Path, text: str) -> None:
-    """Replace what stands between the page's two markers."""
+    """Replace the text between the page's two markers."""
     content = page.read_text(encoding="utf-8")
     before, rest = content.split(START)
     _, after = rest.split(END)

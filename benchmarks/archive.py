@@ -67,7 +67,7 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of layers; `limit` is how many times the CPU of a store without archive it may take."""
+    """A question about layers; `limit` is the largest multiple of the CPU of a store without archive."""
 
     name: str
     selection: Selection
@@ -113,7 +113,7 @@ def reports(layers: int, points: int, seed: int) -> Iterator[list[wire.Report]]:
 
 
 def filled(store: Store, run_id: str, layers: int, batches: Iterable[list[wire.Report]]) -> Cpu:
-    """A run that goes on while it is sealed and archived, and ends; what that took."""
+    """The CPU of sealing and archiving a run while it is running and after its end."""
     [stream_id] = declare(store, run_id, twenty(layers))
     stream = store.streams.stream_record(stream_id)
     taken = []
@@ -126,7 +126,7 @@ def filled(store: Store, run_id: str, layers: int, batches: Iterable[list[wire.R
 
 
 def settled(store: Store, run_id: str) -> Cpu:
-    """Seal and archive all of a run that is due; what that took."""
+    """Seal and archive a run's due reports; returns the CPU seconds."""
     sealing = _cpu_until(lambda: not store.sealing.seal(run_id, NOW))
     archiving = store.archiving
     return Cpu(sealing, 0.0 if archiving is None else _cpu_until(lambda: not archiving.archive(run_id)))
@@ -181,7 +181,7 @@ def opened(stack: ExitStack, folder: Path, archive: ArchiveFiles | None = None) 
 def bytes_a_number(
     store: Store, folder: Path, empty_bytes: int, numbers: int, what: str, limit: float
 ) -> Iterator[Figure]:
-    """Of a run that ended: all that the disk holds of it, and the database's share."""
+    """The disk space of a finished run, and the database's share."""
     while store.release_space():
         pass
     checkpoint_log(folder / _DATABASE)
@@ -196,7 +196,7 @@ def _bytes_of(folder: Path, pattern: str) -> int:
 
 
 def measure_training(root: Path, steps: int) -> Iterator[Figure]:
-    """Bytes of what an agent reports."""
+    """The bytes of an agent's reports."""
     folder = root / "training"
     with ExitStack() as stack:
         store = opened(stack, folder, Folder(folder / "archive"))

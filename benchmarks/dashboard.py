@@ -3,7 +3,7 @@
 The store holds 60 runs of 2,000 steps × 100 layers and 5,000 small ones. Server and dashboard are processes of
 their own. The gate has five figures. For the server: its CPU for a page of the table of runs. For people: seconds
 until a page says something useful, and until a zoomed heatmap has finer data. For an open tab: the bytes that a
-tick carries, and its share of a core. Bytes and CPU do not depend on what else the machine does; seconds do.
+tick carries, and its share of a core. Bytes and CPU do not depend on other work of the machine; seconds do.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _zoom(browser: Browser, url: str) -> float:
 
 
 def _live_tab(browser: Browser, url: str, client: Client, processes: tuple[int, int]) -> list[Figure]:
-    """What a tick carries and an open tab costs: a live run at which nothing happens, then one that changes.
+    """The bytes of a tick and the cost of an open tab: a live run without changes, then one that changes.
 
     The server evaluates thousands of live runs meanwhile: the same time without a tab, before each with one, tells
     what the tab adds.

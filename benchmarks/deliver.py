@@ -55,7 +55,7 @@ def handing_over(rounds: int) -> list[Figure]:
 
 
 def mirroring(rounds: int) -> list[Figure]:
-    """What a TensorBoard mirror adds to a report handed over, on the training thread."""
+    """The extra time of a TensorBoard mirror when a report is handed over, on the training thread."""
     with tempfile.TemporaryDirectory() as folder:
         pairs = [(handed_over(f"tensorboard:{folder}/{n}"), handed_over()) for n in range(rounds)]
     return [

@@ -34,7 +34,7 @@ DEFAULTS_ROUND, EVERY_STEP_ROUND = 20, 8
 
 
 def milliseconds(work: Callable[[], object], calls: int) -> float:
-    """Of one call, as the device sees it."""
+    """The time of one call on the device."""
     event: Any = torch.cuda.Event
     begin, end = event(enable_timing=True), event(enable_timing=True)
     begin.record()

@@ -1,10 +1,10 @@
-"""What grows with the number of servers, and with the number of runs.
+"""Costs that grow with the number of servers, and with the number of runs.
 
 Servers: 1, 2 and 4 on one PostgreSQL take the same reports of 500 numbers in turns, over 8 connections, until all
 are sealed; CPU a report of the servers and of PostgreSQL, so that it holds on a busy machine, too. Runs: one of the
-average size that docs/sizing.md reckons with goes through journal, sealer and archive; what it leaves behind. The
-same catalogue with `--runs` runs (100,000) is then asked for a page of its table, and swept: rows and empty files
-of every archived file, without the numbers.
+average size that docs/sizing.md reckons with goes through journal, sealer and archive, and its traces are counted.
+The same catalogue with `--runs` runs (100,000) is then asked for a page of its table, and swept: rows and empty
+files of every archived file, without the numbers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure_servers(folder: Path, rounds: int) -> Iterator[Figure]:
 
 
 def _taken(folder: Path, count: int, url: str, postgres: int) -> tuple[float, float]:
-    """CPU seconds a report of so many servers together, and of PostgreSQL, until what they took in is sealed."""
+    """CPU seconds per report of these servers together, and of PostgreSQL, until their reports are sealed."""
     with ExitStack() as stack:
         entered = [
             stack.enter_context(serving(folder / str(which), database=url, archive="off")) for which in range(count)
@@ -96,7 +96,7 @@ def _send(port: int, encoded: list[bytes]) -> None:
 
 
 class Left(NamedTuple):
-    """Of a run that ended: files, their bytes and those of their footers, and all bytes of its rows."""
+    """The traces of a finished run: files, their bytes and those of their footers, and all bytes of its rows."""
 
     files: int
     file_bytes: float

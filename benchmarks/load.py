@@ -1,9 +1,9 @@
 """A server that is offered more than it can take: 64 simulated agents beside it, `--seconds` long (300).
 
-What it takes meanwhile is written: some 40 GB in the folder for temporary files.
+It writes some 40 GB to the folder for temporary files.
 
-Held: memory flat, every refusal 429 or 503 with Retry-After, something refused at all, and afterwards in the
-database exactly what was acknowledged. Times and rates are the machine's, and only stated.
+Gated: memory stays flat, every refusal is 429 or 503 with Retry-After, some reports are refused, and afterwards the
+database has exactly the acknowledged reports. Times and rates are the machine's, and only stated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REFUSED: Final = (429, 503)
 
 @dataclass
 class Tally:
-    """What all agents together have seen. `waits` are seconds from sending a batch to its acknowledgement."""
+    """The totals over all agents. `waits` are seconds from sending a batch to its acknowledgement."""
 
     waits: list[float] = field(default_factory=list)
     refusal_waits: list[float] = field(default_factory=list)
@@ -131,7 +131,7 @@ MOST_GROWTH: Final = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is offered: `agents` streams of `rate` reports a second each, 500 numbers a report."""
+    """The offered load: `agents` streams of `rate` reports a second each, 500 numbers per report."""
 
     seconds: float = 300.0
     agents: int = 64
@@ -140,7 +140,7 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What came of it.
+    """The measured results of the load.
 
     `memory` is (seconds, bytes) of what the server holds itself, once a second; pages of the database file that it
     has mapped are the system's cache, which takes them back when it needs them: `most_mapped` bytes.
@@ -156,7 +156,7 @@ class Outcome:
 
 
 def run_load(load: Load, folder: Path, seed: int = 0, **settings: object) -> Outcome:
-    """Offer the load to a fresh server in `folder`, end it, and count what it kept."""
+    """Offer the load to a fresh server in `folder`, stop it, and count its stored reports."""
     outcome = Outcome()
     with serving(folder, **settings) as (process_id, port):
         runs = -(-load.agents // RANKS_A_RUN)

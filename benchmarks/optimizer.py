@@ -1,10 +1,10 @@
-"""What a step costs: CPU time of an optimizer step over bf16 parameters, one thread.
+"""The cost of a step: CPU time of an optimizer step over bf16 parameters, one thread.
 
-The stated ratios are those of 85 million parameters in 148 tensors, GPT-2 small's blocks. What a reader may want
-beside them is measured over 10 million in 76, where what each tensor costs, however small, counts for more. Every
-contender has its own copy of the parameters; rounds alternate between all of them. Compiled steps are compiled
-before the first round. C++ compilers differ in how wide the vectors are that they prefer: where the processor has a
-choice, our compiled step meets both widths, each in a process of its own.
+The stated ratios are those of 85 million parameters in 148 tensors, GPT-2 small's blocks. Further figures are
+measured over 10 million in 76 tensors, where the fixed cost of each tensor counts for more. Every contender has its
+own copy of the parameters; rounds alternate between all of them. Compiled steps are compiled before the first
+round. C++ compilers differ in how wide the vectors are that they prefer: where the processor has a choice, our
+compiled step meets both widths, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def own_step(model: Model, seed: int, strategy: str, **options: Any) -> Step:
 
 
 def gated_contenders(model: Model, seed: int) -> dict[str, Step]:
-    """What the stated ratios compare, and the lightest of our compiled steps."""
+    """The contenders of the stated ratios, and the lightest of our compiled steps."""
     found = {
         BASES["eager"]: torch_step(model, seed, foreach=True),
         BASES["compiled"]: torch_master_step(model, seed, fused=True),
@@ -115,7 +115,7 @@ def gated_contenders(model: Model, seed: int) -> dict[str, Step]:
 
 
 def further_contenders(seed: int) -> dict[str, Step]:
-    """What a reader may want beside them."""
+    """Contenders of further figures, beside the stated ratios."""
     model = LITTLE
     found = gated_contenders(model, seed) | {
         "torch bf16 for-loop": torch_step(model, seed, foreach=False),
@@ -254,7 +254,7 @@ def _resident_kib(field: str) -> int:
 
 
 def compared(times: dict[str, list[float]], model: Model) -> Iterator[Figure]:
-    """Each contender's milliseconds, and our steps' ratios to torch's. model: what they stepped."""
+    """Each contender's milliseconds, and our steps' ratios to torch's. model: the stepped model."""
     size = _size(model)
     for name, values in times.items():
         yield Figure(f"{name}, {size}", "CPU ms", tuple(values))

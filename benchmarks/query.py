@@ -2,7 +2,7 @@
 
 Two populations: runs of 200 layers × 20 statistics (10 of 2,000 points, one of 10,000), and runs with model totals
 only (50 of 10,000 points, one of 100,000). Over one connection, encoding included. Each round asks for another
-number of points, so that no curve is kept from the last (what stands beside the curves of a comparison is).
+number of points, so that no curve is cached from the last (the values beside the curves of a comparison are).
 
 The gate is a ratio, not a time. Its reference is measured just before, and is what no server could leave out: the
 blobs that the question is about, read by key on a connection of its own and summed in one pass of numpy, and the
@@ -69,7 +69,8 @@ _ROWS: Final = {
 
 @dataclass(frozen=True)
 class StoredColumns:
-    """What a question is about: columns of a table, of these runs at one level; `layer` cuts one layer out."""
+    """The stored data behind a question: columns of a table, for these runs at one level; `layer` cuts one layer
+    out."""
 
     table: str
     runs: Sequence[str]
@@ -92,7 +93,7 @@ class StoredColumns:
         return f"SELECT {data} FROM {self.table} WHERE {place} AND entry IN ({wanted}) ORDER BY entry, chunk, part"
 
     def parameters(self, run: str) -> tuple[str, ...]:
-        """Of the statement, for one run."""
+        """The statement's parameters for one run."""
         return (run, run, *self.statistics) if self.statistics else (run,)
 
     def read(self, cursor: Any, mark: str) -> int:
@@ -108,7 +109,8 @@ class StoredColumns:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """What a question is about: all rows of these runs in these tables; `counted`: how healthy all runs are."""
+    """The stored data behind a question: all rows of these runs in these tables; `counted`: how healthy all runs
+    are."""
 
     tables: Sequence[str]
     runs: Sequence[str]
@@ -130,7 +132,7 @@ Stored = StoredColumns | StoredRows
 
 @dataclass(frozen=True)
 class Question:
-    """Paths asked one after the other, `{points}` in them replaced, and what is stored of what they are about.
+    """Paths requested one after the other, with `{points}` replaced, and the stored data behind them.
 
     `limits` are how many times the reference the median may take, warm (CPU) and cold (time), on SQLite and then on
     PostgreSQL, two to three times what was measured; None is stated, not held.
@@ -145,7 +147,7 @@ class Question:
 
 @dataclass
 class MeasuredDatabase:
-    """A database full of runs, the answers that it gives, and what was measured on it, by figure and question."""
+    """A full database, its answers, and its measurements by figure and question."""
 
     kind: str
     folder: Path

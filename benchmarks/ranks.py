@@ -53,7 +53,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What came of it, in seconds; at the end what the server says of streams and points."""
+    """The results in seconds; at the end the server's own counts of streams and points."""
 
     registered: float = 0.0
     waits: list[float] = field(default_factory=list)

@@ -50,7 +50,7 @@ def _rows(runs: list[str], *more: str) -> StoredRows:
 
 
 def questions() -> list[Question]:
-    """What the dashboard's first page and a script that looks through all runs ask."""
+    """The requests of the dashboard's first page, and of a script that goes through all runs."""
     ten = [f"run-{999 * i + 1}" for i in range(10)]
     compared = "&".join(f"run={run}" for run in ten)
     one = f"run-{_DEEP}"

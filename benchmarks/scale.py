@@ -1,9 +1,9 @@
 """What grows with the store, in process, by CPU: exports, a page of /metrics of 1,000 runs, a journal at its bound.
 
-Each is gated as a ratio to what no server could leave out, measured beside it: the same numbers written by pyarrow
-or encoded once as text; the page's samples written once; the journal's blobs read by key and summed. A page and a
-round of alerts over 7,000 runs are gated in CPU-seconds, too. Lines a CPU-second are stated beside the exports:
-4 layers, a line a step for the model and for each layer, 38 columns.
+Each is gated as a ratio to work that no server could leave out, measured beside it: the same numbers written by
+pyarrow or encoded once as text; the page's samples written once; the journal's blobs read by key and summed. A page
+and a round of alerts over 7,000 runs are gated in CPU-seconds, too. Lines a CPU-second are stated beside the
+exports: 4 layers, a line a step for the model and for each layer, 38 columns.
 """
 
 from __future__ import annotations

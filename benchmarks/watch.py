@@ -1,4 +1,5 @@
-"""What watching costs: CPU of the agent's hooks over CPU of the training step, beside what people do today.
+"""What watching costs: CPU of the agent's hooks over CPU of the training step, beside the usual ways of looking at
+training.
 
 A bf16 byte-level GPT of about 10 million parameters, one thread. One process trains it; rounds of each alternative
 take turns, so that they meet the same machine.
@@ -163,7 +164,7 @@ class ReferenceTimings:
 
     @property
     def seconds(self) -> float:
-        """Of all that was taken."""
+        """The seconds of all norms and clippings together."""
         return sum(self.norms) + sum(self.clippings)
 
     def take(self) -> None:
@@ -224,7 +225,7 @@ def measure(options: Options) -> Measuring:
 
 
 def whole_looks(training: Training) -> Iterator[float]:
-    """What a measured step that looks at whole gradients and momenta takes beyond its neighbours, in clippings.
+    """The extra cost of a measured step that reads whole gradients and momenta, in clippings.
 
     The rounds of the alternatives hold no such step.
     """
@@ -283,7 +284,7 @@ def _step_seconds(optimizer: Optimizer) -> float:
 
 
 def idle_figures(training: Training) -> list[Figure]:
-    """What the hooks take on a step that is not measured, called in a loop in turns with hooks that do nothing."""
+    """The cost of the hooks on a step that is not measured, in a loop, alternating with hooks that do nothing."""
     method = watch(training.model, training.optimizer, every=10**9, budget=None)
     optimizer: Any = training.optimizer
     optimizer.step()  # The first step of an optimizer that has states is measured.
@@ -302,7 +303,7 @@ def idle_figures(training: Training) -> list[Figure]:
 
 
 def _microseconds(hooks: Sequence[Callable[..., Any]], optimizer: Optimizer) -> float:
-    """Of one hook, on average over all of them."""
+    """The cost of one hook, on average over all of them."""
     started = time.thread_time()
     for _ in range(IDLE_CALLS):
         for hook in hooks:
@@ -332,7 +333,7 @@ def _storages() -> dict[int, int]:
 
 
 def _warm_up(training: Training, method: Method) -> None:
-    """Up to two measured steps: planning and first allocations happen once in a run and are not what is asked.
+    """Up to two measured steps: planning and first allocations happen once in a run and are not measured.
 
     The optimizer steps by the last gradients: a watch does not see forward and backward.
     """
@@ -346,7 +347,7 @@ def _warm_up(training: Training, method: Method) -> None:
 
 
 def further_figures(options: Options, training: Training) -> Iterator[Figure]:
-    """What a watch holds, and costs beside our own optimizer."""
+    """The memory of a watch, and its cost beside our own optimizer."""
     yield handing_over(REPORT_ROUNDS)[0]
     device = kept_on_device(training)
     yield Figure("buffers on the model's device, defaults", "MB", (device,), DEVICE_MEGABYTES)
@@ -429,8 +430,8 @@ os._exit(0)
 def memory_added() -> float:
     """Megabytes that a process's resident memory grows by: the agent's import, run, watch and measured steps.
 
-    What the same training without the agent grows by in as many steps is taken off. Either differs from one process
-    to the next by what the allocator happens to keep of the training's own: by 10 MB and more. Linux only.
+    The growth of the same training without the agent, in as many steps, is subtracted. Both vary between processes
+    by 10 MB and more, depending on the memory that the allocator keeps. Linux only.
     """
 
     def grown(how: str) -> float:

@@ -13,9 +13,9 @@ __all__ = ["trusted_certificates"]
 
 
 def trusted_certificates(address: str) -> ssl.SSLContext | bool:
-    """What `verify` of an HTTP client to the address must be: SSL_CERT_FILE or SSL_CERT_DIR count, for https alone.
+    """The value of `verify` for an HTTP client to the address: SSL_CERT_FILE or SSL_CERT_DIR, for https only.
 
-    A team's server may have a certificate of its own making.
+    A team's server may have a self-made certificate.
 
     Raises:
         ServerUnreachable: the certificates cannot be read.

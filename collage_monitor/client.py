@@ -54,7 +54,7 @@ class Client(Connection):
         return self.get("/runs", wire.RunPage, {**filters, "cursor": cursor, "limit": limit})
 
     def all_runs(self, **filters: Any) -> Iterable[wire.Run]:
-        """Every run that the filters of `runs` leave, page by page."""
+        """Every run that matches the filters of `runs`, page by page."""
         cursor: str | None = None
         while True:
             page = self.runs(**filters, cursor=cursor)
@@ -64,7 +64,7 @@ class Client(Connection):
                 return
 
     def run(self, run_id: str) -> wire.Run:
-        """What is known of a run: labels, state, configuration, newest numbers."""
+        """The facts about a run: labels, state, configuration, newest numbers."""
         return self.get(f"/runs/{quoted(run_id)}", wire.Run)
 
     def run_table(
@@ -123,12 +123,12 @@ class Client(Connection):
         return self.post(f"/projects/{quoted(project)}/views", create, wire.SavedView)
 
     def delete_view(self, project: str, name: str) -> list[wire.SavedView]:
-        """Delete a saved view; those that its project has left."""
+        """Delete a saved view; returns the project's remaining ones."""
         path = f"/projects/{quoted(project)}/views"
         return self.send("DELETE", path, wire.SavedViewList, query={"name": name}).views
 
     def overview(self, run_id: str) -> wire.Overview:
-        """What is said of a run: headline, verdict, the numbers behind them."""
+        """The overview of a run: headline, verdict, and the numbers behind them."""
         return self.get(f"/runs/{quoted(run_id)}/overview", wire.Overview)
 
     def layers(self, run_id: str) -> wire.LayerList:
@@ -174,8 +174,8 @@ class Client(Connection):
     ) -> wire.Series:
         """A metric or logged scalar over the run: of a layer, of layers by glob or module type, or of the model.
 
-        Of several metrics the first is the answer, the others stand in its `more`. `cursor` follows a single one:
-        empty at first, then that of the last answer.
+        With several metrics the first is the answer, and the others are in its `more`. `cursor` follows a single
+        one: empty at first, then that of the last answer.
         """
         chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
         query = {"metric": _several(metric), "points": points, "axis": axis, "cursor": cursor, **chosen}
@@ -232,7 +232,7 @@ class Client(Connection):
     ) -> wire.Comparison:
         """Several runs on a metric, of the model or of layers, with their merged metrics and last scalars.
 
-        Of several metrics each run's `series` is that of the first, the others stand in its `more`.
+        With several metrics each run's `series` is that of the first, and the others are in its `more`.
         """
         chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
         query = {"run": list(run_ids), "metric": _several(metric), "points": points, "axis": axis, **chosen}
@@ -249,7 +249,7 @@ class Client(Connection):
     ) -> wire.EventPage:
         """What happened to a run (until a time), oldest first; the answer's cursor asks for what came later.
 
-        Of more than `limit` events these are the oldest, or the newest.
+        If there are more than `limit`, the answer has the oldest, or the newest.
         """
         query = {"cursor": cursor, "limit": limit, "newest": newest or None, "until": until}
         return self.get(f"/runs/{quoted(run_id)}/events", wire.EventPage, query)
@@ -281,7 +281,7 @@ class Client(Connection):
         return self.send("POST", path, wire.Event, content=body, content_type=wire.JSON)
 
     def firing(self, run_id: str) -> list[wire.Incident]:
-        """What fires of one run now; the token that the run is sent with is enough."""
+        """The alerts that fire for one run now; the token that sends the run is enough."""
         return self.get(f"/runs/{quoted(run_id)}/alerts", wire.IncidentPage).events
 
     def acknowledge(self, incident_id: str) -> wire.Incident:
@@ -297,7 +297,7 @@ class Client(Connection):
         return self.get("/metrics-catalogue", wire.Catalogue)
 
     def update_run(self, run_id: str, update: wire.RunUpdate) -> wire.Run:
-        """Change a run's state, name, group, tags, notes, or which runs it is a seed of."""
+        """Change a run's state, name, group, tags, notes, or the runs among whose seeds it counts."""
         body = wire.encode_message(update, wire.JSON)
         return self.send("PATCH", f"/runs/{quoted(run_id)}", wire.Run, content=body, content_type=wire.JSON)
 
@@ -322,7 +322,7 @@ class Client(Connection):
     def export(
         self, run_id: str, export_format: ExportFormat, *, layers: bool = True, ranks: bool = False
     ) -> Iterator[ExportStream]:
-        """All that is stored of a run, as the server streams it; with `ranks` each rank's own totals, too.
+        """All data of a run, as the server streams it; with `ranks` also each rank's own totals.
 
         Raises:
             ServerUnreachable: nothing answers, or the stream breaks off before its end.
@@ -341,11 +341,11 @@ class Client(Connection):
             ) from error
 
     def frame(self, runs: str | Iterable[str] | None = None, *, layers: bool = True, **filters: Any) -> Any:
-        """Curves of runs by id, or of all that the filters of `runs` leave, as one `pyarrow.Table`.
+        """Curves of runs by id, or of all runs that match the filters of `runs`, as one `pyarrow.Table`.
 
         Columns are those of a Parquet export after `run`: a row a step for the whole model (`layer` is null), with
         `layers` one a step and layer, too; null where a run has no such number. `.to_pandas()` makes a pandas frame
-        of it, `polars.DataFrame(…)` one of Polars, as of the tables below. Needs the extra `parquet`.
+        of it and `polars.DataFrame(…)` a Polars one, also of the tables below. Needs the extra `parquet`.
 
         Raises:
             CollageError: pyarrow is not installed, or no run is left.
@@ -364,10 +364,10 @@ class Client(Connection):
         return pyarrow.concat_tables(tables, promote_options="permissive")
 
     def runs_frame(self, *, config: Sequence[str] = (), **filters: Any) -> Any:
-        """All runs that the filters of `run_table` leave, newest first, as a `pyarrow.Table`: a row a run.
+        """All runs that match the filters of `run_table`, newest first, as a `pyarrow.Table` with one row per run.
 
         Columns: who the run is, its state, health and headline; the metrics over the recent steps that the health
-        is judged by (`first_step` to `judged_step`), under their keys; what was logged last, and the entries of
+        is judged by (`first_step` to `judged_step`), under their keys; the last logged values, and the entries of
         the configuration that `config` names, as `config.PATH`. Null where a run has no such value. Needs the extra
         `parquet`.
 
@@ -442,7 +442,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _alike(values: list[Any]) -> list[Any]:
-    """A column's values; as text where they are of kinds that one column cannot hold."""
+    """A column's values, as text if one column cannot hold their types."""
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) < 2 or kinds == {int, float}:
         return values
@@ -479,6 +479,6 @@ def _chosen(
     first_step: int | None = None,
     last_step: int | None = None,
 ) -> dict[str, Any]:
-    """The parameters by which questions are narrowed to layers, a rank and steps."""
+    """The parameters that narrow a question to layers, a rank and steps."""
     layers = {"layer": layer, "pattern": pattern, "module_type": module_type}
     return {**layers, "rank": rank, "from": first_step, "to": last_step}

@@ -1,4 +1,4 @@
-"""A connection to a server: a request, its answer, and the error that says what to do where there is none."""
+"""A connection to a server: a request, its answer, or an error that says what to do."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Connection:
     """Speaks to a Collage Monitor server. Thread-safe; close it, or use it as a context manager.
 
     Every method raises `ServerUnreachable` when nothing answers and a `ServerRefusal` when the server says no.
-    Without an address it speaks to the server that the command would ask, with the same token: that of
-    COLLAGE_SERVER_URL and COLLAGE_TOKEN, else of `collage-monitor login`, else what `up` keeps running. With an
-    address it sends the token that is passed, and no other. `transport` replaces the network (tests).
+    Without an address it uses the same server and token as the command: those of COLLAGE_SERVER_URL and
+    COLLAGE_TOKEN, otherwise of `collage-monitor login`, otherwise of the server that `up` keeps running. With an
+    address it sends only the passed token. `transport` replaces the network (tests).
 
     Raises:
         CollageError: a token that no header can carry. White space around it is left out.
@@ -118,7 +118,7 @@ class Connection:
         kind: type[_Answer],
         encode: Callable[[_Message], bytes] = wire.encode_message,
     ) -> _Answer:
-        """Send a message that may arrive twice: what fails for a while is sent again."""
+        """Send a message that may arrive twice: temporary failures are retried."""
         content = encode(message)
         backoff = Backoff(0.1, _LONGEST_PAUSE_SECONDS)
         for _ in range(_TRIES - 1):

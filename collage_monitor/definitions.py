@@ -1,9 +1,9 @@
 """Types of the catalogue: statistics and how they merge, the metrics made of them, strategies.
 
-A `Definition` holds one diagnostic. The project's own stand in `collage_monitor.statistics`, a family of them a
-module; the agent measures them in the module of the same name (`collage_agent.stats`), where it has one. Other
-packages add a definition through the entry-point group `collage_monitor.statistics`, and what measures it through
-`collage_agent.statistics`, both under one name.
+A `Definition` holds one diagnostic. The project's own are in `collage_monitor.statistics`, one module per family;
+the agent measures them in the module of the same name (`collage_agent.stats`), if it has one. Other packages add a
+definition through the entry-point group `collage_monitor.statistics`, and its measuring function through
+`collage_agent.statistics`, both under the same name.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ HISTOGRAM_LABELS: Final = ("underflow", *(str(octave) for octave in HISTOGRAM_OC
 
 @dataclass(frozen=True)
 class Statistic:
-    """One estimated total: what it is and how it merges. `label` says what follows the slash in its key.
+    """One estimated total: its meaning, and how it merges. `label` says what follows the slash in its key.
 
-    `needs`: what must be known of a step, the intended update or the gradient; without it, the total is reported as
+    `needs`: the intended update or the gradient, if the total requires it; without it, the total is reported as
     missing. `raw`: the total describes the sample, and is never multiplied by elements / sampled. `variance`: it is
-    multiplied by the square of that.
+    multiplied by the square of that factor.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Interval:
     """The ratio behind a metric, for its 95 % interval; agents report its variances (`variance_numerator/…`).
 
     `denominator` "active" stands for `active_elements`. `share`: a share of elements, with an interval
-    within 0 and 1. `sample` names the totals that say what was looked at: elements, of how many, active blocks.
+    within 0 and 1. `sample` names the totals for the sample's size: elements, of how many, active blocks.
     """
 
     numerator: str
@@ -89,7 +89,7 @@ class Metric:
 
     `finish` makes it, elementwise, of the totals that `needs` names, one argument each: a total labelled as the
     metric is comes under the same label, a histogram comes as [HISTOGRAM_LABELS, …]. Undefined is NaN.
-    `optional` names further totals, which `finish` takes after those, as NaN where nobody reported them.
+    `optional` names further totals, which `finish` takes after those; NaN if not reported.
     `unit` is one of "ratio", "elements", "weight", "gradient", "octaves", "factor", "steps",
     "bytes". `finish_takes_label`: `finish` is also given the key's label, as `label=`.
     `ideal` is the value of a run that loses nothing (None: there is no such value).
@@ -158,7 +158,8 @@ def sums(
 
 
 def rounding_variance(name: str, unit: str, product: str, squares: str, *, label: str | None = None) -> Statistic:
-    """The statistic of how far random rounding may bring Σ `product` off Σ `squares`, which it equals in the mean.
+    """The statistic for the noise of random rounding: how far Σ `product` may be off Σ `squares`, its expected
+    value.
 
     Blocks are rounded independently of each other: the sum over them of (Σ product − Σ squares)² is the variance of
     the total, whatever the tails of its elements. It adds up over shards and over steps.

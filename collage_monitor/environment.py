@@ -1,4 +1,4 @@
-"""The environment variables that tell a training how to report, and those by which `run` has it watched."""
+"""The environment variables that tell a training how to report, and those through which `run` makes it watched."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHECK_REPORT: Final = "COLLAGE_CHECK_REPORT"
 
 
 def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What must be added to an environment so that Python processes under it are watched. Imports no torch."""
+    """Variables that make Python processes in an environment watched. Imports no torch."""
     agent = importlib.util.find_spec("collage_agent")
     origin = agent.origin if agent is not None else None
     assert origin is not None, "the agent's package is part of every installation"

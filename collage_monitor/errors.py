@@ -25,7 +25,7 @@ __all__ = [
 
 
 class CollageError(Exception):
-    """Base of every error that the project raises on purpose."""
+    """Base class of every error that the project raises on purpose."""
 
 
 class CatalogueError(CollageError, KeyError):

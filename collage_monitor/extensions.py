@@ -1,4 +1,4 @@
-"""What other packages add to the catalogues, through entry points: found by group and name, loaded once."""
+"""Entries that other packages add to the catalogues through entry points: found by group and name, loaded once."""
 
 from __future__ import annotations
 

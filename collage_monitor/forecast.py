@@ -1,9 +1,9 @@
-"""From which step on a strategy will lose its updates, foretold from watched steps and the rate's schedule.
+"""Forecast of the step from which a strategy will lose its updates, from watched steps and the rate's schedule.
 
 An update is in proportion to the learning rate r, and a weight's gap hardly changes. So where updates stood against
-the grid at rate r₀ says where they will stand at r: log₂(r / r₀) octaves further. Plain storage loses what stands
-below half a gap of the weight, a pair what stands below half a gap of its low component, a copy in fp32 what stands
-below half a gap of that; what rounds at random loses nothing in the mean.
+the grid at rate r₀ says where they will stand at r: log₂(r / r₀) octaves further. Plain storage loses updates below
+half a gap of the weight, a pair those below half a gap of its low component, a copy in fp32 those below half a gap
+of that copy. Rounding at random loses nothing on average.
 
 The whole window must not be taken as one: its histogram is of many rates. Each watched step is scaled by its own.
 """
@@ -62,16 +62,16 @@ _NAMED: Final = 2
 
 
 class ForecastError(CollageError):
-    """Nothing can be foretold from what was watched; the message says what is missing."""
+    """The watched steps allow no forecast; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class GridRecord:
-    """Where the updates of a run stood against the grid of its weights, at some of its measured steps.
+    """The updates of a run in units of its weights' gaps, at some of its measured steps.
 
-    steps: [points], ascending. counts: [bins, points], elements of the model by octave of |u| / gap. layers:
-    the kind of each by its name, such as "LayerNorm.weight". quarters: [layers, points], log₂(|u| / gap) below
-    which a quarter of a layer's elements stand, NaN where nothing was to move. dtype: of the trained weights.
+    steps: [points], ascending. counts: [bins, points], elements of the model by octave of |u| / gap. layers: the
+    kind of each by its name, such as "LayerNorm.weight". quarters: [layers, points], log₂(|u| / gap) that a quarter
+    of a layer's elements are below, NaN where no update was intended. dtype: of the trained weights.
     """
 
     steps: Sequence[int]
@@ -84,7 +84,7 @@ class GridRecord:
 
 @dataclass(frozen=True)
 class StrategyForecast:
-    """What is foretold of a strategy.
+    """The forecast for one strategy.
 
     onset: the first step from which on more than a quarter of the updates are lost at each step; None: not in this
     run. earliest, latest: where it lies with 95 % confidence; None: not in this run. rate: at the onset. lost: the
@@ -104,7 +104,7 @@ class StrategyForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is foretold of several strategies, the run's own first, and what that assumes."""
+    """The forecasts for several strategies, the run's own first, and their assumptions."""
 
     last_step: int
     steps: int
@@ -116,14 +116,14 @@ class Forecast:
 
 
 def record_of(steps: Sequence[int], counts: Array, layers: Sequence[Layer], strategy: str) -> GridRecord:
-    """The record from each layer's histograms: counts [bins, points, layers], NaN where one was not reported."""
+    """The record made from each layer's histograms: counts [bins, points, layers], NaN if not reported."""
     known = np.nan_to_num(counts)
     quarters = histogram_quantile(known, LOST).T
     return GridRecord(steps, known.sum(axis=2), kinds_of(layers), quarters, trained_dtype(layers), strategy)
 
 
 def kinds_of(layers: Sequence[Layer]) -> dict[str, str]:
-    """The kind of each layer by its name: "LayerNorm.weight", its module's type and what it is there."""
+    """The kind of each layer by its name: "LayerNorm.weight", its module's type and its role there."""
     return {
         layer.name: f"{layer.module_type.rpartition('.')[2] or 'parameter'}.{layer.name.rpartition('.')[2]}"
         for layer in layers
@@ -200,7 +200,7 @@ def _known(strategy: str) -> str:
 
 
 def _level(record: GridRecord, octaves: Array) -> tuple[_Level, Array]:
-    """Where the updates stand per unit of rate now, and where a quarter of each layer's does: [layers]."""
+    """The updates per unit of rate now, and the lower quarter of each layer's: [layers]."""
     steps = np.asarray(record.steps, np.float64)
     rates = octaves[np.asarray(record.steps) - 1]
     usable = np.isfinite(rates) & (np.nansum(record.counts, axis=0) > 0)
@@ -220,7 +220,8 @@ def _level(record: GridRecord, octaves: Array) -> tuple[_Level, Array]:
 
 
 def _trend(x: Array, heights: Array) -> tuple[float, float, float]:
-    """Slope against log₂ step, 0 where chance may have made it; its standard error; and that of the level."""
+    """Slope against log₂ step, 0 if chance may explain it; its standard error; and the standard error of the
+    level."""
     if len(x) < _FEWEST_OF_TREND:
         return 0.0, 0.0, max(_LEAST_SPREAD, float(np.std(heights)))
     fitted, covariance = np.polyfit(x, heights, 1, cov=True)
@@ -260,7 +261,7 @@ def _forecast(
 
 
 def _thresholds(strategy: str, dtype: str) -> list[tuple[float, float]]:
-    """(weight, log₂(|u| / gap) below which an update is lost) of the ways in which a weight may stand.
+    """(weight, log₂(|u| / gap) below which an update is lost) for each possible state of a weight.
 
     A pair's low component lies anywhere in ± half a gap g of the weight: in [g/4, g/2) with chance ½, where its own
     half gap is 2^(−2 − bits) g, in the octave below with chance ¼, and so on. Empty: it rounds at random.
@@ -276,7 +277,7 @@ def _thresholds(strategy: str, dtype: str) -> list[tuple[float, float]]:
 
 
 def _share(level: _Level, thresholds: Sequence[tuple[float, float]], shift: Array) -> Array:
-    """Share of updates lost at each step [steps]; 0 where the rate is 0 and nothing is to move."""
+    """Share of updates lost at each step [steps]; 0 where the rate is 0."""
     share = np.zeros(len(shift))
     moving = np.isfinite(shift)
     for weight, threshold in thresholds:
@@ -298,7 +299,7 @@ def _onset(share: Array, after: int) -> int | None:
 def _first(
     record: GridRecord, quarters: Array, thresholds: Sequence[tuple[float, float]], shift: Array, after: int
 ) -> tuple[str | None, int | None]:
-    """The kind of layer that loses a quarter of its updates first, and from which step on."""
+    """The kind of layer that first loses a quarter of its updates, and the step."""
     by_kind: dict[str, list[float]] = {}
     for kind, height in zip(record.layers.values(), quarters, strict=True):
         if np.isfinite(height):

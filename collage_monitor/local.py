@@ -170,7 +170,8 @@ def announced(server: LocalServer, environment: Mapping[str, str] | None = None)
 
 @dataclass(frozen=True)
 class Login:
-    """What `collage-monitor login` keeps for this user: a server, the token for it, and its dashboard's address."""
+    """The record of `collage-monitor login` for this user: a server, the token for it, and its dashboard's
+    address."""
 
     server_url: str
     token: str
@@ -178,7 +179,7 @@ class Login:
 
 
 def read_login(environment: Mapping[str, str] | None = None) -> Login | None:
-    """What was kept; None if nobody logged in. A file that `login` did not write counts as no log-in."""
+    """The stored log-in; None if nobody logged in. A file that `login` did not write does not count."""
     path = _login_path(environment)
     try:
         return Login(**json.loads(path.read_text(encoding="utf-8")))
@@ -195,7 +196,7 @@ def keep_login(login: Login, environment: Mapping[str, str] | None = None) -> Pa
 
 
 def forget_login(environment: Mapping[str, str] | None = None) -> bool:
-    """Remove what `login` kept; False if there was nothing."""
+    """Remove the log-in; False if there was none."""
     path = _login_path(environment)
     known = path.exists()
     path.unlink(missing_ok=True)
@@ -230,8 +231,8 @@ def find_token(
 
 
 def known_server(environment: Mapping[str, str] | None = None) -> tuple[str, str | None]:
-    """The server to speak to where none is named, and its token: by COLLAGE_SERVER_URL and COLLAGE_TOKEN, else
-    by `login`, else what `up` keeps running, else the default address."""
+    """The default server and its token: those of COLLAGE_SERVER_URL and COLLAGE_TOKEN, otherwise of `login`,
+    otherwise of the server that `up` keeps running, otherwise the default address."""
     values = os.environ if environment is None else environment
     address = values.get("COLLAGE_SERVER_URL") or server_address(environment)
     return address, values.get("COLLAGE_TOKEN") or find_token(address, environment=environment)
@@ -244,7 +245,7 @@ def is_loopback(url: str) -> bool:
 
 
 def web_address(host: str, port: int) -> str:
-    """The URL of what listens on `host`; an IPv6 address stands in brackets there."""
+    """The URL of a service that listens on `host`; an IPv6 address gets brackets."""
     return f"http://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"http://{host}:{port}"
 
 

@@ -3,7 +3,7 @@
 A new metric goes into a module of `collage_monitor.statistics`, a new scalar below.
 
 A *statistic* is an estimated total that a worker sends; it declares how it merges over shards and over steps.
-A *metric* is what a reader sees; it is made from statistics. Both are defined under
+A *metric* is a number that readers see; it is made from statistics. Both are defined under
 `collage_monitor.statistics`, a family of diagnostics a file. A *scalar* is logged by the training loop or by the
 agent about itself.
 A key is NAME or NAME/label (`state_decrement_ratio/exp_avg_sq`); it is the same in code, wire, route and column.
@@ -120,7 +120,7 @@ _SCALARS = (
         "Oracle restarts",
         "restarts",
         "agent",
-        "Times that weights were written between two steps or a step raised, so that the oracle attached anew, "
+        "Times that weights were written between two steps or a step raised, so that the oracle attached again, "
         "since attach.",
     ),
     Scalar(

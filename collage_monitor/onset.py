@@ -84,8 +84,8 @@ class Onset:
         """Whether this change explains the present value: most of the distance to the ideal arose at it, or it
         shrank the distance.
 
-        A small step of a series that declines all the while is no answer to "since when". Within `tolerance` of the
-        ideal there is nothing to explain, and what changed in single layers is the news.
+        A small step in a series that declines throughout does not explain when it began. Within `tolerance` of the
+        ideal there is nothing to explain, so changes of single layers are reported.
         """
         then, now = abs(self.before - ideal), abs(self.after - ideal)
         return now <= max(then, tolerance) or now - then > _MOST * now
@@ -105,7 +105,7 @@ def find_onset(
     """The largest change of a metric over measured steps, or None if there is none.
 
     steps: [points], ascending. model: the metric of the whole model, [points]; layers: of each layer, alike. NaN is
-    "not measured". least: a smaller difference, in the metric's units, is no change worth telling.
+    "not measured". least: smaller differences, in the metric's units, do not count as changes.
     """
     names = list(layers or {})
     table = np.array([np.asarray(series, dtype=np.float64) for series in (model, *(layers or {}).values())])
@@ -206,7 +206,7 @@ def first_step_if_always_below(steps: Sequence[int], values: ArrayLike, bound: f
 def since_in_words(
     onset: Onset | None, steps: Sequence[int], values: ArrayLike, metric: str, *, tolerance: float
 ) -> str | None:
-    """Since when a metric whose ideal is 1 is what it is; None if no abrupt change was found.
+    """The change after which a metric with the ideal 1 has its present value; None if no abrupt change was found.
 
     onset: what `find_onset` found in the series; tolerance: more below 1 is a loss.
     """
@@ -255,7 +255,7 @@ def _windows(values: Array, beyond: float) -> Array:
 
 
 def _jumps(series: Array, kernel: Array) -> Array:
-    """The jump between each point and the next of series [..., points]."""
+    """The jump between each point and the next, for series [..., points]."""
     return np.asarray(np.einsum("...pw,pw->...p", _windows(series, 0.0), kernel))
 
 
@@ -316,7 +316,7 @@ def _ramps(near: slice) -> list[_Ramp]:
 
 
 def _squares(ramps: Sequence[_Ramp], near: slice, values: Array, times: Array) -> Array:
-    """What each ramp leaves of the series. A longer one must leave clearly less."""
+    """The residual of the series after each ramp. A longer one must leave clearly less."""
     starts, ends = (np.array(places) - near.start for places in zip(*map(astuple, ramps), strict=True))
     left = _left_over(values[near], times[near], _rise(times[near], starts, ends))
     return np.asarray(left * [_PENALTY ** (ramp.end - ramp.start - 1) for ramp in ramps])

@@ -1,4 +1,4 @@
-"""How often each address has failed lately; what is limited by address asks here."""
+"""How often each address has failed lately, for rate limits by address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["RecentFailures"]
 class RecentFailures:
     """Counts each address's failures within the last `seconds`. Thread-safe.
 
-    Of more than `most_addresses`, those whose last failure is oldest are forgotten.
+    Beyond `most_addresses`, the addresses whose last failure is oldest are forgotten.
     """
 
     def __init__(self, seconds: float, most_addresses: int) -> None:

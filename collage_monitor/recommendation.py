@@ -1,6 +1,6 @@
-"""Which precision strategy to train with, and if one of two is worth its bytes: sentences and their reasons.
+"""Recommends a precision strategy, and says whether one of two is worth its bytes, with reasons.
 
-What a verdict holds against a run counts beside its loss: a state that cannot decay shows in the loss late.
+A verdict's findings count beside the loss, because a state that cannot decay shows in the loss late.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOTICEABLE_LOSS_SHARE: Final = 0.005
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to train with: `chosen`, None where none can be named; a sentence, and what it rests on.
+    """The recommendation: `chosen`, None if none can be named; a sentence, and its reasons.
 
     brief: the sentence in fifteen words at most, "" where it is as short itself.
     """
@@ -36,11 +36,10 @@ class Recommendation:
 def recommendation(results: Sequence[StrategyResult], left_out: int = 0) -> Recommendation:
     """The strategy that needs the fewest bytes of those without a problem.
 
-    A problem is a verdict of one of its runs, or a loss above the reference's by more than
-    `NOTICEABLE_LOSS_SHARE` of it. What is not known to be healthy is not recommended, nor is one of runs that
-    differ in more than their strategy.
+    A problem is a verdict of one of its runs, or a loss above the reference's by more than `NOTICEABLE_LOSS_SHARE`
+    of it. A strategy is not recommended unless its runs are known to be healthy and differ only in their strategy.
 
-    left_out: runs that were asked for and are not among the results; the sentence says of how many it speaks.
+    left_out: requested runs that are not among the results; the sentence says how many it covers.
     """
     found = _recommended(results)
     if not left_out:
@@ -96,7 +95,7 @@ def short_title(result: StrategyResult, results: Sequence[StrategyResult]) -> st
 
 
 def worth(one: StrategyResult, other: StrategyResult, results: Sequence[StrategyResult]) -> str:
-    """Whether the one of two strategies that takes more bytes is worth them, in the loss and how sure that is.
+    """Whether the larger of two strategies is worth its bytes: the difference in loss, and how certain it is.
 
     'Kahan is worth its 2 bytes more than Plain: its loss is lower by 0.0021 (95 %: 0.001 to 0.003, 3 pairs).'
     """
@@ -143,7 +142,7 @@ def _differ(found: Mapping[str, Sequence[Any]]) -> str:
 
 
 def _of_configurations(results: Sequence[StrategyResult]) -> str:
-    """Of two configurations of one strategy, which has the lower loss; else that no strategy can be named."""
+    """Which of two configurations of one strategy has the lower loss; otherwise that no strategy can be named."""
     same = len({(result.strategy, result.dtype) for result in results}) == 1
     losses = [_seeds(result) for result in results]
     if not same or len(results) != 2 or not all(losses):
@@ -168,7 +167,7 @@ def signed(value: float, digits: int = 3) -> str:
 
 
 def _of_the_gap(result: StrategyResult, reference: StrategyResult | None) -> str:
-    """', and its loss is …', with how sure that is."""
+    """', and its loss is …', with how certain that is."""
     if result.is_reference:
         return ", and it is the reference"
     if reference is None:
@@ -186,7 +185,7 @@ def _of_the_gap(result: StrategyResult, reference: StrategyResult | None) -> str
 
 
 def _reason(result: StrategyResult, reference: StrategyResult | None) -> str:
-    """One line about a strategy: its cost, its gap, and what speaks against it, if anything."""
+    """One line about a strategy: its cost, its gap, and its problems, if any."""
     size = result.bytes_per_parameter
     parts = [f"{size.value:.3g} bytes a parameter"] if size else []
     if result.is_reference:
@@ -200,7 +199,7 @@ def _reason(result: StrategyResult, reference: StrategyResult | None) -> str:
 
 
 def _against(result: StrategyResult, reference: StrategyResult | None) -> str | None:
-    """What keeps a strategy from being recommended."""
+    """The reason not to recommend a strategy."""
     if result.health != "healthy":
         told = next(run for run in result.runs if run.health == result.health)
         words = told.headline.rstrip(".")
@@ -233,7 +232,7 @@ def _none_fits(results: Sequence[StrategyResult]) -> str:
 
 
 def _not_compared(chosen: StrategyResult, results: Sequence[StrategyResult]) -> list[str]:
-    """The most exact strategy of no more bytes for what is trained, if nobody has tried it here."""
+    """The most exact strategy with no more bytes for these weights, if it is not among the compared ones."""
     size, trained = chosen.bytes_per_parameter, chosen.runs[0].trained
     best = most_exact(trained[0], round(size.value, 1)) if size and len(trained) == 1 else None
     if best is None or any(result.strategy == best.strategy for result in results):

@@ -1,7 +1,7 @@
-"""What a server that says no means to people: an error of its kind, and what to set.
+"""Translates a server's refusal: an error of its kind, and the setting to change.
 
-The agent's `transport/delivery.py` keeps what is refused as `Unavailable` or `NotAuthorised`, and sends it again;
-`Unavailable` alone is also repeated at once, by `transport/http.py`.
+The agent's `transport/delivery.py` keeps messages refused as `Unavailable` or `NotAuthorised`, and sends them
+again; `transport/http.py` also retries `Unavailable` at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def refusal(response: httpx.Response) -> ServerRefusal:
 
 
 def _about_the_token(response: httpx.Response, message: str) -> str:
-    """What to set, for the person who reads it: the server's own words are for those who write programs."""
+    """What to set, for the person who reads it: the server's own message is meant for programmers."""
     address = str(response.request.url.join("/")).rstrip("/")
     if response.status_code == 403:
         return f"{address} does not let this token do that ({message}): set COLLAGE_TOKEN to one that may"

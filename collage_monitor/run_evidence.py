@@ -1,4 +1,4 @@
-"""What a run on a server is judged by, read over HTTP: the recent past of its model and layers.
+"""The evidence about a run on a server, read over HTTP: the recent past of its model and layers.
 
     with Client(server_url, token) as client:
         found = judge(read_evidence(client, run_id))
@@ -171,7 +171,8 @@ def read_history(
 
 
 def read_forecast(client: Client, run_id: str, schedule: RateSchedule) -> Forecast:
-    """From which step on the run, and others in its place, will lose their updates; see `forecast_strategies`.
+    """Forecast of the step from which the run, and other strategies in its place, lose updates; see
+    `forecast_strategies`.
 
     It asks for the model's histogram at up to _GRIDS measured steps, and for two quantiles of each layer.
 
@@ -204,7 +205,7 @@ def _numbers(values: Sequence[Number | None]) -> list[float]:
 
 
 def _silent_ranks(client: Client, run: Run) -> SilentRanks | None:
-    """Those that do not report any more; layers are asked for only where no step has all ranks."""
+    """The silent ranks; layers are requested only if no step has all ranks."""
     found = client.series(run.run_id, "elements", points=_POINTS)
     ranks, expected = found.ranks or [], found.expected_ranks or []
     if not ranks or ranks[-1] >= expected[-1]:

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate, as people write them in one word: "cosine:3e-4:100:10000"."""
+"""Schedules of the learning rate, written as one word: "cosine:3e-4:100:10000"."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class RateSchedule:
 def parse_schedule(text: str) -> RateSchedule:
     """A schedule from KIND:RATE:WARMUP:STEPS[:FINAL], kinds constant, cosine, linear and wsd.
 
-    The rate rises in WARMUP steps to RATE, then: stays (constant); falls to FINAL, 0 if it is not given, along half
-    a cosine or a line; or stays, and falls along a line in the last DECAY steps, by default a fifth of STEPS
-    (wsd:RATE:WARMUP:STEPS[:DECAY[:FINAL]]).
+    The rate rises in WARMUP steps to RATE. Then it stays (constant), or falls to FINAL, by default 0, along half a
+    cosine or a line. With wsd:RATE:WARMUP:STEPS[:DECAY[:FINAL]] it stays, and falls along a line in the last DECAY
+    steps, by default a fifth of STEPS.
 
     Raises:
         ValueError: another form, or numbers that make no schedule; the message says which.

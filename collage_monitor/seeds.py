@@ -1,7 +1,7 @@
 """Statistics over seeds: a mean with its interval, the difference of two groups of runs, and a curve with its band.
 
 Runs that differ in their seed alone are a sample; intervals are Student's, at 95 %. Two groups are compared run by
-run where their runs belong together, since what a seed does to both cancels; else by Welch's interval.
+run if their runs can be paired, because the seed's effect on both cancels; otherwise by Welch's interval.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Estimate", "SeedValue", "curve_over_seeds", "difference", "mean_over
 
 @dataclass(frozen=True)
 class SeedValue:
-    """A run's number, finite, with what says which runs belong together."""
+    """A run's number, finite, with the keys that pair it with another run."""
 
     value: float
     group: str | None = None
@@ -88,7 +88,7 @@ _KEYS: Final[tuple[_Key, ...]] = (
 
 
 def _by_key(runs: Sequence[SeedValue], key: _Key) -> Mapping[Hashable, float]:
-    """The values by key; nothing where a key names several runs: who belongs together is not known then."""
+    """The values by key; nothing if a key names several runs, because then the pairs are unknown."""
     seen = Counter(found for run in runs if (found := key(run)) is not None)
     if any(count > 1 for count in seen.values()):
         return {}
@@ -114,8 +114,8 @@ def _welch(own: Sequence[float], reference: Sequence[float]) -> Estimate | None:
 def curve_over_seeds(curves: Sequence[wire.Series]) -> wire.Series:
     """The mean of several runs' curves of one metric, with the 95 % interval of the mean as `low` and `high`.
 
-    It stands at the points of the shortest curve, as far as every run has come; of each run its newest value up to
-    there counts. Where one is undefined or not finite, so is the mean.
+    It has the points of the shortest curve, as far as every run has come; at each point, each run's newest value
+    counts. If one is undefined or not finite, so is the mean.
 
     Raises:
         ValueError: there is no curve.

@@ -1,4 +1,5 @@
-"""One reader of settings: what stands in the environment or is passed, as the type of its field, or an error.
+"""One reader of settings: values from the environment or arguments, converted to the type of their field, or an
+error.
 
 A field says what it must be, and what to give, by the description of a `msgspec.Meta`: the words behind `must be`.
 """
@@ -66,7 +67,7 @@ def read_setting(label: str, value: Any, kind: Any, *, is_text: bool = False, se
 
 
 def _plain(kind: Any) -> tuple[Any, str | None]:
-    """The type without what is annotated, and without None; and the words."""
+    """The type without its annotation and without None; and the words of the annotation."""
     wanted = None
     while typing.get_origin(kind) in (Annotated, typing.Union, types.UnionType):
         metas = getattr(kind, "__metadata__", ())

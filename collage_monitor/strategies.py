@@ -151,10 +151,10 @@ def better(
     first_moments: int = 1,
     second_moments: int = 1,
 ) -> tuple[Strategy, ...]:
-    """What keeps more than `present` does of what is lacking, and no less of the rest; empty where nothing does.
+    """Strategies that keep more of the lacking parts than `present` does, and no less of the rest.
 
     The most exact strategy, and the most exact that needs no more bytes than the present one under a rule of so
-    many moments. float16: float16 is no leading part of fp32, only fp32 weights keep more beside it.
+    many moments. float16: for float16 weights, which are not the leading bits of fp32, only fp32 weights keep more.
     """
     known = STRATEGIES.get(present or "unknown")
     whole = known is not None and known.weights == "fp32"
@@ -183,7 +183,7 @@ def strategy(name: str) -> Strategy:
 
 
 def strategy_title(name: str | None, dtype: str | None = None) -> str:
-    """'Collage plus · bfloat16'; a name that no catalogue has stands for itself."""
+    """'Collage plus · bfloat16'; a name in no catalogue is returned as it is."""
     entry = STRATEGIES.get(name or "unknown")
     title = entry.title if entry else str(name)
     return f"{title} · {dtype}" if dtype and dtype != "unknown" else title

@@ -1,7 +1,7 @@
 """Precision strategies side by side: the runs' numbers, and each strategy over its runs against a reference.
 
-Losses are compared at a step that all runs have reached. Runs are seeds of one strategy where project and
-configuration agree; else each configuration is a row of its own, and none is held against another's reference.
+Losses are compared at a step that all runs have reached. Runs count as seeds of one strategy if project and
+configuration agree. Otherwise each configuration has its own row, and none is compared with another's reference.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ _SHOWN: Final = 3
 class RunResult:
     """A run in the numbers by which strategies are compared. None: not known.
 
-    `loss` is the one that `loss_name` says, read at `loss_step`. `health` and `headline` are the verdict's,
-    `numbers` are those that it rests on, and `advice` is what it says to try. `trained`: what its optimizers train.
-    `configuration` is the same for seeds of one strategy, `entries` are those of its configuration, and its
-    project, in which the runs differ.
+    `loss` is the one that `loss_name` says, read at `loss_step`. `health`, `headline` and `advice` are the
+    verdict's, and `numbers` are those behind it. `trained`: what its optimizers train. `configuration` is the same
+    for seeds of one strategy, `entries` are those of its configuration, and its project, in which the runs differ.
     """
 
     run_id: str
@@ -81,8 +80,9 @@ class RunResult:
 class StrategyResult:
     """A strategy over its runs. `gap`: its loss minus the reference's; None of the reference itself.
 
-    set_apart: those of the runs that count in no number here, since something befell them that did not befall most.
-    apart: what tells it from other rows of the strategy, "" if there are none. entries: as those of its runs.
+    set_apart: those of the runs that do not count here, because something happened to them that did not happen to
+    most.
+    apart: how it differs from other rows of the strategy, "" if there are none. entries: as those of its runs.
     """
 
     strategy: str | None
@@ -100,7 +100,7 @@ class StrategyResult:
 
     @property
     def title(self) -> str:
-        """'Collage plus · bfloat16', and what tells it from other rows of the strategy."""
+        """'Collage plus · bfloat16', and how it differs from other rows of the strategy."""
         return " · ".join(filter(None, (strategy_title(self.strategy, self.dtype), self.apart)))
 
     @property
@@ -192,8 +192,8 @@ def _result(
 def results_of(runs: Sequence[RunResult]) -> list[StrategyResult]:
     """The runs by strategy, dtype and configuration, cheapest in bytes first, each against its reference.
 
-    The reference is plain storage in fp32 or wider, else fp32 master weights, of runs that differ in nothing but
-    what names the strategy; with neither there is no gap.
+    The reference is plain storage in fp32 or wider, else fp32 master weights, among runs that differ only in the
+    entries that name the strategy; with neither there is no gap.
     """
     by_kind: dict[_Kind, dict[str, list[RunResult]]] = {}
     for run in runs:
@@ -214,7 +214,7 @@ def results_of(runs: Sequence[RunResult]) -> list[StrategyResult]:
 def differences(results: Sequence[StrategyResult]) -> dict[str, list[Any]]:
     """Entries beside what names the strategy in which these rows differ, with their values: {"lr": [0.001, 0.01]}.
 
-    What a configuration does not state is not held against it.
+    An entry that a configuration does not state does not count as a difference.
     """
     stated: dict[str, list[Any]] = {}
     for result in results:
@@ -258,13 +258,14 @@ def _strategy_result(
 
 
 def _counted(runs: Sequence[RunResult]) -> list[RunResult]:
-    """The runs whose numbers count: those that something befell do not, unless it befell most of them."""
+    """The runs whose numbers count: resumed or unhealthy runs do not, unless most runs are like that."""
     even = [run for run in runs if not run.is_odd]
     return even if 2 * len(even) >= len(runs) else list(runs)
 
 
 def _entries_of(runs: Sequence[RunResult]) -> dict[str, Mapping[str, Any]]:
-    """By configuration its entries: those of a run that has it by itself, not by what people say."""
+    """By configuration its entries: those of a run that has it by its own configuration, not by a person's
+    choice."""
     found: dict[str, Mapping[str, Any]] = {}
     for run in sorted(runs, key=lambda run: run.is_treated):
         found.setdefault(run.configuration, run.entries)
@@ -289,7 +290,7 @@ def _told_apart(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two configurations differ in nothing that both state but what names the strategy."""
+    """Whether two configurations agree in every entry that both state, except those that name the strategy."""
     shared = [name for name in one if name in other and not _names_strategy(name)]
     return all(_same(name, one[name], other[name]) for name in shared)
 

@@ -1,7 +1,7 @@
 """The one table of totals: float64 [statistic][layer], whose two axes are only ever appended to.
 
-The agent's measurer fills one, several optimizers are joined into one, a report carries one, the journal and the
-readers hand on one. Numbers are read by name, never by position.
+The agent's measurer fills one, several optimizers are joined into one, and a report, the journal and the readers
+pass one on. Numbers are read by name, never by position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Axis(Sequence[str]):
             self._positions.setdefault(name, len(self._positions))
 
     def position(self, name: str) -> int:
-        """Where the name stands.
+        """The position of the name.
 
         Raises:
             KeyError: it was never added.
@@ -36,7 +36,7 @@ class Axis(Sequence[str]):
         return self._positions[name]
 
     def positions(self, names: Iterable[str]) -> list[int]:
-        """Where each of the names stands, in the order given."""
+        """The position of each of the names, in the order given."""
         return [self._positions[name] for name in names]
 
     @overload
@@ -63,8 +63,8 @@ class Table(Mapping[str, Values], Generic[Values]):
     """Totals by statistic: `table[key]` is the row of that statistic, [layers] or [points, layers] or [points].
 
     `array` has one row for each of `statistics`; its last axis follows `layers`, unless they are None: then the
-    layers are merged to the model. NaN stands for "not reported". As a mapping it is what merging and finishing
-    take.
+    layers are merged to the model. NaN stands for "not reported". As a mapping it is the input of merging and
+    finishing.
     """
 
     def __init__(self, statistics: Axis, layers: Axis | None, array: Values) -> None:

@@ -1,6 +1,6 @@
 """What verl loads in each of its processes, by the entry-point group `verl.plugins`.
 
-Where nobody has asked to be watched it costs one look into the environment: no module of the agent is imported.
+If watching is not requested, it costs one look into the environment and imports no module of the agent.
 """
 
 import importlib

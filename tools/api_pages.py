@@ -1,6 +1,6 @@
 """The pages of docs/api/: every public name with its signature and docstring, read from the source.
 
-`python -m tools.api_pages` writes them; a test compares the pages with what this makes.
+`python -m tools.api_pages` writes them; a test compares the pages with its output.
 """
 
 import ast
@@ -56,7 +56,7 @@ def statements(module: str) -> Iterator[ast.stmt]:
 
 
 def public(module: str) -> list[str]:
-    """What `__all__` of a module lists."""
+    """The names in a module's `__all__`."""
     for node in statements(module):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
@@ -181,7 +181,7 @@ def _text(docstring: str | None) -> Iterator[str]:
 
 
 def main() -> None:
-    """Write every page anew."""
+    """Write every page again."""
     for name in PAGES:
         (ROOT / "docs/api" / f"{name}.md").write_text(page(name))
 

@@ -1,6 +1,6 @@
 """The reference part of docs/command.md: every verb with its arguments and options, from the command itself.
 
-`python -m tools.command_page` writes it below the marker; a test compares the page with what this makes.
+`python -m tools.command_page` writes it below the marker; a test compares the page with its output.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def _section(command: click.Command, context: click.Context, depth: int) -> Iter
 
 
 def main() -> None:
-    """Write the page anew."""
+    """Write the page again."""
     head = PAGE.read_text().partition(MARKER)[0]
     PAGE.write_text(head + MARKER + reference() + "\n")
 

@@ -1,6 +1,6 @@
 """The contract holds what two components share: a module of it that only one uses belongs to that one.
 
-The command `collage-monitor` counts as a component; what stands in `command/` and `importing/` is its own. So
+The command `collage-monitor` counts as a component, with `command/` and `importing/` as its modules. So
 is what another program loads by an entry point: it may cost that program nothing.
 """
 

@@ -31,7 +31,7 @@ def grid(first: float, last: float) -> list[float]:
 
 
 def additions() -> dict[str, list[float]]:
-    """What a weight of 1 is after each of STEPS updates: one bfloat16 number, a pair, and exactly."""
+    """A weight that begins at 1, after each of STEPS updates: as one bfloat16 number, as a pair, and exactly."""
     plain = torch.tensor(1.0, dtype=torch.bfloat16)
     high, low = plain.clone(), torch.zeros_like(plain)
     update = torch.tensor(UPDATE, dtype=torch.bfloat16)

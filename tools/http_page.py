@@ -1,6 +1,6 @@
 """The page docs/api/http.md: every route with its parameters, bodies and answers, and every error, from the server.
 
-`python -m tools.http_page` writes it; a test compares it with what this makes.
+`python -m tools.http_page` writes it; a test compares it with its output.
 """
 
 import html
@@ -42,7 +42,7 @@ def described() -> dict[str, Any]:
 
 
 def page() -> str:
-    """The whole page: routes by what they are about, then messages and errors."""
+    """The whole page: routes by subject, then messages and errors."""
     description = described()
     by_tag: dict[str, list[str]] = {}
     for path, operations in description["paths"].items():
@@ -104,7 +104,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _kind(answer: dict[str, Any]) -> str:
-    """The name of what a body or an answer holds, or its media type."""
+    """The name of a body's or an answer's type, or its media type."""
     for media, content in answer.get("content", {}).items():
         reference = content.get("schema", {}).get("$ref", "")
         return f"`{reference.rpartition('/')[2]}`" if reference else f"`{media}`"
@@ -127,7 +127,7 @@ def _errors() -> Iterator[str]:
 
 
 def main() -> None:
-    """Write the page anew."""
+    """Write the page again."""
     PAGE.write_text(page())
 
 

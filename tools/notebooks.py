@@ -1,6 +1,6 @@
 """A tutorial's outputs and its notebook, from its page: `python -m tools.notebooks`.
 
-The page's Python blocks run one after the other. A block in `text` right behind one becomes what it prints.
+The page's Python blocks run one after the other. A `text` block right after one becomes its output.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def notebook(text: str) -> str:
 
 
 def _cells(text: str) -> Iterator[dict[str, Any]]:
-    text = re.sub(r" The same as a notebook: [^\n]*", "", text)
+    text = re.sub(r" This tutorial is also a notebook: [^\n]*", "", text)
     text = re.sub(r"```sh\npip install ('.*?')\n```", r"```python\n%pip install --quiet \1\n```", text)
     text = re.sub(r"\[([^]]+)\]\((?!\w+:)[^)]+\)", r"\1", text)
     end = 0
@@ -57,7 +57,7 @@ def _cell(kind: str, name: str, text: str, more: dict[str, Any]) -> dict[str, An
 
 
 def main() -> None:
-    """Write the page's outputs and the notebook anew."""
+    """Write the page's outputs and the notebook again."""
     text = ran(PAGE.read_text())
     PAGE.write_text(text)
     NOTEBOOK.write_text(notebook(text))

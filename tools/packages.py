@@ -1,4 +1,4 @@
-"""Each extra alone, in a clean environment: what is offered works, and what is marked says what it needs.
+"""Each extra alone, in a clean environment: offered verbs work, and marked ones say what they need.
 
 `python -m tools.packages dist` installs the wheel in dist/ with each extra, on each Python, with the newest and
 with the lowest versions that are allowed, and prints a table. `python -m tools.packages --here` looks at the
@@ -91,7 +91,7 @@ class Environment:
         return done.stdout + done.stderr
 
     def started(self, word: str, *words: str) -> str:
-        """What a program that goes on has printed when the word comes, or when it ends; then it is stopped."""
+        """The output of a running program up to the word, or to its end; then it is stopped."""
         command = [str(self.programs / "collage-monitor"), *words]
         with subprocess.Popen(
             command,
@@ -128,7 +128,7 @@ def prepare(environment: Environment) -> None:
 
 
 def faults(environment: Environment) -> Iterator[str]:
-    """Every difference between what is offered and what works, a line each."""
+    """Every difference between the offered and the working verbs, one per line."""
     listed = environment.run("collage-monitor", "-h")
     found = re.findall(r"^  ([a-z]+) +(\S.*)$", listed.partition("Commands:")[2], re.MULTILINE)
     if len(found) < 25:

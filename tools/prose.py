@@ -1,4 +1,4 @@
-"""The prose check: pages and docstrings are plain English. `python tools/prose.py` names what is not.
+"""The prose check: pages and docstrings are plain English. `python tools/prose.py` lists the exceptions.
 
 Each rule is one that readers stumbled over. A page's code and tables are left out. `python tools/prose.py --draw 60
 --seed 7` prints that many sentences to be read by a person, as many of each kind: pages, studies, docstrings, what
@@ -35,12 +35,20 @@ PHRASES = {
     r"\bMeant for (?:it|this) is\b": "use … for this",
     r"\bby pages of any name\b": "any web page",
     r"\bwhat it took for\b": "what it had counted as",
+    r"(?:^|[.!?] )Of (?:an?|the|each|all|some|many|more|one|two|several|what|those|these)\b": "the subject first",
+    r"\b[Ww]hat (?:is|was|are|were) (?:asked|told|said|kept|known|stored) of\b": "a noun, as: the facts",
+    r"\b[Ww]hat (?:became|becomes|came) of\b": "the outcome, the results",
+    r"\b[Aa]ll that is (?:asked|told|said|kept|known|stored) of\b": "all data of …",
+    r"\banew\b": "again",
 }
 """What readers stumble over, and what to write instead."""
 _FENCE = re.compile(r"^ *```.*?^ *```\s*$", re.DOTALL | re.MULTILINE)
-_BLOCKED = re.compile(r"^(?:\||#|<|!\[|    |[├└│]|\S.*\S {3,}\S)")
-_ITEM = re.compile(r"^(?:[-*] |\d+\. |[\w, ]{1,60}: )")
+_BLOCKED = re.compile(r"^(?:\|[ :-]|#|<|!\[|    |[├└│]|\S.*\S {3,}\S)")
+_MARK = re.compile(r"^(?:[-*] |\d+\. )")
+_ENTRY = re.compile(r"^[\w, ]{1,60}: ")
 _LINK = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
+_ENDS = (".", "!", "?", ":", ")")
+"""A line that does not end so goes on in the next one, whatever that begins with."""
 _END = re.compile(r"(?<=[.!?])[\"')*”]*\s+")
 
 
@@ -49,23 +57,24 @@ def paragraphs(page: str) -> Iterator[tuple[int, str]]:
     text = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), page)
     begun, words = 0, [""]
     for number, line in enumerate([*text.splitlines(), ""], 1):
-        new = not line.strip() or _BLOCKED.match(line) or _ITEM.match(line.strip())
+        entry = _ENTRY.match(line.strip()) and words[-1].endswith(_ENDS)
+        new = not line.strip() or _BLOCKED.match(line) or _MARK.match(line.strip()) or entry
         if new and words != [""]:
             yield begun, " ".join(words)
             words = [""]
         if line.strip() and not _BLOCKED.match(line):
             begun = number if words == [""] else begun
-            words = [*(word for word in words if word), _ITEM.sub("", line.strip())]
+            words = [*(word for word in words if word), _MARK.sub("", line.strip())]
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a paragraph; what stands in backticks or brackets counts as one word."""
+    """The sentences of a paragraph; text in backticks or brackets counts as one word."""
     plain = re.sub(r"`[^`]*`", "`code`", _LINK.sub(r"\1", text))
     return [sentence for sentence in _END.split(re.sub(r"\([^()]*\)", "", plain)) if sentence.strip()]
 
 
 def faults(text: str) -> Iterator[str]:
-    """What is hard to read in a paragraph."""
+    """The faults of a paragraph that make it hard to read."""
     for pattern, better in PHRASES.items():
         if found := re.search(pattern, text):
             yield f"{found[0]!r}; better: {better}"
@@ -125,7 +134,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def strings(source: str) -> Iterator[str]:
-    """What a module may say to people: its strings that are sentences, without docstrings."""
+    """The texts of a module for people: its strings that are sentences, without docstrings."""
     tree = ast.parse(source)
     documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

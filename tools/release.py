@@ -1,4 +1,4 @@
-"""What a release must do, from nothing but its wheel: `python -m tools.release dist` after `python -m build`.
+"""The check of a release, from nothing but its wheel: `python -m tools.release dist` after `python -m build`.
 
 It installs the wheel with all extras in an environment of its own and goes through the quick start, as the README
 has it: a server and a dashboard, a training that reports to them, and what terminal and page then say of it.
@@ -62,7 +62,7 @@ def install(folder: Path, wheel: Path, extras: str) -> Path:
 
 
 def run(programs: Path, folder: Path, *words: str, **more: str) -> str:
-    """What a program of the environment prints, in a folder and a home that hold nothing of this checkout."""
+    """The output of the environment's program, in a folder and a home without anything from this checkout."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("COLLAGE_", "PYTHON", "XDG_"))
     }

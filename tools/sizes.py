@@ -1,4 +1,4 @@
-"""The size check: modules and functions stay small enough to read, and what changes together lives together.
+"""The size check: modules and functions stay small enough to read, and code that changes together is together.
 
 Prints the figures of all and of each package, ends with 1 on a breach.
 """

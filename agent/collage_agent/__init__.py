@@ -1,4 +1,4 @@
-"""What a training loop imports: measure what low precision does to the optimizer's updates, and report it.
+"""The agent's public names: measure what low precision does to the optimizer's updates, and report it.
 
 import collage_agent as collage
 

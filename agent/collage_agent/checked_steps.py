@@ -23,7 +23,7 @@ _RANK: Final = "RANK"
 
 
 class CheckedSteps(msgspec.Struct, frozen=True):
-    """What the first steps of a launch showed: how many, how weights are seen to be kept, and the verdict."""
+    """What the first steps of a launch showed: how many, the observed strategy, and the verdict."""
 
     steps: int
     last_step: int
@@ -33,7 +33,8 @@ class CheckedSteps(msgspec.Struct, frozen=True):
 
 
 class _Check:
-    """The watches of this process, of which each is waited for; one that steps twice as often waits no longer."""
+    """The watches of this process. All of them must reach the last step; one that has taken twice as many steps no
+    longer waits."""
 
     def __init__(self, steps: int, report: Path) -> None:
         self._wanted, self._report = steps, report

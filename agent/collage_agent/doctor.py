@@ -1,4 +1,4 @@
-"""What the agent finds on a machine before a training starts, in plain words: one check a question.
+"""Checks of a machine before a training starts, in plain words: one check per question.
 
 For each optimizer library it says how the agent follows its steps, as far as that was tried.
 """
@@ -58,7 +58,7 @@ Status = Literal["ok", "note", "problem"]
 
 
 class Check(Struct, frozen=True):
-    """One question and its answer; `action` says what to do where something is to be done."""
+    """One question and its answer; `action` says what to do, if anything."""
 
     name: str
     status: Status
@@ -68,7 +68,7 @@ class Check(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class LibraryTrial:
-    """What was seen of one library: where u usually comes from, and which optimizers are followed otherwise."""
+    """The observations on one library: the usual source of u, and the optimizers with another one."""
 
     distribution: str
     usually: Literal["shadow", "rule"]

@@ -1,4 +1,4 @@
-"""What a training is expected to keep: `watch(expect=…)`. `collage_agent.watching.contract` holds it to that."""
+"""The expectations of a training: `watch(expect=…)`. `collage_agent.watching.contract` holds it to that."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _KEPT: Final = re.compile(r"(\w+)(?: with (\d+) bits beside it)?")
 
 
 class ExpectationBroken(CollageError):
-    """Training does not keep what `watch(expect=…, on_breach="raise")` said it should."""
+    """The training breaks an expectation of `watch(expect=…, on_breach="raise")`."""
 
 
 @dataclass(frozen=True)
 class Expectations:
-    """What is expected; None, and what is left out, is not looked at.
+    """Expectations; None and missing ones are not checked.
 
     strategy: how weights and states are kept, by its name. weights: least precision in which every watched weight
     is kept, itself, in a master weight, or with the bits beside it. states: least precision of every moving
     average, or of those named. min_edq, max_lost: bounds of `edq_ratio` and `lost_update_ratio` over the recent
-    past; broken where the 95 % interval lies beyond, or the value, where no interval is known.
+    past; broken if the 95 % interval lies beyond the bound, or the value if there is no interval.
     """
 
     strategy: str | None = None
@@ -89,7 +89,7 @@ class Expectations:
         return ",".join(f"{name}={value}" for name, value in named.items() if value is not None)
 
     def broken_by(self, info: wire.WatchInfo) -> Iterator[tuple[str, str]]:
-        """(what was expected, the sentence) of each expectation about how things are kept that does not hold."""
+        """(expectation, sentence) for each broken expectation about how weights and states are kept."""
         seen = info.fingerprint
         if self.strategy is not None and info.observed_strategy != self.strategy:
             why = seen.unexplained if seen is not None and seen.unexplained else f"{info.dtype} weights"
@@ -125,7 +125,7 @@ def _narrow_weights(dtype: str, info: wire.WatchInfo, seen: wire.Fingerprint) ->
 
 
 def _averages(seen: wire.Fingerprint) -> dict[str, str]:
-    """Moving averages, and how each is kept: what completes a weight or a state is left out."""
+    """Moving averages, and how each is kept: parts that complete a weight or a state are left out."""
     return {
         **{
             name: words

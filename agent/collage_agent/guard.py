@@ -40,7 +40,7 @@ class Guard:
         """What failed last, and whether measuring goes on; empty while nothing has failed."""
 
     def caught(self, doing: str, error: Exception) -> None:
-        """Take an error that happened while `doing` something; re-raises it only in tests."""
+        """Handle an error that happened while `doing` something; re-raises it only in tests."""
         reraise_in_tests(error)
         kind = f"{doing}: {type(error).__name__}"
         self.failures[kind] += 1

@@ -1,4 +1,4 @@
-"""Watching a model's optimizers: the handle that the user holds."""
+"""The handle that `watch` gives the user."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def watch(
     last_step_shown: Callable[[], int | None] | None = None,
     **options: Unpack[WatchArguments],
 ) -> Watch:
-    """Measure what becomes of the optimizer's updates, from its next step on; see `collage_agent.watch`.
+    """Measure how the optimizer's updates arrive, from its next step on; see `collage_agent.watch`.
 
     Several optimizers count iterations instead of steps: one is over when each has stepped, or when one of them
-    steps again. reporter takes measurements away; seed fixes the sample; worker_cpu_seconds is what delivery has
-    used. last_step_shown is asked where an optimizer keeps no count of its steps: see `Run.last_step_shown`.
+    steps again. reporter takes the measurements; seed fixes the sample; worker_cpu_seconds is the CPU time of
+    delivery. last_step_shown is called if an optimizer keeps no count of its steps: see `Run.last_step_shown`.
     Costs a self-test of 20 to 400 ms for each kind of parameter group. Synchronises no device.
 
     Raises:
@@ -122,9 +122,9 @@ class Watch:
             _LOG.warning("%s", self._advice)
 
     def before(self) -> None:
-        """Say that a step is about to be taken, gradients being final, by what calls no hooks of torch's.
+        """Announce a step, with final gradients, of an optimizer that calls no torch hooks.
 
-        Where a torch optimizer's hooks are called they say so, and this does nothing. A replayed CUDA graph calls
+        No-op if the torch optimizer's hooks are called: they do this. A replayed CUDA graph calls
         none: once that is known, its steps are measured here. Synchronises nothing, and never raises.
         """
         for hooks in self._hooks:
@@ -138,9 +138,9 @@ class Watch:
     def look(self, *, on_host_only: bool = False) -> Layout | None:
         """Look whether something steps the weights unseen, and say so once; see `UnseenSteps`.
 
-        Returns what the run is to be told, None if nothing; never where on_host_only, which another thread than the
-        training's may ask. That leaves weights on a device alone, and those of several ranks: what shards them may
-        free a weight's memory at any time. Synchronises nothing.
+        Returns a sentence for the run, None if there is nothing new. With on_host_only, which another thread than
+        the training's may pass, it looks at the host alone. That skips weights on a device and weights of several
+        ranks, whose memory the sharding may free at any time. Synchronises nothing.
         """
         if on_host_only and distributed.is_available() and distributed.is_initialized():
             return None
@@ -162,7 +162,8 @@ class Watch:
         return frozenset(id(entry.parameter) for entry in self._assembly.watched.values())
 
     def join(self, average: AverageWatch) -> Governor | None:
-        """Report an average of these weights from now on, and tell what bounds its cost; None: another one is.
+        """Report an average of these weights from now on, and return the bounds of its cost; None if another
+        average is reported already.
 
         One that was passed takes the place of one that was found.
         """
@@ -175,7 +176,7 @@ class Watch:
         return self._governor
 
     def compare_with_saved(self, folder: Path) -> None:
-        """Keep there what checkpoints hold, in brief, and compare what this launch begins with."""
+        """Keep summaries of checkpoints there, and compare this launch's start with them."""
         for number, hooks in enumerate(self._hooks):
             hooks.saved = SavedNumbers(folder / f"{number}.msgpack")
 
@@ -195,7 +196,7 @@ class Watch:
 
     @property
     def info(self) -> wire.WatchInfo:
-        """What is watched and how, as it travels."""
+        """The description of the watch in wire form."""
         return self._assembly.info
 
     def remove(self) -> None:
@@ -222,20 +223,21 @@ class Watch:
         return summary
 
     def evidence(self) -> Evidence:
-        """What a judgement rests on: the recent past, merged, of this process's shards. Synchronises the device."""
+        """The evidence for a judgement: the merged recent past of this process's shards. Synchronises the
+        device."""
         return evidence_of_past(self._assembly.history.past(), self._assembly.layout, self.info)
 
     def judgement(self) -> Judgement:
-        """The run's health, in one word, a sentence, and the numbers behind it. Synchronises the device."""
+        """The run's health: one word, a sentence, and the numbers behind it. Synchronises the device."""
         return judge(self.evidence())
 
     def forecast(self, schedule: str | Callable[[int], float], steps: int | None = None) -> Forecast:
-        """From which step on this run, and other strategies in its place, will lose their updates; print it.
+        """Forecast of the step from which this run, and other strategies in its place, lose updates; print it.
 
         schedule: of the learning rate over the whole run, "cosine:3e-4:100:10000" (see
         `collage_monitor.schedule.parse_schedule`), or a function from the step, from 1, to the rate, with the
-        `steps` of the run. Groups with other rates are taken to follow it in proportion. Of this process's shards.
-        Blocks until the last measured step is finished: synchronises the device.
+        `steps` of the run. Groups with other rates are taken to follow it in proportion. Covers this process's
+        shards only. Blocks until the last measured step is finished: synchronises the device.
 
         Raises:
             ValueError: no schedule.

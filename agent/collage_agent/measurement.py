@@ -17,7 +17,7 @@ __all__ = ["Layout", "Measurement", "Reporter"]
 
 @dataclass(frozen=True)
 class Layout:
-    """What rows (statistic keys) and columns (layers) of a measurement mean, and how it is measured.
+    """The meaning of a measurement's rows (statistic keys) and columns (layers), and how it is measured.
 
     A later layout of the same watch only appends rows and columns; a tensor that replaces another keeps its column.
     """

@@ -101,7 +101,7 @@ class WatchOptions:
 
 
 def shows_options(function: _Function) -> _Function:
-    """Spell out, for `help` and editors, the options and defaults behind a function's **options."""
+    """Give `help` and editors the options and defaults behind a function's **options."""
     signature = inspect.signature(function)
     named = [entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD]
     options = [

@@ -47,14 +47,15 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class StepSource(Protocol):
-    """What a run needs of a watch: the last completed step, and whether there are others that it does not see."""
+    """The interface of a watch that a run needs: the last completed step, and whether steps are taken that it does
+    not see."""
 
     @property
     def step(self) -> int | None:
         """Number of the last completed optimizer step; None before the first."""
 
     def look(self, *, on_host_only: bool = False) -> Layout | None:
-        """Look whether something steps the weights unseen; what the run is to be told then."""
+        """Check whether something steps the weights unseen; returns a sentence for the run then."""
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Run:
         transport: Transport | None = None,
         exit_status: ExitStatus | None = None,
     ) -> None:
-        """exit_status: what is known of how the process ends; whatever is reported says that it goes on."""
+        """exit_status: the state known so far of how the process ends; any report says that it goes on."""
         self.settings = settings
         self._exit_status = ExitStatus() if exit_status is None else exit_status
         self._identity = identity
@@ -159,14 +160,14 @@ class Run:
 
     @property
     def saved_folder(self) -> Path | None:
-        """Where this rank keeps what checkpoints of the run hold, in brief; None: nowhere, nothing is kept."""
+        """Where this rank keeps summaries of the run's checkpoints; None: it keeps none."""
         if self.settings.mode == "disabled":
             return None
         return self.settings.folder / "saved" / self.run_id / f"rank{self._identity.rank}"
 
     @property
     def is_sent(self) -> bool:
-        """Whether it is sent to a server, not kept or handed to a transport of the caller's."""
+        """Whether it is sent to a server, not only kept on disk or passed to the caller's transport."""
         return self.settings.mode == "online" and self._given_transport is None
 
     @property
@@ -232,7 +233,7 @@ class Run:
         """The last step that the run shows of this watch's layers, for optimizers without a count of their steps.
 
         0: none. None: the run was named, and may show steps of other processes; then the watch must not report, and
-        what is logged at its steps is refused.
+        values logged at its steps are refused.
         """
         slot = self._slots.get(watch_index)
         if slot is None or slot.last_shown_step or self.settings.run_id is None:
@@ -357,7 +358,7 @@ class Run:
                     self._put(WatchChange(layout, index))
 
     def _look_from_worker(self) -> None:
-        """Where the training neither steps nor logs, nothing else of the agent runs."""
+        """If the training neither steps nor logs, no other code of the agent runs."""
         now = time.monotonic()
         if now >= self._looks_at:
             self._looks_at = now + _LOOK_SECONDS
@@ -399,7 +400,7 @@ class Run:
             self._put(LoggedScalars(place, now, part, counted))
 
     def _step_of_watches(self) -> int | None:
-        """The last step of the watches that go on, else of those that ended."""
+        """The last step of the running watches, otherwise of the ended ones."""
         numbered = [slot.watch for slot in self._slots.values() if slot.step_known]
         going_on = [watch for watch in numbered if not getattr(watch, "removed", False)]
         for watches in (going_on, numbered):
@@ -461,7 +462,8 @@ _HOW_TO_VIEW = "`collage-monitor up` starts a server, `collage-monitor sync` sen
 
 
 def _snapshot(value: Any) -> Any:
-    """A value that later changes do not reach. A tensor is cloned on its device, which does not wait for it."""
+    """A copy of the value, safe from later changes. A tensor is cloned on its device, which does not wait for
+    it."""
     if isinstance(value, torch.Tensor):
         return TensorSnapshot.of(value) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
     return value

@@ -34,7 +34,7 @@ _LOG = logging.getLogger("collage_agent")
 
 
 class _WatchRecord:
-    """A watch, and what it looks at: names and shapes of its layers, and which tensors and optimizers those are.
+    """A watch with its targets: names and shapes of its layers, their tensors and optimizers.
 
     Identities hold for as long as the watch is not removed: until then it keeps the optimizers alive.
     """
@@ -52,11 +52,11 @@ class _WatchRecord:
 
     @property
     def handle(self) -> Watch | None:
-        """The watch, while anybody holds it; the run of a watch does."""
+        """The watch, as long as something references it, such as its run."""
         return self._handle()
 
     def succeeds(self, other: _WatchRecord) -> bool:
-        """Whether the other watch is over, and this one looks at its layers.
+        """Whether the other watch is over, and this one watches its layers.
 
         Over: removed, or its parameters have another optimizer now. A model with the same layers beside one that is
         still watched is another model.
@@ -68,7 +68,7 @@ class _WatchRecord:
         return bool(self._parameters & other._parameters) and not self._optimizers & other._optimizers
 
     def resembles(self, other: _WatchRecord) -> bool:
-        """Whether the other watch, which goes on, may be that of the same training before it was built anew."""
+        """Whether the other, running watch may belong to the same training before it was rebuilt."""
         return (
             self._layers == other._layers
             and self._kinds == other._kinds
@@ -77,7 +77,7 @@ class _WatchRecord:
 
 
 class _WatchReporter:
-    """Takes what one watch reports to the run under which it was made, or to the next one if there was none.
+    """Passes one watch's reports to the run under which it was made, or to the next run if there was none.
 
     `possible_predecessor` is a watch that resembles this one, and its last step when this one was made.
     """
@@ -113,7 +113,7 @@ class _WatchReporter:
             self.run.started(first_step, self.index)
 
     def _take_over(self, run: Run, first_step: int) -> None:
-        """End the watch that resembles this one if this one goes on from a checkpoint of the same training.
+        """End the watch that resembles this one if this one continues from a checkpoint of the same training.
 
         So it is if the other has taken no step since, and this one's first follows a step that the other has taken.
         A model that begins with step 1 is another one.
@@ -135,7 +135,7 @@ def _keep_nothing(measurement: Measurement) -> None:
 
 
 class _Session:
-    """What this process has: at most one unfinished run, and watches that wait for one."""
+    """The state of this process: at most one unfinished run, and watches that wait for one."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -153,7 +153,7 @@ class _Session:
         self.averages = AverageFinder(self.seed)
 
     def seed(self) -> int:
-        """What fixes the samples of the current run's watches."""
+        """The seed of the samples of the current run's watches."""
         return self.run.settings.seed or 0 if self.run is not None else 0
 
     def flush_before_death(self, seconds: float) -> None:
@@ -171,7 +171,7 @@ class _Session:
         self.listen()
 
     def listen(self) -> None:
-        """Hear of the current run's alerts, if anybody asked to and the run is sent to a server."""
+        """Listen for the current run's alerts, if a callback is set and the run is sent to a server."""
         if self.listener is not None:
             self.listener.stop()
             self.listener = None
@@ -209,7 +209,7 @@ class _Session:
         self.records = [other for other in self.records if other is not predecessor] + [record]
 
     def refuse_watch(self, run: Run) -> None:
-        """What a second writer watches is measured, and stays here."""
+        """A second writer's measurements stay in this process."""
         if run is not self.told_of_watches:
             self.told_of_watches = run
             _LOG.warning(
@@ -300,11 +300,11 @@ def init(
 
 @shows_options
 def watch(model: nn.Module, optimizer: Optimizers, **options: Unpack[WatchArguments]) -> Watch:
-    """Measure what becomes of the optimizer's updates, and report it to the current run, if there is one.
+    """Measure how the optimizer's updates arrive, and report it to the current run, if there is one.
 
     optimizer: one, or several over different parameters (a sequence, or the values of a mapping, such as one for
-    each parameter that steps in the backward pass): then steps are iterations, and one report holds them all. What
-    is no torch optimizer, a step function too, is measured between `handle.before()` and `handle.after()`.
+    each parameter that steps in the backward pass): then steps are iterations, and one report holds them all. Other
+    objects and step functions are measured between `handle.before()` and `handle.after()`.
 
     Options:
         every: measure the steps divisible by it, and the first one of an optimizer that has states already.
@@ -356,13 +356,13 @@ def watch_average(
     every: int | None = None,
     sample: int | Literal["all"] | None = None,
 ) -> AverageWatch:
-    """Measure what becomes of the updates of an average of the model's weights, beside an fp64 average.
+    """Measure how the updates of an average of the model's weights arrive, compared with an fp64 average.
 
     average: torch's AveragedModel, diffusers' EMAModel, timm's ModelEma…, a copy of the model, or the averaged
     tensors by name or in the order of the model's parameters. Updates of the first three are noticed, and these
-    averages are found where their model is watched: this call is for the others, and to say the decay. Announce the
-    update of another with `before()` and `after()` of what this returns; else it is noticed when the optimizer next
-    steps.
+    averages are found where their model is watched: this call is for the others, and to say the decay. For other
+    averages, call `before()` and `after()` of the returned handle around each update; otherwise the update is
+    noticed at the optimizer's next step.
     decay: d of a ← d·a + (1 − d)·θ; None: the average's own, where it can be known.
     every, sample: as of `watch`, in updates; None: those of the model's watch, of the sample 1,024 at most.
 
@@ -389,8 +389,8 @@ def on_alert(callback: AlertCallback, *, every_seconds: float = 30.0) -> None:
     """Call `callback(incident)` once for each alert that fires on this process's run, the current and later ones.
 
     The server is asked every `every_seconds` in a thread of the agent's own, and the callback runs there: let it
-    set a flag that the loop reads, to save a checkpoint or to stop. An error of the callback is logged and goes no
-    further. `incident` says `alert`, `severity`, `text`, `step`. Without a server nothing is ever called.
+    set a flag that the loop reads, to save a checkpoint or to stop. An error of the callback is logged and does not
+    propagate. `incident` says `alert`, `severity`, `text`, `step`. Without a server nothing is ever called.
 
     Raises:
         TypeError, ValueError: what was passed cannot be called, or the time is not positive.

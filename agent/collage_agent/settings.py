@@ -99,7 +99,7 @@ _WATCH_ARGUMENTS: Final[dict[str, Callable[[str], Any]]] = {
 
 @dataclass(frozen=True)
 class DeliveryLimits:
-    """How much the delivering side may hold, and how long it may wait."""
+    """Limits on the memory and the waits of the delivering side."""
 
     queue_steps: int = 20_000
     queue_bytes: int = 64 * 2**20
@@ -159,7 +159,7 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str] | None = None, **given: Any) -> Settings:
-    """Settings from arguments of `init` and the environment. Whatever was passed, and is not None, wins.
+    """Settings from arguments of `init` and the environment. Arguments that are not None win.
 
     Raises:
         ValueError: an argument cannot be used; the message names it, its value and what is expected.
@@ -206,7 +206,7 @@ def _read(name: str, kind: Any, value: Any, *, is_text: bool = True) -> Any:
 
 
 def check_mirrors(names: Iterable[str]) -> None:
-    """Look each mirror up, and what it needs, without importing that.
+    """Look up each mirror and its requirements, without importing them.
 
     Raises:
         ValueError: nothing installed has this name, or its package is absent; the message says what to do.
@@ -226,7 +226,7 @@ def check_mirrors(names: Iterable[str]) -> None:
 def is_second_writers(stream_id: str) -> bool:
     """Whether the stream is that of a process beside the training.
 
-    Such ids sort behind the trainings', which are digits first: what a training left on disk is sent before.
+    Such ids sort behind the trainings', which begin with digits, so a training's files are sent first.
     """
     return ROLE_ENDS in stream_id
 
@@ -243,7 +243,7 @@ def watch_defaults(environment: Mapping[str, str] | None = None) -> dict[str, An
 
 
 def _from_environment(values: Mapping[str, str], readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
-    """What the environment has for these arguments; what cannot be used is named in a log line, and left out."""
+    """Values from the environment for these arguments; unusable ones are named in a log line and left out."""
     found: dict[str, Any] = {}
     for name, read in readers.items():
         text = values.get(VARIABLES[name], "").strip()

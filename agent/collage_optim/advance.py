@@ -169,7 +169,7 @@ def advance_in_storage(step: Step, chunk: State, source: RandomSource | None = N
 
 
 def _rounded(dtype: torch.dtype, draws: RandomBits, value: Tensor) -> Tensor:
-    """An fp32 value in `dtype`, rounded at random."""
+    """An fp32 value rounded at random to `dtype`."""
     out = torch.empty_like(value, dtype=dtype)
     codes.round_at_random(WideArithmetic(), value, out, draws)
     return out

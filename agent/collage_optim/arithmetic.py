@@ -1,4 +1,4 @@
-"""The two arithmetics that can carry out an update rule, behind one small set of operations.
+"""The two arithmetics for update rules, behind one small set of operations.
 
 A rule is written once, with `product`, `quotient`, `square_root`, `average` and in-place operations on their
 results. `WideArithmetic` computes in the tensors' own wide format: fp32 in a step, fp64 for the exact rule.
@@ -37,7 +37,8 @@ State = dict[str, Tensor]
 
 
 class Arithmetic(Protocol):
-    """What a rule may use. Results are fresh tensors, which the rule may change in place, except from `average`
+    """The operations that a rule may use. Results are fresh tensors, which the rule may change in place, except
+    from `average`
     and `keep_maximum`: they return the state itself."""
 
     def product(self, a: Tensor, b: Tensor | Scalar) -> Tensor:
@@ -61,7 +62,7 @@ class Arithmetic(Protocol):
 class Workspace:
     """Scratch vectors of one device and dtype, allocated once and reused, the most recently used first.
 
-    Without reuse of addresses the allocator gives pages back and faults them in again, which costs five times the
+    Without reuse the allocator returns pages and faults them in again, which costs five times as much as the
     arithmetic.
     """
 

@@ -1,4 +1,4 @@
-"""What all our optimizers share: groups, states, steps and checkpoints, whatever the rule and the strategy."""
+"""The common part of our optimizers: groups, states, steps and checkpoints, whatever the rule and the strategy."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ class CollageOptimizer(Optimizer):
             self._accepted.extend(map(self._options, self.param_groups))
 
     def _start_without_memory(self) -> None:
-        """What no copy and no checkpoint has: it is made anew at every step."""
+        """What no copy and no checkpoint has: it is made again at every step."""
         self._external_writes = ExternalWrites()
         self._update_guard = UpdateGuard()
         self._accepted: list[tuple[Any, ...]] = []
@@ -75,8 +75,8 @@ class CollageOptimizer(Optimizer):
     def from_optimizer(cls, optimizer: Optimizer, *, strategy: str, **options: Any) -> Self:
         """This class over another optimizer's groups: its options, those by name that both have, and its states.
 
-        For an optimizer of the same update rule; decay that it does not have is 0. A group's weights in 16 bits are
-        kept as `strategy` says; the others, which need no help, become a group of their own that is `plain`.
+        For an optimizer of the same update rule; decay that it does not have is 0. A group's 16-bit weights are
+        kept as `strategy` says; its other weights, which need no help, become a separate `plain` group.
         options: others of this class, for all groups. Raises ValueError for options or states that are known to be
         another rule's, and as the class does for what `strategy` cannot keep.
         """
@@ -132,7 +132,7 @@ class CollageOptimizer(Optimizer):
 
     @property
     def external_writes(self) -> int:
-        """How often a weight was found changed by somebody else, and what was kept beside it dropped."""
+        """How often a weight was changed externally, so that its residual or master value was dropped."""
         return self._external_writes.count
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ class CollageOptimizer(Optimizer):
         return loss
 
     def _gathered(self) -> list[list[Member]]:
-        """By group, the parameters that take the step; raises for what is refused, before any counter moves."""
+        """The parameters of each group that take the step; raises for unsupported ones before any counter moves."""
         options = [self._options(group) for group in self.param_groups]
         if options != self._accepted:
             for group, now, before in zip_longest(self.param_groups, options, self._accepted):
@@ -207,11 +207,11 @@ class CollageOptimizer(Optimizer):
         return gathered
 
     def _options(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        """What decides how a group's weights and averages are kept: anybody may change it between two steps."""
+        """The key of how a group's weights and averages are kept, which users may change between two steps."""
         return (*map(group.get, _OPTIONS_CHECKED), *(moment.name for moment in self._moments(group)))
 
     def _convert(self, group: dict[str, Any], was: str) -> None:
-        """Make a group's states those of its strategy, should it have been given another one than it was."""
+        """Convert a group's states if its strategy was changed."""
         moments = {moment.name: moment.second for moment in self._moments(group)}
         strategy = strategy_named(group["strategy"])
         states = {parameter: self.state[parameter] for parameter in group["params"] if self.state.get(parameter)}
@@ -269,7 +269,7 @@ class CollageOptimizer(Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look_at_updates(self, members: list[list[Member]]) -> None:
-        """Let the guard judge, now and then, what the updates of a group are against what its strategy can hold."""
+        """Let the guard check, now and then, whether a group's strategy can hold its updates."""
         self._update_guard.begin()
         for number, (group, own) in enumerate(zip(self.param_groups, members, strict=True)):
             strategy = strategy_named(group["strategy"])

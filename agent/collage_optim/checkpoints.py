@@ -52,7 +52,7 @@ def load(
     load_as_torch: Callable[[dict[str, Any]], None],
     state_dict: dict[str, Any],
 ) -> None:
-    """Load through torch's own method, then put back what it casts, and convert what is kept in another way.
+    """Load through torch's own method, then restore what it casts, and convert states of another strategy.
 
     moments_of: the moving averages of one of the optimizer's groups, under the options that were loaded.
     torch casts every floating-point state to its parameter's dtype. The pre-hook registered here runs last, so it
@@ -89,7 +89,7 @@ def load(
 
 
 def take_over(made: Optimizer, other: Optimizer) -> None:
-    """Give `made` the states that `other` has of the same parameters, converted as those of a checkpoint are."""
+    """Give `made` the states of `other` for the same parameters, converted like those of a checkpoint."""
     states: dict[int, Any] = {}
     loaded = made.state_dict()
     groups_of = {parameter: group for group in other.param_groups for parameter in group["params"]}
@@ -184,8 +184,8 @@ def _loaded(
 def note_conversion(group: dict[str, Any], was: Any, states: Iterable[Mapping[str, Any]]) -> None:
     """Note in the group that residuals or master weights begin with nothing to keep: their states had none.
 
-    was: the strategy that these come from, None where the checkpoint names none, as torch's. What it keeps beside
-    weights and is not there was dropped: that is no conversion. Reads the counters of steps.
+    was: the strategy that these come from, None where the checkpoint names none, as torch's. If its states beside
+    the weights are missing, they were dropped, which is no conversion. Reads the counters of steps.
     """
     source = known_strategy(was) if isinstance(was, str) else None
     if strategy_named(group["strategy"]).parameter_state is None:
@@ -238,8 +238,8 @@ def _parameter_components(
 ) -> dict[str, Tensor]:
     """The weight's second component: what the visible weight lacks, or the whole weight in fp32.
 
-    The visible weight is never changed. Where the stored one doesn't round to it, what it lacks is kept as far as
-    that goes: half a gap, for bits below the weight's own.
+    The visible weight is never changed. If the stored one doesn't round to it, the missing part is kept as far as
+    possible: up to half a gap, for bits below the weight's own.
     """
     needed, visible = strategy.parameter_state, parameter.detach()
     if needed is None:

@@ -48,7 +48,7 @@ _FINE_FROM, _FINE_UP_TO = 32 << _MANTISSA_BITS, 72 << _MANTISSA_BITS
 
 
 def load(arithmetic: WideArithmetic, chunk: State, name: str, storage: StateStorage) -> Tensor:
-    """A fresh wide copy of what is kept under a name, weights and averages alike."""
+    """A fresh wide copy of the stored value of a name, weights and averages alike."""
     low = chunk.get(name + LOW_COMPONENT_SUFFIX)
     if storage.is_split and low is not None:
         return load_split(arithmetic, chunk[name], low)
@@ -143,7 +143,7 @@ def _below_wrap(arithmetic: WideArithmetic, bits: Tensor, added: int) -> Tensor:
 
 
 def _rounding(arithmetic: WideArithmetic, bits: Tensor, dropped: int, draws: RandomBits | None) -> Tensor:
-    """The bits plus what rounds them once `dropped` of them are cut: a half, or as many random bits."""
+    """The bits plus the rounding term for cutting `dropped` of them: a half, or as many random bits."""
     if draws is None:
         return arithmetic.on(torch.add, bits, 1 << (dropped - 1))
     drawn = draws.take(dropped)
@@ -173,8 +173,8 @@ def load_root(arithmetic: WideArithmetic, code: Tensor) -> Tensor:
 def store_root(arithmetic: WideArithmetic, value: Tensor, code: Tensor, draws: RandomBits | None = None) -> None:
     """Keep v ≥ 0, fp32, by its root, rounded at random or to nearest.
 
-    Relative step 2^-10 for roots from 2^-32 to 2^8, else 2^-8. What is not finite becomes the largest number,
-    2^128 (1 − 2^-8).
+    Relative step 2^-10 for roots from 2^-32 to 2^8, else 2^-8. NaN and infinity become the largest number, 2^128 (1
+    − 2^-8).
     """
     root = arithmetic.square_root(value)
     bits = arithmetic.on(torch.mul, root, 1 / _ROOT_SCALE).view(torch.int32)
@@ -199,7 +199,8 @@ def _clamped(arithmetic: WideArithmetic, values: Tensor, low: int, high: int) ->
 def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor, block: int = BLOCK_ELEMENTS) -> Tensor:
     """Values from 8-bit codes c [n] and their blocks' scales s [⌈n / block⌉]: sign(c) (c / 127)² s for int8.
 
-    uint8 codes hold the root of what has no sign: ((c / 255)² s)². Small values of a block keep more digits than by
+    uint8 codes hold the root of an unsigned value: ((c / 255)² s)². Small values of a block keep more digits than
+    by
     equal steps: the smallest is 2^-16 of the largest for a root, 2^-32 for v.
     """
     flat, elements = code.reshape(-1), code.numel()
@@ -221,7 +222,7 @@ def store_blocks(
 ) -> None:
     """Keep fp32 values in 8-bit codes, rounded at random or to nearest; sets the scales.
 
-    value: any shape, its elements in the order of blocks. A block with something that is not finite becomes NaN.
+    value: any shape, its elements in the order of blocks. A block with a NaN or infinity becomes NaN.
     """
     flat, elements = value.reshape(-1), value.numel()
     if elements % BLOCK_ELEMENTS:
@@ -363,10 +364,10 @@ def empty_low(storage: StateStorage, parameter: Tensor) -> Tensor:
 def decoded(
     state: Mapping[str, Tensor], name: str, high: Tensor | None = None, *, block: int = BLOCK_ELEMENTS
 ) -> Tensor | None:
-    """What integers under `name`, or beside it, stand for: fp32 of its shape, new; None where there are none.
+    """The value of the integers under `name`, or beside it: fp32 of its shape, new; None if there are none.
 
     high: the weight itself, for name "parameter". block: elements that share a scale, in a sample fewer than kept.
-    The dtypes say what is stored: see `StateStorage`. Of a sharded tensor the result is sharded alike.
+    The dtypes say what is stored: see `StateStorage`. For a sharded tensor the result is sharded in the same way.
     """
     first = (state[name] if high is None else high).detach()
     if hasattr(first, "to_local"):

@@ -73,7 +73,7 @@ def check_compiled(compiled: bool, arithmetic: str, strategy: StorageStrategy) -
 
 
 def compiler_options(device_type: str) -> Options:
-    """What makes the compiler compute as eager steps do. Older compilers do not know those of CUDA."""
+    """Options with which the compiler computes like eager steps. Older compilers do not know those of CUDA."""
     return {**_OPTIONS, **(_CUDA_OPTIONS if device_type == "cuda" else {})}
 
 
@@ -257,7 +257,7 @@ def _components(structure: Structure) -> State:
 
 
 def _difference_from_eager(structure: Structure, advance: Advance) -> str | None:
-    """Step the same components both ways; what is wrong with the compiled result, or None."""
+    """Step the same components both ways; returns the fault of the compiled result, or None."""
     numbers: dict[str, Scalar] = {name: 2.0**-4 * (index + 1) for index, name in enumerate(structure.scalar_names)}
     source = _TESTED_SEEDING.at(0) if structure.strategy.stochastic else None
     eager = _components(structure)

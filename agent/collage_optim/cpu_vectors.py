@@ -1,4 +1,4 @@
-"""Two things that torch's compiler is helped with on a CPU, so that a compiled step is not slower than memory.
+"""Two aids for torch's compiler on a CPU, with which a compiled step runs at the speed of memory.
 
 Four elements to a word: the compiler has no vectors for 16-bit integers. Beside integers it loads and stores
 bfloat16 16 at a time under a mask: such a load waits for the store before it, which takes more than half of a step.
@@ -73,7 +73,7 @@ def packed(elements: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def casts_in_registers() -> Iterator[None]:
-    """What is compiled within casts fp32 to int32 and back without memory; the bits are the same.
+    """Code compiled inside casts fp32 to int32 and back without going through memory; the bits are the same.
 
     Leans on private names of torch's compiler. One that has others casts by memory, as without this.
     """

@@ -1,17 +1,18 @@
-"""Writes to a weight by somebody else: what is kept beside the weight is dropped before it can undo them.
+"""Writes to a weight by somebody else: the parts beside the weight are dropped before they can undo the write.
 
-Between two steps others write to weights: an average is swapped in and out, a head is made anew, an adapter is
-merged, weights are pruned. A residual or a master weight belongs to the bits that a step left. Where these are
-others now, they are the weight, and what was kept beside the old ones goes. Elsewhere it stays, so that a swap and
-its restore change nothing.
+Between two steps others write to weights: an average is swapped in and out, a head is replaced, an adapter is
+merged, weights are pruned. A residual or a master weight belongs to the bits that a step left. If the bits have
+changed, the new ones are the weight, and the parts beside the old ones are dropped. Elsewhere it stays, so that a
+swap and its restore change nothing.
 
 A step remembers of each weight: its version, which a write in place raises, where its elements lie, and the bits
 of a few stretches of them, which show a write through `.data`. Where one of these has changed, elements are
 compared:
 
 - A master weight must round to the weight: exact for each element.
-- The bits beside which a residual was left are not kept, they would cost two bytes a weight. If a sampled element
-  has changed, or the elements lie in another order, the residual of the whole weight goes, otherwise that of
+- The bits of the weight beside a residual are not stored, because that would cost two bytes a weight. If a sampled
+  element has changed, or the elements lie in another order, the residual of the whole weight goes, otherwise that
+  of
   elements for which it is too large: above half a gap. A weight that is found changed twice gets a copy of the bits
   from then on; that again is exact.
 """
@@ -51,7 +52,7 @@ _NOWHERE: _Place = (0, ())
 
 @dataclass(slots=True, eq=False)
 class _TrackedWeight:
-    """What is remembered of a weight that has a residual or a master weight.
+    """The memory about a weight that has a residual or a master weight.
 
     version, place, state_version: as the last step left them; a write in place raises a version.
     stretches: some of the elements at `place`; their bits are in the sample, from `offset` on.
@@ -110,7 +111,7 @@ class _Sample:
 
 
 class ExternalWrites:
-    """What one optimizer remembers of its weights between two steps, and how often somebody else wrote to them."""
+    """The memory of one optimizer about its weights between two steps, and the number of external writes."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -125,7 +126,7 @@ class ExternalWrites:
         self._reads = DeferredReads()
 
     def forget(self) -> None:
-        """Weights and states come from elsewhere: only what contradicts itself is taken for a write."""
+        """Weights and states were loaded: only contradictions between them count as a write."""
         self._tracked.clear()
         self._order, self._samples, self._places = [], [], None
 
@@ -133,7 +134,7 @@ class ExternalWrites:
     def adopt(
         self, groups: Iterable[tuple[Mapping[str, Any], Sequence[Member]]], name_of: Callable[[Tensor], str]
     ) -> None:
-        """Drop what is kept beside weights that somebody else changed since `remember`.
+        """Drop the parts beside weights that were changed externally since `remember`.
 
         groups: each with its members that take a step. Raises RuntimeError for the first such weight that is to
         `raise`, before anything is changed. Nothing waits for a device, except to raise there after a write in
@@ -162,7 +163,7 @@ class ExternalWrites:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def remember(self) -> None:
-        """After the step: what it left of the weights that `adopt` was given. No synchronisation."""
+        """After the step: the state of the weights that were passed to `adopt`. No synchronisation."""
         if self._seen is not None:
             self._versions = _versions(self._seen[0]), _versions(self._seen[1])
             self._seen = None
@@ -197,9 +198,9 @@ class ExternalWrites:
         self._versions = _versions(weights), _versions(states)
 
     def _looks_untouched(self, groups: Sequence[tuple[Mapping[str, Any], Sequence[Member]]]) -> bool:
-        """Whether the weights are the last step's and all on a host, and nothing that is remembered has changed.
+        """Whether the weights are the last step's, all on a host, and unchanged.
 
-        So it is at nearly every step. What is kept by weight is then left as it is, which halves the cost.
+        So it is at nearly every step. The records of single weights then stay as they are, which halves the cost.
         """
         self._seen = None
         if self._places is None:
@@ -224,7 +225,7 @@ class ExternalWrites:
         return False
 
     def _entries_of(self, groups: Iterable[tuple[Mapping[str, Any], Sequence[Member]]]) -> list[_Entry]:
-        """The weights beside which something is kept."""
+        """The weights with a residual or master value."""
         found: list[_Entry] = []
         for group, members in groups:
             strategy = strategy_named(group["strategy"])
@@ -285,7 +286,7 @@ class ExternalWrites:
                     yield entry, differs
 
     def _changed_elements(self, entry: _Entry, differs: bool | Tensor) -> Tensor:
-        """Bool tensor of the weight's shape: where somebody else wrote."""
+        """Bool tensor of the weight's shape: true where an external write changed it."""
         tracked, weight, state = entry.tracked, entry.weight, entry.state
         if entry.strategy.parameter_state == MASTER_PARAMETER and not entry.strategy.stochastic:
             changed = _rounds_elsewhere(state, weight)
@@ -366,7 +367,7 @@ def _samples_of(entries: Sequence[_Entry]) -> list[_Sample]:
 
 
 def _stretch_layout(weight: Tensor) -> tuple[tuple[int, int], tuple[int, int], int]:
-    """Of the stretches in a weight's memory: their shape and strides, and the element that they begin with."""
+    """Shape, strides and first element of each contiguous stretch of a weight."""
     elements = weight.numel()
     if not elements or not _is_dense(weight):
         return (0, 1), (1, 1), 0
@@ -443,7 +444,7 @@ def _too_large(entry: _Entry) -> Tensor:
 
 
 def _drop(entry: _Entry, written: Tensor) -> None:
-    """Make the weight's own value the whole of it where it was written."""
+    """Reset the parts beside the weight where it was written, so that its own value is the whole."""
     if entry.strategy.parameter_state == MASTER_PARAMETER:
         entry.state.copy_(torch.where(written, entry.weight.to(entry.state.dtype), entry.state))
     else:

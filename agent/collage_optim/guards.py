@@ -1,7 +1,7 @@
-"""Guards: refuse what a storage format cannot hold, and warn of what it holds badly.
+"""Guards: refuse values that a storage format cannot hold, and warn of those that it holds badly.
 
-What torch itself accepts in silence is logged, once each, under `collage_optim`: a warning that a test
-suite turns into an error would forbid the very runs that people want to compare.
+Options that torch accepts silently are logged once under `collage_optim`. A Python warning, which test suites turn
+into an error, would forbid the very runs that people want to compare.
 """
 
 import functools
@@ -30,7 +30,7 @@ _LOST_SHARE = 0.05
 
 
 class DeferredReads:
-    """Values on a device that are looked at once they have come, without waiting for them; on a host at once."""
+    """Values on a device, which are checked once they have arrived, without waiting; on a host at once."""
 
     def __init__(self) -> None:
         self._coming: deque[tuple[torch.Event, Tensor, Callable[[Tensor], None]]] = deque()
@@ -46,7 +46,7 @@ class DeferredReads:
         self._coming.append((event, host, then))
 
     def poll(self) -> None:
-        """Look at what has come since."""
+        """Check the values that have arrived since."""
         while self._coming and self._coming[0][0].query():
             _, host, then = self._coming.popleft()
             then(host)
@@ -59,7 +59,7 @@ def log_once(finding: str) -> None:
 
 
 def check_moments(strategy: StorageStrategy, rule_name: str, moments: tuple[Moment, ...]) -> None:
-    """Raise ValueError when one of our simpler strategies keeps all that the rule has in the same way."""
+    """Raise ValueError if one of our simpler strategies keeps everything that the rule has in the same way."""
 
     def storages_of(candidate: StorageStrategy) -> tuple[object, ...]:
         averages = [
@@ -143,7 +143,8 @@ def _advised(
     moments: Sequence[Moment],
     dtype: torch.dtype,
 ) -> str:
-    """What keeps more of what is lacking and no less of the rest, with its bytes under a rule of these moments."""
+    """The strategies that keep more of the lacking parts and no less of the rest, with their bytes under a rule of
+    these moments."""
     second = sum(moment.second for moment in moments)
     counts = len(moments) - second, second
     found = better(
@@ -169,13 +170,13 @@ class _UpdateHistory:
 
 
 class UpdateGuard:
-    """Warns, once, before a strategy has lost a tenth of what the updates of an optimizer's groups move.
+    """Warns once, before a strategy has lost a tenth of the movement in an optimizer's groups.
 
     It looks at the updates really made, in fp64 on a sample: at the third step, when the number of steps has
     doubled, and when the rate has fallen by a factor of 1.4; not while it rises, as in a warm-up. Between two looks
-    the last one stands for all steps. Lost is a |u| below half a gap of what is kept; shares are of sum |u|, along
-    the way and not from end to end, so noisy updates warn sooner. No synchronisation: on a device the warning comes
-    a step later.
+    the last one stands for all steps. An update with |u| below half a gap of the stored value counts as lost.
+    Shares are of sum |u|, along the path and not from end to end, so noisy updates warn sooner. No synchronisation:
+    on a device the warning comes a step later.
     """
 
     def __init__(self) -> None:
@@ -211,7 +212,7 @@ class UpdateGuard:
     ) -> None:
         """Judge a sample: `weight` as it is visible, [n] in its own dtype, `displacement` [n] fp64.
 
-        moments: those of the rule, by which the bytes of what is advised are counted.
+        moments: those of the rule, for counting the bytes of the advised strategies.
         """
         history, size = self._histories[number], displacement.abs()
         lost = size.lt(stored_half_gap(strategy, weight, displacement)).logical_and_(size.isfinite())
@@ -257,11 +258,11 @@ class UpdateGuard:
 
 
 def stored_half_gap(strategy: StorageStrategy, weight: Tensor, direction: Tensor) -> Tensor:
-    """Half a gap of what a strategy keeps of a weight, in the sign of `direction`: fp64, of the weight's shape.
+    """Half a gap of a strategy's stored weight, in the sign of `direction`: fp64, of the weight's shape.
 
     A pair's low component is at most half a gap of the weight, and has the weight's precision: it is taken as large
-    as that, where its own gaps are widest and where updates of one direction come to rest. What keeps all of fp32
-    is bounded by the gaps of the fp32 sum.
+    as that, where its own gaps are widest and where updates of one direction come to rest. Strategies that keep a
+    whole fp32 number are bounded by the gaps of the fp32 sum.
     """
     bits = format_of(weight.dtype).mantissa_bits + 1
     if strategy.parameter in (StateStorage.PAIR, StateStorage.COMPENSATED):

@@ -23,7 +23,7 @@ class CollageAdamW(CollageOptimizer):
 
     Use `split-master` for bfloat16 (12 bytes a parameter), or `split-master-16bit` (10) or `split-master-8bit` (8):
     fp32 weights as bfloat16 and the bits below, with moments in 24, 16 or 8 bits. The default is the published
-    method, `plus`: less exact in the same bytes, and half as dear a step on a CPU.
+    method, `plus`: less exact in the same bytes, and half the cost of a step on a CPU.
 
     Options:
         strategy: a name of `STRATEGIES`, by group.

@@ -53,7 +53,7 @@ def _processes() -> int:
 
 @dataclass(frozen=True)
 class RandomSource:
-    """Where a tensor's random bits of a step come from. Three 32-bit integers, or int32 tensors of no dimension.
+    """The source of a tensor's random bits in a step. Three 32-bit integers, or int32 tensors of no dimension.
 
     start: added to the hashed index, as if the tensor began there; flipped: bits turned within the hash;
     rotation: added to the hash, another with each step.
@@ -74,7 +74,7 @@ class RandomSource:
 
     @classmethod
     def of_numbers(cls, numbers: Tensor) -> RandomSource:
-        """What `numbers` was made of."""
+        """The source that `numbers` was made from."""
         return cls(*numbers.unbind())
 
     def bits(self, arithmetic: WideArithmetic, like: Tensor, stream: int) -> Tensor:

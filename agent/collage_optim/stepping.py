@@ -124,8 +124,8 @@ def _few(tensor: Tensor) -> Tensor:
 
 
 def sampled(members: Sequence[Member], names: list[str], averages: list[str]) -> State:
-    """Of a few elements of each member, in one flat vector each: parameter and gradient as they are, `weight` and
-    the averages as the values that the named components keep, fp64."""
+    """For a few elements of each member, in one flat vector each: parameter and gradient as they are, `weight` and
+    the averages as the fp64 values of the named components."""
     parts: dict[str, list[Tensor]] = {name: [] for name in ("parameter", "gradient", "weight", *averages)}
     for member in members:
         held = member.components(["parameter", "gradient", *names])
@@ -145,10 +145,10 @@ def step_tensors(step: Step, members: list[Member]) -> None:
     """Apply one step to these parameters and their elementwise states, in place; the caller counts the steps.
 
     Small tensors are stepped together as one vector, because a call costs as much as some ten thousand elements on
-    a CPU, as a few million on a CUDA device: one by one, a step of a small GPT (28 tensors, 250,000 elements) takes
-    1.4 times as long on a CPU. The bits are the same, because elements never mix. At random, those stepped together
-    share the numbers of one tensor. What must not be mixed goes one by one: blocks, and shards, which draw other
-    numbers than replicas.
+    a CPU, as a few million on a CUDA device. Stepped one by one, a small GPT (28 tensors, 250,000 elements) takes
+    1.4 times as long on a CPU. The bits are the same, because elements never mix. Tensors stepped together share
+    the random numbers of one tensor. Blocks, and shards, which draw other numbers than replicas, must not be mixed
+    and are stepped one by one.
     """
     if not members:
         return

@@ -1,7 +1,7 @@
 """Storage strategies: how a weight and the optimizer's moving averages are kept between two steps.
 
-A strategy says only how values are kept; an update rule says how they change. Each is written once, and any of
-one works with any of the other where both make sense.
+A strategy says only how values are kept; an update rule says how they change. Each is written once, and every
+strategy works with every rule where the pair makes sense.
 """
 
 from collections.abc import Mapping
@@ -74,11 +74,10 @@ class StorageStrategy:
     """How the weight, the first moments (momentum included) and the second moments are kept.
 
     stochastic: the last component of the weight, and a moment kept in 24 bits or fewer, are rounded up or down at
-    random so that the expected value is right. A compensated weight never is, nor is what is kept in fp32 or as a
-    pair.
-    A package adds one of its own through the entry-point group `collage_agent.strategies`, under the same name.
-    Where something is kept in fp32, both arithmetics compute in fp32. Raises ValueError for a moment that is to be
-    compensated, a weight in blocks, and a root of what has a sign.
+    random so that the expected value is right. A compensated weight never is, nor are values in fp32 or as a pair.
+    A package adds one of its own through the entry-point group `collage_agent.strategies`, under the same name. If
+    any part is kept in fp32, both arithmetics compute in fp32. Raises ValueError for a compensated moment, a weight
+    in blocks, and a root of a signed value.
     """
 
     name: str
@@ -95,7 +94,7 @@ class StorageStrategy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all is one number of the parameter's dtype, rounded to nearest, as torch keeps it."""
+        """Whether everything is one number of the parameter's dtype, rounded to nearest, as in torch."""
         return set(self.storages) == {StateStorage.SINGLE} and not self.stochastic
 
     @property
@@ -123,7 +122,7 @@ class StorageStrategy:
 
     @property
     def storages(self) -> tuple[StateStorage, StateStorage, StateStorage]:
-        """Of the weight, the first and the second moments."""
+        """The storages of the weight, the first and the second moments."""
         return self.parameter, self.first_moment, self.second_moment
 
     @property

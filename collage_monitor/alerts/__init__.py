@@ -2,8 +2,9 @@
 
 Conditions are PromQL over the gauges of `/metrics`. `$window` stands for the window, `$warm_up` for the number of
 first steps at which a run is not judged, `$settle` for those after a resume. Other packages add alerts: entry-point
-group `collage_monitor.alerts`. Made with `about_runs` or `about_the_server` of `Condition`s, they are evaluated by
-Prometheus and by the server; an `Alert` of a PromQL expression alone is left to Prometheus, and the server says so.
+group `collage_monitor.alerts`. Prometheus and the server both evaluate alerts that `about_runs` or
+`about_the_server` makes of `Condition`s. An `Alert` with only a PromQL expression is left to Prometheus, and the
+server says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a run reported around an incident, and whether that speaks for or against a cause the runbook names.
+"""A run's reports around an incident, and whether they support a cause that the runbook names.
 
-A check is a small function beside its alert: it weighs one of the alert's `other_causes`. What was not reported
-decides nothing, and is said.
+A check is a small function beside its alert: it weighs one of the alert's `other_causes`. A missing report decides
+nothing, and the check says what is missing.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ CHANGED: Final = 0.1
 
 @dataclass(frozen=True)
 class CauseVerdict:
-    """Whether a cause holds, None where what was reported cannot tell; and what that rests on, a clause."""
+    """Whether a cause holds, None where the reports cannot tell; `because` is a clause with the reason."""
 
     holds: bool | None
     because: str
 
 
 def supported(because: str) -> CauseVerdict:
-    """The cause is there."""
+    """The verdict that the reports support the cause."""
     return CauseVerdict(True, because)
 
 
 def ruled_out(because: str) -> CauseVerdict:
-    """The cause is ruled out."""
+    """The verdict that the reports rule the cause out."""
     return CauseVerdict(False, because)
 
 
 def left_open(because: str) -> CauseVerdict:
-    """What was reported cannot tell."""
+    """The verdict that the reports cannot tell."""
     return CauseVerdict(None, because)
 
 
@@ -84,7 +84,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Breach:
-    """The steps at which an alert's condition held without a break.
+    """The consecutive steps at which an alert's condition held.
 
     before: the metric's value just before, None if it was not measured; value: its extreme where the breach began.
     lasts: whether it still held when the alert fired; from_start: whether it held from the first measured step on.
@@ -100,15 +100,15 @@ class Breach:
 
 @dataclass(frozen=True)
 class IncidentEvidence:
-    """What was reported around an incident. `run` is None where the run is gone or the alert is about the server.
+    """A run's reports around an incident. `run` is None where the run is gone or the alert is about the server.
 
     step: the run's step when the alert fired. metric: what the alert judges, with its `series` up to there. onset:
-    since when that is different; breach: the steps at which the condition held, where there is no onset.
+    the change of that metric; breach: the steps at which the condition held, if there is no onset.
     resumed_at: the step of the resume at which the change came or, with none found, of the newest before the alert.
-    before, after: the steps beside the change, the breach or the resume. highest: largest logged
-    values since the run began; rising: whether they still grow at `step`. layers: metrics by layer after the
-    change; types: their module types. events: the run's around the alert, oldest first; so many older and later
-    ones are left out.
+    before, after: the steps beside the change, the breach or the resume. highest: largest logged values since the
+    run began; rising: whether they still grow at `step`. layers: metrics by layer after the change; types: their
+    module types. events: the run's around the alert, oldest first; older_events and later_events count those left
+    out.
     """
 
     incident: wire.Incident
@@ -131,7 +131,7 @@ class IncidentEvidence:
 
     @property
     def watch(self) -> wire.WatchInfo | None:
-        """What the agent said of itself."""
+        """The agent's description of the watch."""
         return self.run.watch if self.run else None
 
     def both(self, key: str) -> tuple[float, float] | None:
@@ -183,7 +183,7 @@ def restarted(evidence: IncidentEvidence) -> wire.Attempt | None:
 
 
 def near_schedule_end(evidence: IncidentEvidence) -> CauseVerdict:
-    """Whether the learning rate is next to nothing beside the run's largest."""
+    """Whether the learning rate is near 0 compared with the run's largest."""
     rate, highest = evidence.now("learning_rate"), evidence.highest.get("learning_rate")
     if rate is None or not highest:
         return left_open("learning_rate was not logged")
@@ -192,7 +192,7 @@ def near_schedule_end(evidence: IncidentEvidence) -> CauseVerdict:
 
 
 def tokens_a_step(evidence: IncidentEvidence) -> tuple[float, float] | None:
-    """Tokens of a step before and after, by the growth of the logged count."""
+    """Tokens per step before and after, from the growth of the logged count."""
     found = [_growth(span, "tokens") for span in (evidence.before, evidence.after)]
     return None if found[0] is None or found[1] is None else (found[0], found[1])
 

@@ -1,4 +1,4 @@
-"""What an alert is: a condition on gauges of `/metrics`, when it is judged, and what to do about it.
+"""The definition of an alert: a condition on gauges of `/metrics`, when it is judged, and what to do about it.
 
 A `Condition` is written as PromQL for Prometheus, and evaluated by the server itself: one text, two
 readers that agree.
@@ -44,12 +44,12 @@ _SETTLE_STEPS: Final = 100
 class Condition:
     """Holds for each series called `series` whose `measure` compares with `threshold`.
 
-    "value": x, the newest value. "distance": |x − 1|. "recent": the newest within the window, however old.
-    "share of quantile": x over the series' own `quantile` within the window, where that quantile is at least
-    `quantile_from`: a share of what is next to nothing is noise. "deviations": (x − median) over the
-    robust standard deviation IQR / 1.349 of the window, plus a hundredth of |median|, so that a series without
-    noise does not alarm at the first change. "growth": x less what it was a window ago, 0 if it was not there.
-    "age": seconds since the time x. "not finite": x is NaN or infinite; there is no threshold.
+    "value": x, the newest value. "distance": |x − 1|. "recent": the newest value within the window, whatever its
+    age. "share of quantile": x divided by the series' own `quantile` within the window, if that quantile is at
+    least `quantile_from`: a share of a value near 0 is noise. "deviations": (x − median) over the robust standard
+    deviation IQR / 1.349 of the window, plus a hundredth of |median|, so that a series without noise does not alarm
+    at the first change. "growth": x minus its value a window ago, or minus 0 if it had none. "age": seconds since
+    the time x. "not finite": x is NaN or infinite; there is no threshold.
     """
 
     series: str
@@ -110,11 +110,11 @@ class Alert:
 
     `expression` must hold for `for_seconds` without a break; the alert goes on for `keep_firing_seconds` after it
     last held, so that it does not flap. `other_causes` are harmless or foreign explanations to rule out;
-    `first_step` says what to look at or do first. `conditions`: what `expression` was made of, one of which must
-    hold; the first that holds for a run fires alone, so that one fault is one incident. The server evaluates
-    these, and an alert without any is left to Prometheus. A run is not judged in its
-    first `warm_up_steps` nor in `settle_steps` after a resume. `on_by_default`: enabled whatever severity is
-    asked for. `scope` "server": it is about the server, not a run.
+    `first_step` says what to look at or do first. `conditions`: the parts of `expression`, one of which must hold.
+    Only the first that holds for a run fires, so that one fault is one incident. The server evaluates these; an
+    alert without any is left to Prometheus. A run is not judged in its first `warm_up_steps` nor in `settle_steps`
+    after a resume. `on_by_default`: enabled whatever severity is asked for. `scope` "server": it is about the
+    server, not a run.
     """
 
     name: str
@@ -151,7 +151,8 @@ class Alert:
         }
 
     def metric(self, labels: Mapping[str, str]) -> str | None:
-        """The metric or logged scalar that is judged, by the labels of what fired; None where it is neither."""
+        """The metric or logged scalar that is judged, from the labels of the series that fired; None where it is
+        neither."""
         for condition in self.conditions:
             name = condition.series.partition("collage")[2][1:]
             if name == "finding":
@@ -165,13 +166,14 @@ class Alert:
         return None
 
     def cause_verdicts(self, evidence: IncidentEvidence) -> list[tuple[str, CauseVerdict]]:
-        """Each of the other causes, and what speaks for or against it."""
+        """The verdict on each of the other causes."""
         checks = (*self.checks, *[_unchecked] * len(self.other_causes))
         return [(cause, check(evidence)) for cause, check in zip(self.other_causes, checks, strict=False)]
 
 
 def finding_condition(key: str, comparison: Literal["<", ">"], threshold: float, *labels: Label) -> Condition:
-    """A number that the judgement holds against a run; `/metrics` shows it only then. labels: of its series."""
+    """A condition on a number that the judgement holds against a run; `/metrics` shows it only then. labels: of its
+    series."""
     return Condition("collage_finding", comparison, threshold, labels=(("key", "=", key), *labels))
 
 

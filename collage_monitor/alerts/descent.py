@@ -1,6 +1,7 @@
-"""Alerts on the descent: updates that do not arrive, in the model or in a layer, and steps off the oracle's.
+"""Alerts on the descent: updates that do not arrive, in the model or in a layer, and steps that differ from the
+oracle's.
 
-Of each alert `checks[i]` weighs `other_causes[i]`.
+In each alert `checks[i]` weighs `other_causes[i]`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _residuals_not_resumed(evidence: IncidentEvidence) -> CauseVerdict:
 
 
 def _gaps_grew(evidence: IncidentEvidence) -> CauseVerdict:
-    """The margin in octaves falls by what updates shrink and by what gaps grow."""
+    """The margin in octaves falls as updates shrink and as gaps grow."""
     margin, size = evidence.both("half_ulp_margin"), evidence.both("intended_norm")
     if margin is None or size is None or min(size) <= 0:
         return left_open("half_ulp_margin or intended_norm was not reported on both sides")
@@ -170,7 +171,7 @@ ALERTS: Final = (
             "smaller than what the weights' format can hold, or a residual that carried them is gone."
         ),
         other_causes=(
-            "the learning rate was lowered by its schedule: updates shrink, the gaps between weights do not",
+            "the schedule lowered the learning rate: updates shrink, the gaps between weights do not",
             "the run resumed from a checkpoint that did not keep the residuals",
             "weights grew past a power of two, where the gap doubles",
         ),
@@ -212,15 +213,15 @@ ALERTS: Final = (
         on_by_default=True,
         summary="more than a quarter of the intended updates are rounded away",
         meaning=(
-            "Over the recent past more than a quarter of the weights that should have moved in a step did not, and "
-            "nothing brings it later. In our studies 28 of 33 such settings ended above fp32, by up to 0.37 nats, "
-            "some at an edq_ratio of 0.98: few large updates carry it, and many small ones are lost. Where "
-            "rounding is random, updates arrive on average, and this is not judged: look at "
-            "lost_window_ratio there."
+            "In the recent past more than a quarter of the weights that should have moved in a step did not, "
+            "and no later step makes up for it. In our studies 28 of 33 such settings ended above fp32, by "
+            "up to 0.37 nats. Some had an edq_ratio of 0.98, because a few large updates dominate it while "
+            "many small ones are lost. Where rounding is random, updates arrive on average, so this alert "
+            "leaves such runs out: look at lost_window_ratio there."
         ),
         other_causes=(
             'the optimizer rounds stochastically without saying so: pass strategy="stochastic" to watch',
-            "the end of a learning-rate schedule: what is left to bring is small by intent",
+            "the end of a learning-rate schedule, where updates are small by intent",
         ),
         checks=(_rounds_at_random, near_schedule_end),
         first_step=(
@@ -236,17 +237,18 @@ ALERTS: Final = (
         severity="warning",
         summary="over a window of steps more than half of the weights do not move",
         meaning=(
-            "Stochastic rounding brings updates to the weights in the mean. Over this window more than half of the "
-            "weights that should have moved still stand: updates are too small for chance to bring them in time."
+            "Stochastic rounding brings updates to the weights on average. In this window more than half of "
+            "the weights that should have moved did not: updates are so small that chance rarely moves a "
+            "weight."
         ),
         other_causes=(
-            "the window is short beside the gap over the update: watch a longer one",
-            "the end of a learning-rate schedule: what is left to bring is small by intent",
+            "the window is too short for updates of this size: watch a longer one",
+            "the end of a learning-rate schedule, where updates are small by intent",
         ),
         checks=(_window_is_short, near_schedule_end),
         first_step=(
-            "Compare edq_window_ratio of the same window: near 1 the descent arrives, and only its noise is large. "
-            "If it is low too, keep more of the weights (light-stochastic or split-master)."
+            "Compare edq_window_ratio of the same window. If it is near 1, the descent arrives and only its "
+            "noise is large. If it is low, too, keep more of the weights (light-stochastic or split-master)."
         ),
     ),
     about_runs(
@@ -259,13 +261,13 @@ ALERTS: Final = (
         ),
         for_seconds=900.0,
         severity="warning",
-        summary="a layer stands still: nothing of its intended updates arrives",
+        summary="a layer stands still: none of its intended updates arrives",
         meaning=(
-            "At least one layer's updates are all below half a gap of its weights, so each is rounded away. The "
-            "model's own number hides it: other layers carry nearly all of the descent."
+            "At least one layer's updates are all below half a gap of its weights, so each is rounded away. "
+            "The model's EDQ hides this, because other layers carry nearly all of the descent."
         ),
         other_causes=(
-            "normalisation weights near 1 under a small learning rate: they stand where the gap is widest",
+            "normalisation weights near 1 under a small learning rate: the gap is widest there",
             "a layer that is frozen in effect: its learning rate is next to nothing by intent",
         ),
         checks=(_norms_stand, _frozen_in_effect),
@@ -281,12 +283,13 @@ ALERTS: Final = (
         severity="warning",
         summary="steps differ by more than a quarter from those of an optimizer in fp64",
         meaning=(
-            "The oracle keeps its own weights and states in fp64 from the same gradients. The run's steps are a "
-            "quarter too small or too large beside its steps: an error has gathered in the optimizer's state."
+            "The oracle keeps its own weights and states in fp64 from the same gradients. The run's steps "
+            "are a quarter smaller or larger than the oracle's, so an error has gathered in the optimizer's "
+            "state."
         ),
         other_causes=(
             "the oracle attached in the middle of a run, and its states have not caught up",
-            "weights that are written between steps: oracle_restarts counts how often it began anew",
+            "weights that are written between steps: oracle_restarts counts how often the oracle began again",
         ),
         checks=(_attached_late, _oracle_restarted),
         first_step=(

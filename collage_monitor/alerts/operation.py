@@ -88,8 +88,8 @@ ALERTS: Final = (
         on_by_default=True,
         summary="a run that says it is running has sent nothing for five minutes",
         meaning=(
-            "The training hangs, its process was killed without a word, or the network between it and the server "
-            "is gone. After ten minutes the run counts as stale and leaves `/metrics`."
+            "The training hangs, its process was killed, or the network between it and the server is down. "
+            "After ten minutes the run counts as stale and leaves `/metrics`."
         ),
         other_causes=(
             "a long evaluation or checkpoint, during which no step is taken",
@@ -97,8 +97,8 @@ ALERTS: Final = (
         ),
         checks=(_paused, _long_steps),
         first_step=(
-            "Look at the run's streams: which rank came last? Then at that process: is it alive, and is the "
-            "server's address reachable from there? What was not sent waits in its spool."
+            "Find in the run's streams which rank reported last. Check that its process is alive and reaches "
+            "the server's address. Reports that were not sent wait in its spool."
         ),
     ),
     about_runs(
@@ -116,8 +116,8 @@ ALERTS: Final = (
         ),
         checks=(_only_logs, _slow_first_step),
         first_step=(
-            "Check that watch was called with the optimizer that trains this model, and that its interval is not "
-            "longer than the run; `collage-monitor doctor` tells what can be measured."
+            "Check that watch was called with the optimizer that trains this model, and that its interval is "
+            "not longer than the run. `collage-monitor doctor` shows what the agent can measure."
         ),
     ),
     about_runs(
@@ -126,12 +126,12 @@ ALERTS: Final = (
         for_seconds=1800.0,
         settle_steps=0,
         severity="info",
-        summary="the agent takes more than three hundredths of the training's CPU",
+        summary="the agent takes more than 3 % of the training's CPU",
         meaning=(
             "The governor could not bring the agent's cost within its budget: every step is short, or whole "
             "tensors are measured."
         ),
-        other_causes=('budget=None or sample="all": nothing is governed, as asked',),
+        other_causes=('budget=None or sample="all": these switch the governor off',),
         checks=(_not_governed,),
         first_step=(
             "Look at agent_overhead_ratio and agent_interval. Raise the interval between measured steps, or lower "
@@ -146,7 +146,7 @@ ALERTS: Final = (
         warm_up_steps=0,
         settle_steps=0,
         severity="info",
-        summary="the agent gave up reports",
+        summary="the agent dropped reports",
         meaning=(
             "Reports were dropped because the queue or the spool was full, or the server refused them. The "
             "training is not harmed; its curves have gaps."
@@ -163,8 +163,8 @@ ALERTS: Final = (
         severity="warning",
         summary="the server refuses reports",
         meaning=(
-            "Reports arrive that cannot be stored: malformed ones (rejected), or ones of steps that retention has "
-            "closed (late). They are lost for the run that sent them."
+            "Reports arrive that cannot be stored: they are malformed (rejected), or of steps that retention "
+            "has closed (late). The runs that sent them lose these reports."
         ),
         other_causes=("an agent of another version that replays an old spool",),
         checks=(_replayed,),
@@ -177,13 +177,14 @@ ALERTS: Final = (
         severity="critical",
         summary="no server has evaluated the alerts for five minutes",
         meaning=(
-            "The thread that judges the runs does not get through a round, or the server that has the lease hangs. "
-            "Until it does, nothing fires; only Prometheus, which evaluates these rules itself, can tell."
+            "The thread that judges the runs does not complete a round, or the server that has the lease "
+            "hangs. Until it completes one, no alert fires except from Prometheus, which evaluates these "
+            "rules itself."
         ),
         other_causes=("a clock that was set forward",),
         checks=(_clock_set,),
         first_step=(
-            "Look at the server's log for the thread called alerts. Start the server that has the lease anew: "
+            "Look in the server's log for the thread called alerts. Restart the server that has the lease; "
             "another one takes over after four rounds."
         ),
     ),
@@ -193,16 +194,16 @@ ALERTS: Final = (
         for_seconds=300.0,
         severity="critical",
         on_by_default=True,
-        summary="less than a tenth of the room for data is left",
+        summary="less than a tenth of the space for data is left",
         meaning=(
-            "The disk or its budget is nearly used up. At the end of it the server only reads, and agents keep "
-            "their reports in spools until these are full, too."
+            "The disk or its budget is nearly full. Once it is full, the server only reads, and agents keep "
+            "their reports in spools until those are full, too."
         ),
         other_causes=("other programs on the same disk",),
         checks=(_other_programs,),
         first_step=(
-            "Delete runs, shorten the retention (COLLAGE_SERVER_RETENTION_RAW_DAYS), or make room; `/readyz` tells "
-            "whether the server reads only."
+            "Delete runs, shorten the retention (COLLAGE_SERVER_RETENTION_RAW_DAYS), or free space; "
+            "`/readyz` shows whether the server only reads."
         ),
     ),
     about_the_server(
@@ -213,10 +214,10 @@ ALERTS: Final = (
         summary="the archive has taken no files for half an hour",
         meaning=(
             "Older points cannot be written to, or read from, the folder or bucket of COLLAGE_SERVER_ARCHIVE. "
-            "Nothing is lost: what would be archived stays in the database, which grows until the archive answers."
+            "Nothing is lost: the data stays in the database, which grows until the archive answers."
         ),
-        other_causes=("credentials of the bucket that have ended",),
+        other_causes=("credentials of the bucket that have expired",),
         checks=(_credentials_ended,),
-        first_step="Look at the server's log for what the archive answers, and whether other clients reach it.",
+        first_step="Look in the server's log for the archive's answers, and check whether other clients reach it.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Alerts on what is kept between steps: states, residuals, decay, and weights that somebody else changes."""
+"""Alerts on the memory between steps: states, residuals, decay, and external changes of weights."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def _loaded_anew(evidence: IncidentEvidence) -> CauseVerdict:
     if attempt is None:
         return ruled_out("no attempt began at these steps")
     began = f"attempt {attempt.attempt} began at step {attempt.first_step:,}"
-    return left_open(f"{began}; whether that was meant to begin anew was not reported")
+    return left_open(f"{began}; whether that was a restart on purpose was not reported")
 
 
 def _converted(evidence: IncidentEvidence) -> CauseVerdict:
-    """By what the optimizer notes; where it notes nothing, by whether residuals were reported before."""
+    """Decided by the optimizer's note of a conversion, or without one by whether residuals were reported before."""
     conversion = evidence.watch.conversion if evidence.watch else None
     before, after = evidence.before, evidence.after
     if before is None or after is None:
@@ -124,19 +124,19 @@ ALERTS: Final = (
         settle_steps=0,
         severity="critical",
         on_by_default=True,
-        summary="the training does not keep what it was expected to",
+        summary="the training breaks an expectation",
         meaning=(
-            "By watch(expect=…) weights or states were to be kept in a certain way, or so much of the updates was "
-            "to arrive, and in this launch it is otherwise: a resume cast states, or the optimizer is another one."
+            "watch(expect=…) says how weights and states are to be kept, or how much of the updates is to "
+            "arrive. This launch breaks it: a resume cast states, or the optimizer is another one."
         ),
         other_causes=(
             "an expectation that was written for another training",
-            "an optimizer that keeps what is expected in a way that is not recognised",
+            "an optimizer that meets the expectation in a way that the agent does not recognise",
         ),
         checks=(_expected_of_another, _not_recognised),
         first_step=(
-            "The run's timeline says what was expected, what is seen, and at which step. Stop the training if the "
-            "expectation is right: what is lost from here on does not come back."
+            "The run's timeline names the expectation, what the agent sees instead, and the step. Stop the "
+            "training if the expectation is right: updates lost from now on do not come back."
         ),
     ),
     about_runs(
@@ -147,19 +147,19 @@ ALERTS: Final = (
         warm_up_steps=0,
         settle_steps=0,
         severity="critical",
-        summary="what the optimizer keeps did not come through the resume",
+        summary="the resume lost part of the optimizer's state",
         meaning=(
             "Master weights or residuals hold nothing beside their weights, averages are 0, or the step counter "
             "begins again or cannot count: the checkpoint lacked them, or its loading cast or dropped them."
         ),
         other_causes=(
-            "an optimizer that was begun anew on purpose, with weights from elsewhere",
+            "an optimizer that was restarted on purpose, with weights from elsewhere",
             "weights that are kept in this way only from this launch on",
         ),
         checks=(_begun_anew, _converted),
         first_step=(
-            "Stop the training: it goes on from less than was saved. Compare the checkpoint with "
-            "collage-monitor audit, mend what saves or loads it, and resume from an earlier one."
+            "Stop the training: it continues with less than was saved. Inspect the checkpoint with "
+            "collage-monitor audit, fix the code that saves or loads it, and resume from an earlier one."
         ),
     ),
     about_runs(
@@ -168,7 +168,7 @@ ALERTS: Final = (
         for_seconds=900.0,
         severity="warning",
         on_by_default=True,
-        summary="the second moment decays by less than half of what it should",
+        summary="the second moment decays less than half as much as it should",
         meaning=(
             "Its format rounds its decay away: the average can grow, but hardly shrink. As gradients fall, steps "
             "become too small, and edq_ratio still reads 1."
@@ -178,8 +178,8 @@ ALERTS: Final = (
         ),
         checks=(_gradients_grow,),
         first_step=(
-            "Do what the run's advice says: it names a way to keep the second moment that fits the optimizer. Or "
-            "lower β₂ to what its format can decay."
+            "Follow the run's advice, which names a way to keep the second moment that fits the optimizer. "
+            "Or lower β₂ to a value that the format can decay."
         ),
     ),
     about_runs(
@@ -195,13 +195,13 @@ ALERTS: Final = (
         on_by_default=True,
         summary="residuals were dropped, or hold more than rounding can leave",
         meaning=(
-            "A residual carries what rounding took from a weight. If residuals are 0 again, something dropped "
-            "them, and the updates they carried are lost. Residuals that begin empty, as after a conversion or "
-            "before the first step that moves weights, are none of these. If they hold more than two half gaps, "
-            "weight and residual no longer belong together."
+            "A residual holds the part of a weight that rounding cut off. If residuals are 0 again, something "
+            "dropped them, and the updates they carried are lost. Residuals that begin empty, as after a "
+            "conversion or before the first step that moves weights, do not count. If they hold more than two "
+            "half gaps, weight and residual no longer belong together."
         ),
         other_causes=(
-            "a checkpoint of another optimizer was loaded on purpose, to begin anew",
+            "a checkpoint of another optimizer was loaded on purpose, to restart",
             "weights were written from outside: external_writes then counts it",
             "weights were converted from a strategy without residuals: there were none to drop",
         ),
@@ -218,14 +218,14 @@ ALERTS: Final = (
         severity="warning",
         summary="more than half of the weight decay is rounded away",
         meaning=(
-            "The optimizer decays weights as a rounded operation of its own. Each decay is below half a gap, so "
-            "the weights stay as they are: the run trains without the decay that its settings state."
+            "The optimizer applies weight decay as a separate, rounded operation. Each decay is below half a "
+            "gap, so the weights do not change, and the run trains without the decay in its settings."
         ),
         other_causes=("the end of a learning-rate schedule, where decay is next to nothing by intent",),
         checks=(near_schedule_end,),
         first_step=(
-            "Look at decay_ratio by layer. Let the decay enter the update (every strategy here but plain does so), "
-            "or keep the weights wider."
+            "Look at decay_ratio by layer. Make the decay part of the update (every strategy here but plain "
+            "does so), or keep the weights in a wider format."
         ),
     ),
     about_runs(
@@ -238,8 +238,8 @@ ALERTS: Final = (
         severity="critical",
         on_by_default=True,
         summary="weights or residuals are NaN or infinite",
-        meaning="What is not finite spreads with the next forward pass and no step brings it back.",
-        other_causes=("parameters that are meant to be infinite, such as masks kept among the weights",),
+        meaning="A NaN or infinity spreads with the next forward pass, and no later step repairs it.",
+        other_causes=("parameters that are infinite on purpose, such as masks stored among the weights",),
         checks=(_always_infinite,),
         first_step=(
             "Stop the run. Find the first layer with nonfinite_params or residual_nonfinite, and resume from a "
@@ -265,8 +265,8 @@ ALERTS: Final = (
         ),
         checks=(_drawn_apart, _order_of_additions),
         first_step=(
-            "The run's timeline names the first layer, step and ranks. Take the machine of the odd rank out, and "
-            "resume all ranks from one checkpoint."
+            "The run's timeline names the first layer, step and ranks. Remove the machine of the rank that "
+            "differs, and resume all ranks from one checkpoint."
         ),
     ),
     about_runs(
@@ -277,10 +277,10 @@ ALERTS: Final = (
         warm_up_steps=0,
         settle_steps=0,
         severity="warning",
-        summary="somebody else writes the weights that the optimizer keeps",
+        summary="something else writes the weights that the optimizer keeps",
         meaning=(
-            "The optimizer found a weight changed between two steps, and dropped the residual or master value "
-            "beside it: what that had gathered is lost at each such write."
+            "The optimizer found a weight changed between two steps, and dropped the residual or master "
+            "value beside it. Each such write loses the updates gathered there."
         ),
         other_causes=(
             "weights loaded on purpose in the middle of a run",

@@ -56,7 +56,7 @@ def _logged_in_parts(_evidence: IncidentEvidence) -> CauseVerdict:
 
 
 def _one_empty_batch(evidence: IncidentEvidence) -> CauseVerdict:
-    """A mean over nothing is NaN once; what has overflowed stays so."""
+    """A mean over nothing is NaN for one step; an overflow stays."""
     values = evidence.series.values if evidence.series else []
     finite = [isinstance(value, float | int) for value in values]
     if all(finite):
@@ -86,8 +86,8 @@ ALERTS: Final = (
         severity="warning",
         summary="the gradient's norm is twenty times its median of the last hour",
         meaning=(
-            "Gradients grow without bound, or a batch is far from all others. The norm before clipping counts "
-            "where it is logged (grad_norm_unclipped); without it, clipping hides an explosion."
+            "Gradients grow without bound, or a batch is far from all others. The alert uses the norm before "
+            "clipping if it is logged (grad_norm_unclipped); otherwise clipping hides an explosion."
         ),
         other_causes=(
             "a change of the data or of the sequence length",
@@ -105,16 +105,16 @@ ALERTS: Final = (
         window_seconds=3600.0,
         for_seconds=1800.0,
         severity="info",
-        summary="the gradient's norm is below a hundredth of what it was in the last hour",
+        summary="the gradient's norm is below a hundredth of its value in the last hour",
         meaning="The loss hardly depends on the weights any more: the model has saturated, or a path is cut.",
         other_causes=(
-            "a small data set that is learnt by heart: the loss is 0",
+            "a small data set that the model has memorised: the loss is 0",
             "a mask that leaves hardly any token to learn from",
         ),
         checks=(_learnt_by_heart, _masked),
         first_step=(
-            "Look at state_zero_ratio and at grad_norm by layer: where does it begin? In fp16, check the loss "
-            "scale."
+            "Look at state_zero_ratio and at grad_norm by layer to find where it begins. In fp16, check the "
+            "loss scale."
         ),
     ),
     about_runs(
@@ -123,14 +123,15 @@ ALERTS: Final = (
         window_seconds=3600.0,
         for_seconds=300.0,
         severity="warning",
-        summary="the loss stays far above what it was in the last hour",
+        summary="the loss stays far above its value in the last hour",
         meaning=(
-            "The loss is more than eight robust standard deviations above its median of the last hour, and has "
-            "been for minutes: this is no single batch. Training diverges, or what it sees has changed."
+            "The loss is more than eight robust standard deviations above its median of the last hour. It "
+            "has been for minutes, so a single batch is not the reason. Training diverges, or the data has "
+            "changed."
         ),
         other_causes=(
             "another data set, or a curriculum's next stage",
-            "a loss logged once for each micro-batch, of parts that differ",
+            "a loss logged for each micro-batch, where micro-batches differ",
         ),
         checks=(_data_changed, _logged_in_parts),
         first_step=(
@@ -163,13 +164,13 @@ ALERTS: Final = (
         severity="info",
         summary="the loss scaler skips many steps",
         meaning=(
-            "More than twenty steps of the last half hour were skipped because gradients overflowed in fp16. The "
-            "training goes on, but part of its data teaches nothing."
+            "More than twenty steps of the last half hour were skipped because gradients overflowed in fp16. "
+            "The training goes on, but learns nothing from part of its data."
         ),
         other_causes=("a loss scale that starts far too high: it halves at each skip, and settles",),
         checks=(_scale_settles,),
         first_step=(
-            "Watch skipped_steps: if it goes on growing, gradients overflow at any scale. Look at grad_norm by "
+            "Watch skipped_steps: if it keeps growing, gradients overflow at any scale. Look at grad_norm by "
             "layer, lower the learning rate, or train in bf16."
         ),
     ),

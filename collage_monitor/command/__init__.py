@@ -41,7 +41,7 @@ _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[([\w,-]+)\])?[^;]*;.*extra\s*==\s*['
 
 
 def require(verb: str, *extras: str) -> None:
-    """Check that all that these extras bring is installed.
+    """Raise unless the packages of these extras are installed.
 
     Raises:
         click.ClickException: it is not; the message names what is missing, and the extras that bring it.
@@ -51,7 +51,7 @@ def require(verb: str, *extras: str) -> None:
 
 
 def _lacking(extras: Iterable[str]) -> str | None:
-    """What is missing of these extras and how to install it; None where nothing is."""
+    """The missing packages of these extras and how to install them; None if nothing is missing."""
     absent = {extra: names for extra in extras if (names := _missing(extra))}
     if not absent:
         return None
@@ -102,7 +102,7 @@ class VerbGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does; a verb that does not exist is answered with those that are written nearly so."""
+        """As click does, but an unknown verb is answered with similar ones."""
         word = args[0]
         if not word.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, word) is None:
             near = get_close_matches(word, self.list_commands(ctx), n=3)
@@ -132,7 +132,7 @@ class VerbGroup(click.Group):
 
 
 def _say_usage(error: click.ClickException) -> None:
-    """Before an error in what was typed: how the verb is called."""
+    """Shows the verb's usage before an error in the arguments."""
     if isinstance(error, click.UsageError) and error.ctx is not None:
         click.echo(f"{error.ctx.get_usage()}\n`{error.ctx.command_path} -h` explains it.", err=True)
 

@@ -1,4 +1,4 @@
-"""`alerts`: what fires and what has ended, in the terminal; acknowledging and silencing."""
+"""`alerts`: list, acknowledge and silence incidents in the terminal."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ __all__ = ["alerts"]
 
 @click.command("alerts")
 @server_options
-@click.option("--project", help="Only of runs of this project.")
-@click.option("--run", "run_id", help="Only of this run.")
-@click.option("--state", type=click.Choice(["firing", "resolved"]), help="Only what fires, or what has ended.")
+@click.option("--project", help="Only incidents of this project's runs.")
+@click.option("--run", "run_id", help="Only incidents of this run.")
+@click.option(
+    "--state", type=click.Choice(["firing", "resolved"]), help="Only incidents that are firing, or that have ended."
+)
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 1000))
 @click.option(
-    "--dashboard-url", envvar="COLLAGE_DASHBOARD_URL", help="Where the dashboard is; default: the server's own."
+    "--dashboard-url",
+    envvar="COLLAGE_DASHBOARD_URL",
+    help="Address of the dashboard; default: the one that the server names.",
 )
-@click.option("--acknowledge", "incident_id", metavar="INCIDENT", help="Note that you take care of this one.")
+@click.option(
+    "--acknowledge", "incident_id", metavar="INCIDENT", help="Acknowledge this incident: you take care of it."
+)
 @click.option(
     "--silence-hours",
     type=click.FloatRange(0, 8760, min_open=True),
-    help="Send no messages for so many hours. Needs --alert, --project or --run, which say for what.",
+    help="Send no messages for this many hours. Needs --alert, --project or --run to say about what.",
 )
-@click.option("--alert", help="With --silence-hours: this alert alone, by its name.")
+@click.option("--alert", help="With --silence-hours: name of the one alert to silence.")
 def alerts(
     server_url: str,
     token: str | None,

@@ -1,6 +1,6 @@
-"""`check` and `preflight`: end with 0 or 1 by what is said of a run, for continuous integration.
+"""`check` and `preflight`: end with status 0 or 1 by a run's judgement, for continuous integration.
 
-`check` asks about a run that was; `preflight` runs a program for some steps and asks about those.
+`check` judges an existing run; `preflight` runs a program for some steps and judges those.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _LOOK_SECONDS: Final = 0.05
 _MEASURED_STEPS: Final = 64
 
 
-_junit = click.option("--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write JUnit's XML there.")
+_junit = click.option(
+    "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write a JUnit XML file to this path."
+)
 
 
 @click.command("check")
@@ -53,7 +55,7 @@ _junit = click.option("--junit", type=click.Path(path_type=Path, dir_okay=False)
     "--dir",
     "folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Data folder of --offline. Default: COLLAGE_DIR, else the user's.",
+    help="Data folder that --offline reads. Default: COLLAGE_DIR, otherwise the user's data folder.",
 )
 @server_options
 @click.pass_context
@@ -71,7 +73,8 @@ def check(
 ) -> None:
     """Judge RUN and end with status 1 if a condition of --fail-if is met, else with 0.
 
-    RUN is an id, the beginning of one, or a name; with --offline, an id. A number that is not known fails.
+    RUN is an id, the beginning of one, or a name; with --offline, an id. A condition on an unknown number counts as
+    met.
     """
     began = time.monotonic()
     _check_options(conditions, schedule, folder, offline=offline)
@@ -88,19 +91,23 @@ def check(
 
 
 @click.command("preflight")
-@click.option("--steps", type=click.IntRange(min=8), default=200, show_default=True, help="End PROGRAM after them.")
+@click.option(
+    "--steps", type=click.IntRange(min=8), default=200, show_default=True, help="End PROGRAM after this many steps."
+)
 @schedule_option
 @fail_if
 @click.option(
-    "--report", "html", type=click.Path(path_type=Path, dir_okay=False), help="Write the HTML report there."
+    "--report", "html", type=click.Path(path_type=Path, dir_okay=False), help="Write the HTML report to this path."
 )
 @_junit
 @click.option("--name", help="Name of the run; default: the script's.")
 @click.option(
-    "--every", type=click.IntRange(min=1), help="Measure the steps divisible by it.  [default: by --steps]"
+    "--every",
+    type=click.IntRange(min=1),
+    help="Measure steps divisible by this number.  [default: depends on --steps]",
 )
 @click.option("--timeout", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Seconds.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def preflight(
@@ -121,7 +128,7 @@ def preflight(
     collage-monitor preflight --steps 200 --schedule cosine:3e-4:100:10000 -- python train.py
 
     PROGRAM runs as under `run`, and is ended after its steps as by sys.exit(0). It reports to no server; what it
-    prints goes to standard error. The status is 1, too, if it fails, or takes no step of an optimizer.
+    prints goes to standard error. The status is also 1 if PROGRAM fails or takes no optimizer step.
     """
     began = time.monotonic()
     if not program:
@@ -155,7 +162,7 @@ def _check_options(
 
 
 def _facts(server_url: str, token: str | None, run_id: str, schedule: RateSchedule | None) -> tuple[Facts, str]:
-    """What is known of a run, and why nothing is foretold of it where that was asked in vain."""
+    """The facts about a run, and the reason if a requested forecast is impossible."""
     with open_client(server_url, token) as client:
         run = client.run(run_id)
         evidence = read_evidence(client, run)

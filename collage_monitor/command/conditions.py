@@ -41,7 +41,7 @@ class Facts:
     forecast: Forecast | None = None
 
     def number(self, name: str) -> float | None:
-        """The number that a condition names; None: not known."""
+        """The number that a condition names; None if it is unknown."""
         model, own = self.evidence.model, self.forecast.strategies[0] if self.forecast is not None else None
         if name == "forecast-lost":
             return own.lost if own is not None else None
@@ -55,7 +55,7 @@ class Facts:
 
     @property
     def _rounds_at_random(self) -> bool:
-        """Then one step's lost share misjudges the run; what is lost in the mean is 1 − EDQ."""
+        """Then one step's lost share misjudges the run; the average loss is 1 − EDQ."""
         watch = self.evidence.watch
         name = watch.shown_strategy if watch is not None else None
         return name in STRATEGIES and STRATEGIES[name].stochastic
@@ -76,7 +76,7 @@ class Condition:
         return self.name in _FORECAST
 
     def held_against(self, facts: Facts) -> Outcome:
-        """Whether the run meets the condition; a number that is not known fails, too."""
+        """Whether the run meets the condition; an unknown number counts as met."""
         if not self.compares:
             return self._word(facts)
         value = facts.number(self.name)
@@ -104,7 +104,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one condition of one run."""
+    """The outcome of one condition for one run."""
 
     run: str
     condition: str
@@ -165,13 +165,13 @@ schedule_option = click.option(
     "--schedule",
     callback=_schedule,
     metavar="SCHEDULE",
-    help="The rate's schedule, to foretell from: cosine:RATE:WARMUP:STEPS; also linear, wsd, constant.",
+    help="Schedule of the learning rate for the forecast: cosine:RATE:WARMUP:STEPS; also linear, wsd, constant.",
 )
 """The option of the verbs that foretell."""
 
 
 def write_junit(path: Path, verb: str, outcomes: Sequence[Outcome], said: str, seconds: float) -> None:
-    """Write outcomes as JUnit's XML: a test case each, and what was said of the runs as its output.
+    """Write outcomes as JUnit XML, each as a test case, with the runs' judgements as output.
 
     Raises:
         click.ClickException: the file cannot be written.
@@ -202,5 +202,5 @@ def write_junit(path: Path, verb: str, outcomes: Sequence[Outcome], said: str, s
 
 
 def _printable(text: str) -> str:
-    """Without what XML cannot hold."""
+    """The text without characters that XML cannot hold."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,4 +1,4 @@
-"""`tag`, `note` and `delete`: what people change about a run."""
+"""`tag`, `note` and `delete`: change a run by hand."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["delete", "note", "tag"]
 @server_options
 @click.argument("run")
 @click.argument("tags", nargs=-1)
-@click.option("--remove", multiple=True, metavar="TAG", help="Take this tag away; repeat it.")
+@click.option("--remove", multiple=True, metavar="TAG", help="Remove this tag; may be repeated.")
 def tag(
     server_url: str, token: str | None, as_json: bool, run: str, tags: tuple[str, ...], remove: tuple[str, ...]
 ) -> None:
-    """Give RUN some TAGS, or take some away, and print those that it has then."""
+    """Add TAGS to RUN or remove some, and print the tags that it then has."""
     with open_client(server_url, token) as client:
         found = find_run(client, run)
         absent = [name for name in remove if name not in found.tags]
@@ -39,7 +39,7 @@ def tag(
 @server_options
 @click.argument("run")
 @click.argument("text")
-@click.option("--step", type=click.IntRange(min=0), help="The step that it is about.")
+@click.option("--step", type=click.IntRange(min=0), help="Step that the note is about.")
 def note(server_url: str, token: str | None, as_json: bool, run: str, text: str, step: int | None) -> None:
     """Write TEXT into the timeline of RUN."""
     if not text.strip():
@@ -55,7 +55,7 @@ def note(server_url: str, token: str | None, as_json: bool, run: str, text: str,
 @click.argument("runs", nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def delete(server_url: str, token: str | None, as_json: bool, runs: tuple[str, ...], yes: bool) -> None:
-    """Delete RUNS for good, with all that is stored of them; asks before it does.
+    """Delete RUNS for good, with all their data; asks first.
 
     A run is an id, the beginning of one, or a name.
     """

@@ -23,15 +23,15 @@ __all__ = ["login", "open_page"]
 @click.option(
     "--token", envvar="COLLAGE_TOKEN", help="The token. Without it you are asked, or it is read from a pipe."
 )
-@click.option("--dashboard-url", envvar="COLLAGE_DASHBOARD_URL", help="Where the dashboard of this server is.")
+@click.option("--dashboard-url", envvar="COLLAGE_DASHBOARD_URL", help="Address of this server's dashboard.")
 @click.option("--forget", is_flag=True, help="Log out: remove the address and the token.")
 @click.option("--json", "as_json", is_flag=True, help="Print the addresses as JSON.")
 def login(
     server_url: str | None, token: str | None, dashboard_url: str | None, forget: bool, as_json: bool
 ) -> None:
-    """Keep SERVER_URL and a token for it, so that your commands, `Client()` and trainings find them.
+    """Store SERVER_URL and a token for it, so that your commands, `Client()` and trainings find them.
 
-    The token is tried before it is kept, in a file that you alone may read. Without SERVER_URL, say where you are
+    The token is tested first, then stored in a file that only you may read. Without SERVER_URL, say where you are
     logged in.
     """
     if forget:
@@ -85,7 +85,9 @@ def _tell(kept: Login | None, as_json: bool) -> None:
 @server_options
 @click.argument("runs", nargs=-1)
 @click.option(
-    "--dashboard-url", envvar="COLLAGE_DASHBOARD_URL", help="Where the dashboard is; default: the server's own."
+    "--dashboard-url",
+    envvar="COLLAGE_DASHBOARD_URL",
+    help="Address of the dashboard; default: the one that the server names.",
 )
 @click.option("--print", "only_print", is_flag=True, help="Print the address; open no browser.")
 def open_page(

@@ -1,6 +1,6 @@
-"""`mcp`: what is judged of runs, for assistants that speak the Model Context Protocol. Every tool only reads.
+"""`mcp`: the judgements of runs, for assistants that speak the Model Context Protocol. Every tool only reads.
 
-Answers are sentences with the numbers that they rest on, of at most `ANSWER_BYTES`. What users wrote (names, notes,
+Answers are sentences with their numbers, at most `ANSWER_BYTES` long. What users wrote (names, notes,
 tags, layers) stands between <data> and </data>, which nothing inside can imitate.
 """
 
@@ -67,7 +67,7 @@ _Few = Annotated[int, Field(ge=1, le=50)]
 
 
 def _answers(tool: _Function) -> _Function:
-    """What the tool says, within bounds; an error of ours becomes a sentence."""
+    """The tool's answer, cut to its bound; an error of ours becomes a sentence."""
 
     @functools.wraps(tool)
     def answer(*given: Any, **named: Any) -> str:
@@ -110,7 +110,7 @@ class RunQuestions:
 
     @_answers
     def verdict(self, run: _Run) -> str:
-        """What is judged of a run: the word, the reasons with their numbers, since when, and what to try."""
+        """The judgement of a run: the verdict, the reasons with their numbers, since when, and advice."""
         with self._client() as client:
             found = client.run(run)
             evidence = read_evidence(client, found)
@@ -145,7 +145,7 @@ class RunQuestions:
 
     @_answers
     def since_when(self, run: _Run, metric: _Metric = "edq_ratio") -> str:
-        """Since when a metric or a logged number is what it is: the step at which it changed, before and after."""
+        """The last change of a metric or a logged number: its step, and the values before and after."""
         with self._client() as client:
             history = read_history(client, run, metric)
         own, change = history.series, history.onset
@@ -185,7 +185,7 @@ class RunQuestions:
     def recommended_strategy(self, runs: _Runs | None = None, project: _Text = None, group: _Text = None) -> str:
         """Which precision strategy to train with, judged by runs: those named, or the newest of a project or group.
 
-        The reasons say of each strategy what it costs, its loss against the reference, and what speaks against it.
+        The reasons give each strategy's cost, its loss against the reference, and its problems.
         """
         with self._client() as client:
             page = None if runs else client.run_table(project=project, group=group, limit=_MOST_COMPARED)
@@ -204,7 +204,8 @@ class RunQuestions:
         state: wire.IncidentState | None = None,
         limit: _Few = 20,
     ) -> str:
-        """Alerts, newest first: what fired on which run, from when until when, and why. `state` "firing": now."""
+        """Alerts, newest first: which alert fired on which run, from when until when, and why. `state` "firing":
+        now."""
         with self._client() as client:
             events = client.incidents(run_id=run, project=project, state=state, limit=limit).events
         if not events:
@@ -304,7 +305,7 @@ def _incident(incident: wire.Incident) -> str:
 
 
 def _of_agent(watch: wire.WatchInfo | None) -> Iterator[str]:
-    """What the training's process wrote, and a judgement may quote."""
+    """Texts that the training's process wrote and a judgement may quote."""
     if watch is None:
         return
     yield from (trained.optimizer for trained in watch.trained)
@@ -322,7 +323,7 @@ def _data(text: str, most: int = _NAME_CHARACTERS) -> str:
 
 
 def _told(text: str, quoted: Iterable[str]) -> str:
-    """A sentence of ours, in which what it quotes of users is marked."""
+    """A sentence of ours, with quoted user texts marked."""
     clean = _plain(text, _TEXT_BYTES)
     found = sorted({_plain(name, _TEXT_BYTES) for name in quoted if name}, key=len, reverse=True)
     found = [name for name in found if name in clean]
@@ -343,7 +344,7 @@ def _number(value: wire.Number | None) -> str:
 
 
 def _bounded(text: str) -> str:
-    """The text as far as an answer may go, in whole lines, and how many are missing."""
+    """The text cut to an answer's length, in whole lines, and how many lines are missing."""
     lines, size = text.split("\n"), 0
     for place, line in enumerate(lines):
         size += len(json.dumps(line, ensure_ascii=False).encode())
@@ -354,13 +355,13 @@ def _bounded(text: str) -> str:
 
 
 class _ServerTokens:
-    """Lets in who has a token with which the server may be read."""
+    """Admits callers whose token may read the server."""
 
     def __init__(self, client_of: Callable[[str], Client]) -> None:
         self._client_of = client_of
 
     async def verify_token(self, token: str) -> AccessToken | None:
-        """Ask the server, in a thread of its own; nobody is let in while it does not answer."""
+        """Ask the server, in a thread of its own; while it does not answer, nobody is admitted."""
         who = hashlib.sha256(token.encode()).hexdigest()[:16]
         return AccessToken(token=token, client_id=who, scopes=[]) if await run_sync(self._may_read, token) else None
 
@@ -374,7 +375,7 @@ class _ServerTokens:
 
 
 def create_server(client: Callable[[], Client], tokens: _ServerTokens | None = None, issuer: str = "") -> MCPServer:
-    """The server of all tools. tokens: who may ask over HTTP; None: whoever speaks to this process."""
+    """The server of all tools. tokens: who may ask over HTTP; None: anyone who can talk to this process."""
     auth = AuthSettings(issuer_url=AnyHttpUrl(issuer), resource_server_url=None) if tokens else None
     server: MCPServer = MCPServer(
         "collage-monitor",
@@ -395,17 +396,19 @@ def create_server(client: Callable[[], Client], tokens: _ServerTokens | None = N
 
 @click.command("mcp")
 @server_address_options
-@click.option("--http", is_flag=True, help="Listen, instead of speaking over standard input and output.")
+@click.option("--http", is_flag=True, help="Serve over HTTP instead of standard input and output.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=MCP_PORT, show_default=True, type=click.IntRange(1, 65535))
-@click.option("--allowed-host", "allowed_hosts", multiple=True, help="Another name under which it is reached.")
+@click.option(
+    "--allowed-host", "allowed_hosts", multiple=True, help="Another host name under which clients reach it."
+)
 def mcp(
     server_url: str, token: str | None, http: bool, host: str, port: int, allowed_hosts: tuple[str, ...]
 ) -> None:
     """Answer an assistant's questions about runs, over the Model Context Protocol; nothing can be changed.
 
-    Over standard input and output the assistant starts this command, and reads with this command's token. With
-    --http each request brings a token of its own: one with which the server may be read, and what it may read.
+    Over standard input and output the assistant starts this command, and reads with the command's token. With
+    --http each request brings a token of its own, which decides what it may read.
     """
     if not http:
         create_server(lambda: open_client(server_url, token)).run("stdio")

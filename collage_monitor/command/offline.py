@@ -1,4 +1,4 @@
-"""A server of their own for runs that have left their reports on disk, for as long as somebody reads them."""
+"""A temporary server for the reports that runs have left on disk."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def runs_left_in(folder: Path) -> list[str]:
 def served_from_disk(
     verb: str, folder: Path, run_ids: Sequence[str], most: int
 ) -> Iterator[tuple[Services, tuple[str, ...]]]:
-    """A server that has what runs left in `folder`, all or those named, and their ids; it ends with the context.
+    """A server with the reports that runs left in `folder`, all or those named, and their ids; it ends with the
+    context.
 
-    It works on a copy: what was left can still be sent to another server. `most`: runs that the verb takes.
+    It works on a copy, so the reports can still be sent to another server. `most`: how many runs the verb accepts.
 
     Raises:
         click.ClickException: nothing was left, or not by these runs, or by too many.

@@ -3,7 +3,8 @@
 It reads the tables that `archive publish` keeps. `runs`: one row a run. `layers`: totals by run, layer (its name)
 and step, one column a statistic. Every metric by name, over whole runs `run_metrics` and `layer_metrics`, at each
 step `step_metrics` and `layer_step_metrics`: totals merge over layers within a step, then over steps, each by its
-own rules, and are finished as the catalogue does. What is no ratio of totals (intervals, histograms) is left out.
+own rules, and are finished as the catalogue does. Metrics that are not ratios of totals (intervals, histograms) are
+left out.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ _OVER_STEPS: Final[Mapping[str, str]] = {
     show_default="the local server's",
     help="Folder or bucket (s3://…) of archived files.",
 )
-@click.option("--project", "projects", multiple=True, help="Only this project; repeat it.")
+@click.option("--project", "projects", multiple=True, help="Only this project; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print rows as JSON.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print rows as CSV.")
 def query(sql: str, archive: str, projects: tuple[str, ...], as_json: bool, as_csv: bool) -> None:
-    """Ask SQL (DuckDB's) of all finished runs that `archive publish` has put into tables. No server is needed.
+    """Run a SQL query (DuckDB) over all finished runs that `archive publish` has put into tables. No server is
+    needed.
 
     Views: runs, layers, run_metrics, layer_metrics, step_metrics, layer_step_metrics; `describe VIEW` lists its
     columns.
@@ -87,7 +89,7 @@ def _plain(value: Any) -> Any:
 def open_fleet(archive: str, projects: Sequence[str] = ()) -> duckdb.DuckDBPyConnection:
     """A connection with the views over an archive's projects (default: all). `archive`: a folder or a bucket's URL.
 
-    Files are read when they are asked for; settings of a bucket come from the environment (AWS_…, GOOGLE_…).
+    Files are read on demand; settings of a bucket come from the environment (AWS_…, GOOGLE_…).
 
     Raises:
         CollageError: there is no such archive, or it has no published table of these projects.
@@ -117,7 +119,7 @@ def open_fleet(archive: str, projects: Sequence[str] = ()) -> duckdb.DuckDBPyCon
 def _published(
     store: ObjectStore, address: str, options: dict[str, str]
 ) -> tuple[dict[str, pa.Table], dict[str, DeltaTable]]:
-    """Of each project that was published its runs and its table."""
+    """The runs and the table of each published project."""
     runs, tables = {}, {}
     for folder in map(str, obstore.list_with_delimiter(store)["common_prefixes"]):
         table = f"{address}/{folder}"

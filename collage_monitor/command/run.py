@@ -18,25 +18,35 @@ __all__ = ["run"]
 @click.command("run", context_settings={"ignore_unknown_options": False})
 @click.option("--project", help="Project of the run.")
 @click.option("--name", help="Name of the run; default: the script's.")
-@click.option("--run-id", help="Resume this run, or begin it under this id.")
+@click.option("--run-id", help="Id of the run: resume it, or begin it under this id.")
 @click.option("--group", help="Group of the run.")
 @click.option("--tags", help="Tags, separated by commas.")
 @click.option("--mode", type=click.Choice(["online", "offline", "disabled"]))
-@click.option("--server-url", help="Where to report to; default: a server on this machine.")
+@click.option("--server-url", help="Address of the server; default: a server on this machine.")
 @click.option("--dir", type=click.Path(), help="Data folder: token, spool.")
-@click.option("--every", type=click.IntRange(min=1), help="Measure the steps divisible by it; default: 10.")
-@click.option("--sample", help="Elements looked at in each tensor, or 'all'; default: 4096.")
+@click.option("--every", type=click.IntRange(min=1), help="Measure steps divisible by this number; default: 10.")
+@click.option("--sample", help="Elements to sample from each tensor, or 'all'; default: 4096.")
 @click.option("--budget", help="The agent's share of CPU, or 'none'; default: 0.01.")
-@click.option("--expect", help="What must be kept: a strategy, or weights=float32,states=float32,min_edq=0.95.")
-@click.option("--on-breach", type=click.Choice(["warn", "raise", "exit"]), help="What then; default: warn.")
-@click.option("--print-environment", is_flag=True, help="Print the variables that do the same, and start nothing.")
-@click.option("--json", "as_json", is_flag=True, help="With --print-environment: as JSON.")
+@click.option(
+    "--expect", help="What the training must keep: a strategy, or weights=float32,states=float32,min_edq=0.95."
+)
+@click.option(
+    "--on-breach",
+    type=click.Choice(["warn", "raise", "exit"]),
+    help="What to do if --expect is not met; default: warn.",
+)
+@click.option(
+    "--print-environment",
+    is_flag=True,
+    help="Print the environment variables with the same effect, and start nothing.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With --print-environment: print them as JSON.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def run(print_environment: bool, as_json: bool, program: tuple[str, ...], **options: str | int | None) -> None:
     """Start PROGRAM and watch every torch optimizer in it: collage-monitor run -- python train.py
 
     Also: collage-monitor run -- torchrun --nproc-per-node 2 train.py. The program's output, exit status and
-    signals are its own. A program without torch runs as it would anyway.
+    signals are its own. A program without torch runs as usual.
     """
     added = {VARIABLES[name]: str(value) for name, value in options.items() if value is not None}
     added |= launch_variables(os.environ)
@@ -65,12 +75,12 @@ def _become(program: list[str], environment: dict[str, str]) -> None:
 
 
 class _NoProgram(click.ClickException):
-    """Ends as a shell does where there is no such program."""
+    """If there is no such program, ends as a shell does."""
 
     exit_code = 127
 
 
 class _NotExecutable(click.ClickException):
-    """Ends as a shell does where the program cannot be executed."""
+    """If the program cannot be executed, ends as a shell does."""
 
     exit_code = 126

@@ -25,7 +25,9 @@ def server_address_options(function: _Function) -> _Function:
     """Which server is asked, and with which token."""
     for option in (
         click.option(
-            "--token", envvar="COLLAGE_TOKEN", help="Token; default: that of `login`, or a local server's."
+            "--token",
+            envvar="COLLAGE_TOKEN",
+            help="Token; default: the one kept by `login`, or the local server's.",
         ),
         click.option(
             "--server-url",
@@ -45,12 +47,12 @@ def server_options(function: _Function) -> _Function:
 
 
 def open_client(server_url: str, token: str | None) -> Client:
-    """A client of the server, with the token that was given, else the one known for this server."""
+    """A client of the server, with the given token or the one known for this server."""
     return Client(server_url, token or find_token(server_url))
 
 
 def dashboard_of(server_url: str) -> str | None:
-    """Where the dashboard of a server is, as far as it is known on this machine; None if it is not."""
+    """The address of a server's dashboard, if this machine knows it; otherwise None."""
     for known in (read_login(), local_server()):
         if known is not None and known.server_url.rstrip("/") == server_url.rstrip("/"):
             return known.dashboard_url

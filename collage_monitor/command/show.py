@@ -1,7 +1,7 @@
-"""`list`, `show` and `compare`: what is said of runs, and the numbers behind it, in the terminal.
+"""`list`, `show` and `compare`: judgements of runs and their numbers, in the terminal.
 
-A judgement and the numbers beside it are over the same steps, and these are named. `list` and `compare` quote what
-the server keeps of each run, which may be some seconds old; `show` judges one run anew.
+A judgement and the numbers beside it cover the same steps, which are named. `list` and `compare` quote the server's
+stored judgements, which may be some seconds old; `show` judges one run again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ __all__ = ["compare", "list_runs", "show"]
 
 _DECAY: Final = "state_decrement_ratio/exp_avg_sq"
 _NUMBERS: Final = {"EDQ": "edq_ratio", "lost": "lost_update_ratio", "decay": _DECAY}
-_BASIS: Final = "Health, EDQ, lost and decay are of the steps under `judged over`, the recent ones at that time."
+_BASIS: Final = (
+    "Health, EDQ, lost and decay cover the steps under `judged over`, the most recent ones at that time."
+)
 _LABEL: Final = 24
 """Characters that a table shows of a name."""
 _WORST: Final = 3
@@ -37,7 +39,7 @@ _LOSSES: Final = ("validation_loss", "loss")
 @click.option("--project", help="Only runs of this project.")
 @click.option("--strategy", help="Only runs of this strategy.")
 @click.option("--tag", help="Only runs with this tag.")
-@click.option("--health", help="Only runs of this health, such as 'losing updates' or healthy.")
+@click.option("--health", help="Only runs with this health, such as 'losing updates' or healthy.")
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 500))
 def list_runs(
     server_url: str,
@@ -49,7 +51,7 @@ def list_runs(
     health: str | None,
     limit: int,
 ) -> None:
-    """List runs, newest first, with what is said of each."""
+    """List runs, newest first, with the judgement of each."""
     filters: dict[str, Any] = {"project": project, "strategy": strategy, "tag": tag, "health": health}
     with open_client(server_url, token) as client:
         page = client.run_table(sort="created_at", limit=limit, **filters)
@@ -104,7 +106,7 @@ def _numbers(row: wire.RunRow) -> Iterator[float | None]:
 @server_options
 @click.argument("run")
 def show(server_url: str, token: str | None, as_json: bool, run: str) -> None:
-    """Say what is wrong with RUN, or that nothing is; then its numbers and its worst layers.
+    """Say what is wrong with RUN, if anything, then show its numbers and its worst layers.
 
     RUN is an id, the beginning of one, or a name.
     """

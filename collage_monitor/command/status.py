@@ -31,7 +31,7 @@ _OWNERS: Final = ("bodies", "caches", "answers", "evaluations", "sealing")
 
 @dataclass(frozen=True)
 class Check:
-    """One line. `ok` is None where the number says nothing of health, or cannot be seen with this token."""
+    """One line. `ok` is None if the number says nothing about health, or this token may not see it."""
 
     name: str
     ok: bool | None

@@ -12,12 +12,12 @@ _DIGITS: Final = 6
 
 
 def printable(text: str) -> str:
-    """A name for the terminal: whoever may send runs may not steer it, nor start a line of their own."""
+    """A name for the terminal: a run's texts can neither control the terminal nor start a new line."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number with so many significant digits; "-" where it is undefined."""
+    """A number with `digits` significant digits; "-" if it is undefined."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 

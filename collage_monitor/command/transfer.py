@@ -29,10 +29,17 @@ _STEP: Final = "step"
 @click.command("export")
 @server_options
 @click.argument("run")
-@click.option("--format", "export_format", type=click.Choice(_FORMATS), help="Default: by the file's ending.")
+@click.option(
+    "--format", "export_format", type=click.Choice(_FORMATS), help="Format of the file; default: by its ending."
+)
 @click.option("--output", type=click.Path(path_type=Path), help="File to write, - for standard output.")
-@click.option("--layers/--no-layers", default=True, show_default=True, help="Also what is known by layer.")
-@click.option("--ranks/--no-ranks", default=False, show_default=True, help="Also each rank's totals of its model.")
+@click.option("--layers/--no-layers", default=True, show_default=True, help="Also write the numbers of each layer.")
+@click.option(
+    "--ranks/--no-ranks",
+    default=False,
+    show_default=True,
+    help="Also write each rank's totals for the whole model.",
+)
 def export(
     server_url: str,
     token: str | None,
@@ -43,7 +50,8 @@ def export(
     layers: bool,
     ranks: bool,
 ) -> None:
-    """Write all that is stored of RUN, an id, the beginning of one, or a name: totals, metrics, logged scalars.
+    """Write all data of RUN to a file: totals, metrics, logged scalars. RUN is an id, the beginning of one, or a
+    name.
 
     JSON lines (jsonl) hold everything and can be imported again; csv and parquet are one wide table. The file
     stands under its name only when it is whole.
@@ -107,12 +115,15 @@ def _target(path: Path) -> Iterator[BinaryIO]:
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 @click.option("--project", required=True, help="Project that the run will belong to.")
 @click.option("--name", help="Name of the run; default: its old name, or the file's.")
-@click.option("--run-id", help="Id of the run, to go on with an import that broke off; default: a new one.")
+@click.option("--run-id", help="Id of the run, to continue an interrupted import; default: a new one.")
 @click.option(
-    "--format", "file_format", type=click.Choice(["jsonl", "csv", "tensorboard"]), help="Default: by the name."
+    "--format",
+    "file_format",
+    type=click.Choice(["jsonl", "csv", "tensorboard"]),
+    help="Format of the file; default: by its name.",
 )
-@click.option("--step-column", default=_STEP, show_default=True, help="Column of the steps in a CSV file.")
-@click.option("--rename", multiple=True, metavar="COLUMN=NAME", help="Another name for a curve; repeat it.")
+@click.option("--step-column", default=_STEP, show_default=True, help="Column of a CSV file that holds the steps.")
+@click.option("--rename", multiple=True, metavar="COLUMN=NAME", help="Rename a column; may be repeated.")
 def import_run(
     server_url: str,
     token: str | None,

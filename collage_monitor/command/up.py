@@ -36,8 +36,8 @@ _STOP_SECONDS = 10.0
 class Services:
     """Server and dashboard as child processes: entering starts the server, leaving stops both, dashboard first.
 
-    `alone`: they heed no setting of the environment, such as another database, and print nothing.
-    `defaults`: settings that hold where the environment says nothing else.
+    `alone`: they ignore settings of the environment, such as another database, and print nothing.
+    `defaults`: settings that hold unless the environment overrides them.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Services:
 
 
 def environment_without_settings() -> dict[str, str]:
-    """This process's environment without what sets up Collage Monitor."""
+    """This process's environment without Collage Monitor's variables."""
     return {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
 
 

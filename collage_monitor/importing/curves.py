@@ -117,7 +117,7 @@ def _number(where: str, name: str, text: str) -> float:
 def read_events(path: Path) -> Source:
     """The scalars in an event file, or in all event files right in a folder, oldest file first.
 
-    A tag's last word on a step counts, as in TensorBoard; tags become logged scalars under their names.
+    A tag's last value at a step counts, as in TensorBoard; tags become logged scalars under their names.
 
     Raises:
         ImportRefusal: no event file, nothing scalar in them, or the reader of event files is not installed.

@@ -29,7 +29,7 @@ class ImportRefusal(CollageError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """A run to come. `reports` is read once, while it is sent; `reports_expected` is None where nobody knows."""
+    """A run to come. `reports` is read once, while it is sent; `reports_expected` is None if unknown."""
 
     name: str
     reports: Iterator[wire.Report]
@@ -61,11 +61,11 @@ def send_source(
     run_id: str,
     progress: Callable[[int], None] = lambda _: None,
 ) -> wire.Run:
-    """Create the run, send its reports and close it; `progress` hears how many were sent.
+    """Create the run, send its reports and close it; `progress` gets the number sent so far.
 
-    The stream's id follows from the run's and a report's number from its place in the file, so the same import
-    with the same `run_id` goes on where another one broke off and stores nothing twice. The run is "failed" until
-    it is whole, never "running": no alert is about it, and one that breaks off is not taken for whole.
+    The stream's id follows from the run's and a report's number from its place in the file, so repeating an import
+    with the same `run_id` continues it where it stopped, and stores nothing twice. The run is "failed" until it is
+    whole, never "running", so no alert covers it, and a partial import never looks whole.
 
     Raises:
         ImportRefusal: the run is there and no import, the server refused a report, or the file goes wrong.

@@ -1,12 +1,12 @@
-"""What may be said of a run in words, the same in terminal, notebook, dashboard and alert.
+"""The judgement of a run in words, the same in terminal, notebook, dashboard and alert.
 
 A good word needs evidence from every side: the updates arrive, no layer stands still, and a second witness (the
 states' decrements or the oracle) agrees, because EDQ alone cannot see an error that already sits in the optimizer's
-state. One number out of its bounds is enough for a bad word. Where the evidence does not reach, the word is
+state. One number out of its bounds is enough for a bad verdict. If the evidence is too weak, the verdict is
 "unknown". `docs/reference/verdict.md` states the rules; each is a function of `rules` or of `doubts`.
 
-Whoever holds a run's totals makes `evidence_of` them; who reads them over HTTP asks `collage_monitor.run_evidence`.
-Both give `judge` the same, and so it says the same.
+A process that holds a run's totals calls `evidence_of`; one that reads over HTTP uses
+`collage_monitor.run_evidence`. Both give `judge` the same evidence, so the verdict is the same.
 """
 
 from collage_monitor.judgement.advice import Lacking, advice_for, most_exact

@@ -1,7 +1,7 @@
-"""What to try where a run loses something: by the rule, the dtype, the sparsity and the states of what is trained.
+"""Advice for a run that loses updates: by the rule, the dtype, the sparsity and the states of the trained weights.
 
-Whoever advises takes it from here: terminal, notebook, page, report and audit. Nothing is named that cannot be
-built on what is trained, that its rule has no use for, or that keeps less of anything than what is there.
+Whoever advises takes it from here: terminal, notebook, page, report and audit. Advice names only strategies that
+work with the trained weights and the rule, and that keep no part less exactly than now.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def advice_for(
 
 
 def most_exact(trained: Trained, bytes_per_parameter: float) -> Choice | None:
-    """The most exact way to train this in no more bytes; None where optimizer or dtype are none for a strategy."""
+    """The most exact strategy in no more bytes; None if no strategy fits the optimizer or the dtype."""
     if trained.fitting is None or trained.sparse or set(trained.parameters) != {"bfloat16"}:
         return None
     first, second = _moments(trained)
@@ -104,7 +104,7 @@ def _code(trained: Trained, strategy: str) -> str:
 
 
 def _one_line(code: str) -> str:
-    """The code as it stands in a sentence; what it imports says itself."""
+    """The code as quoted in a sentence, without its imports."""
     return "; ".join(line for line in code.splitlines() if not line.startswith(("import ", "from ")))
 
 
@@ -114,7 +114,7 @@ def _size(choice: Choice) -> str:
 
 
 def _bytes(trained: Trained, narrow: float | None) -> float | None:
-    """Bytes over all weights, of which those that are not in 16 bits stay as they are."""
+    """Bytes over all weights; weights that are not in 16 bits stay as they are."""
     if narrow is None:
         return None
     elements = sum(trained.parameters.values())

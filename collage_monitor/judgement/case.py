@@ -1,4 +1,4 @@
-"""The evidence of one run, with what several rules ask of it."""
+"""The evidence of one run, with the derived facts that several rules use."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LAYER_TOLERANCE: Final = 1e-5
 
 
 class Case:
-    """Evidence, and what follows from it about how the weights are kept and how well EDQ is known.
+    """Evidence, and the facts derived from it about how weights are kept and how well EDQ is known.
 
-    active: whether any update was intended. stochastic: whether weights are rounded at random, if only in some
-    layers. differing: whether layers are rounded differently. keeps_more_than_visible: whether more is
-    kept than the visible weight.
+    active: whether any update was intended. stochastic: whether weights are rounded at random, at least in some
+    layers. differing: whether layers are rounded differently. keeps_more_than_visible: whether the optimizer keeps
+    more than the visible weight.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -57,7 +57,7 @@ class Case:
         return self._of_layers.get(layer, self._otherwise)
 
     def trains(self, dtype: str) -> bool:
-        """Whether weights of this dtype are trained, as far as the agent told."""
+        """Whether the agent reported weights of this dtype among the trained ones."""
         return any(dtype in entry.parameters for entry in (self.watch.trained if self.watch else ()))
 
     @property
@@ -78,7 +78,7 @@ class Case:
         return [name for name in moved if loses_most(self.evidence.layers[name])]
 
     def share_of(self, layers: Iterable[str]) -> float:
-        """These layers' share of Σ u²; 0 where nothing was intended."""
+        """These layers' share of Σ u²; 0 if no update was intended."""
         return sum(self._squares[name] for name in layers) / (sum(self._squares.values()) or 1.0)
 
     def lost_where(self, at_random: bool | None) -> tuple[float | None, float | None]:
@@ -129,7 +129,7 @@ class Case:
 
     @property
     def edq_may_be_far_off(self) -> bool:
-        """Whether EDQ rests on a sample that could not give an interval, and may be far from 1 in what it missed:
+        """Whether EDQ comes from a sample that gave no interval, and that may have missed large losses:
         |1 − edq_ratio| never exceeds update_error_ratio, by the inequality of Cauchy and Schwarz."""
         sampled, elements, error = (self.number(name) for name in ("sampled", "elements", "update_error_ratio"))
         given = self.number("edq_ratio_low") is not None
@@ -138,8 +138,8 @@ class Case:
         )
 
     def chance(self, key: str) -> float:
-        """How far stochastic rounding may bring a ratio off 1 by chance: three of its standard errors. 0 where
-        rounding is to nearest, whose errors are no chance. `key`: that of the standard error."""
+        """How far stochastic rounding may move a ratio from 1 by chance: three standard errors. 0 where rounding is
+        to nearest, whose errors are not random. `key`: that of the standard error."""
         return 3 * (self.number(key) or 0.0) if self.stochastic else 0.0
 
 

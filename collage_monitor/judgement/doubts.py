@@ -1,4 +1,4 @@
-"""What keeps a run from a good word though no number speaks against it, and what speaks for one."""
+"""Reasons not to call a run healthy although no number is bad, and evidence for calling it healthy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def nothing_intended(case: Case) -> Finding:
 
 
 def _silent_ranks(case: Case) -> Iterator[Finding]:
-    """What silent ranks hold may be sick; where the others hold copies of it, nothing is missed."""
+    """The elements of silent ranks may be sick, unless other ranks hold copies of them."""
     silent = case.evidence.silent
     if silent is not None and (silent.held is None or silent.held < HELD_BY_ALL):
         text = f"{silence(silent)}: what the others hold is not known"
@@ -68,7 +68,7 @@ def _silent_ranks(case: Case) -> Iterator[Finding]:
 
 
 def _little_measured(case: Case) -> Iterator[Finding]:
-    """What was not looked at may be sick."""
+    """Elements that were not measured may be sick."""
     measured = case.measured
     if measured is not None and measured < 1 - MEASURED_TOLERANCE:
         text = f"what was intended is known of {percent(measured)} of the elements only"
@@ -76,7 +76,7 @@ def _little_measured(case: Case) -> Iterator[Finding]:
 
 
 def _wide_interval(case: Case) -> Iterator[Finding]:
-    """EDQ may be off by more than twice what is forgiven, or is, and chance may have done it."""
+    """EDQ is, or may be, off by more than twice its tolerance, and chance may be the reason."""
     edq, low, high = (case.number(key) for key in ("edq_ratio", "edq_ratio_low", "edq_ratio_high"))
     if (edq is not None and abs(1 - edq) > EDQ_TOLERANCE) or (
         low is not None and high is not None and (low < 1 - 2 * EDQ_TOLERANCE or high > 1 + 2 * EDQ_TOLERANCE)
@@ -94,7 +94,7 @@ def _no_interval(case: Case) -> Iterator[Finding]:
 
 
 def _unknown_rounding(case: Case) -> Iterator[Finding]:
-    """What stochastic rounding loses in a step, others bring; what rounding to nearest loses, none does."""
+    """Later steps make up for the losses of stochastic rounding, but not for those of rounding to nearest."""
     lost, _ = case.lost_where(at_random=None)
     if lost is not None and lost > LOST_TOLERANCE:
         text = f"{percent(lost)} of the updates are rounded away in a step, and "
@@ -121,7 +121,7 @@ def _factored_states(case: Case) -> Iterator[Finding]:
 
 
 def _decay_of_several(case: Case) -> Iterator[Finding]:
-    """Several optimizers, not all of which decay weights by an operation of its own."""
+    """Several optimizers, only some of which decay weights by a separate operation."""
     kept = case.number("decay_ratio")
     ways = set(case.fingerprint.implementation.split(" and ")) if case.fingerprint else set()
     if kept is not None and kept < DECAY_TOLERANCE and ways & OWN_DECAY and ways - OWN_DECAY:

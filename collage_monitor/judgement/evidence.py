@@ -1,4 +1,4 @@
-"""What a judgement rests on, and how it is made of totals, in a training process as on a server."""
+"""The evidence for a judgement, and how it is made from totals, in a training process and on a server."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class SilentRanks:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a judgement rests on: metrics of the recent past, merged, and what is known of the watch.
+    """The evidence for a judgement: merged metrics of the recent past, and facts about the watch.
 
-    model: the whole model's metrics by key; layers: those of each layer, empty where they were not looked at.
+    model: the whole model's metrics by key; layers: those of each layer, empty if not read.
     first_step to last_step: the steps that they merge. silent: ranks that do not report any more.
     """
 
@@ -86,7 +86,7 @@ def evidence_of(
     last_step: int | None = None,
     silent: SilentRanks | None = None,
 ) -> Evidence:
-    """The evidence in totals of the recent past, as any process holds them: the training's own, and a server's.
+    """The evidence from totals of the recent past, in the training's own process or on a server.
 
         taken = recent_points(totals["measured_steps"], totals["intended_squared_sum"])
         recent = {key: values[-taken:] for key, values in totals.items()}
@@ -119,7 +119,7 @@ def recent_points(measured: Sequence[float], squares: Sequence[float]) -> int:
     run's Σ u², or are all there are.
 
     measured, squares: measured steps and Σ u² of each point of the whole run, oldest first. At the end of a
-    learning rate's schedule the last steps are next to nothing beside the rest, and do not speak for it.
+    learning-rate schedule the last steps are tiny compared with the rest, and do not represent it.
     """
     whole = sum(squares)
     steps = carried = 0.0
@@ -140,11 +140,12 @@ def silent_ranks(
     *,
     is_over: bool = False,
 ) -> SilentRanks | None:
-    """Ranks that have not reported since some step, from the points of the whole run, oldest first; None: all do.
+    """Ranks that have not reported since some step, from the points of the whole run, oldest first; None if all
+    report.
 
     measured, ranks, expected, elements: of each point its measured steps, how many ranks reported and should have,
     and the elements of a step. whole: the model's elements where no point has all ranks; 0: not known.
-    is_over: nothing more will come of the run.
+    is_over: no more reports of the run will come.
     """
     begin = len(ranks)
     while begin and ranks[begin - 1] < expected[begin - 1]:

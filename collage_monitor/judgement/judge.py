@@ -15,9 +15,9 @@ __all__ = ["judge"]
 
 
 def judge(evidence: Evidence) -> Judgement:
-    """The judgement of what was measured; the same evidence gives the same words everywhere.
+    """The judgement of the evidence; the same evidence gives the same words everywhere.
 
-    One finding against the run is enough for a bad word, the gravest first. Without one, a doubt makes it
+    One finding against the run is enough for a bad verdict; the gravest comes first. Without one, a doubt makes it
     "unknown"; only a run with neither is "healthy". Weights kept in a way that is not understood make it "unknown",
     whatever the numbers.
     """

@@ -1,4 +1,4 @@
-"""What speaks against a run. Each rule is a function of the evidence; one finding is enough for a bad word."""
+"""What speaks against a run. Each rule is a function of the evidence; one finding is enough for a bad verdict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEWEST_RESIDUALS: Final = 32
 
 
 def findings_against(case: Case) -> Iterator[Finding]:
-    """Every finding that alone makes a bad word."""
+    """Every finding that alone makes a bad verdict."""
     yield from _not_finite(case)
     yield from _lost_at_a_resume(case)
     if case.active:
@@ -54,7 +54,8 @@ def findings_against(case: Case) -> Iterator[Finding]:
 
 
 def _not_finite(case: Case) -> Iterator[Finding]:
-    """NaN and infinity never leave a weight or a residual again. Whether a gradient brought them is told, too."""
+    """NaN and infinity never leave a weight or a residual again. The finding also says whether a gradient brought
+    them."""
     count, key = case.number("nonfinite_params"), "nonfinite_params"
     if count:
         held = {name: case.number(key, name) or 0.0 for name in case.evidence.layers}
@@ -74,7 +75,7 @@ def _not_finite(case: Case) -> Iterator[Finding]:
 
 
 def _lost_at_a_resume(case: Case) -> Iterator[Finding]:
-    """What was lost once counts as long as the recent past reaches back to it; what goes on, for the launch."""
+    """A single loss counts as long as the recent past reaches back to it; a lasting one, for the launch."""
     losses = case.watch.resume_losses if case.watch else []
     first = case.evidence.first_step
     for loss in losses:
@@ -104,8 +105,8 @@ def _descent(case: Case) -> Iterator[Finding]:
 
 
 def _loss(case: Case) -> Iterator[Finding]:
-    """The share lost, where rounding is to nearest: what one step loses then no other brings back, unless several
-    steps were watched and say otherwise, as where the optimizer feeds its rounding errors back."""
+    """The share lost, where rounding is to nearest: a later step then never makes up for a loss, unless windows of
+    several steps show otherwise, as when the optimizer feeds its rounding errors back."""
     if case.arrives_later:
         return
     lost, error = case.lost_where(at_random=False)
@@ -116,7 +117,7 @@ def _loss(case: Case) -> Iterator[Finding]:
 
 
 def _layers(case: Case) -> Iterator[Finding]:
-    """Layers that round to nearest and lose most of their updates, if their share of Σ u² is not next to 0."""
+    """Layers that round to nearest and lose most of their updates, if their share of Σ u² is not negligible."""
     if case.arrives_later:
         return
     losing = case.losing_layers()
@@ -143,7 +144,7 @@ def _layers(case: Case) -> Iterator[Finding]:
 
 def _states(case: Case) -> Iterator[Finding]:
     """A moving average in low precision whose decrements are below half a gap can only grow, and makes steps too
-    small; EDQ, which takes the stored state for granted, cannot see it."""
+    small; EDQ trusts the stored state, so it cannot see this."""
     for name, value in state_decrements(case.model).items():
         tolerance = STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}")
         key = f"state_decrement_ratio/{name}"
@@ -156,7 +157,8 @@ def _states(case: Case) -> Iterator[Finding]:
 
 
 def _decay(case: Case) -> Iterator[Finding]:
-    """Decay that the optimizer makes as a rounded operation of its own on the very weights, as torch's do."""
+    """Decay that the optimizer applies to the weights as a separate, rounded operation, as torch's optimizers
+    do."""
     kept, seen = case.number("decay_ratio"), case.fingerprint
     if kept is None or kept >= DECAY_TOLERANCE or seen is None or case.watch is None:
         return
@@ -167,7 +169,7 @@ def _decay(case: Case) -> Iterator[Finding]:
 
 
 def _residual_fill(case: Case) -> Iterator[Finding]:
-    """What rounding to nearest leaves is at most half a gap, what truncating leaves a whole one."""
+    """Rounding to nearest leaves a residual of at most half a gap, truncation one of up to a whole gap."""
     fill = case.number("residual_fill_ratio")
     if fill is not None and fill > FILL_TOLERANCE:
         text = f"the residuals hold {fill:.3g} half gaps each, where what rounding leaves is at most one"
@@ -175,7 +177,7 @@ def _residual_fill(case: Case) -> Iterator[Finding]:
 
 
 def _residuals_dropped(case: Case) -> Iterator[Finding]:
-    """What a step left of itself is the next one's to bring; 0 again before it, it never arrives."""
+    """A residual carries part of one step to the next; if it is 0 again before that, this part never arrives."""
     key = "residual_dropped_ratio"
     if (dropped := case.number(key) or 0.0) > DROPPED_TOLERANCE * (1 - case.idle):
         text = f"{percent(dropped)} of the residuals were 0 again before a step: what they kept was dropped"
@@ -194,8 +196,8 @@ def _residuals_dropped(case: Case) -> Iterator[Finding]:
 
 
 def _residuals_empty(case: Case) -> Iterator[Finding]:
-    """EDQ counts what goes into a residual as arrived. If each step finds them at 0, only what the visible weight
-    shows does."""
+    """EDQ counts updates in a residual as arrived. If each step finds the residuals at 0, only the movement of the
+    visible weights counts."""
     zero = case.number("residual_zero_ratio")
     # Elements that are never stepped have a residual of 0.
     threshold = case.idle + 0.5 * (1 - case.idle)
@@ -228,9 +230,9 @@ def _oracle(case: Case) -> Iterator[Finding]:
 
 
 def average_findings(metrics: Values) -> Iterator[Finding]:
-    """What speaks against an average of the weights, which has updates of its own; it says nothing of the weights'.
+    """Findings against an average of the weights, which has updates of its own; they say nothing about the weights.
 
-    What moves too little though hardly an update is rounded away follows another decay than was said.
+    An average that moves too little, although hardly any update is rounded away, has another decay than stated.
     """
     if broken := finite(metrics.get("average_nonfinite")):
         text = f"{broken:,.0f} elements of the average of the weights are NaN or infinite"

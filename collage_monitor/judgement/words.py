@@ -1,4 +1,4 @@
-"""The words that may be said of a run, and the sentences around them."""
+"""The possible verdicts on a run, and the sentences around them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 WORDS_VERSION: Final = 7
 """Raise it when a run may be judged or headlined otherwise than before while the package's version stays: what
-servers keep is then made anew."""
+servers keep is then made again."""
 Health = Literal[
     "healthy",
     "not finite",
@@ -78,9 +78,9 @@ class Finding:
 class Choice:
     """One thing to try.
 
-    strategy: None where the weights become fp32. code: lines to paste, in which `model` and `optimizer` are what
-    they are called: where a strategy is named, once the optimizer is built, before a scheduler, a checkpoint and
-    the watch; else before the optimizer is built, or beside other optimizers before its first step.
+    strategy: None where the weights become fp32. code: lines to paste, with the names `model` and `optimizer`. If a
+    strategy is named, they come after the optimizer is built, and before a scheduler, a checkpoint and the watch.
+    Otherwise they come before the optimizer is built, or beside other optimizers before its first step.
     bytes_per_parameter: of weights, states and gradients then; None: not known.
     """
 
@@ -103,7 +103,7 @@ class Advice:
 class Judgement:
     """A run's health, the sentence that gives the reasons, and the findings behind it, the deciding one first.
 
-    advice: what to try, an entry for each optimizer that can do better.
+    advice: advice, an entry for each optimizer that can do better.
     measured: share of the elements of stepped layers whose intended update is known; None: nothing was measured.
     """
 
@@ -145,7 +145,7 @@ def judgement_of(case: Case, findings: Sequence[Finding]) -> Judgement:
 
 
 def _about_layers(case: Case) -> Iterator[str]:
-    """Layers that say nothing against the run, and are worth a look: they decide nothing."""
+    """Layers worth a look that do not count against the run."""
     without = [name for name in case.evidence.layers if case.number("elements", name) is None]
     if without and len(without) < len(case.evidence.layers) and not case.one_step:
         verb = "layer had" if len(without) == 1 else "layers had"
@@ -163,7 +163,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _about_copies(case: Case) -> Iterator[str]:
-    """What of a step reached copies in a lower precision: it decides nothing about the training itself."""
+    """How much of a step reached copies in a lower precision; it does not change the verdict on the training
+    itself."""
     changed = labelled(case.model, "cast_changed_ratio")
     recoded = labelled(case.model, "cast_recoded_ratio")
     # Where scales follow the largest weight, each step moves every number a little: only codes tell what arrives.
@@ -186,7 +187,7 @@ def _about_copies(case: Case) -> Iterator[str]:
 
 
 def _basis(case: Case) -> str:
-    """Which steps and how much of the model the words rest on."""
+    """Which steps, and how much of the model, the verdict covers."""
     evidence, parts = case.evidence, []
     if evidence.first_step is not None and evidence.last_step is not None:
         one = evidence.first_step == evidence.last_step
@@ -214,7 +215,7 @@ def silence(silent: SilentRanks) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in words, with as many digits as it needs to be told from 0 and from 1."""
+    """A share in words, with enough digits to differ from 0 and from 1."""
     for digits in (0, 1, 2, 3):
         text = f"{100 * share:.{digits}f}"
         if share in (0.0, 1.0) or (digits and float(text) not in (0.0, 100.0)):

@@ -1,4 +1,4 @@
-"""The diagnostics, a family a file, and what is done with all: merging totals, finishing them into metrics."""
+"""The diagnostics, one family per file, and the common operations: merging totals, finishing them into metrics."""
 
 from collage_monitor.statistics.finish import (
     finish,

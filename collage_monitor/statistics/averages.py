@@ -1,4 +1,5 @@
-"""Averages of the weights: what of their own updates arrives, which elements ever move, and how far fp64 has come.
+"""Averages of the weights: how much of their own updates arrives, which elements ever move, and how far fp64 has
+moved.
 
 An average a ← a + (1 − d)(θ − a) intends u = (1 − d)(θ − a) of its stored a and θ, and moves by e. Beside it an
 fp64 average of the same θ is carried along.

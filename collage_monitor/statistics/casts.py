@@ -1,4 +1,5 @@
-"""Casts: what of an update reaches a low-precision copy of the weights, for the forward pass or for a sampler."""
+"""Casts: how much of an update reaches a low-precision copy of the weights, for the forward pass or for a
+sampler."""
 
 from __future__ import annotations
 

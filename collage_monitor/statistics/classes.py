@@ -1,4 +1,4 @@
-"""What became of each element: lost, distorted, faithful, idle or not finite."""
+"""The class of each element: lost, distorted, faithful, idle or not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counterfactuals: what another way of keeping the weights would have kept of the very same step."""
+"""Counterfactuals: how much other strategies would have kept of the same step."""
 
 from __future__ import annotations
 

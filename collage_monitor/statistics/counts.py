@@ -1,4 +1,4 @@
-"""Counts that are shown as they are: the sample's sizes, values that are not finite, and the classes."""
+"""Counts that are shown as they are: the sizes of the sample, non-finite values, and the classes."""
 
 from __future__ import annotations
 

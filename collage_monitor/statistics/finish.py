@@ -112,7 +112,7 @@ def finish_all(totals: Totals, *, intervals: bool = True) -> dict[str, Array]:
 
 
 def _arguments_of(key: str) -> list[list[str]]:
-    """Of each argument that the metric is finished from, the keys of its statistics: a histogram has several."""
+    """The keys of the statistics behind each argument of `finish`: a histogram has several."""
     entry, (_, label) = metric(key), split_key(key)
     return [_keys_of(need, entry, label) for need in (*entry.needs, *entry.optional)]
 
@@ -134,7 +134,7 @@ def _shares_label(need: str, entry: Metric) -> bool:
 
 
 def finished(key: str, totals: Totals, shape: tuple[int, ...]) -> Array:
-    """`finish`, also where the totals are empty: the run then cannot make the metric, and it is undefined."""
+    """`finish`, but NaN for empty totals, from which the run cannot make the metric."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.array(np.broadcast_to(finish(key, totals), shape))
 
@@ -177,14 +177,14 @@ _IN_SQL: Final[Mapping[Callable[..., Any], Callable[..., str]]] = {
 
 
 def quoted_name(name: str) -> str:
-    """A name as SQL takes it, whatever characters it has."""
+    """A name quoted for SQL, whatever characters it has."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def metric_sql(key: str, statistics: Collection[str]) -> str | None:
     """The metric `key` of merged totals, each a column under its key: null for NaN.
 
-    None where it is no ratio of totals, but made of a histogram or by a function of its own.
+    None if it is not a ratio of totals, but made from a histogram or by a function of its own.
 
     Raises:
         CatalogueError: no such metric, or a wrong label.

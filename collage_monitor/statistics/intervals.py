@@ -5,8 +5,8 @@ size, so that zero losses do not give zero width. Both with Student's quantile f
 effect: the normal one covers 0.92 with 32 blocks. Source: Cochran, Sampling Techniques, chapters 6 and 9; Wilson,
 JASA 22 (1927); Abramowitz and Stegun, 26.7.5.
 
-A ratio of sums of squares has tails. Where few blocks hold most of Σ u² or most of the variance, or where a look at
-whole gradients shows that the sample misses what matters, no width can be trusted, and none is given.
+A ratio of sums of squares has tails. If few blocks hold most of Σ u² or most of the variance, or whole gradients
+show that the sample missed large values, no width can be trusted, and no interval is given.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _ratio_variance(name: str, totals: Totals, ratio: Array, b: Array) -> Array:
 def _blocks_in_effect(name: str, totals: Totals, b: Array, fraction: Array, blocks: Array) -> Array:
     """n / (1 + cv²) with cv the spread of the denominator over the n blocks.
 
-    Few blocks then count for less where most of the denominator stands in some of them, as in rarely used rows.
+    The effective number is smaller if most of the denominator is in a few blocks, as with rarely used rows.
     """
     spread = totals[f"variance_denominator/{name}"] / (b**2 * np.maximum(1.0 - fraction, np.finfo(np.float64).tiny))
     found: Array = 1.0 / (1.0 / blocks + np.nan_to_num(spread))

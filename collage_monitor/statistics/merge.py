@@ -58,7 +58,7 @@ def merge_steps(parts: Sequence[Totals]) -> dict[str, Array]:
 def reduce_shards(totals: Totals, axis: int = 0) -> dict[str, Array]:
     """Merge over shards along `axis`, which disappears.
 
-    `variance_product_root` is not additive over shards: it is made anew from the merged variances,
+    `variance_product_root` is not additive over shards: it is made again from the merged variances,
     √(V_AA · V_BB), so that a later merge over steps can use it.
     """
     merged = {

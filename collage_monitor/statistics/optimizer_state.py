@@ -1,4 +1,4 @@
-"""What is kept beside the weights, and what of it arrives: moving averages, weight decay, residuals."""
+"""The states beside the weights, and how exactly they change: moving averages, weight decay, residuals."""
 
 from __future__ import annotations
 

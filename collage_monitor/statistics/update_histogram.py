@@ -1,4 +1,5 @@
-"""Where the intended update stands against the grid: a histogram of |u| / gap in octaves, and what it says.
+"""Where the intended update stands against the grid: a histogram of |u| / gap in octaves, and the metrics made from
+it.
 
 A bin travels as the statistic `update_ulp_histogram/LABEL`, with a label of HISTOGRAM_LABELS. Streams declare it
 and servers store it under that name: neither the name nor the octaves may change.

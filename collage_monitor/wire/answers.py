@@ -1,4 +1,4 @@
-"""Answers of the server, and what they are about: runs, their events, and who may do what.
+"""Answers of the server, about runs, their events, tokens and sessions.
 
 Number fields are JSON numbers, "NaN", "Infinity", "-Infinity", or null for undefined.
 """
@@ -81,7 +81,7 @@ class RejectedReport(Struct, kw_only=True, frozen=True):
 
 
 class BatchAnswer(Struct, kw_only=True, frozen=True):
-    """What became of a batch, sent after the commit: accepted + duplicates + rejected = reports sent."""
+    """The outcome of a batch, sent after the commit: accepted + duplicates + rejected = reports sent."""
 
     accepted: int
     duplicates: int
@@ -302,19 +302,18 @@ AlertText = Annotated[str, Meta(max_length=4096)]
 class Event(Struct, kw_only=True, frozen=True):
     """Something that happened to a run. `event` counts from 1 within the run, in the order of the server's clock.
 
-    `attempt`: the job was launched. `conversion`: weights without residuals were given some, which began empty.
-    `expectation`: something that the training was expected to keep is not kept.
+    `attempt`: the job was launched. `conversion`: weights without residuals got residuals, which began empty.
+    `expectation`: the training does not keep what was expected.
     `kept_otherwise`: weights or states are kept in another way than in the launch before.
-    `resume_loss`: what an optimizer keeps did not come through a resume.
-    `continuation`: whether a launch began with what an earlier one saved, bit for bit.
+    `resume_loss`: a resume lost part of an optimizer's state.
+    `continuation`: whether a launch began bit-identical to what an earlier one saved.
     `rank_twice`: a second process reported for a rank of the same launch; only
     the first is shown. `gap`: reports were dropped for good. `reports_dropped`, `skipped_steps`: a rank's count
     reached 1, 2, 4, 8 … `replica_mismatch`: ranks that should hold the same weights do not. `unknown_statistics`:
     the server lacks statistics that a stream declares, and drops their totals. `restored`: the server's data are
-    those of a back-up. `retention`: fine
-    points expired. `alert`, `alert_resolved`: by this server's evaluation or Alertmanager. `note`: what people
-    wrote; its text begins with the token that they used. `step` is null if unknown; `layers` names the layers
-    concerned, eight at most.
+    those of a back-up. `retention`: fine points expired. `alert`, `alert_resolved`: by this server's evaluation or
+    Alertmanager. `note`: written by a person; its text begins with the token used. `step` is null if unknown;
+    `layers` names the layers concerned, eight at most.
     """
 
     event: int
@@ -329,7 +328,7 @@ class Event(Struct, kw_only=True, frozen=True):
 class EventPage(Struct, kw_only=True, frozen=True):
     """A run's events, oldest first. `cursor` gets what comes after them, even if there are none yet.
 
-    `left_out` counts those that were asked for beyond the limit: newer ones, or older ones of the `newest`.
+    `left_out` counts the matching events beyond the limit: newer ones, or with `newest` older ones.
     """
 
     run_id: str
@@ -355,7 +354,7 @@ class AlertmanagerMessage(Struct, frozen=True, rename="camel"):
 
 
 class AlertmanagerAnswer(Struct, kw_only=True, frozen=True):
-    """What became of the alerts: `stored` as events, already `known`, or `ignored` (about no run of this token)."""
+    """The outcome of the alerts: `stored` as events, already `known`, or `ignored` (about no run of this token)."""
 
     stored: int
     known: int
@@ -386,7 +385,7 @@ class Token(Struct, kw_only=True, frozen=True):
     """A token without its secret. Times are Unix seconds; `last_used_at` is exact to about a minute.
 
     A session of a person has a `subject`, the provider's id of that person. It ends at `expires_at`, and once it
-    was not used for `idle_seconds`. Beside `role` within `projects`, it grants what stands in `also`.
+    was not used for `idle_seconds`. It grants `role` within `projects`, and the roles in `also`.
     """
 
     token_id: str

@@ -134,7 +134,7 @@ def decode_batch(data: bytes | bytearray, content_type: str = MSGPACK) -> Report
 def decode_batch_singly(
     data: bytes | bytearray, content_type: str = MSGPACK
 ) -> tuple[ReportBatch, list[RejectedReport]]:
-    """Decode what can be decoded of a batch, report by report; say what is wrong with each other one.
+    """Decode the reports of a batch one by one; say what is wrong with each that cannot be decoded.
 
     `index` is a refused report's place in the batch as it was sent. In msgpack, a report of too many scalars is
     refused before they are decoded: as objects they take 25 times as many bytes.
@@ -194,7 +194,7 @@ def _require_few_scalars(part: Any) -> None:
 
 
 def _map_length(head: bytes) -> int:
-    """How many entries a msgpack map has, by its first bytes; 0 of what is none."""
+    """The number of entries of a msgpack map, from its first bytes; 0 if it is not a map."""
     if head[0] in (0xDE, 0xDF):
         return int.from_bytes(head[1 : 3 if head[0] == 0xDE else 5], "big")
     return head[0] & 0x0F if head[0] & 0xF0 == 0x80 else 0

@@ -1,4 +1,4 @@
-"""Incidents and silences: what fired on a server, who takes care of it, and of what nothing is sent."""
+"""Incidents and silences: alerts that fired on a server, who takes care of them, and silences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Incident(Struct, kw_only=True, frozen=True):
 
     `alert` is its name in the catalogue; `source` says who noticed first, this server or Alertmanager. `text` gives
     the reason: what the catalogue says, the judgement of the run's recent past, and since when it changed. `value`
-    is the condition's when it fired, `step` the run's then. `silenced`: no message is sent of it now.
+    is the condition's when it fired, `step` the run's then. `silenced`: no message about it is sent now.
     """
 
     incident_id: str
@@ -58,14 +58,14 @@ class IncidentPage(Struct, kw_only=True, frozen=True):
 
 
 class NoteCreate(Struct, kw_only=True, frozen=True):
-    """Write into a run's timeline; `step`: what it is about, if that is one step."""
+    """Write into a run's timeline; `step`: the step that the note is about, if there is one."""
 
     text: Annotated[str, Meta(min_length=1, max_length=2000)]
     step: Annotated[int, Meta(ge=0, le=2**53)] | None = None
 
 
 class SilenceCreate(Struct, kw_only=True, frozen=True):
-    """Send nothing of incidents that match everything stated here, for so many seconds."""
+    """Send nothing about incidents that match all fields stated here, for `seconds`."""
 
     seconds: Annotated[float, Meta(gt=0, le=31_536_000)]
     alert: AlertLabel | None = None

@@ -84,7 +84,7 @@ class SignInOffer(Struct, kw_only=True, frozen=True):
 
 
 class SignInRequest(Struct, kw_only=True, frozen=True):
-    """Where to send a browser; the other three stay with the dashboard until the browser is back."""
+    """The address for the browser; the dashboard keeps the other three fields until the browser is back."""
 
     authorization_url: str
     state: str
@@ -93,7 +93,8 @@ class SignInRequest(Struct, kw_only=True, frozen=True):
 
 
 class SignInFinish(Struct, kw_only=True, frozen=True):
-    """What a browser brought back from the provider, with what the dashboard kept of this sign-in meanwhile."""
+    """The provider's answer that the browser brought back, with the fields that the dashboard kept for this
+    sign-in."""
 
     code: Annotated[str, Meta(min_length=1, max_length=4_096)]
     code_verifier: Annotated[str, Meta(min_length=43, max_length=128)]
@@ -109,7 +110,7 @@ class SignedOut(Struct, kw_only=True, frozen=True):
 class RunUpdate(Struct, kw_only=True, frozen=True):
     """Change a run; a field that is None stays as it is.
 
-    configuration: that of the runs whose seed this one counts as, as their rows tell it; "": its own again.
+    configuration: that of the runs among whose seeds this one counts, from their rows; "": its own again.
     """
 
     state: Literal["running", "finished", "failed"] | None = None
@@ -125,7 +126,7 @@ class AttemptCreate(Struct, kw_only=True, frozen=True):
 
     The same `launch_id` is the same attempt. With a `role`, such as "evaluator", it is a launch of a second writer:
     it logs to the run and measures nothing, and its names begin with ROLE and a slash. The run's attempts, newest
-    step, state and last sign of life are the training's alone.
+    step, state and last sign of life are only those of the training.
     """
 
     launch_id: Identifier
@@ -136,8 +137,8 @@ class AttemptCreate(Struct, kw_only=True, frozen=True):
 class Attempt(Struct, kw_only=True, frozen=True):
     """An attempt in the server's order: `attempt` counts from 1 within the run, second writers' from -1 downwards.
 
-    From `measured_from` on it hides all that older attempts reported; None: it measures nothing, or not yet. What
-    it logs under a name hides that name's older points from the first one on. A second writer's hides nothing and
+    From `measured_from` on it hides all reports of older attempts; None: it measures nothing, or not yet. Its
+    values under a name hide that name's older points from its first one on. A second writer's hides nothing and
     is not hidden: of several values at one step the newest launch's counts.
     """
 
@@ -161,15 +162,16 @@ class Layer(Struct, kw_only=True, frozen=True):
 
 
 class Fingerprint(Struct, kw_only=True, frozen=True):
-    """How weights, gradients and states are really kept, as the agent sees it.
+    """How weights, gradients and states are really kept, as observed by the agent.
 
     `parameters` and `gradients` map dtype to number of elements; `states` maps key to dtype, or to how it is
     quantised; `factored` those kept by row or column, whose decay no number follows. `master` is the state that
     holds the stored weight; `residual` the state that completes the weight, added with `residual_sign`.
-    `stochastic_rounding` is that of weights, seen at attach; None if unknown, or if layers differ: then
-    `layer_rounds_at_random` says it of each layer of which it is known. `implementation` is "fused", "foreach",
-    "for-loop" or "unknown", several optimizers' with " and " between. `findings` says, a sentence each, what
-    disagrees with what was declared. `unexplained` names a state that keeps something of the weights in a way that
+    `stochastic_rounding`: whether weights are rounded at random, seen at attach; None if unknown, or if layers
+    differ: then `layer_rounds_at_random` has it for each known layer. `implementation` is "fused", "foreach",
+    "for-loop" or "unknown", several optimizers' with " and " between. `findings` lists, one sentence each, the
+    differences from what was declared. `unexplained` names a state that keeps something of the weights in a way
+    that
     is not understood, and what it did: where it is set, no number can make a run healthy or sick.
     """
 
@@ -188,7 +190,7 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
 
 
 class Conversion(Struct, kw_only=True, frozen=True):
-    """Weights were converted after `step`, from a strategy that kept nothing beside them to one that does."""
+    """Weights were converted after `step`, from a strategy without residuals or masters to one with them."""
 
     source: Name
     target: Name
@@ -218,10 +220,10 @@ LossKind = Literal["masters", "residuals", "averages", "count", "counter"]
 
 
 class ResumeLoss(Struct, kw_only=True, frozen=True):
-    """What an optimizer had lost at the first step of a launch, or after states were loaded.
+    """What an optimizer lost by the first step of a launch, or when states were loaded.
 
     `masters`, `residuals`, `averages`: hold nothing any more. `count`: of steps begins again. `counter`: cannot
-    hold its count. `lasting`: it goes on; what is not lasting was lost once.
+    hold its count. `lasting`: the loss continues; otherwise it happened once.
     """
 
     kind: LossKind
@@ -246,7 +248,7 @@ class Compared(Struct, kw_only=True, frozen=True):
 
 
 class Continuation(Struct, kw_only=True, frozen=True):
-    """How what a launch began with stands to what was saved after `step`, by checksums of samples.
+    """How the values at a launch's start differ from those saved after `step`, by checksums of samples.
 
     `distance` is ‖now − saved‖ / ‖saved‖ of the tensor that is farthest off, and `farthest` its name.
     """
@@ -268,13 +270,14 @@ class Continuation(Struct, kw_only=True, frozen=True):
 
 
 class Trained(Struct, kw_only=True, frozen=True):
-    """What one optimizer trains, as far as advice needs it.
+    """The facts about one optimizer's parameters that advice needs.
 
-    `strategy` is how it is seen to keep that. `fitting` is the class of `collage_agent.optim` that was seen to take
-    the same steps; None: none here does, or it is not known. `first_moments` and `second_moments` are the numbers a
+    `strategy` is the observed one. `fitting` is the class of `collage_agent.optim` that was seen to take the
+    same steps; None: none here does, or it is not known. `first_moments` and `second_moments` are the numbers a
     parameter that this rule averages. `parameters` maps dtype to elements, `sparse` counts those with sparse
-    gradients. `sharded`: weights are distributed tensors. `float32_bytes`: bytes a parameter of weights, gradients
-    and states, were the 16-bit ones among them in float32; None before there are states. `device` is its type.
+    gradients. `sharded`: weights are distributed tensors. `float32_bytes`: bytes a parameter of weights,
+    gradients and states, were the 16-bit ones among them in float32; None before there are states. `device` is
+    its type.
     """
 
     optimizer: Name
@@ -295,9 +298,9 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     `intent` says where u comes from: "shadow" (fp64 shadow step on samples), "rule" (the optimizer's update rule,
     ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), or "before-after" (no u:
     only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights. `trained`
-    says what each optimizer trains. `expected` is what was expected of it, as text, and `broken` says which of it
-    does not hold. `resume_losses` says what did not come through the resume before this launch, `continuation`
-    whether it began with what an earlier one saved.
+    says what each optimizer trains. `expected` holds the expectations, as text, and `broken` those that do not
+    hold. `resume_losses` lists the losses of the resume before this launch; `continuation` compares its start with
+    what an earlier launch saved.
     """
 
     optimizer: Name
@@ -376,7 +379,7 @@ class Stream(Struct, kw_only=True, frozen=True):
 
 
 class Report(Struct, kw_only=True, frozen=True):
-    """What one rank measured and logged at one step.
+    """The measurements and logged values of one rank at one step.
 
     `seq` counts from 0 within the stream. `time` is Unix time in seconds. `statistics` holds float64
     [statistic_count][layer_count], `model` float64 [statistic_count] (the rank's layers merged as shards), both

@@ -1,4 +1,4 @@
-"""What is said of a run, and the table of runs that it makes: what a reader sees first."""
+"""The overview of a run, and the table of runs: the first things that a reader sees."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ gave, or a configuration that differs in nothing but seeds."""
 
 
 class LayerLoss(Struct, kw_only=True, frozen=True):
-    """A layer and what it loses. `share`: of the model's lost energy, the sum over layers of Σu² − Σue, where more
-    than nothing is lost."""
+    """A layer and its losses. `share`: its part of the model's lost energy, the sum of the layers' positive Σu² −
+    Σue."""
 
     layer: str
     share: float
@@ -65,7 +65,7 @@ class LayerLoss(Struct, kw_only=True, frozen=True):
 
 
 class EdqChange(Struct, kw_only=True, frozen=True):
-    """A step at which the model's EDQ changed at once, with its medians just before and after."""
+    """A step at which the model's EDQ changed abruptly, with its medians just before and after."""
 
     step: int
     before: float
@@ -73,13 +73,13 @@ class EdqChange(Struct, kw_only=True, frozen=True):
 
 
 class Overview(Struct, kw_only=True, frozen=True):
-    """What is said of a run: one evaluation of its recent past, so that every number quoted is one that is shown.
+    """The overview of a run: one evaluation of its recent past, so that every quoted number is also shown.
 
     first_step … last_step: the recent past, `measured_steps` in it; `numbers` are the model's metrics over it, with
     their intervals. `headline` says in one sentence what is wrong, where and since when; `verdict` gives the
     reasons, `advice` what to try, "" where there is nothing, and `findings` the metrics that are held against the
     run, with their values. `since`: the first step with the present EDQ, null if it never changed; `changes`: all
-    at once, in order. `worst`: up to five layers. `trend`: EDQ over the whole run.
+    abrupt changes, in order. `worst`: up to five layers. `trend`: EDQ over the whole run.
     """
 
     run_id: str
@@ -140,7 +140,7 @@ class RunRow(Struct, kw_only=True, frozen=True):
 
 
 class WorstRun(Struct, kw_only=True, frozen=True):
-    """The run with the gravest word against it, and of those the one that keeps the least of its updates."""
+    """The run with the gravest verdict; among equals, the one that keeps the least of its updates."""
 
     run_id: str
     name: str
@@ -148,8 +148,8 @@ class WorstRun(Struct, kw_only=True, frozen=True):
 
 
 class RunTable(Struct, kw_only=True, frozen=True):
-    """A page of the table of runs. `total` counts the runs that the filters leave, `healths` them by their health,
-    `live` the running ones among them ("" where it is not known yet). `worst`: null where no run has a
+    """A page of the table of runs. `total` counts the matching runs, `healths` counts them by health ("" if not
+    known yet), and `live` counts the running ones likewise. `worst`: null where no run has a
     problem. `changed_at`: the newest sign of life or change of any."""
 
     rows: list[RunRow]
@@ -170,11 +170,11 @@ class GroupValue(Struct, kw_only=True, frozen=True):
 
 
 class RunGroup(Struct, kw_only=True, frozen=True):
-    """Runs that differ by seed alone, as far as `GroupBy` tells; a row of the table of runs that opens into them.
+    """Runs that differ only by seed, according to `GroupBy`: a row of the table of runs that opens into them.
 
-    `key` opens it. `groups`: up to 20 groups that who trained the runs gave. `runs`: names by id of up to 20 runs,
-    newest first; `count` is of all. `states` and `healths`: how many runs have each. `headline`: that of the run
-    that speaks for all, one with something against it if there is one, then one of which it is not known.
+    `key` opens it. `groups`: up to 20 group labels of the runs. `runs`: names by id of up to 20 runs, newest first;
+    `count` is of all. `states` and `healths`: how many runs have each. `headline`: that of one run: of one with a
+    problem if there is one, otherwise of one whose health is unknown.
     """
 
     key: str
@@ -208,7 +208,7 @@ class RunGroups(Struct, kw_only=True, frozen=True):
 
 
 class RunFilters(Struct, kw_only=True, frozen=True):
-    """By filter of the table of runs, the values that there are, with the number of runs of each."""
+    """The existing values of each filter of the table of runs, with the number of runs for each."""
 
     project: dict[str, int]
     strategy: dict[str, int]
@@ -218,7 +218,7 @@ class RunFilters(Struct, kw_only=True, frozen=True):
 
 
 class SavedViewCreate(Struct, kw_only=True, frozen=True):
-    """Save what a page of the table of runs shows under a name, in place of what had it before.
+    """Save a view of the table of runs under a name, replacing an older one of that name.
 
     `search`: the query of the page's address, without its question mark.
     """

@@ -25,7 +25,7 @@ from collage_monitor.errors import CollageError
 
 __all__ = ["create_dashboard"]
 
-_MISSING: Final = Problem("No such page", "This address leads nowhere.")
+_MISSING: Final = Problem("No such page", "There is no page at this address.")
 _PAGES: Final[Mapping[Page, ModuleType]] = {
     "runs": runs,
     "compare": comparison,
@@ -46,8 +46,8 @@ def create_dashboard(
 
     Every file that the browser loads comes from this process. `allowed_hosts` are the names under which it answers
     (None: any); a callback must come from a page of its own. With `sign_in` nothing is shown before a person has
-    shown a token, or signed in through the server's provider. The client that it makes of that token reads in place
-    of the other, which then serves for signing people in alone.
+    shown a token, or signed in through the server's provider. A client made with that token then replaces the
+    dashboard's own, which is used only for signing people in.
     """
     app = PrerenderingDash(
         __name__,
@@ -84,7 +84,7 @@ def create_dashboard(
 
 
 def render(view: View, reader: Reader) -> Any:
-    """The page of a view, or what stands in its way in plain words."""
+    """The page of a view, or the problem in plain words."""
     page = _PAGES.get(view.page)
     if page is None:
         return problem_page(_MISSING)
@@ -96,7 +96,7 @@ def render(view: View, reader: Reader) -> Any:
 
 
 def _shell(page: Any = None, *, signed_in: bool, **address: str) -> dmc.MantineProvider:
-    """What stands on all pages, around `page`; without one, the browser tells its address and gets its page."""
+    """The frame of all pages, around `page`; without one, the browser sends its address and gets its page."""
     leave = html.Form(html.Button("Sign out", className="sign-out"), action="/sign-out", method="post")
     unpressed: dict[str, Any] = {"aria-pressed": "false"}
     header = html.Header(

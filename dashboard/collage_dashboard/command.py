@@ -30,11 +30,17 @@ _TIMEOUT_SECONDS = 20.0
 @click.option(
     "--server-url", envvar="COLLAGE_SERVER_URL", default=server_address, show_default="the local server's"
 )
-@click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default for a local server: its own.")
+@click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default: the local server's own.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token; read when needed.")
-@click.option("--allowed-host", "allowed_hosts", multiple=True, help="Another name under which browsers reach it.")
-@click.option("--sign-in", is_flag=True, help="Ask who is there on this machine too; beyond it that is always so.")
-@click.option("--trusted-proxy", help="Address of the proxy with TLS before it, whose X-Forwarded headers count.")
+@click.option(
+    "--allowed-host", "allowed_hosts", multiple=True, help="Another host name under which browsers reach it."
+)
+@click.option(
+    "--sign-in", is_flag=True, help="Require sign-in on this machine, too; beyond it, sign-in is always required."
+)
+@click.option(
+    "--trusted-proxy", help="Address of the TLS proxy in front of it, whose X-Forwarded headers are trusted."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 def dashboard(
     host: str,
@@ -49,8 +55,8 @@ def dashboard(
 ) -> None:
     """Show runs in the browser, read from a server over HTTP.
 
-    On this machine alone, whoever can open the page can do what the token may. Beyond it everybody signs in, with a
-    token of their own or through the server's OpenID provider, and nothing is shown before.
+    On this machine alone, anyone who can open the page can do what the token may. Beyond it everybody must first
+    sign in, with their own token or through the server's OpenID provider.
     """
     from waitress.server import create_server
 
@@ -128,7 +134,7 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
 
 
 def _behind(proxy: str) -> dict[str, Any]:
-    """What waitress needs so that the proxy's word counts on who asks, and whether by HTTPS."""
+    """The options with which waitress trusts the proxy's headers for the client's address and HTTPS."""
     headers = {"x-forwarded-for", "x-forwarded-proto"}
     return {"trusted_proxy": proxy, "trusted_proxy_headers": headers, "clear_untrusted_proxy_headers": True}
 

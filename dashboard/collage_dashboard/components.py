@@ -144,18 +144,18 @@ def curve_keys(title: str) -> dict[str, Any]:
 
 
 def chart_note(key: str, strategies: Sequence[str | None]) -> str:
-    """What must stand beside a chart so that nobody reads too much into it; nothing for most."""
+    """A caution beside a chart, so that nobody reads too much into it; empty for most."""
     if key.startswith("lost_") and any(is_stochastic(name) for name in strategies):
-        return "Stochastic rounding delivers updates in the mean: one step's lost share misjudges it."
+        return "Stochastic rounding delivers updates on average, so the share lost in one step misjudges it."
     if key == "edq_ratio":
-        return "Blind to errors already in the optimizer state: read it beside the state decrement or the oracle."
+        return "Does not see errors already in the optimizer state: check the state decrement or the oracle, too."
     if key == "oracle_displacement_ratio":
-        return "Compare runs at equal oracle steps only."
+        return "Compare only runs with equally many oracle steps."
     return ""
 
 
 def save_buttons(title: str) -> html.Div:
-    """A chart's numbers and its picture as files; the page's scripts make them of what is drawn."""
+    """A chart's numbers and its picture as files; the page's scripts make them from the drawn data."""
     kinds = {"csv": "CSV", "png": "PNG", "svg": "SVG"}
     buttons = []
     for kind, text in kinds.items():
@@ -184,13 +184,13 @@ def judgement_mark(health: str) -> tuple[str, str]:
 
 
 def cell_content(cell: tuple[str, str]) -> list[Any]:
-    """What a cell of a table shows: its value, and a detail in small print where there is one."""
+    """A cell of a table: its value, and a detail in small print if there is one."""
     value, detail = cell
     return [value, html.Span(detail, className="detail")] if detail else [value]
 
 
 def headline_line(overview: wire.Overview | None, style: LineStyle | None = None) -> html.Div:
-    """What is said of a run, in one sentence; the reasons stand in its tooltip."""
+    """The verdict on a run in one sentence, with the reasons in its tooltip."""
     mark, kind = judgement_mark(overview.health if overview else "unknown")
     label = [run_label(style), " "] if style else []
     text = overview.headline if overview else "Not evaluated yet."
@@ -217,7 +217,7 @@ def scrollable(children: list[Any], label: str) -> html.Div:
 
 
 def refresh_marker(identifier: str, milliseconds: int | None = None) -> html.Div:
-    """Where a page keeps how long it waits between two refreshes; nothing: it does not refresh."""
+    """The element that holds a page's refresh interval; empty: it does not refresh."""
     return html.Div(str(milliseconds or ""), id=identifier, className="pace", hidden=True)
 
 
@@ -231,7 +231,7 @@ def over_steps(overview: wire.Overview | None) -> str:
 
 
 def report_link(run_ids: Sequence[str], left_out: int = 0) -> html.A:
-    """The way to one HTML file about these runs, to keep or send; left_out: how many more were asked for."""
+    """A link to one HTML file about these runs, to keep or send; left_out: the number of further requested runs."""
     pairs = [("run", run_id) for run_id in run_ids] + ([("left_out", str(left_out))] if left_out else [])
     address = f"/report?{urlencode(pairs)}"
     return html.A(
@@ -247,7 +247,7 @@ def run_label(style: LineStyle, href: str | None = None) -> Any:
 
 
 def runs_in_words(rows: Sequence[Mapping[str, Any]]) -> dmc.Table:
-    """Rows of the table of runs as they are read before the grid is there."""
+    """Rows of the table of runs as text, before the grid is loaded."""
     heads = [dmc.TableTh(name) for name in ("Run", "Strategy", "State", "Judgement")]
     lines = []
     for row in rows:
@@ -270,7 +270,7 @@ def state_badge(state: str) -> dmc.Badge:
 
 
 def notice(problem: Problem | None) -> Any:
-    """A problem above what was last read; nothing when all is well."""
+    """A problem shown above the last data; empty when all is well."""
     if problem is None:
         return None
     return dmc.Alert(f"{problem.text} What is shown was read before.", title=problem.title, color="orange", mb="md")
@@ -300,7 +300,7 @@ def refusal(error: CollageError) -> dmc.Alert:
 
 
 def problem_page(problem: Problem, *, retry: bool = False, order: int = 1) -> html.Div:
-    """A page that cannot show what was asked, and says what to do. With `retry` it asks again by itself.
+    """A page that cannot show the requested data, and says what to do. With `retry` it asks again by itself.
 
     `order`: that of its heading, 1 where nothing else stands on the page.
     """
@@ -310,7 +310,7 @@ def problem_page(problem: Problem, *, retry: bool = False, order: int = 1) -> ht
     ]
     lines += [dmc.Code(line, block=True, className="command") for line in problem.command.splitlines()]
     if retry:
-        lines.append(dmc.Text("This page tries again by itself.", size="sm", className="quiet"))
+        lines.append(dmc.Text("This page retries automatically.", size="sm", className="quiet"))
         lines.append(html.Div(str(LIVE_MILLISECONDS), id={"type": "retry", "index": 0}, className="pace"))
     lines.append(dcc.Link("All runs", href="/"))
     return html.Div(dmc.Stack(lines, align="center", gap="md"), className="problem")
@@ -322,7 +322,7 @@ def moment(seconds: float) -> html.Time:
 
 
 def limits_note() -> dmc.Text:
-    """What no number here can show."""
+    """A note on what the numbers here cannot show."""
     return dmc.Text(CAVEATS, size="xs", className="quiet limits", mt="lg")
 
 
@@ -342,27 +342,27 @@ AXIS_CHOICES: Final = (("step", "Step"), ("tokens", "Tokens"), ("time", "Time"))
 
 
 def milliseconds_after(seconds: float) -> int:
-    """Milliseconds until the next refresh after one that took `seconds`: a slow server is asked less often."""
+    """Milliseconds until the next refresh after one that took `seconds`: a slow server gets fewer requests."""
     return max(LIVE_MILLISECONDS, round(4000 * seconds))
 
 
 def refresh_milliseconds(rows: Sequence[wire.RunRow], seconds: float) -> int:
     """Milliseconds until these runs are looked at again, after a look that took `seconds`.
 
-    What is not evaluated yet soon will be; what has ended is seldom looked at.
+    Runs that are not evaluated yet refresh soon; ended ones seldom.
     """
     pending = any(row.state == "running" or row.overview is None for row in rows)
     return milliseconds_after(seconds) if pending else IDLE_MILLISECONDS
 
 
 def axis_control(identifier: str, view: View) -> Any:
-    """What the curves run over."""
+    """The x axis of the curves."""
     data = [{"value": value, "label": label} for value, label in AXIS_CHOICES]
     return labelled("Axis", dmc.SegmentedControl(id=identifier, data=data, value=view.axis, size="xs"))
 
 
 def scale_control(identifier: str, view: View) -> Any:
-    """How the values of curves are spaced."""
+    """The scale of the y axis: linear or logarithmic."""
     data = [{"value": "linear", "label": "Linear"}, {"value": "log", "label": "Log"}]
     return labelled("Scale", dmc.SegmentedControl(id=identifier, data=data, value=view.scale, size="xs"))
 

@@ -44,7 +44,8 @@ _USUAL_STATE: Final = f"{STATE}/exp_avg_sq"
 
 @dataclass(frozen=True)
 class Description:
-    """A key as a reader sees it. `ideal` is the value of a run that loses nothing, None where there is none."""
+    """The title, unit and help of a key. `ideal` is the value of a run that loses nothing, None where there is
+    none."""
 
     key: str
     title: str
@@ -65,7 +66,7 @@ class Description:
 
 
 def describe(key: str) -> Description:
-    """The description of a metric's or scalar's key; a name that no catalogue has is a scalar of the user's own."""
+    """The description of a metric's or scalar's key; a name in no catalogue is the user's own scalar."""
     name, label = split_key(key)
     if name in METRICS and (label is None or is_metric(key)):
         entry = METRICS[name]
@@ -91,7 +92,7 @@ def metric_choices(metrics: Iterable[str], scalars: Iterable[str] = ()) -> list[
 
 
 def in_few_words(overview: wire.Overview | None) -> str:
-    """At most six words about a run, of which its headline says more: '57.6 % of updates lost'."""
+    """At most six words about a run, a short form of its headline: '57.6 % of updates lost'."""
     if overview is None:
         return "Not evaluated yet"
     short, said = _SHORT.get(overview.health), overview.headline

@@ -23,7 +23,7 @@ _CONTENT: Final = (
 def install_guard(server: Flask, allowed_hosts: frozenset[str] | None) -> None:
     """Refuse foreign Host names (a rebound DNS name reads a local page otherwise) and foreign Origins (403).
 
-    Every answer says what the browser may do with it.
+    Every answer has headers that restrict what the browser may do with it.
     """
 
     @server.errorhandler(DependencyException)

@@ -1,4 +1,4 @@
-"""What a run reported around an incident, read over HTTP: since when it changed, and the steps before and after.
+"""A run's reports around an incident, read over HTTP: when it changed, and the steps before and after.
 
 with Client(server_url, token) as client:
     evidence = read_incident_evidence(client, client.incident(incident_id))
@@ -88,8 +88,8 @@ def read_incident_evidence(client: Client, incident: wire.Incident) -> IncidentE
 def read_before_after(client: Client, run: wire.Run, steps: tuple[int, int]) -> tuple[Span | None, Span | None]:
     """What a run reported before steps that a reader picked, and from there on; None where nothing was.
 
-    Of one step, (800, 800): the `_BESIDE` measured steps before it, and as many from it on. Of a range, (800, 900):
-    its own steps, and as many before it.
+    One step, (800, 800), gives the `_BESIDE` measured steps before it, and as many from it on. A range, (800, 900),
+    gives its own steps, and as many before it.
 
     Raises:
         CollageError: the server does not answer, or refuses.
@@ -212,7 +212,7 @@ class _Reader:
         return key in self._run.latest or key in self._run.scalars
 
     def _onset(self, metric: str, series: wire.Series, last: int) -> Onset | None:
-        """The change in the time that the alert looks at, else in the run up to it; one that explains it."""
+        """A change that explains the alert, in the time that it covers, otherwise in the run up to it."""
         entry = METRICS.get(split_key(metric)[0])
         for first in dict.fromkeys((self._look_back(series), None)):
             onset = read_history(self._client, self._run.run_id, metric, first_step=first, last_step=last).onset
@@ -234,10 +234,10 @@ class _Reader:
         return series.first_steps[place] if place > 0 else None
 
     def _breach(self, series: wire.Series) -> Breach | None:
-        """The newest steps up to the alert at which its condition held without a break, where values tell that.
+        """The newest consecutive steps up to the alert at which its condition held, if the values show that.
 
-        What held a moment only, such as residuals dropped at a resume, is looked for as far back as the alert
-        looks; a merged point hides it, so that the extremes of its steps count there.
+        Short breaches, such as residuals dropped at a resume, are searched for as far back as the alert looks. A
+        merged point would hide them, so the extremes of its steps count there.
         """
         fired, oldest = self._place(series, 0.0), self._place(series, self._seconds_looked_back())
         beyond = [self._is_beyond(value) for value in series.values]
@@ -276,7 +276,7 @@ class _Reader:
         return entry.for_seconds + max(entry.window_seconds, _LOOK_BACK_SECONDS) if entry else _LOOK_BACK_SECONDS
 
     def _is_beyond(self, value: Number | float | None) -> bool | None:
-        """Whether a value meets one of the alert's conditions; None where a single value does not tell."""
+        """Whether a value meets one of the alert's conditions; None if a single value cannot decide."""
         found = {condition.is_beyond(from_number(value)) for condition in self._conditions() if value is not None}
         return True if True in found else None if None in found or not found else False
 
@@ -290,7 +290,7 @@ class _Reader:
         self, series: wire.Series, onset: Onset | None, breach: Breach | None, resumed_at: int | None
     ) -> list[tuple[int, int] | None]:
         """The steps before and after: beside the change, the breach or the resume; a breach that passed, while it
-        was there. Else beside the steps in which the alert waits.
+        was there. Otherwise before and after the time that the alert waits.
 
         Where that is older than the run, its beginning and its end so far are compared.
         """
@@ -328,7 +328,7 @@ class _Reader:
         )
 
     def _so_far(self, name: str) -> tuple[dict[str, float], dict[str, bool]]:
-        """Of a logged scalar its largest value, and whether it still rose where the alert fired."""
+        """A logged scalar's largest value, and whether it was still rising when the alert fired."""
         if name not in self._run.scalars:
             return {}, {}
         series = self._client.series(self._run.run_id, name, points=_POINTS, last_step=self._step)
@@ -351,12 +351,13 @@ class _Reader:
 
 
 def _rises(before: float, after: float) -> bool:
-    """Whether a value grew by more than a mean is rounded by; a warm-up grows by 1/400 from point to point."""
+    """Whether a value grew by more than the rounding of a mean; a warm-up grows by 1/400 from point to point."""
     return after > before + 1e-6 * abs(before)
 
 
 def _stretch(beyond: Sequence[bool | None], newest: int, oldest: int) -> tuple[int, int] | None:
-    """The newest places that are beyond, of which one lies in [oldest, newest]; what is unknown does not end it."""
+    """The newest consecutive places beyond the bound, one of them in [oldest, newest]; unknown values do not end
+    them."""
     found = next((place for place in range(newest, oldest - 1, -1) if beyond[place : place + 1] == [True]), None)
     if found is None:
         return None

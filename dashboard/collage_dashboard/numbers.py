@@ -86,7 +86,7 @@ def install_numbers(server: Flask, reader: Reader) -> None:
             status = 404 if isinstance(error, NotFound) else 502
             return Response(f"{problem.title}: {problem.text}\n", status, mimetype="text/plain")
         if not runs or not metrics:
-            return Response("Give a run that is there, and a metric.\n", 404, mimetype="text/plain")
+            return Response("Name an existing run and a metric.\n", 404, mimetype="text/plain")
         first, last = (_whole_number(given.get(name, [""])[0]) for name in ("from", "to"))
         question = _Question(metrics, view.layer, view.axis, first, last, given.get("by") == ["layer"])
         answer = Response(stream_with_context(_lines(reader, runs, question)), mimetype="text/csv")
@@ -150,7 +150,7 @@ def _of_run(reader: Reader, run: wire.RunRow, metric: str, asked: _Question) -> 
 def _whole(
     reader: Reader, ask: Callable[[Client, int, int], _Answer], first: int, last: int, most: int
 ) -> Iterator[_Answer]:
-    """The answer, in parts small enough that the server merges nothing for their sake; none of what it refuses."""
+    """The answer in parts so small that the server merges no points; without refused parts."""
     try:
         answer = reader.ask(lambda client: ask(client, first, last))
     except NotAuthorised:
@@ -174,7 +174,7 @@ def _rows(
 
 
 def _text(name: str) -> str:
-    """Names are the user's: one that a spreadsheet would take for a formula is text."""
+    """Names come from users, so a name that a spreadsheet would read as a formula is escaped as text."""
     return f"'{name}" if re.match(r"[=+\-@\t\r]", name) else name
 
 

@@ -1,7 +1,7 @@
 """The first thing that a reader sees: a page's words as plain HTML, shown while the application is still loading.
 
 The document holds its page twice: as HTML, which is shown at once, and as the layout with which the application
-starts, so that it need not ask again. `assets/flow.js` reads what stands in `#answers`.
+starts, so that it need not ask again. `assets/flow.js` reads the content of `#answers`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PrerenderingDash(dash.Dash):
     sends_at_once = False
 
     def index(self, *args: Any, **kwargs: Any) -> Response:
-        """The document: what stands before each page, the page's words, and the application."""
+        """The document: the part before each page, the page's words, and the application."""
         before, after = super().index(*args, **kwargs).split(_GAP)  # type: ignore[no-untyped-call]
         pathname, _, search = request.environ["REQUEST_URI"].partition("?")
         parts = self._parts(before, after, pathname, f"?{search}" if search else "")
@@ -125,15 +125,17 @@ class PrerenderingDash(dash.Dash):
 
 
 def static_html(tree: Any) -> str:
-    """The HTML of what of `tree` can be read without the application; all text and attributes are escaped.
+    """The HTML of the parts of `tree` that can be read without the application; all text and attributes are
+    escaped.
 
-    Of a component `with_placeholder` it is that of its placeholder.
+    For a component `with_placeholder`, it is the HTML of the placeholder.
     """
     return "".join(_written(tree))
 
 
 def with_placeholder(part: _Part, placeholder: Component) -> _Part:
-    """The component; until the application can draw it, `placeholder` tells it in words, and does not travel."""
+    """The component; until the application can draw it, `placeholder` describes it in words. The placeholder is not
+    sent again."""
     vars(part)["words"] = placeholder
     return part
 

@@ -22,7 +22,7 @@ _START: Final = "collage-monitor up"
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a page cannot show what was asked: what happened, what to do, and the command that does it."""
+    """Why a page cannot show the requested data: the problem, the remedy, and the command for it."""
 
     title: str
     text: str
@@ -31,9 +31,10 @@ class Problem:
 
 
 class Reader:
-    """Asks the server. Thread-safe; after a refused token the client is made anew: a changed file counts.
+    """Asks the server. Thread-safe; after a refused token the client is made again: a changed file counts.
 
-    whose: tells the askers of one process apart, each gets a client of its own; asked in the caller's thread.
+    whose: distinguishes the users of one process, each of whom gets a separate client; called in the caller's
+    thread.
     on_unknown: called there when the server does not know the asker's token.
     """
 
@@ -88,7 +89,7 @@ class Reader:
 
 
 def explain(error: CollageError) -> Problem:
-    """What a reader should know and do about an error."""
+    """The explanation of an error for a reader, and the remedy."""
     if isinstance(error, ServerUnreachable):
         return Problem("The server does not answer", str(error), _START, temporary=True)
     if isinstance(error, NotAuthorised):

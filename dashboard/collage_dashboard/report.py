@@ -1,6 +1,6 @@
 """One self-contained HTML file about a run, or about several side by side: nothing in it is loaded from elsewhere.
 
-What it says and draws is what the pages say and draw: the same figures, cells and sentences.
+It has the same figures, cells and sentences as the pages.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ def report(
 ) -> str:
     """The report on one run, or the comparison of several, as HTML of about 5 MB, most of it Plotly.
 
-    Of many it holds the first `MAXIMUM_RUNS` and says how many are left out; left_out: of those not named here.
-    schedule: of the learning rate; what it does to one run is foretold.
+    It holds at most the first `MAXIMUM_RUNS` and says how many are left out; left_out: how many runs the caller has
+    already left out.
+    schedule: of the learning rate; its effect on one run is forecast.
 
     Raises:
         CollageError: the server does not answer or refuses, there is no such run, or none is named.

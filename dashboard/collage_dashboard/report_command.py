@@ -32,7 +32,7 @@ _TIMEOUT_SECONDS = 120.0
     "--dir",
     "folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Data folder of --offline. Default: COLLAGE_DIR, else the user's.",
+    help="Data folder that --offline reads. Default: COLLAGE_DIR, otherwise the user's data folder.",
 )
 @schedule_option
 @server_options
@@ -48,8 +48,8 @@ def report(
 ) -> None:
     """Write one self-contained HTML file about a run, or about several side by side.
 
-    With --offline and no RUN it is about every run that has left reports in the data folder. With --schedule the
-    report on one run foretells when it and other strategies will lose their updates.
+    With --offline and no RUN it covers every run that has left reports in the data folder. With --schedule, a
+    report on one run forecasts when it and other strategies will lose their updates.
     """
     if folder is not None and not offline:
         raise click.UsageError("--dir says where runs left their reports: add --offline, or leave it out")

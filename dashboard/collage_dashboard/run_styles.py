@@ -58,7 +58,7 @@ def styles_of(runs: Sequence[NamedRun]) -> list[LineStyle]:
 
 
 def is_stochastic(name: str | None) -> bool:
-    """Whether the strategy's updates arrive in the mean only, so that one step's lost share misjudges it."""
+    """Whether the strategy's updates arrive only on average, so that one step's lost share misjudges it."""
     entry = STRATEGIES.get(name or "unknown")
     return entry is not None and entry.stochastic
 

@@ -77,7 +77,7 @@ def forget_token() -> None:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A sign-in under way at the provider: what its answer must fit, and the page to go on with."""
+    """A pending sign-in at the provider: the secrets that its answer must match, and the page to return to."""
 
     request: wire.SignInRequest
     wanted: str
@@ -98,14 +98,14 @@ class SignInsUnderWay:
         return cookie
 
     def take(self, cookie: str | None) -> _Begun | None:
-        """What this browser began; None the second time, and when it took too long."""
+        """The sign-in that this browser began; None the second time, and when it took too long."""
         with self._lock:
             found: _Begun | None = self._begun.pop(cookie or "", None)
         return found
 
 
 def install_sign_in(server: Flask, client_of: ClientOfToken, own_client: Callable[[], Client]) -> None:
-    """Ask who is there before anything is shown; a person then sees what the own token may, or the own groups.
+    """Require sign-in before anything is shown; a person then sees what their token, or their groups, may see.
 
     Failures are limited by address. The cookie is http-only and SameSite=Strict, Secure where the request came by
     HTTPS, and the session ends after LIFETIME, or when the server no longer knows the token.
@@ -212,7 +212,9 @@ def _install_provider(server: Flask, form_page: _FormPage, failures: RecentFailu
         elif begun is None or not secrets.compare_digest(
             request.args.get("state", "").encode(), begun.request.state.encode()
         ):
-            answer = form_page("/", "This browser did not begin this sign-in, or too long ago. Begin again.", 403)
+            answer = form_page(
+                "/", "This browser did not start this sign-in, or started it too long ago. Begin again.", 403
+            )
         else:
             answer = finish(begun)
         answer.delete_cookie(_COOKIE, path="/sign-in")
@@ -264,7 +266,7 @@ def _install_sessions(server: Flask) -> None:
 
 
 def _refused(token: str, client_of: ClientOfToken) -> tuple[str | None, int]:
-    """Why this token is not let in, with the status to say it with."""
+    """The reason for refusing this token, with the HTTP status."""
     if not token:
         return "Type a token.", 422
     try:
@@ -280,7 +282,7 @@ def _refused(token: str, client_of: ClientOfToken) -> tuple[str | None, int]:
 
 
 def _sign_in_first() -> Any:
-    """A page leads to the form and back; whatever else a page asks for is refused."""
+    """A page leads to the form and back; its other requests are refused."""
     if request.method != "GET" or request.path.startswith(("/_", "/assets/")):
         return Response("sign in first, at /sign-in\n", 401, mimetype="text/plain")
     asked = request.full_path.removesuffix("?")
@@ -288,7 +290,7 @@ def _sign_in_first() -> Any:
 
 
 class _FormPage:
-    """The page that asks who is there, with the server's provider on it if it has one."""
+    """The sign-in page, with the server's provider if it has one."""
 
     def __init__(self, own_client: Callable[[], Client]) -> None:
         self.own_client = own_client
@@ -316,7 +318,7 @@ def _answer(page: str, status: int = 200) -> Response:
 
 
 def _own_path(text: str | None) -> str:
-    """A path of this dashboard; whatever leads elsewhere becomes the first page."""
+    """A path of this dashboard; other addresses become the first page."""
     parts = urlsplit(text or "/")
     plain = text is not None and text.startswith("/") and not text.startswith("//") and text.isprintable()
     return text if text and plain and not (parts.scheme or parts.netloc) and "\\" not in text else "/"

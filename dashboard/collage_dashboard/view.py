@@ -1,4 +1,4 @@
-"""The state of a view and its address: all that a reader can choose stands in the URL and comes back from it."""
+"""The state of a view and its address: all choices of a reader are in the URL and are restored from it."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ _Choice = TypeVar("_Choice", bound=str | None)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is looked at. None: `metric` and `lines` the page's own choice, `layer` the whole model, `step` all.
+    """A reader's choices. None: `metric` and `lines` the page's own choice, `layer` the whole model, `step` all.
 
-    `order` and `rows`: how a heatmap's layers are sorted, and what they are grouped by.
-    `pair`: two strategies that are held against each other, by title.
+    `order` and `rows`: how a heatmap's layers are sorted and grouped.
+    `pair`: two strategies to compare, by title.
     `lines`: a curve a run, or a strategy's mean over its runs. `smoothing` in [0, 0.99] weighs the past
     in logged scalars only; measured metrics are never smoothed. `scale` is that of the curves' values.
     `zoom`: both ends of what is shown of `axis`, in its unit. `at`: the first and last of the steps at which the
@@ -73,7 +73,7 @@ class View:
     after the name, in order, fields of rows or paths of entries; none: the usual ones. `pins`: runs that stay on
     top, with the `baseline`, which numbers are compared with.
     An incident is found by its id, or is the newest of an `alert` on a run.
-    `left_out`: runs that were asked for beyond the `MAXIMUM_RUNS` of a comparison.
+    `left_out`: requested runs beyond the `MAXIMUM_RUNS` of a comparison.
     """
 
     page: Page = "runs"
@@ -119,7 +119,7 @@ def comparison_of(run_ids: Sequence[str]) -> View:
 
 
 def read_address(pathname: str | None, search: str | None) -> View:
-    """The view behind an address; what it cannot read keeps its default, so an old link still opens."""
+    """The view behind an address; unreadable parts keep their default, so an old link still opens."""
     given = parse_qsl((search or "").removeprefix("?"))
     values = dict(given)
     page, runs, incident = _place(pathname or "/", [value for name, value in given if name == "run"])

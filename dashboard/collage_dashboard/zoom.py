@@ -1,4 +1,4 @@
-"""The zoom of a page's charts: it stands in the view, is that of all of them, and what it shows is read anew."""
+"""The zoom of a page's charts: the view holds it for all of them, and the zoomed part is read again."""
 
 from __future__ import annotations
 

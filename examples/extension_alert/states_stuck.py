@@ -12,7 +12,7 @@ ALERT = about_runs(
     for_seconds=1800.0,
     warm_up_steps=1000,
     severity="warning",
-    summary="the second moment decays by less than half of what it should",
+    summary="the second moment decays less than half as much as it should",
     meaning=(
         "Its format rounds the decay of exp_avg_sq away: the average can grow, but hardly shrink. As gradients "
         "fall, steps become too small, and edq_ratio still reads 1."

@@ -44,9 +44,9 @@ def runbook() -> str:
     head = [
         "# Alerts",
         "",
-        "Generated from the alert catalogue (`python -m collage_server.alerting runbook`): change that.",
-        "The rules for Prometheus are in `server/prometheus/collage.rules.yml`. Their label `by_default` tells",
-        "which are on unless more is asked for.",
+        "`python -m collage_server.alerting runbook` makes this page from the alert catalogue.",
+        "The rules for Prometheus are in `server/prometheus/collage.rules.yml`. Their label `by_default` marks",
+        "the alerts that are on by default.",
         "",
         "Silence does not prove health: `edq_ratio` cannot see errors that already sit in the optimizer's state.",
         "Read it beside `state_decrement_ratio` or the oracle ([metrics](metrics.md)).",
@@ -78,20 +78,26 @@ def _rule(entry: Alert, time_scale: float, dashboard_url: str) -> Iterator[str]:
 
 def _section(entry: Alert) -> Iterator[str]:
     yield from ("", f"## {entry.name}", "")
-    default = "on by default" if entry.on_by_default else "on by severity"
-    yield f"**{entry.summary[0].upper()}{entry.summary[1:]}** (severity {entry.severity}, {default})"
+    default = (
+        "on by default"
+        if entry.on_by_default
+        else f"off by default, on with `COLLAGE_SERVER_ALERTS={entry.severity}`"
+    )
+    yield f"**{entry.summary[0].upper()}{entry.summary[1:]}** ({entry.severity}; {default})"
     yield from ("", entry.meaning, "")
-    held = f"for {entry.for_seconds / 60:g} minutes" if entry.for_seconds else "once"
-    yield f"- Condition, {held}: `{entry.condition()}`"
+    minutes = f"{entry.for_seconds / 60:g} minute{'' if entry.for_seconds == 60 else 's'}"
+    held = f"once this has held for {minutes}" if entry.for_seconds else "as soon as this holds"
+    yield f"- The alert fires {held}: `{entry.condition()}`"
     if entry.keep_firing_seconds:
         yield f"- It ends when the condition has not held for {entry.keep_firing_seconds / 60:g} minutes."
     if entry.warm_up_steps:
-        yield f"- A run is not judged in its first {entry.warm_up_steps} steps."
-    if entry.settle_steps:
-        yield f"- Nor in the {entry.settle_steps} steps after a resume."
+        settling = f", nor in the {entry.settle_steps} steps after a resume" if entry.settle_steps else ""
+        yield f"- A run is not judged in its first {entry.warm_up_steps} steps{settling}."
+    elif entry.settle_steps:
+        yield f"- A run is not judged in the {entry.settle_steps} steps after a resume."
     if not entry.conditions:
         yield "- Prometheus alone evaluates it; the server does not."
-    yield from ("", "What else it may be:", "")
+    yield from ("", "Other causes:", "")
     yield from (f"- {cause}" for cause in entry.other_causes)
     yield from ("", f"What to do first: {entry.first_step}")
 

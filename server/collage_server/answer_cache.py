@@ -22,8 +22,8 @@ _ENTRY_BYTES: Final = 400
 class AnswerCache:
     """Encoded answers, the least recently used dropped beyond a number of bytes. Thread-safe.
 
-    Asked again, a curve of 100,000 points costs a third, a heatmap of 2,000 a fifth, and a comparison of 50 runs a
-    fifteenth of the CPU that it costs without.
+    On a repeated request, a curve of 100,000 points costs a third, a heatmap of 2,000 a fifth, and a comparison of
+    50 runs a fifteenth of the CPU without it.
 
     A key is anything that msgspec encodes. Its digest is kept: a run of many launches has a revision far larger
     than most answers.
@@ -50,7 +50,7 @@ class AnswerCache:
         return None if kept is None else msgspec.Raw(kept)
 
     def put(self, key: object, answer: Any) -> msgspec.Raw:
-        """Encode an answer and keep it, if it is not larger than all may be together."""
+        """Encode an answer and keep it, unless it exceeds the cache's size."""
         made, digest = wire.encode_json(answer), _digest(key)
         with self._lock:
             if _bytes(made) <= self._answers.maxsize:

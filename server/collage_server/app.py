@@ -67,7 +67,7 @@ def create_app(
     Without a `clock`, times are the database's.
 
     The store is opened and the writer started when the application starts, and both are closed when it stops:
-    what waits is committed first.
+    waiting reports are committed first.
     """
     store = store or make_store(settings)
     app_state = _app_state(settings, store, clock or DatabaseClock(store), limits)
@@ -145,7 +145,7 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
     guard = DiskGuard(store, budget_bytes=settings.disk_budget_bytes, reserve_bytes=settings.disk_reserve_bytes)
     memory = _memory(settings)
     store.fit_into(memory)
-    # A reader takes all that waits of a run into memory.
+    # A reader takes all waiting reports of a run into memory.
     bounds = JournalBounds(min(limits.journal_run_bytes, memory.working_bytes // 4), limits.journal_bytes)
     archiver = _archiver(settings, store, guard, clock, memory)
     return AppState(

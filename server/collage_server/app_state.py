@@ -33,7 +33,7 @@ __all__ = ["AppState", "app_state_of"]
 
 @dataclass(frozen=True, eq=False)
 class AppState:
-    """Everything that a request may need. `decoding`: whoever has it decodes a large body, one at a time.
+    """The objects that requests share. `decoding`: a lock, so that one large body is decoded at a time.
 
     `archiver` is None where nothing is archived, `provider` where people sign in by token alone.
     """

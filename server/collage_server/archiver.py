@@ -1,6 +1,6 @@
-"""The archiver: a background thread that makes archived files of what was sealed, and removes those left over.
+"""The archiver: a background thread that turns sealed chunks into archived files, and removes leftover files.
 
-Where that is asked for, it also publishes the projects whose runs have ended.
+On request, it also publishes the projects whose runs have ended.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _PUBLISH_SECONDS: Final = 60.0
 
 
 class Archiver(BackgroundThread):
-    """Archives the runs that it was told of, and once an hour every run that has chunks; then it sweeps, too.
+    """Archives the runs that were announced to it, and once an hour every run that has chunks; then it also sweeps.
 
     While the archive takes no files, chunks stay in the database and are read there: nothing waits but this.
 
-    `publish` is called with each project of which a run has ended and stands in files, and once an hour with all.
+    `publish` is called with each project that has a newly ended and archived run, and once an hour with all
+    projects.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class Archiver(BackgroundThread):
         return 0.0 if since is None else time.monotonic() - since
 
     def tell(self, run_id: str) -> None:
-        """Some of this run was sealed."""
+        """Announce that a part of this run was sealed."""
         with self._lock:
             self._told[run_id] = None
 
     def do_due_work(self) -> None:
-        """Archive what is due; a run that fails does not stop the others, an archive that is away stops all."""
+        """Archive the due chunks; a run that fails does not stop the others, an archive that is away stops all."""
         if not self._guard.may_seal:
             return
         try:
@@ -95,7 +96,7 @@ class Archiver(BackgroundThread):
             self._away_since = None
 
     def _next(self) -> str | None:
-        """The run that waits for longest. What is told of it from now on is looked at once more."""
+        """The run that waits for longest. An announcement from now on causes another look."""
         with self._lock:
             run_id = None if self.stopping.is_set() else next(iter(self._told), None)
             if run_id is not None:
@@ -103,7 +104,7 @@ class Archiver(BackgroundThread):
             return run_id
 
     def _archive(self, run_id: str) -> None:
-        """Archive all that is due of the run; it is told of again where the archive is away."""
+        """Archive the due chunks of the run; if the archive is away, the run is announced again."""
         try:
             while not self.stopping.is_set() and self._archiving.archive(run_id):
                 pass

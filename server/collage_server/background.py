@@ -1,6 +1,6 @@
 """Work in the background: threads that check, once an interval, whether there is something to do.
 
-The sealer turns journals into chunks; maintenance expires, purges, gives space back, and watches what is left.
+The sealer turns journals into chunks; maintenance expires, purges, frees space, and watches the free space.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BackgroundThread(ABC):
 
     @abstractmethod
     def do_due_work(self) -> None:
-        """Do what is due."""
+        """Do the due work."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -90,7 +90,7 @@ class BackgroundThread(ABC):
 
 
 class Sealer(BackgroundThread):
-    """Once an interval, and when the journal is half full, `seal`s what is due of every run that is `waiting`.
+    """Once an interval, and when the journal is half full, calls `seal` for every run that is `waiting`.
 
     `sealed` is called with each run of which something was sealed.
     """
@@ -119,7 +119,7 @@ class Sealer(BackgroundThread):
         """When the last round ended."""
 
     def do_due_work(self) -> None:
-        """Seal what is due of every run; a failure in one does not stop the others."""
+        """Seal the due reports of every run; a failure in one does not stop the others."""
         waiting = self._waiting()
         for run_id in waiting:
             try:
@@ -186,7 +186,7 @@ class Maintenance(BackgroundThread):
             self._round_due = time.monotonic() + self._round_seconds
 
     def set_clock(self) -> None:
-        """Follow the database's clock, and bring back what a clock that was ahead has dated: once at each start."""
+        """Follow the database's clock, and once at each start correct the times that a fast clock has set."""
         if isinstance(self._clock, DatabaseClock):
             self._clock.follow()
         brought_back = self._store.runs.bring_back(self._clock())

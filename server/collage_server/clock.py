@@ -13,7 +13,7 @@ __all__ = ["DatabaseClock"]
 class DatabaseClock:
     """Unix seconds. On SQLite the machine's clock; on PostgreSQL the database's, as it was at the last `follow`.
 
-    Between two of them it goes on by `monotonic`: setting the machine's clock changes nothing stored there.
+    Between two calls it advances by `monotonic`, so setting the machine's clock changes no stored times there.
     """
 
     def __init__(

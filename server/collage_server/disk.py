@@ -1,4 +1,4 @@
-"""The disk budget: reports are refused before the disk is full, and everything that is there can still be read."""
+"""The disk budget: reports are refused before the disk is full, and all existing data can still be read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DiskGuard:
 
     @property
     def archived_bytes(self) -> int:
-        """What all archived files took at the last look."""
+        """The size of all archived files at the last look."""
         return self._archived_bytes
 
     @property
@@ -55,7 +55,8 @@ class DiskGuard:
 
     @property
     def may_seal(self) -> bool:
-        """Whether reports may become chunks: not on the reserve, as that takes space before it gives some."""
+        """Whether reports may become chunks: never from the reserve, because such work takes space before it frees
+        some."""
         return self._may_seal
 
     def require_room(self) -> None:
@@ -68,7 +69,8 @@ class DiskGuard:
             raise Busy(f"read-only: {self._reason}; send this again later", retry_after_seconds=_RETRY_SECONDS)
 
     def admit(self, size: int) -> None:
-        """Admit a commit of `size` bytes. What was found free is counted down, and measured again at its end.
+        """Admit a commit of `size` bytes. The measured free space is counted down, and measured again once it is
+        used up.
 
         Raises:
             Busy: the server reads only, from now on if this commit does not fit.

@@ -149,19 +149,19 @@ class Unprocessable(ServerError):
 
 
 class SignInRefused(Unprocessable):
-    """What a provider says of a person does not open this server: a forged or stale token, no group with a role."""
+    """The provider's answer about a person gives no access: a forged or stale token, or no group with a role."""
 
     code = "sign_in_refused"
 
 
 class NeedsTooMuch(Unprocessable):
-    """What is asked for, or evaluated, takes more memory than this server has for it."""
+    """The question or evaluation needs more memory than this server has for it."""
 
     code = "needs_too_much"
 
 
 class JournalFull(ServerError):
-    """Too much waits to be sealed; the same reports may be taken after Retry-After."""
+    """Too many reports wait to be sealed; the same ones may be accepted after Retry-After."""
 
     status = 429
     code = "journal_full"

@@ -2,7 +2,7 @@
 
 It has the running runs, at most fifteen series each while all is well, and the server about itself. Values are of
 the newest measured step as the background thread has written it (`collage_server.newest`), so that every process
-answers the same. A run that it has not come to is not shown.
+answers the same. A run that the thread has not reached yet is not shown.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class _ServerCollector(Collector):
             "Share of the room for data that is left, of the disk's or of its budget's, whichever is less.",
         )
         _add_defined(left, [], self._guard.left_ratio)
-        archived = GaugeMetricFamily("collage_server_archived_bytes", "What all archived files take.")
+        archived = GaugeMetricFamily("collage_server_archived_bytes", "The size of all archived files.")
         archived.add_metric([], self._guard.archived_bytes)
         away = GaugeMetricFamily(
             "collage_server_archive_away_seconds",
@@ -195,7 +195,7 @@ class _ServerCollector(Collector):
             yield family
 
     def _operation(self) -> dict[str, tuple[str, float | None]]:
-        """What an operator looks at: name → (text, value); None has no sample."""
+        """The server's gauges for operators: name → (text, value); None has no sample."""
         app_state = self._app_state
         clock = app_state.clock
         return {
@@ -295,7 +295,7 @@ def _with(labels: Labels, name: str, value: str) -> Labels:
 
 
 def _of_run(run: LiveRun, now: float) -> dict[str, float | None]:
-    """RUN_GAUGES as far as what its streams reported tells them."""
+    """RUN_GAUGES as far as the streams' reports give them."""
     reported = run.reported
     return {
         "step": reported.last_step,

@@ -1,8 +1,8 @@
 """Logs of a server process: one line a record on standard error, as text or JSON, without secrets.
 
 Nothing is set up at import; `serve` calls `configure`. Requests are logged by `collage_server.web.middleware`:
-refused ones at INFO, failed ones at WARNING, all others at DEBUG. Of refusals so many a second are written, the
-others counted: whoever has no token could fill a disk with them.
+refused ones at INFO, failed ones at WARNING, all others at DEBUG. A limited number of refusals per second is
+written, and the others are counted: otherwise callers without a token could fill a disk with them.
 """
 
 from __future__ import annotations

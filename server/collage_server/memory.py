@@ -1,4 +1,4 @@
-"""One accountant for the server's memory: who holds how much, estimated before it is taken, within one budget.
+"""One accountant for the server's memory: each holder's use, estimated in advance, within one budget.
 
 | owner | what it holds | its bound | beyond it |
 |---|---|---|---|
@@ -72,12 +72,12 @@ class MemoryBudget:
         self._trimmed_at = -_BETWEEN_TRIMS_SECONDS
 
     def share(self, owner: Owner) -> int:
-        """The most that all of an owner's leases hold together."""
+        """The largest total of an owner's leases."""
         return self.working_bytes * 3 // 4 if owner == "evaluations" else self.working_bytes // 2
 
     @contextmanager
     def lease(self, owner: Owner) -> Iterator[Lease]:
-        """What this thread, or this request, holds from now on is the owner's; all of it is released at the end."""
+        """Memory that this thread or request holds from now on is the owner's, and is released at the end."""
         lease = Lease(self, owner)
         token = _LEASE.set(lease)
         try:
@@ -133,7 +133,7 @@ class MemoryBudget:
 
 
 class Lease:
-    """What one request, or one piece of background work, holds; of one thread at a time."""
+    """The memory held by one request, or one piece of background work; used by one thread at a time."""
 
     def __init__(self, budget: MemoryBudget, owner: Owner) -> None:
         self.owner = owner
@@ -161,7 +161,7 @@ class Lease:
             self.held += size
 
     def require(self, size: int) -> None:
-        """Hold nothing; raise NeedsTooMuch where so much could never be held."""
+        """Raise NeedsTooMuch if this much could never be held; holds nothing."""
         share = self._budget.share(self.owner)
         if size > share:
             raise NeedsTooMuch(
@@ -171,9 +171,9 @@ class Lease:
             )
 
     def reserve(self, size: int) -> None:
-        """Wait until so much is free, and keep it, half of the share at most, for what is held again and again.
+        """Wait until this much is free, and reserve it, at most half of the share, for repeated holds.
 
-        Two that hold bit by bit would wait for each other. The other half is for who holds but for a moment.
+        Otherwise two leases that hold step by step would wait for each other. The other half is for short holds.
 
         Raises:
             Busy: it does not fit beside what others hold.
@@ -187,7 +187,7 @@ class Lease:
         self._give_back(most)
 
     def release(self, left: int) -> None:
-        """Hold so much and no more; what is reserved stays taken."""
+        """Set the held amount; the reserved part stays taken."""
         if self.held > left:
             before, self.held = max(self.held, self.reserved), left
             self._give_back(before)
@@ -208,21 +208,21 @@ _LEASE: ContextVar[Lease | None] = ContextVar("lease", default=None)
 
 
 def hold(size: int) -> None:
-    """Charge an estimate to whom this thread works for; nobody, in a test or a tool."""
+    """Charge an estimate to the owner that this thread works for; to nobody in a test or a tool."""
     lease = _LEASE.get()
     if lease is not None:
         lease.hold(size)
 
 
 def wait_patiently() -> None:
-    """Of what is answered bit by bit: however large it is, it fits a bit at a time."""
+    """Charges within a streamed answer: however large it is, each piece fits."""
     lease = _LEASE.get()
     if lease is not None:
         lease.patience_seconds = _PATIENCE_OF_STREAMS
 
 
 def require(size: int) -> None:
-    """Of what is answered bit by bit, and yet holds so much at its end.
+    """Charges the memory that a streamed answer holds at its end.
 
     Raises:
         NeedsTooMuch: it could never fit, whatever others hold.
@@ -233,7 +233,7 @@ def require(size: int) -> None:
 
 
 def reserve(size: int) -> None:
-    """Of what is answered bit by bit, before it begins: afterwards it could no longer say that it does not fit."""
+    """Charges before a streamed answer begins: afterwards it could no longer be refused."""
     lease = _LEASE.get()
     if lease is not None:
         lease.reserve(size)
@@ -252,7 +252,7 @@ def held_rows(rows: Iterable[tuple[_Row, int]]) -> Iterator[_Row]:
 
 @contextmanager
 def released_afterwards(*owners: Owner) -> Iterator[None]:
-    """What is held inside is given back at the end; with `owners`, for these alone."""
+    """Memory held inside is released at the end; with `owners`, only for these."""
     lease = _LEASE.get()
     before = 0 if lease is None else lease.held
     try:
@@ -263,7 +263,7 @@ def released_afterwards(*owners: Owner) -> Iterator[None]:
 
 
 def trim_heap() -> None:
-    """Give the system back what the heap keeps between what is still used; glibc's alone keeps so much."""
+    """Return free heap memory to the system; only glibc keeps much of it."""
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -49,7 +49,7 @@ def newest_points(
 
 
 def _evaluated(now: Snapshot, run_ids: Sequence[str], *, layers: bool) -> dict[str, NewestPoint | None]:
-    """The same, of what is stored.
+    """As `newest_points`, computed from the stored points.
 
     Raises:
         NotFound, Gone: one of the runs is not there.
@@ -80,7 +80,7 @@ def _batches(run_ids: Iterable[str]) -> Iterable[list[str]]:
 
 
 class NewestKeeper(BackgroundThread):
-    """Writes the row of each run of which something has come since, every `interval_seconds`."""
+    """Writes the row of each run that has new reports, every `interval_seconds`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class NewestKeeper(BackgroundThread):
         self._unreadable: set[str] = set()
 
     def do_due_work(self) -> None:
-        """Go once over the runs that are due; one that cannot be read takes no other with it."""
+        """Process the due runs once; one that cannot be read does not affect the others."""
         due = self._store.newest.due(_A_ROUND, __version__)
         for some in _batches(due):
             began = time.thread_time()

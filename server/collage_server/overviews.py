@@ -1,4 +1,4 @@
-"""Keeps what is said of each run up to date, in the background: the table of runs then costs no evaluation."""
+"""Keeps each run's overview up to date in the background, so that the table of runs needs no evaluation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from collage_server.store import DueRun, Points, RunRecord, Selection, Snapshot,
 __all__ = ["MADE_BY", "OverviewKeeper", "evaluate", "evaluate_within", "keep_overview"]
 
 MADE_BY: Final = f"{__version__}/{WORDS_VERSION}"
-"""Stands beside each overview: one that was made by another release, or in other words, is made anew."""
+"""Stands beside each overview: one that was made by another release, or in other words, is made again."""
 _LOG: Final = logging.getLogger(__name__)
 _A_ROUND: Final = 64
 _REWORDED_A_ROUND: Final = 4
@@ -47,7 +47,7 @@ _LOSSES: Final = ("loss", "validation_loss")
 
 
 class OverviewKeeper(BackgroundThread):
-    """Evaluates the runs of which something has come since they were last evaluated."""
+    """Evaluates the runs with new reports since their last evaluation."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class OverviewKeeper(BackgroundThread):
     def do_due_work(self) -> None:
         """Go over the runs that are due; a failure in one does not stop the others.
 
-        After an upgrade all are due in other words: a few a round, so that what reports does not wait for them.
+        After an upgrade all are due in other words: a few per round, so that reporting runs do not wait for them.
         """
         reworded = 0
         for due in self._store.overviews.due(_A_ROUND, MADE_BY):
@@ -87,7 +87,7 @@ class OverviewKeeper(BackgroundThread):
 
 
 def keep_overview(store: Store, due: DueRun, counters: IngestCounters | None = None) -> wire.Overview:
-    """Evaluate a run and keep what was found; `counters` are told if it was cut.
+    """Evaluate a run and store the result; `counters` record if it was cut.
 
     Raises:
         NotFound, Gone: there is no such run.
@@ -110,7 +110,7 @@ def _warn_of_a_cut(run_id: str, first_step: int) -> None:
 
 
 def evaluate_within(now: Snapshot, record: RunRecord) -> tuple[wire.Overview, int | None]:
-    """The overview, of as much of the run's newest part as fits into memory; and from which step, None: all.
+    """The overview of the newest part of the run that fits into memory; and its first step, None: all.
 
     Raises:
         NeedsTooMuch: not even its last steps fit.

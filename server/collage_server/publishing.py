@@ -1,9 +1,8 @@
 """Finished runs of a project as a Delta table, which other engines read: `archive publish`.
 
-The table lies in the project's folder of the archive. Its log names the archived files as they are; nothing is
-copied but files that a newer attempt hides in part, of which the visible points are written anew. Beside the log
-`runs.parquet` has one row a run. Both follow from the database: where the log was deleted, the next call makes it
-anew.
+The table lies in the project's folder of the archive. Its log names the archived files as they are. Only files that
+a newer attempt hides in part are copied, with their visible points. Beside the log `runs.parquet` has one row a
+run. Both follow from the database: where the log was deleted, the next call makes it again.
 
 Every visible measured step of a run stands in one row a layer: an engine needs no filter. Needs deltalake.
 """
@@ -68,7 +67,8 @@ _RUNS: Final = pa.schema(
 
 @dataclass(frozen=True)
 class Published:
-    """What a call did to the table of a project: its runs, and files in all, added, and removed from the log."""
+    """The effect of a call on a project's table: its runs, and the numbers of files in all, added to the log, and
+    removed from it."""
 
     project: str
     table: str
@@ -88,9 +88,9 @@ class _Entry:
 
 
 def publish(store: Store, project: str) -> Published:
-    """Bring a project's table up to date: add what is new, leave out what is gone. A second call changes nothing.
+    """Bring a project's table up to date: add new runs, remove deleted ones. A second call changes nothing.
 
-    Of two that publish at once one sees that the other was first, and begins anew with what that has left.
+    If two publish at once, the second one notices, and starts again from the first one's result.
 
     Raises:
         StoreUnusable: the store has no archive.
@@ -148,7 +148,7 @@ def _entries(run: FinishedRun, folder: str) -> Iterator[_Entry]:
     for part in run.files:
         path = part.path
         if part.chunks is not None:
-            # The same name for the same points: a call that was killed, or a log made anew, finds them again.
+            # The same name for the same points: a call that was killed, or a log made again, finds them again.
             text = f"{part.path} {part.chunks} {part.before}".encode()
             name = f"{COPY}{hashlib.blake2b(text, digest_size=16).hexdigest()}.parquet"
             path = archived_path(run.record.project, run.record.run_id, part.attempt, part.level, name)
@@ -176,7 +176,7 @@ def _named(table: DeltaTable | None) -> set[str]:
 def _add_actions(
     store: Store, files: ArchiveFiles, folder: str, entries: Sequence[_Entry]
 ) -> tuple[list[AddAction], dict[str, None]]:
-    """What adds these files to the log, and the statistics that they hold."""
+    """The log actions that add these files, and their statistics."""
     footers = store.finished.footers([entry.part.path for entry in entries])
     actions, columns = [], dict[str, None]()
     for entry in entries:

@@ -99,11 +99,11 @@ _Size = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class FixedLimits:
-    """Bounds of which no operator has a reason to want others; what tests the server beyond one makes it small.
+    """Bounds that no operator has a reason to change; tests beyond one use a small value.
 
     `journal_run_bytes` and `journal_bytes` bound the reports of one run, and of all, that wait to be sealed into
-    chunks: beyond them the answer is 429. A reader takes all that waits of a run into memory. `tags_per_project`
-    and `layers_per_project` stop a script that runs away sooner than `runs_per_project` would.
+    chunks: beyond them the answer is 429. A reader takes all waiting reports of a run into memory.
+    `tags_per_project` and `layers_per_project` stop a script that runs away sooner than `runs_per_project` would.
     """
 
     journal_run_bytes: int = 128 * 2**20
@@ -119,15 +119,15 @@ FIXED_LIMITS: Final = FixedLimits()
 class Settings:
     """Everything that can be set, with its default. Sizes in bytes, times in seconds.
 
-    `database` is a postgresql:// URL; without one, SQLite in `folder`. `unsafe_database` accepts one that
-    may lose what was acknowledged. `archive` is where layers of older points lie as Parquet files: a folder, the
-    URL of a bucket, or "off". Left out it is the folder `archive` beside an SQLite file, and off for PostgreSQL,
-    which several servers may share. Of a bucket `archive_cache_bytes` that were read last are kept in `folder`.
-    In files that are made from now on sums have `archive_bits` significant bits, and counts all; None: all of them.
-    With `archive_publish` the server publishes runs that have ended, as `archive publish` does.
-    `token` guards every route but /healthz, /readyz and the API description. `no_auth` does without one, on
-    loopback only. `allowed_hosts` are the names, besides loopback's, under which the server answers; beyond it
-    they must be stated. `trusted_proxies` are addresses whose X-Forwarded-For tells who asks.
+    `database` is a postgresql:// URL; without one, SQLite in `folder`. `unsafe_database` accepts a database that
+    may lose acknowledged reports. `archive` is where layers of older points lie as Parquet files: a folder, the URL
+    of a bucket, or "off". Left out it is the folder `archive` beside an SQLite file, and off for PostgreSQL, which
+    several servers may share. The last `archive_cache_bytes` read from a bucket are cached in `folder`. In files
+    that are made from now on sums have `archive_bits` significant bits, and counts all; None: all of them. With
+    `archive_publish` the server publishes runs that have ended, as `archive publish` does. `token` guards every
+    route but /healthz, /readyz and the API description. `no_auth` does without one, on loopback only.
+    `allowed_hosts` are the names, besides loopback's, under which the server answers; beyond it they must be
+    stated. `trusted_proxies` are addresses whose X-Forwarded-For gives the client's address.
 
     `connections` bounds those open at a time, `idle_seconds` the wait for a whole head. `in_flight_bytes` bounds
     report bodies that are read but not yet acknowledged: beyond it the answer is 503.
@@ -147,7 +147,7 @@ class Settings:
 
     `retention_raw_days` is how long single measured points are kept, `retention_coarse_days` how long points of 16,
     both for good when None; points of 256 always are. `retention_event_days` is how long incidents that have ended,
-    events of runs, and silences that are over are kept; what is open always is, and what people wrote.
+    events of runs, and silences that are over are kept; open ones and people's notes always are.
     `retention_audit_days` is how long the audit log is kept. Beyond `disk_budget_bytes` of data, or with less than
     `disk_reserve_bytes` left on the disk, the server reads only.
     """
@@ -294,7 +294,7 @@ def grants_by_group(text: str) -> dict[str, list[wire.Grant]]:
 
 
 def _check_oidc(settings: Settings) -> None:
-    """All of it or nothing, and nothing that would let secrets travel readable.
+    """Check that the OpenID settings are complete, and that no secret would travel unencrypted.
 
     Raises:
         SettingsError: which setting is missing or unsafe, and what to set.
@@ -339,8 +339,8 @@ def settings_from_environment(
 ) -> Settings:
     """Settings from COLLAGE_SERVER_NAME variables; a flag that is not None wins.
 
-    Without a folder it is the user's data folder. `own_token` gives the token that stands in the folder, where
-    none is stated and one is asked for.
+    Without a folder it is the user's data folder. `own_token` gives the folder's token, if none is set and one is
+    required.
 
     Raises:
         SettingsError: a variable that cannot be read as its setting's type, or an unsafe combination.

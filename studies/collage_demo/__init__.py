@@ -1,1 +1,1 @@
-"""The demo: one small GPT trained in several precisions, and what its processes share with the studies."""
+"""The demo: one small GPT trained in several precisions, and the code that its processes share with the studies."""

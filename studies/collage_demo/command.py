@@ -150,7 +150,7 @@ def demo(
 def _train_and_compare(
     recipe: Recipe, services: Services, *, err: bool
 ) -> tuple[list[ResultRow], list[wire.Incident]]:
-    """Train each plan, at most two at a time, and read from the server what it stored, and what fired."""
+    """Train each plan, at most two at a time, and read the stored runs and alerts from the server."""
 
     def progress(job: DemoTask, line: ProgressLine | FinalLine) -> None:
         text = ""

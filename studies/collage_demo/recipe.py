@@ -35,7 +35,7 @@ class Recipe:
     windows: tuple[int, ...] = ()
 
     def rate_factor(self, step: int) -> float:
-        """Of the learning rate at a step, counted from 0: warm-up, then constant or a cosine to zero."""
+        """The factor of the learning rate at a step, counted from 0: warm-up, then constant or a cosine to zero."""
         warm = min(1.0, (step + 1) / self.warm_up_steps)
         if self.schedule == "constant":
             return warm

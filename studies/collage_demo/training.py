@@ -128,7 +128,7 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 
 @dataclass(frozen=True)
 class Outcome:
-    """What only the training process knows of its run. CPU time is the process's, without validation."""
+    """The facts about a run that only its training process knows. CPU time is the process's, without validation."""
 
     run_id: str
     steps: int
@@ -156,8 +156,8 @@ def train(
 ) -> Outcome:
     """Train the recipe under `plan` and watch it; reports go to `server_url`, or to `transport`.
 
-    build: makes model and optimizers in place of `new_model_and_optimizer`; settings: what else the run's
-    configuration says of it; options: further ones of `watch`.
+    build: makes model and optimizers in place of `new_model_and_optimizer`; settings: further entries of the run's
+    configuration; options: further options of `watch`.
     loses_residuals: in the middle it resumes from a checkpoint that kept only the states that torch's AdamW has. It
     ends some steps after the alert about it.
     """
@@ -184,7 +184,7 @@ def train(
 
 
 class TrainingLoop:
-    """A training as it goes on: model, optimizers, schedule, and what was taken of it."""
+    """A training as it goes on: model, optimizers, schedule, and the steps taken."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class TrainingLoop:
 
 
 def without_residuals(states: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state without what torch's AdamW does not have, as a foreign checkpoint would keep it."""
+    """An optimizer's state without the entries that torch's AdamW lacks, like a foreign checkpoint's."""
     kept = {
         index: {name: value for name, value in state.items() if name in _OF_TORCH}
         for index, state in states["state"].items()

@@ -16,7 +16,7 @@ __all__ = ["DemoTask", "FinalLine", "ProgressLine", "Task", "print_line"]
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a process is started for, as JSON its only argument."""
+    """The task of a process, passed as JSON in its only argument."""
 
     @property
     def module(self) -> str:
@@ -35,7 +35,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class DemoTask(Task, frozen=True):
-    """What a worker trains for the demo, and where it reports to."""
+    """A worker's training for the demo, and the address of its reports."""
 
     plan: Plan
     recipe: Recipe
@@ -80,7 +80,7 @@ def print_line(line: msgspec.Struct) -> None:
 
 
 def main(argument: str) -> None:
-    """Train what `argument` holds as JSON, on one thread."""
+    """Train the task that `argument` holds as JSON, on one thread."""
     import torch
 
     from collage_demo.corpus import standard_library

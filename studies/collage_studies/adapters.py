@@ -41,7 +41,7 @@ class LowRankLinear(nn.Module):
 def adapt(model: nn.Module, rank: int, scale: float, seed: int) -> None:
     """Freeze the model, and give every linear layer of its blocks an adapter in the weights' dtype.
 
-    What is drawn is rounded to bfloat16 first: whatever the dtype, the same seed gives the same adapters.
+    Random weights are rounded to bfloat16 first, so the same seed gives the same adapters in any dtype.
     """
     dtype = next(model.parameters()).dtype
     model.requires_grad_(False)

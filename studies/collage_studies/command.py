@@ -1,4 +1,4 @@
-"""`python -m collage_studies`: run what a study still lacks, then write its page from the records."""
+"""`python -m collage_studies`: run a study's missing trials, then write its page from the records."""
 
 from __future__ import annotations
 

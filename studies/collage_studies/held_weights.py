@@ -1,7 +1,7 @@
 """Weights held to formats that no optimizer of ours keeps: fp32 parameters, rounded after each step.
 
-What is computed is computed in fp32, and what is kept is split once, as our own strategies do. The rounding is a
-hook of the optimizer, called before the agent's, so the agent sees what the format took.
+Steps compute in fp32, and the stored values are split once, as in our own strategies. The rounding is a hook of the
+optimizer, called before the agent's, so the agent sees the losses of the format.
 """
 
 from __future__ import annotations

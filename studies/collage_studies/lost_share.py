@@ -1,4 +1,4 @@
-"""What a lost share of updates costs: the evidence of `CollageUpdatesLost`, from all trainings with a twin in fp32.
+"""The cost of a lost share of updates: evidence for `CollageUpdatesLost` from all trainings with a twin in fp32.
 
 `python -m collage_studies.lost_share` prints it from docs/studies; `--write docs/false-alarms.md` puts it between
 that page's markers.
@@ -33,11 +33,11 @@ __all__ = ["END", "START", "evidence", "replace_between_markers"]
 START, END = "<!-- lost share -->", "<!-- end of lost share -->"
 _LOST_BOUND, _EDQ_BOUND = (alert(name).conditions[0].threshold for name in ("CollageUpdatesLost", "CollageEdqLow"))
 _EDGES: Final = (0.0, LOST_TOLERANCE, _LOST_BOUND, 0.4, 0.5, 0.6, 1.0)
-"""Of the table's rows: the bounds of the judgement and of the alert, and some above them."""
+"""Edges of the table's rows: the bounds of the judgement and of the alert, and some above them."""
 
 
 def evidence(found: Mapping[str, Sequence[Record]]) -> str:
-    """The table, and the sentences that its numbers make, from the records of studies by name."""
+    """The table and the sentences on its numbers, from the records of studies by name."""
     used = [name for name, records in found.items() if configurations(records)]
     entries = configurations(_each_once([record for name in used for record in found[name]]))
     nearest = [entry for entry in entries if not _rounds_at_random(entry.plan)]
@@ -47,10 +47,10 @@ def evidence(found: Mapping[str, Sequence[Record]]) -> str:
     head = ["rounding", "updates lost in a step", "configurations", "EDQ", "gap to fp32", "above it beyond chance"]
     text = (
         f"{sum(len(entry.runs) for entry in entries)} trainings of {len(entries)} configurations (a strategy in a "
-        "setting) have a twin in fp32 with the same seed and batches, in the studies "
+        "setting) have a twin in fp32 with the same seed and batches. They come from the studies "
         f"{listed(f'[{name}](studies/{name}.md)' for name in used)}. Lost updates and EDQ are merged over all "
-        "measured steps. Gaps are of the last validation loss, in nats, as the mean over seeds; one is beyond "
-        "chance where its whole 95 % interval is above 0."
+        "measured steps. A gap is the difference of the last validation losses in nats, as a mean over seeds. It "
+        "is beyond chance where its whole 95 % interval is above 0."
     )
     sentences = [_beside_the_bound(nearest), _by_edq(nearest), _over_a_window(at_random)]
     return "\n\n".join([text, table_text(MarkdownTable(head, rows)), "\n".join(f"- {told}" for told in sentences)])
@@ -60,7 +60,7 @@ def replace_between_markers(page: str, text: str) -> str:
     """The page with the text between its two markers.
 
     Raises:
-        ValueError: a marker is not there once.
+        ValueError: a marker does not stand exactly once.
     """
     before, rest = page.split(START)
     _, after = rest.split(END)
@@ -68,7 +68,7 @@ def replace_between_markers(page: str, text: str) -> str:
 
 
 def _each_once(records: Sequence[Record]) -> list[Record]:
-    """The records without those of trainings that an earlier study ran, too."""
+    """The records, without trainings that an earlier study ran as well."""
     return list({_training(record.trial): record for record in reversed(records)}.values())[::-1]
 
 
@@ -126,14 +126,14 @@ def _beside_the_bound(nearest: Sequence[Configuration]) -> str:
     ]
     largest, smallest = max(map(_lost, below)), min(map(_lost, above))
     told = (
-        f"To nearest, nothing lies between {_percent(largest)} and {_percent(smallest)}. Above "
-        f"{_percent(_LOST_BOUND)}, {len(worse)} of {len(above)} configurations end above fp32 beyond chance, by up "
-        f"to {max(entry.gap.value for entry in worse):.2f} nats."
+        f"Where rounding is to nearest, no configuration loses between {_percent(largest)} and "
+        f"{_percent(smallest)}. Above {_percent(_LOST_BOUND)}, {len(worse)} of {len(above)} configurations end "
+        f"above fp32 beyond chance, by up to {max(entry.gap.value for entry in worse):.2f} nats."
     )
     if rest:
         ends = _span([entry.gap.value for entry in rest], "+.3f")
-        told += f" The seeds do not show it of {listed(entry.name for entry in rest)} (gaps of {ends})."
-    ends = f"Of the {len(below)} below, those that end above fp32 beyond chance by {NOTICEABLE_GAP:g} or more:"
+        told += f" The seeds do not show a higher loss for {listed(entry.name for entry in rest)} (gaps of {ends})."
+    ends = f"Among the {len(below)} below, these end above fp32 beyond chance by {NOTICEABLE_GAP:g} or more:"
     return f"{told} {ends} {'; '.join(missed) or 'none'}."
 
 
@@ -141,7 +141,7 @@ def _by_edq(nearest: Sequence[Configuration]) -> str:
     worse = [entry for entry in nearest if _lost(entry) > _LOST_BOUND and entry.ends_worse]
     low = [entry for entry in worse if _merged(entry, STEP) < _EDQ_BOUND]
     return (
-        f"EDQ is no substitute: it is below {_EDQ_BOUND:g}, where `CollageEdqLow` wakes, in only {len(low)} of "
+        f"EDQ is no substitute: it is below {_EDQ_BOUND:g}, the bound of `CollageEdqLow`, in only {len(low)} of "
         f"those {len(worse)}."
     )
 
@@ -151,8 +151,9 @@ def _over_a_window(at_random: Sequence[Configuration]) -> str:
     known = [(value, entry) for entry in at_random if (value := entry.mean(lambda run: run.merged.get(name)))]
     value, entry = max(known, key=lambda found: found[0])
     return (
-        f"Where rounding is random no share tells, of one step or of a window: over {WINDOW} steps {entry.name} "
-        f"had lost {_percent(value)}, and its gap to fp32 is {estimate(entry.gap, '+.4f')}."
+        "Where rounding is random, the lost share says nothing about the loss, over one step or a window: over "
+        f"{WINDOW} steps {entry.name} had lost {_percent(value)}, and its gap to fp32 is "
+        f"{estimate(entry.gap, '+.4f')}."
     )
 
 
@@ -162,7 +163,7 @@ def _over_a_window(at_random: Sequence[Configuration]) -> str:
 )
 @click.option("--write", "page", type=click.Path(path_type=Path, exists=True), help="A page with the two markers.")
 def main(studies: Path, page: Path | None) -> None:
-    """Print what a lost share of updates costs, and put it into a page."""
+    """Print the cost of a lost share of updates, and put it into a page."""
     text = evidence({name: records_of(name, studies) for name in STUDY_NAMES})
     click.echo(text)
     if page is not None:

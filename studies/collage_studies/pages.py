@@ -33,10 +33,10 @@ def write_page(
     read: Mapping[str, int] = MappingProxyType({}),
     repeated: Sequence[str | MarkdownTable] = (),
 ) -> Path:
-    """Write FOLDER/NAME.md and its pictures under FOLDER/images; both only from what is given.
+    """Write FOLDER/NAME.md and its pictures under FOLDER/images; both only from the arguments.
 
-    read: records of other studies that the page rests on, by study, 0 where they are missing. repeated: what
-    repeats with other seeds said.
+    read: records of other studies that the page rests on, by study, 0 where they are missing. repeated: the section
+    on repeats with other seeds.
     """
     parts = [f"# {study.title}", study.short, "## What was found"]
     parts += [text for entry in page.evidence if (text := _entry(entry, folder))]

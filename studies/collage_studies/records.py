@@ -48,7 +48,7 @@ class RecordFile:
 
 
 def compact(record: Record) -> Record:
-    """The record with numbers of six digits: what a page shows has fewer."""
+    """The record with numbers of six digits: pages show fewer."""
     curves = {
         name: Curve(curve.steps, [_rounded(v) for v in curve.values]) for name, curve in record.curves.items()
     }

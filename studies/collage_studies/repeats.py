@@ -1,4 +1,4 @@
-"""A study run again with other seeds: its trials, and whether it says the same."""
+"""A study run again with other seeds: its trials, and whether the answer is the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _CHANCE: Final = 0.05
-"""So many differences lie outside their 95 % interval by chance."""
+"""This share of differences lies outside a 95 % interval by chance."""
 _REFERENCE: Final = Plan("plain", "float32")
 _LOSS: Final = "validation_loss"
 
@@ -43,7 +43,7 @@ class Repeat:
 
 
 def seed_of(trial: Trial) -> int | None:
-    """The seed of a training's recipe or of a computation's settings; None: nothing in it is drawn."""
+    """The seed of a training's recipe or of a computation's settings; None where nothing is random."""
     return trial.settings.get("seed") if trial.recipe is None else trial.recipe.seed
 
 
@@ -55,7 +55,7 @@ def reseeded(trials: Sequence[Trial], first_seed: int) -> list[Trial]:
     """
     seeds = [seed for trial in trials if (seed := seed_of(trial)) is not None]
     if len(seeds) < len(trials):
-        raise ValueError("it has trials without a seed, which would say the same again")
+        raise ValueError("it has trials without a seed, which would give the same result again")
     moved = first_seed - min(seeds)
     if set(seeds) & {seed + moved for seed in seeds}:
         raise ValueError(f"seeds from {first_seed} on overlap its own, {min(seeds)} to {max(seeds)}")
@@ -74,13 +74,13 @@ def _moved(trial: Trial, moved: int) -> Trial:
 
 
 def record_file(name: str, folder: Path, first_seed: int | None = None) -> RecordFile:
-    """The records of a study under FOLDER/data; a repeat's stand in a file of their own."""
+    """The records of a study under FOLDER/data; each repeat has a file of its own."""
     repeat = "" if first_seed is None else f"-seed-{first_seed}"
     return RecordFile(folder / "data" / f"{name}{repeat}.jsonl")
 
 
 def repeats_of(study: Study, trials: Sequence[Trial], folder: Path) -> list[Repeat]:
-    """The repeats under FOLDER/data that are whole, by their first seed."""
+    """The complete repeats under FOLDER/data, ordered by first seed."""
     found = {}
     for path in (folder / "data").glob(f"{study.name}-seed-*.jsonl"):
         first_seed = int(path.stem.rpartition("-")[2])
@@ -92,7 +92,8 @@ def repeats_of(study: Study, trials: Sequence[Trial], folder: Path) -> list[Repe
 
 @dataclass(frozen=True)
 class RepeatComparison:
-    """A repeat held against the first run: of `count` means, those that differ beyond their interval, as cells."""
+    """A repeat held against the first run. outside: table rows of the means, among `count`, that differ beyond
+    their interval."""
 
     seeds: Sequence[int]
     count: int
@@ -100,16 +101,30 @@ class RepeatComparison:
 
     @property
     def same(self) -> bool:
-        """No more of them differ than chance explains."""
-        return len(self.outside) <= _most_by_chance(self.count)
+        """Whether no more means differ than chance explains."""
+        return len(self.outside) <= self.most_by_chance
+
+    @property
+    def within(self) -> int:
+        """How many means differ by no more than their interval."""
+        return self.count - len(self.outside)
+
+    @property
+    def most_by_chance(self) -> int:
+        """The most means that differ by more in 95 of 100 repeats, if nothing but the seed differs."""
+        reached, found = 0.0, -1
+        while reached < 1 - _CHANCE:
+            found += 1
+            reached += comb(self.count, found) * _CHANCE**found * (1 - _CHANCE) ** (self.count - found)
+        return found
 
     @property
     def sentence(self) -> str:
-        """Whether it says the same, and of how many means."""
+        """Whether the repeat agrees, and how many of its means do."""
         return (
-            f"{'it says the same' if self.same else 'it does not say the same'}: of {self.count} means, "
-            f"{self.count - len(self.outside)} differ from the first by no more than the 95 % interval of the "
-            f"difference; up to {_most_by_chance(self.count)} outside it are expected by chance."
+            f"The repeat {'agrees' if self.same else 'does not agree'}: {self.within} of {self.count} means differ "
+            "from the first run's by no more than the 95 % interval of the difference. Chance explains up to "
+            f"{self.most_by_chance} that differ by more."
         )
 
 
@@ -132,28 +147,20 @@ def compare_repeat(study: Study, records: Sequence[Record], repeat: Repeat) -> R
 
 
 def repeat_section(study: Study, records: Sequence[Record], repeat: Repeat) -> list[str | MarkdownTable]:
-    """Whether the repeat says the same, its own answer, and the differences that chance hardly explains."""
+    """Whether the repeat agrees, its own answer, and the means that differ beyond their interval."""
     found = compare_repeat(study, records, repeat)
     text = (
-        f"With seeds {listed(map(str, found.seeds))} ([`data/{repeat.file.name}`](data/{repeat.file.name})) "
-        f"{found.sentence} Its own answer: {study.page(repeat.records).answer}"
+        f"The study was run again with seeds {listed(map(str, found.seeds))} "
+        f"([`data/{repeat.file.name}`](data/{repeat.file.name})). {found.sentence}"
     )
+    answer = f"**The repeat's answer.** {study.page(repeat.records).answer}"
     outside = MarkdownTable(["outside the interval", "number", "first", "repeated"], found.outside)
-    return [text, outside] if found.outside else [text]
-
-
-def _most_by_chance(count: int) -> int:
-    """The most of `count` independent differences that lie outside their 95 % intervals, in 95 of 100 repeats."""
-    reached, found = 0.0, -1
-    while reached < 1 - _CHANCE:
-        found += 1
-        reached += comb(count, found) * _CHANCE**found * (1 - _CHANCE) ** (count - found)
-    return found
+    return [text, answer, outside] if found.outside else [text, answer]
 
 
 def _by_configuration(records: Sequence[Record], name: str) -> Mapping[Hashable, list[SeedValue]]:
-    """A value by all of a trial but its seed. A loss less that of fp32 with the same seed, where there is one: what
-    a seed does to both is no difference of a strategy's."""
+    """A value of each configuration, that is a trial without its seed. A loss is taken less that of fp32 with the
+    same seed, where there is one: what the seed does to both says nothing about a strategy."""
     known = {(_configuration(record.trial), seed_of(record.trial)): _value(record, name) for record in records}
     found: dict[Hashable, list[SeedValue]] = {}
     against = name == _LOSS and _has_reference(records)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_studies.study import PlotCurve, Record
-from collage_studies.words import UNDEFINED, listed
+from collage_studies.words import UNDEFINED, listed, quoted
 
 __all__ = [
     "Point",
@@ -97,9 +97,9 @@ def stays_below_from(steps: Sequence[float], values: Sequence[float | None], bou
 
 
 def gaps_in_words(found: Mapping[str, Estimate | None], form: str = "+.4f") -> str:
-    """What gaps to a reference show: who is worse beyond chance, who is better, and who is not told apart.
+    """Sentences on gaps to fp32: which ways end worse beyond chance, which better, and which show no difference.
 
-    Tables beside it have the intervals.
+    The tables beside them hold the intervals.
     """
     known = sorted(((name, gap) for name, gap in found.items() if gap), key=lambda entry: -entry[1].value)
     worse = [entry for entry in known if entry[1].low is not None and entry[1].low > 0]
@@ -108,18 +108,20 @@ def gaps_in_words(found: Mapping[str, Estimate | None], form: str = "+.4f") -> s
     alone = [name for name, gap in rest if gap.low is None or gap.high is None]
     open_ = [entry for entry in rest if entry[0] not in alone]
     parts = [
-        f"{word} beyond chance: {listed(f'{name} ({gap.value:{form}})' for name, gap in named)}"
+        f"{listed(f'`{name}` ({gap.value:{form}})' for name, gap in named)} "
+        f"{'ends' if len(named) == 1 else 'end'} {word} than fp32 beyond chance."
         for word, named in (("worse", worse), ("better", better))
         if named
     ]
     if open_:
         bound = max(abs(end) for _, gap in open_ for end in (gap.low, gap.high) if end is not None)
-        names = listed(name for name, _ in open_)
+        names = quoted(name for name, _ in open_)
         parts.append(
-            f"no difference is shown for {names} (intervals include 0, within ±{bound:{form.lstrip('+')}})"
+            f"No difference from fp32 is shown for {names}: every interval includes 0 and lies within "
+            f"±{bound:{form.lstrip('+')}}."
         )
-    parts += [f"without an interval: {listed(alone)}"] if alone else []
-    return "; ".join(parts) or "nothing was compared"
+    parts += [f"One seed gives no interval for {quoted(alone)}."] if alone else []
+    return " ".join(parts) or "Nothing was compared."
 
 
 @dataclass(frozen=True)

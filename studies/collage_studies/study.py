@@ -1,4 +1,4 @@
-"""What a study is: a question, trials that answer it, and a page that is written from their records alone.
+"""The definition of a study: a question, trials that answer it, and a page written only from their records.
 
 A trial is one training, or one computation, in a process of its own. Its record is all that later steps see of it:
 page and plots can be drawn again from records at any time, without training anything.
@@ -51,8 +51,8 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What came of a trial. `values`: numbers by name; `merged`: the run's metrics, all measured steps merged.
-    `words`: what the product said of it, as it was said.
+    """The results of a trial. `values`: numbers by name; `merged`: the run's metrics, all measured steps merged.
+    `words`: the product's texts about it, verbatim.
 
     `trial` is kept whole: a record counts only for a trial that is equal to it. None in `values`: undefined.
     """
@@ -125,7 +125,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Page:
-    """What a study found: `answer` in sentences that its numbers make, then evidence, then limits."""
+    """The result of a study. `answer`: sentences made from its numbers; then the evidence and the limits."""
 
     answer: str
     evidence: Sequence[str | MarkdownTable | Plot | Picture]
@@ -134,13 +134,13 @@ class Page:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study, by what it asks.
+    """A study, named by its question.
 
-    short: what was found, in two sentences for a reader who is tired; a test holds them to the answer.
-    trials(quick): what is run, a fraction of it if quick. run(trial, reporting): the record, in the trial's own
-    process. page(records): what they say; after its own records stand those of the studies that it `reads`, as far
-    as they are there. `repeat_metrics`: the values, merged metrics and curves by which a repeat with other seeds
-    is held against it.
+    short: the result in two sentences for a tired reader; a test checks them against the answer. trials(quick): the
+    trials, a fraction of them if quick. run(trial, reporting): the record, in the trial's own process.
+    page(records): the page made from them. The study's own records come first, then those of the studies that it
+    `reads`, if there are any. `repeat_metrics`: the values, merged metrics and curves for comparing a repeat with
+    other seeds.
     """
 
     name: str

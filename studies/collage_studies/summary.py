@@ -1,4 +1,4 @@
-"""The first page of the studies: an answer each, and the paper's claims beside what was measured."""
+"""The first page of the studies: the answer of each, and the paper's claims beside our measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from collage_studies.words import estimate, listed, number, share
 __all__ = ["records_of", "summary_text", "write_summary"]
 
 Records = Mapping[str, Sequence[Record]]
-"""By study; none of a study that has not been run whole."""
+"""Records by study; empty for a study that has not been run whole."""
 _MASTER: Final = Plan("master-weights", "bfloat16")
 _OF_THE_PAPER: Final = tuple(Plan(name, "bfloat16") for name in ("light", "plus"))
 _DECREMENT: Final = "state_decrement_ratio/exp_avg_sq"
@@ -27,7 +27,7 @@ _DECREMENT: Final = "state_decrement_ratio/exp_avg_sq"
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says, the study that looked, what its records say, and why that may differ."""
+    """A claim of the paper, the study that tested it, what its records show, and why that may differ."""
 
     said: str
     study: str
@@ -51,15 +51,15 @@ def write_summary(folder: Path, *, quick: bool = False) -> Path:
 
 
 def summary_text(folder: Path, *, quick: bool = False) -> str:
-    """The page in Markdown. A study without records is said to be missing."""
+    """The page in Markdown. It names the studies that have no records yet."""
     found = {name: records_of(name, folder, quick=quick) for name in STUDY_NAMES}
     answers = "\n".join(_answer(name, found) for name in STUDY_NAMES)
     rows = [[claim.said, _measured(claim, found), claim.why] for claim in CLAIMS]
     parts = [
         "# Studies",
         "We tried on real training what the method's paper (Collage, arXiv 2405.03637) claims and leaves open. "
-        "The models are small and ran on two cores: read directions, not sizes. `python -m collage_studies NAME` "
-        "runs a study and writes its page from the records beside it.",
+        "The models are small and ran on two cores, so trust the directions rather than the sizes. "
+        "`python -m collage_studies NAME` runs a study and writes its page from the records beside it.",
         "## Answers",
         answers,
         *_repeated(folder, found, quick=quick),
@@ -70,14 +70,23 @@ def summary_text(folder: Path, *, quick: bool = False) -> str:
 
 
 def _repeated(folder: Path, found: Records, *, quick: bool) -> list[str]:
-    """Which studies were repeated with other seeds, and whether they said the same."""
-    told = []
+    """A table of the studies that were repeated with other seeds, and whether the repeats agree."""
+    rows = []
     for name, records in found.items():
         study = study_named(name)
         repeats = repeats_of(study, study.trials(quick), folder) if records else []
         for held in (compare_repeat(study, records, repeat) for repeat in repeats):
-            told.append(f"{study.title}, with seeds {listed(map(str, held.seeds))}: {held.sentence}")
-    return [f"Repeated with other seeds. {' '.join(told)}"] if told else []
+            agrees = f"{held.within} of {held.count}"
+            seeds = listed(map(str, held.seeds))
+            rows.append([study.title, seeds, "yes" if held.same else "no", agrees, str(held.most_by_chance)])
+    if not rows:
+        return []
+    text = (
+        "Some studies were run again with other seeds. A repeat agrees if no more of its means differ from the "
+        "first run's, beyond the 95 % interval of the difference, than chance explains."
+    )
+    head = ["study", "seeds", "agrees", "means within the interval", "outside it by chance, at most"]
+    return ["## Repeated with other seeds", text, table_text(MarkdownTable(head, rows))]
 
 
 def _answer(name: str, found: Records) -> str:
@@ -107,8 +116,8 @@ def _quality(records: Sequence[Record]) -> str:
             for where, own in settings.items()
             if (gap := gaps(own, _MASTER).get(plan))
         ]
-        parts += [f"`{plan.strategy}` ends from master weights by {listed(ends)}"] if ends else []
-    return "; ".join(parts) or "neither was run"
+        parts += [f"`{plan.strategy}` {listed(ends)}"] if ends else []
+    return f"gap to master weights: {'; '.join(parts)}" if parts else "neither was run"
 
 
 def _states(records: Sequence[Record]) -> str:
@@ -118,12 +127,12 @@ def _states(records: Sequence[Record]) -> str:
         own = by_plan(records).get(plan, [])
         values = sorted({recipe_of(record).betas[1] for record in own})
         known = [
-            f"{found.value:.2f} at {beta2:g}"
+            f"{found.value:.2f} at β₂ = {beta2:g}"
             for beta2 in values
             if (found := mean_of([r for r in own if recipe_of(r).betas[1] == beta2], _DECREMENT, merged=True))
         ]
         parts += [f"`{plan.strategy}` {listed(known)}"] if known else []
-    return f"of the second moment's decay arrives, by β₂: {'; '.join(parts)}" if parts else "none of them was run"
+    return f"the second moment's decay that arrives: {'; '.join(parts)}" if parts else "none of them was run"
 
 
 def _tells_apart(records: Sequence[Record]) -> str:
@@ -169,7 +178,7 @@ def _speed(records: Sequence[Record]) -> str:
     for plan in _OF_THE_PAPER:
         own, reference = (_value(records, name, "step_ratio/median") for name in (plan.strategy, _MASTER.strategy))
         parts.append(f"{number(reference / own if own and reference else None)} (`{plan.strategy}`)")
-    return f"on a CPU, an eager update is as fast as that of master weights times {listed(parts)}"
+    return f"on a CPU, an eager update runs at {listed(parts)} times the speed of the one with master weights"
 
 
 def _foretells(_: Sequence[Record]) -> str:
@@ -194,25 +203,25 @@ CLAIMS: Final = (
         "Up to 3.7 times the training throughput (GPT 6.7B)",
         "memory",
         _speed,
-        "An update alone on a CPU; on the paper's accelerators memory traffic bounds a step, and what is saved "
-        "lets batches grow. No device was run here",
+        "Ours is an update alone, on a CPU. On the paper's accelerators memory traffic bounds a step, and the "
+        "saved memory allows larger batches. No GPU was run here",
     ),
     Claim(
         "Works for β₂ of 0.95, 0.99 and 0.999, where bf16 states fail",
         "beta2",
         _states,
-        "Whether a state decays is arithmetic, and should not differ; what that costs in loss depends on the run",
+        "Whether a state decays is arithmetic and should not differ; its cost in loss depends on the run",
     ),
     Claim(
         "EDQ follows what is lost in updates, and tells strategies apart",
         "strategies",
         _tells_apart,
-        "EDQ of one step takes the stored state for granted: an error in it shows against the oracle alone",
+        "EDQ of one step trusts the stored state; only EDQ against the oracle shows an error in that state",
     ),
     Claim(
         "Left open: does EDQ predict final quality?",
         "quality",
         _foretells,
-        "Correlations across rates are confounded by the rate; within one, strategies are few",
+        "Across rates, the rate itself confounds the correlation; within one rate there are few strategies",
     ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from collage_monitor.seeds import Estimate
 
-__all__ = ["UNDEFINED", "estimate", "listed", "number", "share"]
+__all__ = ["UNDEFINED", "estimate", "listed", "number", "quoted", "share"]
 
 UNDEFINED = "–"
 
@@ -34,3 +34,8 @@ def listed(names: Iterable[str]) -> str:
     """'a, b and c'."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def quoted(names: Iterable[str]) -> str:
+    """'`a`, `b` and `c`': names that may hold commas."""
+    return listed(f"`{name}`" for name in names)

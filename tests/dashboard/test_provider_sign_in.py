@@ -187,7 +187,7 @@ def test_a_way_back_in_another_browser_signs_nobody_in(server, provider, api):
     for browser in (victim, busy):
         answer = browser.get(path)
         assert answer.status_code == 403
-        assert "This browser did not begin this sign-in" in answer.text
+        assert "This browser did not start this sign-in" in answer.text
         assert layout(browser).status_code == 401
     assert (provider.token_requests, sessions(api)) == ([], [])
     assert attacker.get(path).status_code == 200

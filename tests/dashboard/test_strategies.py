@@ -192,7 +192,7 @@ def test_seeds_make_a_curve_a_strategy_unless_the_reader_wants_each_run(server, 
 def test_the_same_steps_kept_otherwise_shows_only_what_was_measured(server):
     [run] = server.client().compare(["run-fp32-reference"], "edq_ratio").runs
     said = text(counterfactual_table([run]))
-    assert "Not measured in these runs. It needs no option" in said
+    assert "Not measured in these runs. No option is needed" in said
     assert "every=10" in said
     merged = run.merged | {
         "counterfactual_edq_ratio/plain/bf16": 0.91,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.prose import MOST_FIRST_WORDS, MOST_WORDS, drawn, faults, main, of_module, of_page
+from tools.prose import MOST_FIRST_WORDS, MOST_WORDS, drawn, faults, main, of_module, of_page, paragraphs
 
 LONG = " ".join(["word"] * (MOST_WORDS + 1)) + "."
 
@@ -17,6 +17,12 @@ LONG = " ".join(["word"] * (MOST_WORDS + 1)) + "."
         "Nothing of it needs an option.",
         "The best of those that nothing speaks against.",
         "It leads there, by pages of any name too.",
+        "Of each project that was published its runs and its table.",
+        "What is said of a run: its verdict.",
+        "What was known of the watch.",
+        "What became of one report.",
+        "All that is stored of a run.",
+        "It is made anew at each step.",
         LONG,
     ],
 )
@@ -30,6 +36,7 @@ def test_what_is_hard_is_found(text):
         "The gap does not appear in every setting.",
         "They are bit-identical with and without it.",
         "Use PostgreSQL for this. No options are needed.",
+        "The runs and the table of each published project. Of course it says what is missing.",
         f"A long list in brackets ({'word ' * 60}) is skipped by the eye.",
         f"{'word ' * 30}ends. {'Word ' * 30}ends.",
     ],
@@ -65,3 +72,13 @@ def test_a_seed_draws_the_same_sentences_of_every_kind():
     assert found == drawn(8, seed=3) != drawn(8, seed=4)
     assert found[1].startswith("docs/studies/")
     assert ".py: " in found[2]
+
+
+def test_a_sentence_is_not_torn_where_its_line_ends():
+    """A wrapped line that began with a few words and a colon was read as an entry of its own, without them."""
+    page = "Servers are killed with\nSIGKILL: at any moment.\nNext one.\nstep: of the alert.\n"
+    assert [text for _, text in paragraphs(page)] == [
+        "Servers are killed with SIGKILL: at any moment. Next one.",
+        "step: of the alert.",
+    ]
+    assert [text for _, text in paragraphs("- one: two\n- three\n1. four")] == ["one: two", "three", "four"]

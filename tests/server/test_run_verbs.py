@@ -70,7 +70,7 @@ def test_list_says_health_project_and_date_and_what_its_numbers_are_of(call, ser
     for word in ("plain bf16", " p ", overview.health, f"{overview.numbers['edq_ratio']:.4g}", "2023-11-14 "):
         assert word in rows["01AB-one"], word
     assert f"{overview.first_step} to {overview.last_step}" in rows["01AB-one"]
-    assert "are of the steps under `judged over`" in result.stdout
+    assert "cover the steps under `judged over`" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -86,27 +86,27 @@ def test_rows_and_sentences_follow_from_the_numbers():
     assert "| to nearest | 30 % | 1 | 0.800 | +0.102 | 1 |" in text
     assert "| at random | up to 60 %" not in text
     assert "| at random | 60 % | 1 | 1.000 | +0.000 | 0 |" in text
-    assert "nothing lies between 4 % and 30 %. Above 25 %, 1 of 1 configurations end above fp32" in text
-    assert "Of the 1 below, those that end above fp32 beyond chance by 0.001 or more: none." in text
-    assert "it is below 0.9, where `CollageEdqLow` wakes, in only 1 of those 1." in text
+    assert "no configuration loses between 4 % and 30 %. Above 25 %, 1 of 1 configurations end above fp32" in text
+    assert "Among the 1 below, these end above fp32 beyond chance by 0.001 or more: none." in text
+    assert "it is below 0.9, the bound of `CollageEdqLow`, in only 1 of those 1." in text
     assert "over 8 steps stochastic (GPT, rate 0.1, β₂ 0.999) had lost 30 %" in text
 
 
 def test_what_ends_worse_below_the_bound_is_named():
     text = told(trainings(Plan("e5m2 triple", "bfloat16"), 0.2, 0.01, rate=1e-4))
     assert "0.001 or more: e5m2 triple (GPT, rate 0.0001, β₂ 0.999), 20 % lost, +0.0102 [" in text
-    assert "nothing lies between 20 % and 30 %." in text
+    assert "no configuration loses between 20 % and 30 %." in text
 
 
 def test_what_is_above_the_bound_and_not_shown_to_end_worse_is_named():
     text = told(trainings(Plan("plain", "bfloat16"), 0.5, 0.0, rate=1e-4))
     assert "1 of 2 configurations" in text
-    assert "The seeds do not show it of plain (GPT, rate 0.0001, β₂ 0.999) (gaps of +0.000)." in text
+    assert "The seeds do not show a higher loss for plain (GPT, rate 0.0001, β₂ 0.999) (gaps of +0.000)." in text
 
 
 def test_expansions_that_round_at_random_are_not_to_nearest():
     text = told(trainings(Plan("e4m3 pair, rounded at random", "bfloat16"), 0.2, 0.01, rate=1e-4))
-    assert "nothing lies between 4 % and 30 %" in text
+    assert "no configuration loses between 4 % and 30 %" in text
     assert "| at random | 20 to 60 % | 2 |" in text
 
 

@@ -11,54 +11,65 @@ from tools.prose import sentences
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
 BEARS_OUT = {
     "expansions": [
-        r"500 times, more than half is lost by: bfloat16;.* float8_e4m3fn, pair;.* float8_e5m2, pair;",
-        r"All of it, within 1 %, arrives with: bfloat16, pair;",
+        r"500 times\. More than half of it is lost in `bfloat16`,.* `float8_e4m3fn, pair`,.* `float8_e5m2, pair`",
+        r"All of it arrives, within 1 %, in `bfloat16, pair`,",
     ],
     "accumulation": [
-        r"at a rate of 0\.0003, off by more than 10 %: plain \(9\d",
-        r"at a rate of 1e-05, off by more than 10 %: plain \(9\d",
-        r"at a rate of 0\.0003,.*within 1 %:.* split-master,.*at a rate of 1e-05,.*within 1 %:.* split-master,",
+        r"At a rate of 0\.0003,[^.]* is off by more than 10 % under `plain` \(9\d",
+        r"At a rate of 1e-05,[^.]* is off by more than 10 % under `plain` \(9\d",
+        r"At a rate of 0\.0003,.*by at most 1 % under.* `split-master`,.*At a rate of 1e-05,.*"
+        r"by at most 1 % under [^.]*`split-master`,",
     ],
     "strategies": [
-        r"^In 4 settings, never shown to end worse than fp32: stochastic, .*split-master,.* and master-weights\.",
-        r"Worse beyond chance: plain in 3 of them .* and fp32-states in 3 of them",
+        r"^These strategies are not shown to end worse than fp32 in any of the 4 settings: `stochastic`, "
+        r"[^.]*`split-master`,[^.]* and `master-weights`\.",
+        r"`plain` ends worse than fp32 beyond chance in 3 of 4 settings",
+        r"`fp32-states` ends worse than fp32 beyond chance in 3 of 4 settings",
     ],
     "layers": [
         r"EDQ is 0\.[0-4]\d \[[^]]*\] in LayerNorm layers",
-        r"LayerNorm layers lose more than each other type, beyond chance",
-        r"under light 1\.000 in the first two thirds .* and under plus 1\.000 in the first two thirds",
+        r"LayerNorm layers lose more than every other type, beyond chance",
+        r"Under `light` the lowest EDQ of any type is 1\.000 in the first two thirds",
+        r"Under `plus` the lowest EDQ of any type is 1\.000 in the first two thirds",
     ],
     "beta2": [
         r"plain bfloat16 \(from β₂ = 0\.999\).*light bfloat16 \(from β₂ = 0\.999\)",
-        r"lowest at β₂ = 0\.95 under each strategy,.* that the best β₂ moves with precision is not shown",
+        r"lowest at β₂ = 0\.95 under every strategy,.* the best β₂ is not shown to move with precision",
     ],
-    "counterfactuals": [r"differs from what came by at most 0\.011 ", r"begins to lose \d+ to \d+ steps earlier"],
+    "counterfactuals": [
+        r"differs from the measured one by at most 0\.011 ",
+        r"begins to lose \d+ to \d+ steps earlier",
+    ],
     "finetuning": [
-        r"At 1e-05, worse beyond chance: plain .*At 3e-05, worse beyond chance: plain ",
-        r"At 0\.0001, worse beyond chance: plain ",
-        r"are lost by light at 1e-05 .*plus at 1e-05 .*a worse loss is shown for none of them",
+        r"\*Learning rate 1e-05\.\* `plain` \(\+0\.\d+\) and [^:*]* end worse than fp32",
+        r"\*Learning rate 3e-05\.\* `plain` \(\+0\.\d+\) and [^:*]* end worse than fp32",
+        r"\*Learning rate 0\.0001\.\* `plain` \(\+0\.\d+\) ends worse than fp32",
+        r"lose updates under `light` at 1e-05 .*`plus` at 1e-05 .*a worse loss is shown for none of them",
     ],
     "beyond-adamw": [
-        r"SGD[^:]*: worse beyond chance: plain [^;]*; no difference is shown for light,.* split-master-16bit",
-        r"Lion[^:]*: worse beyond chance: plain [^;]*; no difference is shown for light, split-master-16bit",
-        r"Muon[^:]*: worse beyond chance: plain [^;]*; no difference is shown for bf16 pair",
+        r"SGD[^`]*`plain` \(\+0\.\d+\) ends worse[^`]*No difference from fp32 is shown for `light`,"
+        r"[^:]*`split-master-16bit`",
+        r"Lion[^`]*`plain` \(\+0\.\d+\) ends worse[^`]*No difference from fp32 is shown for `light`, "
+        r"`split-master-16bit`",
+        r"Muon[^`]*`plain` \(\+0\.\d+\) and [^:]* end worse[^`]*No difference from fp32 is shown for `bf16 pair",
     ],
     "eight-bit": [
-        r"worse beyond chance: [^;]*e4m3 pair \(\+",
-        r"no difference is shown for split-master-8bit,.* e4m3 pair, rounded at random",
+        r"`e4m3 pair` \(\+[^:]* end worse than fp32 beyond chance",
+        r"No difference from fp32 is shown for `split-master-8bit`,[^:]* `e4m3 pair, rounded at random`",
     ],
     "quality": [
-        r"foretold early by the EDQ of one step .*share of updates lost \(\+",
-        r"Their size goes with the EDQ of one step",
+        r"predict the order of the final gaps: EDQ of one step \(\+[^:]*share of updates lost \(\+",
+        r"The size of the gaps correlates with these early numbers: EDQ of one step \(\+[^:]*"
+        r"share of updates lost \(\+",
     ],
     "memory": [
-        r"by 37\.5 % \(light\) and 25 % \(plus\)",
+        r"take 37\.5 % \(`light`\) and 25 % \(`plus`\) less memory",
         r"an eager step takes from 1\.\d+ \(",
     ],
     "diary": [
-        r"A small rate: `\w+` fired .* EDQ goes from 0\.\d+ to 1,.* lower than if left alone",
-        r"A resume: `\w+` fired .* EDQ stays at 1, the second moment's decay stays at 1",
-        r"A second moment: `\w+` fired .* EDQ stays at 1, the second moment's decay goes from 0 to 1",
+        r"A small rate\.\*\* `\w+` fired .* EDQ goes from 0\.\d+ to 1,.* lower than if left alone",
+        r"A resume\.\*\* `\w+` fired .* EDQ stays at 1, the second moment's decay stays at 1",
+        r"A second moment\.\*\* `\w+` fired .* EDQ stays at 1, the second moment's decay goes from 0 to 1",
     ],
 }
 """What the computed answer of each study must hold for its two sentences to be true."""

@@ -104,17 +104,17 @@ def test_a_repeat_is_found_when_it_is_whole(tmp_path):
 
 def test_gaps_to_fp32_are_compared_not_losses(tmp_path):
     first, again = records_of(trials()), records_of(reseeded(trials(), 101), extra=0.002)
-    (said,) = repeat_section(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
+    said, answer = repeat_section(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
     assert isinstance(said, str)
     assert "seeds 101, 102 and 103" in said
-    assert "it says the same: of 1 means, 1 differ" in said
-    assert said.endswith("Its own answer: 6 records.")
+    assert "The repeat agrees: 1 of 1 means differ from the first run's by no more than" in said
+    assert answer == "**The repeat's answer.** 6 records."
 
 
 def test_a_repeat_that_says_something_else_is_told(tmp_path):
     first, again = records_of(trials()), records_of(reseeded(trials(), 101), extra=0.2)
-    said, outside = repeat_section(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
+    said, _, outside = repeat_section(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
     assert isinstance(said, str)
     assert isinstance(outside, MarkdownTable)
-    assert "it does not say the same: of 1 means, 0 differ" in said
+    assert "The repeat does not agree: 0 of 1 means differ from the first run's by no more than" in said
     assert [row[:2] for row in outside.rows] == [["plain bfloat16", "gap of validation_loss to fp32"]]

@@ -23,14 +23,16 @@ def test_words_follow_the_intervals():
         "f": None,
     }
     assert gaps_in_words(found, "+.3f") == (
-        "worse beyond chance: b (+0.300) and a (+0.100); better beyond chance: d (-0.200); "
-        "no difference is shown for c (intervals include 0, within ±0.500); without an interval: e"
+        "`b` (+0.300) and `a` (+0.100) end worse than fp32 beyond chance. "
+        "`d` (-0.200) ends better than fp32 beyond chance. "
+        "No difference from fp32 is shown for `c`: every interval includes 0 and lies within ±0.500. "
+        "One seed gives no interval for `e`."
     )
 
 
 def test_an_interval_that_ends_at_0_shows_nothing():
-    assert gaps_in_words({"a": Estimate(0.1, 3, 0.0, 0.2)}).startswith("no difference is shown")
-    assert gaps_in_words({}) == "nothing was compared"
+    assert gaps_in_words({"a": Estimate(0.1, 3, 0.0, 0.2)}).startswith("No difference from fp32 is shown")
+    assert gaps_in_words({}) == "Nothing was compared."
 
 
 def test_a_mean_curve_leaves_undefined_points_out():

@@ -16,7 +16,7 @@ from collage_studies.studies import (
     quality,
     strategies,
 )
-from collage_studies.study import Curve, Record, Trial
+from collage_studies.study import Curve, MarkdownTable, Record, Trial
 
 FP32, PLAIN, LIGHT = Plan("plain", "float32"), Plan("plain", "bfloat16"), Plan("light", "bfloat16")
 RECIPE = Recipe(steps=30)
@@ -50,10 +50,10 @@ def by_type(*, norm):
 
 
 def test_a_type_of_layer_loses_most_only_where_its_seeds_agree():
-    assert "LayerNorm layers lose more than each other type, beyond chance." in (
+    assert "LayerNorm layers lose more than every other type, beyond chance." in (
         layers.page(by_type(norm=[0.5, 0.52, 0.48])).answer
     )
-    assert "Which type loses most is not shown." in layers.page(by_type(norm=[0.2, 0.94, 1.2])).answer
+    assert "The seeds do not show which type loses most." in layers.page(by_type(norm=[0.2, 0.94, 1.2])).answer
 
 
 def cosine(forecast, came):
@@ -65,8 +65,14 @@ def cosine(forecast, came):
 
 
 def test_a_forecast_that_fails_is_not_said_to_be_exact():
-    assert "only one of forecast and run" in counterfactuals.page(cosine([1.0] * 3, [1.0, 0.5, 0.5])).answer
-    assert "neither" in counterfactuals.page(cosine([1.0] * 3, [1.0] * 3)).answer
+    assert (
+        "either the prediction or the run begins to lose, not both"
+        in counterfactuals.page(cosine([1.0] * 3, [1.0, 0.5, 0.5])).answer
+    )
+    assert (
+        "neither the prediction nor the run begins to lose"
+        in counterfactuals.page(cosine([1.0] * 3, [1.0] * 3)).answer
+    )
     assert "begins to lose 10 steps earlier than predicted (1 of 1 seeds)" in (
         counterfactuals.page(cosine([1.0, 1.0, 0.5], [1.0, 0.5, 0.5])).answer
     )
@@ -83,8 +89,8 @@ def test_forecasts_that_are_off_beyond_chance_are_named():
         )
     ]
     verdict = counterfactuals.page(records).answer
-    assert "by at most 0.100 (plain at 0.0002)" in verdict
-    assert "Beyond chance, 1 of 1 differ" in verdict
+    assert "by at most 0.100 (`plain` at 0.0002)" in verdict
+    assert "In 1 of 1 cases the difference is beyond chance" in verdict
 
 
 def swept(losses):
@@ -104,9 +110,14 @@ def test_the_best_beta2_moves_only_where_it_is_told_apart():
     }
     assert "the best one moves with precision" in beta2.page(swept(apart)).answer
     alike = {**apart, (PLAIN, 0.99): [2.4, 2.7, 2.6]}
-    assert "is not shown: under each, 0.9 is lowest" in beta2.page(swept(alike)).answer
+    assert (
+        "is not shown to move with precision: under every strategy 0.9 is lowest" in beta2.page(swept(alike)).answer
+    )
     same = {**apart, (PLAIN, 0.9): [2.5, 2.6, 2.7], (PLAIN, 0.99): [2.7, 2.8, 2.9]}
-    assert "lowest at β₂ = 0.9 under each strategy: that the best" in beta2.page(swept(same)).answer
+    assert (
+        "lowest at β₂ = 0.9 under every strategy. So the best β₂ is not shown to move"
+        in beta2.page(swept(same)).answer
+    )
 
 
 def test_a_gap_that_nobody_would_see_is_no_verdict():
@@ -123,8 +134,8 @@ def test_strategies_are_told_by_the_settings_in_which_they_end_worse():
     ]
     page = strategies.page(found)
     assert page.answer.startswith(
-        "In 1 settings, never shown to end worse than fp32: light. "
-        "Worse beyond chance: plain in GPT, learning rate 0.0002 (+0.2400)."
+        "These strategies are not shown to end worse than fp32 in one setting: `light`. "
+        "`plain` ends worse than fp32 beyond chance in GPT, learning rate 0.0002 (+0.2400)."
     )
 
 
@@ -140,8 +151,8 @@ def test_what_rounding_up_adds_is_not_kept():
         for name, end in (("a", 1.0), ("b", 1.12))
     ]
     assert expansions.page(records).answer == (
-        "Of 0.1 added to 200, 500 times, no format loses more than half. All of it, within 1 %, arrives with: a. "
-        "More than that arrives, since rounding goes up, with: b (112 %)."
+        "0.1 is added to 200, 500 times. No format loses more than half. All of it arrives, within 1 %, in `a`. "
+        "Rounding goes up, so more than all of it arrives, in `b` (112 %)."
     )
 
 
@@ -163,7 +174,7 @@ def test_a_number_that_stays_does_not_go_anywhere():
     ]
     verdict = diary.page(records).answer
     assert "EDQ stays at 1, the second moment's decay stays at 1" in verdict
-    assert "the validation loss is then higher than if left alone (2.5000 against 2.0000)" in verdict
+    assert "the validation loss ends higher than if left alone (2.5000 against 2.0000)" in verdict
 
 
 def test_settings_of_one_rate_are_told_apart_by_their_shape():
@@ -195,9 +206,10 @@ def test_a_merged_edq_near_one_does_not_hide_the_end_of_the_run():
             )
         ]
     ]
-    assert "its mean in the last third, and updates lost: plain 0.980, 0.10 (40%)." in (
-        beyond_adamw.page(records).answer
-    )
+    page = beyond_adamw.page(records)
+    assert "In the last third of the steps EDQ is 0.10 (`plain`)." in page.answer
+    table = next(entry for entry in page.evidence if isinstance(entry, MarkdownTable))
+    assert [dict(zip(table.head, row, strict=True))["EDQ, last third"] for row in table.rows] == ["1.00", "0.10"]
 
 
 def test_the_best_rate_stands_beside_the_table_of_the_other():
@@ -222,8 +234,8 @@ def test_the_best_rate_stands_beside_the_table_of_the_other():
     assert told.startswith(
         "At 0.001, the best rate in fp32 with seed 1, the seeds of fp32 alone end 0.40 nats apart."
     )
-    assert "no difference is shown for plain" in told
-    assert told.endswith("Updates lost: plain 34.0%.")
+    assert "No difference from fp32 is shown for `plain`" in told
+    assert told.endswith("The share of updates lost is 34.0% (`plain`).")
     assert page.answer == beyond_adamw.page(records[:6]).answer
 
 
@@ -250,7 +262,7 @@ def tuned(loss):
 
 def test_fine_tuning_says_of_whom_a_worse_loss_is_shown():
     page = finetuning.page(tuned(0.25))
-    assert "worse beyond chance: light (+0.2700" in page.answer
-    assert "lost by light at 0.0002 (EDQ" in page.answer
-    assert "; a worse loss is shown for light at 0.0002." in page.answer
+    assert "`light` (+0.2700) ends worse than fp32 beyond chance." in page.answer
+    assert "lose updates under `light` at 0.0002 (EDQ" in page.answer
+    assert "; a worse loss is shown for `light` at 0.0002." in page.answer
     assert "; a worse loss is shown for none of them." in finetuning.page(tuned(-0.01)).answer

@@ -1,4 +1,4 @@
-"""The precision audit: what a checkpoint shows of how a run keeps its weights and states, and what that costs."""
+"""The precision audit: how a run keeps its weights and states, as its checkpoint shows, and what that costs."""
 
 from collage_agent.audit.findings import AuditFinding
 from collage_agent.audit.reading import CheckpointError, read_checkpoint

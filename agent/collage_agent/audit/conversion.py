@@ -1,4 +1,4 @@
-"""Converting a checkpoint to another strategy: what is gained, what cannot be, its bytes; then the files."""
+"""Converting a checkpoint to another strategy: gains, losses and bytes; then the files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BESIDE_WEIGHT: Final = (PARAMETER_LOW, MASTER_PARAMETER)
 
 
 class ComponentChange(Struct, frozen=True):
-    """What one kind of value loses: the share of elements that change, and the largest relative change."""
+    """The losses of one kind of value: the share of elements that change, and the largest relative change."""
 
     component: str
     changed_ratio: float
@@ -54,7 +54,7 @@ class ComponentChange(Struct, frozen=True):
 
 
 class Conversion(Struct, frozen=True):
-    """What a conversion does. Bytes: of weights and states, without gradients; step: the last one taken."""
+    """The report on a conversion. Bytes: of weights and states, without gradients; step: the last one taken."""
 
     path: str
     source: list[str]
@@ -120,8 +120,8 @@ def convert_checkpoint(path: Path, strategy: str) -> ConvertedCheckpoint:
     """Convert a file or folder in memory.
 
     Values are compared before and after in fp64: what the new strategy can represent is equal. Weights in fp32
-    become bfloat16, unless the strategy is plain. Raises CheckpointError for what cannot be read or paired,
-    ValueError for a strategy that does not exist or cannot keep these weights.
+    become bfloat16, unless the strategy is plain. Raises CheckpointError for a checkpoint that cannot be read or
+    paired, ValueError for a strategy that does not exist or cannot keep these weights.
     """
     target = strategy_named(strategy)
     checkpoint = read_checkpoint(path)
@@ -258,12 +258,12 @@ def _in_our_words(entry: CheckpointParameter, tensors: Mapping[str, Tensor]) -> 
 
 
 def _adds_nothing(master: Tensor | None, weight: Tensor) -> bool:
-    """Whether a master weight is its 16-bit weight and no more: made anew from it, so that it kept nothing."""
+    """Whether a master weight only repeats its 16-bit weight, so that it keeps nothing extra."""
     return master is not None and is_narrow(weight.dtype) and torch.equal(master.to(torch.float32), weight.float())
 
 
 def _weight_of(entry: CheckpointParameter, own: Mapping[str, Tensor]) -> Tensor:
-    """The weight to which the states belong; a master weight rounds to it where nothing says which it is."""
+    """The weight of these states; without a label, the one that the master weight rounds to."""
     if entry.weight is not None and entry.paired:
         return entry.weight
     master = own.get(MASTER_PARAMETER)
@@ -333,7 +333,7 @@ def _write(
     weights: Mapping[_Place, Tensor],
     optimizers: _Optimizers,
 ) -> None:
-    """Write everything anew beside `output`, and rename it when it is whole."""
+    """Write everything to a new path beside `output`, and rename it when it is whole."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
         draft = Path(folder) / output.name

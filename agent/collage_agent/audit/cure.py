@@ -1,4 +1,4 @@
-"""A checkpoint's cure: what is lacking, what keeps it, the converted file, the code, and steps that prove it."""
+"""A checkpoint's cure: the findings, the advice, the converted file, the code, and steps that prove it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _MEASURED: Final = {"mode": "disabled", "every": "1", "budget": "none"}
 
 
 class Cure(Struct, frozen=True):
-    """What was found in a checkpoint and what was done about it.
+    """The findings in a checkpoint, and the cure.
 
     before, after: findings of the audits of the old checkpoint and of the new one, notes left out. advice: what to
     try, in words; code: the lines to paste once the optimizer is built, before a checkpoint is loaded. output: the
     converted checkpoint; "" where none was written. checked: the verdict of the first steps, one for each watch;
-    failures: sentences, each a reason why the check did not pass. cured: nothing was lacking, or what was is
+    failures: sentences, each a reason why the check did not pass. cured: nothing was lacking, or the checkpoint is
     converted and no check failed.
     """
 
@@ -60,7 +60,7 @@ class Cure(Struct, frozen=True):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing was found in the old checkpoint that a cure is for."""
+        """Whether the old checkpoint has no finding that a cure is for."""
         return self.cured and not self.strategy
 
 
@@ -112,7 +112,7 @@ def cure_checkpoint(path: Path, strategy: str | None = None, output: Path | None
 
 
 def check_cure(cure: Cure, program: Sequence[str], steps: int) -> Cure:
-    """The cure with the verdict of so many first steps of a training from the converted checkpoint.
+    """The cure, with the verdict of the first steps of a training from the converted checkpoint.
 
     The training runs as `collage-monitor run` starts it, measured at each step and reported nowhere. Its command
     gets the checkpoint in place of "{checkpoint}" and in COLLAGE_CHECKPOINT. It is ended after the last step.
@@ -159,7 +159,8 @@ def _told(path: Path) -> list[AuditFinding]:
 
 
 def _advice(path: Path, lacking: Sequence[AuditFinding]) -> Advice | None:
-    """What to try for the parameters that the findings name; weights come first, whose cure widens states, too."""
+    """Advice for the parameters that the findings name; weights come first, because their cure widens states,
+    too."""
     kind: Lacking = "weights" if any(_LACKING[finding.code] == "weights" for finding in lacking) else "states"
     named = {layer for finding in lacking if _LACKING[finding.code] == kind for layer in finding.layers}
     parameters, _ = checkpoint_parameters(read_checkpoint(path))
@@ -170,7 +171,7 @@ def _advice(path: Path, lacking: Sequence[AuditFinding]) -> Advice | None:
 
 
 def _first_steps(program: Sequence[str], checkpoint: str, steps: int) -> tuple[list[CheckedSteps], int]:
-    """What the first steps of the program show, and its exit status."""
+    """The verdict of the program's first steps, and its exit status."""
     with tempfile.TemporaryDirectory(prefix="collage-check-") as folder:
         report = Path(folder) / "steps.json"
         added = {VARIABLES[name]: value for name, value in _MEASURED.items()}
@@ -187,7 +188,7 @@ def _first_steps(program: Sequence[str], checkpoint: str, steps: int) -> tuple[l
 
 
 def _failures(cure: Cure, checked: Sequence[CheckedSteps], status: int, steps: int) -> Iterator[str]:
-    """Why these steps prove nothing, or prove the contrary."""
+    """Why these steps do not prove the cure, or disprove it."""
     if not checked:
         yield f"the program ended with status {status} before a step of an optimizer was measured"
     for found in checked:

@@ -1,4 +1,4 @@
-"""What an audit finds, in plain words: one function a question, each asked of all parameters together."""
+"""The findings of an audit, in plain words: one function per question, for all parameters together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHUNK: Final = 2**22
 
 
 class AuditFinding(Struct, frozen=True):
-    """One thing that was seen: how bad, what it is called, what it means, the parameters, what to do."""
+    """One thing that was seen: its severity, name, meaning and parameters, and what to do."""
 
     severity: Severity
     code: str
@@ -36,7 +36,8 @@ class AuditFinding(Struct, frozen=True):
 
 
 def findings_of(parameters: Sequence[CheckpointParameter]) -> list[AuditFinding]:
-    """Every finding about what is kept, the worst first. Reads each tensor once or twice; host only."""
+    """Every finding about the stored weights and states, the worst first. Reads each tensor once or twice; host
+    only."""
     questions: tuple[Callable[[Sequence[CheckpointParameter]], Iterator[AuditFinding]], ...] = (
         _nonfinite,
         _missing_components,
@@ -117,7 +118,8 @@ def _zeroed_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFin
 
 
 def _residuals_from(entry: CheckpointParameter) -> float:
-    """The step up to which a residual of 0 lost nothing; of other libraries the first may have had a rate of 0."""
+    """The step up to which a residual of 0 is no loss; with other libraries the first step may have had a rate of
+    0."""
     since = number_of(entry.group.get(RESIDUALS_FROM))
     return 1 if since is None else since
 

@@ -1,4 +1,4 @@
-"""What is kept of each parameter: which tensors of a checkpoint are weight, averages and low components."""
+"""The tensors of each parameter: which ones in a checkpoint are weight, averages and low components."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class CheckpointParameter:
     """One parameter: every named tensor has its shape. `averages` are the states without low parts and weights, as
     they are stored; `state` has every tensor of the state but the counter, also those of other shapes.
 
-    paired: the weight is the one that the states belong to; else it is another of the same shape, which counts
-    the same among all of them, but no element of it may be compared with one of a state.
+    paired: if set, the weight is the one that the states belong to; otherwise it is another of the same shape, good
+    for counting, but its elements may not be compared with those of a state.
     """
 
     name: str
@@ -96,7 +96,7 @@ class CheckpointParameter:
         return 0 if known is None else known.numel()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that is kept, with what it is."""
+        """Every stored tensor, with its kind."""
         named = {
             "weight": self.weight,
             "low component": self.low,
@@ -112,7 +112,7 @@ class CheckpointParameter:
         yield from ((key, tensor) for key, tensor in self.state.items() if id(tensor) not in told)
 
     def numbers(self, average: str) -> Tensor | None:
-        """An average as the numbers that are stored of it; floats beside it stay apart."""
+        """The stored numbers of an average; floats beside it stay separate."""
         return reading(self.state, average) if average in self.state else self.averages.get(average)
 
     @property
@@ -155,7 +155,7 @@ class CheckpointParameter:
 
     @property
     def strategy(self) -> str:
-        """How it is seen to be kept, as a strategy's name where it is one; "unknown" without states or weight."""
+        """The observed strategy, by its name if it has one; "unknown" without states or weight."""
         if self.weight is None or not self.has_state:
             return "unknown"
         if not is_narrow(self.weight.dtype):
@@ -190,7 +190,7 @@ class CheckpointParameter:
 
 
 def advised(parameters: Sequence[CheckpointParameter], lacking: Lacking, otherwise: str) -> str:
-    """What to try for parameters that keep too little of their weights or states; `otherwise` where nothing fits.
+    """Advice for parameters that keep too little of their weights or states; `otherwise` if nothing fits.
 
     A checkpoint names options and states, not the optimizer: the rule is that which has these.
     """
@@ -204,9 +204,9 @@ def advised(parameters: Sequence[CheckpointParameter], lacking: Lacking, otherwi
 def advice_about(
     parameters: Sequence[CheckpointParameter], lacking: Lacking, *, strategy: str | None = None
 ) -> Advice | None:
-    """What to try for parameters that keep too little; None where nothing fits.
+    """Advice for parameters that keep too little; None if nothing fits.
 
-    strategy: how they are kept, where that is not what it seems.
+    strategy: the true storage, if it differs from the apparent one.
     """
     if not parameters:
         return None
@@ -259,10 +259,10 @@ def number_of(option: Any) -> float | None:
 
 
 def checkpoint_parameters(checkpoint: Checkpoint) -> tuple[list[CheckpointParameter], list[str]]:
-    """Every parameter with its states, and notes on what could not be put together.
+    """Every parameter with its states, and notes on those that could not be matched.
 
-    After those of the optimizers come the weights that belong to none of them for sure: frozen ones, buffers, and
-    those whose states were not found.
+    After the optimizers' parameters come the other weights: frozen ones, buffers, and those whose states were not
+    found.
     """
     parameters: list[CheckpointParameter] = []
     notes: list[str] = []
@@ -324,7 +324,8 @@ def _names(
     weights: Mapping[str, Tensor],
     ordered: bool,
 ) -> list[tuple[str | None, bool]]:
-    """The weight's name for each member: by label, else among those of one shape, where that is sure.
+    """The weight's name for each member: by label, otherwise among weights of the same shape if the match is
+    certain.
 
     It is sure by order if the weights are in the model's (`ordered`), as optimizers keep it within a group, all
     parameters of the shape are in one group, and are as many as the model's tensors of that shape. Elsewhere it is

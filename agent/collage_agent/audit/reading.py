@@ -58,7 +58,8 @@ class CheckpointError(CollageError):
 
 @dataclass
 class Checkpoint:
-    """What was found: the model's tensors by name, the optimizers' state dicts, and what was passed over.
+    """The content of a checkpoint: the model's tensors by name, the optimizers' state dicts, and the skipped
+    entries.
 
     ordered: the tensors stand in the model's order. Those of safetensors and of a distributed checkpoint do not.
     contents: what each file holds, or a distributed checkpoint's folder, as it was read.
@@ -73,7 +74,7 @@ class Checkpoint:
 
 
 class _StandIn:
-    """Holds what was saved of an object whose class is not loaded; nothing of that class runs."""
+    """Holds the saved content of an object whose class is not loaded; no code of that class runs."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -115,7 +116,7 @@ def _read_folder(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _files_of(folder: Path) -> Iterator[Path]:
-    """The folder's tensor files; where weights are there twice, safetensors."""
+    """The folder's tensor files; safetensors if weights are stored twice."""
     files = sorted(entry for entry in folder.iterdir() if entry.is_file())
     safe = [file for file in files if file.suffix == ".safetensors"]
     for index in folder.glob("*.safetensors.index.json"):

@@ -1,4 +1,5 @@
-"""The audit as a whole: read, look, see what a learning rate loses, conclude; as one value, and as text."""
+"""The audit as a whole: reading, findings, losses at a learning rate, and a conclusion, as one value and as
+text."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class LostAtRate:
 
     @property
     def lost_ratio(self) -> float | None:
-        """Share that an update as large as the learning rate leaves where it is."""
+        """The share of weights that an update as large as the learning rate does not move."""
         return self.lost / self.elements if self.elements else None
 
     @property
@@ -70,7 +71,7 @@ class LostAtRate:
 
     @property
     def smallest_safe_learning_rate(self) -> float | None:
-        """The smallest update size that leaves at most SAFE_LOST_RATIO of the weights where they are; 0: any."""
+        """The smallest update size with which at most SAFE_LOST_RATIO of the weights do not move; 0: any."""
         allowed = SAFE_LOST_RATIO * self.elements
         for exponent, count in sorted(self.half_gaps.items(), reverse=True):
             allowed -= count
@@ -80,7 +81,7 @@ class LostAtRate:
 
 
 def lost_at_rate(parameter: CheckpointParameter, learning_rate: float) -> LostAtRate | None:
-    """What steps of this size lose of one parameter; None where its format is not known or there is no weight.
+    """The losses of one parameter at steps of this size; None if its format is unknown or there is no weight.
 
     The grid is that of the fp32 master weight, else of the low component where it is not 0 (an update much
     smaller than the weight lands there), else of the weight, made finer by an integer remainder. The gap is taken
@@ -183,7 +184,7 @@ class KeptSummary(Struct, frozen=True):
 
 
 class ParameterLost(Struct, frozen=True):
-    """What the learning rate loses of one parameter; see `LostAtRate`."""
+    """The losses of one parameter at the learning rate; see `LostAtRate`."""
 
     name: str
     elements: int
@@ -193,7 +194,7 @@ class ParameterLost(Struct, frozen=True):
 
 
 class Audit(Struct, frozen=True):
-    """What was found in a checkpoint. `bytes_per_parameter` counts weights and states, without gradients."""
+    """The findings in a checkpoint. `bytes_per_parameter` counts weights and states, without gradients."""
 
     path: str
     files: list[str]

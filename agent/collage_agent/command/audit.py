@@ -1,4 +1,4 @@
-"""`audit`: what a checkpoint shows of how a run keeps its weights and states."""
+"""`audit`: how a run keeps its weights and states, as its checkpoint shows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["audit"]
 
 @click.command("audit")
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
-@click.option("--learning-rate", type=float, help="What this rate would lose; default: the checkpoint's own.")
+@click.option("--learning-rate", type=float, help="Learning rate to check; default: the checkpoint's own.")
 @click.option("--strict", is_flag=True, help="End with status 1 when a problem is found.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def audit(
     context: click.Context, checkpoint: Path, learning_rate: float | None, strict: bool, as_json: bool
 ) -> None:
-    """Say what the run behind CHECKPOINT really keeps, what was dropped, and what a learning rate would lose.
+    """Report what the run behind CHECKPOINT really keeps, what was dropped, and what a learning rate would lose.
 
     CHECKPOINT is a torch file, a safetensors file, a folder of them, or a distributed checkpoint. Nothing in it is
     executed.

@@ -14,11 +14,13 @@ __all__ = ["convert"]
 
 @click.command("convert")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--to", "strategy", required=True, help="The strategy that the states are to be kept in.")
-@click.option("--output", type=click.Path(path_type=Path), help="Where to write it; without, nothing is written.")
-@click.option("--json", "as_json", is_flag=True, help="Print what is gained and lost as JSON.")
+@click.option("--to", "strategy", required=True, help="Strategy to convert to.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Path of the new checkpoint; without it, nothing is written."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print gains and losses as JSON.")
 def convert(checkpoint: Path, strategy: str, output: Path | None, as_json: bool) -> None:
-    """Say what keeping CHECKPOINT in another strategy gains, loses and weighs; with --output, write it.
+    """Report what CHECKPOINT gains and loses in another strategy, and its size; with --output, write it.
 
     CHECKPOINT is a torch file, a folder of safetensors and an optimizer, a Hugging Face Trainer's folder, or a
     distributed checkpoint. Nothing in it is executed. The new one has the same layout.

@@ -14,11 +14,19 @@ __all__ = ["cure"]
 
 @click.command("cure")
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
-@click.option("--to", "strategy", help="The strategy to convert to; default: the one that is advised.")
-@click.option("--output", type=click.Path(path_type=Path), help="Where to write it; default: beside CHECKPOINT.")
+@click.option("--to", "strategy", help="Strategy to convert to; default: the advised one.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Path of the new checkpoint; default: beside CHECKPOINT."
+)
 @click.option("--check", is_flag=True, help="Run PROGRAM from the converted checkpoint, and judge its first steps.")
-@click.option("--steps", type=click.IntRange(min=2), default=20, show_default=True, help="With --check: how many.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was found and done as JSON.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=2),
+    default=20,
+    show_default=True,
+    help="With --check: how many steps to run.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print findings and actions as JSON.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def cure(
@@ -31,7 +39,7 @@ def cure(
     as_json: bool,
     program: tuple[str, ...],
 ) -> None:
-    """Convert CHECKPOINT to a strategy that keeps what it loses, and say which code to paste.
+    """Convert CHECKPOINT to a strategy that keeps its updates, and print the code to paste.
 
     With --check, PROGRAM proves it: collage-monitor cure last.pt --check -- python train.py --resume {checkpoint}
     The converted checkpoint stands for {checkpoint}, and is in COLLAGE_CHECKPOINT. PROGRAM is ended after its first

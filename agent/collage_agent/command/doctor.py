@@ -15,7 +15,10 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 
 @click.command("doctor")
 @click.option(
-    "--dir", "folder", type=click.Path(path_type=Path), help="Data folder. Default: COLLAGE_DIR, else the user's."
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Data folder. Default: COLLAGE_DIR, otherwise the user's data folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 @click.pass_context

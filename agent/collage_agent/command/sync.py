@@ -25,15 +25,19 @@ __all__ = ["sync"]
     "--dir",
     "folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Data folder. Default: COLLAGE_DIR, else the user's.",
+    help="Data folder. Default: COLLAGE_DIR, otherwise the user's data folder.",
 )
 @click.option(
-    "--wait", "seconds", default=30.0, show_default=True, help="How long to try a server that is away or busy."
+    "--wait",
+    "seconds",
+    default=30.0,
+    show_default=True,
+    help="Seconds to keep trying a server that is unreachable or busy.",
 )
 def sync(server_url: str, token: str | None, as_json: bool, folder: Path | None, seconds: float) -> None:
     """Send the reports that runs have left on disk, in the order in which they were made.
 
-    Ends with 1 when something is left. What the server has already is counted once.
+    Ends with 1 when something is left. Reports that the server already has are not stored twice.
     """
     from collage_agent.settings import DeliveryLimits
     from collage_agent.transport.http import HttpTransport

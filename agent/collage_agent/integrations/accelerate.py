@@ -62,8 +62,8 @@ class CollageTracker(GeneralTracker):
 
     project, name: of the run; run_options: further arguments of `collage_agent.init`. The run begins with
     `accelerator.init_trackers(project, config)`, else with the first `accelerator.log`, on the other ranks with
-    `watch_accelerated`, and ends with `accelerator.end_training`. A run that is already there is used instead, and
-    left to its owner. Only the first rank records scalars.
+    `watch_accelerated`, and ends with `accelerator.end_training`. An existing run is used instead, and left to its
+    owner. Only the first rank records scalars.
     """
 
     name = "collage"
@@ -78,7 +78,7 @@ class CollageTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Run | None:
-        """The run that is recorded into."""
+        """The run that records."""
         return session.current_run()
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:

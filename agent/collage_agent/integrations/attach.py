@@ -79,7 +79,7 @@ def step_begins(optimizer: Optimizer) -> None:
 
 
 def name_by_role(role_of: RoleOf) -> None:
-    """Name runs by what is trained: role_of says it, from the frame of the hook in which a first step begins."""
+    """Name runs by their role, which role_of finds from the frame of the hook in which a first step begins."""
     _AUTOMATIC.role_of = role_of
 
 

@@ -1,4 +1,5 @@
-"""What the integrations of frameworks do between their events: begin a run, watch, log, end what they began.
+"""What the integrations of frameworks do between their events: begin a run, watch, log, and end a run that they
+began.
 
 `attach.py`, behind `collage-monitor run`, knows no framework and does without.
 """
@@ -20,7 +21,7 @@ __all__ = ["Attachment", "innermost", "needs"]
 
 
 class Attachment:
-    """Watches for one training, and the run if none was there. Only the constructor raises.
+    """Watches for one training, and the run if the training has none. Only the constructor raises.
 
     project, name: for `init`, as run_options, other arguments of it. watch_options: for each watch.
 
@@ -43,7 +44,7 @@ class Attachment:
         self.handles: list[Watch] = []
 
     def begin_run(self, config: Mapping[str, Any] | None = None) -> None:
-        """Begin a run, unless the training has begun one itself; that one is used, and left to the training."""
+        """Begin a run, unless the training has begun one, which is then used and left to it."""
         try:
             if session.current_run() is None:
                 session.init(**{"config": config, **self._run_options})
@@ -52,7 +53,7 @@ class Attachment:
             self._guard.caught("beginning a run", error)
 
     def watch(self, model: nn.Module, optimizers: Iterable[Any], *, first_step: int | None = None) -> None:
-        """Watch each optimizer, out of whatever wraps it; one that cannot be watched is named in the log."""
+        """Watch each optimizer, without its wrappers; one that cannot be watched is named in the log."""
         options: WatchArguments = {**self._watch_options}
         options.setdefault("first_step", first_step)
         for optimizer in optimizers:

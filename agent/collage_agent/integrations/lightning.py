@@ -28,9 +28,9 @@ _OF_VALIDATION: Final = re.compile(r"(^|[_/])val(id(ation)?)?([_/]|$)")
 class CollageCallback(Callback):
     """Watches every optimizer of the module from the first training step on, and never changes the training.
 
-    project, name: of the run; run_options: further arguments of `collage_agent.init`. A run that is already
-    there is used instead. The other options are those of `collage_agent.watch`. The run's configuration is the
-    module's hyper-parameters. What `self.log` records every `trainer.log_every_n_steps` is recorded here too.
+    project, name: of the run; run_options: further arguments of `collage_agent.init`. An existing run is used
+    instead. The other options are those of `collage_agent.watch`. The run's configuration is the module's
+    hyper-parameters. What `self.log` records every `trainer.log_every_n_steps` is recorded here too.
 
     Raises:
         ValueError, TypeError: a watch option that cannot be used.

@@ -27,7 +27,7 @@ __all__ = ["WatchedOptimizers", "watched"]
 
 
 class WatchedOptimizers(OptimizersContainer):
-    """torchtitan's optimizers, unchanged, and watched from their first step on. The run ends with the process."""
+    """torchtitan's optimizers, unchanged, watched from their first step on. The run ends with the process."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):

@@ -32,9 +32,9 @@ _NAMES: Final = {
 class CollageCallback(TrainerCallback):
     """Watches the optimizer from the first step of `trainer.train()` on, and never changes the training.
 
-    project, name: of the run; run_options: further arguments of `collage_agent.init`. A run that is already
-    there is used instead. The other options are those of `collage_agent.watch`. The run's configuration is the
-    TrainingArguments, secrets blanked. Steps are the trainer's global steps, also after a resume.
+    project, name: of the run; run_options: further arguments of `collage_agent.init`. An existing run is used
+    instead. The other options are those of `collage_agent.watch`. The run's configuration is the TrainingArguments,
+    secrets blanked. Steps are the trainer's global steps, also after a resume.
 
     Raises:
         ValueError, TypeError: a watch option that cannot be used.

@@ -1,8 +1,8 @@
-"""verl: begun by its plugin in each process where COLLAGE_ATTACH is 1; watches what trains weights.
+"""verl: started by its plugin in each process where COLLAGE_ATTACH is 1; watches the processes that train weights.
 
-Optimizers are watched from their first step, so that a rollout, which takes none, is left alone. A run is called
-after the role of what it trains, "actor" or "critic"; "trainer" is that of supervised training. What verl logs is
-recorded in the process that logs it, under verl's names.
+Optimizers are watched from their first step, so that a rollout, which takes none, is left alone. A run is named
+after the role of its training, "actor" or "critic"; supervised training is "trainer". What verl logs is recorded in
+the process that logs it, under verl's names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GUARD: Final = Guard()
 
 
 def role_of(hook: FrameType) -> str:
-    """What the code that takes a step trains, by verl's workers among its callers."""
+    """The role that the stepping code trains, from verl's workers among its callers."""
     frame: FrameType | None = hook
     while frame is not None:
         worker = frame.f_locals.get("self")
@@ -50,7 +50,7 @@ def role_of(hook: FrameType) -> str:
 
 
 def names_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among what verl logs, by the names under which they are recorded."""
+    """The numbers that verl logs, by the names under which they are recorded."""
     return {
         _NAMES.get(name, name): float(value)
         for name, value in values.items()

@@ -1,4 +1,5 @@
-"""The intended update u: what a step would do in exact arithmetic, from the user's own optimizer or its rule."""
+"""The intended update u: the displacement of a step in exact arithmetic, from the user's own optimizer or its
+rule."""
 
 from collage_agent.intent.before_after import BeforeAfter, WholeTensor
 from collage_agent.intent.choose import Intent, OwnRuleIntent, choose_intent

@@ -1,4 +1,4 @@
-"""No u of a sample: for optimizers whose elements act on each other, only what changed is known of it."""
+"""No u of a sample: for optimizers whose elements depend on each other, only what changed is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BeforeAfter", "WholeTensor"]
 
 
 class BeforeAfter:
-    """Stands where u would come from and gives none; `reason` says why, in words for the run's page."""
+    """The source of u that gives none; `reason` says why, in words for the run's page."""
 
     kind: Final = "before-after"
 
@@ -41,7 +41,7 @@ class BeforeAfter:
 
 
 class WholeTensor(BeforeAfter):
-    """Before and after alone on a sample; a tensor whose turn it is in the rotation has u from `shadow`."""
+    """Only before and after on a sample; during its turn in the rotation, a tensor has u from `shadow`."""
 
     def __init__(self, shadow: Shadow, reason: str) -> None:
         super().__init__(reason, shadow.composition, shadow.stochastic, shadow.unexplained)

@@ -1,4 +1,4 @@
-"""Averages that decay otherwise than the group's betas say: an error that a clone of the optimizer shares.
+"""Averages that decay differently from the group's betas: an error that a clone of the optimizer shares.
 
 A β that is rounded or cut inside the step (0.999 in bfloat16 is 0.996 or 1) is in the clone's step, too: what the
 states do then equals what the clone says. Of Adam's family the rule is known, so the group's own numbers decide.
@@ -31,7 +31,7 @@ _OFF: Final = 0.05
 
 
 class ShadowByBetas(Shadow):
-    """A shadow whose averages go by the group's betas, and not by what its own step makes of them."""
+    """A shadow whose averages use the group's betas, not those of its own step."""
 
     as_taken = Shadow.displacement
     """The same with the averages as the step makes them."""
@@ -50,7 +50,7 @@ class ShadowByBetas(Shadow):
 def decays_otherwise(optimizer: Optimizer, group: Mapping[str, Any], found: SelfTestResult) -> bool:
     """Whether the states are Adam's, and one of them decays by another β than the group's, at each step alike.
 
-    Steps a probe 24 times on the host. A β that depends on the step is a rule of its own: it is not judged.
+    Steps a probe 24 times on the host. A β that depends on the step is a rule of its own, which is not judged.
     """
     betas: Any = group.get("betas")
     if found.kind != "shadow" or type(optimizer).__module__.startswith("torch.optim") or not _are_two(betas):

@@ -1,9 +1,9 @@
 """Steps that take a weight apart into bits, in exact arithmetic: the bits stand for the number that they make up.
 
 Code that knows 16-bit weights reads them as integers, appends the bits that are kept beside them, and writes both
-halves back; code that rounds at random adds noise to the bits below. Neither means anything to an fp64 number. So
-an integer view of one carries the number itself: whatever is done to the integers, seen as a float they are it.
-That is checked against a clone in the weight's own dtype (`collage_agent.intent.observe`).
+halves back; code that rounds at random adds noise to the bits below. Neither operation makes sense for an fp64
+number. So an integer view of one carries the number itself: whatever is done to the integers, viewed as a float
+they are that number. That is checked against a clone in the weight's own dtype (`collage_agent.intent.observe`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _OF_BITS: Final = frozenset(
 
 
 class CarriedNumbers:
-    """Integer tensors of one step that carry fp64 numbers, and what becomes of both. `met`: whether any did."""
+    """Integer tensors of one step that carry fp64 numbers, and the results of operations on them. `met`: whether
+    any did."""
 
     def __init__(self) -> None:
         self.met = False
@@ -47,7 +48,7 @@ class CarriedNumbers:
         self._carried.clear()
 
     def result_of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func` gives where a number is seen as bits, or bits that carry one are at work; else None."""
+        """The result of `func` if a number is viewed as bits, or bits that carry one are used; otherwise None."""
         seen_as = _dtype_of_view(func, args, kwargs)
         first = args[0] if args else None
         # A single number is a setting that is rounded on purpose, such as a β, and no weight.

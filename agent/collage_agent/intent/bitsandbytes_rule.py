@@ -115,7 +115,8 @@ def follows_bitsandbytes_rule(optimizer: Optimizer) -> bool:
 
 
 def rule_mismatch(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """Why the rule is not what the library does on the host to fp32 tensors, quantised and not; None: it is."""
+    """Why the rule differs from the library's steps on the host on fp32 tensors, quantised and not; None if it does
+    not."""
     try:
         with isolated(HOST):
             generator = torch.Generator().manual_seed(0)

@@ -33,7 +33,7 @@ _STEPS_ALIKE: Final = 4
 
 
 class Intent(Protocol):
-    """A source of u: what a step would do in exact arithmetic."""
+    """A source of u: the displacement of a step in exact arithmetic."""
 
     @property
     def kind(self) -> Literal["shadow", "rule", "whole-tensor", "before-after"]:
@@ -49,7 +49,7 @@ class Intent(Protocol):
 
     @property
     def unexplained(self) -> str | None:
-        """What keeps something of the weights in a way that is not understood; None: nothing was seen to."""
+        """The state that keeps part of the weights in a way that is not understood; None if there is none."""
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Copy what changes on the live instance; called once before each step whose u is needed."""
@@ -124,7 +124,8 @@ class IntentCache:
 
 
 def _intents_of_foreign(foreign: ForeignOptimizer) -> list[Intent]:
-    """Of what is no torch optimizer: by a clone where one can be stepped apart from the live weights."""
+    """For an object that is not a torch optimizer: by a clone, if one can be stepped apart from the live
+    weights."""
     reason = f"how {foreign.named} steps is not known"
     if foreign.cloneable:
         try:
@@ -137,8 +138,8 @@ def _intents_of_foreign(foreign: ForeignOptimizer) -> list[Intent]:
 def choose_intent(optimizer: Optimizer) -> list[Intent]:
     """One Intent per parameter group; groups with the same settings, learning rate and decay aside, share one.
 
-    Runs the self-test, 5 to 35 ms a kind of group, on the host: synchronises no device. What the clones print,
-    warn of or log reaches nobody; those that print or log are muted at measured steps too.
+    Runs the self-test, 5 to 35 ms a kind of group, on the host: synchronises no device. Prints, warnings and logs
+    of the clones are suppressed; clones that print or log are muted at measured steps, too.
     """
     with without_output_or_warnings() as heard:
         chosen = _choose(optimizer)
@@ -166,8 +167,8 @@ def _choose(optimizer: Optimizer) -> list[Intent]:
 def fitting_class(optimizer: Optimizer, intents: Sequence[Intent]) -> type[CollageOptimizer] | None:
     """The class of ours whose steps move probe tensors as this optimizer's do in fp64, in all of its groups.
 
-    None where no class does, or where a clone of the optimizer cannot tell: it mixes elements, or steps only rows.
-    On the host, without a trace in the optimizer.
+    None if no class does, or if a clone of the optimizer cannot show it, because it mixes elements or steps only
+    rows. On the host, without a trace in the optimizer.
     """
     if isinstance(optimizer, CollageOptimizer):
         return type(optimizer)
@@ -279,7 +280,7 @@ def _kind_of(group: dict[str, Any]) -> object:
 
 
 def _settings_of(optimizer: Optimizer) -> object:
-    """Equal for optimizers that step alike: class, what is kept on the instance, groups' settings and dtypes."""
+    """Equal for optimizers that step alike: class, run state on the instance, groups' settings and dtypes."""
     own = {key: _setting(value) for key, value in vars(optimizer).items() if not _is_common_attribute(key, value)}
     groups = []
     for group in optimizer.param_groups:

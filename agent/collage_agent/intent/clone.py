@@ -149,8 +149,8 @@ def undecorated_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
 def isolated(device: torch.device) -> Iterator[None]:
     """Nothing outside notices what runs inside: no process-wide optimizer hook fires, random states are restored.
 
-    Does not synchronise: the states of random generators live on the host. The hooks' tables are exchanged and
-    not emptied, since a hook in them may be what is running.
+    Does not synchronise: the states of random generators live on the host. The hooks' tables are exchanged and not
+    emptied, because one of their hooks may be running.
     """
     before, after = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     host_state = torch.get_rng_state()
@@ -196,7 +196,8 @@ def without_output_or_warnings() -> Iterator[list[str]]:
 
 @contextmanager
 def without_output() -> Iterator[list[str]]:
-    """Nothing that this thread prints or logs inside reaches anybody: a clone is no training. Yields what it was.
+    """Prints and logs of this thread are suppressed inside, because a clone does not train. Yields the previous
+    state.
 
     Other threads print and log as before. Warnings are left alone: to catch them makes Python forget which it has
     shown, and those of the training would come again.

@@ -17,9 +17,10 @@ _PLAIN: Final = (int, float, complex, str, bytes, type(None), Tensor, type)
 
 
 class ForeignOptimizer:
-    """Parameter groups and states of what is no torch optimizer, as far as it has them; else those of the model.
+    """Parameter groups and states of an object that is not a torch optimizer, if it has them; otherwise those of
+    the model.
 
-    given: what takes the steps. `named` is what people call it; `advice` says what to do, in one sentence. Whether
+    given: what takes the steps. `named` is its usual name; `advice` says what to do, in one sentence. Whether
     a clone of it may be stepped: `cloneable`.
     """
 
@@ -63,7 +64,7 @@ def is_foreign(given: object) -> bool:
 
 
 def unwrapped(given: object) -> Optimizer | None:
-    """The optimizer inside a wrapper that is known to change nothing of its steps; None: it is no such wrapper."""
+    """The optimizer inside a wrapper that does not change its steps; None if it is not such a wrapper."""
     inner = given
     while any(kind.__name__ in _PASSES_ON for kind in type(inner).__mro__):
         inner = getattr(inner, "optimizer", None)

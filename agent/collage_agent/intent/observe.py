@@ -1,8 +1,8 @@
-"""What an optimizer is seen to do with 16-bit weights: a residual, a master weight, stochastic rounding, or none.
+"""Observes how an optimizer keeps 16-bit weights: with a residual, a master weight, stochastic rounding, or none.
 
 A clone steps weights of a known gap, with updates of an eighth of it. Plain rounding loses nearly all of them, so
-that whatever makes the displacement match the intended one is what the weight is stored in: found without a name.
-If the weights move as if nothing were lost, and nothing found explains it, the keeping is not understood.
+the tensors that make the displacement match the intended one are those that store the weight; no names are needed.
+If the weights move as if nothing were lost, and no composition explains it, the storage is not understood.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _LONGEST_SECONDS: Final = 1.0
 class ObservedStorage:
     """What the stored weight is made of, and whether weights are rounded at random; None: not known.
 
-    failure: why the clone's fp64 steps are not what the live optimizer does after all; None: they are.
-    unexplained: what keeps something of the weights in a way that is not understood; None: nothing was seen to.
+    failure: why the clone's fp64 steps differ from the live optimizer's after all; None if they do not.
+    unexplained: the state that keeps part of the weights in a way that is not understood; None if there is none.
     """
 
     composition: Composition = PLAIN
@@ -160,7 +160,7 @@ def _record(
 
 
 def _settings(run: ProbeRun) -> tuple[Optimizer, dict[str, Any]]:
-    """What the run keeps on its instance, for all tensors together, and in its group; copied."""
+    """Copies of the run state on the instance, for all tensors together, and in the group."""
     instance = clone_optimizer(run.optimizer)
     shared: dict[Any, Any] = run.optimizer.state
     own: dict[Any, Any] = instance.state
@@ -218,10 +218,10 @@ def _changing_integers(steps: Sequence[_Step]) -> list[str]:
 
 
 def _unexplained(steps: Sequence[_Step], found: SelfTestResult) -> str | None:
-    """What seems to keep what rounding loses; None: nothing need be kept to explain how the weights moved.
+    """The states that seem to keep the lost part; None if the movement of the weights needs no such state.
 
-    Weights that keep nothing do not follow small u, step after step, to within their gap. Suspected are states that
-    change otherwise than in exact arithmetic, and those that fp64 weights do not have.
+    Weights without such a state cannot follow small u to within their gap, step after step. Suspects are states
+    that change differently from exact arithmetic, and states that fp64 weights do not have.
     """
     moves = list(_displacements(steps, found, found.composition))
     intended, moved = (torch.stack(parts) for parts in zip(*moves, strict=True))
@@ -319,7 +319,7 @@ def _rounds(steps: Sequence[_Step], found: SelfTestResult) -> bool:
 def _unlike_the_shadow(
     optimizer: Optimizer, group: dict[str, Any], found: SelfTestResult, weights: Tensor
 ) -> str | None:
-    """Why fp64 steps are not what the optimizer does to weights that hold its updates; None where they are."""
+    """Why fp64 steps differ from the optimizer's on weights that can hold its updates; None if they do not."""
     steps = _record(optimizer, group, weights, found.composition)
     mismatch = _mismatch(steps, found, found.composition)
     if mismatch < _FOLLOWS:
@@ -329,8 +329,8 @@ def _unlike_the_shadow(
 
 
 def _far_below_the_updates(weights: Tensor) -> Tensor:
-    """The weights, so small that their dtype holds what is added to them: code that knows their dtype alone has no
-    other in which to show what it does."""
+    """The weights, made so small that their dtype holds the updates, because some code works only in their
+    dtype."""
     return weights * 2.0**-_BINADES_BELOW
 
 

@@ -77,7 +77,7 @@ class ProbeRun:
         return [parameter - start for parameter, start in zip(self.parameters, before, strict=True)]
 
     def state(self, index: int) -> dict[str, Any]:
-        """What is kept for the tensor; the tensors in it are the run's own."""
+        """The state of the tensor; its tensors are the run's own."""
         return dict(flat_state(self._clone.state, self.parameters, index))
 
     def take_over(self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], other: ProbeRun) -> None:
@@ -107,7 +107,7 @@ class ProbeRun:
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings and run state without its parameters, as they are: no switch is cleared."""
+    """A group's unchanged settings and run state, without its parameters."""
     return {key: clone_value(value) for key, value in group.items() if key != "params"}
 
 

@@ -1,8 +1,8 @@
 """The self-test at attach: how may this optimizer be stepped in fp64 beside the live one?
 
 Clones of the user's optimizer step random fp64 tensors on the host: whole, sampled, pooled and each alone. It is
-elementwise if samples move exactly as they do inside their tensors, and separable if tensors move alone as they do
-together. The probe sees only the branches that its steps take.
+elementwise if samples move exactly as they do inside their tensors, and separable if single tensors move as they do
+together. The probe covers only the branches that its steps take.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SelfTestResult:
 
     kind: "shadow": elementwise; "whole-tensor": each tensor by itself; "before-after": neither. widens: its own
     code casts down, so its steps are taken under `Widening`. bits: it takes weights apart into bits. reason: why it
-    is not elementwise (nor separable). composition: says which of a parameter's gradients is stepped; what is
-    stored is not looked at here.
+    is not elementwise (nor separable). composition: says which gradient of a parameter is used; its storage plays
+    no role here.
     """
 
     kind: Literal["shadow", "whole-tensor", "before-after"]
@@ -85,7 +85,8 @@ def _tested(optimizer: Optimizer, group: dict[str, Any], composition: Compositio
 def _first_that_runs(
     test: Any, optimizer: Optimizer, group: dict[str, Any], composition: Composition
 ) -> tuple[str | None, bool, bool]:
-    """The test's failure, None if it passed, whether casts had to be kept from rounding, and bits numbers.
+    """The test's failure, None if it passed; whether casts had to be kept from rounding; whether bits had to stand
+    for numbers.
 
     Tried with tensors of one and two dimensions, with matrices only, then with shapes such as the group's own; with
     casts kept in fp64, then as it is.
@@ -113,7 +114,7 @@ def _shapes_of(group: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def _shortened(size: int, shape: tuple[int, ...]) -> int:
-    """A size that is to the shape's largest as it was, so that what is tall or wide stays so."""
+    """A size in the same proportion to the shape's largest, so that tall or wide shapes stay so."""
     largest = max(shape)
     return size if largest <= _LONGEST else max(-(-size * _LONGEST // largest), 1)
 
@@ -217,7 +218,7 @@ def _separable_failure(
 def _gradient(step: int, gradients: list[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of a step; at some at right angles to the weights, row by row.
 
-    Those of weights before a normalisation are, and some optimizers then take another way.
+    Gradients of weights before a normalisation are like that, and some optimizers then take another branch.
     """
     if step not in _RIGHT_ANGLES:
         return gradients

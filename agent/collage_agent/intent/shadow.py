@@ -138,7 +138,7 @@ class Shadow:
 
 
 def _may_run(value: object) -> bool:
-    """Whether an instance's attribute can be something that a step counts up or averages."""
+    """Whether a step may count up or average this attribute of an instance."""
     return isinstance(value, Tensor | float | list | dict | deque) or (
         isinstance(value, int) and not isinstance(value, bool)
     )

@@ -44,7 +44,8 @@ class Widening(TorchFunctionMode):
     """While entered, floats stay or become fp64. `narrowed` says whether a cast of fp64 values was met, or an fp64
     number was taken apart into bits: then `bits.met`.
 
-    native: dtype of the live gradients. What a step draws at random in the dtype of its gradient, such as APOLLO's
+    native: dtype of the live gradients. Random numbers that a step draws in the dtype of its gradient, such as
+    APOLLO's
     projection, is drawn in that one: so it is what the live step drew.
     """
 
@@ -113,7 +114,8 @@ def _widened(value: Any) -> Any:
 
 @contextmanager
 def uncompiled(kind: type) -> Iterator[None]:
-    """What `kind`'s step compiles runs as it is written: a compiled step sees no cast and has no fp64 kernel.
+    """Functions that `kind`'s step compiles run uncompiled, because a compiled step sees no cast and has no fp64
+    kernel.
 
     torch's own optimizers compile nothing; they are spared the 20 µs.
     """

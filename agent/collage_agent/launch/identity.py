@@ -1,8 +1,8 @@
 """Who reports: run, launch, rank and process.
 
 Ranks share run and launch through the environment; over several machines through the key-value store that their
-launcher or process group already has. Never a collective: a rank asks and goes on, whether or not the others have
-come that far, and gives up after a few seconds where the store does not answer.
+launcher or process group already has. It never uses a collective: a rank asks and continues, whether or not the
+others are there, and gives up after a few seconds if the store does not answer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOT_AN_ID: Final = re.compile(r"[^A-Za-z0-9_.:-]")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a process says about itself; `stream_id` is its own, `run_id` and `launch_id` are all ranks'.
+    """The identity of a process; `stream_id` is its own, `run_id` and `launch_id` are shared by all ranks.
 
     `role`: of a process that writes to the run beside its training; None: it is the training.
     """
@@ -117,7 +117,7 @@ def _second_writer(run_id: str, role: str) -> Identity:
 def agree(
     key: str, proposal: str, environment: Mapping[str, str], seconds: float = _PATIENCE_SECONDS
 ) -> str | None:
-    """What the first rank that asked for `key` proposed; None without a store, or without its answer in time."""
+    """The proposal of the first rank that asked for `key`; None without a store, or without an answer in time."""
     answers: list[str] = []
 
     def ask() -> None:

@@ -1,7 +1,7 @@
-"""How the process ends: by SIGTERM, after which what is queued is sent or kept, or by `sys.exit` with a status.
+"""How the process ends: by SIGTERM, after which queued reports are sent or kept, or by `sys.exit` with a status.
 
 Nothing is touched where somebody else handles the signal: their way out passes through `finish` or the end of the
-interpreter. Where nobody does, the process still dies of the signal, with the same status, a moment later.
+interpreter. If nobody handles it, the process still dies of the signal, with the same status, a moment later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLUSH_SECONDS: Final = 3.0
 
 
 class TerminationHandler:
-    """Calls `flush(seconds)` when SIGTERM comes, then lets the signal have its way, both on a thread of its own.
+    """On SIGTERM, calls `flush(seconds)` and then lets the signal take effect, both on a separate thread.
 
     Python runs signal handlers on the main thread between two of its instructions. There the main thread may hold a
     lock that flushing needs, and a rank that waits for others inside a collective never gets there. So the handler
@@ -66,7 +66,7 @@ class TerminationHandler:
             signal.set_wakeup_fd(taken)
 
     def uninstall(self) -> None:
-        """Give the signal back, unless somebody else has taken it in the meantime."""
+        """Restore the signal's handler, unless something else has replaced it meanwhile."""
         if self._writer is None or threading.current_thread() is not threading.main_thread():
             return
         if self._is_ours():
@@ -118,7 +118,7 @@ class TerminationHandler:
 class ExitStatus:
     """Whether `sys.exit`, `exit` or `quit` has asked the process to end as a failure.
 
-    The interpreter forgets the status before its exit handlers run, so the call is looked at. What is asked on
+    The interpreter forgets the status before its exit handlers run, so the call itself is observed. A call on
     another thread ends only that thread. A bare `raise SystemExit(3)` passes unseen.
     """
 
@@ -127,7 +127,7 @@ class ExitStatus:
         self._noting = False
 
     def begin_noting(self) -> None:
-        """Look at calls from now on, once; they do what they did."""
+        """Observe these calls from now on, without changing them; only the first call of this does anything."""
         if self._noting:
             return
         self._noting = True
@@ -167,7 +167,7 @@ def is_failure(status: object) -> bool:
 
 
 def _restore_default_meaning() -> None:
-    """What `signal.signal` does, from a thread that is not the main one."""
+    """As `signal.signal`, but from a thread other than the main one."""
     restore = ctypes.CDLL(None).signal
     restore.argtypes = [ctypes.c_int, ctypes.c_void_p]
     restore.restype = ctypes.c_void_p

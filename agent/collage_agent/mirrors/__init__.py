@@ -1,1 +1,1 @@
-"""Mirrors: a run's few numbers in the tracker that a team already looks at, beside what the training logs there."""
+"""Mirrors: a few numbers of a run in the team's own tracker, beside the training's values."""

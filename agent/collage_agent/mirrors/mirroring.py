@@ -93,7 +93,8 @@ class MirrorEvent:
 
 @dataclass(frozen=True)
 class MirroredRun:
-    """What a mirror may say of the run. `where`: what follows the mirror's name and a colon; "" if nothing does."""
+    """The facts about the run that a mirror may use. `where`: what follows the mirror's name and a colon; "" if
+    nothing does."""
 
     run_id: str
     name: str
@@ -116,7 +117,7 @@ class Mirror(Protocol):
     """What is imported; `init` refuses the mirror where it is not installed."""
 
     def __init__(self, run: MirroredRun) -> None:
-        """Keep what is known of the run; open nothing yet."""
+        """Keep the facts about the run; open nothing yet."""
 
     def find(self) -> None:
         """Look for the training's own run in the tracker, without waiting: called on the training thread, at `init`
@@ -129,12 +130,12 @@ class Mirror(Protocol):
         """Write an event."""
 
     def close(self) -> None:
-        """Nothing more will come: leave what is the training's open, and close what is the mirror's own."""
+        """Nothing more will come: leave the training's run open, and close the mirror's own."""
 
 
 @dataclass
 class MirrorCounts:
-    """What became of rows and events; `left` says that the mirror was given up."""
+    """The outcome of rows and events; `left`: the mirror has stopped."""
 
     written: int = 0
     failed: int = 0
@@ -143,7 +144,7 @@ class MirrorCounts:
 
 
 class Mirrors:
-    """The mirrors of a run. What they are given comes from the worker; nothing here waits or raises."""
+    """The mirrors of a run. Their input comes from the worker; nothing here waits or raises."""
 
     def __init__(self, written: Sequence[str] = (), run: MirroredRun | None = None) -> None:
         """written: a mirror each, "NAME" or "NAME:WHERE", of a `run`; on the training thread."""
@@ -163,12 +164,12 @@ class Mirrors:
 
     @property
     def counts(self) -> dict[str, MirrorCounts]:
-        """By mirror, what became of rows and events."""
+        """The outcome of rows and events, by mirror."""
         return {thread.mirror_name: thread.counts for thread in self._threads}
 
     @property
     def callbacks(self) -> Sequence[Callable[[Incident], object]]:
-        """What is to be called for each alert on the run."""
+        """The function to call for each alert on the run."""
         return [self.alert] if self._threads else []
 
     def missing(self) -> Iterator[str]:
@@ -204,7 +205,7 @@ class Mirrors:
         self._put(MirrorEvent("alert", step, incident.started_at, text))
 
     def close(self) -> None:
-        """Nothing more will come: each mirror writes what it has, and closes. Waits for nobody."""
+        """No more rows will come: each mirror writes its pending rows, and closes. Waits for nobody."""
         self._ending.set()
         for thread in self._threads:
             thread.put(None)
@@ -220,7 +221,7 @@ class Mirrors:
 
 
 class OnsetFinder:
-    """Finds changes of EDQ while the steps come. Of a long run every second, fourth … point is kept."""
+    """Finds changes of EDQ while the steps come. For a long run it keeps every second, fourth … point."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []
@@ -248,7 +249,7 @@ class OnsetFinder:
 
 
 class _MirrorThread(threading.Thread):
-    """One mirror's thread and its queue: the oldest item gives way, and whatever fails is counted."""
+    """One mirror's thread and its queue: the oldest item is dropped first, and every failure is counted."""
 
     def __init__(self, name: str, mirror: Mirror) -> None:
         super().__init__(name=f"collage-mirror-{name}", daemon=True)

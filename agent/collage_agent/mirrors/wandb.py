@@ -17,8 +17,8 @@ _PAUSE_SECONDS: Final = 0.01
 class WandbMirror:
     """`wandb`: the run that the training has begun, else one of our own in its group; `wandb:own`: always that.
 
-    In the training's run nothing is committed and no step is given: what is written joins the row that the training
-    commits next, and stands over `collage/step`. A row waits for one of the training's, but not for long: where the
+    In the training's run it neither commits nor passes a step: its values join the row that the training commits
+    next, and are plotted over `collage/step`. A row waits for one of the training's, but not for long: where the
     training commits less often than steps are measured, the newest measured step of each row is kept.
     """
 

@@ -1,1 +1,1 @@
-"""The sample: which elements of a tensor are looked at, and what kept tensors stand for."""
+"""The sample: which elements of a tensor are measured, and how stored tensors are decoded."""

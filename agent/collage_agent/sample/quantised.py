@@ -1,4 +1,4 @@
-"""Quantised optimizer states: recognised by how they are kept, and read as the numbers that they stand for.
+"""Quantised optimizer states: recognised by their form, and decoded to the numbers that they represent.
 
 Three forms: a tensor subclass that can `dequantize()` (torchao's 8-bit, 4-bit and FP8 states), bytes beside their
 table and their blocks' scales under the numbered keys of bitsandbytes (`state1`, `qmap1`, `absmax1`), and averages
@@ -46,7 +46,8 @@ def dequantised(tensor: Tensor) -> Tensor:
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold a quantised one's bytes; any other by itself. Of a distributed tensor this shard's.
+    """The tensors that hold a quantised one's bytes; any other by itself. For a distributed tensor, those of this
+    shard.
 
     A sparse one has no storage of its own: none.
     """
@@ -62,7 +63,7 @@ def stored_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def reading(state: Mapping[str, Any], key: str) -> Tensor:
-    """What is kept under `key`, as numbers: the tensor itself unless it is quantised. No synchronisation."""
+    """The state under `key` as numbers: the tensor itself unless it is quantised. No synchronisation."""
     tensor: Tensor = state[key]
     if _is_coded(state, key):
         parts = (key, key + LOW_COMPONENT_SUFFIX, key + SCALE_SUFFIX)
@@ -75,7 +76,7 @@ def reading(state: Mapping[str, Any], key: str) -> Tensor:
 
 
 def reading_dtype(state: Mapping[str, Any], key: str) -> torch.dtype:
-    """The dtype of what `reading` gives, without reading; quantised states are read as fp32."""
+    """The dtype that `reading` returns, without reading; quantised states are read as fp32."""
     tensor: Tensor = state[key]
     if _is_coded(state, key):
         return torch.float32
@@ -95,7 +96,7 @@ def is_read_as_kept(state: Mapping[str, Any], key: str) -> bool:
 
 
 def own_parts(state: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """The keys of our own codes that keep an average, so that a sample of them can be decoded; none of others."""
+    """The keys of our own codes for an average, if a sample of them can be decoded; empty for other states."""
     parts = tuple(part for part in (key, key + LOW_COMPONENT_SUFFIX, key + SCALE_SUFFIX) if part in state)
     alike = all(state[part].shape == state[key].shape for part in parts if not part.endswith(SCALE_SUFFIX))
     return parts if alike and _is_coded(state, key) else ()

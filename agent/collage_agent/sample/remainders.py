@@ -1,7 +1,7 @@
-"""Integer remainders: what a 16-bit weight lacks, kept as integers beside it, as the numbers that they stand for.
+"""Integer remainders: integers beside a 16-bit weight, decoded to the part that the weight lacks.
 
-A weight p and an integer k of the same element make one number of more bits, θ = p + r. The forms differ in what
-one unit of k is worth, and in whether it counts from zero outwards or upwards.
+A weight p and an integer k of the same element make one number of more bits, θ = p + r. The forms differ in the
+value of one unit of k, and in whether it counts from zero outwards or upwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RemainderCode", "SIGNED_BITS", "SIGNED_BYTE", "codes_of"]
 class RemainderCode:
     """How an integer k beside a 16-bit weight p is read: r = k · gap(p) / units.
 
-    words: what it is, for people. units: how many make a gap. unsigned: k counts from 0. outwards: k is added to
+    words: its name for people. units: how many make a gap. unsigned: k counts from 0. outwards: k is added to
     the bits of p, so that it counts away from zero, and the gap is that in its direction (half as wide below a
     power of two); else it is added to the value, and the gap is the ulp.
     """

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for one parameter, as a flat mapping of names, wherever the optimizer puts it.
+"""An optimizer's state for one parameter, as a flat mapping of names, wherever the optimizer keeps it.
 
 Most keep `state[parameter][name]`. HeavyBall keeps a mapping for each view of a parameter, and a counter beside the
 first parameter alone. Optimizers that step equal shapes at once, such as nanochat's Muon, keep what belongs to a
@@ -37,7 +37,8 @@ class StateKey(str):
 
 
 def state_of(optimizer: Any, parameter: Tensor) -> Mapping[str, Any]:
-    """What the optimizer keeps for the parameter; tensors in it are its own, or views of them. Empty: nothing.
+    """The optimizer's state for the parameter; its tensors are the optimizer's own, or views of them. Empty:
+    nothing.
 
     An entry is never made.
     """
@@ -47,14 +48,14 @@ def state_of(optimizer: Any, parameter: Tensor) -> Mapping[str, Any]:
 
 
 def states_of(optimizer: Any) -> Callable[[Tensor, Mapping[str, Any]], Mapping[str, Any]]:
-    """`state_of` for many: called with a parameter, and with what to give where nothing is kept."""
+    """`state_of` for many parameters: called with a parameter and a default."""
     if keeps_by_name(optimizer):
         return optimizer.state.get  # type: ignore[no-any-return]
     return lambda parameter, default: _flat(optimizer, parameter) or default
 
 
 def keeps_by_name(optimizer: Any) -> bool:
-    """Whether all that it keeps is in `state[parameter][name]`, as torch's optimizers and ours do."""
+    """Whether all its state is in `state[parameter][name]`, as with torch's optimizers and ours."""
     kind = type(optimizer)
     if kind not in _BY_NAME:
         # Asked for each of maybe 20,000 tensors at the first step.

@@ -1,4 +1,5 @@
-"""What a strategy keeps: which tensors make up the stored weight and the stored moving averages of a parameter.
+"""The composition of a strategy: which tensors make up the stored weight and the stored moving averages of a
+parameter.
 
 `collage_agent.intent` finds a `Composition` by watching a clone, or takes `OURS`; `collage_agent.step.layout`
 decides by it what is gathered.
@@ -46,12 +47,12 @@ PLAIN_TENSORS: Final = {Tensor, Parameter}
 
 @dataclass(frozen=True)
 class Composition:
-    """Which of an optimizer's states make up the stored weight, and which complete an average, by their keys.
+    """The keys of the states that make up the stored weight, and of those that complete an average.
 
     residual: is added to the registered parameter; `sign` −1: the optimizer subtracts it, so that it is negated
     where it is read. code: how a residual that is kept as integers is read, and `counts` their dtype; None: it is
     kept as floats. master: is the stored weight by itself. low_suffix: an average's key with it is its low
-    component. A tensor that lacks a key does without. gradient: the attribute of a parameter that holds the
+    component. If a tensor lacks a key, that part is left out. gradient: the attribute of a parameter that holds the
     gradient which is stepped. sparse: only sparse gradients are.
     """
 
@@ -75,7 +76,7 @@ class Composition:
         return found
 
     def give(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Have a clone's parameter hold the gradient as the optimizer wants it, every element of it."""
+        """Set the whole gradient on a clone's parameter, in the attribute that the optimizer reads."""
         if self.sparse and gradient is not None:
             places = torch.ones_like(gradient, dtype=torch.bool).nonzero().t()
             gradient = torch.sparse_coo_tensor(
@@ -144,7 +145,7 @@ def factored_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Ten
 
 
 def scalar_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The other entries: step counters and whatever is kept once for the whole tensor."""
+    """The other entries: step counters and other values kept once for the whole tensor."""
     elementwise = elementwise_state(parameter, state)
     return {key: value for key, value in state.items() if key not in elementwise}
 
@@ -170,7 +171,7 @@ def form_of(parameter: Tensor, state: Mapping[str, Any]) -> object:
 
 
 def components(name: str, keys: Iterable[str], composition: Composition) -> list[str]:
-    """Keys whose values add up to what is kept under `name`."""
+    """Keys whose values add up to the state `name`."""
     low = name + composition.low_suffix if composition.low_suffix else None
     return [name] if low is None or low not in keys else [name, low]
 
@@ -184,7 +185,7 @@ def stored_parameter(keys: Iterable[str], composition: Composition) -> list[str]
 
 
 def average_names(keys: Iterable[str], composition: Composition) -> list[str]:
-    """Names of the kept averages among `keys`: no weights, no low components of their own."""
+    """Names of the averages among `keys`, without weights and low components."""
     names = [key for key in keys if key not in (PARAMETER, GRADIENT, composition.residual, composition.master)]
     if composition.low_suffix is None:
         return names

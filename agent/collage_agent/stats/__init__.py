@@ -1,9 +1,9 @@
 """How each statistic is measured: pure functions from a view of the step to sums, still on the device.
 
 A module here measures what the module of the same name in `collage_monitor.statistics` defines; the other modules
-hold what several of them use. What is measured at every measured step has a function from a `StepView` to `Sums`;
-other packages add theirs through the entry-point group `collage_agent.statistics`, under the name of their
-definition. Nothing here reads a value back.
+hold what several of them use. Each statistic of a measured step has a function from a `StepView` to `Sums`. Other
+packages add theirs through the entry-point group `collage_agent.statistics`, under the name of their definition.
+Nothing here reads a value back.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def measures_of(own: Mapping[str, Measure], added: Mapping[str, Any]) -> dict[st
 
 
 def failures() -> list[str]:
-    """What is said of the measures that were switched off."""
+    """Sentences about the measures that were switched off."""
     return [
         measure.failure for measure in MEASURES.values() if isinstance(measure, AddedMeasure) and measure.failure
     ]

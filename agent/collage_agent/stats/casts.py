@@ -1,4 +1,4 @@
-"""Casts: what of an update reaches a low-precision copy of weights that are kept wider, and by which route."""
+"""Casts: how much of an update reaches a low-precision copy of weights that are kept wider, and by which route."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIGNIFICANT_BITS: Final = {torch.float32: 24, torch.float16: 11, torch.bfloat16
 
 
 def measure(step: StepView) -> Sums:
-    """What reached the copies; nothing where weights are kept no wider than their copies would be."""
+    """The updates that reached the copies; nothing if weights are kept no wider than their copies."""
     if step.copies is None:
         return Sums()
     moved = cast_block_sums(step.copies, step.intended, step.excluded, step.block, "cast")
@@ -33,10 +33,9 @@ def measure(step: StepView) -> Sums:
 def cast_block_sums(copies: Copies, intended: Tensor, excluded: Tensor, block: int, name: str) -> Table[Tensor]:
     """Elements, those whose copy changed, Σ u² and Σ u·c by block, for each format: fp64 [rows, blocks].
 
-    Of a format with scales also the elements whose number changed before it is scaled, and those whose block's or
-    tile's scale changed. u = intended: fp64 [slots]; `excluded` uint8 [slots]: elements that enter no sum, nor does
-    one whose copy is not finite. Keys are `name`_…/FORMAT. NaN in the blocks of a tensor whose copy is not known.
-    No synchronisation.
+    For a format with scales, also the elements whose code changed, and those whose block's or tile's scale changed.
+    u = intended: fp64 [slots]; `excluded` uint8 [slots]: elements that enter no sum, nor does one whose copy is not
+    finite. Keys are `name`_…/FORMAT. NaN in the blocks of a tensor whose copy is not known. No synchronisation.
     """
     keys, found = [], []
     for key, nan_where_unknown in copies.nan_where_unknown.items():

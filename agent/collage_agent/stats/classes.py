@@ -1,4 +1,4 @@
-"""What became of each element: the five classes and their subsets, counted by block.
+"""The class of each element: the five classes and their subsets, counted by block.
 
 A few conditions are counted, and the classes are sums and differences of these counts.
 """
@@ -50,7 +50,7 @@ def active_elements(counts: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Flags:
-    """What is not finite: uint8 [slots], 1 where it is so. `excluded`: the element enters no sum."""
+    """The non-finite elements: uint8 [slots], 1 where not finite. `excluded`: the element enters no sum."""
 
     excluded: Tensor
     gradient: Tensor
@@ -65,7 +65,7 @@ def class_counts(
     updates: e, eᵛ (missing where it is e) and u, fp64 [2 or 3, slots], product u·e [slots]: zero where excluded.
     flags: None where all is finite. block_elements fp64 [blocks]: slots that hold one; the others are excluded too.
 
-    "Far" is |e − u| > ½|u|: so is what is lost, and what strays. A negative product is always far.
+    "Far" is |e − u| > ½|u|, which covers lost and distorted elements. A negative product is always far.
     """
     effective, intended = updates[0], updates[-1]
     size = len(updates)

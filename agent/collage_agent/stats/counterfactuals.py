@@ -1,4 +1,4 @@
-"""Counterfactuals: what another way of keeping the weights would have kept of this very step."""
+"""Counterfactuals: how much other strategies would have kept of this step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AT_ONCE: Final = 32_768
 
 
 def measure(step: StepView) -> Sums:
-    """What other ways of keeping the weights would have kept of u; nothing unless they are asked for."""
+    """How much of u other strategies would have kept; nothing unless requested."""
     if step.scales is None or not step.intended_known:
         return Sums()
     sums = counterfactual_block_sums(step.parameter, step.intended, step.scales, step.block)
@@ -42,9 +42,9 @@ def counterfactual_block_sums(parameter: Tensor, intended: Tensor, scales: Tenso
     """Σ u², then Σ u·e of each method and the variance of stochastic rounding, by block: fp64 [6, blocks], weight².
 
     θ, u: fp64 [slots]; scales fp64 [blocks]: of fp8, see `fp8_scales`. θ̂ = RN(θ) is where each method starts.
-    plain: e = RN(θ̂ + u) − θ̂. light: a pair that starts from r = RN(θ − θ̂) and is split once. stochastic: e = u in
-    expectation, Var(e) = |d|·(gap − |d|) with d the distance of θ̂ + u to the nearest number. Sums are rounded to
-    fp64 first, 2⁻⁴⁵ of a gap; there is no overflow. No synchronisation.
+    plain: e = RN(θ̂ + u) − θ̂. light: a pair that starts from r = RN(θ − θ̂) and is split once. stochastic: e = u
+    in expectation, Var(e) = |d|·(gap − |d|) with d the distance of θ̂ + u to the nearest number. Sums are rounded
+    to fp64 first, 2⁻⁴⁵ of a gap; there is no overflow. No synchronisation.
     """
     blocks = _AT_ONCE // block
     slots = blocks * block

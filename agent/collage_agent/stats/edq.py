@@ -29,7 +29,7 @@ NORM_KEYS: Final = (*(f"{row}_squared_sum" for row in ROWS), "effective_squared_
 
 
 def measure_edq(step: StepView) -> Sums:
-    """Σ u·e and Σ u·eᵛ, and what Σ u·e is off Σ u² by in each block, squared."""
+    """Σ u·e and Σ u·eᵛ, and the squared difference of Σ u·e and Σ u² in each block."""
     products = edq_block_sums(step.products, step.block).expand(2, -1)
     return Sums(named(EDQ_KEYS, torch.cat((products, squared_difference(products[:1], step.squares["intended"])))))
 
@@ -52,7 +52,7 @@ def measure_norms(step: StepView) -> Sums:
 
 
 def squared_difference(observed: Tensor, exact: Tensor) -> Tensor:
-    """(observed − exact)² of each block: what rounding did to it, a term of the rounding's variance."""
+    """(observed − exact)² of each block: its rounding error, a term of the rounding's variance."""
     return (observed - exact).square_()
 
 

@@ -1,4 +1,5 @@
-"""Elements one by one: which are not finite, leaving them out without a branch, the largest of a tensor."""
+"""Elements one by one: finding non-finite elements, leaving them out without a branch, and a tensor's largest
+element."""
 
 from __future__ import annotations
 

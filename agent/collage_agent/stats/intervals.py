@@ -1,5 +1,5 @@
-"""What `collage_monitor.statistics.intervals` makes intervals of: variances of a ratio's estimated numerator and
-denominator, with the block as the sampling unit, and what the sample of a tensor misses (`missed_share`).
+"""The input of `collage_monitor.statistics.intervals`: variances of a ratio's estimated numerator and denominator,
+with the block as the sampling unit, and how much the sample of a tensor misses (`missed_share`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def interval_keys(metrics: Mapping[str, Interval]) -> tuple[str, ...]:
 
 
 def product_rows(numerators: Tensor, denominators: Tensor) -> Tensor:
-    """A·A, then B·B, then A·B of each ratio: [k, n] each → [3·k, n]. Of blocks, they are to be summed by tensor."""
+    """A·A, then B·B, then A·B of each ratio: [k, n] each → [3·k, n]. For sums by block, sum the result by
+    tensor."""
     return torch.cat((numerators * numerators, denominators * denominators, numerators * denominators))
 
 
@@ -83,18 +84,18 @@ def fourth_moments(
     """f² · Σ d⁴ over the sampled blocks of each tensor, d = a − R·b with the tensor's own R: fp64 [k, tensors].
 
     numerators and denominators [k, blocks] by block, ratios R [k, tensors]: 0 where it is undefined. `factor` f:
-    `population_factor`. Squared variances over this tell from how many blocks they come. No synchronisation.
+    `population_factor`. Squared variances divided by this give the effective number of blocks. No synchronisation.
     """
     deviations = numerators - ratios.index_select(1, segments.tensor_of_block) * denominators
     return segments.sums(deviations.square_().square_()) * factor * factor
 
 
 def tail_share(intended: Tensor, segments: Segments, blocks: Tensor, factor: Tensor) -> Tensor:
-    """(what the largest block adds to Σ u² / the standard error that the others tell of)², fp64 [tensors].
+    """(contribution of the largest block to Σ u² / standard error from the other blocks)², fp64 [tensors].
 
-    As `missed_share`, where the sample holds what is large: at another step another block may be, as with the rows
-    of rare tokens, and outside the sample. 0 where the largest stands within _OUTLYING standard deviations of the
-    others, as in sums without tails. intended [blocks]: Σ u² by block. No synchronisation.
+    As `missed_share`, if the large block is in the sample: at another step the large block may be another one
+    outside the sample, as with rows of rare tokens. 0 where the largest stands within _OUTLYING standard deviations
+    of the others, as in sums without tails. intended [blocks]: Σ u² by block. No synchronisation.
     """
     zeros = torch.zeros_like(blocks)
     largest = zeros.scatter_reduce(0, segments.tensor_of_block, intended, "amax")
@@ -115,7 +116,7 @@ def missed_share(
     blocks: Tensor,
     factor: Tensor,
 ) -> Tensor:
-    """(what the sample's Σ u² is off by / its standard error)², as one auxiliary tells it: fp64 [tensors].
+    """(error of the sample's Σ u² / its standard error)², estimated from one auxiliary: fp64 [tensors].
 
     intended, auxiliary [blocks]: Σ u² and Σ x² by block. whole [2, tensors]: Σ x² over each whole tensor, and its
     largest x². scale: elements / sampled; blocks, factor: as in `ratio_variances`. Σ u² is off by

@@ -1,4 +1,4 @@
-"""What is kept beside the weights, and what of it arrives: moving averages, weight decay, residuals."""
+"""The states beside the weights, and how exactly they change: moving averages, weight decay, residuals."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def measure_states(step: StepView) -> Sums:
 
 
 def _as_stored(averages: MovingAverages, name: str) -> Tensor:
-    """s as stored after the step. Here and no sooner: what follows finds it in the cache."""
+    """s as stored after the step. Computed here and not earlier, so that the next operations find it in the
+    cache."""
     leading, *others = averages.components[name]
     stored = averages.states[2, averages.names.index(name)].copy_(leading)
     for component in others:
@@ -94,7 +95,7 @@ def state_decrement_block_sums(states: Tensor, excluded: Tensor | None, block: i
 
     states [3, k, slots] fp64: |s| before, s after the step in exact arithmetic, and s as stored after it, of k
     states, low components included; used as scratch. `excluded` uint8 [slots]: elements that enter no sum; None:
-    none, for what holds nothing is zero. Returns fp64 [2, k, blocks] in the states' units, intended first. No
+    none, because empty slots are zero. Returns fp64 [2, k, blocks] in the states' units, intended first. No
     synchronisation.
     """
     changes = states[1:].abs_().sub_(states[:1])
@@ -126,7 +127,7 @@ def zero_block_counts(gradient: Tensor, states: Sequence[Tensor], excluded: Tens
 
 
 def measure_decay(step: StepView) -> Sums:
-    """What decoupled decay alone would keep; nothing where there is none."""
+    """How much of decoupled decay alone would be kept; nothing if there is none."""
     rate, dtype = step.decay, step.registered.dtype
     if rate is None:
         return Sums()
@@ -187,7 +188,7 @@ def _product_to_odd(values: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def measure_residuals(step: StepView) -> Sums:
-    """How full residuals are; nothing where the weight is not kept as a sum."""
+    """How full residuals are; nothing if the weight is not kept as a sum."""
     if step.residual is None:
         return Sums()
     registered, dtype, block = step.registered, step.registered.dtype, step.block
@@ -213,9 +214,9 @@ def measure_residuals(step: StepView) -> Sums:
 def _dropped(step: StepView, residual: Tensor, held: Tensor) -> Tensor:
     """Residuals that should be there and are 0, by block.
 
-    Where few numbers lie within half a gap, 0 is one of them and says nothing: small weights in fp16. Steps between
-    may have brought residuals back to 0, as two of Lion's do that go to and fro: there only what exceeds those that
-    still hold something counts.
+    If few numbers lie within half a gap, 0 is one of them and means nothing, as with small weights in fp16. Steps
+    between may have brought residuals back to 0, as two of Lion's do that go to and fro: there only what exceeds
+    those that still hold something counts.
     """
     least = _FEWEST_IN_HALF_A_GAP * 2 * torch.finfo(step.registered.dtype).smallest_normal
     gone = residual.logical_not().logical_and_(step.registered.abs().ge(least)).view(torch.uint8)
@@ -230,8 +231,8 @@ def _dropped(step: StepView, residual: Tensor, held: Tensor) -> Tensor:
 def residuals_left(step: StepView) -> Tensor | None:
     """uint8 [slots], 1 where the step left a residual, or should have; None: the weight is not kept as a sum.
 
-    It should have where the stored weight moved, and what it was to become is not the visible weight: by more than
-    an optimizer's own arithmetic, in 16 bits, takes from a step. No synchronisation.
+    It should have left one if the stored weight moved and its new value differs from the visible weight, by more
+    than the 16-bit arithmetic of an optimizer loses in a step. No synchronisation.
     """
     if step.residual_after is None:
         return None

@@ -35,7 +35,7 @@ def block_checksums(values: Tensor, block: int) -> Tensor:
 
 
 def replica_sums(values: Tensor, block: int, segments: Segments, sampled: Tensor, replicated: Tensor) -> Tensor:
-    """Each tensor's checksum and what it was made of: fp64 [KEYS, tensors], NaN where not `replicated` [tensors].
+    """Each tensor's checksum and its inputs: fp64 [KEYS, tensors], NaN where not `replicated` [tensors].
 
     values: the weights after the step, [slots] in their own dtype; sampled fp64 [tensors]. No synchronisation.
     """

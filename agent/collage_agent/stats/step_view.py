@@ -1,4 +1,4 @@
-"""What is seen of one measured step, and what is measured of it: the seam between a sample and its statistics.
+"""The view of one measured step, and the sums over it: the interface between a sample and its statistics.
 
 `collage_agent.step` fills a `StepView` (`bucket.py` and `observe.py`); the measures of this package read it, and
 those that other packages add.
@@ -49,7 +49,7 @@ class MovingAverages:
 
 @dataclass(frozen=True)
 class LargestWeights:
-    """The largest |θ| of what shares a scale with each sampled block, at one moment; NaN where it is not known.
+    """The largest |θ| among the elements that share a scale with each sampled block, at one moment; NaN if unknown.
 
     tensor: of the whole tensor, fp64 [blocks], or None: nobody asked. tiles: by rows × columns, of the tile that
     each run of a block lies in, fp64 [blocks, runs].
@@ -77,10 +77,10 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class Copies:
-    """The low-precision copies of sampled elements: what they are made of before and after, and in which formats.
+    """The low-precision copies of sampled elements: their sources before and after, and their formats.
 
-    nan_where_unknown: of each format, or route to one, fp64 [blocks], 1, or NaN where a copy of the block's tensor
-    depends on what is not here.
+    nan_where_unknown: for each format, or route to one, fp64 [blocks], 1, or NaN where a copy of the block's tensor
+    depends on elements that are not here.
     """
 
     before: StoredWeights
@@ -93,14 +93,15 @@ class StepView:
     """A tile of the sampled elements of one measured step: what statistics are measured from, and never write to.
 
     parameter θ before the step, gradient g, intended u, effective e, visible eᵛ: fp64 [slots], 0 where `excluded`
-    uint8 [slots] is 1: what is not finite, and slots without an element. `finite`: nothing else is left out, and
-    averages are 0 there too; not known on a device. e and eᵛ are one tensor where the registered parameter is all
+    uint8 [slots] is 1: what is not finite, and slots without an element. `finite`: no other element is left out,
+    and averages are 0 there, too; unknown on a device. e and eᵛ are one tensor where the registered parameter is
+    all
     that is stored. `intended_known`: there is a u; without, it is 0.
     registered: θᵛ before the step in its own dtype [slots].
     Slots come in blocks of `block`, each of one tensor: `tensor_of_block` int64 [blocks] is below `tensors`;
     `block_elements` fp64 [blocks] counts the slots that hold an element.
 
-    `classes` counts by block what became of the elements, by the names of the catalogue.
+    `classes` counts the elements of each class by block, under the catalogue's names.
 
     The rest is for the project's own statistics.
     squares: sums of squares by block of each of ROWS. products: u·e and, where it is another, u·eᵛ of each
@@ -142,7 +143,8 @@ class StepView:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a statistic adds up of one view, by its key: fp64 [blocks], and fp64 [tensors] of what has no blocks."""
+    """The sums of a statistic over one view, by its key: fp64 [blocks], and fp64 [tensors] of what has no
+    blocks."""
 
     by_block: Mapping[str, Tensor] = field(default_factory=dict)
     by_tensor: Mapping[str, Tensor] = field(default_factory=dict)

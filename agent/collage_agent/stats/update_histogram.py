@@ -1,4 +1,4 @@
-"""Where the intended update, or a residual, stands against the grid of its weight: counts by octave of |u| / gap.
+"""Intended updates, or residuals, in units of their weight's gap: counts by octave of |u| / gap.
 
 The bins are sent as `update_ulp_histogram/LABEL`, one for each of the contract's HISTOGRAM_LABELS, in their order.
 """

@@ -1,1 +1,1 @@
-"""Measured steps of one optimizer: what is fixed at the plan, gathered around the step, and made of it."""
+"""Measured steps of one optimizer: the plan, the values gathered around a step, and the totals made from them."""

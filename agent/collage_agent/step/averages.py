@@ -1,4 +1,4 @@
-"""What becomes of an average of the weights, on a sample, beside an fp64 average of the same weights."""
+"""The updates of an average of the weights, on a sample, compared with an fp64 average of the same weights."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _UNKNOWN_WITHOUT_EXACT: Final = _AXIS.positions(_OF_EXACT[1:])
 class AverageMeter:
     """Measures updates of an average. Where weights and average lie on one device, nothing is synchronised.
 
-    Call `update` after each of them, and `before` ahead of those that are to be measured. Updates are counted since
-    `start`, when the fp64 average sets out from the stored one.
+    Call `update` after each update, and `before` ahead of each one to be measured. Updates are counted since
+    `start`, when the fp64 average starts from the stored one.
     """
 
     def __init__(self, tensors: Sequence[AveragedTensor], sample: int | Literal["all"], seed: int) -> None:
@@ -56,7 +56,7 @@ class AverageMeter:
         self.bytes = float(buffer_bytes(self._buckets, known))
 
     def replace(self, averages: Sequence[Tensor]) -> None:
-        """The averages are these tensors now, in the order of those that were given at first."""
+        """Replace the averages' tensors by these, in the original order."""
         for bucket, places in zip(self._buckets, self._places, strict=True):
             bucket.averages[:] = [averages[place] for place in places]
 
@@ -68,14 +68,14 @@ class AverageMeter:
             bucket.start()
 
     def before(self) -> None:
-        """The next update is measured: keep what it is about to change."""
+        """The next update is measured: keep the values that it will change."""
         self._gathered = True
         for bucket in self._buckets:
             bucket.sample.gather_before()
 
     def update(self, share: Share) -> list[Table[Tensor]] | None:
-        """The average has been updated by so much of θ − a; what became of it, [statistic][layer] in parts, if
-        `before` was called."""
+        """Note that the average has been updated by `share` of θ − a; returns the result, [statistic][layer] in
+        parts, if `before` was called."""
         self._updates += 1
         self._exact_known &= share is not None
         measured, self._gathered = self._gathered, False
@@ -193,7 +193,7 @@ class _Bucket:
         return sample.sizes.segments.sums(by_block).mul(self._of_sample)
 
     def _measure_way(self) -> Tensor:
-        """Totals of _OF_EXACT: how far the stored average has come, and the fp64 one, and what lies between."""
+        """Totals of _OF_EXACT: the movement of the stored average and of the fp64 one, and their difference."""
         stored = self._followed.stored().to(torch.float64)
         moved, exact, drift = stored - self._base, self._exact - self._base, stored - self._exact
         rows = torch.stack((moved * moved, exact * exact, drift * drift))

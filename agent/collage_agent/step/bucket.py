@@ -61,7 +61,7 @@ LOOK_EVERY: Final = 10
 
 
 class Bucket:
-    """What is fixed about tensors stepped alike until the next plan, and what they hold around a step.
+    """The fixed properties, until the next plan, of tensors that are stepped alike, and their values around a step.
 
     `members` are indices of watched parameters, of parameter group number `group`; their layers are `layers`.
     `whole`: every element of them is measured. Live values are kept in their own dtype in buffers that are made
@@ -69,11 +69,12 @@ class Bucket:
 
     The life of a bucket:
 
-    1. `Planner` makes it. It sets `oracles`, which look on, and `replicated` bool [tensors]: which of them other
-       ranks hold too; None: none. Then `StepMeasurer` has it `take_over` what the buckets before it knew.
-    2. Before a measured step `StepMeasurer`, or `Rotation` for a tensor whose turn it is, sets `follows` (what came
-       before it) and calls `gather_before`, then `look_at_whole`. The former sets `out_of_step` bool [tensors]:
-       which have another step counter than the first; None: none can have. Then `Oracles` reads `gradient_at`.
+    1. `Planner` makes it. It sets `oracles`, which observe the bucket, and `replicated` bool [tensors]: whether
+    other ranks hold the tensor, too; None: none. Then `StepMeasurer` calls `take_over` with the previous buckets.
+    2. Before a measured step `StepMeasurer`, or `Rotation` for a tensor whose turn it is, sets `follows` (the
+       step's predecessor) and calls `gather_before`, then `look_at_whole`. The former sets `out_of_step` bool
+       [tensors]: which have another step counter than the first; None: none can have. Then `Oracles` reads
+       `gradient_at`.
     3. After the step, whoever called `gather_before` calls `measure`.
     4. Before the next step `Oracles` may ask for `weights_moved`, which gathers the weights. If that step is
        measured, `gather_before` is told `weights_gathered`.
@@ -81,7 +82,7 @@ class Bucket:
     `Windows` has buckets of its own, without oracles. It calls `gather_before`, and reads `intended`, the weights
     and the copies made of them; it never calls `measure`.
 
-    `TouchedBucket` draws its sample in `gather_before`, adapts the totals in `measure`, looks at nothing whole and
+    `TouchedBucket` draws its sample in `gather_before`, adapts the totals in `measure`, reads no whole tensors and
     remembers no residuals. The bucket of `Rotation` clones its one tensor in `gather_before` and has the clone
     stepped in `measure`.
     """
@@ -148,7 +149,7 @@ class Bucket:
         return self._after.values[PARAMETER]
 
     def states(self, optimizer: Optimizer) -> list[Mapping[str, Any]]:
-        """What the optimizer keeps for each tensor of the bucket."""
+        """The optimizer's state for each tensor of the bucket."""
         # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
         if self.keeps_by_name:
             return [optimizer.state.get(parameter, {}) for parameter in self.parameters]
@@ -175,10 +176,10 @@ class Bucket:
             self._before.gather_gradients(self._gradients())
 
     def look_at_whole(self, optimizer: Optimizer) -> None:
-        """After `gather_before` of a measured step, read whole tensors where the sample is not enough.
+        """After `gather_before` of a measured step, read whole tensors if the sample is not enough.
 
-        The largest weights, if a copy's scale needs them; every LOOK_EVERY measured steps the gradients, to know
-        what the sample misses. A pass over each. Synchronises nothing.
+        The largest weights, if a copy's scale needs them; every LOOK_EVERY measured steps also the gradients, to
+        estimate what the sample misses. A pass over each. Synchronises nothing.
         """
         self._largest = self.largest_weights(optimizer)
         self._looks = not self.whole and self._measured % LOOK_EVERY == 0
@@ -186,7 +187,7 @@ class Bucket:
         self._measured += 1
 
     def gather_gradients_again(self) -> None:
-        """After a step that made the gradients final itself: what it stepped by lies there now."""
+        """After a step that made the gradients final itself, gather the gradients that it used."""
         if self.knows_gradient:
             self._before.gather_gradients(self._gradients())
         self._look_at_gradients()
@@ -224,7 +225,7 @@ class Bucket:
         return found + [oracle.totals() for oracle in self.oracles]
 
     def intended(self, scale: Tensor | None) -> Tensor:
-        """u of what was gathered before the step, fp64 [slots]; see `measure`."""
+        """u from the values gathered before the step, fp64 [slots]; see `measure`."""
         assert self._states is not None
         layout = StepLayout(self._states, self._states)
         found = torch.empty(self.layout.slots, dtype=torch.float64, device=self.layout.device)
@@ -257,7 +258,7 @@ class Bucket:
     def weights_moved(self, optimizer: Optimizer) -> bool:
         """Whether the sampled weights differ, by their bits, from what `measure` last saw. It reads host values.
 
-        Gathers into what the next `gather_before` fills.
+        Gathers into the buffers that the next `gather_before` fills.
         """
         states, known = self.states(optimizer), self._after.values
         layout = self._layout_of(states[0])
@@ -307,7 +308,7 @@ class Bucket:
         return values
 
     def _layout_of(self, state: Mapping[str, Any]) -> StateLayout:
-        """The layout of the first tensor's state, which is that of all; made anew only where another was kept."""
+        """The layout of the first tensor's state, which holds for all; rebuilt only if the state has changed."""
         for known in (self._states, None if self._step_layout is None else self._step_layout.after):
             if known is not None and known.fits(state):
                 return known
@@ -359,7 +360,7 @@ class Bucket:
         *,
         is_taken: bool = True,
     ) -> ObservedStep:
-        """What is known of a tile; `is_taken`: of the step, too, and not only what it begins from."""
+        """The data of a tile; `is_taken`: with the values after the step, not only those before it."""
         before, after = self._before.values, self._after.values
         keys = (*layout.before.keys, GRADIENT) if self.knows_gradient else layout.before.keys
         return ObservedStep(
@@ -391,7 +392,7 @@ class Bucket:
             self._held[tile.slots] = left
 
     def take_over(self, other: Bucket) -> None:
-        """Go on with what another bucket knew of the residuals of the same blocks."""
+        """Take over another bucket's knowledge of the residuals of the same blocks."""
         if other._held is None:
             return
         here, there = self.layout.same_blocks(self.members, other.layout, other.members)

@@ -35,9 +35,9 @@ _MANY: Final = 16
 class BlockLayout:
     """Where the sampled blocks of several tensors lie in a flat buffer of `slots` = blocks · block elements.
 
-    First come the full blocks of the sampled tensors, by `index_select`. Behind them those measured whole of which
-    there are many of one shape, by one `cat` a shape. Then the others measured whole and the ragged tails, by one
-    `cat`, each padded to whole blocks with zeros.
+    First come the full blocks of the sampled tensors, by `index_select`. Next come tensors measured whole, if many
+    have one shape, by one `cat` per shape. Last come the other tensors measured whole, and the ragged tails: one
+    `cat` copies them all, each padded to whole blocks with zeros.
     `rows`: of each sampled tensor its blocks, int32. `tensor_of_block` [blocks] int64 is a tensor's place, and
     `host_tensor_of_block` the same on the host, where `block_numbers` says which of its tensor's blocks each one
     is; `padding` lists the padded slots.
@@ -152,7 +152,7 @@ class BlockLayout:
     def gather(self, tensors: Sequence[Tensor], staging: Staging, *, lasting: bool = True) -> None:
         """Copy the sampled blocks of `tensors` (one each, in the layout's order) into `staging`.
 
-        `lasting` says that the same tensors will come again, as weights and states do: views of them are kept.
+        `lasting`: the same tensors will come again, like weights and states, so their views are kept.
         """
         views = staging.views
         if lasting and self._plain:
@@ -172,7 +172,7 @@ class BlockLayout:
             torch.cat(pieces, out=staging.tail)
 
     def gather_scales(self, scales: Sequence[Tensor]) -> Tensor | None:
-        """Of each block the scale that its elements share with others of BLOCK_ELEMENTS, fp32 [blocks].
+        """The scale that each block's elements share with others of BLOCK_ELEMENTS, fp32 [blocks].
 
         scales: of each tensor, in the order of its elements in memory; None: that is not the order here.
         """
@@ -246,8 +246,8 @@ def _length(sample: TensorSample) -> int:
 class TensorViews:
     """Views through which a layout gathers tensors of one dtype that come again, as weights and states do.
 
-    `sampled` and `pieces`: see `BlockLayout.views_of`; `copies`: those that share no memory with the tensors. What
-    is gathered before a step and after it shares them.
+    `sampled` and `pieces`: see `BlockLayout.views_of`; `copies`: those that share no memory with the tensors. The
+    buffers before and after a step share them.
     """
 
     def __init__(self, layout: BlockLayout, dtype: torch.dtype) -> None:
@@ -260,7 +260,7 @@ class TensorViews:
         self._addresses: list[int] = []
 
     def point_at(self, tensors: Sequence[Tensor], layout: BlockLayout) -> None:
-        """Be of these tensors; made anew only if a tensor or its memory is another than last time."""
+        """Refer to these tensors; rebuilt only if a tensor or its memory has changed."""
         viewed: list[Tensor] = [tensors[index] for index in layout._viewed]
         addresses = [tensor.data_ptr() for tensor in viewed]
         if addresses == self._addresses and all(map(is_, viewed, self.of)):
@@ -283,7 +283,7 @@ class TensorViews:
 
 
 class Staging:
-    """A flat buffer in the dtype of what it holds, and what a layout fills it through."""
+    """A flat buffer in the dtype of its values, and the views through which a layout fills it."""
 
     def __init__(self, layout: BlockLayout, dtype: torch.dtype, views: TensorViews | None = None) -> None:
         """views: of the same tensors, made for another buffer."""
@@ -299,7 +299,7 @@ class Staging:
 class GatheredSample:
     """The sample of a bucket's weights, states and gradients at one moment: values by key, in buffers made once.
 
-    `values` are flat [slots], in the dtypes of what is kept, or as numbers where codes are kept.
+    `values` are flat [slots], in the stored dtypes, or decoded if codes are stored.
     """
 
     def __init__(self, layout: BlockLayout, composition: Composition) -> None:
@@ -340,7 +340,7 @@ class GatheredSample:
         self.values[GRADIENT] = self._gathered(GRADIENT, gradients, lasting=False)
 
     def _decoded(self, entry: KeptState, states: Sequence[Mapping[str, Any]]) -> Tensor | None:
-        """Numbers of gathered codes; None where the codes' scales do not follow the sample's blocks."""
+        """The decoded numbers of gathered codes; None if the codes' scales do not match the sample's blocks."""
         found: dict[str, Tensor] = {}
         for part in entry.parts:
             tensors = [state[part] for state in states]
@@ -374,7 +374,7 @@ def _records(blocks: Tensor) -> NDArray[np.void]:
 
 
 def _memory_order(parameter: Tensor) -> tuple[int, ...] | None:
-    """Axes from the slowest to the fastest, None for row-major: blocks then lie together in memory."""
+    """Axes from the slowest to the fastest, None for row-major, so that blocks are contiguous in memory."""
     if parameter.is_contiguous():
         return None
     strides = parameter.stride()

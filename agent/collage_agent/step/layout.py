@@ -1,4 +1,5 @@
-"""What an optimizer keeps for tensors that are stepped alike: decided at the plan, looked up at each step."""
+"""The layout of an optimizer's state for tensors that are stepped alike: decided at the plan, looked up at each
+step."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class KeptState:
     """A state that holds one value for each element, and how its sample becomes numbers.
 
     plain: the tensor is gathered as it is. parts: keys of the codes in which our own optimizers keep it; they are
-    gathered and then decoded. Neither: whole tensors are read as numbers first. completes: what is gathered stands
-    for the residual of the weight, and is not that itself. dtype: of the numbers.
+    gathered and then decoded. Neither: whole tensors are read as numbers first. completes: the gathered values
+    encode the residual of the weight and must be decoded. dtype: of the numbers.
     """
 
     key: str
@@ -59,7 +60,7 @@ class Average:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What each entry of the states is, of all tensors of a bucket alike.
+    """The role of each entry of the states, the same for all tensors of a bucket.
 
     weights: states that are part of the stored weight; others: the rest of those that are elementwise. scalars:
     entries kept once for a whole tensor. stored: the keys whose values add up to the stored weight.
@@ -103,7 +104,7 @@ class StateLayout:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """What is gathered: the registered parameter and the elementwise states."""
+        """The gathered tensors: the registered parameter and the elementwise states."""
         return (PARAMETER, *(entry.key for entry in self.weights), *(entry.key for entry in self.others))
 
     @cached_property
@@ -126,7 +127,7 @@ class StepLayout:
 
     @cached_property
     def averages(self) -> tuple[Average, ...]:
-        """Those kept as floats before the step: what exact arithmetic is compared with."""
+        """Those kept as floats before the step: the values that are compared with exact arithmetic."""
         return tuple(entry for entry in self.before.averages if entry.is_float)
 
     @cached_property
@@ -146,7 +147,7 @@ class StepLayout:
 
     @cached_property
     def present(self) -> dict[str, tuple[str, ...]]:
-        """The averages that are there after the step too, and their components then."""
+        """The averages that still exist after the step, with their components then."""
         after = {entry.name: entry.components for entry in self.after.averages}
         return {name: after[name] for name in self.names if name in after}
 
@@ -209,7 +210,7 @@ def _number(value: Any) -> float | Tensor | None:
 def stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool | Tensor:
     """Whether a tensor took a step that could leave a residual: a bool, or bool [()] on the counter's device.
 
-    Ours say since when; of others the first step may have had a rate of 0, as warm-ups do.
+    Ours record since when; with others the first step may have had a rate of 0, as in a warm-up.
     """
     count, since = step_of(state), group.get(RESIDUALS_FROM, 1)
     count = group.get("step") if count is None else count

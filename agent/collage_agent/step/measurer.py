@@ -1,4 +1,4 @@
-"""Measured steps of one optimizer: what is gathered before a step, the tables made of it, the memory it takes."""
+"""Measured steps of one optimizer: gathering before a step, the tables made after it, and the memory for both."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepMeasurer:
 
     Call `before` and `after` around each measured step. `occasional` holds the keys that the last measured step
     reported but other steps may not: windows and counterfactuals. Tensors stepped in lock-step are measured as one
-    bucket; when gradients come or go, or states appear, the buckets are planned anew.
+    bucket. When gradients come or go, or states appear, the buckets are planned again.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class StepMeasurer:
 
     @property
     def oracle_restarts(self) -> int:
-        """How often the oracles had to attach anew."""
+        """How often the oracles had to attach again."""
         return 0 if self._oracles is None else self._oracles.restarts
 
     def buffer_bytes(self) -> float:
-        """Bytes of the buffers kept for this optimizer; counted anew when the buckets were planned anew."""
+        """Bytes of the buffers kept for this optimizer; counted again after a new plan."""
         counted_for, found = self._buffer_bytes
         plans = (self._buckets, self._rotation.kept, None if self.windows is None else self.windows.buckets)
         if counted_for != plans:
@@ -99,7 +99,7 @@ class StepMeasurer:
     def regroup(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
         """The parameter groups changed: all parameters, those so far in their places, and one intent a group.
 
-        Oracles go on with what is still stepped, unless parameters stand in the place of others.
+        Oracles continue with the tensors that are still stepped, unless parameters were replaced.
         """
         replaced = any(new.parameter is not old.parameter for new, old in zip(watched, self.watched, strict=False))
         self._planner.regroup(watched, intents)
@@ -132,8 +132,8 @@ class StepMeasurer:
     def measure_replays(self) -> None:
         """From now on a CUDA graph may take the steps, and clip or cast the gradients in it.
 
-        Then they are final after the step only. Oracles, windows and whole tensors in turn, which must have them
-        before, are given up.
+        Then they are final after the step only. Oracles, windows and whole tensors in rotation need them before, so
+        they are switched off.
         """
         self._oracles = self.windows = None
         self._rotates, self._signature, self._buckets = False, None, []
@@ -231,7 +231,7 @@ class StepMeasurer:
         return self._signature_of(optimizer, closure, self._attached_oracles())
 
     def _signature_of(self, optimizer: Optimizer, closure: bool, oracles: Sequence[Oracle] = ()) -> Signature:
-        """What decides which tensors are stepped alike; steps are counted from the first tensor's."""
+        """The key that groups tensors stepped alike; steps are counted from the first tensor's."""
         kinds: dict[Kind, list[int]] = {}
         first: float | None = None
         kept = optimizer.state.get if self._planner.keeps_by_name else states_of(optimizer)
@@ -253,7 +253,7 @@ class StepMeasurer:
         return () if self._oracles is None else self._oracles.attached or ()
 
     def _weights_were_written(self) -> bool:
-        """Whether somebody wrote to a weight since the last step, by torch's own count of writes."""
+        """Whether anything wrote to a weight since the last step, by torch's own count of writes."""
         return any(
             watched.parameter._version != version
             for watched, version in zip(self.watched, self._versions, strict=False)
@@ -277,7 +277,7 @@ def buffer_bytes(root: object, parameters: Iterable[Tensor]) -> int:
 
 
 def _tensors(root: object, known: Iterable[int]) -> Iterator[Tensor]:
-    """The tensors reachable from `root`, but for what has an id that is known."""
+    """The tensors reachable from `root`, except objects with a known id."""
     seen = set(known)
     waiting: list[Any] = [root]
     while waiting:

@@ -1,4 +1,4 @@
-"""What a bucket's sample misses: every few measured steps whole gradients and momenta are read beside it."""
+"""Estimates what a bucket's sample misses, by reading whole gradients and momenta every few measured steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SquareSums = tuple[Tensor, Tensor]
 
 
 class MissedShares:
-    """What the sample misses of each tensor, kept from one look at whole tensors to the next.
+    """How much of each tensor the sample misses, from one look at whole tensors to the next.
 
     `shares` fp64 [tensors]: the largest `missed_share` of the last few looks, and `tail_share` of those before this
     one: what is large may be another element at each step. 0 before the first. `unseen` bool [tensors]: of which
@@ -44,7 +44,7 @@ class MissedShares:
         self._past: deque[Tensor] = deque(maxlen=_LOOKS_KEPT)
 
     def begin(self, sampled: Tensor | None, gradients: Sequence[Tensor]) -> None:
-        """Before the step: the gradients' squares. `sampled`: what was gathered of them; None: none is known."""
+        """Before the step: the gradients' squares. `sampled`: their gathered values; None: unknown."""
         self._gradients = [] if sampled is None else [self._squares(sampled, gradients)]
 
     def end(
@@ -55,9 +55,10 @@ class MissedShares:
         after: Mapping[str, Tensor],
         states: Sequence[Mapping[str, Any]],
     ) -> None:
-        """After the step: add the momenta's squares, and work out what is missed of the blocks' Σ u².
+        """After the step: add the momenta's squares, and compute how much of Σ u² the blocks miss.
 
-        layout, after, states: the tensors' states after the step, what was gathered of them, and themselves.
+        layout, after, states: the layout of the tensors' states after the step, their gathered values, and the
+        states.
         """
         looked_at = [*self._gradients, *self._momentum_squares(layout, after, states)]
         intended = next(part for part in blocks.by_block if _INTENDED in part)[_INTENDED]
@@ -77,7 +78,7 @@ class MissedShares:
     def _momentum_squares(
         self, layout: StateLayout, after: Mapping[str, Tensor], states: Sequence[Mapping[str, Any]]
     ) -> list[SquareSums]:
-        """Of states that have a sign: momenta, which steps may be proportional to.
+        """Covers states with a sign: momenta, to which steps may be proportional.
 
         Without a sign it is none: a second moment is large where steps are not.
         """

@@ -44,7 +44,7 @@ _VISIBLE_ROWS: Final = tuple(name for name in ROWS if name != "visible")
 
 @dataclass(frozen=True)
 class Tile:
-    """Slots of a bucket that are worked on together, and what is fixed about them.
+    """Slots of a bucket that are processed together, and their fixed properties.
 
     `blocks`: those that they make up. `tensor_of_block` [blocks] int64: a block's place in the bucket's tensors.
     `block_elements` fp64 [blocks] counts a block's slots that hold an element, `padding` lists the others.
@@ -75,7 +75,7 @@ def tiles_of(layout: BlockLayout) -> list[Tile]:
 class Scratch:
     """Memory for the fp64 rows of a tile on the host, kept from one tile to the next and shared by buckets.
 
-    New memory each time would be given back and faulted in again, at more than the cost of the arithmetic. On a
+    Fresh memory each time would be returned and faulted in again, which costs more than the arithmetic. On a
     device the allocator keeps it.
     """
 
@@ -117,13 +117,13 @@ class KeptWeights:
 class ObservedStep:
     """A tile of gathered slots before the live step and after it: values by key, in their stored dtypes.
 
-    `group` and `scalars` are what the optimizer held; `decay` is lr·λ where it decays weights apart from the
-    gradient; `scale` is what gradients are to be divided by. The bucket has so many `tensors`. `scales` fp64
-    [blocks] are those of fp8, where counterfactuals are asked for. `formats` of copies that are asked for: fp64
-    [blocks], NaN where one is not known; the `largest` |θ| before and after, where they need it. `held`
-    uint8 [slots]: 1 where the last measured step left a residual, None: not known. `launch`, in the first step of a
+    `group` and `scalars` are the optimizer's; `decay` is lr·λ if it decays weights apart from the gradient; `scale`
+    divides gradients. The bucket has so many `tensors`. `scales` fp64 [blocks] are those of fp8, where
+    counterfactuals are asked for. `formats` of copies that are asked for: fp64 [blocks], NaN where one is not
+    known; the `largest` |θ| before and after, where they need it. `held` uint8 [slots]: 1 where the last measured
+    step left a residual, None: not known. `launch`, in the first step of a
     launch: whether the states were stepped since residuals could be kept; None in others. `adjacent`: see
-    `StepView.adjacent`. Where only u is asked for, `after` is empty.
+    `StepView.adjacent`. If only u is needed, `after` is empty.
     """
 
     before: Values
@@ -204,7 +204,7 @@ def sum_components(values: Values, keys: Sequence[str], target: Tensor) -> Tenso
 
 
 def view_of(step: ObservedStep, scratch: Scratch) -> StepView:
-    """The step as measures read it, for as long as `scratch` is not used again. No synchronisation."""
+    """The step as measures read it, valid until `scratch` is used again. No synchronisation."""
     layout, tile, registered = step.layout, step.tile, step.before[PARAMETER]
     # e and eᵛ share a row where the registered parameter is all that is stored.
     names = _VISIBLE_ROWS if layout.is_visible else ROWS
@@ -298,8 +298,8 @@ def _averages_of(step: ObservedStep, update: IntendedUpdate) -> MovingAverages:
 def _held_by(step: ObservedStep, update: IntendedUpdate, intended: Tensor) -> Tensor | None:
     """uint8 [slots], 1 where the residual should not be 0 before the step; None: not known.
 
-    In the first step of a launch the optimizer's averages are the witnesses: an element that was stepped and moves
-    now has had a residual, unless none could be kept before.
+    In the first step of a launch the optimizer's averages decide: an element that was stepped and moves now had a
+    residual, unless none could be kept before.
     """
     if step.launch is False or not step.layout.before.is_sum:
         return torch.zeros_like(step.before[PARAMETER], dtype=torch.uint8)

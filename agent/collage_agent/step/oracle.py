@@ -1,7 +1,8 @@
-"""An oracle: the shadow left running, with its own fp64 weights and states since attach, fed the same gradients.
+"""An oracle: the shadow, which keeps running since attach with its own fp64 weights and states on the same
+gradients.
 
-It follows its own, smaller sample and needs that sample's gradient at every step. Its view of a bucket has what of
-a measured step is compared with it.
+It follows its own, smaller sample and needs that sample's gradient at every step. Its view of a bucket has the
+values of a measured step to compare with it.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Oracle:
     ) -> None:
         """Take the step that the live optimizer is about to take. Runs inside `isolated`.
 
-        gradient: [slots], in its own dtype; `scale`: what it is to be divided by; `skipped`: one element, 1 where
-        the loss scaler skips this step, in which case nothing moves.
+        gradient: [slots], in its own dtype; `scale`: its divisor; `skipped`: one element, 1 if the loss scaler
+        skips this step, in which case nothing moves.
         """
         gradient = gradient.to(torch.float64)
         if scale is not None:
@@ -92,7 +93,7 @@ class Oracle:
         self.steps += 1
 
     def split(self, members: Sequence[int], parameters: Mapping[int, Tensor]) -> Oracle:
-        """The part of this oracle that follows `members` only, to go its own way from here."""
+        """A separate oracle that follows only `members` from now on."""
         chosen = [self.members.index(member) for member in members]
         samples = [self.samples[index] for index in chosen]
         layout = BlockLayout(samples, [parameters[member] for member in members])

@@ -29,7 +29,8 @@ ORACLE_SAMPLE: Final = 1024
 
 
 class Oracles:
-    """Attaches oracles before the first step and steps them; attaches new ones when others wrote to the weights.
+    """Attaches oracles before the first step and steps them; attaches new ones when something else wrote to the
+    weights.
 
     `attached`: one for each kind of tensor, None before they attach. `restarts` counts how often new ones had to
     attach because weights were written between two steps or a step raised; after a loaded state it does not count.
@@ -43,7 +44,7 @@ class Oracles:
         self._compared: list[Bucket] = []
 
     def restart(self) -> None:
-        """Attach anew before the next step: the live weights and states were replaced."""
+        """Attach again before the next step: the live weights and states were replaced."""
         self.attached = None
 
     def step_raised(self) -> None:
@@ -57,7 +58,7 @@ class Oracles:
         self._last_buckets = list(buckets)
 
     def prepare(self, optimizer: Optimizer, sample: int | Literal["all"], *, written: bool) -> None:
-        """Before `step`: attach if there are none, or if somebody has `written` to a weight since the last step."""
+        """Before `step`: attach if there are none, or if a weight was `written` to since the last step."""
         if written or self._weights_moved(optimizer):
             self.restart()
             self.restarts += 1
@@ -72,7 +73,7 @@ class Oracles:
     def step(self, optimizer: Optimizer, buckets: Sequence[Bucket] = ()) -> None:
         """Take the step that the optimizer is about to take.
 
-        buckets: those that have gathered their gradients; an oracle that they follow takes its own out of these.
+        buckets: those that have gathered their gradients; an oracle takes its own from these.
         """
         scale, skipped = loss_scaling(optimizer)
         known = {

@@ -1,4 +1,4 @@
-"""Which watched tensors are stepped alike, and the buckets that they are measured in."""
+"""Groups watched tensors that are stepped alike into the buckets that measure them."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ class Planner:
     def _kept_alike(
         self, indices: Sequence[int], optimizer: Optimizer
     ) -> Iterator[tuple[tuple[object, ...], list[int]]]:
-        """Device, dtype and those of the states, and the watched parameters whose they are.
+        """Device, dtype and the states' dtypes, with the watched parameters that have them.
 
-        Left out are those whose gradients lie otherwise than they do.
+        Parameters whose gradients have another memory layout are left out.
         """
         kept, alike = states_of(optimizer), dict[object, list[int]]()
         for index in indices:
@@ -205,7 +205,7 @@ class Planner:
 
 
 def _copy_is_known(watched: WatchedParameter, kind: CastFormat) -> bool:
-    """Whether what a copy depends on is here: blocks in rows, whole tiles, a tensor that has a scale."""
+    """Whether all elements that a copy depends on are here: blocks in rows, whole tiles, a tensor with a scale."""
     shard, part = watched.shard, local_part(watched.parameter)
     whole = shard.elements == math.prod(shard.shape)
     if kind.of_tensor and not whole:
@@ -221,7 +221,7 @@ def _copy_is_known(watched: WatchedParameter, kind: CastFormat) -> bool:
 
 
 def _has_whole_tiles(watched: WatchedParameter, high: int) -> bool:
-    """Whether tiles of so many rows in the last two dimensions of a sharded tensor are not split over ranks."""
+    """Whether tiles of `rows` rows in the last two dimensions of a sharded tensor are not split over ranks."""
     shape, part = watched.shard.shape, local_part(watched.parameter)
     if part.shape[-1] != shape[-1]:
         return False

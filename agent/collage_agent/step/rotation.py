@@ -1,7 +1,8 @@
-"""Whole tensors in rotation: as many at each measured step as a bound on elements allows, all of them in the end.
+"""Whole tensors in rotation: as many at each measured step as a bound on elements allows, until each has had its
+turn.
 
-Totals are held until every tensor has had its turn and are handed over together, at the step that ends the round:
-the model's numbers are never those of a part of its tensors. Each tensor's own are of one step within the round.
+Totals are held until every tensor has had its turn, and are handed over together at the step that ends the round,
+so the model's numbers always cover all its tensors. Each tensor's own are of one step within the round.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ ELEMENTS_A_STEP: Final = 2**20
 class Rotation:
     """Which whole tensors are stepped at a measured step, and the totals held until each has had its turn.
 
-    Where one turn is a whole round, the next is of the same tensors: their buffers are `kept` between steps. Others
-    are let go, and so are those without a bound, which would be as large as the model.
+    If one turn is a whole round, the next one has the same tensors, so their buffers are `kept` between steps.
+    Other buffers are freed, and so are those without a bound, which would be as large as the model.
     """
 
     def __init__(self, bound: int | None = ELEMENTS_A_STEP) -> None:
@@ -49,7 +50,7 @@ class Rotation:
         self._waiting: set[int] = set()
 
     def forget(self) -> None:
-        """The live weights and states were replaced: what was kept of them is void."""
+        """The live weights and states were replaced: discard the kept values."""
         self.kept = ()
 
     def before(self, optimizer: Optimizer, planner: Planner, follows: Follows = "other steps") -> None:
@@ -126,7 +127,7 @@ class _WholeTensorStep:
         self._position = 0
 
     def refresh(self, optimizer: Optimizer) -> None:
-        """Take over what the live instance keeps on itself, before its step."""
+        """Copy the run state of the live instance, before its step."""
         self._shadow.refresh(optimizer)
 
     def clone_inputs(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -184,7 +185,7 @@ class _WholeTensorStep:
 
 
 class _WholeBucket(Bucket):
-    """A bucket of one tensor, measured whole: what is known of u comes from its turn."""
+    """A bucket of one tensor, measured whole: u is known only from its turn."""
 
     intent: _WholeTensorStep
 
@@ -202,7 +203,8 @@ class _WholeBucket(Bucket):
 
 
 def too_large(entry: WatchedParameter, bound: int | None = ELEMENTS_A_STEP) -> bool:
-    """Whether a tensor alone exceeds what may be stepped whole at a measured step: it never has a turn."""
+    """Whether a tensor alone exceeds the bound on elements stepped whole at a measured step: then it never has a
+    turn."""
     return bound is not None and entry.shard.elements > bound
 
 

@@ -1,4 +1,5 @@
-"""What shares a scale in a low-precision copy with the sampled blocks: tensors and tiles, and their largest |θ|."""
+"""The tensors and tiles that share a scale with the sampled blocks in a low-precision copy, and their largest
+|θ|."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _READ_AT_ONCE: Final = 2**22
 
 @dataclass(frozen=True)
 class WholeWeight:
-    """A tensor's stored weight θ: components that add up to it, each with whether it only completes the visible."""
+    """A tensor's stored weight θ: the components that add up to it, each with whether it only completes the visible
+    weight."""
 
     visible: Tensor
     components: Sequence[tuple[Tensor, bool]]
@@ -43,7 +45,7 @@ class WholeWeight:
         composition: Composition,
         sample: TensorSample,
     ) -> WholeWeight:
-        """What this rank holds of the weight that a sample was drawn from."""
+        """This rank's part of the weight that a sample was drawn from."""
         visible = _own_part(parameter, sample)
         completes = {entry.key: entry.completes for entry in layout.weights}
         components = [

@@ -1,4 +1,4 @@
-"""From sums by block to estimated totals by layer, and from those of all that is watched to one table.
+"""From sums by block to estimated totals by layer, and from all parts to one table.
 
 Keys are the catalogue's; the rows and columns of each part find their places by name.
 """
@@ -71,7 +71,7 @@ BASE_STATISTICS: Final = (*_FIXED, *_BASE, *interval_keys(_ratios_of(_BASE)), UN
 
 @dataclass(frozen=True)
 class BlockTotals:
-    """What the blocks of a bucket add up to, before its tensors are told apart.
+    """The sums over a bucket's blocks, before they are split by tensor.
 
     by_block: tables [statistic][block], with the same rows whatever the step; by_tensor: [statistic][tensor].
     """
@@ -81,7 +81,7 @@ class BlockTotals:
 
 
 def measure_tile(view: StepView) -> list[Sums]:
-    """What each measure adds up of a tile, but for those of what its view does not have."""
+    """The sums of each measure over a tile, except measures whose input the view lacks."""
     found = []
     for name, measure in MEASURES.items():
         if name not in OPTIONAL or getattr(view, OPTIONAL[name]) is not None:
@@ -115,7 +115,7 @@ def _concatenated(tables: Sequence[Table[Tensor]]) -> Table[Tensor]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the rows of a bucket's table mean: made once for the keys that its statistics have.
+    """The meaning of the rows of a bucket's table, made once for the keys of its statistics.
 
     `factor` fp64 [rows, tensors] turns sums over the sample into estimated totals; NaN: the bucket cannot know it.
     `numerators` and `denominators` int64 [ratios]: which of the sums by block a ratio is made of, elements with
@@ -153,7 +153,7 @@ class SampleSizes:
         self._rows: dict[tuple[tuple[Axis, ...], frozenset[str]], _Rows] = {}
 
     def rows(self, blocks: BlockTotals, missing: frozenset[str]) -> _Rows:
-        """The rows of a table of these sums; `missing` is what the step lacked of what they need."""
+        """The rows of a table of these sums; `missing`: the required inputs that the step lacked."""
         tables = (*blocks.by_block, *blocks.by_tensor)
         name = tuple([table.statistics for table in tables]), missing
         known = self._rows.get(name)
@@ -186,8 +186,8 @@ class SampleSizes:
         return from_host(torch.tensor(values, dtype=torch.int64), self.scale.device)
 
     def factors(self, keys: Sequence[str], missing: frozenset[str] = frozenset()) -> Tensor:
-        """What turns sums over the sample under these keys into estimated totals, fp64 [rows, tensors]; NaN where
-        the statistic needs something that is `missing`."""
+        """The factors from sums over the sample to estimated totals, fp64 [rows, tensors]; NaN if the statistic
+        needs a `missing` input."""
         found = []
         for key in keys:
             entry = statistic(key)
@@ -202,9 +202,9 @@ def estimated_totals(
 ) -> Table[Tensor]:
     """Estimated totals of one measured step, [statistic][layer].
 
-    Sums and counts are multiplied by elements / sampled, but for those that the catalogue calls raw. What needs
-    something that is `missing`, an intended update or a gradient, is NaN. missed: `missed_share` fp64 [tensors]. No
-    synchronisation.
+    Sums and counts are multiplied by elements / sampled, but for those that the catalogue calls raw. Statistics
+    that need a `missing` input, the intended update or the gradient, are NaN. missed: `missed_share` fp64
+    [tensors]. No synchronisation.
     """
     rows = sizes.rows(blocks, missing)
     counts = next(table for table in blocks.by_block if "lost" in table.statistics)
@@ -238,7 +238,7 @@ class TableUnion:
     def of(self, parts: Sequence[Table[Tensor]]) -> Table[Tensor]:
         """All parts in one table, on the first one's device; NaN where no part says anything, a later part wins.
 
-        Layers that are watched stand there whether reported or not. No synchronisation, once the places of a part's
+        Watched layers are included whether reported or not. No synchronisation, once the places of a part's
         rows and columns are known on the device.
         """
         device = parts[0].array.device if parts else torch.device("cpu")

@@ -1,7 +1,7 @@
 """A tensor with a sparse gradient, measured where the step touches it: nothing moves elsewhere.
 
-`plan.py` makes a `TouchedBucket` of such a tensor. Of `Bucket` it overrides what the rows decide: `gather_before`,
-`measure`, `look_at_whole` and what is remembered of a step.
+`plan.py` makes a `TouchedBucket` of such a tensor. It overrides the parts of `Bucket` that depend on the rows:
+`gather_before`, `measure`, `look_at_whole` and the memory of a step.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TouchedRows:
 
     @staticmethod
     def _places(number: Tensor, chosen: int, count: int, width: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each of the blocks: its row's rank among the chosen ones, its turn in it, and each row's turns."""
+        """For each block: its row's rank among the chosen ones, its turn in that row, and each row's turns."""
         rows = number.clamp(1, chosen)
         slot = torch.arange(count, device=number.device)
         turns = (count // rows).clamp(max=-(-width // block))
@@ -84,7 +84,7 @@ class TouchedRows:
 
 
 class _TouchedLayout(BlockLayout):
-    """A layout whose sample is drawn anew before each step. Slots without an element hold zeros."""
+    """A layout whose sample is drawn again before each step. Slots without an element hold zeros."""
 
     def __init__(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> None:
         super().__init__(samples, parameters)
@@ -105,7 +105,7 @@ class _TouchedSizes(SampleSizes):
         self.elements.fill_(elements)
 
     def follow(self, rows: TouchedRows) -> None:
-        """Take over how much was touched, and how much of that is looked at."""
+        """Take over how many elements were touched, and how many of them are measured."""
         self.sampled = rows.held.sum().to(torch.float64).view(1)
         self.blocks = rows.held.any(1).sum().to(torch.float64).view(1)
         self.factor = population_factor(self.blocks, rows.population.view(1))
@@ -142,7 +142,7 @@ class TouchedBucket(Bucket):
 
     @property
     def rows(self) -> TouchedRows:
-        """The rows that the step touches which was gathered last."""
+        """The rows that the last gathered step touches."""
         assert self.layout.touched is not None
         return self.layout.touched
 
@@ -155,7 +155,7 @@ class TouchedBucket(Bucket):
         """Nothing: the next step looks at other elements."""
 
     def look_at_whole(self, optimizer: Optimizer) -> None:
-        """Nothing: a sparse gradient is known whole, and so is what is touched."""
+        """Does nothing: a sparse gradient is known completely, and so are the touched rows."""
 
     def measure(
         self, optimizer: Optimizer, scale: Tensor | None, *, counterfactuals: bool = False

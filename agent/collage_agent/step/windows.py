@@ -91,7 +91,7 @@ class Windows:
 
     @property
     def is_open(self) -> bool:
-        """Whether a window is open, so that writes by others matter."""
+        """Whether a window is open, so that external writes matter."""
         return bool(self._open)
 
     def discard(self) -> None:
@@ -99,7 +99,7 @@ class Windows:
         self._open = {}
 
     def plan_anew(self) -> None:
-        """Discard the open windows, and gather what is stepped into buckets anew before the next one."""
+        """Discard the open windows, and plan the buckets again before the next one."""
         self.discard()
         self._signature = None
 

@@ -1,4 +1,4 @@
-"""Averages of the weights: which tensors of whose classes they are, what updates them, and by how much."""
+"""Averages of the weights: their tensors and classes, the calls that update them, and the decay."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class AveragedTensor:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What tensors that are gathered together agree in."""
+        """The properties that tensors gathered together share."""
         weight, average = local_part(self.weight), local_part(self.average)
         return weight.device, weight.dtype, average.device, average.dtype, type(self.weight), type(self.average)
 
 
 def method_of(average: object) -> str | None:
-    """The method that updates the average, where its class is one that is known, or made like one."""
+    """The method that updates the average, if its class is a known one or similar."""
     if isinstance(average, AveragedModel):
         return "update_parameters"
     if hasattr(average, "shadow_params") and callable(getattr(average, "step", None)):
@@ -63,7 +63,7 @@ def _module_in(average: object) -> nn.Module | None:
 
 
 def share_of(average: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Share:
-    """1 − decay of the update that is made; None where nobody can know it but the function that makes it."""
+    """1 − decay of the current update; None if only the averaging function knows it."""
     if isinstance(average, AveragedModel):
         return _share_of_averaged_model(average)
     if hasattr(average, "shadow_params"):
@@ -76,7 +76,7 @@ def share_of(average: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sh
 
 
 def _share_of_averaged_model(average: AveragedModel) -> Share:
-    """By torch's own averaging functions; what others do is not known. Reads no device."""
+    """Known for torch's own averaging functions only. Reads no device."""
     function: Any = average.multi_avg_fn or average.avg_fn
     made_by = "" if function is None else getattr(function, "__qualname__", "").partition(".")[0]
     if function is None or (function.__module__ == AveragedModel.__module__ and "swa" in made_by):
@@ -94,7 +94,7 @@ def _share_of_function(function: Any) -> float | None:
 
 
 def averaged(average: object, model: nn.Module, given: Sequence[Tensor]) -> tuple[list[AveragedTensor], list[str]]:
-    """The weights of the model that the average holds, each with its average, and what is left out.
+    """The model's weights with their averages, and the weights left out.
 
     Modules and mappings go by name, sequences by the order of the model's parameters, or of the trained ones.
 
@@ -128,7 +128,7 @@ def averages_now(average: object, tensors: Sequence[AveragedTensor]) -> list[Ten
 
 
 def _held(average: Any) -> Any:
-    """What holds the averaged tensors: a module, a mapping or a sequence."""
+    """The container of the averaged tensors: a module, a mapping or a sequence."""
     inner = _module_in(average) if method_of(average) in ("update", "update_parameters") else average
     return getattr(inner, "shadow_params", inner)
 

@@ -26,7 +26,8 @@ class DataParallel:
 
 
 def stepping_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that steps this rank's tensors: the inner one of a wrapper that copies back, else itself."""
+    """The optimizer that steps this rank's tensors: the inner one of a wrapper that copies back, otherwise
+    itself."""
     if not any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         return optimizer
     inner = getattr(optimizer, "optim", None)

@@ -41,7 +41,7 @@ class SubGroup:
 def sub_groups(model: nn.Module, optimizer: Optimizer) -> list[SubGroup]:
     """The partitions that DeepSpeed shows to this optimizer, in the order of their steps; none elsewhere.
 
-    Read from what DeepSpeed keeps on each weight; nothing communicates.
+    Read from DeepSpeed's links on each weight, without communication.
 
     Raises:
         ValueError: a weight is partitioned over a part of the ranks, or a partition is not in memory.

@@ -27,7 +27,8 @@ def placed_alike(parameter: Tensor, gradient: Tensor | None) -> bool:
 
 
 def rows_of_a_shard(parameter: Any) -> int | None:
-    """Along the first dimension, the length of each shard but the last ones; None: it is sharded in another way."""
+    """The length along the first dimension of each shard but the last ones; None if it is sharded in another
+    way."""
     placements = getattr(parameter, "placements", None)
     if placements is None:
         return None

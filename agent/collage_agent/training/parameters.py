@@ -1,4 +1,4 @@
-"""Which parameters are watched, what they are called, and what becomes of them when parameter groups change."""
+"""Which parameters are watched, their names, and how they follow changes of parameter groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONGEST_NAME: Final = 512
 class WatchedParameter:
     """One parameter tensor (this rank's shard of it) under its fully qualified name.
 
-    stepped: whether the optimizer still has it; where not, `group` is the group that it was in.
+    stepped: whether the optimizer still has it; if not, `group` is its former group.
     """
 
     name: str
@@ -50,11 +50,11 @@ class WatchedParameter:
 def watched_parameters(
     model: nn.Module, optimizer: Optimizer, options: WatchOptions, sharding: Sharding
 ) -> tuple[list[WatchedParameter], list[str]]:
-    """The parameters that the optimizer steps and the options select, in the model's order; and what was left out.
+    """The parameters that the optimizer steps and the options select, in the model's order; and those left out.
 
-    A tied weight counts once, under its first name. Parameters that the model does not know are called
-    `group0.1` (group, position). float64 parameters are not measurable: their own rounding is fp64's. Shards that
-    are empty on this rank are among them, so that every rank announces the layer.
+    A tied weight counts once, under its first name. Parameters outside the model are called `group0.1` (group,
+    position). float64 parameters are not measurable: their own rounding is fp64's. Shards that are empty on this
+    rank are among them, so that every rank announces the layer.
     """
     groups = {
         id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
@@ -81,8 +81,8 @@ def regrouped(
 ) -> tuple[list[WatchedParameter], list[WatchedParameter]]:
     """The watched parameters in their places after groups have changed, and those found that are new.
 
-    members: the identities of each group's parameters. What the optimizer no longer has is not stepped; where its
-    name is that of a new parameter, it makes way for that one.
+    members: the identities of each group's parameters. A parameter that the optimizer no longer has is not stepped.
+    A new parameter of the same name replaces it.
     """
     groups = {identity: index for index, group in enumerate(members) for identity in group}
     kept = [

@@ -1,4 +1,4 @@
-"""Steps that a loss scaler left out because a gradient was not finite, counted without waiting for a device."""
+"""Counts steps that a loss scaler skipped because a gradient was not finite, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def most_skipped(counters: Iterable[SkippedSteps]) -> float | Tensor | None:
 
 
 def loss_scaling(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
-    """(what the gradients are to be divided by, whether the step is skipped) of a loss scaler, None without one."""
+    """(divisor of the gradients, whether the step is skipped) of a loss scaler, None without one."""
     scale, skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     return (
         scale if isinstance(scale, Tensor) else None,
@@ -78,7 +78,7 @@ _LISTENING: Final[weakref.WeakSet[SkippedSteps]] = weakref.WeakSet()
 
 
 def _listen(counter: SkippedSteps) -> None:
-    """Have the scaler's `step`, wrapped once a process, tell whether the optimizer was called from it."""
+    """Wrap the scaler's `step`, once per process, to see whether the optimizer was called from it."""
     _LISTENING.add(counter)
     original: Any = torch.amp.GradScaler.step
     if getattr(original, "tells_of_skipped_steps", False):

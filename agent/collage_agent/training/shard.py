@@ -1,4 +1,4 @@
-"""What one rank holds of one tensor."""
+"""One rank's part of one tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Piece", "Shard"]
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank holds of one tensor.
+    """This rank's part of one tensor.
 
     shape: the whole tensor's. elements: of the shard, 0 for an empty one. number: which shard it is, 0 for a whole
     tensor. replica: which of the ranks that hold the same elements this one is. start: where in the flattened

@@ -1,8 +1,8 @@
 """How parameters are spread over ranks: which part of a tensor lives here, of which shape, and which replica it is.
 
 Read from the wrappers themselves, on each rank for itself: nothing here communicates. Each sharding system has a
-file of its own: `ddp`, `dtensors` (FSDP2, tensor parallelism), `fsdp` (the first), `deepspeed`. Megatron leaves no
-more to read than which weight an optimizer's tensor stands for: `stand_ins`.
+file of its own: `ddp`, `dtensors` (FSDP2, tensor parallelism), `fsdp` (the first), `deepspeed`. With Megatron one
+can only read which weight an optimizer's tensor stands for: `stand_ins`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _PLAIN: Final = (Tensor, Parameter)
 
 
 def stand_ins(model: nn.Module, optimizer: Optimizer) -> dict[int, tuple[str, Tensor, str]]:
-    """By identity of what an optimizer steps in a weight's place: the weight's name, itself, its module's type.
+    """By identity of the tensor that an optimizer steps instead of a weight: the weight's name, the weight, its
+    module's type.
 
     Megatron's optimizers step fp32 copies, which a weight has as `main_param`, or flat pieces of the weight's own
     memory. Reads addresses only.
@@ -63,8 +64,8 @@ def stand_ins(model: nn.Module, optimizer: Optimizer) -> dict[int, tuple[str, Te
 class Sharding:
     """The shards of a model's parameters on this rank, looked up once at attach. Synchronises nothing.
 
-    `mixed_precision` names the dtypes that the shards are cast to for the forward pass. `sub_group` is what
-    there is of an optimizer that DeepSpeed shows one partition at a time.
+    `mixed_precision` names the dtypes that the shards are cast to for the forward pass. `sub_group`: the part of an
+    optimizer that DeepSpeed shows at a time.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, sub_group: SubGroup | None = None) -> None:

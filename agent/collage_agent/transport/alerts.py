@@ -1,4 +1,4 @@
-"""Hears of alerts: asks the server now and then what fires of a run, and calls back, in a thread of its own."""
+"""Hears of alerts: polls the server for a run's alerts, and calls back, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LOG: Final = logging.getLogger("collage_agent")
 class AlertListener:
     """Calls each callback once for each incident that fires while it listens, oldest first.
 
-    It never raises, and never touches the training thread: a callback runs in this listener's own thread. A server
-    that is away is asked again at the next turn. `token` is asked before each request, `over` ends it.
+    It never raises, and never touches the training thread: a callback runs in this listener's own thread. If the
+    server is away, the next poll asks again. `token` is asked before each request, `over` ends it.
     """
 
     def __init__(

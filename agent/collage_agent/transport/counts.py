@@ -1,4 +1,4 @@
-"""What became of a process's reports: the one object that counts them."""
+"""The one object that counts the outcomes of a process's reports."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Place = Literal["pending", "spooled", "sent", "dropped"]
 class ReportCounts:
     """Each report is in one place: made = pending + spooled + sent + dropped, at any moment and for any thread.
 
-    A report counts from the moment at which its step is first reported on the training thread: first as one for
-    the step, and as several once it turns out that one does not hold everything.
+    A report counts as soon as its step is first reported on the training thread: first as one for the step, later
+    as several if one cannot hold everything.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,8 @@ class ReportCounts:
             self._places["pending"] += reports
 
     def move(self, reports: int, source: Place, target: Place, reason: str = "") -> None:
-        """From one place to another, never more than are there; `reason` says why they were dropped."""
+        """Move reports from one count to another, never more than there are; `reason` says why they were
+        dropped."""
         with self._lock:
             moved = min(reports, self._places[source])
             self._places[source] -= moved

@@ -38,7 +38,7 @@ _MADE_IN_A_RUN: Final = ("attempt", "stream")
 class Delivery:
     """Takes envelopes in order and never raises.
 
-    While anything waits in the spool, newer envelopes queue up behind it, so the server sees one order. A report is
+    While the spool holds envelopes, newer ones queue up behind them, so the server sees one order. A report is
     done with once it is acknowledged or counted as dropped; the next batch of its stream then names its seq as a
     gap, so that the server does not wait for it. Without a transport everything stays in the spool.
     """
@@ -118,7 +118,7 @@ class Delivery:
         return max(0.0, self._next_try - self._clock())
 
     def _deliver(self, envelope: Envelope) -> Envelope | None:
-        """What must be sent again later; None when all is done with: acknowledged, or refused and counted."""
+        """The envelope to send again later; None when all of it is acknowledged, or refused and counted."""
         if self._discard(envelope):
             return None
         answer = self._answer(self._with_gaps(envelope))
@@ -140,7 +140,7 @@ class Delivery:
         return None
 
     def _answer(self, envelope: Envelope) -> BatchAnswer | ServerRefusal | None:
-        """The server's last word on a message; None, and sending pauses, when it must be sent again later."""
+        """The server's final answer to a message; None, and sending pauses, if it must be sent again later."""
         assert self._transport is not None
         try:
             return self._transport.send(envelope, self._wait)
@@ -181,7 +181,7 @@ class Delivery:
         return self._answer(self._with_gaps(envelope))
 
     def _deliver_halves(self, envelope: Envelope, body: ReportBatch) -> Envelope | None:
-        """As `_deliver`; what follows a half that must be sent later waits with it."""
+        """As `_deliver`; if one half must be sent later, later envelopes wait with it."""
         middle = len(body.reports) // 2
         first = msgspec.structs.replace(body, reports=body.reports[:middle])
         second = msgspec.structs.replace(body, reports=body.reports[middle:], gaps=[])
@@ -211,7 +211,7 @@ class Delivery:
         self._count(envelope.report_count - len(answer.rejected), "sent")
 
     def _count(self, reports: int, target: Place, reason: str = "") -> None:
-        """Count what became of reports, new ones or ones from the spool."""
+        """Count the outcome of reports, new ones or ones from the spool."""
         source: Place = self._source
         if self.spool.taken_over and source == "spooled":
             # Reports that another process left are not counted yet.

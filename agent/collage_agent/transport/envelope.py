@@ -1,4 +1,4 @@
-"""What the delivering side sends, and the one seam through which it leaves, with its double in memory."""
+"""Envelopes, the interface of the transports that send them, and a transport in memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Envelope:
 
     @property
     def kind(self) -> Kind:
-        """Which of the five messages this is."""
+        """The kind of message, one of five."""
         return _KINDS[type(self.body)]
 
     @property
@@ -106,8 +106,8 @@ class Transport(Protocol):
     def send(self, envelope: Envelope, wait: Callable[[float], bool]) -> BatchAnswer:
         """Deliver one message and return the server's answer (an empty one for anything but reports).
 
-        The message is acknowledged when this returns, and only then. Waiting between tries goes through `wait`,
-        which returns True when the run is ending and no more waiting is wanted.
+        The message is acknowledged when this returns, and only then. Waits between tries call `wait`, which returns
+        True when the run is ending and waiting should stop.
 
         Raises:
             ServerUnreachable, Unavailable: the same message may be taken later.

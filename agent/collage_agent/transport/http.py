@@ -33,8 +33,8 @@ class HttpTransport:
     """POSTs messages to one server with a bearer token.
 
     `token` is asked before each request, because a local server may make its token after the run began. With
-    `check_first` nothing is sent on a new connection before a Collage Monitor server has answered there: for an
-    address that nobody gave.
+    `check_first` nothing is sent on a new connection until a Collage Monitor server has answered there, for an
+    address that was only guessed.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class HttpTransport:
             ) from error
 
     def _tell_unknown_statistics(self, response: httpx.Response) -> None:
-        """Log once each what the server's catalogue lacks: it drops those totals, and takes the others."""
+        """Log each statistic that the server's catalogue lacks, once; the server drops its totals."""
         with contextlib.suppress(WireError):
             unknown = decode_message(response.content, Stream, JSON).unknown_statistics
             if fresh := [name for name in unknown if name not in self._unknown_statistics]:

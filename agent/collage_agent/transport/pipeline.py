@@ -31,11 +31,11 @@ FinalState = Literal["finished", "failed"] | None
 
 
 class DeliveryPipeline:
-    """Delivers what the training thread leaves in its `queue`; everything slow happens on a thread of its own.
+    """Delivers the entries of its `queue` on a thread of its own; the training thread only adds them.
 
-    The thread starts with `begin`, or with the first step in the queue. A given transport is used as it is;
-    otherwise online mode makes one for the server, which then also gets what earlier processes left in the same
-    folder. Offline mode has none.
+    The thread starts with `begin`, or with the first step in the queue. A given transport is used as it is.
+    Otherwise online mode makes one for the server, which then also gets the reports of earlier processes in the
+    same folder. Offline mode has none.
     """
 
     def __init__(

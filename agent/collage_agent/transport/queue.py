@@ -79,7 +79,8 @@ class AttemptStart:
 
 @dataclass(frozen=True)
 class WatchChange:
-    """What is said of the `watch_index`-th watch has changed between measured steps. Never dropped, not counted."""
+    """The description of the `watch_index`-th watch has changed between measured steps. Never dropped, not
+    counted."""
 
     layout: Layout
     watch_index: int
@@ -132,7 +133,7 @@ _CONTROL: Final = (AttemptStart, WatchChange)
 
 @dataclass
 class StepItems:
-    """What was measured and logged of one step, one after the other: a report, as a rule."""
+    """The measurements and logged values of one step, in order: usually one report."""
 
     items: list[Item] = field(default_factory=list)
     size_bytes: int = 0
@@ -163,7 +164,8 @@ class StepItems:
         self.size_bytes += item.size_bytes
 
     def join(self, later: StepItems, most_items: int) -> None:
-        """Take in what was logged later at the same step: of each name the last word counts, the others go."""
+        """Add values logged later at the same step: the last value of each name counts, and earlier ones are
+        dropped."""
         logged_later: set[str] = set()
         kept: list[Item] = []
         for item in reversed([*self.items, *later.items]):
@@ -176,9 +178,10 @@ class StepItems:
 
 
 class BoundedQueue:
-    """First in, first out, at most `steps` steps and `size_bytes` bytes; what does not fit is counted as dropped.
+    """First in, first out, at most `steps` steps and `size_bytes` bytes; entries that do not fit are counted as
+    dropped.
 
-    The newest step stays for `open_seconds`, so that what is logged of it later joins the same report.
+    The newest step stays for `open_seconds`, so that values logged for it later join the same report.
     The lock is held for a few operations only, by both sides, so the training thread never waits for the network,
     the disk or the device.
     """

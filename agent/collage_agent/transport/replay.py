@@ -53,7 +53,7 @@ class Replay:
         """Whether the current spool belongs to this run.
 
         Its attempt is older than this process's, and the server orders attempts by arrival: if this process's
-        attempt arrived first, the older one would hide it. A second writer's never hides a training's.
+        attempt arrived first, the older one would hide it. A second writer's attempt never hides a training's.
         """
         self._open_next()
         if self.current is None or self.current.spool.path.parent != self._own.parent:
@@ -106,7 +106,7 @@ class Replay:
 
 @dataclass
 class SpoolOutcome:
-    """What became of one spool file."""
+    """The outcome of one spool file."""
 
     run_id: str
     stream_id: str
@@ -117,7 +117,7 @@ class SpoolOutcome:
 
 @dataclass
 class ReplayOutcome:
-    """What became of a folder's spools. `in_use` counts those whose process lives, and so sends them itself."""
+    """The outcome of a folder's spools. `in_use` counts spools whose process is alive and sends them itself."""
 
     spools: list[SpoolOutcome] = field(default_factory=list)
     in_use: int = 0

@@ -1,8 +1,8 @@
 """What could not be sent yet, on disk: an append-only file per process, read in order, safe against a torn end.
 
 A file is a magic line and records of msgpack envelopes. It is written without a buffer, so a killed process loses
-nothing that was appended. While its writer lives it holds a lock on the file; a file that nobody holds was left
-behind and is sent by whoever takes it over.
+nothing that was appended. While its writer lives it holds a lock on the file. A file without a lock was left
+behind, and the process that takes it over sends it.
 
 A record is a mark, the payload's length, its CRC-32, and the payload, little-endian. Byte 0xC1 is never written by
 msgpack, so the mark is rare in a payload, and where it does occur the checksum tells: records are found again
@@ -165,7 +165,7 @@ class SpoolFile:
             self._read_at = self._end = len(_MAGIC)
 
     def leave(self, left: Envelope) -> None:
-        """Of the envelope from `peek`, only what is `left` is still to be dealt with: the last of its reports."""
+        """Only the last `left` reports of the envelope from `peek` remain to be sent."""
         if isinstance(left.body, ReportBatch) and left.body.reports:
             self._left = left.stream_id, left.body.reports[0].seq
 
@@ -201,7 +201,7 @@ class SpoolFile:
         self._skipped = True
 
     def _notice_missing(self, envelope: Envelope) -> None:
-        """What stood between the last readable report and this one was lost with the damage."""
+        """The reports between the last readable one and this one are lost."""
         if not isinstance(envelope.body, ReportBatch) or not envelope.body.reports:
             return
         numbers = [report.seq for report in envelope.body.reports]
@@ -213,7 +213,7 @@ class SpoolFile:
         self._skipped = False
 
     def _rest(self, envelope: Envelope) -> Envelope:
-        """The envelope without reports that are dealt with, whose server then knows its gaps, too."""
+        """The envelope without the reports that are done, whose gaps the server then knows, too."""
         body = envelope.body
         if self._left is None or self._left[0] != envelope.stream_id or not isinstance(body, ReportBatch):
             return envelope
@@ -223,7 +223,7 @@ class SpoolFile:
         return replace(envelope, body=msgspec.structs.replace(body, reports=reports, gaps=[]))
 
     def _shorten(self) -> list[ReportGap]:
-        """Rewrite the file without what was read and, where that is not enough, without the older half.
+        """Rewrite the file without the read part and, if that is not enough, without the older half.
 
         Registrations stay: without them the server could not place what follows. A batch without reports takes the
         place of what was removed: it names those reports as gaps, beside the gaps that they carried.
@@ -262,7 +262,7 @@ class SpoolFile:
         return given_up
 
     def _rewrite(self, source: int, first: list[bytes], cut: int) -> None:
-        """Replace the file by one with these records and what stands behind `cut`, under the same lock."""
+        """Replace the file by one with these records and the rest behind `cut`, under the same lock."""
         target = os.open(self._shorter_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             _lock(target)
@@ -331,7 +331,7 @@ def _lock(descriptor: int) -> bool:
 
 @dataclass(frozen=True)
 class _Record:
-    """A whole record: where it begins and ends in the file, and what it holds."""
+    """A whole record: its begin and end in the file, and its payload."""
 
     begin: int
     end: int

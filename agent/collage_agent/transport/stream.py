@@ -1,4 +1,4 @@
-"""What one stream sends: registrations of run, attempt and stream, then each step as a numbered report."""
+"""The messages of one stream: registrations of run, attempt and stream, then each step as a numbered report."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ _CLOCK_WAS_SET_SECONDS = 1.0
 class StreamSender:
     """Registers run, attempt and stream, and sends what the queue gives. Belongs to the worker thread.
 
-    The attempt begins with the watched optimizer's first step, or with a logged one: logging hides no more than
-    what was logged under the same name. What is logged without a step before the watched optimizer's first one
-    waits for it, to stand just before it; without a watch for the second such call. Where training goes back to an
-    earlier step, a new attempt begins with a stream of its own.
+    The attempt begins with the watched optimizer's first step, or with a logged one: logging hides only values
+    logged under the same name. Values logged without a step, before the watched optimizer's first step, wait for it
+    and get the step just before it. Without a watch they wait for the second such call. If training goes back to an
+    earlier step, a new attempt begins with its own stream.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StreamSender:
         self._failed = False
 
     def register_run(self, resume: Resume) -> None:
-        """Create the run on the server, or resume it; who writes beside the training leaves it as it is."""
+        """Create the run on the server, or resume it; a second writer leaves it unchanged."""
         settings = self._settings
         if self._identity.role is not None:
             return
@@ -105,7 +105,7 @@ class StreamSender:
         )
 
     def take(self, entries: Iterable[StepItems]) -> None:
-        """Send what the training thread left, in order."""
+        """Send the training thread's entries, in order."""
         ready: list[StepItems] = []
         for entry in entries:
             first = entry.items[0]
@@ -127,7 +127,7 @@ class StreamSender:
         self._send_steps(ready)
 
     def finish(self, state: Literal["finished", "failed"] | None) -> None:
-        """Send what was held, and mark the run as `state` (None leaves it: another process speaks for the run)."""
+        """Send the waiting values, and mark the run as `state` (None leaves it to another process)."""
         self._send_steps(self._waited())
         dropped = self._dropped
         if self._first_step is not None and dropped > self._reported_dropped and self._delivery.stopped is None:
@@ -165,13 +165,13 @@ class StreamSender:
         self._register_stream()
 
     def _must_wait(self, item: Item) -> bool:
-        """Whether nobody knows yet where scalars without a step of their own belong."""
+        """Whether the step of scalars without one is still unknown."""
         return self._watched_from is None and (item.step is None or (_is_counted(item) and not self._counting))
 
     def _wait(self, entry: StepItems) -> list[StepItems]:
-        """Keep scalars that must wait; returns what no longer has to.
+        """Keep scalars that must wait; returns those that no longer have to.
 
-        Those without any step will all stand at one: of each name the last word counts, so that few are kept.
+        Those without any step will all stand at one: only the last value of each name is kept.
         """
         step = entry.items[0].step
         mate = next((held for held in self._waiting if held.items[0].step == step), None)
@@ -184,7 +184,7 @@ class StreamSender:
         return self._waited() if self._counting else []
 
     def _waited(self) -> list[StepItems]:
-        """What waited, with times that do not go back behind what was sent meanwhile."""
+        """The values that waited, with times no earlier than those already sent."""
         waited, self._waiting = self._waiting, []
         for entry in waited:
             entry.items = [
@@ -194,7 +194,7 @@ class StreamSender:
         return waited
 
     def _with_step(self, item: Item) -> Item:
-        """The item with a step: what was logged before the first step gets the step just before it."""
+        """The item with a step: values logged before the first step get the step just before it."""
         if not isinstance(item, LoggedScalars):
             return item
         begin = self._first_step if self._watched_from is None else self._watched_from
@@ -320,7 +320,7 @@ class ReportMaker:
         return list(self._rows)
 
     def declare(self, layout: Layout, watch_index: int) -> bool:
-        """Take over rows and columns of a layout; True when the stream must be registered anew."""
+        """Take over rows and columns of a layout; True when the stream must be registered again."""
         if self._known.get(watch_index) is layout:
             return False
         self._known[watch_index] = layout

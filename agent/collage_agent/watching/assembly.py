@@ -43,8 +43,8 @@ _MANY_LAYERS: Final = 2_000
 class Assembly:
     """Joins what the hooks of one watch measured of an iteration, and hands it to the reporter.
 
-    `last` is the newest measurement; `last_occasional` the newest by keys that not every step reports; `history`
-    holds all of them, merged; `layout` says what their rows and columns mean. Errors end in the guard.
+    `last` is the newest measurement; `last_occasional` the newest for keys that not every step reports; `history`
+    holds all of them, merged; `layout` gives the meaning of their rows and columns. Errors end in the guard.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Assembly:
 
     @property
     def info(self) -> wire.WatchInfo:
-        """What is watched and how, as it travels."""
+        """The description of the watch in wire form."""
         notes = [*([self._guard.reason] if self._guard.reason else []), *failures()]
         info = joined([hooks.info(notes) for hooks in self._hooks])
         if self._contract is None:
@@ -93,7 +93,7 @@ class Assembly:
 
     @property
     def external_writes(self) -> int:
-        """How often our optimizers found a weight changed by somebody else; other libraries' do not look."""
+        """How often our optimizers found an externally changed weight; other libraries' do not check."""
         found = 0
         for hooks in self._hooks:
             if isinstance(hooks.stepping, CollageOptimizer):
@@ -185,7 +185,7 @@ class Assembly:
             self._reporter.measured(last)
 
     def _held_to(self, contract: Contract, layout: Layout, step: int, table: Table[Tensor]) -> Layout:
-        """The step beside what is expected; the layout, made anew where it now has to tell of a breach."""
+        """Check the step against the expectations; returns the layout, rebuilt if it must report a new breach."""
         if self._looked_at is not layout:
             contract.look_at(layout, step)
         contract.measured(table.array, step)
@@ -222,13 +222,13 @@ class Assembly:
         return scalars
 
     def layout_after_look(self) -> Layout | None:
-        """The layout made anew, where a look has found since that steps are unseen; None: nothing is to be told."""
+        """The layout, rebuilt if a look has found unseen steps since; None if there is nothing new."""
         known = self.layout
         layout = None if known is None else self._current_layout()
         return None if layout is known else layout
 
     def _current_layout(self) -> Layout:
-        """What rows and columns mean now: made anew only where something has come, or is said, since."""
+        """What rows and columns mean now: rebuilt only if something has changed since."""
         layout, union, closures, changes = self.layout, self._union, False, 0
         seen_by = list[SeenBy]()
         for hooks in self._hooks:

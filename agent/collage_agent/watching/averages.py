@@ -39,7 +39,7 @@ THINNED: Final = 10
 
 
 class ModelWatch(Protocol):
-    """What an average needs of the watch of its model, which reports it."""
+    """The interface of the model's watch that an average needs to be reported."""
 
     model: nn.Module
     options: WatchOptions
@@ -57,9 +57,9 @@ class ModelWatch(Protocol):
 class AverageWatch:
     """A watched average: `remove()` ends it, `summary()` gives the numbers, printing it says what they mean.
 
-    An update is noticed where a known class makes it. Of other averages say so with `before()` and `after()`, or it
-    is noticed when the optimizer next steps, by torch's count of writes to the averaged tensors: writes through
-    `.data` are not counted.
+    An update is noticed where a known class makes it. For other averages call `before()` and `after()`. Otherwise
+    an update is noticed at the optimizer's next step, by torch's count of writes to the averaged tensors, which
+    misses writes through `.data`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class AverageWatch:
         thins: bool = False,
         found: bool = False,
     ) -> None:
-        """given: the weights that its tensors are averages of, in their order; left out: those of the model.
+        """given: the averaged weights, in order; left out: the model's other weights.
 
         thins: after a while, measure a tenth of the updates that `every` names. found: nobody passed it.
         """
@@ -160,7 +160,7 @@ class AverageWatch:
             self.remove()
 
     def take(self, layers: Axis) -> list[Table[Tensor]]:
-        """What was measured since the last call, of these layers: a table for each part of it."""
+        """The measurements of these layers since the last call: a table for each part."""
         taken, self._pending = self._pending, []
         return [self._of(table, layers) for table in taken]
 
@@ -179,7 +179,7 @@ class AverageWatch:
 
     @property
     def bytes(self) -> float:
-        """Of the buffers kept between updates."""
+        """Bytes of the buffers kept between updates."""
         return 0.0 if self._meter is None else self._meter.bytes
 
     def summary(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class AverageWatch:
             self._guard.caught("looking at an average of the weights", error)
 
     def _announced(self, average: object) -> None:
-        """An update is about to be made; whoever wrote to the average since the last one set it anew."""
+        """An update is about to be made; a write to the average since the last one counts as a reset."""
         self._look_again(average)
         written = self._written()
         if self._form != self._first_form():
@@ -281,13 +281,13 @@ class AverageWatch:
             self._meter.before()
 
     def _first_form(self) -> list[object]:
-        """Where and in what dtype the first weight and its average lie: moved or cast, they are watched anew."""
+        """Where and in what dtype the first weight and its average lie: moved or cast, they are watched again."""
         first = self._tensors[0]
         return [kind for part in (first.weight, first.average) for kind in (part.device, part.dtype)]
 
     def _written(self) -> tuple[int, int]:
-        """Which tensor the first average is now, and torch's own count of writes to it: there are many, and who
-        writes to one writes to all."""
+        """The first average's present tensor and torch's count of writes to it; it represents all, because they are
+        written together."""
         first = self._tensors[0].average
         return id(first), first._version
 

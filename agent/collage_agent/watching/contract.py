@@ -1,7 +1,7 @@
-"""A training is held to what is expected of it, in every launch.
+"""Checks a training against its expectations, in every launch.
 
-How weights and states are kept is looked at after the first step of each launch, resumed ones included, and again
-whenever states were loaded or parameter groups changed. EDQ and the share of lost updates are looked at on every
+It checks how weights and states are kept after the first step of each launch, resumed ones included, and again
+whenever states are loaded or parameter groups change. EDQ and the share of lost updates are looked at on every
 measured step, over the recent past. An expectation that is broken stays broken for this launch.
 """
 
@@ -40,7 +40,7 @@ _LOG = logging.getLogger("collage_agent")
 class Contract:
     """Expectations of one watch. `broken` says which do not hold.
 
-    windows: lengths over which updates are watched. Where weights are rounded at random one step's lost updates say
+    windows: lengths over which updates are watched. If weights are rounded at random, one step's lost updates say
     nothing: they are looked at over the longest window, and without one not at all, which is said once.
     """
 
@@ -97,7 +97,7 @@ class Contract:
         del self._late[:taken]
 
     def enforce(self) -> None:
-        """Say what is newly broken, once; then go on, or end the training where that was asked for.
+        """Report new breaches once; then continue, or end the training if requested.
 
         Raises:
             ExpectationBroken: on_breach is "raise".

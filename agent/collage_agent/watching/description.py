@@ -50,7 +50,7 @@ def describe(
 ) -> wire.WatchInfo:
     """One optimizer, for `joined`; where groups differ, the larger part speaks and the reason names the rest.
 
-    fitting: the class of ours that takes the same steps. sparse: names of what has sparse gradients.
+    fitting: the class of ours that takes the same steps. sparse: names of parameters with sparse gradients.
     """
     dtypes: Counter[str] = Counter()
     sources: Counter[str] = Counter()
@@ -96,7 +96,7 @@ def describe(
 
 
 def _conversion(optimizer: Optimizer) -> wire.Conversion | None:
-    """The newest of the groups' conversions, by what our optimizers note in them."""
+    """The newest of the groups' conversions, from our optimizers' notes in them."""
     found = [
         wire.Conversion(
             source=str(group[CONVERTED_FROM]), target=str(group["strategy"]), step=int(group[RESIDUALS_FROM])
@@ -110,7 +110,8 @@ def _conversion(optimizer: Optimizer) -> wire.Conversion | None:
 def _kept_alike(
     optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent]
 ) -> list[list[WatchedParameter]]:
-    """What is watched, by how it is kept: one visit of maybe 20,000 states, of which all else looks at a few."""
+    """The watched parameters by their storage: one pass over perhaps 20,000 states, while everything else reads
+    only a few."""
     found: dict[object, list[WatchedParameter]] = {}
     kept, gradients = states_of(optimizer), [intent.composition.gradient for intent in intents]
     for entry in watched:
@@ -186,7 +187,7 @@ def _together(known: Sequence[wire.Fingerprint]) -> wire.Fingerprint | None:
 
 
 def _most_common(counted: Counter[str], otherwise: str) -> str:
-    """What most elements have; a rank may hold none."""
+    """The value that most elements have; a rank may hold none."""
     return counted.most_common(1)[0][0] if counted else otherwise
 
 
@@ -196,7 +197,7 @@ def _fingerprint(
     intents: Sequence[Intent],
     declared: str | None,
 ) -> wire.Fingerprint:
-    """Dtypes as they are now, and what was observed at attach. Reads no value: synchronises no device.
+    """The present dtypes, and the observations at attach. Reads no value: synchronises no device.
 
     kinds: one parameter of those that are kept alike, and the elements of all of them.
     """
@@ -250,7 +251,7 @@ def _layer_rounds_at_random(watched: Sequence[WatchedParameter], intents: Sequen
 def _observed_strategy(
     optimizer: Optimizer, kinds: Sequence[tuple[WatchedParameter, int]], intents: Sequence[Intent]
 ) -> str:
-    """How weights and states are seen to be kept, as a strategy's name; "unknown" where not seen, or mixed.
+    """The observed strategy of weights and states; "unknown" if not observed, or mixed.
 
     kinds: one parameter of those that are kept alike, and the elements of all of them.
     """
@@ -291,7 +292,7 @@ def _strategy_of(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) 
 
 
 def _unexplained(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) -> str | None:
-    """What was seen at attach; where no clone could be watched, integers beside a 16-bit weight are told of."""
+    """The observations at attach; if no clone could be watched, it mentions integers beside a 16-bit weight."""
     if intent.unexplained is not None or intent.kind != "before-after" or not intent.composition.is_plain:
         return intent.unexplained
     state = state_of(optimizer, entry.parameter)
@@ -375,5 +376,5 @@ def _is_cast(key: str, optimizer: Optimizer, watched: Sequence[WatchedParameter]
 def _cast_master(key: str) -> str:
     return (
         f"the master weight {key} has the dtype of the weight: loading a checkpoint with load_state_dict casts it; "
-        "make it anew in fp32 after loading"
+        "make it again in fp32 after loading"
     )

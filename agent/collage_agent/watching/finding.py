@@ -31,8 +31,8 @@ _FOUND: Final = (
 class AverageFinder:
     """The averages that are watched in this process, and the calls of known classes that update them.
 
-    While a model is watched, these classes' averaging methods are wrapped: a call names the average and its model,
-    so that averages are found by what is done with them, and none is taken for another model's.
+    While a model is watched, these classes' averaging methods are wrapped. A call names the average and its model,
+    so averages are found by their use, and never assigned to the wrong model.
     """
 
     def __init__(self, seed: Callable[[], int]) -> None:
@@ -82,7 +82,7 @@ class AverageFinder:
         return handle
 
     def _add(self, average: object, handle: AverageWatch) -> None:
-        """Calls that update it are told to the handle, and its model's watch reports it."""
+        """Its handle is notified of updating calls, and its model's watch reports it."""
         if handle.method is not None:
             if (known := self._handles.get(average)) is not None:
                 known.remove()
@@ -128,7 +128,7 @@ class AverageFinder:
     def _called(
         self, average: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Callable[[bool], None] | None]:
-        """The call's arguments, of which an iterator was made a list, and what to do once it has returned."""
+        """The call's arguments, with iterators turned into lists, and the function to call after it returns."""
         if not any(self._alive(ref) for ref in self._watches) and not any(self._going_on()):
             self.unwrap()
             return args, None

@@ -84,8 +84,8 @@ class Governor:
     def timing(self) -> Iterator[None]:
         """Count the CPU time spent inside as the agent's, and the wall time as `wall_seconds`.
 
-        Torch's own threads, which work or wait for work meanwhile, are counted: what the process used, as far as so
-        many threads can have used it.
+        Torch's own threads, which work or wait for work meanwhile, are included: the CPU that the process used,
+        bounded by the number of threads.
         """
         cpu, process, wall = time.thread_time(), time.process_time(), time.perf_counter()
         try:

@@ -1,4 +1,4 @@
-"""What was measured since attach, in bounded memory: steps are merged with their neighbours as room runs out."""
+"""All measurements since attach, in bounded memory: steps are merged with their neighbours when it is full."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class PastTotals:
 
 
 class GridHistory:
-    """Histograms of |u| / gap of measured steps; where room runs out, every second one goes.
+    """Histograms of |u| / gap of measured steps; when full, every second one is dropped.
 
     They are not merged as other totals are: each is of another rate, and a forecast scales each by its own.
     """
@@ -83,7 +83,7 @@ class GridHistory:
         self._kept: list[tuple[int, Tensor]] = []
 
     def add(self, layout: Layout, steps: Sequence[int], totals: Tensor) -> None:
-        """Keep measured steps, but those between others that are enough. No synchronisation.
+        """Keep measured steps, thinned if there are more than needed. No synchronisation.
 
         totals: [steps, statistics, layers]; a copy of the histograms is kept on its device.
         """
@@ -102,7 +102,7 @@ class GridHistory:
         self.bytes = self._size()
 
     def record(self, strategy: str) -> GridRecord | None:
-        """What a forecast rests on; None before the first step with an intended update. Synchronises the device."""
+        """The input of a forecast; None before the first step with an intended update. Synchronises the device."""
         layout = self._layout
         if layout is None or not self._kept:
             return None
@@ -122,7 +122,7 @@ class GridHistory:
 
 
 class StepHistory:
-    """Measured steps, each a point at first; where room runs out, neighbours are merged, all alike.
+    """Measured steps, each a point at first; when full, all neighbours are merged in the same way.
 
     Adding waits for nothing, and costs a few operations on the tables' device for _TOGETHER measured steps, or so
     many as are _WAITING_BYTES; `past` synchronises the device.
@@ -144,7 +144,7 @@ class StepHistory:
 
     @property
     def bytes(self) -> int:
-        """Memory of the kept totals, but for what the last measured step holds itself."""
+        """Memory of the kept totals, without the last measured step's own."""
         points = sum(point.array.nbytes + point.roots.nbytes for point in (*self._points, *self._unmerged))
         return points + self._grids.bytes + sum(measurement.totals.nbytes for measurement in self._waiting[:-1])
 
@@ -203,7 +203,7 @@ class StepHistory:
         )
 
     def grids(self, strategy: str) -> GridRecord | None:
-        """What a forecast rests on; None before the first step with an intended update. Synchronises the device."""
+        """The input of a forecast; None before the first step with an intended update. Synchronises the device."""
         self._take_in()
         return self._grids.record(strategy)
 

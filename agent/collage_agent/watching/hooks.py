@@ -203,7 +203,7 @@ class OptimizerHooks:
         self.skipped.stop()
 
     def info(self, notes: Sequence[str]) -> wire.WatchInfo:
-        """What is watched of this optimizer and how, in wire form."""
+        """The description of this optimizer's watch, in wire form."""
         described = describe(
             self.stepping,
             self.options,
@@ -271,7 +271,7 @@ class OptimizerHooks:
     def _closure_then_gather(
         self, closure: Callable[[], Any], optimizer: Optimizer, measured: bool
     ) -> Callable[[], Any]:
-        """The closure, with gathering after its first evaluation, when the gradient is known.
+        """The closure, wrapped to gather after its first evaluation, when the gradient is known.
 
         An optimizer that evaluates it again has moved the parameters in between: that step is not measured, and
         later steps are measured by before and after alone.
@@ -380,7 +380,7 @@ class OptimizerHooks:
         self.measurer.state_was_loaded()
 
     def _state_is_saved(self, optimizer: Optimizer) -> None:
-        """A checkpoint is being made: what it holds is kept in brief, for a launch that goes on from it."""
+        """A checkpoint is being made: a summary of it is kept for a launch that resumes from it."""
         if self.saved is None or not self._step or self._depth or self._guard.disabled or _swaps_weights(optimizer):
             return
         try:
@@ -418,7 +418,7 @@ class OptimizerHooks:
 
 
 def _intents_on_this_rank(intents: Sequence[Intent], watched: Sequence[WatchedParameter]) -> list[Intent]:
-    """The groups' intents as far as this rank can follow them: of tensors that it has only parts of, no u is known.
+    """The groups' intents as far as this rank can follow them; tensors that it holds in part have no u.
 
     Putting the parts together would make ranks wait for each other, which the agent never does.
     """

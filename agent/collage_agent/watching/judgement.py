@@ -1,4 +1,4 @@
-"""What people are told of a watch: the last step's numbers, and in words what was lost, where, and what to try.
+"""The texts about a watch: the last step's numbers, and in words how much was lost, where, and advice.
 
 The words are those of `collage_monitor.judgement`, about the recent past.
 """
@@ -98,7 +98,7 @@ def evidence_of_past(past: PastTotals | None, layout: Layout | None, info: wire.
 
 
 def edq_change(past: PastTotals | None, layout: Layout | None) -> str | None:
-    """A sentence that says since when EDQ is what it is, and in which layers; None of a change by and by."""
+    """A sentence on the last abrupt change of EDQ, and its layers; None if it changed gradually."""
     if past is None or layout is None:
         return None
     edq = finish("edq_ratio", past.totals).T
@@ -174,7 +174,7 @@ def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
 
 
 def _copies(model: Values) -> Iterator[str]:
-    """What it would take to send copies after each step, where that saves at least half."""
+    """The size of a sync of copies after each step, if that saves at least half."""
     for label, share in labelled(model, "cast_sync_ratio").items():
         sent = finite(model.get(f"cast_sync_bytes/{label}"))
         if sent is not None and 0 < share < _WORTH_A_DELTA:
@@ -185,7 +185,7 @@ def _copies(model: Values) -> Iterator[str]:
 
 
 def _worst_layers(layers: Mapping[str, Values]) -> Iterator[str]:
-    """The layers with the largest error, in which an overshoot does not hide what is lost."""
+    """The layers with the largest error, where overshoot does not hide losses."""
     known = [
         (name, error) for name, values in layers.items() if (error := finite(values.get("update_error_ratio")))
     ]
@@ -239,7 +239,7 @@ def _oracle(model: Values) -> Iterator[str]:
 
 
 def average_word(model: Values) -> str:
-    """Healthy, off or not known, of an average of the weights by itself."""
+    """Whether an average of the weights is healthy, off, or unknown, by itself."""
     edq, lost = finite(model.get("average_edq_ratio")), finite(model.get("average_lost_ratio"))
     drift = finite(model.get("average_drift_ratio"))
     if any(average_findings(model)):
@@ -254,7 +254,7 @@ def average_word(model: Values) -> str:
 
 
 def average_in_words(model: Values) -> Iterator[str]:
-    """What became of the updates of an average of the weights, where one is watched."""
+    """How the updates of an average of the weights arrived, if one is watched."""
     moved = finite(model.get("average_moved_ratio"))
     if moved is None:
         return

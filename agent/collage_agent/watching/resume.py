@@ -1,8 +1,8 @@
-"""What an optimizer brought along to a launch: whether what it keeps beside its weights came through the resume.
+"""Checks whether an optimizer's states survived the resume.
 
-Looked at once around the first measured step of a launch, and again after states were loaded in the middle of one.
+Checked once around the first measured step of a launch, and again after states are loaded later.
 Samples are read before the step, and some counters after it: a device is waited for then, and at no other step.
-Only what holds nothing is read to its end: of what came through whole the first tensors show it.
+Only empty states are read to their end: for intact states the first tensors are enough.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _largest(counts: Sequence[Any]) -> float:
 
 
 class ResumeCheck:
-    """`losses`: what was lost, in the order in which it was found, each kind once."""
+    """`losses`: the losses in the order of their discovery, each kind once."""
 
     def __init__(self) -> None:
         self.losses: list[wire.ResumeLoss] = []
@@ -136,9 +136,9 @@ class ResumeCheck:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is stepped and has a state, each with that and with the intent of its group.
+    """Each stepped parameter that has a state, with that state and its group's intent.
 
-    Found anew by each who looks: 20,000 tuples that stay have Python's collector visit all there is, for longer
+    Each look finds them again: 20,000 tuples that stay have Python's collector visit all there is, for longer
     than the rest of the look takes.
     """
 
@@ -212,7 +212,7 @@ def _beside_weights(optimizer: Optimizer, kept: _Kept, taken: int | None) -> _Fo
 
 
 def _absent_beside_weights(kept: _Kept) -> Iterator[tuple[Tensor, str]]:
-    """16-bit weights, and what their optimizer is known to keep beside them and does not hold now."""
+    """16-bit weights, with the parts that their optimizer should keep beside them and now lacks."""
     for entry, state, intent in kept:
         own = intent.composition
         key = None if own is OURS else own.master or own.residual
@@ -221,7 +221,7 @@ def _absent_beside_weights(kept: _Kept) -> Iterator[tuple[Tensor, str]]:
 
 
 def _just_converted(optimizer: Optimizer, entry: WatchedParameter, taken: int | None) -> bool:
-    """Whether our optimizer has taken no step since it began to keep what stands beside the weight."""
+    """Whether our optimizer has taken no step since it began to keep the part beside the weight."""
     group = optimizer.param_groups[entry.group]
     began = group.get(RESIDUALS_FROM)
     steps = (taken or 0) - int(began or 0)
@@ -277,7 +277,7 @@ def _has_history(kept: _Kept, taken: int | None) -> bool:
 def _averages(
     entry: WatchedParameter, state: Mapping[str, Any], intent: Intent
 ) -> Iterator[tuple[str, list[Tensor]]]:
-    """The name of each moving average of a parameter, and what it is kept in."""
+    """The name of each moving average of a parameter, and its tensors."""
     keys = tuple(elementwise_state(entry.parameter, state))
     for name in average_names(keys, intent.composition):
         tensors = [local_part(state[key]) for key in components(name, keys, intent.composition)]

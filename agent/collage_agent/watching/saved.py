@@ -1,12 +1,13 @@
-"""Whether a launch goes on from the very numbers that an earlier one saved: bit for bit, or where not, and how far.
+"""Whether a launch resumes from the very numbers that an earlier one saved: bit-identical, or how far off and
+where.
 
-A training saves a checkpoint through `optimizer.state_dict()`. At that call, and at no other step, a checksum and a
-few numbers of each weight and state are kept, beside the step that they stand at: in the run's data folder, so that
-it works online and offline alike, and needs no server. Before its first step a launch of the same run that goes on
-from one of these steps is compared with them. Where the folder is another (another machine's disk), or the tensor
-is cut otherwise (2 ranks → 4), nothing can be compared and nothing is said.
+A training saves a checkpoint through `optimizer.state_dict()`. Only at that call, it keeps a checksum and a few
+numbers of each weight and state, with the step. They are in the run's data folder, so this works online and
+offline, and needs no server. Before its first step a launch of the same run that goes on from one of these steps is
+compared with them. Where the folder is another (another machine's disk), or the tensor is cut otherwise (2 ranks →
+4), nothing can be compared and nothing is said.
 
-It is told, not weighed: weights that were changed on purpose are no illness. What is one, `ResumeCheck` finds.
+It is told, not weighed: weights may be changed on purpose. `ResumeCheck` finds the losses.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NAMED: Final = 3
 
 
 class _Mark(msgspec.Struct, frozen=True, array_like=True):
-    """What is kept of one tensor: how it is cut, and what it held."""
+    """The summary of one tensor: its sharding and its sampled values."""
 
     place: tuple[int, ...]
     dtype: str
@@ -56,7 +57,7 @@ Numbers = dict[str, dict[str, _Mark]]
 
 
 class SavedNumbers:
-    """What was saved at the last few steps, in a file of its own for each rank and optimizer of a run."""
+    """Summaries of the last few saved steps, in one file for each rank and optimizer of a run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -66,11 +67,11 @@ class SavedNumbers:
             self._steps = {}
 
     def at(self, step: int) -> Numbers | None:
-        """What was saved after this step; None: nothing was."""
+        """The summary saved after this step; None if there is none."""
         return self._steps.get(step)
 
     def keep(self, step: int, numbers: Numbers) -> None:
-        """Remember them, and on disk. Steps after this one were not gone on from, and are forgotten."""
+        """Remember them, and on disk. Later saved steps are dropped, because no launch resumed from them."""
         known = {other: value for other, value in self._steps.items() if other < step}
         self._steps = dict(sorted(known.items())[1 - _MOST_STEPS :]) | {step: numbers}
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +107,7 @@ def _evenly(tensor: Tensor, most: int) -> Tensor:
 
 
 def goes_on_from(saved: Numbers, now: Numbers, step: int) -> wire.Continuation | None:
-    """How what a launch begins with stands to what was saved after `step`; None: nothing is comparable."""
+    """How a launch's start differs from the state saved after `step`; None if nothing is comparable."""
     compared = {True: 0, False: 0}
     apart: dict[bool, list[str]] = {True: [], False: []}
     farthest: tuple[float, str] = (0.0, "")

@@ -1,4 +1,4 @@
-"""What an optimizer trains, and the bytes that its weights, states and gradients take."""
+"""The parameters that an optimizer trains, and the bytes of its weights, states and gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def trained(
     fitting: type[CollageOptimizer] | None,
     sparse: Collection[str],
 ) -> wire.Trained:
-    """What an optimizer trains, for advice. strategy: how that is seen to be kept. fitting, sparse: see `describe`.
+    """The parameters that an optimizer trains, for advice. strategy: the observed one. fitting, sparse: see
+    `describe`.
 
     watched: by how it is kept (`form_of`). Bytes are counted from the states that there are. No synchronisation.
     """

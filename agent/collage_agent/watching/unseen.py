@@ -1,6 +1,6 @@
-"""Steps that call no hook: a CUDA graph replays what was captured of them, or other code steps the weights.
+"""Steps that call no hook: a CUDA graph replays captured operations, or other code steps the weights.
 
-Such steps are noticed by what they leave: numbers that move on and on while the hooks are silent.
+Such steps are noticed by their traces: numbers that keep changing while no hook is called.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class UnseenSteps:
 
 
 def _sampled(value: Any) -> Iterator[Tensor]:
-    """A few elements along the longest dimension of what a tensor is stored in, as integers of its bits."""
+    """A few elements along the longest dimension of a tensor's storage, as integers of its bits."""
     for stored in stored_tensors(value) if isinstance(value, Tensor) else ():
         part = stored.detach()
         bits = _BITS.get(part.element_size())

@@ -18,9 +18,9 @@ __all__ = ["CAST_FORMATS", "CastCodes", "CastFormat", "CastRoute", "coded", "rou
 
 @dataclass(frozen=True)
 class CastFormat:
-    """What a copy of weights is kept in: numbers of `bits` significant bits, normal from `smallest`, to `largest`.
+    """The format of a copy of weights: numbers of `bits` significant bits, normal from `smallest`, to `largest`.
 
-    `dtype`: torch's own, whose overflow is infinity; without one, numbers beyond the largest become the largest.
+    `dtype`: torch's own, whose overflow is infinity; without it, numbers beyond the largest become the largest.
     `scale`: what numbers are times. `block`: so many neighbours along the last dimension have one scale, or share
     it with `tile` rows × columns of the last two dimensions. `of_tensor`: a scale depends on the whole tensor.
     """
@@ -82,8 +82,8 @@ def route_of(name: str) -> CastRoute:
 
 @dataclass(frozen=True)
 class CastCodes:
-    """What a copy keeps: numbers [n], and of equal runs of them their scales and the tensor's, fp64 [runs, 1]; or
-    None."""
+    """The content of a copy: numbers [n], and for equal runs of them their scales and the tensor's, fp64 [runs, 1];
+    or None."""
 
     numbers: Tensor
     scales: Tensor | None = None
@@ -100,20 +100,20 @@ class CastCodes:
 def coded(
     values: Tensor, route: CastRoute, *, tensor: Tensor | None = None, tile: Tensor | None = None
 ) -> CastCodes:
-    """What a copy of weights keeps of these.
+    """The values that a copy of these weights keeps.
 
     values: fp32, fp64 or 16-bit [n], blocks of `last.block` one after the other. tensor: the largest |value| of the
     whole tensor that each of so many equal runs of values belongs to, and tile: of the tile, one a block; of any
-    shape, for formats whose scales depend on them. Rounding is to nearest, ties to even. NaN or infinite where a
-    value with the same scale is not finite. No synchronisation.
+    shape, for formats whose scales depend on them. Rounding is to nearest, ties to even. The result is NaN or
+    infinite if a value with the same scale is not finite. No synchronisation.
 
     fp32 scales, in fp32 arithmetic: s = amax / 448, at least 2⁻¹²⁶; numbers are RN(value / s) and stand for
     themselves times s.
     Powers of two: the smallest, 2^−127 to 2^127, with which none of the numbers exceeds 448 (OCP Microscaling
     Formats 1.0, whose own choice of the scale may saturate; Transformer Engine's and DeepGEMM's is this one).
-    NVFP4 in fp32 arithmetic: s = 6·448 / amax of the tensor; b = RN(amax / 6 · s) in e4m3 is the scale of a block
-    or tile; numbers are RN(value · 1 / (b · 1/s)) in e2m1 and stand for themselves times b · 1/s, with 1/s in fp32
-    (NVIDIA, arXiv 2509.25149).
+    NVFP4 in fp32 arithmetic: s = 6·448 / amax of the tensor, and b = RN(amax / 6 · s) in e4m3 is the scale of a
+    block or tile. Numbers are RN(value · 1 / (b · 1/s)) in e2m1 and stand for themselves times b · 1/s, with 1/s in
+    fp32 (NVIDIA, arXiv 2509.25149).
     """
     for kind in route.before:
         values = _coded(values, kind, None, None).numbers

@@ -1,4 +1,4 @@
-"""Numbers kept as an unevaluated sum: the first component is the rounded value, the next ones what it lacks.
+"""Numbers kept as an unevaluated sum: the first component is the rounded value, the next ones are the remainders.
 
 An expansion (hi, lo) is *normal* when hi = RN(hi + lo). Operands and results are tensors of one format and of
 shapes that broadcast; nothing synchronises the device. A normal expansion of bfloat16 holds 17 significant

@@ -109,7 +109,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _spacing(magnitude: Tensor, layout: Format) -> Tensor:
-    """The distance (fp64) from a magnitude's bit pattern to the next larger one; NaN for what is not finite."""
+    """The distance (fp64) from a magnitude's bit pattern to the next larger one; NaN if it is not finite."""
     field = torch.clamp(magnitude >> layout.mantissa_bits, min=1)
     gap = power_of_two(field - layout.bias - layout.mantissa_bits)
     return torch.where(magnitude <= layout.largest, gap, torch.nan)
@@ -183,7 +183,7 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, generator: torch.Generator) 
     x: any shape, fp32 or fp64, on the generator's device; the numbers drawn come from `generator` alone.
     Representable numbers stay. From fp32 to bfloat16 sixteen random bits are added below the last kept one, which
     is exactly unbiased; elsewhere a uniform fp64 number is compared with the discarded share. Beyond the largest
-    number the upper neighbour is infinity, except in float8_e4m3fn, which saturates. What is not finite passes
+    number the upper neighbour is infinity, except in float8_e4m3fn, which saturates. NaN and infinity pass
     unchanged. No synchronisation. References: Forsythe 1950; Connolly, Higham and Mary 2021.
     """
     if x.dtype == torch.float32 and dtype == torch.bfloat16:

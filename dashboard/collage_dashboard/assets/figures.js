@@ -264,7 +264,7 @@
     return rows.map((row) => row.map(cellOf).join(",")).join("\n") + "\n";
   }
 
-  // Names are the user's: one that a spreadsheet would take for a formula is text.
+  // Names come from users, so a name that a spreadsheet would read as a formula is escaped as text.
   function cellOf(value) {
     if (value === null || value === undefined) return "";
     if (typeof value === "number") return String(value);

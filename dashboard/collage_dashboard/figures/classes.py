@@ -1,4 +1,4 @@
-"""What became of each element: the shares of the five classes over the run, stacked to one."""
+"""The class of each element: the shares of the five classes over the run, stacked to one."""
 
 from __future__ import annotations
 

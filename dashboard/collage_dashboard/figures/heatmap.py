@@ -92,10 +92,10 @@ _CELLS: Final = ("z", "customdata")
 
 
 def newest_columns(figure: go.Figure, known: Told | None) -> tuple[Told | None, Told]:
-    """The columns that a page lacks which shows the heatmap that `known` tells of, and what tells of this one.
+    """The columns that a page lacks if it shows the heatmap described by `known`, and this one's description.
 
-    None for the columns where more has changed. They replace those from `from` on: the newest one there may have
-    been merged from fewer steps.
+    None instead of the columns if more has changed. They replace those from `from` on: the newest one there may
+    have been merged from fewer steps.
     """
     trace, frame = figure.data[0], figure.to_plotly_json()
     held = {name: trace[name] for name in _CELLS if trace[name] is not None}
@@ -142,7 +142,7 @@ def _rows(layers: Sequence[str], groups: Mapping[str, str] | None) -> dict[str, 
 
 
 def short_layers(names: Sequence[str]) -> dict[str, str]:
-    """The layers' names without what all of them begin and end with, cut in the middle where still long."""
+    """The layers' names without their common beginning and end, cut in the middle if still long."""
     parts = [name.split(".") for name in names]
     least = min(map(len, parts), default=0) - 1
     first = 0
@@ -176,7 +176,7 @@ def _height_of(value: float | None, logarithmic: bool) -> float | None:
 
 
 def _colours(description: Description) -> dict[str, Any]:
-    """A fixed scale for each metric with an ideal; what is beyond its ends has the colour of the end."""
+    """A fixed scale for each metric with an ideal; values beyond an end have its colour."""
     if description.ideal is None:
         return {"colorscale": "Cividis"}
     if description.ideal == 0.0:

@@ -12,8 +12,8 @@ from collage_monitor.metrics import HISTOGRAM_OCTAVES
 __all__ = ["PREDICTS", "update_histogram"]
 
 PREDICTS = (
-    "What stands left of half a gap is what plain storage in the parameter's dtype would round away. "
-    "It predicts nothing for pairs or master weights."
+    "Updates left of half a gap are rounded away by plain storage in the parameter's dtype. This predicts "
+    "nothing for pairs or master weights."
 )
 _HALF_GAP = -1.0
 _FIRST, _LAST = HISTOGRAM_OCTAVES[0], HISTOGRAM_OCTAVES[-1]

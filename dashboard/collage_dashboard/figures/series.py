@@ -104,9 +104,9 @@ def curves(
 def mark_events(
     figure: go.Figure, marks: Sequence[tuple[float, str]], *, over: Literal["y domain", "paper"] = "y domain"
 ) -> go.Figure:
-    """A thin line at each of these places on the x axis; its handle above the curve says on hover what it is.
+    """A thin line at each of these places on the x axis; on hover, its handle above the curve names it.
 
-    `over`: how high the line is, a curve's height or that of all of them.
+    `over`: the height of the line, that of one curve or of all.
     """
     for place, text in marks:
         line = {"color": INK, "width": 1, "dash": "dashdot"}

@@ -1,4 +1,4 @@
-"""What all figures share: colours (a strategy keeps its own on every page), quiet axes, empty figures."""
+"""The style of all figures: colours (a strategy keeps its own on every page), quiet axes, empty figures."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def empty_figure(text: str, *, height: int = 300) -> go.Figure:
 
 
 def add_note(figure: go.Figure, text: str) -> go.Figure:
-    """A small line in the upper left corner, for what the curves themselves cannot show."""
+    """A small line in the upper left corner, for facts that the curves cannot show."""
     return figure.add_annotation(
         text=text, showarrow=False, x=0, y=1, xref="paper", yref="paper", xanchor="left", yanchor="top"
     )

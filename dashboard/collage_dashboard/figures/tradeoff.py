@@ -1,4 +1,4 @@
-"""What a strategy costs against what it does to the loss: a point a strategy, 95 % intervals over seeds."""
+"""Cost against loss: one point per strategy, with 95 % intervals over seeds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tradeoff(
 ) -> go.Figure:
     """Loss above the reference against `cost`; without a reference the loss itself. `chosen` has a ring.
 
-    Strategies that something speaks against are hollow.
+    Strategies with a problem are hollow.
     """
     referred = any(result.is_reference for result in results)
     points = []
@@ -190,8 +190,8 @@ def _room(estimates: Sequence[Estimate]) -> Range:
 
 
 def _label_places(points: Sequence[_Point], across: Range, up: Range) -> list[Place | None]:
-    """Where each point's label stands, so that none covers another or a point, and none seems to be another
-    point's where there is a choice: beside its point, or at the end of a line; None where the chart is full.
+    """The position of each point's label: beside its point or at the end of a line, so that none covers another
+    label or a point, or seems to belong to another point if that can be avoided; None if the chart is full.
 
     The chosen strategy's label is placed first.
     """

@@ -176,7 +176,7 @@ def register_change(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     def tell_change(shown: dict[str, Any], record: str, told: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The card anew: for other steps, and where the run has reported something that changes it."""
+        """Draw the card again: for other steps, or where the run has reported something that changes it."""
         view = read_address(shown["pathname"], shown["search"])
         at = list(view.at) if view.at else None
         if told["at"] == at and (at is None or dash.ctx.triggered_id == "run-shown"):

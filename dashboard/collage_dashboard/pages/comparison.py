@@ -1,7 +1,7 @@
-"""The strategies: which to train with, what each costs and does to the loss, and the curves behind.
+"""The strategies: the recommendation, each strategy's cost and loss, and the curves behind.
 
-What the server keeps of each run makes the first screen. All curves and the tables come from one question, and
-what is there already is not asked for again; at unequal steps it is that question that tells the losses.
+The first screen comes from the server's stored overviews. All curves and the tables come from one request, and
+existing ones are not requested again; if runs are at unequal steps, that request gives the losses.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _NOTHING_PICKED: Final = Problem(
 
 
 def layout(view: View, reader: Reader) -> html.Div:
-    """The page's frame: what to pick from comes from the server, the numbers with the first refresh.
+    """The page's frame: the choices come from the server, the numbers with the first refresh.
 
     Raises:
         CollageError: the server does not answer or refuses.
@@ -181,7 +181,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
 
 
 def _register_charts(app: dash.Dash, reader: Reader) -> None:
-    """All charts and the table from one question, about those metrics alone that are not there yet."""
+    """All charts and the table from one request, only for metrics that are not loaded yet."""
     places = range(len(CHARTS) + 1)
 
     @app.callback(
@@ -361,7 +361,7 @@ def _rows(reader: Reader, run_ids: Sequence[str]) -> list[wire.RunRow]:
 
 
 def _revision(view: View, rows: Sequence[wire.RunRow]) -> dict[str, Any]:
-    """What changes whenever something that is shown of these runs may have changed; which of them are gone."""
+    """A revision that changes whenever shown data of these runs may have changed; and the deleted runs."""
     there = {row.run_id for row in rows}
     seen = [
         f"{row.run_id} {row.updated_at} {row.changed_at} {row.reports} {row.state} "
@@ -392,7 +392,7 @@ def _shown(view: View, rows: Sequence[wire.RunRow]) -> View:
 
 
 def _first_screen(view: View, rows: Sequence[wire.RunRow]) -> tuple[Any, Any, Any]:
-    """(numbers, judgements, legend) of the runs, from what the server keeps of each."""
+    """(numbers, judgements, legend) of the runs, from the server's stored overviews."""
     if not rows:
         return None, None, None
     overviews = _overviews(rows)

@@ -1,4 +1,5 @@
-"""The comparison in numbers: cards and one sentence a run from what is kept of each, the table with its scalars."""
+"""The comparison in numbers: cards and one sentence per run from the stored overviews, and the table with
+scalars."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 Overviews = Mapping[str, wire.Overview]
-RECENT: Final = "Over each run's recent past: its last 32 measured steps or more, which the verdict rests on."
+RECENT: Final = "Covers each run's recent past: its last 32 or more measured steps, on which the verdict rests."
 _PICKABLE: Final = 50
 Cell = tuple[str, str]
 
@@ -185,9 +186,9 @@ def notes_on(runs: Sequence[wire.ComparedRun]) -> str:
     """What the numbers of compared runs are over, and what must not be read into them."""
     notes = [f"{RECENT} Small print is the 95 % interval."]
     if any(is_stochastic(run.strategy) for run in runs):
-        notes.append("One step's lost share misjudges stochastic rounding, whose updates arrive in the mean.")
+        notes.append("The share lost in one step misjudges stochastic rounding, whose updates arrive on average.")
     if len({run.merged.get("oracle_steps") for run in runs if run.merged.get("oracle_steps") is not None}) > 1:
-        notes.append("Oracle displacements were read after different numbers of steps and do not compare.")
+        notes.append("Oracle displacements cannot be compared: they were read after different numbers of steps.")
     return " ".join(notes)
 
 
@@ -196,7 +197,7 @@ def _column(title: str, key: str, cell: Callable[[wire.ComparedRun], Cell]) -> C
 
 
 COLUMNS: Final = (
-    Column("Steps", "Newest step that was reported.", _steps),
+    Column("Steps", "The newest reported step.", _steps),
     _column("Validation loss", "validation_loss", _scalar("validation_loss")),
     Column("Training loss", "The newest logged value.", _scalar("loss")),
     _column("EDQ", "edq_ratio", _merged("edq_ratio")),
@@ -205,7 +206,9 @@ COLUMNS: Final = (
     _column("State decrement", "state_decrement_ratio/exp_avg_sq", _state),
     _column("Updates lost", "lost_update_ratio", _merged("lost_update_ratio")),
     _column("Bytes per parameter", "bytes_per_parameter", lambda run: (_scalar("bytes_per_parameter")(run)[0], "")),
-    Column("Tokens/s", "As logged; else tokens over the wall clock of the run.", _mean("tokens_per_second")),
+    Column(
+        "Tokens/s", "As logged, otherwise tokens divided by the run's wall-clock time.", _mean("tokens_per_second")
+    ),
 )
 
 
@@ -283,7 +286,7 @@ def register_search(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     def search_for(word: str | None, known: list[dict[str, str]], chosen: list[str] | None) -> Any:
-        """What to pick from is searched by the server, among all runs."""
+        """The server searches the choices among all runs."""
         try:
             found = reader.ask(lambda client: client.run_table(q=word or None, limit=_PICKABLE)).rows
         except CollageError:

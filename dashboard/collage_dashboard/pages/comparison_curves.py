@@ -84,9 +84,9 @@ def figure(
 
 
 def lines_of(view: View, rows: Sequence[wire.RunRow]) -> Lines:
-    """What a curve stands for: a strategy where its runs have seeds of their own, unless the reader chose.
+    """The meaning of a curve: a strategy if its runs have seeds of their own, unless the reader chose.
 
-    Of more than `_TOLD_APART` runs, too: so many curves look alike.
+    Also for more than `_TOLD_APART` runs, whose curves would look alike.
     """
     if view.lines is not None:
         return view.lines
@@ -101,7 +101,7 @@ def lines_of(view: View, rows: Sequence[wire.RunRow]) -> Lines:
 
 
 def lines_control(view: View, rows: Sequence[wire.RunRow]) -> Any:
-    """What a curve stands for, to choose."""
+    """The choice of what a curve represents."""
     data = [{"value": "run", "label": "A run"}, {"value": "strategy", "label": "Mean of a strategy"}]
     control = dmc.SegmentedControl(id="compare-lines", data=data, value=lines_of(view, rows), size="xs")
     return labelled("A curve is", control)
@@ -147,9 +147,9 @@ def charted_metrics(rows: Sequence[wire.RunRow]) -> tuple[str, ...]:
 def read_curves(
     reader: Reader, view: View, rows: Sequence[wire.RunRow], metrics: Sequence[str]
 ) -> dict[str, wire.Comparison | str]:
-    """By metric the comparison that holds it, from one question; in words why not, where the server refuses it.
+    """The comparison that holds each metric, from one request; or the reason if the server refuses it.
 
-    Of a view with a zoom, which is one of steps, what it shows.
+    The part that a view's zoom shows, which is a range of steps.
     """
     first, last = map(int, view.zoom) if view.zoom else (None, None)
     there = [row.run_id for row in rows]

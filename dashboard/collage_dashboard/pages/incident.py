@@ -1,4 +1,4 @@
-"""One incident, where an alert's link leads: what fired and when, what changed, why, and who cares for it."""
+"""One incident, the target of an alert's link: what fired and when, what changed, why, and who takes care of it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = ["layout", "register"]
 
 _NONE: Final = Problem(
     "No such incident is known here",
-    "This server keeps an incident once its own evaluation finds it, or Alertmanager tells it. What Prometheus "
-    "alone shows is not kept, and deleting a run deletes its incidents.",
+    "This server keeps an incident once its own evaluation finds it or Alertmanager reports it. It keeps no "
+    "alert that only Prometheus has, and deleting a run deletes its incidents.",
 )
 
 
@@ -176,7 +176,7 @@ def _find(view: View, reader: Reader) -> wire.Incident | None:
 
 
 def _revision(client: Client, incident_id: str) -> dict[str, Any]:
-    """What changes whenever something that is shown may have changed."""
+    """A revision: it changes whenever anything shown may have changed."""
     incident = client.incident(incident_id)
     found: dict[str, Any] = {
         "state": incident.state,

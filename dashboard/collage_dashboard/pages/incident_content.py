@@ -79,7 +79,7 @@ def duration_of(incident: wire.Incident) -> str:
 
 
 def head(incident: wire.Incident) -> html.Div:
-    """What fired, when, and the way to take care of it."""
+    """The alert, its time, and the button to take care of it."""
     entry = ALERTS.get(incident.alert)
     summary = entry.summary if entry else incident.alert
     ended = f", ended {when(incident.resolved_at)}" if incident.resolved_at is not None else ", and is open"
@@ -131,7 +131,7 @@ def body(evidence: IncidentEvidence) -> list[Any]:
 
 
 def _change(evidence: IncidentEvidence) -> html.Div:
-    """What changed, in a sentence; and what was said when the alert fired."""
+    """What changed, in a sentence; and the verdict when the alert fired."""
     return html.Div(
         [
             html.Div(html.Div(f"{_change_in_words(evidence)}.", className="verdict"), className="answer"),

@@ -173,9 +173,9 @@ def _names(reader: Reader, run_ids: Sequence[str]) -> dict[str, str]:
 
 
 def _about_run(view: View, names: Mapping[str, str]) -> list[Any]:
-    """The run that is asked for, and a link to ask for all."""
+    """The requested run, and a link to all incidents."""
     if not view.runs:
-        return ["Of all runs and of the server."]
+        return ["This list covers all runs and the server."]
     return [f"Only {names.get(view.runs[0], view.runs[0])}. ", html.A("Show all", href="/incidents")]
 
 

@@ -1,4 +1,5 @@
-"""One run: a sentence, its numbers and the curves first; the worst layers; all else measured behind tabs."""
+"""One run: first a sentence with its numbers and the curves, then the worst layers, and all other measurements
+behind tabs."""
 
 from __future__ import annotations
 
@@ -180,7 +181,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     def refresh(revision: dict[str, Any], shown: dict[str, str]) -> tuple[Any, ...]:
-        """What stands above the tabs, read anew; the page opens with it."""
+        """The part above the tabs, read again; the page opens with it."""
         run_id = read_address(shown["pathname"], "").runs[0]
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
@@ -194,7 +195,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
 
 
 def _register_figures(app: dash.Dash, reader: Reader) -> None:
-    """A chart asks for itself: a slow one holds up no other, and what has not changed does not travel."""
+    """Each chart has its own request: a slow one does not delay others, and unchanged data is not sent again."""
     each = {"kind": MATCH, "metric": MATCH}
 
     @app.callback(
@@ -270,8 +271,8 @@ def _marks(events: Sequence[wire.Event], row: wire.RunRow | None) -> list[tuple[
 
 
 def _revision(row: wire.RunRow | None) -> dict[str, Any]:
-    """What changes whenever something that is shown of the run may have changed; its strategy's colour, the step
-    since which its EDQ is what it is, and the first of its recent past.
+    """A revision that changes whenever shown data of the run may have changed; its strategy's colour, the first
+    step with its present EDQ, and the first step of its recent past.
     """
     if row is None:
         return {

@@ -1,4 +1,4 @@
-"""What people write about a run, and everything that is known of it besides its numbers."""
+"""People's notes and tags of a run, and all its facts besides the numbers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _INTENT: Final = {
 
 
 def about(run: wire.Run) -> html.Div:
-    """What people write about the run, and everything else that is known of it."""
+    """People's notes and tags of the run, and its other facts."""
     facts = dmc.Paper(_table(facts_of(run)), className="card facts", withBorder=True, mt=14)
     return html.Div([_written(run), facts])
 
 
 def facts_of(run: wire.Run) -> list[tuple[str, str]]:
-    """Everything that is known about the run besides its numbers, as (name, what it is)."""
+    """The run's facts besides its numbers, as (name, value)."""
     watch = run.watch
     facts: list[tuple[str, str]] = [("Run", run.run_id), ("Project", run.project)]
     facts += [("Group", run.group)] if run.group else []
@@ -89,7 +89,7 @@ def _watch_facts(watch: wire.WatchInfo) -> list[tuple[str, str]]:
 
 
 def _fingerprint_facts(seen: wire.Fingerprint) -> list[tuple[str, str]]:
-    """What the agent saw of how weights and states are kept; findings first."""
+    """The agent's observations on how weights and states are kept; findings first."""
     facts = [("Finding", found) for found in seen.findings]
     if states := seen.states | seen.factored:
         facts.append(("States", ", ".join(f"{key} {kept}" for key, kept in states.items())))

@@ -53,7 +53,7 @@ __all__ = [
 
 
 def head(run: wire.Run) -> html.Div:
-    """Name, state, and what the agent saw."""
+    """Name, state, and the agent's observations."""
     badges: list[Any] = [state_badge(run.state)]
     watch = run.watch
     if watch is not None:
@@ -80,7 +80,7 @@ def head(run: wire.Run) -> html.Div:
 
 
 def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
-    """What is wrong, where and since when, and the numbers that it quotes."""
+    """The problem, where and since when, and the quoted numbers."""
     validated = "validation_loss" in run.scalars
     loss = run.scalars.get("validation_loss" if validated else "loss")
     over = over_steps(overview)
@@ -108,7 +108,7 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
 
 
 def _answer(run: wire.Run, overview: wire.Overview) -> html.Div:
-    """One short sentence, what to try, and both in full on request."""
+    """One short sentence with advice, and both in full on request."""
     mark, kind = judgement_mark(overview.health)
     hidden: dict[str, Any] = {"aria-hidden": "true"}
     said = html.Div(
@@ -352,7 +352,7 @@ def _ordered(answer: wire.Heatmap, first: Sequence[str]) -> wire.Heatmap:
 
 
 def _histogram(view: View, reader: Reader, since: int | None) -> go.Figure:
-    """At the view's step, or since the change, or over the run; the line is what was before the change."""
+    """At the view's step, or since the change, or over the run; the line shows the time before the change."""
     changed = since if since is not None and (view.step is None or view.step >= since) else None
     run_id, layer, step = view.runs[0], view.layer, view.step
     first = changed if step is None else None

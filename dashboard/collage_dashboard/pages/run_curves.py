@@ -54,7 +54,7 @@ Answers = dict[str, wire.Series | str]
 
 
 def stacked(beside: Sequence[str]) -> tuple[str, ...]:
-    """What stands in the stack, from top to bottom: last a few of what second writers log."""
+    """The charts of the stack, from top to bottom: last a few of the second writers' values."""
     return (*STACKED, *beside[:_MOST_BESIDE])
 
 

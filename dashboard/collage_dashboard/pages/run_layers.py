@@ -61,7 +61,7 @@ _MOST: Final = 20
 
 
 def layer_keys(run: wire.Run) -> list[str]:
-    """The metrics of a layer that this run measures, at most as many as one question takes."""
+    """The metrics of a layer that this run measures, at most as many as one request allows."""
     order = {name: place for place, name in enumerate(_SHOWN)}
     keys = [key for key in run.latest if split_key(key)[0] in order and split_key(key)[0] in METRICS]
     return sorted(keys, key=lambda key: (order[split_key(key)[0]], keys.index(key)))[:_MOST]
@@ -154,7 +154,7 @@ def layer_metrics(run: wire.Run) -> list[str]:
 
 
 def map_controls(view: View, run: wire.Run) -> list[Any]:
-    """What the heatmap shows, and how its layers are ordered and grouped."""
+    """The heatmap's metric, and the order and groups of its layers."""
     metric = dmc.Select(
         id="run-metric",
         data=metric_choices(layer_metrics(run)),
@@ -194,7 +194,11 @@ _OF_A_LAYER: Final = ("edq_ratio", "lost_update_ratio", "intended_norm", "half_u
 def layer_table(run: wire.Run) -> dmc.Paper:
     """The card of the table of all layers, those first that lose the most; its rows come when it is there."""
     numbers = (
-        ("share", "Share of the loss", "The layer's part of what the model loses: its Σu² − Σue over the model's."),
+        (
+            "share",
+            "Share of the loss",
+            "The layer's share of the model's losses: its Σu² − Σue divided by the model's.",
+        ),
         ("lost_update_ratio", "Lost", describe("lost_update_ratio").help),
         ("since", "Since", f"The step from which its EDQ is below {1 - EDQ_TOLERANCE:g} until now."),
         ("half_ulp_margin", "Margin", describe("half_ulp_margin").help),

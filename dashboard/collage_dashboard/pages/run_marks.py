@@ -34,7 +34,7 @@ _EVENTS: Final = {
 
 
 def marks_of(events: Sequence[wire.Event], changes: Sequence[wire.EdqChange] = ()) -> list[tuple[int, str]]:
-    """The newest of what a curve may have to do with: resumes, alerts, gaps, notes, and abrupt changes of EDQ."""
+    """The newest events that may explain a curve: resumes, alerts, gaps, notes, and abrupt changes of EDQ."""
     found: dict[tuple[int, str], None] = {}
     for event in events:
         first = event.kind == "attempt" and (event.attempt or 1) <= 1
@@ -58,7 +58,7 @@ def _what(event: wire.Event) -> str:
 
 
 def marks_in_words(marks: Marks) -> Any:
-    """What the curves mark, in a line; nothing where nothing happened."""
+    """The marks of the curves, in a line; empty if there are none."""
     if not marks:
         return None
     told = " · ".join(f"{text} at step {step:,}" for step, text in marks)
@@ -66,7 +66,7 @@ def marks_in_words(marks: Marks) -> Any:
 
 
 def place_marks(marks: Marks, answer: wire.Series) -> list[tuple[float, str]]:
-    """The marks on the axis of a curve: each at its first point from there on; what is outside is left out.
+    """The marks on the axis of a curve: each at its first point from there on; marks outside are left out.
 
     Those at one place are one mark: of two that lie upon each other only one could be read.
     """

@@ -204,7 +204,7 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     def edit(changes: list[dict[str, Any]] | None, known: dict[str, Any]) -> tuple[Any, ...]:
-        """Keep what was written into a cell; what the server refuses is read anew."""
+        """Save the text written into a cell; if the server refuses it, the old text is read again."""
         refused = None
         for change in changes or ():
             try:
@@ -265,14 +265,14 @@ def _register_pinned(app: dash.Dash, reader: Reader) -> None:
 
 
 def _keep(reader: Reader, change: dict[str, Any]) -> None:
-    """Send what was written into a cell."""
+    """Send the text written into a cell."""
     run_id, value = str(change["rowId"]), str(change.get("value") or "")
     update = wire.RunUpdate(tags=tags_of(value)) if change["colId"] == "tags" else wire.RunUpdate(notes=value)
     reader.ask(lambda client: client.update_run(run_id, update))
 
 
 def _filters(view: View) -> dict[str, Any]:
-    """What the reader asks for; archived runs are left out unless they are asked for, too."""
+    """The requested rows; archived runs are left out unless requested, too."""
     shown = view.archived or view.tag == ARCHIVED
     where = [*view.where, *([] if shown else [_ARCHIVED])]
     return {"q": view.query or None, "where": where, **{name: getattr(view, name) for name in FILTERS}}
@@ -322,7 +322,7 @@ def _shown_rows(table: wire.RunTable | wire.RunGroups, view: View) -> list[dict[
 
 
 def _revision(table: wire.RunTable) -> dict[str, Any]:
-    """What changes whenever a row may have changed."""
+    """A revision: it changes whenever a row may have changed."""
     newest = table.rows[0] if table.rows else None
     at = f"{newest.run_id} {newest.updated_at} {newest.state}" if newest else ""
     judged = newest.overview.last_step if newest and newest.overview else None
@@ -351,7 +351,7 @@ def _nothing(table: wire.RunTable, view: View, reader: Reader) -> Any:
 
 
 def _said(table: wire.RunTable, view: View) -> list[Any]:
-    """What the table says; where filters leave nothing, a way out of them."""
+    """The message of the table; if the filters leave nothing, a button that clears them."""
     if table.total or not _is_filtered(view):
         return [headline_of(table)] if table.total else []
     clear = html.Button("Clear filters", id={"type": "clear-filters", "index": 0}, className="textual")

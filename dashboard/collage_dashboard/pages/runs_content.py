@@ -93,7 +93,7 @@ def _measured() -> list[dict[str, Any]]:
             "cellRenderer": "JudgementCell",
             "minWidth": 210,
             "flex": 1,
-            "headerTooltip": "What is wrong over the run's recent past; the whole sentence stands below the table.",
+            "headerTooltip": "What is wrong in the run's recent past; the full sentence is below the table.",
         },
         {
             **_text("strategy", "Strategy", 100),
@@ -121,7 +121,7 @@ def _measured() -> list[dict[str, Any]]:
             _recent("state_decrement_ratio/exp_avg_sq"),
             width=92,
         ),
-        _number("last_step", "Step", "Newest step that was reported.", width=76),
+        _number("last_step", "Step", "The newest reported step.", width=76),
         {
             "field": "updated_at",
             "headerName": "Last data (UTC)",
@@ -131,7 +131,10 @@ def _measured() -> list[dict[str, Any]]:
         },
         _text("project", "Project", 110),
         _editable(
-            "tags", "Tags", 150, f"Tags, with commas between; one that holds a comma in quotes. {_HOW_TO_EDIT}"
+            "tags",
+            "Tags",
+            150,
+            f"Tags, separated by commas; put a tag that contains a comma in quotes. {_HOW_TO_EDIT}",
         ),
         _editable("notes", "Notes", 180, f"Notes. {_HOW_TO_EDIT}", **_LARGE),
     ]

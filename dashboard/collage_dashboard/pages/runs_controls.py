@@ -1,4 +1,4 @@
-"""What stands above the table of runs: filters, columns, saved views, and what is done with picked runs."""
+"""The part above the table of runs: filters, columns, saved views, and actions on picked runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SELECTS: Final = (*FILTERS, "archived", "by")
 
 
 def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
-    """What narrows the table, and what its runs are grouped by."""
+    """The filters of the table, and the grouping of its runs."""
     selects = [_filter_select(name, view, filters) for name in FILTERS]
     return html.Div([*selects, _archived_select(view), _grouping(view), _where(view)], className="filters")
 
@@ -96,8 +96,8 @@ def columns_menu(view: View) -> html.Details:
         data=list(USUAL),
         size="xs",
         label="Columns, in order",
-        description="Enter adds one: a field, or an entry of the configuration by its path, optimizer.lr. Headers "
-        "can be dragged, too; the address keeps it all.",
+        description="Press Enter to add one: a field, or a configuration entry by its path, such as optimizer.lr. "
+        "You can drag headers, too. The page's address keeps the layout.",
         placeholder="optimizer.lr",
     )
     return html.Details(
@@ -119,7 +119,7 @@ def _grouping(view: View) -> dmc.Select:
 
 
 def tray(picked: Mapping[str, str]) -> Any:
-    """The way to the comparison of the picked runs, by id and name, and what else may be done with them."""
+    """A link to compare the picked runs, by id and name, and further actions on them."""
     link = compare_link(picked)
     if not picked:
         return link
@@ -172,7 +172,7 @@ def views_menu() -> html.Details:
 
 
 def register_controls(app: dash.Dash, reader: Reader) -> None:
-    """Bind filters, columns, saved views, and what is done with picked runs, to the application."""
+    """Bind filters, columns, saved views, and actions on picked runs, to the application."""
     _register_choices(app)
     _register_views(app, reader)
 
@@ -252,7 +252,7 @@ def _save_view(reader: Reader, name: str, search: str) -> Any:
     projects = list(reader.ask(lambda client: client.run_filters()).project)
     project = read_address("/", search).project or (projects[0] if len(projects) == 1 else None)
     if project is None:
-        return "Choose a project first: a view is saved for those who see its project."
+        return "Choose a project first: a view is saved for everyone who sees that project."
     if not name:
         return "Name the view, then save it."
     create = wire.SavedViewCreate(name=name, search=search.removeprefix("?"))
@@ -296,7 +296,7 @@ def _named(picked: Mapping[str, str]) -> str:
 
 
 def _do(client: Client, action: str, run_ids: Sequence[str], tags: Sequence[str]) -> None:
-    """Do something with each of these runs; what is done before one is refused stays done."""
+    """Apply an action to each of these runs; earlier ones stay done if one is refused."""
     if action == "delete":
         for run_id in run_ids:
             client.delete_run(run_id)

@@ -1,4 +1,5 @@
-"""The strategies of a comparison: what to train with and why, a row each, and the same steps kept otherwise."""
+"""The strategies of a comparison: the recommendation and its reasons, a row per strategy, and the
+counterfactuals."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def strategy_styles(results: Sequence[StrategyResult]) -> list[LineStyle]:
 
 
 def advice(found: Recommendation, view: View, results: Sequence[StrategyResult]) -> Any:
-    """What to train with, in a sentence, and a line about each strategy that it rests on; all of it as a file.
+    """The recommendation in a sentence, with a line about each strategy behind it; all of it also as a file.
 
     Where configurations keep runs apart, a button treats them as one; where people have done so, one takes it back.
     """
@@ -106,7 +107,7 @@ def advice(found: Recommendation, view: View, results: Sequence[StrategyResult])
 
 
 def pair_question(view: View, results: Sequence[StrategyResult]) -> Any:
-    """Two strategies to be held against each other, and what their losses say; nothing below two."""
+    """Two strategies to compare, and the result of their losses; empty with fewer than two."""
     if len(results) < 2:
         return None
     one, other = pair_of(view, results)
@@ -148,12 +149,12 @@ _HIDDEN: Final[dict[str, Any]] = {"aria-hidden": "true"}
 
 
 def cost_figures(results: Sequence[StrategyResult], found: Recommendation) -> list[Any]:
-    """The loss against each cost, in the order of `COSTS`; what was found to be best is marked."""
+    """The loss against each cost, in the order of `COSTS`; the recommended strategy is marked."""
     return [tradeoff(results, cost, chosen=found.chosen) for cost in COSTS]
 
 
 def strategy_table(results: Sequence[StrategyResult]) -> dmc.Paper:
-    """A row a strategy, what it costs first; numbers are means over its runs."""
+    """One row per strategy, costs first; numbers are means over its runs."""
     head = [dmc.TableTh("Strategy"), dmc.TableTh("Verdict", className="text")]
     head += [dmc.TableTh(html.Span(column.title, title=column.help)) for column in STRATEGY_COLUMNS]
     rows = [
@@ -184,7 +185,7 @@ def about_strategies(results: Sequence[StrategyResult]) -> str:
 
 
 def counterfactual_table(runs: Sequence[wire.ComparedRun]) -> Any:
-    """What other ways of keeping the weights would have kept of each run's own steps; or why nobody knows."""
+    """How much other strategies would have kept of each run's own steps; or why that is unknown."""
     title = html.H2("The same steps, kept otherwise", className="card-title", title=describe(_COUNTERFACTUAL).help)
     heads, found = counterfactual_cells(runs)
     if not found:
@@ -198,7 +199,7 @@ def counterfactual_table(runs: Sequence[wire.ComparedRun]) -> Any:
 
 
 def counterfactual_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], list[tuple[LineStyle, list[Cell]]]]:
-    """The heads of the table, and a row for each run that measured what other methods would have kept."""
+    """The heads of the table, and a row for each run that measured counterfactuals."""
     measured = [run for run in runs if any(split_key(key)[0] == _COUNTERFACTUAL for key in run.merged)]
     methods = [method for method in _METHODS if any(_kept(run, method) is not None for run in measured)]
     rows = [
@@ -226,9 +227,10 @@ ABOUT_COUNTERFACTUALS: Final = (
 
 def _without_counterfactuals(title: Any) -> dmc.Paper:
     text = (
-        "Not measured in these runs. It needs no option: a watched run measures it at about one step in a hundred, "
-        "where the agent knows the intended update (with intent “before-after” it does not). Train for a few "
-        "hundred steps, or measure at steps divisible by 100: collage_agent.watch(model, optimizer, every=10)."
+        "Not measured in these runs. No option is needed: a watched run measures it at about one step in a "
+        "hundred, if the agent knows the intended update (with intent “before-after” it does not). Train for a "
+        "few hundred steps, or measure at steps divisible by 100: collage_agent.watch(model, optimizer, "
+        "every=10)."
     )
     return dmc.Paper(
         [title, dmc.Text(text, size="sm", className="quiet", mt=8)], className="card", withBorder=True, mt=14
@@ -298,8 +300,10 @@ STRATEGY_COLUMNS: Final = (
         lambda result: _mean(result.bytes_per_parameter),
     ),
     StrategyColumn("Tokens/s", "As logged by the training loops.", lambda result: _mean(result.tokens_per_second)),
-    StrategyColumn("Loss gap", "Loss above the reference's, at a step that all runs have reached.", _gap),
-    StrategyColumn("Loss", "Validation loss where all runs log one, else training loss.", lambda r: _mean(r.loss)),
+    StrategyColumn("Loss gap", "The loss minus the reference's, at a step that all runs have reached.", _gap),
+    StrategyColumn(
+        "Loss", "Validation loss if all runs log one, otherwise training loss.", lambda r: _mean(r.loss)
+    ),
     StrategyColumn("EDQ", describe("edq_ratio").help, _over("edq_ratio")),
     StrategyColumn("Updates lost", describe("lost_update_ratio").help, _over("lost_update_ratio")),
     StrategyColumn("State decrement", describe("state_decrement_ratio/exp_avg_sq").help, _state),

@@ -1,4 +1,4 @@
-"""The server's own evaluation of the alert catalogue, and the messages about what it finds."""
+"""The server's own evaluation of the alert catalogue, and the messages about its incidents."""
 
 from collage_server.alerts.evaluator import AlertEvaluator, AlertRounds
 from collage_server.alerts.messenger import Messenger

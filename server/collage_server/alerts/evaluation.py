@@ -4,8 +4,8 @@ It follows what Prometheus does with a rule: a condition that holds is pending u
 without a break, then fires, and goes on for `keep_firing_seconds` after it last held. A sample that is missing ends
 its series. Ranges include both ends; a quantile lies linearly between its neighbours.
 
-Two differences: a run's series go on when it is renamed or resumes under another strategy, and what grew before the
-first moment that was observed is no growth.
+Two differences: a run's series continue when it is renamed or resumes under another strategy, and growth before the
+first observed moment does not count.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Series:
 
 
 class _History:
-    """The series that anybody asks for, by name and by what tells them apart."""
+    """The requested series, by name and by their distinguishing labels."""
 
     def __init__(self) -> None:
         self._series: dict[str, dict[Labels, _Series]] = defaultdict(dict)
@@ -99,7 +99,7 @@ class _History:
         self.now = 0.0
 
     def add(self, now: float, samples: Iterable[Sample], longest_seconds: Mapping[str, float]) -> None:
-        """Add the samples of one moment to the series that anybody asks for; others are left out."""
+        """Add the samples of one moment to the requested series; others are left out."""
         self.now = now
         keys: dict[Labels, Labels] = {}
         for name, labels, value in samples:
@@ -133,7 +133,7 @@ class _History:
 
 
 class Evaluation:
-    """Conditions of some alerts on samples that come at moments in ascending order.
+    """Evaluates conditions of some alerts on samples whose times ascend.
 
     time_scale: shortens windows and waits alike, for a test in seconds.
     """
@@ -151,11 +151,12 @@ class Evaluation:
 
     @property
     def series(self) -> frozenset[str]:
-        """The names of all series that are asked for; samples of others are left out."""
+        """The names of all requested series; samples of others are left out."""
         return frozenset(self._longest)
 
     def observe(self, now: float, samples: Iterable[Sample]) -> list[AlertChange]:
-        """Take in the samples of the moment `now` (Unix seconds); what began to fire, and what ended."""
+        """Take in the samples of the moment `now` (Unix seconds); returns the alerts that began to fire, and those
+        that ended."""
         given = list(samples)
         self._history.add(now, [*given, *_recorded(given)], self._longest)
         changes: list[AlertChange] = []
@@ -168,8 +169,8 @@ class Evaluation:
         self._active[alert.name, identity_labels(labels)] = _Active(labels, since, value, firing=True)
 
     def _holding(self, alert: Alert) -> dict[Labels, tuple[Labels, float]]:
-        """The series in which one of the alert's conditions holds now, by what tells them apart: labels and value.
-        Of a run those of the first condition."""
+        """The series in which one of the alert's conditions holds now: their labels and value, by their
+        distinguishing labels. For a run, only those of the first condition."""
         window = alert.window_seconds * self._scale
         held: dict[Labels, tuple[Labels, float]] = {}
         known: set[str] = set()

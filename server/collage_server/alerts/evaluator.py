@@ -1,4 +1,5 @@
-"""The evaluator: one server of those on a database judges all runs by the catalogue, and keeps what fires."""
+"""The evaluator: one of the servers on a database evaluates all runs against the catalogue, and stores the
+incidents."""
 
 from __future__ import annotations
 
@@ -130,7 +131,7 @@ class AlertEvaluator(BackgroundThread):
             _LOG.warning("%s fires (run %s): %s", new.alert, run_id or "-", text)
 
     def _reason(self, alert: Alert, run_id: str) -> tuple[str, int | None]:
-        """What fired, in the catalogue's words; of a run what its overview says now, and its step."""
+        """The incident in the catalogue's words; for a run, with its present overview and step."""
         parts, step = [f"{alert.summary[0].upper()}{alert.summary[1:]}."], None
         with suppress(Gone, NotFound):
             if run_id:

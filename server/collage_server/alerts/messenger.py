@@ -1,4 +1,5 @@
-"""The messenger: tells every target of incidents that fire and end, again and again until it took the message."""
+"""The messenger: notifies every target of incidents that fire and end, and retries until the target accepts the
+message."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ _GIVE_UP_SECONDS: Final = 86_400.0
 
 
 class Messenger(BackgroundThread):
-    """Sends what is owed, by one server of those on a database; what was delivered stands in the database.
+    """Sends the due messages, from one of the servers on a database; the database records deliveries.
 
-    A message that a target took, and whose delivery could not be noted any more, is sent again. A silenced incident
-    is owed nothing while the silence holds. A target hears that an incident ended only if it heard that it fired.
+    If a target accepted a message but the delivery could not be recorded, it is sent again. A silenced incident is
+    due no message while the silence holds. A target hears that an incident ended only if it heard that it fired.
     After a day without success a message is given up.
     """
 
@@ -43,7 +44,7 @@ class Messenger(BackgroundThread):
         self._not_before = dict.fromkeys(self._backoffs, float("-inf"))
 
     def do_due_work(self) -> None:
-        """Send what is owed, if no other server does."""
+        """Send the due messages, if no other server does."""
         now = self._clock()
         if not self._store.incidents.take_lease(_LEASE, self._holder, now, _LEASE_SECONDS):
             return
@@ -59,7 +60,7 @@ class Messenger(BackgroundThread):
         self.attempt(lambda: self._store.incidents.give_up_lease(_LEASE, self._holder))
 
     def _tell(self, incident: wire.Incident, sent: list[str]) -> None:
-        """Tell each target that does not know yet; keep who knows now."""
+        """Notify each target that has not been notified; record the deliveries."""
         settled, before = True, list(sent)
         for target in self._targets:
             mark = f"{target.name}/{incident.state}"

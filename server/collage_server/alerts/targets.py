@@ -1,7 +1,7 @@
 """Where messages about incidents go: a webhook, Slack, e-mail. Addresses come from the settings alone.
 
 A webhook's host is resolved and checked first, and the very address that was checked is connected to. Redirects are
-not followed. So nobody who can send runs, or who answers for a name, makes this server ask its neighbours.
+not followed. So neither a sender of runs nor the owner of a name can make this server call its neighbours.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAT64: Final = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("6
 
 
 class Target(ABC):
-    """One place that messages go to; `name` tells it in what was delivered."""
+    """One destination of messages; `name` identifies it in the recorded deliveries."""
 
     name: str
 
@@ -130,7 +130,7 @@ def _title(incident: wire.Incident) -> str:
 
 
 def page_of(incident: wire.Incident, dashboard_url: str | None) -> str | None:
-    """Where the dashboard shows the incident; None where nobody said where the dashboard is."""
+    """The dashboard's address of the incident; None if the dashboard's address is not set."""
     return None if dashboard_url is None else f"{dashboard_url.rstrip('/')}/incident/{quote(incident.incident_id)}"
 
 

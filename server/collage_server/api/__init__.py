@@ -23,7 +23,7 @@ __all__ = ["api_routes"]
 
 
 def api_routes() -> list[BaseRoute]:
-    """The routes of all resources; first what is asked for most, as routes are tried in turn."""
+    """The routes of all resources; the most requested come first, because routes are tried in turn."""
     routers = (
         reports.router,
         runs.router,

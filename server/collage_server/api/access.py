@@ -1,4 +1,4 @@
-"""Access: tokens, sessions of people who sign in through a provider, and the audit of what was done."""
+"""Access: tokens, sessions of people who sign in through a provider, and the audit log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FORM: Final = {"application/x-www-form-urlencoded": {"schema": {"type": "object
 
 @router.post("/tokens", **describes(wire.TokenCreated, wire.TokenCreate, status=201))
 async def create_token(request: Request) -> Response:
-    """Make a token; `secret` is said in this answer and never again."""
+    """Make a token; only this answer contains its `secret`."""
     app_state = app_state_of(request)
     create = await message(request, wire.TokenCreate)
     created = await run_in_threadpool(

@@ -33,7 +33,7 @@ def describes(
     also: int | None = None,
     many: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments of a route, for OpenAPI: what it takes and answers, with which status (or `also`)."""
+    """Keyword arguments of a route, for OpenAPI: its input and answers, with their status (or `also`)."""
     extra: dict[str, Any] = {"responses": {"default": _content("An error.", _reference(wire.ErrorAnswer))}}
     if kind is not None:
         schema = _reference(kind)

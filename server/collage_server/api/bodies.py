@@ -83,7 +83,7 @@ def _header(request: Request, name: bytes, default: str) -> str:
 def body_lease(request: Request, app_state: AppState, content_type: str) -> BudgetLease:
     """Room for this request's body in the budget of bytes in flight, while the context lasts.
 
-    It grows with the bytes that come: what a header declares takes nothing from others.
+    It grows with the bytes that come: a declared size takes nothing from others.
 
     Raises:
         TooLarge: the body says that it is larger than its limit.
@@ -102,7 +102,8 @@ def body_lease(request: Request, app_state: AppState, content_type: str) -> Budg
 async def read_body(request: Request, held: BudgetLease, content_type: str) -> bytes | bytearray:
     """The whole body, decompressed, refused as soon as it grows beyond its limit.
 
-    `held` grows to what decoding may take: of JSON, a number of two characters becomes an object of 32 bytes.
+    `held` grows to the memory that decoding may take: in JSON, a number of two characters becomes an object of 32
+    bytes.
 
     Raises:
         TooLarge: more than 16 MiB, or 64 MiB once decompressed; of JSON, than 1 MiB.
@@ -123,7 +124,7 @@ async def read_body(request: Request, held: BudgetLease, content_type: str) -> b
 
 
 async def _read_sent(request: Request, held: BudgetLease, limit: int) -> bytearray:
-    """The bytes of a body as long as they keep arriving; those that came give the next ones whole seconds more."""
+    """The bytes of a body as long as they keep arriving; arrived bytes extend the time for the next ones."""
     body = bytearray()
     began = asyncio.get_running_loop().time()
     seconds = _PATIENCE_SECONDS
@@ -188,7 +189,7 @@ async def batch_in(
 ) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
     """The batch in a body, and its reports that cannot be decoded; a large one is not decoded on the event loop.
 
-    Large ones are decoded one at a time: `held` grows to what each takes as objects before the next one begins.
+    Large ones are decoded one at a time: `held` grows by each report's size as objects before the next one begins.
 
     Raises:
         BadRequest, Unprocessable: no report can be decoded.

@@ -42,7 +42,7 @@ def revisions_of(request: Request, run_ids: Sequence[str]) -> Revisions:
 def respond(
     request: Request, runs: Sequence[str] | Revisions, make: Callable[[], Any], *, keep: bool = True
 ) -> Response:
-    """The answer to this request, from the cache where the runs have not changed; 304 where the asker has it.
+    """The answer to this request, from the cache if the runs have not changed; 304 if the client has it.
 
     `runs` are ids, or the revisions of these runs where they are known already.
     """

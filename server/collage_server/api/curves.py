@@ -70,7 +70,7 @@ class Question:
         return tuple(filter(is_metric, self.metrics))
 
     def __post_init__(self) -> None:
-        """Refuse what no run could answer."""
+        """Refuse questions that no run could answer."""
         for metric in self.metrics:
             if self.layers != LayerChoice() and not is_metric(metric):
                 raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
@@ -91,7 +91,7 @@ def get_series(
     axis: parameters.AxisName = "step",
     cursor: Annotated[str | None, Query(max_length=200, description=_CURSOR)] = None,
 ) -> Response:
-    """A metric of the model, of one layer, or of layers of a glob or module type; or a logged scalar."""
+    """A metric of the model, of one layer, or of layers by glob or module type; or a logged scalar."""
     app_state = app_state_of(request)
     asked = Question(
         tuple(dict.fromkeys(metric)),
@@ -151,9 +151,9 @@ def compare(
 
 
 def _summaries(app_state: AppState, snapshot: Snapshot, revisions: Revisions) -> dict[str, wire.RunSummary]:
-    """What is shown beside the curves, whichever they are: kept until the run changes.
+    """The values beside the curves, the same for any curve: cached until the run changes.
 
-    Made anew, it costs 50 runs of 10,000 points twice the CPU of the whole question.
+    Made again, it costs 50 runs of 10,000 points twice the CPU of the whole question.
     """
     keys = {run_id: ("summary", run_id, revision) for run_id, revision in revisions.items()}
     kept = {run_id: app_state.answers.get(key) for run_id, key in keys.items()}
@@ -177,7 +177,7 @@ def _curves(
 ) -> Iterator[tuple[str, wire.Series]]:
     """The series of each run; its further metrics stand in `more`. A scalar must be known of one run, or `beside`.
 
-    All runs and metrics are read together: what each has costs, the number of statements does not grow. Lists are
+    All runs and metrics are read together, so the number of statements does not grow with them. Lists are
     made run by run, so that a caller can free one run's before the next is made.
     """
     positions = positions_of(snapshot, run_ids, asked.axis)
@@ -209,7 +209,7 @@ def _points(snapshot: Snapshot, run_ids: Sequence[str], asked: Question) -> dict
 
 
 def _needed_by(metric: str, points: Mapping[str, Points]) -> dict[str, Points]:
-    """The points with what the metric is made of alone, as if nothing else had been asked for."""
+    """The points with only this metric's statistics, as if nothing else had been requested."""
     keys = set(statistics_for(metric))
     return {
         run_id: replace(held, totals={key: values for key, values in held.totals.items() if key in keys})
@@ -237,7 +237,7 @@ class FollowedCurve:
         return scalars_of(self.snapshot, runs, key, selection)[self.run_id]
 
     def newest_complete_step(self) -> int | None:
-        """The newest step that every rank has reached; None: whatever was read is as complete as it gets."""
+        """The newest step that every rank has reached; None: all points read are as complete as they will be."""
         if not self.asked.measured:
             return None
         step = self.snapshot.newest_step(self.run_id)

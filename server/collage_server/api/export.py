@@ -35,10 +35,10 @@ def export_run(
     request: Request,
     run_id: Id,
     export_format: Annotated[Literal["jsonl", "csv", "parquet"], Query(alias="format")] = "jsonl",
-    layers: Annotated[bool, Query(description="Also what is known by layer.")] = True,
+    layers: Annotated[bool, Query(description="Also write the numbers of each layer.")] = True,
     ranks: Annotated[bool, Query(description="Also each rank's totals of its whole model.")] = False,
 ) -> Response:
-    """All that is stored of a run, ranks merged, streamed; `Collage-Lines` says how many lines will come.
+    """All data of a run, ranks merged, as a stream; `Collage-Lines` gives the number of lines.
 
     The run is read a batch of steps at a time, so a long export keeps no other reader or writer waiting.
     """
@@ -53,7 +53,7 @@ def export_run(
 
 
 class _Export(StreamingResponse):
-    """Ends with all that it holds, also where its reader has gone."""
+    """When it ends, it releases its memory, also if the reader has gone."""
 
     def __init__(self, content: Generator[bytes, None, None], **given: Any) -> None:
         super().__init__(content, **given)

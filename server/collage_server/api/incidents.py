@@ -1,4 +1,4 @@
-"""Incidents: what fires and what has ended, who takes care of it, and silences."""
+"""Incidents: incidents, their acknowledgement, and silences."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def get_incident(request: Request, incident_id: Id) -> Response:
 
 @router.get("/runs/{run_id}/alerts", **describes(wire.IncidentPage))
 def firing_of_run(request: Request, run_id: Id) -> Response:
-    """What fires of one run now; a training may ask with the token that it sends with."""
+    """The alerts that fire for one run now; a training may ask with the token that it sends with."""
     app_state = app_state_of(request)
     app_state.store.runs.get(run_id)
     query = IncidentQuery(run_id=run_id, state="firing", limit=_MOST_OF_A_RUN)
@@ -73,7 +73,7 @@ def firing_of_run(request: Request, run_id: Id) -> Response:
 
 @router.post("/events/{incident_id}/acknowledge", **describes(wire.Incident))
 def acknowledge(request: Request, incident_id: Id) -> Response:
-    """Note that you take care of an incident; whoever was first stays."""
+    """Acknowledge an incident: you take care of it. The first acknowledgement stays."""
     app_state, principal = app_state_of(request), principal_of(request)
     now = app_state.clock()
     return answer(app_state.store.incidents.acknowledge(incident_id, principal.actor, now, principal.projects))

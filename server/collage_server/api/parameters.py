@@ -1,4 +1,4 @@
-"""Query parameters that several routes share; a question is answered as it was asked, or refused."""
+"""Query parameters that several routes share; a question is answered exactly as asked, or refused."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def _run_filter(
     state: Literal["running", "finished", "failed", "stale"] | None = None,
     q: Filter = None,
 ) -> RunFilter:
-    """Of the runs that the asker may see, those of the question."""
+    """The requested runs among those that the caller may see."""
     return RunFilter(
         project=project,
         projects=principal_of(request).projects,
@@ -134,7 +134,7 @@ def checked_metric(key: str) -> str:
 
 
 async def refuse_unknown_parameters(request: Request) -> None:
-    """A dependency of routes: a filter that is misspelt would else give the picture without it.
+    """A dependency of routes: otherwise a misspelt filter would be ignored silently.
 
     Raises:
         Unprocessable: the query names a parameter that the route does not declare, or one twice that it takes once.
@@ -151,7 +151,7 @@ async def refuse_unknown_parameters(request: Request) -> None:
 
 
 def _query_parameters(dependant: Dependant) -> Iterator[Any]:
-    """Those of a route, and of what it depends on."""
+    """The parameters of a route and of its dependencies."""
     yield from dependant.query_params
     for other in dependant.dependencies:
         yield from _query_parameters(other)

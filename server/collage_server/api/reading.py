@@ -82,7 +82,7 @@ def _of_type(run_id: str, entries: Sequence[wire.Layer], module_type: str) -> li
 
 
 def check_scalar_exists(snapshot: Snapshot, key: str, run_ids: Sequence[str]) -> None:
-    """Refuse a name that is no metric, no reserved scalar, and was logged by none of the runs."""
+    """Refuse a name that is neither a metric nor a reserved scalar, and that none of the runs logged."""
     if key not in SCALARS and not any(key in record.scalars for record in snapshot.records(run_ids).values()):
         if split_key(key)[0] in METRICS:
             checked_metric(key)  # Says which label it takes.
@@ -137,7 +137,7 @@ def points_of(
 def _merged_layers(
     snapshot: Snapshot, run_id: str, keys: Sequence[str], selection: Selection, choice: LayerChoice
 ) -> Points:
-    """Layers merged; step by step if extremes are asked for: coarse points have none for a sum of layers.
+    """Layers merged; step by step if extremes are requested, because coarse points have none for a sum of layers.
 
     Beyond _MOST_NUMBERS coarse points are read after all, and extremes stay unknown. Both in pieces of the run.
     """

@@ -65,7 +65,7 @@ def add_description(app: FastAPI) -> None:
     @app.get("/", include_in_schema=False)
     @app.get("/runs/{run_id}", include_in_schema=False)
     def page() -> HTMLResponse:
-        """Where a run's page is looked for at the server: it has none, the dashboard does."""
+        """The answer at the address of a run's page on the server, which only the dashboard has."""
         return HTMLResponse(_NO_DASHBOARD, headers=_PAGE_HEADERS)
 
     @app.get("/docs", include_in_schema=False)

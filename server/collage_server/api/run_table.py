@@ -1,4 +1,4 @@
-"""The table of runs, a page at a time, and the overview of one run: what a reader sees first."""
+"""The table of runs, one page at a time, and the overview of one run: the first things that a reader sees."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def get_run_table(
     config: Entries,
     differing: Annotated[bool, Query(description="Each row with the entries in which the rows differ.")] = False,
 ) -> Response:
-    """Rows `offset` … of the table of runs. `q` searches names, ids, projects, groups, tags and notes."""
+    """Rows of the table of runs, from `offset` on. `q` searches names, ids, projects, groups, tags and notes."""
     app_state = app_state_of(request)
     query = replace(part, run_ids=tuple(run_id) or None)
     now, stale_after = app_state.clock(), app_state.settings.stale_after_seconds
@@ -123,7 +123,7 @@ def delete_view(request: Request, project: Project, name: Annotated[str, Query(m
 
 @router.get("/runs/{run_id}/overview", **describes(wire.Overview))
 def get_overview(request: Request, run_id: Id) -> Response:
-    """What is said of the run: headline, verdict, the numbers behind them, the layers that lose the most."""
+    """The overview of the run: headline, verdict, the numbers behind them, and the layers that lose the most."""
     store = app_state_of(request).store
     record = store.runs.get(run_id)
     found = store.overviews.of(run_id, MADE_BY)

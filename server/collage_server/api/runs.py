@@ -40,14 +40,14 @@ def _answer(app_state: AppState, record: RunRecord, reader: Principal) -> wire.R
 def _as_seen(
     record: RunRecord, point: NewestPoint | None, reader: Principal, now: float, stale_after_seconds: float
 ) -> wire.Run:
-    """The run as this principal may see it: who only sends learns nothing of what others sent."""
+    """The run as this principal may see it: a token that only sends learns nothing about other runs."""
     if not reader.may("read"):
         record, point = dataclasses.replace(record, config={}, notes="", tags=[], watch=None, scalars={}), None
     return run_answer(record, point, now, stale_after_seconds)
 
 
 def _check(create: wire.RunCreate) -> None:
-    """What the message's types leave open: a seed of 64 bits, a config that JSON can hold."""
+    """Checks beyond the message's types: a seed of 64 bits, and a config that JSON can hold."""
     if create.seed is not None and not -(2**63) <= create.seed < 2**63:
         raise Unprocessable(f"seed {create.seed} does not fit into 64 bits", field="seed", limit=2**63)
     try:
@@ -94,7 +94,7 @@ def list_runs(
 
 @router.get("/runs/{run_id}", **describes(wire.Run))
 def get_run(request: Request, run_id: Id) -> Response:
-    """What is known of a run: labels, state, configuration, newest numbers."""
+    """The facts about a run: labels, state, configuration, newest numbers."""
     app_state = app_state_of(request)
     return answer(_answer(app_state, app_state.store.runs.get(run_id), principal_of(request)))
 

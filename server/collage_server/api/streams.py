@@ -1,4 +1,4 @@
-"""What a run is made of, and what happened to it: attempts, streams, the layers that they declared, events.
+"""The parts of a run and its history: attempts, streams, their declared layers, events.
 
 Alertmanager's alerts become events of the runs that they are about.
 """
@@ -59,7 +59,7 @@ async def create_stream(request: Request, run_id: Id) -> Response:
 
 @router.get("/runs/{run_id}/streams", **describes(wire.StreamList))
 def list_streams(request: Request, run_id: Id) -> Response:
-    """The run's streams, by attempt and rank: what is stored, what is missing, who lags, whose clock is off."""
+    """The run's streams, by attempt and rank: stored and missing reports, lag, and clock skew."""
     streams = with_lag(app_state_of(request).store.streams.of_run(run_id))
     return answer(wire.StreamList(run_id=run_id, streams=streams))
 
@@ -87,7 +87,7 @@ def list_events(
 
 @router.post("/runs/{run_id}/notes", **describes(wire.Event, wire.NoteCreate, status=201))
 async def create_note(request: Request, run_id: Id) -> Response:
-    """Write into the run's timeline what people know of it; the event's text begins with who wrote it."""
+    """Write a note into the run's timeline; the event's text begins with its author."""
     note = await message(request, wire.NoteCreate)
     app_state, author = app_state_of(request), principal_of(request).actor
     new = NewEvent(

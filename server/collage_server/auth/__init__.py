@@ -1,1 +1,2 @@
-"""Who may do what: bearer tokens, roles, quotas, and what administrators do, with its entries in the audit log."""
+"""Who may do what: bearer tokens, roles, quotas, and administrators' actions with their entries in the audit
+log."""

@@ -48,7 +48,7 @@ def principal_of(connection: HTTPConnection) -> Principal:
 
 
 def audit_fields(connection: HTTPConnection) -> dict[str, Any]:
-    """What an entry of the audit log says of the request."""
+    """The request's fields for an entry of the audit log."""
     client = connection.client
     return {
         "request_id": connection.scope["state"]["request_id"],
@@ -73,7 +73,7 @@ class AccessPolicy:
     ) -> Principal:
         """Let the request pass, as the returned principal; `headers` by their names in lower case.
 
-        client: the address that asks.
+        client: the client's address.
 
         Raises:
             Unauthorised: no valid token, and the route needs one.
@@ -186,7 +186,7 @@ def _refusal(principal: Principal, capability: Capability, method: str, path: st
 def _out_of_reach(
     principal: Principal, anywhere: Principal, project: str | None, unknown: NotFound
 ) -> NotFound | Forbidden:
-    """As if there were no such thing, unless the asker may know of its project, and do this in others alone."""
+    """Answers as for an unknown id, unless the caller may see the project but not do this there."""
     if project is None or not anywhere.owns(project):
         return unknown
     able = ", ".join(sorted(principal.projects or ()))

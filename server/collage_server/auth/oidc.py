@@ -53,9 +53,9 @@ _ENDPOINTS: Final = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 
 
 class Provider:
-    """The OpenID provider of these settings, asked on the event loop. What it says of itself is kept for an hour.
+    """The OpenID provider of these settings, asked on the event loop. Its metadata is cached for an hour.
 
-    `clock` gives Unix seconds, `monotonic` measures the age of what is kept.
+    `clock` gives Unix seconds, `monotonic` measures the cache's age.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Provider:
         return wire.SignInRequest(authorization_url=url, state=state, nonce=nonce, code_verifier=verifier)
 
     async def person(self, finish: wire.SignInFinish) -> Person:
-        """Who came back with this code, and what they may here.
+        """The person behind this code, and their roles here.
 
         Raises:
             SignInRefused: the code or the ID token is not good, or no group of the person has a role.
@@ -121,7 +121,7 @@ class Provider:
             raise _refused(f"the ID token is refused ({error}); sign in again") from error
 
     async def log_out(self, text: str) -> LogOut:
-        """What a log-out token says.
+        """The content of a log-out token.
 
         Raises:
             BadRequest: it is not a good one.
@@ -143,7 +143,7 @@ class Provider:
             raise BadRequest(f"the log-out token is refused ({error})", field="logout_token") from error
 
     async def log_out_url(self) -> str | None:
-        """Where a browser ends its session with the provider, too; None if there is no such page to be had now."""
+        """The address where a browser also ends its session with the provider; None if it is not available now."""
         try:
             page = (await self._current_metadata()).get("end_session_endpoint")
         except Busy:
@@ -211,9 +211,9 @@ class Provider:
             return self._keys
 
     async def _read(self, address: str) -> dict[str, Any]:
-        """What the provider publishes; nothing is asked just after something failed.
+        """The provider's metadata; after a failure it is not requested again at once.
 
-        Anybody may send log-out tokens: those must not make this server ask and ask.
+        Anybody may send log-out tokens, which must not cause repeated requests.
         """
         if self._monotonic() < self._silent_until:
             raise Busy(self._failure, retry_after_seconds=_SILENT_SECONDS)
@@ -235,7 +235,7 @@ class Provider:
         return Busy(message, retry_after_seconds=_SILENT_SECONDS)
 
     async def _decoded(self, text: str) -> jwt.Token:
-        """A token whose signature is the provider's; a key that is not known may be a new one."""
+        """Verify that the provider signed the token; an unknown key may be a new one."""
         registry = JWSRegistry(algorithms=list(_ALGORITHMS), strict_check_header=False)
         try:
             return jwt.decode(text, await self._current_keys(_KEPT_SECONDS), registry=registry)
@@ -243,7 +243,7 @@ class Provider:
             return jwt.decode(text, await self._current_keys(_REFRESH_SECONDS), registry=registry)
 
     def _expected(self, *also: str) -> dict[str, Any]:
-        """What claims must be there, and what the first two must say."""
+        """The required claims, and the values of the first two."""
         return {
             "iss": {"essential": True, "value": self._issuer},
             "aud": {"essential": True, "value": self._settings.oidc_client_id},
@@ -305,7 +305,7 @@ def _identifier(claims: dict[str, Any], name: str) -> str | None:
 
 
 def _check_log_out(claims: JWTClaims) -> None:
-    """What makes a token one to log out by, and no other token of this provider.
+    """Checks that distinguish a log-out token from the provider's other tokens.
 
     Raises:
         ValueError: what is wrong with it.
@@ -329,7 +329,7 @@ def _groups(value: object) -> list[str] | None:
 
 
 def _printable(text: object) -> str:
-    """A text without what no page, log or database should be given; empty for what is no text."""
+    """A text without characters unfit for pages, logs or databases; empty for anything that is not text."""
     return "".join(filter(str.isprintable, text)).strip() if isinstance(text, str) else ""
 
 

@@ -31,7 +31,7 @@ _NOTE_SECONDS: Final = 60.0
 class Principal:
     """Who a request comes from. `projects` None is every project; `actor` is what the audit log says.
 
-    `also` grants more roles elsewhere. A route sees the principal as `narrowed` to what it needs.
+    `also` grants more roles elsewhere. A route sees the principal `narrowed` to the grants that it needs.
     """
 
     actor: str
@@ -63,7 +63,7 @@ class Principal:
         )
 
     def owns(self, project: str | None) -> bool:
-        """Whether this project is within reach; None (an unknown one) is not, unless everything is."""
+        """Whether this project is allowed; None (an unknown one) only if all are."""
         return self.projects is None or project in self.projects
 
 
@@ -89,7 +89,7 @@ def new_secret() -> str:
 
 
 def digest_of(secret: str | bytes) -> bytes:
-    """SHA-256 of a secret: what is stored and looked up.
+    """SHA-256 of a secret, which is stored and looked up.
 
     A plain fast hash is enough, and a salt is not needed: nobody can guess 256 random bits. The look-up's timing
     says nothing either: it depends on digests, which a caller cannot choose without knowing the secret.
@@ -122,8 +122,8 @@ _MOST_AHEAD_SECONDS: Final = 300.0
 class TokenDirectory:
     """The valid tokens, read again in the background; used on the event loop only.
 
-    A revocation by any process is in force here within five seconds: an older copy is not used, even when that
-    means to answer 503. `clock` gives Unix seconds, `monotonic` measures the copy's age.
+    A revocation by any process takes effect here within five seconds: an older copy is never used, even if the
+    answer is then 503. `clock` gives Unix seconds, `monotonic` measures the copy's age.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class TokenDirectory:
         self._noted: dict[str, float] = {}
 
     async def principal(self, secret: bytes, *, look_up: bool = True) -> Principal | None:
-        """Who bears this secret; None when it is unknown or revoked, or a session that has ended.
+        """The principal behind this secret; None if it is unknown or revoked, or a session that has ended.
 
         look_up: read the table again for an unknown one.
 
@@ -183,7 +183,7 @@ class TokenDirectory:
         self._refreshing = None
 
     async def close(self, deadline_seconds: float) -> None:
-        """Write the last uses that are not written yet, as far as that is done by the deadline."""
+        """Write the pending last uses, until the deadline."""
         if self._refreshing is not None:
             await asyncio.wait([self._refreshing], timeout=deadline_seconds)
         if self._noting is None or not self._noting.is_alive():

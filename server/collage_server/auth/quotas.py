@@ -1,4 +1,4 @@
-"""What one project may hold, so that no project fills the server for all."""
+"""Limits on each project, so that no project fills the server for all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REMEMBERED_SECONDS: Final = 10.0
 
 @dataclass
 class _Counted:
-    """What a project held when it was counted, with what this process has added since."""
+    """A project's counts, with this process's additions since."""
 
     count: int
     at: float
@@ -31,10 +31,11 @@ class _Counted:
 class Quotas:
     """Runs and tags are counted in the transaction that adds them, so requests in flight together cannot overshoot.
 
-    Below half of a limit a count is remembered for ten seconds, and what this server may add is added to it:
-    creating a run costs the same in a large project. Layers are counted before a run is created: many rows, for
-    which no report should wait. A project overshoots by what requests in flight and its running runs still add,
-    each run at most the wire's `layers_per_run`, and, from below half, by what other servers add in ten seconds.
+    Below half of a limit a count is cached for ten seconds, plus this server's own additions, so creating a run
+    costs the same in a large project. Layers are counted before a run is created: many rows, for which no report
+    should wait. A project can exceed its limit by the layers that concurrent requests and running runs still add,
+    each run at most the wire's `layers_per_run`. Below half of the limit, other servers' additions within ten
+    seconds come on top.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Quotas:
             self._judge(project, "layers", most, partial(self._store.count_layers, project))
 
     def check(self, project: str, what: QuotaName, added: int, count: Callable[[], int]) -> None:
-        """For the store: judge what the project holds with a change that is not committed yet.
+        """For the store: check the project's counts, including a change that is not committed yet.
 
         Raises:
             Unprocessable: too many; the change is undone.

@@ -1,4 +1,4 @@
-"""`collage-monitor archive`: what is done with archived files by hand."""
+"""`collage-monitor archive`: manual work on archived files."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["archive"]
 
 @click.group("archive")
 def archive() -> None:
-    """Archived files: what stands behind the newest points of runs."""
+    """Archived files: the older points of runs."""
 
 
 @archive.command("publish")
 @click.option("--project", "projects", multiple=True, help="Project; repeat it. Default: all.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder of the server.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 def publish(projects: tuple[str, ...], folder: Path | None, as_json: bool) -> None:
     """Bring each project's Delta table up to date with its finished runs; Spark, DuckDB and others read it.
 
-    Nothing is copied but files that a newer attempt hides in part. Run it again whenever runs have ended or were
-    deleted, while the server serves. A log that was deleted is made anew.
+    It copies no files except those that a newer attempt hides in part. Run it again whenever runs have ended or
+    were deleted, while the server serves. If the log was deleted, it is made again.
     """
     # No token is asked for; settings do not exist without one.
     settings = settings_from_environment(folder=folder, no_auth=True, host="127.0.0.1")

@@ -24,13 +24,13 @@ _DUMP = (
 @click.command("backup")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder of the server.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was made as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 def backup(file: Path, folder: Path | None, as_json: bool) -> None:
     """Copy the database into FILE while the server serves, and archived files into the folder `archive` beside it.
 
     Archived files never change: of those that are there already none is copied again. Those in a bucket stay there.
 
-    All that was acknowledged before the command began is in it, nothing that came after is promised. The server's
+    It holds everything acknowledged before the command began, and perhaps some of what came later. The server's
     own token is not: it is the file `token` of the data folder.
     """
     settings = _settings(folder)
@@ -41,10 +41,15 @@ def backup(file: Path, folder: Path | None, as_json: bool) -> None:
 
 @click.command("restore")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder, without a database in it.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was restored as JSON.")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Data folder to restore into; it must hold no database.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 def restore(file: Path, folder: Path | None, as_json: bool) -> None:
-    """Put the back-up FILE in place, with the server stopped; never over a database that is there."""
+    """Restore the back-up FILE while the server is stopped; never overwrites a database."""
     settings = _settings(folder)
     with progress("put the back-up in place"):
         made = restore_store(file, settings.folder / "collage.sqlite", archive=_archive(settings))
@@ -60,7 +65,7 @@ def _settings(folder: Path | None) -> Settings:
 
 
 def _archive(settings: Settings) -> Path | None:
-    """The folder of archived files; None for a bucket, and where nothing is archived."""
+    """The folder of archived files; None for a bucket, or without an archive."""
     address = settings.archive_address
     return None if address is None or "://" in address else Path(address)
 

@@ -19,7 +19,9 @@ __all__ = ["migrate"]
     required=True,
     help="postgresql://USER@HOST/NAME; also from COLLAGE_SERVER_DATABASE.",
 )
-@click.option("--lock-timeout", "seconds", default=5.0, show_default=True, help="Give up on a locked table after.")
+@click.option(
+    "--lock-timeout", "seconds", default=5.0, show_default=True, help="Seconds to wait for a locked table."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the revision as JSON.")
 def migrate(database: str, seconds: float, as_json: bool) -> None:
     """Bring the schema behind --database up to date; servers of the previous release go on serving."""

@@ -39,21 +39,27 @@ _ARENA_MAX: Final = -8
 @click.option("--host", help="Address to listen on. Default: 127.0.0.1.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on. Default: 7420.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder: database and token.")
-@click.option("--allowed-host", "allowed_hosts", multiple=True, help="Another name under which it is reached.")
+@click.option(
+    "--allowed-host", "allowed_hosts", multiple=True, help="Another host name under which clients reach it."
+)
 @click.option("--database", help="postgresql://USER@HOST/NAME. Default: SQLite in the folder.")
-@click.option("--memory", help="What the server may take, as 512M. Default: half of what there is, at most 4G.")
+@click.option(
+    "--memory",
+    help="Most memory that the server may use, such as 512M. Default: half of the machine's, at most 4G.",
+)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
     help="File that holds the token. Default: `token` in the folder.",
 )
-@click.option("--no-auth", is_flag=True, help="Ask for no token; on loopback only.")
-@click.option("--log-format", type=click.Choice(["text", "json"]), help="One line a record. Default: text.")
+@click.option("--no-auth", is_flag=True, help="Require no token; allowed on loopback only.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="Format of log lines. Default: text.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
-@click.option("--print-settings", is_flag=True, help="Print the settings, secrets masked, and end.")
+@click.option("--print-settings", is_flag=True, help="Print the settings with secrets masked, and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 def serve(print_settings: bool, as_json: bool, **flags: Any) -> None:
-    """Take in reports, keep them, answer questions about them. Ctrl-C stops, after the last commit."""
+    """Run the server: it takes in reports, stores them and answers questions about them. Ctrl-C stops, after the
+    last commit."""
     settings = _settings(**flags)
     if print_settings:
         click.echo(json.dumps(settings.masked(), indent=2))
@@ -128,8 +134,8 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
 def _share_one_heap() -> None:
     """Let all threads use one heap, where malloc is glibc's.
 
-    By default each has its own and keeps what a large body or question has left there: twice the memory. Arrow's
-    own allocator does likewise, and here the threads change within one export.
+    By default each thread has its own and keeps the memory of large bodies and questions, which doubles the total.
+    Arrow's own allocator does likewise, and here the threads change within one export.
     """
     with contextlib.suppress(ImportError):
         arrow: Any = import_module("pyarrow")
@@ -153,7 +159,7 @@ def _connections(wanted: int) -> int:
 
 
 class Server(uvicorn.Server):
-    """The process that serves: uvicorn that says where it listens once it does."""
+    """The process that serves: uvicorn that prints its address once it listens."""
 
     def __init__(self, settings: Settings, store: Store, as_json: bool, limits: FixedLimits = FIXED_LIMITS) -> None:
         self.settings = settings

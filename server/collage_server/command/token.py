@@ -33,9 +33,15 @@ def _place_options(function: _Function) -> _Function:
     """Where the tokens are: behind a server, or in the database of this host."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON."),
-        click.option("--host", "on_host", is_flag=True, help="Write into the database itself, without the server."),
+        click.option(
+            "--host", "on_host", is_flag=True, help="Write directly into the database, without the server."
+        ),
         click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder: database and token."),
-        click.option("--token", envvar="COLLAGE_TOKEN", help="An administrator's; default: the data folder's."),
+        click.option(
+            "--token",
+            envvar="COLLAGE_TOKEN",
+            help="Token of an administrator; default: the one in the data folder.",
+        ),
         click.option(
             "--server-url", envvar="COLLAGE_SERVER_URL", default=server_address, show_default="the local server's"
         ),
@@ -128,14 +134,15 @@ def token() -> None:
 
 @token.command("create")
 @_place_options
-@click.option("--name", required=True, help="What it is for; shown in the list.")
+@click.option("--name", required=True, help="What the token is for; shown in the list.")
 @click.option("--role", type=click.Choice(wire.ROLES), required=True)
-@click.option("--project", "projects", multiple=True, help="A project it is for; repeat it.")
-@click.option("--all-projects", is_flag=True, help="For every project, now and later.")
+@click.option("--project", "projects", multiple=True, help="Project that the token is for; may be repeated.")
+@click.option("--all-projects", is_flag=True, help="Make the token valid for every project, now and later.")
 @click.option(
     "--file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="With --host: write the secret to this file (mode 0600). A valid one of the same role is kept.",
+    help="With --host: write the secret to this file (mode 0600). If it holds a valid token of the same role, "
+    "that one is kept.",
 )
 def create_token(
     name: str,

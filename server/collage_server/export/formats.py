@@ -1,11 +1,11 @@
 """A run as JSON lines, as CSV and as Parquet.
 
-JSON lines: the run, its layers, a line a step, where asked for one a step and rank, one an event, and an end, which
-counts the steps. What travels are the stored totals, never ratios, so that an import loses nothing.
+JSON lines: the run, its layers, one line per step, on request one per step and rank, one per event, and an end,
+which counts the steps. It contains the stored totals, never ratios, so an import loses nothing.
 `collage_monitor/importing/lines.py` reads them, and refuses any VERSION but its own: raise both.
 
-CSV and Parquet: one wide table: a row a step for the model, one a step and layer, where asked for one a step and
-rank. Parquet has a row group a batch of steps, and needs the extra `parquet` (pyarrow).
+CSV and Parquet: one wide table: one row per step for the model, one per step and layer, and on request one per step
+and rank. Parquet has a row group a batch of steps, and needs the extra `parquet` (pyarrow).
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def _of_rank(rank: int, points: Points) -> Iterator[dict[str, Any]]:
 
 
 def _kept(totals: Mapping[str, NDArray[np.float64]], single: bool) -> dict[str, NDArray[np.float64]]:
-    """Without what the totals of a single step give anew, and without what nobody reported."""
+    """Without values that follow from the totals of a single step, and without unreported ones."""
     return {
         key: values
         for key, values in totals.items()
@@ -325,7 +325,8 @@ def _numbers(totals: Mapping[str, NDArray[np.float64]], index: int) -> list[floa
 
 
 def parquet_bytes(store: Store, plan: ExportPlan) -> Generator[bytes, None, None]:
-    """The export, a row group at a time; absent values are null. Of each group's columns the writer keeps a little.
+    """The export, a row group at a time; absent values are null. The writer keeps a little memory for each group's
+    columns.
 
     Raises:
         Unprocessable: pyarrow is not installed here.
@@ -402,6 +403,6 @@ class _Sink(io.RawIOBase):
         return len(part)
 
     def taken(self) -> bytes:
-        """What was written since the last call."""
+        """The bytes written since the last call."""
         parts, self._parts = self._parts, []
         return b"".join(parts)

@@ -40,9 +40,8 @@ class ExportPlan:
     """What there is to export, as it stood when the export began: its steps, layers, statistics and scalars.
 
     `events` had happened to the run, the newest numbered `last_event`. `steps` holds every step that was measured
-    or has a logged value. Later steps are left out; a report that comes late for one of these is in, or not, by
-    when its batch is read.
-    `ranks` are those whose own totals of the whole model are wanted, too.
+    or has a logged value. Later steps are left out; a late report for one of these is included if it comes before
+    its batch is read. `ranks` are those whose own totals of the whole model are wanted, too.
     """
 
     run: RunRecord
@@ -68,13 +67,13 @@ class ExportPlan:
 
     @property
     def held_bytes(self) -> int:
-        """What the plan itself takes."""
+        """The plan's own memory."""
         logged = sum(len(entry.steps) for entry in self.scalars.values())
         return _POINT_BYTES * (len(self.steps) + logged) + _LAYER_BYTES * len(self.layers)
 
     @property
     def batch_bytes(self) -> int:
-        """What reading a batch and writing it takes beside, about."""
+        """About the additional memory for reading and writing a batch."""
         points = min(self.batch_points, len(self.measured))
         numbers = points * (1 + len(self.layers)) * max(len(self.statistics), 1)
         logged = min(self.steps_at_once, len(self.steps)) * len(self.scalars)
@@ -115,7 +114,7 @@ class StepBatch:
 
 
 def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False) -> ExportPlan:
-    """Look at the run once; `layers` False leaves out what is known by layer, `ranks` adds each rank's own totals.
+    """Read the run's outline once; `layers` False leaves out layers, `ranks` adds each rank's own totals.
 
     Raises:
         NotFound, Gone: no such run.
@@ -125,7 +124,7 @@ def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False)
 
 
 def take_memory(plan: ExportPlan, beside: int = 0) -> None:
-    """Hold what the plan takes, and `beside` it, to the end, and reserve what its batches will.
+    """Hold the plan's memory, and `beside` it, to the end, and reserve that of its batches.
 
     Raises:
         Busy: others hold the memory that a batch takes.
@@ -217,7 +216,7 @@ def _between(entry: ScalarPoints, first: int, last: int) -> ScalarPoints:
 
 
 def _layers(snapshot: Snapshot, plan: ExportPlan, selection: Selection, points: Points) -> dict[str, FloatArray]:
-    """Totals by layer at the points' steps, read a few statistics at a time to bound what a chunk takes."""
+    """Totals by layer at the points' steps, read a few statistics at a time to bound the memory for a chunk."""
     if not plan.layers or not len(points.steps):
         return {}
     run_id, names = plan.run.run_id, tuple(layer.name for layer in plan.layers)

@@ -1,6 +1,6 @@
 """Back-pressure: limits what is accepted, so that nothing waits for long. Beyond them agents keep their reports.
 
-Bounded are request bodies that are read but not yet answered, and what waits in the journal to be sealed.
+It bounds request bodies that are read but not yet answered, and reports in the journal that wait to be sealed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class InFlightBudget:
     `bytes` are those of whole bodies, not answered yet, `arriving` those that have come of others. Both together
     stay within `limit`. At any moment whole bodies are admitted up to `allowed`: less when reports have lately
     waited longer than `wait_seconds` for their commit, whatever the reason, and more again as they do not. It falls
-    by a share, and grows by a share of what is acknowledged in time.
+    by a share, and grows by a share of the bytes acknowledged in time.
 
-    One holder (a token, a project) may hold as much as it leaves free: half of the budget alone, a third beside
-    another. So there is always room for one more. A single body passes when nothing else is in flight, however
-    small the budget.
+    A holder (a token or project) gets at most half of the budget alone, a third when another one is active, so
+    there is always room for one more. A single body passes when nothing else is in flight, however small the
+    budget.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class BudgetLease:
         self._hold(arrived=self.arrived + size, size=self.size)
 
     def resize(self, size: int) -> None:
-        """Hold so many bytes from now on, of a body that is whole.
+        """Hold `size` bytes from now on for a whole body.
 
         Raises:
             Busy: they do not fit beside what others hold.
@@ -145,8 +145,9 @@ def _busy(others: int, limit: int) -> Busy:
 class JournalBounds:
     """Bytes of unsealed reports by run, as far as this server knows, counted as `REPORT_BYTES` does. Thread-safe.
 
-    Each server bounds what it accepts itself. What others accept or seal in the same database it learns when the
-    sealer counts, once half of a bound is reached. `on_pressure` is called then, so that sealing starts at once.
+    Each server bounds the reports that it accepts itself. Once half of a bound is reached, the sealer's count shows
+    what other servers accept or seal in the same database. `on_pressure` is called then, so that sealing starts at
+    once.
     """
 
     def __init__(self, run_bytes: int, all_bytes: int) -> None:
@@ -195,7 +196,8 @@ class JournalBounds:
             )
 
     def take_back(self, run_id: str, size: int) -> None:
-        """Give back what was admitted and not stored: its commit failed, or some of it was known already."""
+        """Give back bytes that were admitted and not stored: their commit failed, or some reports were known
+        already."""
         with self._lock:
             self._put(run_id, max(self._held.get(run_id, 0) - size, 0))
 
@@ -205,7 +207,7 @@ class JournalBounds:
             return self._must_seal(run_id)
 
     def needs_count(self, run_id: str) -> bool:
-        """Whether to count the run in the database: it never was counted, or a bound is near."""
+        """Whether to count the run in the database: it was never counted, or a bound is near."""
         with self._lock:
             return run_id not in self._counted or self._must_seal(run_id)
 

@@ -1,4 +1,4 @@
-"""Bodies as messages, and their reports against what the stream declared: a bad one is named, its neighbours kept.
+"""Decodes bodies, and checks their reports against the stream's declaration: bad ones are named, others kept.
 
 Streams that this process has seen are remembered, so that a report costs no query.
 """

@@ -1,4 +1,5 @@
-"""The one writer: it commits all that arrived during the previous commit, then acknowledges; and its counters.
+"""The one writer: it commits all reports that arrived during the previous commit, then acknowledges them; and its
+counters.
 
 A dedicated thread, without lingering: an idle writer commits a lone report at once, a busy one groups what waits.
 """
@@ -101,7 +102,7 @@ class Writer:
                 self._commit(batch)
 
     def _take(self) -> tuple[list[_PendingGroup], bool]:
-        """All that waits, up to one commit's size; False when the end is reached."""
+        """Commit the waiting groups, up to one commit's size; False at the end."""
         first = self._queue.get()
         batch: list[_PendingGroup] = []
         size = reports = 0

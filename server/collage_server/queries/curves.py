@@ -1,4 +1,5 @@
-"""Metrics and logged scalars over runs, merged to as many points as asked; and what is shown beside them."""
+"""Metrics and logged scalars over runs, merged to the requested number of points; and the values shown beside
+them."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def _joined(run_ids: list[str], members: Sequence[Points], metric: str | None) -
 
 
 def concatenated(members: Sequence[Points], metric: str | None = None) -> Points:
-    """Points one after the other. What some of them lack is NaN there; extremes are kept of `metric` alone."""
+    """Points one after the other. Missing totals are NaN; extremes are kept only for `metric`."""
     if len(members) == 1:
         return members[0]
     names = ("first_steps", "steps", "times", "ranks", "counts")

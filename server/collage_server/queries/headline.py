@@ -1,4 +1,4 @@
-"""One sentence about a run: what is wrong, how much, since when and where. The reasons stand in its judgement."""
+"""One sentence about a run: the problem, its size, since when and where. The reasons stand in its judgement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def headline(
     """The sentence for a run.
 
     since: the first step with the present EDQ, None if it never changed; changed: the layers that changed with it.
-    further: since when it is worse than it was then.
+    further: the step from which it is worse than then.
     states_since: by optimizer state, the same of its decrement. not_finite: by logged name, the first step at which
     it was NaN or infinite.
     """
@@ -54,7 +54,7 @@ def headline(
 
 
 def beyond_judgement(sentence: str, judgement: str) -> str:
-    """What a headline says that the judgement beside it does not; empty if that is nothing."""
+    """The part of a headline that the judgement beside it lacks; may be empty."""
     clauses = sentence.rstrip(".").split("; ")
     said = judgement.casefold()
     untold = [clause for clause in clauses if clause.casefold() not in said]
@@ -90,7 +90,7 @@ def _losing(
 
 
 def _short_by(judgement: Judgement) -> tuple[float, str]:
-    """How far EDQ is below 1 where that is a finding (0 where not), and over how many steps ("": over one)."""
+    """How far EDQ is below 1 if that is a finding (otherwise 0), and the window's steps ("" for one)."""
     for finding in judgement.findings:
         if finding.health == "losing updates" and finding.key.startswith("edq") and finding.value is not None:
             return 1 - finding.value, finding.key.partition("/")[2]

@@ -1,4 +1,5 @@
-"""What is said of a run: its recent past judged, since when it is so, and where. Made from stored points; pure."""
+"""The overview of a run: the judgement of its recent past, with when and where problems began. Made from stored
+points; pure."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ _STATE: Final = "state_decrement_ratio"
 
 @dataclass(frozen=True, eq=False)
 class OverviewPoints:
-    """What an overview is made of.
+    """The input of an overview.
 
     model, layers: the recent past, merged into one point. history: EDQ's totals and the states' over the whole run,
     of the model. logged_losses: those not finite now.
@@ -154,7 +155,8 @@ def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
 
 
 def held_against(found: Judgement) -> dict[str, float]:
-    """What a finding against the run as a whole rests on, by metric; a layer's number says nothing of the model."""
+    """The values of the findings against the whole run, by metric; a layer's number says nothing about the
+    model."""
     return {
         finding.key: finding.value
         for finding in found.findings
@@ -194,11 +196,11 @@ class _LosingSince:
 
 
 def _losing_since(points: OverviewPoints) -> _LosingSince:
-    """Since when the run loses what it loses.
+    """The step from which the run loses its updates.
 
-    Where most of the loss came at once, its newest onset; else the first measured step, of a run that was never
-    better, and the newest fall from there, if there was one. Nothing where the loss came by and by, or grew a
-    little from one that was there.
+    If most of the loss came abruptly, its newest onset. Otherwise, for a run that was never better, the first
+    measured step, and the newest fall from there if there was one. None if the loss came gradually, or grew a
+    little from an existing one.
     """
     history = points.history
     series = finished("edq_ratio", history.totals, (len(history.steps),))
@@ -256,7 +258,7 @@ def _placed(onset: Onset, width: int, read: Callable[[int, int], Points]) -> Ons
 
 
 def _states_since(history: Points) -> dict[str, int]:
-    """By optimizer state, since when its decrement is what it is."""
+    """The last change of each optimizer state's decrement."""
     found = {}
     for key in history.totals:
         name, label = split_key(key)

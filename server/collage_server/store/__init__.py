@@ -1,4 +1,4 @@
-"""Storage: the only package that uses a database. What the other packages use of it is listed here."""
+"""Storage: the only package that uses a database. This module lists the names that other packages use."""
 
 from collage_server.store.access.tokens import AccessStore, LogOut
 from collage_server.store.archive.files import COPY, ArchiveFiles, archive_files, archived_path, project_folder

@@ -27,7 +27,7 @@ _ARCHIVE: Final = "archive"
 
 @dataclass(frozen=True, kw_only=True)
 class Backup:
-    """A back-up that was read and found whole.
+    """A back-up that was read completely and checked.
 
     It names `archived_files`; `copied_files` of them were not beside it, or not in place, before.
     """
@@ -95,7 +95,7 @@ def restore(file: Path, database: Path, *, archive: Path | None = None) -> Backu
     Archived files that it names go to the folder `archive`, from the one beside the back-up, unless they are there
     already; those in a bucket (None) are left where they are.
 
-    Each run that was going on when it was made gets an event: what is missing since then shows nowhere else.
+    Each run that was going on when it was made gets an event: nothing else shows the gap.
 
     Raises:
         StoreUnusable: the back-up is not whole, an archived file is missing, or a database is there already.

@@ -45,7 +45,7 @@ _PROJECT_LOCKS: Final = 7_420_002
 class PostgresqlStore(Store):
     """A store at a SQLAlchemy URL. Rows are locked where two processes would otherwise decide on the same one.
 
-    `unsafe` serves a cluster that may lose what it acknowledged.
+    `unsafe` serves a cluster that may lose acknowledged reports.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class PostgresqlStore(Store):
         self._claimed: Connection | None = None
 
     def migrate(self) -> None:
-        """Bring the schema up to date, one process at a time; a lock that is not to be had is an error, no wait.
+        """Bring the schema up to date, one process at a time; a lock that cannot be taken is an error, without
+        waiting.
 
         Raises:
             StoreUnusable: the schema is newer than this server, or some table stays locked by others.
@@ -219,7 +220,7 @@ class PostgresqlStore(Store):
 
 
 def _connect_when_it_is_up(engine: Engine) -> Connection:
-    """A connection; to a cluster that starts or recovers, once it takes any. What else fails is raised at once."""
+    """A connection; waits for a cluster that is starting or recovering. Other failures are raised at once."""
     backoff, waited = Backoff(0.5, 5.0), 0.0
     while True:
         try:

@@ -94,7 +94,7 @@ class ReportGroup:
 
     @cached_property
     def journal_bytes(self) -> list[int]:
-        """What each report takes of the journal's bounds."""
+        """Each report's share of the journal's bounds."""
         return [report_bytes(report) for report in self.reports]
 
 
@@ -107,14 +107,14 @@ _TEXT_BYTES: Final = 24
 
 
 def report_bytes(report: wire.Report) -> int:
-    """What a report takes of the journal's bounds; of its scalars, their text, about, and them as numbers."""
+    """A report's share of the journal's bounds; scalars count as text, approximately, and as numbers."""
     scalars = sum(map(len, report.scalars)) + (_TEXT_BYTES + SCALAR_BYTES) * len(report.scalars)
     return ROW_BYTES + scalars + len(report.model or b"") + len(report.statistics or b"")
 
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """What became of a group, known after the commit. `gone`: the run was deleted, nothing was stored.
+    """The outcome of a group, known after the commit. `gone`: the run was deleted, nothing was stored.
 
     `accepted_bytes`: what the accepted reports take of the journal's bounds.
 
@@ -133,9 +133,9 @@ class GroupOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFilter:
-    """Which runs are asked for; None does not filter.
+    """A filter of runs; None does not filter.
 
-    `projects` are those that the asker may see. `q` is searched in names, ids, projects, groups, tags and notes.
+    `projects` are those that the caller may see. `q` is searched in names, ids, projects, groups, tags and notes.
     """
 
     project: str | None = None
@@ -178,11 +178,11 @@ class GroupQuery(TableQuery):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedState:
-    """What the streams of a run have reported, over all its ranks, times by the server's clock.
+    """A summary of the reports of a run's streams, over all its ranks, with times by the server's clock.
 
     `last_step` is the newest step at which something is seen, `last_attempt` the newest that has reported; None if
-    none has. All is the training's, but for `reports` and `scalars`: `beside` are the names in these that second
-    writers log.
+    none has. All fields are the training's, except `reports` and `scalars`: `beside` lists the names in these that
+    second writers log.
     """
 
     attempts: list[wire.Attempt]
@@ -227,7 +227,7 @@ class RunRecord(ReportedState):
 
 @dataclass(frozen=True)
 class RunRevision:
-    """What changes whenever something that readers see of a run changes. `updated_at` as in `RunRecord`.
+    """A revision: it changes whenever anything that readers see of a run changes. `updated_at` as in `RunRecord`.
 
     `launched_at` is `updated_at` with reports left out: a clock that lags behind the newest report's must not hide
     a launch. `frozen_step` is how far retention has taken fine points, `streams` how many there are.
@@ -255,7 +255,7 @@ class RunPageRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which points of a run are read, of what, and how fine.
+    """A selection of points of a run: which steps, of what, and how fine.
 
     Both ends are inclusive, None is open. `rank` None merges all ranks. Without `by_layer` totals are those of the
     whole model; with it those of each of `layers` (None: of all). `points` is how many are wanted at most: points
@@ -274,7 +274,7 @@ class Selection:
     at: Mapping[str, int] | None = None
 
     def of(self, run_id: str) -> Selection:
-        """What is read of one run."""
+        """The data read for one run."""
         return self if self.at is None else replace(self, first_step=self.at[run_id], last_step=self.at[run_id])
 
 
@@ -352,7 +352,7 @@ class NewIncident:
 
 @dataclass(frozen=True, kw_only=True)
 class IncidentQuery:
-    """Filters of the incidents; None does not filter. `projects` are those that the asker may see."""
+    """Filters of the incidents; None does not filter. `projects` are those that the caller may see."""
 
     project: str | None = None
     projects: Collection[str] | None = None
@@ -367,12 +367,12 @@ class IncidentQuery:
 @dataclass(frozen=True, kw_only=True)
 class SealLimits:
     """When the journal becomes chunks of `points` measured points: by `part_points` of at least `part_bytes`, or
-    earlier by bytes or rows. What is small, as of a run without layers, waits for the whole chunk: each part has a
-    price. The journal's bound for a run must be larger than `bytes`.
+    earlier by bytes or rows. Small parts, as of a run without layers, wait for the whole chunk, because each part
+    has a cost. The journal's bound for a run must be larger than `bytes`.
 
-    `slice_rows` and `slice_bytes` bound what one write transaction holds, `delete_rows` and `delete_bytes` what one
-    removes from the journal, so that acknowledgements do not wait; `coarse_bytes` what is read at once of a whole
-    chunk to make its coarse levels.
+    `slice_rows` and `slice_bytes` bound one write transaction, `delete_rows` and `delete_bytes` one deletion from
+    the journal, so that acknowledgements do not wait. `coarse_bytes` bounds the part of a whole chunk that is read
+    at once to make its coarse levels.
     """
 
     points: int = 256

@@ -1,4 +1,4 @@
-"""What several parts of the store do with rows: conversions, sets of report numbers, what must be there or go."""
+"""Row helpers shared in the store: conversions, sets of report numbers, existence checks, deletions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def int_array(data: bytes) -> NDArray[np.int64]:
 def among(column: ColumnElement[Any], name: str = "run_ids") -> ColumnElement[bool]:
     """Whether the column is one of a list that is given when the statement is executed.
 
-    A statement that is made once costs a question of 25 statements half of the CPU that it costs made anew.
+    A statement that is made once costs a question of 25 statements half of the CPU that it costs made again.
     """
     return column.in_(bindparam(name, expanding=True))
 

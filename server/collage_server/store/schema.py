@@ -409,7 +409,7 @@ deleted_run: Final = Table(
 
 
 def _on_postgresql(table: Table, statement: str) -> None:
-    """What follows the table's creation there."""
+    """The text after the table's creation there."""
     ddl = DDL(statement)  # type: ignore[no-untyped-call]
     listen(table, "after_create", ddl.execute_if(dialect="postgresql"))
 

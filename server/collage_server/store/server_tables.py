@@ -1,4 +1,4 @@
-"""The tables that belong to the server, not to a run: who may, what was done, what fires, who does it."""
+"""The tables of the server itself: tokens, audit log, incidents, leases."""
 
 from __future__ import annotations
 

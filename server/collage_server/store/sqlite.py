@@ -39,7 +39,7 @@ _INCREMENTAL: Final = 2
 _MAPPED_BYTES: Final = 2**31 - 2**16
 """As much of the file as SQLite can map: readers then take pages from the system's cache without a copy."""
 _LOG_BYTES: Final = 16 * 2**20
-"""What the write-ahead log keeps of the disk: SQLite's own measure of when to begin it anew, 1,000 pages."""
+"""What the write-ahead log keeps of the disk: SQLite's own measure of when to begin it again, 1,000 pages."""
 _LONG_LOG_BYTES: Final = 64 * 2**20
 """Readers without a pause let the log grow beyond what it keeps; from here on writers wait until it is emptied."""
 _MOST_BLOBS_OPENED: Final = 4096
@@ -94,7 +94,7 @@ class SqliteStore(Store):
             self._ballast.keep()
         except (sqlite3.Error, OSError) as error:
             raise StoreUnusable(f"{self.path} cannot be opened as a database: {error}") from error
-        # Never made anew: beside the old log an empty file would be taken for what that log goes on from.
+        # Never made again: beside the old log an empty file would be taken for what that log goes on from.
         query = {"mode": "rw", "uri": "true"}
         engine = create_engine(
             URL.create("sqlite", database=self.path.absolute().as_uri(), query=query),
@@ -120,7 +120,7 @@ class SqliteStore(Store):
     def _refuse_to_begin_anew(self) -> None:
         """Where a database was, an empty one would look as if nothing had ever been stored.
 
-        What stands in the write-ahead log alone goes with it: a young database is then empty.
+        Data that is only in the write-ahead log would be lost with it: a young database would then be empty.
         """
         if self._mark.exists() and _is_empty(self.path, self._busy_timeout_seconds):
             raise StoreUnusable(
@@ -166,12 +166,12 @@ class SqliteStore(Store):
         if not self._is_there:
             raise StoreUnusable(
                 f"{self.path} is not the file that this server opened: it was moved, deleted or replaced; "
-                "put it back, or start the server anew"
+                "put it back, or start the server again"
             )
         return replace(sqlite_sizes(self.path, self._ballast.bytes), archived_bytes=self.archived_bytes())
 
     def make_room(self) -> None:
-        """Give the ballast's space to what comes next, if the disk has less left than that."""
+        """Release the ballast's space for the next operation, if the disk has less left than that."""
         self._ballast.release()
 
     def keep_room(self) -> None:

@@ -78,7 +78,7 @@ class Store(Database):
                 raise
 
     def archived_bytes(self) -> int:
-        """What all archived files took, a minute ago at most: of a million of them it takes a while to add up."""
+        """The size of all archived files, at most a minute old: adding up a million takes a while."""
         if time.monotonic() >= self._archived_due:
             with self.reading() as connection:
                 self._archived_bytes = archived_bytes(connection)
@@ -86,7 +86,7 @@ class Store(Database):
         return self._archived_bytes
 
     def fit_into(self, memory: MemoryBudget) -> None:
-        """Keep caches, and what is sealed at a time, within a budget."""
+        """Keep caches, and the size of a sealing, within a budget."""
         self.points.limit_cache(memory.cache_bytes // 2)
         self.streams.most_numbers = memory.working_bytes // (2 * _COARSE_BYTES_A_NUMBER)
         limits = self.sealing.limits

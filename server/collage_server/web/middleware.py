@@ -79,7 +79,7 @@ class RequestIdentity:
 
 
 def client_of(scope: Scope) -> str | None:
-    """The address that asks: what a trusted proxy says, else the connection's."""
+    """The client's address: as a trusted proxy reports it, otherwise the connection's."""
     client = scope.get("client")
     return None if client is None else str(client[0])
 
@@ -138,7 +138,7 @@ class ReadOnlyGate:
 
 
 class AnswerMemory:
-    """Charges what a GET reads and answers to the budget, until the answer is sent."""
+    """Charges the memory of a GET's reads and answer to the budget, until the answer is sent."""
 
     def __init__(self, app: ASGIApp, memory: MemoryBudget) -> None:
         self.app = app

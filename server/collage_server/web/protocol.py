@@ -1,4 +1,4 @@
-"""One connection: what it may send before it is answered, how long it may take, and who goes when all are taken.
+"""One connection: limits on unanswered requests and on time, and which connection is closed when all are in use.
 
 uvicorn bounds none of these: heads and trailers of any size and age are kept, and any number of requests that wait
 behind another; its limit of connections refuses the new one and keeps the silent ones.
@@ -47,8 +47,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol within `ConnectionLimits`.
 
     When all connections are taken, the one that has been silent for longest goes, of those that wait for their
-    client. What is no HTTP is answered in the one error shape. A request that may not be read any further ends the
-    connection, after the answers to those before it.
+    client. Input that is not HTTP is answered in the one error shape. A request that may not be read any further
+    ends the connection, after the answers to those before it.
     """
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **more: Any) -> None:
@@ -85,7 +85,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; what is no HTTP, and what is beyond a limit, ends the connection."""
+        """Parse the received bytes; input that is not HTTP, or beyond a limit, ends the connection."""
         if self._fault is not None:
             return
         self.heard_at = self.loop.time()
@@ -133,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_body = True
 
     def on_body(self, body: bytes) -> None:
-        """What comes of a body is counted where it is read."""
+        """The bytes of a body are counted where it is read."""
         self._fed_bytes = 0
         super().on_body(body)
 
@@ -143,7 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next head, and for what is left of this request's body, for `idle_seconds`."""
+        """Wait for the next head, and for the rest of this request's body, for `idle_seconds`."""
         super().on_response_complete()
         if self.cycle.response_complete:
             self._await_head()
@@ -183,7 +183,7 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _evict_one(self) -> bool:
-        """Whether a connection that waits for its client has given its place."""
+        """Close a connection that waits for its client; False if there is none."""
         waiting = [held for held in self.connections if isinstance(held, BoundedProtocol) and held.waits_for_client]
         if not waiting:
             return False

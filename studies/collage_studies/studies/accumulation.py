@@ -1,4 +1,4 @@
-"""How the error of a strategy grows over 100, 1,000 and 10,000 updates, and where it breaks."""
+"""How the error of a strategy grows over 100, 1,000 and 10,000 updates, and where the strategy breaks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEEDS: Final = (1, 2, 3)
 ELEMENTS: Final = 256
 COUNTS: Final = (100, 1_000, 10_000)
 LOOKS: Final = tuple(sorted({round(10 ** (1 + quarter / 6)) for quarter in range(19)}))
-"""Steps at which the error is taken: 10 to 10,000, six a decade."""
+"""Steps at which the error is taken: from 10 to 10,000, six per decade."""
 BETAS: Final = (0.9, 0.999)
 BROKEN: Final = 0.1
 """From this relative error of the displacement on, a strategy counts as broken."""
@@ -142,9 +142,9 @@ def page(records: Sequence[Record]) -> Page:
         " ".join(verdicts),
         evidence,
         [
-            f"{2 * ELEMENTS} weights a trial, gradients of one law (mean 3·10⁻⁴, noise 10⁻³), β₂ = {BETAS[1]}. "
-            "[What accumulates](../explanation/what-accumulates.md) has 37 laws.",
-            "An error of the displacement says nothing about a loss; that is another study.",
+            f"Each trial has {2 * ELEMENTS} weights, β₂ = {BETAS[1]} and gradients of one distribution (mean "
+            "3·10⁻⁴, noise 10⁻³). [What accumulates](../explanation/what-accumulates.md) covers 37 distributions.",
+            "An error of the displacement says nothing about the loss. Other studies measure the loss.",
         ],
     )
 
@@ -181,7 +181,7 @@ def _range(found: Estimate | None) -> str:
 
 
 def _broken_from(records: Sequence[Record]) -> str:
-    """The first update that was looked at from which on the mean error over seeds stays beyond `BROKEN`."""
+    """The first measured update from which the mean error over seeds stays above `BROKEN`."""
     curves = [record.curves[CURVE] for record in records]
     last = None
     for place in reversed(range(len(curves[0].steps))):
@@ -220,23 +220,25 @@ def _plot(records: Sequence[Record], rate: float) -> Plot:
 def _verdict(records: Sequence[Record], rate: float) -> str:
     count = records[0].trial.settings["updates"]
     ends = {strategy: _mean(own, f"all/{count}") for strategy, own in _by_strategy(records).items()}
-    broken = [f"{name} ({share(end.value)})" for name, end in ends.items() if end and end.value > BROKEN]
-    held = [name for name, end in ends.items() if end and end.value <= BROKEN / 10]
+    broken = [f"`{name}` ({share(end.value)})" for name, end in ends.items() if end and end.value > BROKEN]
+    held = [f"`{name}`" for name, end in ends.items() if end and end.value <= BROKEN / 10]
     return (
-        f"After {count:,} updates at a rate of {rate:g}, off by more than {share(BROKEN)}: "
-        f"{listed(broken or ['none'])}; within {share(BROKEN / 10)}: {listed(held or ['none'])}."
+        f"At a rate of {rate:g}, after {count:,} updates, the displacement of the weights is off by more than "
+        f"{share(BROKEN)} under {listed(broken or ['no strategy'])}, and by at most {share(BROKEN / 10)} under "
+        f"{listed(held or ['no strategy'])}."
     )
 
 
 STUDY: Final = Study(
     name="accumulation",
     title="How errors accumulate",
-    short="After 10,000 updates plain bfloat16 has lost more than 90 % of the way. `split-master` stays within "
-    "1 %, at a learning rate for pre-training and at one for fine-tuning.",
+    short="After 10,000 updates plain bfloat16 has lost more than 90 % of the distance its weights should have "
+    "moved. `split-master` stays within 1 % of it, at a learning rate for pre-training and at one for fine-tuning.",
     question="How does the error of each strategy grow over 100, 1,000 and 10,000 updates? Where does it break?",
-    method="AdamW (β₂ = 0.999) steps weights near 1 and around 0.02 with noisy gradients that have a drift, under "
-    "each strategy and in fp64 (torch's own AdamW) on the same gradients. The error is that of the displacement of "
-    "the stored weight, relative to fp64's, in the 2-norm; mean and standard deviation over three seeds.",
+    method="AdamW (β₂ = 0.999) updates weights near 1 and around 0.02 with noisy gradients that have a drift. Each "
+    "strategy, and torch's own AdamW in fp64, get the same gradients. The error is the distance (2-norm) between "
+    "the displacement of the stored weight and that of fp64, relative to the latter. The tables show its mean and "
+    "standard deviation over three seeds.",
     trials=trials,
     run=run,
     page=page,

@@ -1,4 +1,4 @@
-"""β₂ from 0.9 to 0.9999 under several strategies: what each can hold, and whether the best β₂ moves."""
+"""β₂ from 0.9 to 0.9999 under several strategies: which values each can hold, and whether the best one moves."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SEEDS: Final = (1, 2, 3)
 RATE: Final = 5e-4
 DECREMENT: Final = "state_decrement_ratio/exp_avg_sq"
 STUCK: Final = 0.9
-"""Below this share of its decay a second moment counts as stuck here; as in the verdict."""
+"""A second moment that decays by less than this share counts as stuck, as in the verdict."""
 NOTICEABLE_GAP: Final = 0.001
-"""Nats of validation loss. Set after the gaps were seen: one of +0.0001 excludes 0, which is worth no sentence."""
+"""Nats of validation loss. Chosen after seeing the gaps: one of +0.0001 excludes 0 but is too small to mention."""
 SHAPE: Final = {"steps": 400, "batch_size": 16, "length": 64, "layers": 2, "width": 64, "warm_up_steps": 40}
 QUICK: Final = {"steps": 40, "batch_size": 8, "length": 32, "layers": 1, "width": 32, "warm_up_steps": 10}
 
@@ -82,27 +82,30 @@ def page(records: Sequence[Record]) -> Page:
             MarkdownTable(
                 head,
                 decay,
-                f"How much of the second moment's decay arrives (1: all of it; below {STUCK}: stuck here):",
+                f"The table shows the share of the second moment's decay that arrives. Below {STUCK} it "
+                "counts as stuck.",
             ),
             MarkdownTable(
-                [*head, "lowest at"], rows, "Last validation loss, mean over seeds and its 95 % interval:"
+                [*head, "lowest at"],
+                rows,
+                "The table shows the last validation loss: the mean over seeds and its 95 % interval.",
             ),
             MarkdownTable(
                 head,
                 [[plan.name, *(estimate(found[b], "+.4f") for b in values)] for plan, found in gap.items()],
-                "Gap of the last validation loss to fp32 with the same β₂, seed by seed:",
+                "The table shows the gap: the last validation loss less that of fp32 with the same β₂ and seed.",
             ),
             _plot(losses),
         ],
         [
-            "One model, one learning rate, 400 steps: at β₂ = 0.9999 the average does not see the end of its "
-            "memory.",
-            f"Three seeds: an interval that includes 0 does not show that there is no gap. Of {_count(gap)} gaps "
-            "some exclude 0 by chance alone.",
-            f"The answer names gaps of {NOTICEABLE_GAP:g} or more. That bound was set once the gaps had been seen; "
-            "the table has all of them.",
-            "What a stuck second moment costs depends on how far gradients fall: it stays as large as it once was, "
-            "and steps become too small. That was not varied here.",
+            "The study has one model, one learning rate and 400 steps. At β₂ = 0.9999 an average remembers more "
+            "steps than that.",
+            "With three seeds, an interval that includes 0 does not prove that there is no gap. Among the "
+            f"{_count(gap)} intervals, some exclude 0 by chance alone.",
+            f"The answer names gaps of {NOTICEABLE_GAP:g} or more. We chose this bound after seeing the gaps; the "
+            "table has all of them.",
+            "A stuck second moment stays as large as it once was, so steps become too small. Its cost depends on "
+            "how far gradients fall, which the study did not vary.",
         ],
     )
 
@@ -116,7 +119,7 @@ def _count(gap: Mapping[Plan, Mapping[float, Estimate | None]]) -> int:
 
 
 def _lowest(plans: Mapping[Plan, Sequence[Record]], losses: Mapping[Plan, dict[float, Estimate | None]]) -> str:
-    """Where each plan's mean loss is lowest, which other β₂ are not told apart from it, and which all share."""
+    """Where each plan's mean loss is lowest, which other β₂ are no different beyond chance, and which all share."""
     alike = {}
     for plan, found in losses.items():
         best = _best(found)
@@ -128,25 +131,25 @@ def _lowest(plans: Mapping[Plan, Sequence[Record]], losses: Mapping[Plan, dict[f
     (best, *more) = dict.fromkeys(own[0] for own in alike.values())
     if not more:
         others = [f"{b:g}" for b in shared if b != best]
-        text = f"The mean loss is lowest at β₂ = {best:g} under each strategy"
-        text += f", and under none is {listed(others)} told apart from it" if others else ""
-        return f"{text}: that the best β₂ moves with precision is not shown."
+        text = f"The mean loss is lowest at β₂ = {best:g} under every strategy"
+        text += f", with no difference shown at {listed(others)}" if others else ""
+        return f"{text}. So the best β₂ is not shown to move with precision."
     said = listed(
         f"{own[0]:g} under {plan.name}"
-        + (f" (not told apart from {listed(f'{b:g}' for b in own[1:])})" if own[1:] else "")
+        + (f" (no difference shown at {listed(f'{b:g}' for b in own[1:])})" if own[1:] else "")
         for plan, own in alike.items()
     )
     text = f"The mean loss is lowest at β₂ = {said}."
     if shared:
         return (
-            f"{text} That the best β₂ moves with precision is not shown: under each, "
-            f"{listed(f'{b:g}' for b in shared)} is lowest or not told apart from it."
+            f"{text} The best β₂ is not shown to move with precision: under every strategy "
+            f"{listed(f'{b:g}' for b in shared)} is lowest, or no different from the lowest beyond chance."
         )
-    return f"{text} No β₂ is best, or not told apart from it, under all: the best one moves with precision."
+    return f"{text} No β₂ is best, within chance, under all strategies: the best one moves with precision."
 
 
 def _worse(gap: Mapping[Plan, Mapping[float, Estimate | None]]) -> str:
-    """Where a strategy ends worse than fp32 with the same β₂, beyond chance and by as much as anybody would see."""
+    """Where a strategy ends worse than fp32 with the same β₂, beyond chance and by `NOTICEABLE_GAP` or more."""
     said = []
     for plan, found in gap.items():
         worse = [
@@ -154,10 +157,13 @@ def _worse(gap: Mapping[Plan, Mapping[float, Estimate | None]]) -> str:
             for b, e in found.items()
             if e and e.low is not None and e.low > 0 and e.value >= NOTICEABLE_GAP
         ]
-        said += [f"{plan.strategy} ({listed(worse)})"] if worse else []
+        said += [f"`{plan.strategy}` ({listed(worse)})"] if worse else []
     if not said:
         return f"No strategy is shown to end worse than fp32 with the same β₂ by {NOTICEABLE_GAP:g} or more."
-    return f"Worse than fp32 with the same β₂, beyond chance and by {NOTICEABLE_GAP:g} or more: {listed(said)}."
+    return (
+        f"{listed(said)} {'ends' if len(said) == 1 else 'end'} worse than fp32 with the same β₂, beyond chance "
+        f"and by {NOTICEABLE_GAP:g} or more."
+    )
 
 
 def _seeds(records: Sequence[Record]) -> list[SeedValue]:
@@ -201,12 +207,12 @@ STUDY: Final = Study(
     name="beta2",
     title="Which β₂ a strategy can hold",
     short="From β₂ = 0.999 on, the second moment of plain bfloat16 and of `light` never decays. The loss is "
-    "lowest at β₂ = 0.95 under every strategy: no sign that precision moves the best β₂.",
-    question="At which β₂ does each strategy's second moment stop to decay, is there a best β₂, and does it move "
+    "lowest at β₂ = 0.95 under every strategy, so there is no sign that precision moves the best β₂.",
+    question="At which β₂ does each strategy's second moment stop decaying? Is there a best β₂, and does it move "
     "with precision?",
-    method="The small GPT is trained at one learning rate with five values of β₂ under each strategy, from the "
-    "same weights and batches for each of three seeds. `state_decrement_ratio/exp_avg_sq` says how much of the "
-    "second moment's decay arrived.",
+    method="The small GPT is trained at one learning rate with five values of β₂ under each strategy. Three seeds "
+    "give all of them the same weights and batches. `state_decrement_ratio/exp_avg_sq` is the share of the second "
+    "moment's decay that arrived.",
     trials=trials,
     run=run_training,
     page=page,

@@ -18,21 +18,21 @@ from collage_studies.held_weights import ReadInBfloat16, expansion, round_weight
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Page, Plot, Record, ReportTarget, Study, Trial
 from collage_studies.training_trial import run_training
-from collage_studies.words import estimate, listed
+from collage_studies.words import UNDEFINED, estimate, listed
 
 __all__ = ["STUDY"]
 
 REFERENCE: Final = Plan("plain", "float32")
 _OF_OURS: Final = tuple(Plan(name, "bfloat16") for name in ("plain", "stochastic", "light", "split-master-16bit"))
 PARTS: Final = {"one bf16 number, fp32 momentum": 1, "bf16 pair, fp32 momentum": 2, "fp32, computed in bf16": None}
-"""How Muon's weights are held here; None: as they come."""
+"""How many bfloat16 numbers hold each of Muon's weights; None: not rounded."""
 
 
 @dataclass(frozen=True)
 class StudiedRule:
-    """An update rule of the study: its rate and decay, and the ways that its weights are kept.
+    """An update rule of the study: its rate and decay, and the ways to keep its weights.
 
-    `rates`: the one of the tables, then the best one where it is another.
+    `rates`: the rate of the tables, then the best rate if it is another one.
     """
 
     title: str
@@ -97,7 +97,7 @@ def _ours(kind: Any, options: Mapping[str, Any], plan: Plan, recipe: Recipe) -> 
 
 
 def _muon(plan: Plan, recipe: Recipe) -> tuple[nn.Module, list[Optimizer]]:
-    """torch's Muon on the matrices of the blocks and AdamW on all else; its rate is scaled to be AdamW's."""
+    """torch's Muon on the matrices of the blocks, and AdamW on the rest; Muon's rate is scaled to match AdamW's."""
     held = plan.strategy in PARTS
     inner = new_model(REFERENCE if held else plan, recipe)
     matrices = [weight for weight in inner.blocks.parameters() if weight.dim() == 2]
@@ -122,7 +122,8 @@ _BUILDS: Final[Mapping[str, Build]] = {
 
 
 def page(records: Sequence[Record]) -> Page:
-    """A table and a plot of EDQ along the cosine for each rule, and what its best rate says where it is another."""
+    """A table and a plot of EDQ along the cosine for each rule, and results at its best rate if it is another
+    one."""
     evidence: list[str | MarkdownTable | Plot] = []
     verdicts = []
     for name, rule in RULES.items():
@@ -134,23 +135,23 @@ def page(records: Sequence[Record]) -> Page:
         evidence += [f"### {rule.title}, learning rate {rule.rates[0]:g}", _table(own), _plot(name, rule, own)]
         evidence += [_at_the_best_rate(best)] if best else []
         found = {plan.strategy: gap for plan, gap in gaps(own, REFERENCE).items()}
-        verdicts.append(f"**{rule.title}**, against fp32 of the same rule: {gaps_in_words(found)}.")
+        verdicts.append(f"**{rule.title}.** {gaps_in_words(found)}")
         verdicts.append(_kept(own))
     return Page(
         " ".join(verdicts),
         evidence,
         [
-            "One rate a rule, the best of four (half a decade apart) in fp32 with seed 1; of Lion the next lower "
-            "one, since at its best the seeds of fp32 alone end too far apart. A model of some 137,000 parameters, "
-            "250 steps of 512 bytes, along a cosine to zero.",
-            "Three seeds: an interval that includes 0 does not show that there is no gap.",
-            "Muon is not among our rules: torch's steps fp32 weights here, which are rounded to what one or two "
-            "bfloat16 numbers hold after each step, while forward and backward pass read them in bfloat16. Its "
-            "momentum stays fp32. `plain` is torch's Muon on bfloat16 weights, as it comes.",
-            "EDQ is merged by the size of updates: early steps, which are large, outweigh those at the end of the "
-            "cosine. So a merged EDQ near 1 does not say that the end of the run kept its updates.",
-            "Muon makes its update in bfloat16 by itself, whatever the weights are: EDQ of fp32 shows what that "
-            "takes, and is no loss of the storage.",
+            "Each rule has one rate: the best of four (half a decade apart) in fp32 with seed 1. Lion has the "
+            "next lower one, because at its best rate the seeds of fp32 alone end too far apart. The model has "
+            "some 137,000 parameters and trains for 250 steps of 512 bytes, along a cosine to zero.",
+            "With three seeds, an interval that includes 0 does not prove that there is no gap.",
+            "Our optimizers have no Muon. torch's Muon updates fp32 weights here, and each step ends by rounding "
+            "them to one or two bfloat16 numbers; the forward and backward passes read them in bfloat16. Its "
+            "momentum stays fp32. `plain` is torch's Muon on bfloat16 weights, unchanged.",
+            "A merged EDQ weighs updates by their size, so large early steps outweigh those at the end of the "
+            "cosine. A merged EDQ near 1 does not show that the end of the run kept its updates.",
+            "Muon computes its update in bfloat16, whatever the dtype of the weights. The EDQ of fp32 shows what "
+            "that costs; it is no loss in storage.",
         ],
     )
 
@@ -163,49 +164,47 @@ def _table(records: Sequence[Record]) -> MarkdownTable:
             estimate(mean_of(own, "validation_loss")),
             "reference" if plan == REFERENCE else estimate(found[plan], "+.4f"),
             mean(own, "edq_ratio", ".3f", merged=True),
+            UNDEFINED if (late := _late(own)) is None else f"{late:.2f}",
             mean(own, "lost_update_ratio", ".1%", merged=True),
             mean(own, "update_error_ratio", ".3f", merged=True),
             mean(own, "edq_oracle_ratio", ".3f", merged=True),
         ]
         for plan, own in by_plan(records).items()
     ]
-    head = ["kept as", "validation loss", "gap to fp32", "EDQ", "updates lost", "update error", "EDQ of the oracle"]
-    return MarkdownTable(head, rows)
+    head = ["kept as", "validation loss", "gap to fp32", "EDQ", "EDQ, last third", "updates lost", "update error"]
+    return MarkdownTable([*head, "EDQ of the oracle"], rows)
 
 
 def _at_the_best_rate(records: Sequence[Record]) -> str:
-    """How far the seeds of fp32 end apart, what gaps are told apart there, and what is lost."""
+    """How far apart the seeds of fp32 end at the best rate, which gaps are shown there, and the updates lost."""
     plans = by_plan(records)
     losses = [record.values["validation_loss"] or 0.0 for record in plans[REFERENCE]]
     found = {plan.strategy: gap for plan, gap in gaps(records, REFERENCE).items()}
     lost = [
-        f"{plan.strategy} {mean(own, 'lost_update_ratio', '.1%', merged=True)}"
+        f"{mean(own, 'lost_update_ratio', '.1%', merged=True)} (`{plan.strategy}`)"
         for plan, own in plans.items()
         if plan != REFERENCE
     ]
     return (
         f"At {recipe_of(records[0]).learning_rate:g}, the best rate in fp32 with seed 1, the seeds of fp32 alone "
-        f"end {max(losses) - min(losses):.2f} nats apart. There, against fp32: {gaps_in_words(found)}. "
-        f"Updates lost: {listed(lost)}."
+        f"end {max(losses) - min(losses):.2f} nats apart. {gaps_in_words(found)} "
+        f"The share of updates lost is {listed(lost)}."
     )
 
 
 def _kept(records: Sequence[Record]) -> str:
-    """EDQ, early and late, and lost updates of each way of keeping weights, the least late first."""
+    """EDQ in the last third of each way of keeping weights, the lowest first."""
     found = [
-        (late, arrived.value, lost.value, plan.strategy)
+        (late, plan.strategy)
         for plan, own in by_plan(records).items()
-        if plan != REFERENCE
-        and (arrived := mean_of(own, "edq_ratio", merged=True))
-        and (late := _late(own)) is not None
-        and (lost := mean_of(own, "lost_update_ratio", merged=True))
+        if plan != REFERENCE and (late := _late(own)) is not None
     ]
-    said = [f"{name} {arrived:.3f}, {late:.2f} ({lost:.0%})" for late, arrived, lost, name in sorted(found)]
-    return f"EDQ merged, its mean in the last third, and updates lost: {listed(said)}." if said else ""
+    said = listed(f"{late:.2f} (`{name}`)" for late, name in sorted(found)) if found else ""
+    return f"In the last third of the steps EDQ is {said}." if said else ""
 
 
 def _late(records: Sequence[Record]) -> float | None:
-    """EDQ in the last third of the steps, mean over points and seeds."""
+    """EDQ in the last third of the steps, as a mean over measured steps and seeds."""
     points = mean_curve(records, "edq_ratio")
     late = [value for step, value in zip(points.x, points.y, strict=True) if 3 * step > 2 * points.x[-1]]
     return sum(late) / len(late) if late else None
@@ -228,13 +227,12 @@ STUDY: Final = Study(
     name="beyond-adamw",
     title="Beyond AdamW",
     short="SGD, Lion and Muon lose updates in plain bfloat16, too, and end at a higher loss than fp32. With "
-    "weights kept in two parts their loss is not told apart from fp32's.",
-    question="Do SGD with momentum, Lion and Muon lose updates in bfloat16 as AdamW does, and do expansions mend "
-    "it?",
-    method="The small GPT is trained by each rule at a rate that suits it, along a cosine to zero: in fp32, and in "
-    "bfloat16 with weights kept in several ways, from the same weights and batches for each of three seeds. The "
-    "gap is the difference of the last validation losses to fp32 of the same rule, seed by seed, with Student's "
-    "95 % interval; all else is merged over all measured steps.",
+    "weights kept in two parts, no difference from fp32's loss is shown.",
+    question="Do SGD with momentum, Lion and Muon lose updates in bfloat16 as AdamW does? Do expansions cure that?",
+    method="The small GPT is trained by each rule at a rate that suits it, along a cosine to zero, in fp32 and in "
+    "bfloat16 with weights kept in several ways. Three seeds give all of them the same weights and batches. The "
+    "gap is the last validation loss less that of fp32 with the same rule and seed, with Student's 95 % "
+    "interval. Every other number but the EDQ of the last third is merged over all measured steps.",
     trials=trials,
     run=run,
     page=page,

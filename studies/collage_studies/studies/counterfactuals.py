@@ -1,4 +1,5 @@
-"""From one fp32 run: what plain bfloat16, light and stochastic rounding would keep; then the runs themselves."""
+"""What plain bfloat16, light and stochastic rounding keep, as one fp32 run predicts it and as their runs show
+it."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def trials(quick: bool) -> Sequence[Trial]:
 
 
 def page(records: Sequence[Record]) -> Page:
-    """What was predicted beside what came, by rate and strategy; and when plain bfloat16 begins to lose."""
+    """Predicted and measured EDQ by rate and strategy, and when plain bfloat16 begins to lose."""
     constant = [record for record in records if recipe_of(record).schedule == "constant"]
     rows: list[list[str]] = []
     off: dict[str, Estimate] = {}
@@ -64,24 +65,26 @@ def page(records: Sequence[Record]) -> Page:
                 miss = difference(came, said)
                 cells = [_mean(said, plan), _mean(came, plan), estimate(miss, "+.4f")]
                 rows.append([f"{rate:g}", plan.strategy, *cells])
-                off |= {f"{plan.strategy} at {rate:g}": miss} if miss else {}
+                off |= {f"`{plan.strategy}` at {rate:g}": miss} if miss else {}
     head = ["learning rate", "strategy", "predicted from fp32", "measured", "measured less predicted"]
-    evidence: list[str | MarkdownTable | Plot] = [MarkdownTable(head, rows, "EDQ, merged over all measured steps:")]
+    table = MarkdownTable(head, rows, "The table shows EDQ, merged over all measured steps.")
+    evidence: list[str | MarkdownTable | Plot] = [table]
     verdict = _misses(off)
     cosine = by_plan([record for record in records if recipe_of(record).schedule == "cosine"])
     if cosine:
-        table, told = _onsets(cosine)
-        evidence += [table, _plot(cosine)]
+        onsets, told = _onsets(cosine)
+        evidence += [onsets, _plot(cosine)]
         verdict += f" {told}"
     return Page(
         verdict,
         evidence,
         [
-            "Counterfactuals are measured at one step in a hundred, EDQ at one in ten: a forecast knows no step "
-            "more exactly, and the two are merged over different steps.",
-            "A strategy's own run soon differs from the fp32 run; a forecast is about the steps of the latter.",
-            "Nothing is measured of stochastic rounding on the fp32 run: in expectation it keeps all (EDQ 1).",
-            "Three seeds, one model; intervals are of differences seed by seed.",
+            "Counterfactuals are measured every hundred steps, EDQ every ten. A predicted step is no more exact "
+            "than that, and the two are merged over different steps.",
+            "A strategy's own run soon differs from the fp32 run, while a prediction is about the steps of "
+            "the fp32 run.",
+            "Stochastic rounding keeps every update in expectation, so its prediction is 1 without a measurement.",
+            "The study has three seeds and one model. Intervals are those of the differences seed by seed.",
         ],
     )
 
@@ -95,7 +98,7 @@ def _seeds(records: Sequence[Record], metric: str) -> list[SeedValue]:
 
 
 def _forecast(reference: Sequence[Record], plan: Plan) -> list[SeedValue]:
-    """What the fp32 runs say of a strategy, by seed; stochastic rounding keeps everything in expectation."""
+    """The EDQ that the fp32 runs predict for a strategy, by seed; 1 for stochastic rounding, as in expectation."""
     if plan in PREDICTED:
         return _seeds(reference, PREDICTED[plan])
     return [SeedValue(1.0, None, recipe_of(record).seed) for record in reference]
@@ -108,23 +111,23 @@ def _mean(values: Sequence[SeedValue], plan: Plan) -> str:
 
 
 def _misses(off: Mapping[str, Estimate]) -> str:
-    """The largest miss, and the forecasts that are off beyond chance."""
+    """The largest difference from a prediction, and the differences beyond chance."""
     if not off:
         return "Nothing was compared."
     name, worst = max(off.items(), key=lambda entry: abs(entry[1].value))
-    text = f"What an fp32 run predicts of EDQ differs from what came by at most {abs(worst.value):.3f} ({name})."
+    text = f"The predicted EDQ differs from the measured one by at most {abs(worst.value):.3f} ({name})."
     beyond = [
-        f"{where} ({estimate(gap, '+.3f')})"
+        f"{where} (by {estimate(gap, '+.3f')})"
         for where, gap in off.items()
         if gap.low is not None and gap.high is not None and not gap.low <= 0 <= gap.high
     ]
     if not beyond:
         return f"{text} No difference is beyond chance."
-    return f"{text} Beyond chance, {len(beyond)} of {len(off)} differ, measured less predicted: {listed(beyond)}."
+    return f"{text} In {len(beyond)} of {len(off)} cases the difference is beyond chance: {listed(beyond)}."
 
 
 def _onsets(own: Mapping[Plan, Sequence[Record]]) -> tuple[MarkdownTable, str]:
-    """The step from which on EDQ stays below `LOST`, as forecast and as it came, by seed; how far they differ."""
+    """By seed, the predicted and the measured step from which EDQ stays below `LOST`; and a sentence on both."""
     rows, misses, alone = [], [], 0
     came_by_seed = {recipe_of(record).seed: record for record in own[PLANS[1]]}
     for forecast in own[REFERENCE]:
@@ -136,7 +139,8 @@ def _onsets(own: Mapping[Plan, Sequence[Record]]) -> tuple[MarkdownTable, str]:
         alone += len(known) == 1
     last = recipe_of(own[REFERENCE][0]).steps
     caption = (
-        f"The first measured step from which on EDQ stays below {LOST}, along a cosine to zero in {last:,} steps:"
+        f"The table shows the first measured step from which EDQ stays below {LOST}, along a cosine to zero in "
+        f"{last:,} steps."
     )
     parts = []
     if misses:
@@ -145,14 +149,16 @@ def _onsets(own: Mapping[Plan, Sequence[Record]]) -> tuple[MarkdownTable, str]:
             f"than predicted ({len(misses)} of {len(rows)} seeds)."
         )
     if alone:
-        parts.append(f"Of {alone} of {len(rows)} seeds, only one of forecast and run begins to lose.")
+        parts.append(
+            f"With {alone} of {len(rows)} seeds, either the prediction or the run begins to lose, not both."
+        )
     if not parts:
-        parts.append("Along the cosine neither forecast nor run begins to lose.")
+        parts.append("Along the cosine, neither the prediction nor the run begins to lose.")
     return MarkdownTable(["seed", "predicted from fp32", "plain bfloat16"], rows, caption), " ".join(parts)
 
 
 def _off(least: float, most: float) -> str:
-    """How many steps later, or earlier, than predicted."""
+    """'340 to 580 steps earlier': by how many steps a run differs from its prediction."""
     if least < 0 < most:
         return f"between {-least:,.0f} steps earlier and {most:,.0f} later"
     low, high = sorted((abs(least), abs(most)))
@@ -181,12 +187,12 @@ def _plot(own: Mapping[Plan, Sequence[Record]]) -> Plot:
 STUDY: Final = Study(
     name="counterfactuals",
     title="Counterfactuals come true",
-    short="One fp32 run predicts, to within 0.011, the EDQ of plain bfloat16, of `light` and of stochastic "
-    "rounding. Plain bfloat16 begins to lose updates somewhat earlier than predicted.",
-    question="Does one fp32 run predict what plain bfloat16, light and stochastic rounding keep of its updates, "
-    "and the step at which plain bfloat16 begins to lose them?",
-    method="`counterfactual_edq_ratio` says of an fp32 run's own steps what another strategy would have kept. The "
-    "same model is then trained under these strategies, from the same weights and batches.",
+    short="One fp32 run predicts the EDQ of plain bfloat16, of `light` and of stochastic rounding to within 0.011. "
+    "Plain bfloat16 begins to lose updates somewhat earlier than predicted.",
+    question="Does one fp32 run predict how much of the updates plain bfloat16, light and stochastic rounding "
+    "keep? Does it predict the step at which plain bfloat16 begins to lose them?",
+    method="`counterfactual_edq_ratio` is the EDQ that another strategy would have had on the steps of an fp32 "
+    "run. The same model is then trained under these strategies, from the same weights and batches.",
     trials=trials,
     run=run_training,
     page=page,

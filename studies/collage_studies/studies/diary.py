@@ -1,4 +1,4 @@
-"""Three sick runs: what terminal, dashboard and alert said, when, and what mended them."""
+"""Three sick runs: what terminal, dashboard and alert reported, when, and what cured them."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ CURVES: Final = (LOSS, "edq_ratio", DECREMENT)
 SHAPE: Final = {"batch_size": 8, "length": 64, "layers": 2, "width": 32, "warm_up_steps": 40}
 QUICK: Final = {"batch_size": 8, "length": 32, "layers": 1, "width": 32, "warm_up_steps": 10}
 PACE: Final = 1.0
-"""Seconds a step while an alert is awaited: alerts wait for minutes, and a training of this size is over in one."""
+"""Seconds per step while the run waits for an alert: alerts wait for minutes, and this training ends in one."""
 PATIENCE: Final = {"A small rate": 1200, "A resume": 200, "A second moment": 1500}
-"""So many of these steps at most; the three alerts wait for 10 minutes, not at all, and for 15."""
+"""The most steps spent waiting. The three alerts wait for 10 minutes, not at all, and for 15 minutes."""
 _SENTENCE_SECONDS: Final = 60.0
 
 Ending = Literal["left alone", "mended"]
@@ -55,7 +55,7 @@ Ending = Literal["left alone", "mended"]
 
 @dataclass(frozen=True)
 class Story:
-    """A training that falls ill: its plan, what is odd about its recipe, and what is done wrong at which step."""
+    """A training that falls ill: its plan, its rate and β₂, and whether a resume drops its residuals."""
 
     title: str
     introduction: str
@@ -68,16 +68,16 @@ class Story:
 STORIES: Final = (
     Story(
         "A small rate",
-        "A model is trained in plain bfloat16 at a rate at which most updates are smaller than half a gap between "
-        "neighbouring weights. The loss falls, and nothing looks broken.",
+        "A model is trained in plain bfloat16. Its learning rate is so small that most updates are less than half "
+        "the distance between neighbouring bfloat16 numbers. The loss falls, and nothing looks broken.",
         Plan("plain", "bfloat16"),
         5e-5,
         0.95,
     ),
     Story(
         "A resume",
-        "A run under Collage light is resumed from a checkpoint by a script that keeps weights and what torch's "
-        "AdamW keeps, and so not the residuals.",
+        "A run under Collage light is resumed from a checkpoint. The script saved the weights and the states of "
+        "torch's AdamW, but not the residuals.",
         Plan("light", "bfloat16"),
         1e-3,
         0.95,
@@ -85,8 +85,8 @@ STORIES: Final = (
     ),
     Story(
         "A second moment",
-        "A run under Collage light has β₂ = 0.999, as everybody has. Its weights take every update. Its second "
-        "moment is one bfloat16 number, and cannot decay.",
+        "A run under Collage light has β₂ = 0.999, the usual value. Its weights keep every update. But its second "
+        "moment is a single bfloat16 number, which cannot decay.",
         Plan("light", "bfloat16"),
         1e-3,
         0.999,
@@ -95,7 +95,7 @@ STORIES: Final = (
 
 
 def trials(quick: bool) -> Sequence[Trial]:
-    """Each story, and the same training in fp32 beside it; quick: the resume, whose alert does not wait."""
+    """Each story, and the same training in fp32; quick: only the resume, because its alert does not wait."""
     # The first step after the resume is a measured one.
     steps = {"before": 59, "after": 50} if quick else {"before": 519, "after": 600}
     chosen = [story for story in STORIES if story.dropped or not quick]
@@ -128,7 +128,7 @@ def run(trial: Trial, reporting: ReportTarget) -> Record:
 
 
 class _Patient:
-    """A run that falls ill, is noticed, and goes on in two ways."""
+    """A run that falls ill, raises an alert, and continues both unchanged and converted."""
 
     def __init__(self, trial: Trial, story: Story, reporting: ReportTarget) -> None:
         assert trial.recipe is not None
@@ -141,7 +141,7 @@ class _Patient:
         self._curves: dict[str, Curve] = {}
 
     def record(self) -> Record:
-        """The record: numbers, and the product's words as they were."""
+        """The record: numbers, and the texts that the product showed."""
         losses: list[tuple[int, float]] = []
         loop = TrainingLoop(self._story.plan, self._recipe, self._corpus, _into(losses))
         heard: list[Incident] = []
@@ -201,7 +201,7 @@ class _Patient:
         return path
 
     def _converted(self, checkpoint: Path) -> Path:
-        """By the verb that anybody would use; what it says is kept."""
+        """Convert with the same command as a user, and keep its output."""
         written = self._folder / "converted.pt"
         arguments = ["convert", str(checkpoint), "--to", MENDED.strategy, "--output", str(written)]
         program = [sys.executable, "-c", "from collage_monitor.command import main; main()", *arguments]
@@ -228,7 +228,7 @@ class _Patient:
             self._values[f"{name}/{how}"] = value if isinstance(value, float) else None
 
     def _keep_words(self, run_id: str, ill_since: float) -> None:
-        """The first alert, and what the dashboard says of the run then."""
+        """Keep the first alert, and the dashboard's sentence for the run at that time."""
         with self._client() as client:
             incidents = sorted(client.incidents(run_id=run_id).events, key=lambda found: found.started_at)
             if incidents:
@@ -255,7 +255,7 @@ def _curve(losses: Sequence[tuple[int, float]]) -> Curve:
 
 
 def _sentence(client: Client, run_id: str) -> str:
-    """The dashboard's sentence; the server makes it beside other work."""
+    """The dashboard's sentence, once the server has computed it; empty after a minute."""
     deadline = time.monotonic() + _SENTENCE_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -269,7 +269,7 @@ def _sentence(client: Client, run_id: str) -> str:
 
 
 def page(records: Sequence[Record]) -> Page:
-    """Each story as it went, with the words of the record."""
+    """Each story in the order of events, with the texts of the record."""
     references = {r.trial.settings["story"]: r for r in records if r.trial.plan == REFERENCE}
     sick = {r.trial.settings["story"]: r for r in records if r.trial.plan != REFERENCE}
     evidence: list[str | MarkdownTable | Plot | Picture] = []
@@ -284,12 +284,12 @@ def page(records: Sequence[Record]) -> Page:
         " ".join(verdicts),
         evidence,
         [
-            f"One run a story. After step {sick[STORIES[1].title].trial.settings['before']} a step takes "
-            f"{PACE:g} s until the alert: these alerts wait for minutes, and a training this small is over sooner. "
-            "The number of steps that they took says nothing of another training; the minutes do.",
-            "The first step after the resume is a measured one. Residuals are full again after a step or two, so a "
-            "resume whose first step is not measured may pass unseen.",
-            "A run goes on with the same batches whether it is left alone or mended.",
+            f"Each story is a single run. After step {sick[STORIES[1].title].trial.settings['before']} each step "
+            f"takes {PACE:g} s until the alert, because these alerts wait for minutes and a training this small "
+            "ends sooner. So only the minutes until an alert apply to other trainings, not the number of steps.",
+            "The first step after the resume was a measured one. Residuals are full again after a step or two, so "
+            "the alert can miss a resume whose first step is not measured.",
+            "A run continues with the same batches whether it is left alone or cured.",
         ],
     )
 
@@ -300,19 +300,19 @@ def _story(story: Story, record: Record, reference: Record | None) -> list[str |
     found: list[str | MarkdownTable | Plot | Picture] = [story.introduction]
     if "alert" in words:
         found += [
-            f"**The alert.** {_when(record)} `{words['alert']}` fired:",
+            f"**The alert.** {_when(record)} `{words['alert']}` fired with this text:",
             _quoted(words["reason"]),
-            *([f"Beside it fired {listed(others)}."] if others else []),
+            *([f"{listed(others)} fired as well."] if others else []),
             Picture(picture_of(story.title), f"The incident's page: {story.title.lower()}"),
         ]
     else:
         found.append(f"**The alert.** None fired by step {values['steps']:,.0f}.")
     sentence = _quoted(words["sentence"]) if words["sentence"] else "> (none within a minute)"
-    found += ["**The dashboard** said of the run:", sentence]
-    found += ["**The terminal** said (`print(handle)`):", f"```text\n{words['terminal']}\n```"]
+    found += ["**The dashboard** showed this sentence for the run:", sentence]
+    found += ["**The terminal** printed this (`print(handle)`):", f"```text\n{words['terminal']}\n```"]
     back = "went back to the checkpoint before the resume" if story.dropped else "took the checkpoint at the alert"
     found += [
-        f"**What mended it.** We {back}, converted it, and went on under `{MENDED.strategy}`:",
+        f"**The cure.** We {back}, converted it, and continued under `{MENDED.strategy}`:",
         f"```text\n{words['convert']}\n```",
     ]
     return [*found, _endings(record, reference), _plot(story, record, reference)]
@@ -357,7 +357,7 @@ def _endings(record: Record, reference: Record | None) -> MarkdownTable:
     if reference is not None:
         merged = [number(reference.merged.get(name)) for name in ("edq_ratio", DECREMENT)]
         rows.append(["fp32 from the start", *merged, number(_at(reference.curves[LOSS], end), 5)])
-    head = ["from there on", "EDQ", "second moment's decay", f"validation loss at step {end:,.0f}"]
+    head = ["after the alert", "EDQ", "second moment's decay", f"validation loss at step {end:,.0f}"]
     return MarkdownTable(head, rows)
 
 
@@ -384,15 +384,18 @@ def _outcome(story: Story, record: Record) -> str:
     alert = f"`{words['alert']}` {_fired(record)}" if "alert" in words else "no alert fired"
     alone, mended = values["loss/left alone"], values["loss/mended"]
     if alone is None or mended is None:
-        return f"{story.title}: {alert}."
+        return f"**{story.title}.** {alert[:1].upper()}{alert[1:]}."
     word = "lower than" if mended < alone else "higher than" if mended > alone else "as high as"
-    ends = f"the validation loss is then {word} if left alone ({mended:.4f} against {alone:.4f})"
+    ends = f"the validation loss ends {word} if left alone ({mended:.4f} against {alone:.4f})"
     changes = [
         _change(what, *(number(values[f"{name}/{how}"]) for how in ("left alone", "mended")))
         for name, what in (("edq_ratio", "EDQ"), (DECREMENT, "the second moment's decay"))
         if values[f"{name}/left alone"] is not None
     ]
-    return f"{story.title}: {alert}; converted to `{MENDED.strategy}`, {listed([*changes, ends])}."
+    return (
+        f"**{story.title}.** {alert[:1].upper()}{alert[1:]}. After converting to `{MENDED.strategy}`, "
+        f"{listed([*changes, ends])}."
+    )
 
 
 def _change(what: str, before: str, after: str) -> str:
@@ -407,12 +410,12 @@ def _fired(record: Record) -> str:
 STUDY: Final = Study(
     name="diary",
     title="A diary of three sick runs",
-    short="Each of three sick runs raised an alert while it trained. Converted to `split-master`, all three "
-    "keep their updates and their second moment decays; the loss gains where most updates had been lost.",
-    question="What do dashboard, terminal and alert say of a run that falls ill, when, and does it recover?",
-    method="Three small trainings fall ill in ways that people meet. Each reports to a server with its own "
-    "evaluation of the default alerts. When an alert reaches the training (`on_alert`), a checkpoint is kept. From "
-    "there the run goes on twice: as it is, and converted by `collage-monitor convert`. The words of alerts, "
+    short="Each of three sick runs raised an alert while it trained. Converted to `split-master`, all three keep "
+    "their updates and their second moment decays; the loss improves where most updates had been lost.",
+    question="What do dashboard, terminal and alert report about a run that falls ill, and when? Does it recover?",
+    method="Three small trainings fall ill in ways that people meet. Each reports to a server, which evaluates the "
+    "default alerts. When an alert reaches the training (`on_alert`), the training saves a checkpoint. From there "
+    "the run continues twice, once unchanged and once converted by `collage-monitor convert`. The words of alerts, "
     "dashboard and terminal are quoted from the records.",
     trials=trials,
     run=run,

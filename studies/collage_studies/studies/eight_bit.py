@@ -1,4 +1,4 @@
-"""Weights and states of eight bits in training, and what of an fp32 run reaches copies of 8 and 4 bits."""
+"""Training with weights and states of eight bits, and how much of an fp32 run reaches copies of 8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ EMULATED_FORMATS: Final[Mapping[str, tuple[torch.dtype, int, bool]]] = {
 }
 """Expansions of 8-bit floats, by format, parts, and whether the last part is rounded at random."""
 STATES_AND_GRADIENT_BYTES: Final = 10
-"""Of a run whose weights are such an expansion: two fp32 moments and a bfloat16 gradient."""
+"""Bytes per parameter beside such an expansion: two fp32 moments and a bfloat16 gradient."""
 RATES: Final = (1e-4, 1e-3)
-"""All ways of keeping weights are run at the first, where plain bfloat16 fails; fp32, for its copies, at both."""
+"""Every storage runs at the first rate, where plain bfloat16 fails; fp32 runs at both, for its copies."""
 SEEDS: Final = (1, 2, 3)
 CASTS: Final = ("bf16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4")
 WINDOWS: Final = (8, 32)
@@ -64,14 +64,14 @@ def trials(quick: bool) -> Sequence[Trial]:
 
 
 def run(trial: Trial, reporting: ReportTarget) -> Record:
-    """Train with the weights kept as the plan says; of the fp32 run, its copies are watched, too."""
+    """Train with the weights stored as the plan says; of the fp32 run, the copies are watched, too."""
     return run_training(
         trial, reporting, build=_build, options=WATCHED if trial.plan == REFERENCE else {"windows": WINDOWS}
     )
 
 
 def _build(plan: Plan, recipe: Recipe) -> tuple[nn.Module, Sequence[Optimizer]]:
-    """The strategy's own optimizer, or torch's AdamW on fp32 weights that are held to an expansion."""
+    """The strategy's own optimizer, or torch's AdamW on fp32 weights that are rounded to an expansion."""
     if plan.strategy not in EMULATED_FORMATS:
         return new_model_and_optimizer(plan, recipe)
     dtype, parts, at_random = EMULATED_FORMATS[plan.strategy]
@@ -85,7 +85,7 @@ def _build(plan: Plan, recipe: Recipe) -> tuple[nn.Module, Sequence[Optimizer]]:
 
 
 def page(records: Sequence[Record]) -> Page:
-    """A table of the ways of keeping weights; then the copies of the fp32 runs at both rates."""
+    """A table of the storages; then the copies of the fp32 runs at both rates."""
     by_rate = {
         rate: [record for record in records if recipe_of(record).learning_rate == rate]
         for rate in dict.fromkeys(recipe_of(record).learning_rate for record in records)
@@ -93,7 +93,7 @@ def page(records: Sequence[Record]) -> Page:
     rate, own = next(iter(by_rate.items()))
     copies = [(found, by_plan(runs)[REFERENCE]) for found, runs in by_rate.items()]
     gap = {plan.strategy: gap for plan, gap in gaps(own, REFERENCE).items()}
-    verdicts = [f"At a learning rate of {rate:g}, against fp32: {gaps_in_words(gap)}.", _kept(own)]
+    verdicts = [f"These results are for a learning rate of {rate:g}. {gaps_in_words(gap)}", _kept(own)]
     verdicts += [_mxfp8(found, runs) for found, runs in copies]
     evidence: list[str | MarkdownTable | Plot] = [f"### Weights and states, learning rate {rate:g}", _table(own)]
     evidence += ["### Copies of the fp32 runs", _copies(copies), *(_plot(found, runs) for found, runs in copies)]
@@ -101,20 +101,21 @@ def page(records: Sequence[Record]) -> Page:
         " ".join(verdicts),
         evidence,
         [
-            "Our optimizers keep no 8-bit floats. Here torch's AdamW steps fp32 weights, which are rounded to what "
-            "the expansion holds after each step (emulated, one scale of a power of two a tensor); both its "
-            "moments are fp32, and forward and backward pass read the sum in bfloat16. Nothing is faster for it.",
-            "The bytes of these rows are those that such a storage would take, with fp32 moments; the others' are "
-            "read from the optimizer. Gradients are included.",
-            "All but fp32 compute in bfloat16: a gap as small as that of `split-master` may come from that alone. "
-            "`plain` keeps its moments in bfloat16, too, where the second one cannot decay at β₂ = 0.999: not all "
-            "of its gap is its weights'.",
-            "What a copy loses did not touch the fp32 runs: nothing was computed with it.",
-            "NVFP4 has a scale a tensor beside those of its blocks. It follows the tensor's largest weight, so "
-            "most steps move nearly all numbers that such a copy stands for. How many of its codes change was not "
-            "measured.",
-            "A model of some 137,000 parameters, 250 steps of 512 bytes. Three seeds: an interval that includes 0 "
-            "does not show that there is no gap.",
+            "Our optimizers store no 8-bit floats, so the study emulates them. torch's AdamW updates fp32 "
+            "weights, and each step ends by rounding them to the numbers that the expansion can hold, with one "
+            "scale (a power of two) per tensor. Both moments stay fp32, and the forward and backward passes read "
+            "the sum in bfloat16. The emulation saves no time.",
+            "The bytes of the emulated rows are those that such a storage would take, with fp32 moments. All "
+            "other bytes are read from the optimizer. Gradients are included.",
+            "Every run but fp32 computes in bfloat16, which alone can cause a gap as small as that of "
+            "`split-master`. `plain` also keeps its moments in bfloat16, where the second moment cannot decay at "
+            "β₂ = 0.999. So its gap need not come from the weights alone.",
+            "The copies did not affect the fp32 runs, because nothing was computed with them.",
+            "NVFP4 has a scale per tensor beside those of its blocks. That scale follows the tensor's largest "
+            "weight, so most steps change nearly all numbers of such a copy. How many of its codes change was "
+            "not measured.",
+            "The model has some 137,000 parameters and trains for 250 steps of 512 bytes. With three seeds, an "
+            "interval that includes 0 does not prove that there is no gap.",
         ],
     )
 
@@ -160,7 +161,7 @@ def _kept(records: Sequence[Record]) -> str:
         for plan, own in by_plan(records).items()
         if plan != REFERENCE and (arrived := mean_of(own, "edq_ratio", merged=True))
     ]
-    return f"EDQ there: {listed(f'{value:.3f} ({name})' for value, name in sorted(found))}." if found else ""
+    return f"EDQ is {listed(f'{value:.3f} (`{name}`)' for value, name in sorted(found))}." if found else ""
 
 
 def _copies(runs: Sequence[tuple[float, Sequence[Record]]]) -> MarkdownTable:
@@ -180,7 +181,10 @@ def _copies(runs: Sequence[tuple[float, Sequence[Record]]]) -> MarkdownTable:
     head = ["learning rate", "copy", "changed by a step", *(f"by {steps} steps" for steps in WINDOWS)]
     head += ["EDQ of the copy, one step", f"{last} steps"]
     return MarkdownTable(
-        head, rows, "Elements of a low-precision copy of the fp32 weights that change, and what they keep:"
+        head,
+        rows,
+        "The table shows how many elements of a low-precision copy of the fp32 weights change, and how much of the "
+        "update reaches the copy.",
     )
 
 
@@ -192,8 +196,10 @@ def _share(records: Sequence[Record], name: str) -> str:
 def _mxfp8(rate: float, records: Sequence[Record]) -> str:
     once = mean_of(records, "cast_changed_ratio/mxfp8", merged=True)
     often = mean_of(records, f"cast_changed_window_ratio/mxfp8/{WINDOWS[-1]}", merged=True)
-    over = f", {WINDOWS[-1]} steps {share(often.value)}" if often else ""
-    return f"At {rate:g}, a step changes {share(once.value) if once else UNDEFINED} of an MXFP8 copy{over}."
+    over = f", and {WINDOWS[-1]} steps change {share(often.value)} of it" if often else ""
+    return (
+        f"At a rate of {rate:g}, a step changes {share(once.value) if once else UNDEFINED} of an MXFP8 copy{over}."
+    )
 
 
 def _plot(rate: float, records: Sequence[Record]) -> Plot:
@@ -209,15 +215,14 @@ def _plot(rate: float, records: Sequence[Record]) -> Plot:
 STUDY: Final = Study(
     name="eight-bit",
     title="Eight bits",
-    short="With 8-bit states a training is not told apart from fp32, if the weight keeps its lost bits "
-    "(`split-master-8bit`). Weights as a pair of 8-bit floats end worse, unless they are rounded at "
-    "random.",
-    question="How far do expansions of two and three 8-bit floats, bfloat16 with eight bits more, and 8-bit states "
-    "train as fp32 does? And how much of an fp32 run reaches a copy of its weights in MXFP8?",
-    method="The small GPT is trained from the same weights and batches for each of three "
-    "seeds. The gap is the difference of the last validation losses to fp32, seed by seed, with Student's 95 % "
-    "interval; all else is merged over all measured steps. `split-master` and `split-master-8bit` differ in their "
-    "states alone, `split-master-8bit` and `split-24bit-8bit` in the weight.",
+    short="With 8-bit states no difference from fp32 is shown, if the weight keeps its lost bits "
+    "(`split-master-8bit`). Weights stored as a pair of 8-bit floats end worse, unless they are rounded at random.",
+    question="Do expansions of two and three 8-bit floats, bfloat16 with eight more bits, and 8-bit states train "
+    "as fp32 does? How much of an fp32 run reaches a copy of its weights in MXFP8?",
+    method="The small GPT is trained with three seeds, each of which gives every strategy the same weights and "
+    "batches. The gap is the last validation loss less that of fp32 with the same seed, with Student's 95 % "
+    "interval. Every other number is merged over all measured steps. `split-master` and `split-master-8bit` "
+    "differ only in their states, `split-master-8bit` and `split-24bit-8bit` only in the weight.",
     trials=trials,
     run=run,
     page=page,

@@ -1,4 +1,4 @@
-"""What one number, a pair and a triple keep of small additions: 200 + 0.1, then a walk over magnitudes."""
+"""How much of small additions one number, a pair and a triple keep: 200 + 0.1, then other magnitudes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collage_optim.numerics import join, renormalise, round_to, split
 from torch import Tensor
 
 from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
-from collage_studies.words import number, share
+from collage_studies.words import listed, number, quoted, share
 
 __all__ = ["STUDY"]
 
@@ -23,14 +23,14 @@ WAYS: Final = (
     ),
     ("float32", 1),
 )
-"""Formats and components. One float32 is what bfloat16 and the 16 bits below it make together (`split-master`)."""
+"""Formats and components. One float32 equals a bfloat16 number and the 16 bits below it (`split-master`)."""
 START: Final = 200.0
 ADDED: Final = 0.1
 EXPONENTS: Final = tuple(range(-10, 8))
-"""What is added is 0.1 times two to these."""
+"""Powers of two by which 0.1 is multiplied before it is added."""
 MOST: Final = 1000
 ROOM: Final = 50.0
-"""The sum stays below 256, in the binade of 200: so the gap between numbers is that of the start throughout."""
+"""The most that is added: the sum stays below 256, so neighbouring numbers keep the distance they have at 200."""
 KEPT: Final = 0.99
 """At least this share of what was added counts as kept."""
 
@@ -50,9 +50,9 @@ def _name(dtype: str, components: int) -> str:
 
 
 def run(trial: Trial, reporting: ReportTarget) -> Record:
-    """Add each rounded number to 200, up to 1,000 times; the server is sent the share of 0.1 that arrived.
+    """Add each rounded number to 200, up to 1,000 times, and send the server the share of 0.1 that arrived.
 
-    What was added is known exactly, in fp64; so is the start, as the expansion holds it.
+    The total added, and the start as the expansion holds it, are known exactly in fp64.
     """
     dtype: torch.dtype = getattr(torch, trial.settings["dtype"])
     components, most = trial.settings["components"], trial.settings["most"]
@@ -89,12 +89,12 @@ def _sum(kept: tuple[Tensor, ...], added: Tensor, components: int) -> tuple[Tens
 
 
 def _finite(value: Tensor) -> float | None:
-    """None where nothing of the number is left in the format."""
+    """None where the format overflowed to infinity or NaN."""
     return value.item() if torch.isfinite(value) else None
 
 
 def page(records: Sequence[Record]) -> Page:
-    """A table of 200 + 0.1, and a plot of the share that is kept of smaller and larger numbers."""
+    """A table of 200 + 0.1, and a plot of the share that arrives of smaller and larger numbers."""
     rows = []
     curves = {}
     for record in records:
@@ -108,13 +108,14 @@ def page(records: Sequence[Record]) -> Page:
     ends = {record.trial.name: record.values["often/0"] for record in records}
     halved = [name for name, end in ends.items() if end is not None and end < 0.5]
     held = [name for name, end in ends.items() if end is not None and abs(end - 1) <= 1 - KEPT]
-    over = [f"{name} ({share(end)})" for name, end in ends.items() if end is not None and end - 1 > 1 - KEPT]
+    over = [f"`{name}` ({share(end)})" for name, end in ends.items() if end is not None and end - 1 > 1 - KEPT]
     count = min(MOST, int(ROOM / ADDED))
-    parts = [f"more than half is lost by: {'; '.join(halved)}."] if halved else ["no format loses more than half."]
-    parts += [f"All of it, within {share(1 - KEPT)}, arrives with: {'; '.join(held)}."] if held else []
-    parts += [f"More than that arrives, since rounding goes up, with: {'; '.join(over)}."] if over else []
+    lost_in = f"More than half of it is lost in {quoted(halved)}." if halved else "No format loses more than half."
+    parts = [f"0.1 is added to 200, {count:,} times.", lost_in]
+    parts += [f"All of it arrives, within {share(1 - KEPT)}, in {quoted(held)}."] if held else []
+    parts += [f"Rounding goes up, so more than all of it arrives, in {listed(over)}."] if over else []
     return Page(
-        f"Of 0.1 added to 200, {count:,} times, {' '.join(parts)}",
+        " ".join(parts),
         [
             MarkdownTable(
                 ["kept as", "200 + 0.1, once", f"{count:,} times", f"keeps {share(KEPT)} of additions"], rows
@@ -129,8 +130,9 @@ def page(records: Sequence[Record]) -> Page:
             ),
         ],
         [
-            f"0.1 is first rounded to the format ({number(records[0].values['rounded'], 6)} in bfloat16): what is "
-            "measured is what addition keeps of that number. Where rounding goes up, more than 100 % arrives.",
+            f"0.1 is first rounded to the format ({number(records[0].values['rounded'], 6)} in bfloat16), so the "
+            "study measures how much of that number addition keeps. Where rounding goes up, more than 100 % "
+            "arrives.",
             "Formats of 8 bits are emulated: each operation is exact and then rounded once.",
         ],
     )
@@ -139,13 +141,14 @@ def page(records: Sequence[Record]) -> Page:
 STUDY: Final = Study(
     name="expansions",
     title="What an expansion keeps",
-    short="A single bfloat16 number loses most of 0.1 added to 200, again and again; two bfloat16 numbers "
-    "together keep all of it. Two 8-bit floats are too few.",
-    question="What do one number, a pair and a triple of bfloat16, float16 and 8-bit floats keep of 200 + 0.1, and "
-    "of smaller and larger additions?",
-    method="200 is split into components. 0.1 · 2ᵏ, rounded to the format, is added up to 1,000 times and no "
-    "further than 250, by error-free transformations (`renormalise`); to one component, by one rounded addition. "
-    "In fp64, what arrived is divided by what was added. One float32 is bfloat16 and the 16 bits below it.",
+    short="When 0.1 is added to 200 again and again, a single bfloat16 number loses most of it, and two bfloat16 "
+    "numbers together keep all of it. Two 8-bit floats lose most of it.",
+    question="How much of 200 + 0.1, and of smaller and larger additions, do one, two and three numbers of "
+    "bfloat16, float16 and 8-bit floats keep?",
+    method="200 is split into one, two or three components. 0.1 · 2ᵏ, rounded to the format, is added to them up "
+    "to 1,000 times, stopping at 250. Two and three components are added by error-free transformations "
+    "(`renormalise`), a single one by a rounded addition. The share that arrives is the increase of the sum "
+    "divided by the total added, in fp64. One float32 counts as a bfloat16 number and the 16 bits below it.",
     trials=trials,
     run=run,
     page=page,

@@ -1,4 +1,5 @@
-"""Fine-tuning from a checkpoint at small learning rates, of all weights and of adapters: who keeps the updates."""
+"""Fine-tuning all weights, or adapters, from a checkpoint at small learning rates: which strategies keep
+updates."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from collage_studies.pretrained import build_from_weights, checkpoint
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
 from collage_studies.training_trial import run_training
-from collage_studies.words import UNDEFINED, estimate, listed, share
+from collage_studies.words import UNDEFINED, estimate, listed, quoted, share
 
 __all__ = ["STUDY"]
 
@@ -29,7 +30,8 @@ RANK: Final = 8
 SCALE: Final = 2.0
 EDQ_BOUND: Final = 0.95
 LOST_BOUND: Final = 0.05
-"""The verdict's bounds for losing updates: EDQ below the one; lost updates and update error above the other."""
+"""The verdict's bounds for losing updates: EDQ below the first, or lost updates and update error above the
+second."""
 PRETRAINING: Final[Mapping[str, Any]] = {
     "batch_size": 16,
     "learning_rate": 1e-3,
@@ -42,7 +44,8 @@ METRICS: Final = ("edq_ratio", "lost_update_ratio", "update_error_ratio")
 
 @dataclass(frozen=True)
 class Way:
-    """What learns, and from what; `types` of layers whose updates are looked at, the first of them the closest."""
+    """Which weights learn, and from which checkpoint. `types`: layers whose updates are shown, the first in
+    detail."""
 
     title: str
     rank: int
@@ -104,7 +107,7 @@ _LEARN: Final = {"all": "all weights", "exact": "all weights from fp32", "lora":
 
 
 def run(trial: Trial, reporting: ReportTarget) -> Record:
-    """Fine-tune the seed's checkpoint on the documentation; `start_loss` is the validation loss before."""
+    """Fine-tune the seed's checkpoint on the documentation; `start_loss` is the validation loss before that."""
     assert trial.plan is not None
     assert trial.recipe is not None
     settings, corpus = trial.settings, documentation()
@@ -118,7 +121,7 @@ def run(trial: Trial, reporting: ReportTarget) -> Record:
 
 
 def page(records: Sequence[Record]) -> Page:
-    """For all weights and for adapters: a table by rate, and plots of gap and EDQ over rates."""
+    """For all weights and for adapters, a table at each rate, and plots of gap and EDQ over rates."""
     evidence: list[str | MarkdownTable | Plot] = []
     verdicts, count = [], 0
     for name, way in WAYS.items():
@@ -134,17 +137,20 @@ def page(records: Sequence[Record]) -> Page:
         " ".join(verdicts),
         evidence,
         [
-            "A model of some 137,000 parameters, 250 steps of 512 bytes at a constant rate. Longer fine-tuning, "
-            "and a schedule that falls to zero, were not run.",
-            "From a checkpoint that is rounded to bfloat16 the low component of a pair is 0, and fine near 0: it "
-            "holds the first updates whatever the weight. Only when it is full, a pair is as coarse as the "
-            "optimizers' table has it; so the same is begun from all bits of the checkpoint, too.",
-            f"Adapters are kept in the weights' dtype here (rank {RANK}, scale {SCALE:g}); peft casts those of "
-            "16-bit models to fp32 unless told otherwise, and then nothing of this touches them.",
-            f"Three seeds: an interval that includes 0 does not show that there is no gap. Of {count} intervals, "
-            "some exclude 0 by chance alone.",
-            "All but fp32 compute in bfloat16: a gap as small as that of `master-weights` may come of that alone.",
-            "Lost updates and update errors of one step misjudge stochastic rounding, whose errors even out.",
+            "The model has some 137,000 parameters and trains for 250 steps of 512 bytes at a constant rate. "
+            "Longer fine-tuning, and a schedule that falls to zero, were not run.",
+            "`light` and `plus` keep a weight as a pair: the low component holds what rounding cuts off the high "
+            "one. After a checkpoint in bfloat16 it begins at 0, where bfloat16 is finest, so it holds the first "
+            "updates of any weight. A pair reaches the resolution that the optimizers' table gives only once the "
+            "low component has filled up. So the study also begins from the fp32 checkpoint, where it is full.",
+            f"Adapters are stored in the weights' dtype here (rank {RANK}, scale {SCALE:g}). By default peft "
+            "stores the adapters of 16-bit models in fp32, which avoids these losses.",
+            f"With three seeds, an interval that includes 0 does not prove that there is no gap. Among the {count} "
+            "intervals, some exclude 0 by chance alone.",
+            "Every run but fp32 computes in bfloat16, which alone can cause a gap as small as that of "
+            "`master-weights`.",
+            "Lost updates and update errors of one step misjudge stochastic rounding, because its errors "
+            "average out.",
         ],
     )
 
@@ -184,17 +190,19 @@ def _table(records: Sequence[Record], way: Way) -> MarkdownTable:
     head = ["strategy", "validation loss", "gap to fp32", "of fp32's gain", "EDQ", "updates lost", "update error"]
     head += [f"{first}: EDQ", "lost", "error", f"{second}: EDQ"]
     start = mean(plans[REFERENCE], "start_loss", ".4f")
-    return MarkdownTable(head, rows, f"Before, the validation loss is {start}; fp32 gains {gained:.4f}.")
+    return MarkdownTable(
+        head, rows, f"Before fine-tuning the validation loss is {start}, and fp32 lowers it by {gained:.4f}."
+    )
 
 
 def _gain(records: Sequence[Record]) -> float:
-    """By how much the mean validation loss fell."""
+    """How far the mean validation loss fell."""
     start, end = mean_of(records, "start_loss"), mean_of(records, "validation_loss")
     return start.value - end.value if start and end else 0.0
 
 
 def _typical(records: Sequence[Record], curve: str) -> float | None:
-    """A curve's mean over runs, and over measured steps."""
+    """The mean of a curve over runs and measured steps."""
     points = mean_curve(records, curve).y
     return sum(points) / len(points) if points else None
 
@@ -245,12 +253,13 @@ def _losses(by_rate: Mapping[float, Sequence[Record]], way: Way) -> str:
     said = []
     for rate, records in by_rate.items():
         found = {plan.strategy: gap for plan, gap in gaps(records, REFERENCE).items()}
-        said.append(f"At {rate:g}, {gaps_in_words(found)}.")
-    return f"**{way.title}**, last loss against fp32. {' '.join(said)}"
+        said.append(f"*Learning rate {rate:g}.* {gaps_in_words(found)}")
+    return f"**{way.title}.** {' '.join(said)}"
 
 
 def _pairs(by_rate: Mapping[float, Sequence[Record]], way: Way) -> str:
-    """Whether pairs lose updates of the first type of layer by the verdict's bounds, and if the loss shows it."""
+    """Whether light and plus lose updates of the first type of layer by the verdict's bounds, and the loss shows
+    it."""
     kind, seen = way.types[0], []
     failing: list[str] = []
     for rate, records in by_rate.items():
@@ -262,30 +271,33 @@ def _pairs(by_rate: Mapping[float, Sequence[Record]], way: Way) -> str:
             arrived, lost, error = (value or 0.0 for value in numbers)
             if arrived >= EDQ_BOUND and min(lost, error) <= LOST_BOUND:
                 continue
-            where = f"{plan.strategy} at {rate:g}"
+            where = f"`{plan.strategy}` at {rate:g}"
             failing += [f"{where} (EDQ {arrived:.2f}, {lost:.0%} lost, update error {error:.2f})"]
             gap = found[plan]
             seen += [where] if gap and gap.low is not None and gap.low > 0 else []
     if not failing:
-        return f"By the verdict's bounds, no pair loses updates of {kind} layers."
+        pairs = quoted(name for name in PAIRS if name in way.strategies)
+        return f"By the verdict's bounds, no updates of {kind} layers are lost under {pairs}."
     shown = f"a worse loss is shown for {listed(seen)}" if seen else "a worse loss is shown for none of them"
-    return f"By the verdict's bounds, updates of {kind} layers are lost by {listed(failing)}; {shown}."
+    return f"By the verdict's bounds, {kind} layers lose updates under {listed(failing)}; {shown}."
 
 
 STUDY: Final = Study(
     name="finetuning",
     title="Fine-tuning",
-    short="Fine-tuning in plain bfloat16 ends at a higher loss at every learning rate tried; `split-master` is "
-    "not told apart from fp32. `light` and `plus` lose updates of LayerNorm weights at small rates, but "
-    "the loss does not show it.",
-    question="Which strategies keep the updates of fine-tuning, at learning rates of 1e-5 to 1e-4, of all weights "
-    "and of LoRA's adapters? Pairs should fail on weights near 1 (LayerNorm): do they, and does the loss see it?",
+    short="Fine-tuning in plain bfloat16 ends at a higher loss at every learning rate tried, while `split-master` "
+    "shows no difference from fp32. `light` and `plus` lose updates of LayerNorm weights at small rates, but the "
+    "loss does not show it.",
+    question="Which strategies keep the updates when all weights, or LoRA's adapters, are fine-tuned at learning "
+    "rates of 1e-5 to 1e-4? `light` and `plus` should lose updates of weights near 1 (LayerNorm). Do they, and "
+    "does the loss show it?",
     method="A byte-level GPT is trained on the standard library's code in fp32, once for each of three seeds, and "
-    "rounded to bfloat16. From there, strategies and fp32 fine-tune it on the language reference (the text behind "
-    "`help`), with the same batches. Validation is on held-out topics of the reference. The gap is the difference "
-    "of the last validation losses, seed by seed, with Student's 95 % interval. What is said of a type of layer is "
-    "the mean over measured steps; all else is merged over them. LoRA is our own, in the usual form: A drawn "
-    "(AdapterIn), B zero (AdapterOut), on every linear layer of a block, all else frozen.",
+    "rounded to bfloat16. Each strategy, and fp32, then fine-tunes it on the language reference (the text behind "
+    "`help`), with the same batches. Validation uses topics of the reference that are held out. The gap is the "
+    "last validation loss less that of fp32 with the same seed, with Student's 95 % interval. Numbers for one "
+    "type of layer are means over measured steps; every other number is merged over them. LoRA is our own "
+    "implementation in the usual form, on every linear layer of a block: A is random (AdapterIn), B is zero "
+    "(AdapterOut), and all other weights are frozen.",
     trials=trials,
     run=run,
     page=page,

@@ -1,4 +1,4 @@
-"""Which types of layers lose their updates first under plain bfloat16, and what light and plus keep of them."""
+"""Which types of layers lose their updates first under plain bfloat16, and how many light and plus keep."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def page(records: Sequence[Record]) -> Page:
         MarkdownTable(
             ["strategy", "type of layer", *(f"{word} third" for word in THIRDS)],
             rows,
-            "EDQ, mean over a third's points and over seeds:",
+            "The table shows EDQ in each third of the training, as a mean over measured steps and seeds.",
         )
     )
     evidence.append(_onsets(records))
@@ -63,18 +63,21 @@ def page(records: Sequence[Record]) -> Page:
         f"{_first(by_plan(records)[PLANS[0]])} {_kept(records)}",
         evidence,
         [
-            "Why: AdamW's steps are about as large everywhere, but the gap between bfloat16 neighbours is 32 to 64 "
-            "times as wide around 1, where LayerNorm's weights begin, as at 0.02, about where the others do. This "
-            "is arithmetic of the format; it was not varied here.",
-            "A cosine ends at a rate of zero: there every storage loses, and the last third says how near to it.",
-            "Biases are part of their module's type: those of linear layers start at 0, where bfloat16 is finest.",
-            "One model and one learning rate; the order depends on the size of weights against that of updates.",
+            "AdamW's steps have about the same size everywhere. But neighbouring bfloat16 numbers lie 32 to 64 "
+            "times as far apart around 1, where LayerNorm's weights begin, as around 0.02, where most others "
+            "begin. This explanation is arithmetic; the study did not vary it.",
+            "A cosine ends at a rate of zero, where every storage loses updates. The last third shows how late "
+            "each one begins to.",
+            "Biases count with their module's type. Those of linear layers start at 0, where bfloat16 is finest.",
+            "The study has one model and one learning rate. The order depends on how large weights are compared "
+            "with their updates.",
         ],
     )
 
 
 def _first(plain: Sequence[Record]) -> str:
-    """What arrives early in each type under plain bfloat16, and whether one type loses more than each other."""
+    """EDQ early in the training of each type under plain bfloat16, and whether one type loses more than all
+    others."""
     found = {name.partition("@")[2]: _of_seeds(plain, name, 0) for name in CURVES}
     means = {name: mean for name, own in found.items() if (mean := mean_over_seeds([each.value for each in own]))}
     if not means:
@@ -84,12 +87,12 @@ def _first(plain: Sequence[Record]) -> str:
     text = f"Under plain bfloat16, in the first third of the training, EDQ is {said}."
     apart = [difference(found[other], found[ordered[0]]) for other in ordered[1:]]
     if not apart or not all(gap and gap.low is not None and gap.low > 0 for gap in apart):
-        return f"{text} Which type loses most is not shown."
-    return f"{text} {ordered[0]} layers lose more than each other type, beyond chance."
+        return f"{text} The seeds do not show which type loses most."
+    return f"{text} {ordered[0]} layers lose more than every other type, beyond chance."
 
 
 def _kept(records: Sequence[Record]) -> str:
-    """The least that arrives in any type under each of the other strategies: before the last third, and in it."""
+    """The lowest EDQ of any type under each other strategy, before the last third and in it."""
     said = []
     for plan, own in by_plan(records).items():
         if plan == PLANS[0]:
@@ -102,12 +105,12 @@ def _kept(records: Sequence[Record]) -> str:
             if found:
                 value, name = min(found)
                 cells.append(f"{value:.3f} in the {word} ({name.partition('@')[2]})")
-        said += [f"under {plan.strategy} {listed(cells)}"] if cells else []
-    return f"The least EDQ of a type is {listed(said)}." if said else ""
+        said += [f"Under `{plan.strategy}` the lowest EDQ of any type is {listed(cells)}."] if cells else []
+    return " ".join(said)
 
 
 def _onsets(records: Sequence[Record]) -> MarkdownTable:
-    """From which measured step on the mean EDQ of a type stays below `LOST`."""
+    """The measured step from which the mean EDQ of each type stays below `LOST`."""
     rows = []
     for plan, own in by_plan(records).items():
         cells = []
@@ -117,12 +120,12 @@ def _onsets(records: Sequence[Record]) -> MarkdownTable:
             cells.append(f"{step:,.0f}" if step is not None else "never")
         rows.append([plan.strategy, *cells])
     return MarkdownTable(
-        ["strategy", *TYPES], rows, f"The step from which on EDQ, mean over seeds, stays below {LOST}:"
+        ["strategy", *TYPES], rows, f"The table shows the step from which EDQ (mean over seeds) stays below {LOST}."
     )
 
 
 def _of_seeds(records: Sequence[Record], name: str, third: int) -> list[SeedValue]:
-    """Of each run, a curve's mean over a third of its steps."""
+    """The mean of a curve over one third of the steps, for each run."""
     found = []
     for record in records:
         curve = record.curves[name]
@@ -155,13 +158,13 @@ def _plot(plan: Plan, records: Sequence[Record]) -> Plot:
 STUDY: Final = Study(
     name="layers",
     title="Which layers lose first",
-    short="LayerNorm weights lose first: in plain bfloat16 more than half of their descent is gone in the first "
-    "third of a training. Under `light` and `plus` all of it arrives until the last third, where the "
-    "learning rate nears zero.",
-    question="At each step, how much of the intended descent arrives in each type of layer under plain bfloat16, "
+    short="In plain bfloat16 LayerNorm weights lose first, more than half of their descent in the first third of a "
+    "training. Under `light` and `plus` all of it arrives until the last third, where the learning rate nears "
+    "zero.",
+    question="How much of the intended descent arrives at each step, in each type of layer, under plain bfloat16, "
     "light and plus? Which types lose first, and why?",
     method="The small GPT is trained along a cosine to zero under three strategies. EDQ is merged over the layers "
-    "of each type of module; a third's EDQ is the mean over its points.",
+    "of each type of module. The EDQ of a third is the mean over its measured steps.",
     trials=trials,
     run=run_training,
     page=page,

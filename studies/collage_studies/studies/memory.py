@@ -1,4 +1,4 @@
-"""Bytes a parameter, peak memory and step time by strategy, and the bytes that a compiled step moves."""
+"""Bytes per parameter, peak memory and step time by strategy, and the bytes that a compiled step moves."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from collage_studies.words import UNDEFINED, listed, number, share
 __all__ = ["STUDY"]
 
 REFERENCE: Final = "master-weights"
-"""The paper's option D: against it the paper saves memory."""
+"""The paper's option D, against which it states its saving of memory."""
 CLAIMED: Final = (0.15, 0.23)
 """The paper's saving of memory in practice, as a share (Collage, arXiv 2405.03637)."""
 COLLAGE: Final = ("light", "plus")
 COMPILED: Final = ("plain", "kahan", "light", "plus", "split-master", "master-weights")
-"""Counted by the compiler."""
+"""Strategies whose compiled step is counted."""
 SHAPE: Final = {"layers": 4, "width": 384, "length": 64}
 QUICK: Final = {"layers": 2, "width": 64, "length": 32}
 BATCHES: Final = (1, 16)
@@ -49,7 +49,7 @@ def trials(quick: bool) -> Sequence[Trial]:
 
 
 def _known() -> Sequence[str]:
-    """Strategies of this project, without those of other packages."""
+    """Strategies of this project, without those that other packages add."""
     own = ("plain", "stochastic", "kahan", "light", "light-stochastic", "plus", "full", "fp32-states")
     return (*own, "split-master", "split-master-16bit", "split-master-8bit", "split-24bit-8bit", REFERENCE)
 
@@ -60,7 +60,7 @@ def _trial(strategy: str, form: str, shape: dict[str, int], rounds: int) -> Tria
 
 
 def run(trial: Trial, reporting: ReportTarget) -> Record:
-    """Measure one strategy in this process; the ratios of its steps to torch's are sent as a training's scalars."""
+    """Measure one strategy in this process; send the ratios of its steps to torch's as scalars."""
     settings = trial.settings
     values: dict[str, float | None] = {}
     curves: dict[str, Curve] = {}
@@ -100,9 +100,9 @@ def _step(model: ByteGPT, optimizer: torch.optim.Optimizer, batch: int) -> None:
 
 
 def _peak(settings: dict[str, Any], batch: int) -> dict[str, float | None]:
-    """Bytes a parameter from the storages, and how far resident memory rises in a training step, in MiB.
+    """Bytes per parameter from the storages, and how far resident memory rises in a training step, in MiB.
 
-    The rise is over the process before there was a model, whose libraries a first, small step has loaded.
+    The rise counts from the process before it had the model, after a small first step has loaded the libraries.
     """
     # Fixed, the threshold sends each tensor of some size to pages of its own, which go back when it is freed.
     with suppress(AttributeError, OSError):
@@ -152,7 +152,7 @@ def _reset_peak() -> None:
 
 
 def _ratios(settings: dict[str, Any]) -> list[float]:
-    """CPU time of the strategy's step over that of torch's foreach AdamW in bfloat16, in turn, a ratio a round."""
+    """CPU time of the strategy's step divided by that of torch's foreach AdamW in bfloat16; one ratio per round."""
     ours, theirs = (_with_gradients(_model(settings)) for _ in range(2))
     own = CollageAdamW(ours.parameters(), strategy=settings["strategy"]).step
     foreach = torch.optim.AdamW(theirs.parameters(), foreach=True).step
@@ -180,7 +180,7 @@ def _spread(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def _bytes_moved(settings: dict[str, Any]) -> dict[str, float | None]:
-    """What the compiler counts of the compiled step: bytes that its kernels read and write, and the kernels."""
+    """The compiler's counts for the compiled step: bytes that its kernels read and write, and its kernels."""
     from torch._inductor import config
 
     seen = _GraphMetrics()
@@ -204,7 +204,7 @@ def _bytes_moved(settings: dict[str, Any]) -> dict[str, float | None]:
 
 
 class _GraphMetrics(logging.Handler):
-    """Keeps what the compiler logs of each graph."""
+    """Keeps the numbers that the compiler logs for each graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class _GraphMetrics(logging.Handler):
 
 
 def page(records: Sequence[Record]) -> Page:
-    """Bytes, peaks and times by strategy; the saving against fp32 master weights beside the paper's."""
+    """Bytes, peaks and times by strategy, and the saving against fp32 master weights beside the paper's."""
     eager = {r.trial.settings["strategy"]: r for r in records if r.trial.settings["form"] == "eager"}
     compiled = {r.trial.settings["strategy"]: r for r in records if r.trial.settings["form"] == "compiled"}
     ordered = sorted(eager, key=lambda name: eager[name].values["bytes_per_parameter"] or 0.0)
@@ -229,12 +229,13 @@ def page(records: Sequence[Record]) -> Page:
         _verdict(eager),
         evidence,
         [
-            f"A GPT of {elements:,.0f} parameters, passages of {settings['length']} bytes. What activations add is "
-            "the same under every strategy, so a saving shrinks as batches grow: the paper's models are larger.",
-            "Peaks are of an eager step on a CPU; its scratch is bounded, and does not grow with the model.",
-            "Times are CPU seconds of one thread on a busy machine, as ratios of alternated steps. Fused CPU steps "
-            "and compiled ones are another matter ([numerics](../explanation/cost-of-a-step.md)).",
-            "No CUDA kernel was compiled or run for this page, and nothing is said of a device's speed.",
+            f"The model is a GPT of {elements:,.0f} parameters, trained on passages of {settings['length']} "
+            "bytes. Activations take the same memory under every strategy, so the relative saving shrinks as "
+            "batches grow. The paper's models are larger.",
+            "The peaks are those of an eager step on a CPU, whose scratch memory does not grow with the model.",
+            "Times are CPU seconds of one thread on a busy machine, as ratios of alternated steps. [The cost of a "
+            "step](../explanation/cost-of-a-step.md) covers fused and compiled steps.",
+            "No CUDA kernel was compiled or run for this page, so it does not cover speed on a GPU.",
         ],
     )
 
@@ -255,7 +256,7 @@ def _memory_table(eager: dict[str, Record], ordered: Sequence[str]) -> MarkdownT
     head = ["strategy", "bytes a parameter", f"less than {REFERENCE}"]
     for batch in BATCHES:
         head += [f"peak of a step, batch {batch}, MiB", "less"]
-    caption = "Weights, states and gradient by their storages, and the peak of a whole training step:"
+    caption = "The table shows the memory of weights, states and gradients, and the peak of a whole training step."
     return MarkdownTable(head, rows, caption)
 
 
@@ -280,7 +281,7 @@ def _time_table(eager: dict[str, Record], ordered: Sequence[str]) -> MarkdownTab
     for name in ordered:
         median, low, high = (eager[name].values[f"{RATIO}/{which}"] for which in ("median", "low", "high"))
         rows.append([name, number(median), f"{number(low)}–{number(high)}"])
-    caption = "CPU time of an eager step over that of torch's foreach AdamW in bfloat16, in alternated pairs:"
+    caption = "The table shows the CPU time of an eager step divided by that of torch's foreach AdamW in bfloat16."
     return MarkdownTable(["strategy", "ratio, median", "range"], rows, caption)
 
 
@@ -299,22 +300,25 @@ def _moved_table(eager: dict[str, Record], compiled: dict[str, Record], ordered:
             ]
         )
     caption = (
-        "Bytes a parameter that a step moves between memory and processor. At least: all that is stored read and "
-        "written once, the gradient read once. Counted: by the compiler in the step's graph, compiled for a CPU; "
-        "for a CUDA device none was compiled. –: not compiled at all."
+        "The table shows how many bytes per parameter a step moves between memory and processor. The least is to "
+        "read and write every stored number once, and to read the gradient once. The compiler counts the bytes "
+        "in the graph of a step compiled for a CPU; no step was compiled for a GPU. A dash marks a strategy that "
+        "was not compiled."
     )
     return MarkdownTable(["strategy", "at least", "counted in the compiled step", "kernels"], rows, caption)
 
 
 def _verdict(eager: dict[str, Record]) -> str:
-    stored = [f"{share(_saving(eager, name, 'bytes_per_parameter'))} ({name})" for name in COLLAGE if name in eager]
-    parts = [f"Weights, states and gradients take less than with fp32 master weights by {listed(stored)}."]
+    stored = [
+        f"{share(_saving(eager, name, 'bytes_per_parameter'))} (`{name}`)" for name in COLLAGE if name in eager
+    ]
+    parts = [f"Weights, states and gradients take {listed(stored)} less memory than with fp32 master weights."]
     low, high = CLAIMED
     for batch in BATCHES:
         found = {name: s for name in COLLAGE if name in eager and (s := _saving(eager, name, f"peak/{batch}"))}
         if not found:
             continue
-        more = listed(f"{share(value)} ({name})" for name, value in found.items())
+        more = listed(f"{share(value)} (`{name}`)" for name, value in found.items())
         within = [low <= value <= high for value in found.values()]
         word = (
             "within"
@@ -325,11 +329,11 @@ def _verdict(eager: dict[str, Record]) -> str:
             if max(found.values()) < low
             else "partly outside"
         )
-        parts.append(f"The peak of a training step at batch {batch} falls by {more}: {word} the paper's 15–23 %.")
+        parts.append(f"At batch {batch} the peak of a training step falls by {more}, {word} the paper's 15–23 %.")
     ratios = {name: record.values[f"{RATIO}/median"] or 0.0 for name, record in eager.items()}
     slow, fast = max(ratios, key=lambda n: ratios[n]), min(ratios, key=lambda n: ratios[n])
     parts.append(
-        f"On a CPU an eager step takes from {number(ratios[fast])} ({fast}) to {number(ratios[slow])} ({slow}) "
+        f"On a CPU an eager step takes from {number(ratios[fast])} (`{fast}`) to {number(ratios[slow])} (`{slow}`) "
         "times as long as torch's foreach step."
     )
     return " ".join(parts)
@@ -339,13 +343,15 @@ STUDY: Final = Study(
     name="memory",
     title="Memory and time of a step",
     short="Weights, states and gradients take 37.5 % less memory under `light` than with fp32 master weights, "
-    "and 25 % less under `plus` and `split-master`. Their eager steps take longer on a CPU than torch's.",
-    question="What does each strategy take in bytes a parameter, in peak memory of a training step and in time on "
-    "a CPU, and what would a compiled step move? Does that bear out the paper's saving of 15–23 % of memory?",
-    method="Each strategy has a process of its own. Bytes are read from the storages of weights and states, with "
-    "a gradient in bfloat16. The peak is how far resident memory rises in a training step (forward, backward, "
-    "update) over the process before it had a model. For the time, steps alternate with torch's foreach AdamW over "
-    "the same bfloat16 tensors, and each pair gives a ratio.",
+    "and 25 % less under `plus` and `split-master`. On a CPU, eager steps of these strategies are slower than "
+    "torch's.",
+    question="How many bytes per parameter, how much peak memory in a training step and how much CPU time does "
+    "each strategy take? How many bytes would a compiled step move? Do we find the paper's saving of 15–23 % of "
+    "memory?",
+    method="Each strategy has a process of its own. Bytes are those of the storages of weights and states, and of "
+    "a gradient in bfloat16. The peak is the rise of resident memory in a training step (forward, backward, "
+    "update) over the process before it had a model. For the time, steps alternate with those of torch's foreach "
+    "AdamW on bfloat16 tensors of the same shapes, and each pair gives a ratio.",
     trials=trials,
     run=run,
     page=page,

@@ -25,7 +25,7 @@ RATES: Final = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 SEEDS: Final = (1, 2, 3)
 WINDOW: Final = 8
 EARLY: Final = 0.25
-"""The share of a training's steps that counts as early."""
+"""This share of a training's steps counts as early."""
 STEP, ORACLE, MOVED = "edq_ratio", "edq_oracle_ratio", "oracle_displacement_ratio"
 WINDOWED: Final = f"edq_window_ratio/{WINDOW}"
 DECREMENT: Final = "state_decrement_ratio/exp_avg_sq"
@@ -71,7 +71,7 @@ class Configuration:
 
     @property
     def ends_worse(self) -> bool:
-        """Whether its last loss is above fp32's beyond chance: the whole interval of the gap is."""
+        """Whether its last loss is above fp32's beyond chance: the whole interval of the gap is above 0."""
         return self.gap.low is not None and self.gap.low > 0
 
     def mean(self, number: Number) -> float | None:
@@ -82,7 +82,7 @@ class Configuration:
 
 
 def _early(name: str) -> Number:
-    """How far a metric's mean over the early steps is from 1; a lost share, from 0."""
+    """How far a metric's mean over the early steps is from 1, or from 0 for a lost share."""
 
     def number(record: Record) -> float | None:
         curve = record.curves.get(name)
@@ -97,7 +97,7 @@ def _early(name: str) -> Number:
 
 
 def _merged(name: str) -> Number:
-    """The same of the whole run, merged."""
+    """As `_early`, for the metric merged over the whole run."""
 
     def number(record: Record) -> float | None:
         value = record.merged.get(name)
@@ -111,8 +111,8 @@ def _missing(name: str, value: float) -> float:
 
 
 def _judged(record: Record) -> float | None:
-    """The EDQ by which the judgement goes: over a window where more than the visible weight is kept, or rounding is
-    at random; else of one step."""
+    """The EDQ that the judgement uses: over a window where the strategy keeps more than the visible weight or
+    rounds at random, otherwise of one step."""
     assert record.trial.plan is not None
     return _early(STEP if record.trial.plan.strategy in _OF_VISIBLE_WEIGHTS else WINDOWED)(record)
 
@@ -126,11 +126,11 @@ KINDS: Final[Mapping[str, tuple[Number, Number | None, float]]] = {
     "state decrement": (_early(DECREMENT), _merged(DECREMENT), STATE_TOLERANCE),
     "share of updates lost": (_early(LOST), _merged(LOST), LOST_TOLERANCE),
 }
-"""By name: the number early, over the whole run, and from which deviation on the judgement speaks of it."""
+"""By name: the number early, the number over the whole run, and the judgement's bound on its deviation."""
 
 
 def configurations(records: Sequence[Record]) -> list[Configuration]:
-    """Every strategy in every setting that has an fp32 run with the same seed; fp32 itself is left out."""
+    """Every strategy in every setting that has an fp32 run with the same seed, without fp32 itself."""
     settings: dict[str, list[Record]] = {}
     for record in records:
         if record.trial.plan is not None and record.trial.recipe is not None:
@@ -151,8 +151,8 @@ def _setting(record: Record) -> str:
 
 
 def _short(keys: Sequence[str], settings: Mapping[str, Sequence[Record]]) -> dict[str, str]:
-    """What tells the settings apart, in words; where these are equal, with shape and the study's own settings, and
-    where those are, too, numbered."""
+    """Short names of settings. Equal names get the shape and the study's own settings; names that are still equal,
+    a number."""
     short: dict[str, str] = {}
     names: dict[str, str] = {}
     for key in keys:
@@ -171,7 +171,7 @@ def _short(keys: Sequence[str], settings: Mapping[str, Sequence[Record]]) -> dic
 
 
 def page(records: Sequence[Record]) -> Page:
-    """Correlations early and over the whole run, by rate, what is missed, and what a lost share costs."""
+    """Correlations early, over the whole run and by rate, the numbers' failures, and the cost of a lost share."""
     every = configurations(records)
     own = [entry for entry in every if recipe_of(entry.runs[0]).windows]
     early = {name: number for name, (number, _, _) in KINDS.items()}
@@ -182,14 +182,15 @@ def page(records: Sequence[Record]) -> Page:
         _correlations(
             own,
             early,
-            f"Early in the run (first {share(EARLY)} of the steps), the sweep of rates, {len(own)} configurations:",
+            f"The table shows correlations with the final gap early in the run (first {share(EARLY)} of the "
+            f"steps), for the {len(own)} configurations of the sweep of learning rates.",
         ),
         *(
             [
                 _correlations(
                     with_curve,
                     {"EDQ of one step": early["EDQ of one step"], "state decrement": early["state decrement"]},
-                    f"Early in the run, with those of other studies ({others} configurations more):",
+                    f"The table adds {others} configurations of other studies, early in the run.",
                 )
             ]
             if others
@@ -198,10 +199,11 @@ def page(records: Sequence[Record]) -> Page:
         _correlations(
             every,
             whole,
-            f"Over the whole run, with those of other studies ({len(every) - len(own)} configurations more):",
+            f"The table shows correlations over the whole run, with {len(every) - len(own)} configurations of "
+            "other studies added.",
         ),
-        "Pooled correlation is confounded by the learning rate: a small rate loses more updates, and is also "
-        "further from the end of its training. Within a rate strategies differ in their storage alone.",
+        "The learning rate confounds pooled correlations, because a small rate loses more updates and is also "
+        "further from the end of its training. Within one rate, strategies differ only in their storage.",
         _by_setting(own, early),
         _plot(own),
         _failures(own),
@@ -211,13 +213,13 @@ def page(records: Sequence[Record]) -> Page:
         f"{_verdict(own, early)} {_of_whole_runs(every, whole)}",
         evidence,
         [
-            "A configuration is a strategy in a setting, with its mean over seeds. fp32 is not "
-            "counted: gaps are measured against it. A run whose loss is not finite has no gap and is left out.",
-            f"Within a rate the sweep has {len(PLANS) - 1} configurations: orders of so few are coarse, and among "
-            "strategies that all end at fp32's loss there is no order to foretell.",
-            "Intervals are over configurations; those of one setting share their seeds and their fp32 runs.",
-            "`plain` keeps its moments in bfloat16, too: not all of its gap is its weights'.",
-            "Small models and short runs. What is lost may cost more in long ones.",
+            "A configuration is the mean over seeds of one strategy in one setting. fp32 does not count, because "
+            "gaps are measured against it. A run whose loss is not finite has no gap and is left out.",
+            f"At one rate the sweep has only {len(PLANS) - 1} configurations, so orders are coarse. Strategies "
+            "that all end at fp32's loss have no order to predict.",
+            "Intervals are over configurations, and configurations of one setting share seeds and fp32 runs.",
+            "`plain` also keeps its moments in bfloat16, so its gap need not come from the weights alone.",
+            "The models are small and the runs are short. Lost updates may cost more in long runs.",
         ],
     )
 
@@ -249,7 +251,9 @@ def _by_setting(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -
         gap = max(own, key=lambda entry: entry.gap.value)
         cells = [UNDEFINED if value is None else f"{value.value:+.2f}" for value in found]
         rows.append([setting, *cells, f"{gap.plan.strategy}: {estimate(gap.gap, '+.4f')}"])
-    return MarkdownTable(["setting", *kinds, "largest gap"], rows, "Rank correlation at each rate of the sweep:")
+    return MarkdownTable(
+        ["setting", *kinds, "largest gap"], rows, "The table shows the rank correlation at each rate of the sweep."
+    )
 
 
 def _plot(entries: Sequence[Configuration]) -> Plot:
@@ -269,7 +273,8 @@ def _plot(entries: Sequence[Configuration]) -> Plot:
 
 
 def _flags(entries: Sequence[Configuration], kind: str) -> tuple[list[str], list[str], int, int]:
-    """Configurations that end worse and are not spoken of, those spoken of that do not; how many do, do not."""
+    """Names of the missed and of the falsely flagged configurations; then how many end worse, and how many do
+    not."""
     number, _, bound = KINDS[kind]
     known = [(entry, x) for entry in entries if (x := entry.mean(number)) is not None]
     worse = [(entry, x) for entry, x in known if entry.ends_worse]
@@ -292,7 +297,7 @@ def _failures(entries: Sequence[Configuration]) -> MarkdownTable:
             ]
         )
     head = ["number", "bound of the judgement", "ends worse than fp32 beyond chance, not beyond the bound"]
-    caption = "Where the early number fails, held against the bound that the judgement has for it:"
+    caption = "The table shows where each early number fails against the judgement's bound."
     return MarkdownTable([*head, "beyond the bound, not shown to end worse"], rows, caption)
 
 
@@ -316,7 +321,10 @@ def _costs(entries: Sequence[Configuration]) -> MarkdownTable:
     ]
     head = ["setting", "updates lost", "descent lost (1 − EDQ)", "gap to fp32, nats a byte", "of fp32's loss"]
     return MarkdownTable(
-        head, rows, "What plain bfloat16 loses over its run, and what that costs, by the share lost:"
+        head,
+        rows,
+        "The table shows what plain bfloat16 loses over its run and what that costs, ordered by the share of "
+        "updates lost.",
     )
 
 
@@ -327,54 +335,57 @@ def _verdict(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -> s
     parts = []
     if ordered:
         numbers = [f"{name} ({estimate(shown[name], '+.2f')})" for name in ordered]
-        parts.append(f"Within a rate, the order of the final gaps is foretold early by the {listed(numbers)}.")
+        parts.append(f"Within a rate, these early numbers predict the order of the final gaps: {listed(numbers)}.")
     else:
-        parts.append("Within a rate, no early number is shown to foretell the order of the final gaps.")
+        parts.append("Within a rate, no early number is shown to predict the order of the final gaps.")
+    silent = [name for name in kinds if name not in shown]
+    if ordered and silent:
+        parts.append(f"The order is not shown to follow {listed(silent)}.")
     sizes = {
         name: correlation(_points(entries, number), ranks=False, within=True) for name, number in kinds.items()
     }
     linear = [name for name, value in sizes.items() if value and value.low is not None and value.low > 0]
     if linear:
         named = [f"{name} ({estimate(sizes[name], '+.2f')})" for name in linear]
-        parts.append(f"Their size goes with the {listed(named)}.")
-    silent = [name for name in kinds if name not in shown]
-    if ordered and silent:
-        parts.append(f"Not shown for the {listed(silent)}.")
+        parts.append(f"The size of the gaps correlates with these early numbers: {listed(named)}.")
     missed, harmless, worse, fine = _flags(entries, "EDQ of the judgement")
     parts.append(
-        f"Early, the judgement's EDQ misses {len(missed)} of {worse} configurations that end worse than fp32 "
-        f"beyond chance, and speaks of {len(harmless)} of {fine} that are not shown to."
+        f"Early in the run, the judgement's EDQ misses {len(missed)} of the {worse} configurations that end worse "
+        f"than fp32 beyond chance, and flags {len(harmless)} of the {fine} others."
     )
     if worse:
         wrong = {kind: sum(map(len, _flags(entries, kind)[:2])) for kind in kinds}
         best = [kind for kind in kinds if wrong[kind] == min(wrong.values())]
-        parts.append(f"Fewest are wrong ({min(wrong.values())} of {worse + fine}) by the {listed(best)}.")
+        parts.append(
+            f"Judged by the {listed(best)}, the fewest are wrong ({min(wrong.values())} of {worse + fine})."
+        )
     return " ".join(parts)
 
 
 def _of_whole_runs(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -> str:
-    """Which numbers of whole runs order the gaps within a rate: they describe, and foretell nothing."""
+    """Which numbers of whole runs order the gaps within a rate; such numbers describe and predict nothing."""
     found = {name: correlation(_points(entries, number), ranks=True, within=True) for name, number in kinds.items()}
     shown = [name for name, value in found.items() if value and value.low is not None and value.low > 0]
-    ends = f"Over whole runs ({len(entries)} configurations), the order of the gaps within a rate "
+    ends = f"Over whole runs ({len(entries)} configurations), "
     if not shown:
-        return f"{ends}is shown to go with none of the numbers."
+        return f"{ends}the order of the gaps within a rate is not shown to correlate with any number."
     named = [f"{name} ({estimate(found[name], '+.2f')})" for name in shown]
-    return f"{ends}goes with the {listed(named)}."
+    return f"{ends}the order of the gaps within a rate correlates with these numbers: {listed(named)}."
 
 
 STUDY: Final = Study(
     name="quality",
     title="Does EDQ predict quality?",
-    short="What EDQ and the share of lost updates say in the first quarter of a run goes with how much worse "
-    "than fp32 it ends. It is no exact forecast: within a learning rate the order is only roughly right.",
-    question="Does what is lost early in a run foretell its final loss against fp32: by rank, by size, at one rate "
-    "and across rates? Which of the numbers does, where does it fail, and what does a lost share cost?",
+    short="EDQ and the share of lost updates in the first quarter of a run correlate with how much worse than "
+    "fp32 it ends. They are no exact forecast: within a learning rate the order is only roughly right.",
+    question="Do the updates lost early in a run predict its final gap to fp32, by rank and by size, at one rate "
+    "and across rates? Which number predicts it, where does it fail, and what does a lost share cost?",
     method=f"The small GPT is trained at {len(RATES)} rates in fp32 and under four strategies, three seeds each. "
-    "For each strategy at each rate, the distance of an early number from what exact arithmetic gives is "
-    "correlated with the gap of the last validation loss to fp32 (same seed, same batches). Rank correlation is "
-    "Spearman's, linear Pearson's; within a rate, of ranks and differences within each setting. Intervals: 95 %, "
-    "bootstrapped over configurations. The runs of the other studies add to what they hold.",
+    "For each strategy at each rate, the study takes an early number's distance from its value in exact "
+    "arithmetic. It correlates that distance with the gap, the last validation loss less that of fp32 with the "
+    "same seed and batches. Rank correlations are Spearman's, linear ones Pearson's. Those within a rate use the "
+    "ranks, or the differences from the mean, within each setting. The 95 % intervals are bootstrapped over "
+    "configurations. Runs of other studies are added wherever they have the number.",
     trials=trials,
     run=run_training,
     page=page,

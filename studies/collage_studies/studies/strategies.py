@@ -11,7 +11,7 @@ from collage_monitor.seeds import Estimate
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, Study, Trial
 from collage_studies.training_trial import run_training
-from collage_studies.words import estimate, listed
+from collage_studies.words import estimate, quoted
 
 __all__ = ["STUDY"]
 
@@ -60,7 +60,7 @@ def trials(quick: bool) -> Sequence[Trial]:
 
 
 def page(records: Sequence[Record]) -> Page:
-    """For each model and rate: a table, costs first, and a plot of the gap against bytes."""
+    """For each model and rate, a table that begins with costs, and a plot of the gap against bytes."""
     evidence: list[str | MarkdownTable | Plot] = []
     settings: dict[str, list[Record]] = {}
     for record in records:
@@ -70,17 +70,20 @@ def page(records: Sequence[Record]) -> Page:
     found = {
         where: {plan.strategy: gap for plan, gap in gaps(own, REFERENCE).items()} for where, own in settings.items()
     }
-    verdicts = [f"{where}, against fp32: {gaps_in_words(gap)}." for where, gap in found.items()]
+    verdicts = [f"**{where}.** {gaps_in_words(gap)}" for where, gap in found.items()]
     count = sum(len(gap) for gap in found.values())
     return Page(
         " ".join([_throughout(found), *verdicts]),
         evidence,
         [
-            "Models of some 100,000 parameters, 400 steps of 1,024 bytes: gaps of large trainings may differ.",
-            f"Three seeds: an interval that includes 0 does not show that there is no gap. Of {count} intervals "
-            "some exclude 0 by chance alone; a strategy that is worse in one setting only may be among them.",
-            "All but fp32 compute in bfloat16: a gap as small as that of `master-weights` may come of that alone.",
-            "Tokens a CPU second are of a busy machine and of eager steps; read them as an order of magnitude.",
+            "The models have some 100,000 parameters and train for 400 steps of 1,024 bytes. Large trainings may "
+            "show other gaps.",
+            "With three seeds, an interval that includes 0 does not prove that there is no gap. Among the "
+            f"{count} intervals some exclude 0 by chance alone, perhaps that of a strategy which is worse in a "
+            "single setting.",
+            "Every run but fp32 computes in bfloat16, which alone can cause a gap as small as that of "
+            "`master-weights`.",
+            "Tokens per CPU second come from eager steps on a busy machine, so read them as an order of magnitude.",
         ],
     )
 
@@ -91,25 +94,25 @@ def _setting(record: Record) -> str:
 
 
 def _throughout(found: Mapping[str, Mapping[str, Estimate | None]]) -> str:
-    """The strategies by the number of settings in which they end worse than fp32 beyond chance."""
+    """In how many settings each strategy ends worse than fp32 beyond chance."""
     worse: dict[str, list[tuple[str, float]]] = {}
     for where, gap in found.items():
         for name, entry in gap.items():
             own = worse.setdefault(name, [])
             own += [(where, entry.value)] if entry and entry.low is not None and entry.low > 0 else []
     never = [name for name, own in worse.items() if not own]
-    parts = [f"In {len(found)} settings, never shown to end worse than fp32: {listed(never)}."] if never else []
+    settings = "one setting" if len(found) == 1 else f"any of the {len(found)} settings"
+    parts = (
+        [f"These strategies are not shown to end worse than fp32 in {settings}: {quoted(never)}."] if never else []
+    )
     for name, own in sorted(
         worse.items(), key=lambda entry: (-len(entry[1]), -max((v for _, v in entry[1]), default=0))
     ):
         if own:
             ends = [f"{value:+.4f}" for _, value in own]
             span = ends[0] if len(own) == 1 else f"{min(v for _, v in own):+.4f} to {max(v for _, v in own):+.4f}"
-            where = own[0][0] if len(own) == 1 else f"{len(own)} of them"
-            parts.append(f"{name} in {where} ({span})")
-    if len(parts) > bool(never):
-        first = parts[: bool(never)]
-        return " ".join([*first, f"Worse beyond chance: {listed(parts[bool(never) :])}."])
+            where = own[0][0] if len(own) == 1 else f"{len(own)} of {len(found)} settings"
+            parts.append(f"`{name}` ends worse than fp32 beyond chance in {where} ({span}).")
     return " ".join(parts)
 
 
@@ -158,14 +161,14 @@ STUDY: Final = Study(
     name="strategies",
     title="Strategies on a GPT and a BERT",
     short="Plain bfloat16 ends at a higher loss than fp32 in three of four settings, and so does bfloat16 with "
-    "fp32 states alone. Strategies that keep the lost bits of the weights, or round them at random, are "
+    "only its states in fp32. Strategies that keep the lost bits of the weights, or round them at random, are "
     "not shown to end worse.",
     question="Which precision strategy ends at the loss of fp32, at a learning rate where plain bfloat16 visibly "
     "fails and at one where it hardly matters?",
-    method="A byte-level GPT and a masked language model are trained on the interpreter's own sources, with each "
-    "strategy and in fp32, from the same weights and batches for each of three seeds. The gap is the difference of "
-    "the last validation losses, seed by seed, with Student's 95 % interval. EDQ and lost updates are merged over "
-    "all measured steps.",
+    method="A byte-level GPT and a masked language model (BERT) are trained on Python's standard library, with "
+    "each strategy and in fp32. Three seeds give each strategy the same weights and batches as fp32. The gap is "
+    "the last validation loss less that of fp32 with the same seed, with Student's 95 % interval. EDQ and lost "
+    "updates are merged over all measured steps.",
     trials=trials,
     run=run_training,
     page=page,

@@ -79,7 +79,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _nothing(optimizer: Any) -> None:
-    """In the place of the agent where it is not installed."""
+    """Replaces the agent where it is not installed."""
 
 
 _step_begins: Callable[[Any], None] | None = None

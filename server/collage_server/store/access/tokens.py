@@ -31,7 +31,8 @@ _SHOWN: Final = [column for column in TOKEN.columns if column.name not in _HIDDE
 
 @dataclass(frozen=True)
 class LogOut:
-    """What a provider's log-out token says: which person's sessions end, or which one; at least one of the two.
+    """The content of a provider's log-out token: a person whose sessions end, or one session; at least one of the
+    two.
 
     `digest` is the SHA-256 of its id, which counts once; it may be forgotten at `expires_at`.
     """

@@ -1,5 +1,5 @@
 """The cold half of a store: layers of whole chunks as immutable Parquet files, in a folder or a bucket.
 
-`files` keeps files, `parquet` says what is in one, `segments` which there are, `joining` makes them of chunks,
+`files` stores files, `parquet` defines their content, `segments` lists them, `joining` makes them of chunks,
 `reading` reads layers out of them, `sweeping` removes those that no row names.
 """

@@ -2,7 +2,7 @@
 
 A file's path is relative, `PROJECT/run=RUN/attempt=ATTEMPT/level=LEVEL/FIRST-LAST-UUID.parquet`; no two files ever
 have the same one. Engines read run, attempt and level from it. Totals of the model have `model=LEVEL` in place of
-the level, logged values `logged`. What else lies in a project's folder belongs to its published table.
+the level, logged values `logged`. Other files in a project's folder belong to its published table.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ArchiveFiles(ABC):
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
-        """What this machine's disk, or a shared one, says of a file, in this server's words."""
+        """Translates errors of a local or shared disk into this server's errors."""
         try:
             yield
         except FileNotFoundError:
@@ -159,7 +159,7 @@ class ArchiveFiles(ABC):
             raise _unusable(self.address, error) from error
 
     def sweep_staging(self, older_than_seconds: float) -> None:
-        """Remove what a killed process left half made."""
+        """Remove the unfinished files of a killed process."""
         for path in self.staging.glob(f"*{_SUFFIX}"):
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < time.time() - older_than_seconds:
@@ -242,7 +242,7 @@ class Folder(ArchiveFiles):
 class Bucket(ArchiveFiles):
     """Files in an object store, with a cache of at most so many bytes on this machine's disk.
 
-    A file that is read is fetched whole once: it never changes, so what is cached is never stale. Those not read
+    A file is fetched as a whole once. It never changes, so the cache is never stale. Those not read
     for longest go first.
     """
 
@@ -269,7 +269,7 @@ class Bucket(ArchiveFiles):
             yield made
 
     def put(self, made: Path, path: str) -> None:
-        """Upload it; it stays in the cache."""
+        """Upload it and keep it in the cache."""
         with self._answering():
             obstore.put(self._bucket, path, made, max_concurrency=_UPLOADS)
         with self._usable():
@@ -355,7 +355,7 @@ class Bucket(ArchiveFiles):
             made.rename(cached)
 
     def _make_room(self, size: int) -> None:
-        """Remove what was not read for longest. Who has opened a file goes on reading it."""
+        """Remove the least recently read files. Readers that have opened a file can finish."""
         held = []
         for cached in self._cache.rglob(f"*{_SUFFIX}"):
             if cached.parent != self.staging:
@@ -371,7 +371,7 @@ class Bucket(ArchiveFiles):
 
     @contextmanager
     def _answering(self, path: str | None = None) -> Iterator[None]:
-        """What an object store says, in this server's words; `path`: of the file that is asked for."""
+        """Translates errors of an object store into this server's errors; `path`: the requested file."""
         if time.monotonic() < self._away_until:
             raise _busy(self.address)
         try:
@@ -420,7 +420,7 @@ def archive_files(address: str, cache: Path, cache_bytes: int) -> ArchiveFiles:
       identity (AWS_WEB_IDENTITY_TOKEN_FILE, AWS_ROLE_ARN), else the machine's own role. ~/.aws and AWS_PROFILE are
       not read.
     - `gs://`: GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS, the path of a key's file, or
-      GOOGLE_SERVICE_ACCOUNT_KEY, what is in it.
+    GOOGLE_SERVICE_ACCOUNT_KEY, the key itself.
     - `az://`: AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, or
       AZURE_CLIENT_ID, AZURE_CLIENT_SECRET and AZURE_TENANT_ID.
 
@@ -439,7 +439,7 @@ def archived_path(project: str, run_id: str, attempt: int, level: int, name: str
 
 
 def run_of(path: str) -> str:
-    """Whose file this is."""
+    """The project of this file."""
     return path.partition("/run=")[2].partition("/")[0]
 
 

@@ -1,7 +1,7 @@
-"""Runs that are over and stand in archived files as a whole: what a table for other engines is made of.
+"""Finished runs that are completely archived: the source of tables for other engines.
 
-Of each chunk the finest level that it still has is taken, and of that the points that no newer attempt hides: every
-visible measured step stands in one row a layer, whoever reads the files together.
+It takes each chunk's finest remaining level, and of that the points that no newer attempt hides. So every visible
+measured step is in exactly one row per layer, for any reader of the files together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_A_SEGMENT: Final = ("attempt", "level", "first_chunk", "last_chunk", "path",
 
 @dataclass(frozen=True)
 class VisiblePart:
-    """What of an archived file is visible, and stands in no file of a finer level.
+    """The part of an archived file that is visible and in no file of a finer level.
 
     `chunks` None: all of it. Else the points of these chunks before the step `before`.
     """
@@ -45,7 +45,7 @@ class VisiblePart:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that is over, with what is said of it; `elements`: of all layers together."""
+    """A finished run with its description; `elements`: of all layers together."""
 
     record: RunRecord
     elements: int

@@ -1,9 +1,9 @@
-"""What is in an archived file: layer totals of one run's chunks at one level, as any engine reads Parquet.
+"""The format of an archived file: layer totals of one run's chunks at one level, readable by any Parquet engine.
 
-Rows are sorted by layer and step; a row group holds some layers, so that one is read without most others.
-Columns are what a row is of (`layer`, `name`, `first_step`, `step`, `time`, `ranks`, `points`), then one
-float64 column a statistic under its key, null where nobody reported it. At coarse levels there are "minimum METRIC"
-and "maximum METRIC", too. Sums are byte-stream-split and compressed with zstd.
+Rows are sorted by layer and step; a row group holds some layers, so that one is read without most others. The first
+columns identify a row (`layer`, `name`, `first_step`, `step`, `time`, `ranks`, `points`). Then comes one float64
+column per statistic under its key, null where no rank reported it. At coarse levels there are "minimum METRIC" and
+"maximum METRIC", too. Sums are byte-stream-split and compressed with zstd.
 
 A file of the model's totals has a column `rank` in place of the layer, -1 for all ranks together; they are read as
 layers are.
@@ -78,7 +78,7 @@ class HeldPart(NamedTuple):
 
 
 class LoggedSeries(NamedTuple):
-    """What a stream logged under a name, in a file of logged values: so many of its rows."""
+    """A stream's values under one name in a file of logged values: the number of its rows."""
 
     stream_id: str
     name: str
@@ -86,7 +86,7 @@ class LoggedSeries(NamedTuple):
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file holds, as its metadata say.
+    """The content of a file, from its metadata.
 
     `ranks`: of the model's totals, whose each "layer" is, -1 for all together. `series`: of logged values, in the
     order of the rows. `bits`: sums are rounded to so many, None: not at all.
@@ -159,7 +159,7 @@ def write_layers(
 
 
 def metadata_of(contents: Contents) -> dict[bytes, bytes]:
-    """What a file says of itself."""
+    """The metadata of a file."""
     return {_METADATA: msgspec.json.encode(contents)}
 
 
@@ -239,7 +239,7 @@ def read_footer(file: Path) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class Footer:
-    """A file's footer, read: what it holds, and where each column of each row group is."""
+    """A parsed footer: the content of the file, and the position of each column of each row group."""
 
     contents: Contents
     metadata: pq.FileMetaData
@@ -257,7 +257,7 @@ class Footer:
 
     @staticmethod
     def bytes_of(data: bytes) -> int:
-        """About what it will take in memory."""
+        """Its approximate size in memory."""
         return _MEMORY_A_BYTE * len(data)
 
 
@@ -278,7 +278,7 @@ def read_layers(
 ) -> None:
     """Put totals of some layers into `targets` [points, layers] by key.
 
-    What the file does not have stays as it is there. Row groups without any of the layers are not touched.
+    Values that the file does not have are left unchanged. Row groups without any of the layers are not touched.
     """
     held, contents = [key for key in targets if key in footer.keys], footer.contents
     group_of = np.where(layers < contents.layers, layers // contents.layers_a_group, -1)

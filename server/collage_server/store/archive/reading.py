@@ -128,7 +128,7 @@ class ArchiveReader:
     ) -> Iterator[tuple[str, LoggedSeries, FloatArray]]:
         """Archived values, [3][values] steps, times, values, of the series of each run that are wanted.
 
-        Of a stream and name those of older files come first.
+        For each stream and name, values of older files come first.
         """
         rows = connection.execute(_segments_of_runs(), {"run_ids": list(run_ids), "level": LOGGED}).all()
         footers = self._footers_of(connection, [row.path for row in rows])
@@ -143,7 +143,7 @@ class ArchiveReader:
     def last_logged(
         self, connection: Connection, run_id: str, stream_id: str, names: Collection[str], before: int
     ) -> dict[str, tuple[int, float]]:
-        """Step and value of what stands in files of a stream, the last before a step, by name."""
+        """The last step and value of each name in a stream's files before a step."""
 
         def is_wanted(_: str, series: LoggedSeries) -> bool:
             return series.stream_id == stream_id and series.name in names
@@ -167,7 +167,7 @@ def _segments_of_runs() -> Select[Any]:
 
 
 def uncovered(chunks: Chunks, points: PointRows, segments: Sequence[FoundSegment]) -> Chunks:
-    """Chunks of which some part is in none of the files: what is left of it in the database is to be read, too."""
+    """Chunks with a part that is in none of the files, whose rest in the database must be read, too."""
     covered = {
         (segment.run_id, segment.attempt, part.chunk, part.part)
         for segment in segments

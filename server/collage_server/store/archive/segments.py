@@ -1,6 +1,7 @@
-"""Which archived files there are: a row each, written and removed with what it stands for; and whose they are.
+"""The rows of archived files, written and removed with the chunks that they replace; and the owner of the archive.
 
-A mark in the archive ties it to one database: another one would sweep its files, which no row of its own names.
+A mark in the archive ties it to one database: a server on another database would remove these files, because none
+of its rows names them.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def remove_segments(connection: Connection, run_id: str, paths: Collection[str],
 
 
 def archived_bytes(connection: Connection) -> int:
-    """What all archived files take."""
+    """The size of all archived files."""
     return int(connection.execute(select(func.coalesce(func.sum(schema.segment.c.bytes), 0))).scalar_one())
 
 

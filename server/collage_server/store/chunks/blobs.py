@@ -1,7 +1,7 @@
 """Chunks as rows: points, model totals and layer totals of several runs, each kind in one statement.
 
-Columns stand side by side over all runs that were asked for; what belongs to one attempt of one run is a slice.
-Sealing writes with `pack_*`, `reading` reads with `read_*`: how something is packed is how it is stored.
+Columns are contiguous over all requested runs; one attempt of one run is a slice.
+Sealing writes with `pack_*`, `reading` reads with `read_*`; together they define the stored format.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ def _chunks_of_runs() -> Select[Any]:
 
 
 def read_chunk_infos(connection: Connection, run_ids: Sequence[str]) -> dict[str, list[ChunkInfo]]:
-    """What chunks each run has, oldest first."""
+    """The chunks of each run, oldest first."""
     rows = connection.execute(_chunks_of_runs(), {"run_ids": list(run_ids)}).all()
     found: dict[str, list[ChunkInfo]] = {run_id: [] for run_id in run_ids}
     for run_id, attempt, chunk, parts, first_step, last_step, fine, middle, coarse in rows:

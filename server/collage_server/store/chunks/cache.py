@@ -1,8 +1,8 @@
 """Coarse columns kept in memory, because all curves of a run read the same few.
 
-The key of a column is what the reader's snapshot says of its chunks: sealing a late part or dropping a level
-changes the key, so a stale column is never found. Without this cache a curve of 100,000 points costs 1.7 times
-the CPU of the whole question, 50 runs of 10,000 points 1.55 times.
+A column's key describes its chunks in the reader's snapshot. Sealing a late part or dropping a level changes the
+key, so a stale column is never found. Without this cache a curve of 100,000 points costs 1.7 times the CPU of the
+whole question, 50 runs of 10,000 points 1.55 times.
 """
 
 from __future__ import annotations

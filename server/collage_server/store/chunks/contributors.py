@@ -38,7 +38,7 @@ class StepReports(NamedTuple):
         return self.received >= self.expected
 
     def plus(self, other: StepReports) -> StepReports:
-        """With reports that came later."""
+        """The columns merged with those of later reports."""
         return StepReports(self.received + other.received, max(self.expected, other.expected))
 
 
@@ -50,7 +50,8 @@ Contributors = Mapping[int, Mapping[int, StepReports]]
 def pack_contributors(
     steps: IntArray, counts: Mapping[tuple[int, int], StepReports], ranks: Mapping[int, int]
 ) -> dict[str, bytes]:
-    """Columns of a part from its counts by (step, stream); `ranks` by stream. A table of ones is stored empty."""
+    """Columns of a part from its counts by (step, stream); `ranks` by stream. A table of ones is stored as
+    empty."""
     streams = sorted({stream for _, stream in counts})
     table = np.array([[(int(step), stream) in counts for stream in streams] for step in steps], dtype=bool)
     missing = [(*place, *entry) for place, entry in sorted(counts.items()) if not entry.whole]
@@ -75,7 +76,7 @@ def rank_contributed(
 
 
 def streams_of_last_point(row: Row[Any]) -> set[int]:
-    """Of a part's row: the streams all of whose reports of its last point are sealed."""
+    """The streams of a part's row whose reports of the last point are all sealed."""
     _, table = _unpack(row)
     unfinished = int_array(row.unfinished or b"").reshape(-1, 4)
     missing = unfinished[unfinished[:, 0] == row.last_step, 1]

@@ -240,7 +240,7 @@ def merged_in_blocks(
 ) -> Points:
     """The points of the layers at these positions, in that order, from `read` of layers that follow on each other.
 
-    layer_bytes: what one layer takes of a table. Points are merged to `selection.points` at most.
+    layer_bytes: the size of one layer in a table. Points are merged to `selection.points` at most.
     """
     width = max(_BLOCK_BYTES // layer_bytes, 1)
     order = np.argsort(positions, kind="stable")

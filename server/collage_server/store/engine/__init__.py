@@ -1,1 +1,1 @@
-"""What is particular to a database below SQLAlchemy: driver statements, the pipeline, files and their space."""
+"""The database-specific code below SQLAlchemy: driver statements, the pipeline, files and their space."""

@@ -32,7 +32,7 @@ POOL: Final = {"pool_size": 10, "max_overflow": CONNECTIONS - 10}
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """What a database says, in this server's words: gone for a moment, or a value that it cannot hold."""
+    """Translates database errors into this server's errors: temporarily gone, or a value that it cannot hold."""
     try:
         yield
     except (OperationalError, InternalError) as error:
@@ -65,7 +65,7 @@ def reads_only(error: BaseException | None) -> bool:
 def _translate_driver_errors(connection: Connection) -> Iterator[None]:
     """Raise the driver's errors as SQLAlchemy's.
 
-    After a lost connection the pool's other ones are given up, too: they went to the same server.
+    After a lost connection the pool's other ones are closed, too, because they lead to the same server.
     """
     errors: Any = connection.dialect.loaded_dbapi
     driver: Any = connection.connection
@@ -122,7 +122,7 @@ class Database(ABC):
         return None
 
     def place(self, connection: Connection) -> str:
-        """What tells this database from its copies; empty where nothing does."""
+        """An id that distinguishes this database from its copies; empty if there is none."""
         return ""
 
     @abstractmethod
@@ -155,7 +155,7 @@ class Database(ABC):
 
     @abstractmethod
     def make_room(self) -> None:
-        """On a full disk, free the space that is held for what gives space back."""
+        """On a full disk, release the space held for operations that free space."""
 
     @abstractmethod
     def keep_room(self) -> None:
@@ -231,7 +231,7 @@ class Database(ABC):
 
     @contextmanager
     def writing_claimed(self) -> Iterator[Connection]:
-        """A write transaction for whoever claimed a run: not committed once the claim is lost."""
+        """A write transaction under the claim on a run; it is not committed once the claim is lost."""
         with self.writing() as connection:
             yield connection
             self._require_claim()

@@ -91,7 +91,7 @@ def make_private(path: Path) -> None:
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file from any other that gets its name; None where there is none."""
+    """The identity of a file, which another file of the same name does not have; None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -134,7 +134,8 @@ def log_bytes(path: Path) -> int:
 def sqlite_sizes(path: Path, held_bytes: int) -> Sizes:
     """What the data takes, without free pages and the write-ahead log; and what the disk has left for more.
 
-    `held_bytes` of it are kept elsewhere. What is in the log is not left: it will be written to the file as well.
+    `held_bytes` of it are kept elsewhere. Data in the log counts as used, because it will also be written to the
+    file.
     """
     with _opened(path) as connection:
         total, free, page = (
@@ -148,9 +149,9 @@ def sqlite_sizes(path: Path, held_bytes: int) -> Sizes:
 def checkpoint_log(path: Path) -> bool:
     """Fold the write-ahead log into the file and empty it; the caller keeps this process from writing meanwhile.
 
-    Readers that follow on each other without a pause keep it from beginning anew, and it grows. Those of now are
-    waited for, half a second at most, and new ones need no log. False: one of them reads for longer, or the disk
-    has no room for what the file would grow by.
+    Readers that follow on each other without a pause keep it from beginning again, and it grows. It waits at most
+    half a second for present readers; new ones need no log. False: one of them reads for longer, or the disk has no
+    room for what the file would grow by.
     """
     with _opened(path, _PATIENCE_SECONDS) as connection:
         try:
@@ -176,15 +177,17 @@ def return_pages(path: Path, timeout_seconds: float) -> bool:
 
 
 def _opened(path: Path, timeout_seconds: float = 5.0) -> closing[sqlite3.Connection]:
-    """A connection to a file that is there: an empty one, made anew, would swallow the log of the one that was."""
+    """A connection to a file that is there: an empty one, made again, would swallow the log of the one that was."""
     address = f"{path.absolute().as_uri()}?mode=rw"
     return closing(sqlite3.connect(address, timeout=timeout_seconds, isolation_level=None, uri=True))
 
 
 class Ballast:
-    """Disk space for what must work on a full disk: `size` bytes, kept in the file `path`; of 0 there is no file.
+    """Disk space for operations that must work on a full disk: `size` bytes in the file `path`; with 0 there is no
+    file.
 
-    Who else fills the disk leaves these. `release` gives them to the database, `keep` takes them again.
+    Other programs that fill the disk cannot take these bytes. `release` gives them to the database, `keep` takes
+    them again.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -200,7 +203,7 @@ class Ballast:
             return 0
 
     def keep(self) -> None:
-        """Take the space, if the disk has twice of it: what was just released is not taken away again."""
+        """Take the space, if the disk has twice of it: space that was just released is not taken again."""
         if self.bytes >= self._size or shutil.disk_usage(self._path.parent).free < 2 * self._size:
             return
         try:

@@ -1,1 +1,1 @@
-"""What came in: reports of streams, each exactly once, until they are sealed."""
+"""The journal: reports of streams, each exactly once, until they are sealed."""

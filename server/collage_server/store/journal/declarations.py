@@ -1,4 +1,4 @@
-"""What a stream may declare: layers and statistics within limits, and how statistics unknown here are stored."""
+"""Limits on a stream's declaration of layers and statistics, and the storage of statistics unknown here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_names(create: wire.StreamCreate) -> None:
 
 
 def stored_name(key: str) -> str:
-    """What a declared statistic is stored as."""
+    """The stored name of a declared statistic."""
     try:
         statistic(key)
     except CatalogueError:
@@ -63,5 +63,5 @@ def stored_name(key: str) -> str:
 
 
 def unknown_statistics(stored: Iterable[str]) -> list[str]:
-    """Of statistics as they are stored, the names of those whose totals are dropped."""
+    """The names of stored statistics whose totals are dropped."""
     return [key.removeprefix(UNKNOWN_MARK) for key in stored if key.startswith(UNKNOWN_MARK)]

@@ -1,7 +1,7 @@
 """The raw horizon: the step up to which an attempt accepts no more totals.
 
-It is a column of every stream's row of `run_latest`. Ingest reads it with the row that it locks anyway; retention
-raises it in the transaction that drops the points, under the same locks, so no acknowledged report lacks a place.
+It is a column of every stream's row of `run_latest`. Ingest reads it with the row that it locks anyway. Retention
+raises it in the transaction that drops the points, under the same locks, so every acknowledged report has a place.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def freeze(connection: Connection, run_id: str, attempt: int, step: int) -> bool
 
 
 def _lock(connection: Connection, run_id: str, attempt: int) -> dict[str, Ranges]:
-    """Keep reports and new streams of the attempt out of this transaction; what each stream has in chunks."""
+    """Lock out reports and new streams of the attempt for this transaction; returns each stream's sealed ranges."""
     require_run(connection, run_id, lock=True)
     columns = (_LATEST.c.stream_id, _LATEST.c.sealed)
     rows = connection.execute(

@@ -63,7 +63,7 @@ _NAMES: Final = wire.LIMITS["scalar_names_per_stream"]
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 _DECODE_UNFINISHED: Final = msgspec.json.Decoder(dict[int, tuple[int, int]]).decode
 _REPORTS_A_STATEMENT: Final = (4, 2, 1)
-"""One each takes PostgreSQL 1.3 times as long; psycopg parses a text of more values anew."""
+"""One each takes PostgreSQL 1.3 times as long; psycopg parses a text of more values again."""
 _MOST_GAPS: Final = 10_000
 _UNFINISHED_STEPS: Final = 64
 """Of how many steps at most a stream's row remembers that reports are missing: what is older was given up."""
@@ -117,7 +117,7 @@ class _LatestRow:
         self.newest_time = -math.inf
 
     def destination(self, report: wire.Report) -> _Destination:
-        """What is to become of a report; of one for the journal, the journal knows whether it is there already.
+        """The fate of a report; the journal knows whether it already has it.
 
         "late": it brings totals for which there is no place any more. One that is stored already is not late.
         "too_many_names": it logs under new names, beyond a stream's limit: every commit of the stream carries them.
@@ -149,7 +149,7 @@ class _LatestRow:
             self.ascending = False
 
     def take_in(self, report: wire.Report) -> None:
-        """Count one newly stored report and keep what is newest of it."""
+        """Count one newly stored report and keep its newest values."""
         values = self.values
         self.moved = True
         values["reports"] += 1
@@ -187,7 +187,7 @@ class _LatestRow:
             self.events.append(event)
 
     def parameters(self, now: float) -> dict[str, Any]:
-        """What the update statement binds."""
+        """The parameters of the update statement."""
         skews = [self.newest_time - now, self.values["clock_skew_seconds"]]
         skew = max(entry for entry in skews if entry is not None)
         self.values.update(last_report_at=now, scalars=to_json(self.scalars), clock_skew_seconds=skew)
@@ -311,9 +311,9 @@ def _commit(cursor: Any) -> None:
 def _insert_new(
     cursor: Any, dialect: Dialect, rows: Sequence[dict[str, Any]], repeated: Sequence[_LatestRow]
 ) -> list[bool]:
-    """Insert the rows that are not there yet, and say which those were. Only streams `repeated` may have some.
+    """Insert the missing rows, and return which were missing. Only streams `repeated` may have some.
 
-    Their places are locked (`_lock_latest`): what is not there now is not there when it is inserted.
+    Their places are locked (`_lock_latest`), so a row that is missing now is still missing at the insert.
     """
     known = {entry.stream_id: _known_seqs(cursor, dialect, rows, entry) for entry in repeated}
     flags = []

@@ -1,4 +1,4 @@
-"""What a launch registers before its first report: its attempt, a stream a rank, the layers that these declare.
+"""Registrations of a launch before its first report: its attempt, one stream per rank, and their layers.
 
 The routes of `api/streams.py` write and list them. Ingest looks up a stream's record to check its reports, and
 `store/reading/` reads streams and layers in the snapshot of a question.
@@ -118,7 +118,7 @@ class StreamStore:
             return read_streams(connection, run_id)
 
     def stream_record(self, stream_id: str) -> StreamRecord:
-        """What ingest has to know of a stream."""
+        """The fields of a stream that ingest needs."""
         with self._database.reading() as connection:
             return _read_stream_record(connection, stream_id)
 
@@ -200,7 +200,7 @@ def _check_numbers(connection: Connection, run_id: str, create: wire.StreamCreat
 def _events_of_watch(
     connection: Connection, run_id: str, attempt: int, create: wire.StreamCreate
 ) -> Iterator[NewEvent]:
-    """What a watch tells of how things are kept, and what is other than in the attempt before."""
+    """Add events for the watch's description of storage, and for differences from the attempt before."""
     watch = create.watch
     assert watch is not None
     if watch.conversion is not None:
@@ -381,7 +381,7 @@ def _read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
 
 
 def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
-    """The run's streams with what has arrived on each, by attempt, rank and age."""
+    """The run's streams with the reports that arrived on each, by attempt, rank and age."""
     records = _read_stream_records(connection, run_id)
     latest = schema.run_latest
     rows = {row.stream_id: row for row in connection.execute(select(latest).where(latest.c.run_id == run_id))}
@@ -411,7 +411,7 @@ def _described(record: StreamRecord, latest: Row[Any]) -> wire.Stream:
 
 
 def _arrived(row: Row[Any]) -> dict[str, Any]:
-    """What `run_latest` says of a stream. A report given up may have come nevertheless: `missing` is a bound."""
+    """A stream's fields in `run_latest`. A report given up may have come nevertheless: `missing` is a bound."""
     ranges = ranges_from_json(row.given_up)
     given_up = count_numbers(ranges)
     newest = max((-1 if row.last_seq is None else row.last_seq, *(last for _, last in ranges)))

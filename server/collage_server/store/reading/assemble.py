@@ -1,4 +1,4 @@
-"""From journal rows to points: which rows are visible, and their ranks merged as shards, step by step."""
+"""From journal rows to points: which rows are visible, and how their ranks are merged as shards, step by step."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def visible(origins: RowOrigins, first_hidden_steps: Mapping[int, int]) -> NDArr
     """Which rows are seen.
 
     An attempt hides older ones at and after its first step (`first_hidden_steps`: attempt → that step), and
-    wherever both have points; second writers, who count downwards, only there. Of two processes on one rank of one
-    attempt only the older one is seen: they are never merged.
+    wherever both have points; second writers, who count downwards, only there. If two processes report as one rank
+    of an attempt, only the older one is seen: they are never merged.
     """
     if not len(origins.steps):
         return np.zeros(0, dtype=bool)
@@ -127,7 +127,8 @@ class RowsByStep:
 
 
 def group_steps(origins: RowOrigins) -> RowsByStep:
-    """Group visible rows by step, oldest step first, in a step by stream; a point's time is the latest of its rows.
+    """Group visible rows by step, oldest first, and within a step by stream; a point's time is the latest of its
+    rows.
 
     Sums then have the same order, whatever the order in which reports came.
     """

@@ -1,4 +1,4 @@
-"""What to read of a run: which chunks at which level, and which reports that are not sealed yet."""
+"""What to read of a run: the chunks to read with their levels, and the unsealed reports."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ReadPlan:
 def plan_read(
     view: RunView, unsealed: UnsealedReports, selection: Selection, infos: Sequence[ChunkInfo]
 ) -> ReadPlan:
-    """Coarse levels where few points are wanted; level 1 at the ends of a range and where reports came late."""
+    """Coarse levels if few points are wanted; level 1 at the ends of a range and where reports came late."""
     unsealed = _without_frozen(unsealed, infos)
     late = {(attempt, chunk) for attempt, rows in unsealed.items() for chunk in _late_chunks(attempt, rows, infos)}
     inside, cut = _inside(view, infos, selection)
@@ -113,7 +113,7 @@ def _place(steps: IntArray, infos: Sequence[ChunkInfo]) -> IntArray:
 def _inside(
     view: RunView, infos: Sequence[ChunkInfo], selection: Selection
 ) -> tuple[Sequence[ChunkInfo], set[tuple[int, int]]]:
-    """Chunks that hold something of what is asked and visible, and those of them that are cut through."""
+    """Chunks with requested and visible points, and those among them that are cut."""
     first, last = selection.first_step or 0, selection.last_step
     end = UNBOUNDED if last is None else last + 1
     ends = {attempt: min(view.first_hidden_step(attempt), end) for attempt in {info.attempt for info in infos}}

@@ -1,4 +1,4 @@
-"""Reading points of runs: journal, sealed parts and coarse levels joined. Only asked columns are decoded.
+"""Reading points of runs: journal, sealed parts and coarse levels joined. Only requested columns are decoded.
 
 Several runs are read together: as many statements as one run takes, and one pass over their blobs.
 """
@@ -119,7 +119,7 @@ def _layer_points(
     selection: Selection,
     archive: ArchiveReader,
 ) -> dict[str, Points]:
-    """Totals by layer: of each blob only the asked statistics and layers are kept."""
+    """Totals by layer: only the requested statistics and layers of each blob are kept."""
     chosen = chosen_layers(connection, views, selection.layers)
     positions = {run_id: np.array(list(held.values()), dtype=np.int64) for run_id, held in chosen.items()}
     plans = _plans(connection, views, selection, views)
@@ -251,7 +251,7 @@ def _plans(
     selection: Selection,
     layerwise: Collection[str],
 ) -> dict[str, ReadPlan]:
-    """What is read of each run; of those in `layerwise` the journal's layers, else its model vectors."""
+    """The data to read for each run; for those in `layerwise` the journal's layers, otherwise its model vectors."""
     for view in views.values():
         view.check_rank(selection.rank)
     infos = _chunk_infos(connection, views)
@@ -266,7 +266,7 @@ def _plans(
 
 
 def _chunk_infos(connection: Connection, views: Views) -> dict[str, Sequence[ChunkInfo]]:
-    """What chunks each run has, read once a view."""
+    """The chunks of each run, read once per view."""
     unread = [run_id for run_id, view in views.items() if view.chunk_infos is None]
     for run_id, infos in (read_chunk_infos(connection, unread) if unread else {}).items():
         views[run_id].chunk_infos = infos

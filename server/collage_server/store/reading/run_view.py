@@ -34,7 +34,7 @@ _STREAM_BYTES: Final = 4096
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the database holds of a run's streams and attempts."""
+    """A run's streams and attempts in the database."""
 
     streams: list[StreamRecord] = field(default_factory=list)
     latest: list[Row[Any]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class _Rows:
 
 
 class RunView:
-    """One run, as one transaction sees it. What chunks it has and which reports wait is kept once it was read."""
+    """One run, as one transaction sees it. Its chunks and waiting reports are cached once read."""
 
     def __init__(self, connection: Connection, run_id: str, rows: _Rows | None = None) -> None:
         rows = rows or _read(connection, [run_id])[run_id]
@@ -164,7 +164,8 @@ class RunView:
         return any(row.measured_step is not None for row in self.latest_rows)
 
     def prefix(self, stream_id: str, count: int) -> int:
-        """How much of the dictionary's beginning holds the first `count` layers of a stream; 0 for a stranger."""
+        """The length of the dictionary's beginning that covers the first `count` layers of a stream; 0 for an
+        unknown stream."""
         known = self._prefixes.get((stream_id, count))
         if known is None:
             stream = self.streams.get(stream_id)
@@ -245,7 +246,7 @@ def _layers_of_runs() -> Select[Any]:
 
 
 class RunViews:
-    """Views of runs that one transaction sees, each read once; of dictionaries they know what was asked for."""
+    """Views of runs in one transaction, each read once; their dictionaries hold the requested keys."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -286,7 +287,7 @@ def read_views(
 ) -> dict[str, RunView]:
     """Views of several runs, in the order given, in as many statements as one takes.
 
-    Of the dictionary of what chunks hold they know `keys` only (None: all).
+    They know only `keys` of the dictionary of the chunks' entries (None: all).
 
     Raises:
         NotFound, Gone: one of the runs is not there.
@@ -314,7 +315,7 @@ def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
 
 
 def _stream_bytes(row: Any) -> int:
-    """What a stream takes: its numbers twice, and its words as objects."""
+    """A stream's memory: its numbers twice, and its texts as objects."""
     return _STREAM_BYTES + 4 * (len(row.layers) + len(row.statistics) + len(row.scalars))
 
 
@@ -353,7 +354,7 @@ def read_entries(
 
 @cache
 def _entries_of(*, some: bool) -> Select[Any]:
-    """Of all keys, or of those that are given."""
+    """The entries of all keys, or of the given ones."""
     table = schema.entry
     chosen = (among(table.c.run_id), among(table.c.key, "keys")) if some else (among(table.c.run_id),)
     return select(table.c.run_id, table.c.key, table.c.entry).where(*chosen).order_by(table.c.entry)

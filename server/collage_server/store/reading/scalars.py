@@ -1,7 +1,7 @@
 """Logged scalars: sealed parts and journal joined, by name.
 
-An attempt that measures hides all that older ones logged from there on. What an attempt logs under a name hides
-what older ones logged under it, from the attempt's first value of that name on: the values themselves tell it.
+An attempt that measures hides all that older ones logged from there on. An attempt's values under a name hide older
+attempts' values of that name, from its first one on; this follows from the values themselves.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def read_scalar_points(
     names: Collection[str] | None,
     selection: Selection,
 ) -> dict[str, dict[str, ScalarPoints]]:
-    """Logged values by run and name: a rank's last word on a step counts, then the mean over the ranks."""
+    """Logged values by run and name: a rank's last value for a step counts, then the mean over the ranks."""
     for view in views.values():
         view.check_rank(selection.rank)
     return _read(connection, archive, views, names, selection, {})
@@ -192,7 +192,7 @@ def _read_archived(
     selection: Selection,
     found: dict[str, dict[tuple[str, str], _LoggedValues]],
 ) -> None:
-    """What stands in files counts before what was sealed since."""
+    """Values in files count before those sealed since."""
     runs = [run_id for run_id, view in views.items() if view.archived_whole]
 
     def is_wanted(run_id: str, series: LoggedSeries) -> bool:
@@ -259,7 +259,7 @@ def _read_journal(
 
 
 def _of_one_stream(view: RunView, values: _LoggedValues, selection: Selection) -> ScalarPoints:
-    """Nothing to merge: only what is hidden or not asked for goes."""
+    """Nothing to merge: only hidden or unrequested values are dropped."""
     table = values.table()
     seen = table[0] < view.first_hidden_step(values.stream.attempt)
     if selection.first_step is not None:

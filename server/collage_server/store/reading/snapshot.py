@@ -52,21 +52,21 @@ class PointStore:
 
     @property
     def cached_bytes(self) -> int:
-        """What is kept of columns."""
+        """The cached columns."""
         return self._sources.columns.bytes
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
         """Runs as they are at this moment, to be asked several things while the context lasts.
 
-        An evaluation keeps none of what it read; an answer is made of it.
+        An evaluation caches none of its reads; an answer does.
         """
         with released_afterwards("evaluations"), self._database.reading() as connection:
             yield Snapshot(connection, self._sources, self._stale_after_seconds)
 
 
 class Snapshot:
-    """Runs as they stood at one moment, one read transaction: whatever is asked of it fits together."""
+    """Runs as they stood at one moment, one read transaction: all its answers are consistent."""
 
     def __init__(self, connection: Connection, sources: Sources, stale_after_seconds: float) -> None:
         self._connection = connection

@@ -1,7 +1,7 @@
 """Reports that are not sealed into chunks yet: read from the journal and merged to points.
 
-The journal of a run is bounded, so all of it is read at once. What becomes of it is not: a short report may hold
-few of the layers and statistics that its stream declares, and a point has room for all of them. Where that is too
+The journal of a run is bounded, so all of it is read at once. The merged points are not bounded by that: a short
+report may hold few of its stream's layers and statistics, while a point has room for all of them. Where that is too
 much, steps are merged as they are read.
 """
 
@@ -81,7 +81,7 @@ class LayerRow(NamedTuple):
 
 
 class ScalarRow(NamedTuple):
-    """A row of the journal with what was logged."""
+    """A row of the journal with its logged values."""
 
     run_id: str
     stream_id: str
@@ -124,7 +124,7 @@ def read_unsealed(
 
 
 def _selected(view: RunView, kind: type, selection: Selection) -> dict[int, list[Any]]:
-    """Of the reports that the view has read already those that the selection is about."""
+    """The selected ones among the reports that the view has read already."""
     selection = selection.of(view.run_id)
     first, rank = selection.first_step or 0, selection.rank
     last = UNBOUNDED if selection.last_step is None else selection.last_step
@@ -338,7 +338,8 @@ def model_of(table: AttemptPoints) -> AttemptPoints:
 
 
 def visible_rows(view: RunView, rows: Sequence[Row[Any]], contributors: Contributors) -> list[Row[Any]]:
-    """The rows, at most one process a rank at each step: if one process is sealed already, others are left out.
+    """The rows, at most one process a rank at each step: once one process of a rank is sealed at a step, others are
+    left out.
 
     Several reports of one process about one step are shards of it, and all are kept.
     """

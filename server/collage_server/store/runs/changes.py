@@ -27,7 +27,7 @@ _RUN: Final = schema.run
 
 
 def check_quotas(connection: Connection, project: str, check: QuotaCheck, *, runs: int, tags: int) -> None:
-    """Let `check` judge what this transaction, which added so many runs and tags, has made of the project.
+    """Let `check` judge the project's counts after this transaction, which added these runs and tags.
 
     The caller holds the project's lock, so that no other transaction adds any meanwhile.
     """
@@ -86,7 +86,7 @@ def create_run(connection: Connection, project: str, create: wire.RunCreate, now
 def _resume(
     connection: Connection, known: dict[str, Any], project: str, create: wire.RunCreate, now: float
 ) -> None:
-    """Set the run running again; what the request states replaces what is stored."""
+    """Set the run running again; the request's fields replace the stored ones."""
     if known["project"] != project:
         raise _taken(create.run_id)
     attempt = schema.attempt.c
@@ -140,7 +140,7 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
 
 
 def _next_sign_of_life(connection: Connection, run_id: str, now: float) -> float:
-    """`now`, later than what another server's clock said of the run: else what is kept of it would count as new."""
+    """`now`, but later than other servers' times for the run; otherwise its cached rows would count as new."""
     known = connection.execute(select(LAST_SIGN_OF_LIFE).where(_RUN.c.run_id == run_id)).scalar_one()
     return max(now, math.nextafter(known, math.inf))
 

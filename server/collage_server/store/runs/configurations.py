@@ -1,4 +1,4 @@
-"""Configurations of runs: whether two differ in seeds alone, which entries differ, and an entry in SQL."""
+"""Configurations of runs: whether two differ only in seeds, which entries differ, and an entry in SQL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that the background derives from each run: which are missing, out of date, or made by other code.
+"""Rows that the background derives from each run: rows that are missing, out of date, or made by other code.
 
 `NewestStore` and `OverviewStore` are `DerivedRows`: each has a table with one row a run. Their `due` puts the runs
 that `_due` finds into an order of its own. The background threads of `collage_server/newest.py` and `overviews.py`
@@ -30,7 +30,7 @@ class DerivedRows:
         self._began_at = time.time()
 
     def _due(self, made_by: str | None) -> Select[Any]:
-        """The runs whose row is due, and what each has now: its state, last sign of life, and reports of all ranks.
+        """The runs whose row is due, each with its state, last sign of life, and reports of all ranks.
 
         `is_new`: it has no row. `is_reworded`: nothing came since, but other code than `made_by` made it; None:
         any code will do.
@@ -59,7 +59,8 @@ class DerivedRows:
         )
 
     def _is_made_by_others(self, made_by: str | None) -> ColumnElement[bool]:
-        """Only what was made before this process began: servers of two releases would take turns for ever."""
+        """Only rows made before this process began; otherwise servers of two releases would rewrite each other's
+        rows forever."""
         if made_by is None:
             return false()
         kept = self._table

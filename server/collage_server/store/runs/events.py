@@ -184,7 +184,7 @@ def attempt_event(attempt: int, first_step: int, measured_from: int | None) -> N
 
 
 def second_writer_event(role: str, attempt: int, first_step: int) -> NewEvent:
-    """A process beside the training begins to log; told once a role, however often it is launched."""
+    """A process beside the training begins to log; one event per role, however often it is launched."""
     text = f"{role} logs beside the training, first at step {first_step}; its names begin with {role}/"
     return NewEvent(origin=f"second_writer/{role}", kind="attempt", text=text, attempt=attempt, step=first_step)
 
@@ -196,19 +196,19 @@ def conversion_event(attempt: int, conversion: wire.Conversion) -> NewEvent:
 
 
 def expectation_event(attempt: int, breach: wire.Breach) -> NewEvent:
-    """An expectation that does not hold, told once a launch, as the first rank saw it."""
+    """An expectation that does not hold, one event per launch, as the first rank saw it."""
     origin = f"expectation/{attempt}/{breach.expectation}"[:64]
     return NewEvent(origin=origin, kind="expectation", text=breach.text, attempt=attempt, step=breach.step)
 
 
 def resume_loss_event(attempt: int, loss: wire.ResumeLoss) -> NewEvent:
-    """What did not come through a resume, told once a launch, as the first rank saw it."""
+    """The losses of a resume, one event per launch, as the first rank saw them."""
     origin = f"resume_loss/{attempt}/{loss.kind}/{loss.step}"[:64]
     return NewEvent(origin=origin, kind="resume_loss", text=loss.text, attempt=attempt, step=loss.step)
 
 
 def continuation_event(attempt: int, continuation: wire.Continuation) -> NewEvent:
-    """Whether a launch began with what was saved, told once a launch, as the first rank saw it."""
+    """Whether a launch began with the saved state, one event per launch, as the first rank saw it."""
     origin, step = f"continuation/{attempt}", continuation.step
     return NewEvent(origin=origin, kind="continuation", text=str(continuation), attempt=attempt, step=step)
 
@@ -231,7 +231,7 @@ def kept_otherwise(before: wire.WatchInfo, now: wire.WatchInfo) -> list[str]:
 
 
 def kept_otherwise_event(attempt: int, earlier: int, changes: Sequence[str]) -> NewEvent:
-    """A launch that keeps weights or states otherwise than the one before, told once."""
+    """A launch that keeps weights or states differently from the one before, reported once."""
     text = f"attempt {attempt} keeps otherwise than attempt {earlier}: {'; '.join(changes)}"
     return NewEvent(origin=f"kept_otherwise/{attempt}", kind="kept_otherwise", text=text, attempt=attempt)
 

@@ -39,7 +39,7 @@ _COPIES: Final = 4
 
 
 def alert_key(alert: str, labels: Mapping[str, str]) -> str:
-    """What tells an alert on one series from every other: not names that may change, nor what a scraper adds."""
+    """The labels that identify an alert's series: without names that may change, and without a scraper's labels."""
     text = repr((alert, sorted((name, value) for name, value in labels.items() if name in _TELLING))).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
@@ -224,7 +224,7 @@ class IncidentStore:
             after = (rows[-1].started_at, rows[-1].incident_id)
 
     def open_of_server(self) -> Iterator[tuple[str, dict[str, str], float, float | None]]:
-        """Alert, labels, begin and value of what this server's evaluation has found and what has not ended."""
+        """Alert, labels, begin and value of this server's own incidents that have not ended."""
         columns = (_INCIDENT.c.alert, _INCIDENT.c.labels, _INCIDENT.c.started_at, _INCIDENT.c.value)
         mine = (_INCIDENT.c.open_key.is_not(None), _INCIDENT.c.source == "server", _INCIDENT.c.alert != SILENCED)
         with self._database.reading() as connection:
@@ -232,7 +232,7 @@ class IncidentStore:
                 yield row.alert, from_json(row.labels), row.started_at, row.value
 
     def mark_sent(self, incident: wire.Incident, sent: Sequence[str], *, settled: bool) -> None:
-        """Keep what was delivered; `settled` only if its state is still the one that was told."""
+        """Record deliveries; `settled` only if the state is still the delivered one."""
         table = _INCIDENT
         ended = table.c.resolved_at.is_(None) if incident.resolved_at is None else table.c.resolved_at.is_not(None)
         mine = table.c.incident_id == incident.incident_id
@@ -241,7 +241,7 @@ class IncidentStore:
             connection.execute(update(table).where(and_(mine, ended)).values(settled=settled))
 
     def take_lease(self, name: str, holder: str, now: float, seconds: float) -> bool:
-        """Whether the work called `name` is this holder's for so long: nobody has it, or its time is over.
+        """Take the work called `name` for this holder, if nobody has it or its time is over.
 
         On PostgreSQL the time is the database's, the same for all servers; on SQLite it is `now`. A lease that ends
         further away than it was taken for is void: whoever took it had a clock that was ahead.

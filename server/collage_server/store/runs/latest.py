@@ -45,7 +45,7 @@ LAST_SIGN_OF_LIFE: Final = later(
 def reported_state(
     connection: Connection, attempts: Sequence[wire.Attempt], latest: Sequence[Row[Any]]
 ) -> ReportedState:
-    """What a run's streams have reported, from their rows of `run_latest` and its attempts, oldest first."""
+    """A summary of a run's streams, from their rows of `run_latest` and its attempts, oldest first."""
     if not latest and not attempts:
         return _NOTHING
     first_hidden = first_hidden_steps([(entry.attempt, entry.measured_from) for entry in attempts])
@@ -84,7 +84,7 @@ _NOTHING: Final = ReportedState(
 def _last_step(
     attempts: Sequence[wire.Attempt], reported: list[Row[Any]], scalars: Mapping[str, LoggedScalar]
 ) -> int | None:
-    """The newest step at which something is seen: of the newest measuring attempt, and of what was logged."""
+    """The newest visible step: of the newest measuring attempt, and of logged values."""
     measuring = {entry.attempt for entry in attempts if entry.measured_from is not None}
     newest = max((entry.attempt for entry in reported if entry.attempt in measuring), default=0)
     steps = [entry.last_step for entry in reported if entry.attempt == newest]
@@ -96,10 +96,10 @@ def _newest_scalars(
 ) -> dict[str, LoggedScalar]:
     """The newest visible value of each logged name: of the newest attempt that logged it, at its highest step.
 
-    Of second writers, who hide nothing, that of the highest step, and there of the newest launch.
+    For second writers, who hide nothing, the value at the highest step, and there that of the newest launch.
 
-    From its first value of a name on, an attempt hides what older ones logged under it. Of each stream `latest` has
-    the last value alone. Where that is hidden, the one before is read, unless another stream has a newer one.
+    From its first value of a name on, an attempt hides what older ones logged under it. For each stream `latest`
+    has only the last value. Where that is hidden, the one before is read, unless another stream has a newer one.
     """
     found: dict[str, tuple[tuple[int, int, int], LoggedScalar]] = {}
     hidden: list[tuple[Row[Any], int, list[str]]] = []
@@ -129,7 +129,7 @@ class ArchivedValues(Protocol):
     def last_logged(
         self, connection: Connection, run_id: str, stream_id: str, names: Collection[str], before: int
     ) -> dict[str, tuple[int, float]]:
-        """Step and value of what stands in files of a stream, the last before a step, by name."""
+        """The last step and value of each name in a stream's files before a step."""
 
 
 def _last_values(
@@ -137,7 +137,7 @@ def _last_values(
 ) -> dict[str, tuple[int, float]]:
     """Step and value of what the row's stream logged last before a step, by name: in files, chunks, the journal.
 
-    What is archived is left out while the archive is away: a page of runs is not refused for it.
+    Archived values are left out while the archive is away, so that a page of runs is not refused.
     """
     found: dict[str, tuple[int, float]] = {}
     if not names:
@@ -185,7 +185,7 @@ def newest_measured_step(
 ) -> int | None:
     """The newest measured step that every one of the `awaited_streams` of the newest measured attempt has reached.
 
-    Of a run that is over the newest that any rank has reached, whatever is sealed by then: none is waited for.
+    For a finished run, the newest step that any rank has reached, sealed or not, because none is awaited.
     `rows`: the run's streams with what `run_latest` has of them, and the run's `state`.
 
     None when nothing was measured, or a newer attempt hides that step: the caller must then read the points.
@@ -227,11 +227,11 @@ def all_ranks_are_through(connection: Connection, run_id: str) -> bool:
 def awaited_streams(
     connection: Connection, run_id: str, attempt: int, rows: Sequence[Row[Any]], stale_after_seconds: float
 ) -> list[Row[Any]]:
-    """Of the attempt's rows of `run_latest` that have reports, those of ranks whose next report is waited for.
+    """The attempt's rows of `run_latest`, with reports, of ranks whose next report is awaited.
 
-    Not a rank that has been silent for `stale_after_seconds` longer than the freshest. Nor one that goes on
-    logging, but no longer measures: it has passed `_PASSED` measured steps of another rank without one of its own,
-    or points were sealed without it since.
+    A rank is not awaited if it has been silent for `stale_after_seconds` longer than the freshest one. Nor is one
+    that still logs but no longer measures: it has passed `_PASSED` measured steps of another rank without one of
+    its own, or points were sealed without it since.
     """
     freshest = max(row.last_report_at for row in rows)
     live = [row for row in rows if row.last_report_at >= freshest - stale_after_seconds]

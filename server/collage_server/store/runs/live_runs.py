@@ -1,4 +1,4 @@
-"""Runs that are running and not stale, with what gauges show of each: few columns, no configuration, no tags."""
+"""Running, not stale runs with the values of their gauges: few columns, no configuration, no tags."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The newest measured step of each run, finished: a row a run, so that a page about many runs only looks it up.
 
-A row tells what the run had when it was made. Where reports have come since, it is as old as the background thread
-is late (`collage_server.newest`), and a reader who needs the newest computes it.
+A row describes the run at the time that it was made. Where reports have come since, it is as old as the background
+thread is late (`collage_server.newest`), and a reader who needs the newest computes it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class NewestStore(DerivedRows):
         super().__init__(database, _NEWEST)
 
     def due(self, limit: int, made_by: str) -> dict[str, RunProgress]:
-        """Runs whose row is missing or out of date, running ones first, and what they have now."""
+        """Runs whose row is missing or out of date, running ones first, with their present state."""
         due = self._due(made_by)
         has = due.selected_columns
         order = ((has.state == "running").desc(), has.updated_at.desc())

@@ -1,5 +1,4 @@
-"""Overviews, kept a row a run: which are out of date by what has come since or by the code that made them, and what
-runs can be filtered by."""
+"""Overviews, one row per run: finds those outdated by new reports or by older code, and the values of filters."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ DECODE_OVERVIEW: Final = msgspec.json.Decoder(wire.Overview).decode
 
 @dataclass(frozen=True)
 class DueRun:
-    """A run whose overview is missing, or older than what has come since; the state of what was looked at.
+    """A run whose overview is missing or older than its newest reports, with its state at the time of the look.
 
     is_reworded: nothing came since, but other code made the overview.
     """
@@ -43,7 +42,7 @@ class DueRun:
 
 
 class OverviewStore(DerivedRows):
-    """Overviews: which are due, and what they say."""
+    """Overviews: the due ones, and their content."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(database, _OVERVIEW)
@@ -104,7 +103,7 @@ class OverviewStore(DerivedRows):
         return None if text is None else DECODE_OVERVIEW(text)
 
     def findings(self, run_ids: Sequence[str]) -> dict[str, dict[str, float]]:
-        """What the judgement holds against these runs, by run and metric; runs without are left out."""
+        """The findings against these runs, by run and metric; runs without findings are left out."""
         chosen = select(_OVERVIEW.c.run_id, _OVERVIEW.c.findings).where(
             _OVERVIEW.c.run_id.in_(run_ids), _OVERVIEW.c.findings.is_not(None)
         )

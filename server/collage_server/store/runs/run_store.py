@@ -153,7 +153,8 @@ class RunStore:
             return read_run(connection, run_id)
 
     def bring_back(self, now: float) -> int:
-        """Date as of `now` what is dated later: how many runs. Else they would count as live for days after."""
+        """Set times later than `now` to `now`; returns the number of runs. Else they would count as live for days
+        after."""
         future = now + CLOCK_SLACK_SECONDS
         latest = schema.run_latest
         with self._database.freeing() as connection:
@@ -171,7 +172,7 @@ class RunStore:
     def delete(self, run_id: str, now: float, audit_entries: Sequence[wire.AuditLogEntry] = ()) -> None:
         """Make a run invisible: a tombstone stays, and its streams' ids, so that their reports answer 410.
 
-        `audit_entries` go to the audit log. What is large (journal, chunks) is removed afterwards, in slices.
+        `audit_entries` go to the audit log. Large data (journal, chunks) is removed afterwards, in slices.
         """
         with self._database.freeing() as connection:
             project = connection.execute(
@@ -295,7 +296,7 @@ def _records(
 
 @cache
 def _beside_runs() -> tuple[Select[Any], ...]:
-    """Of some runs tags, the newest of each stream, and what each said when it began."""
+    """For some runs, their tags, and each stream's newest values and declaration."""
     tag, stream = schema.run_tag, schema.stream
     said = [stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
     return (
@@ -307,7 +308,7 @@ def _beside_runs() -> tuple[Select[Any], ...]:
 
 @cache
 def latest_of_runs() -> Select[Any]:
-    """What each stream of some runs has reported last."""
+    """The last reports of each stream of some runs."""
     latest = schema.run_latest
     return select(latest).where(among(latest.c.run_id))
 
@@ -321,7 +322,7 @@ def attempts_of_runs() -> Select[Any]:
 
 
 def rows_by_run(connection: Connection, statement: Select[Any], ids: Sequence[str]) -> dict[str, list[Row[Any]]]:
-    """What the statement finds of each of these runs."""
+    """The statement's rows for each of these runs."""
     grouped: dict[str, list[Row[Any]]] = defaultdict(list)
     for row in connection.execute(statement, {"run_ids": ids}):
         grouped[row.run_id].append(row)

@@ -88,7 +88,7 @@ _MOST_VIEWS: Final = 200
 
 
 class TableStore:
-    """The table of runs, made of what is said of each, and the views of it that people saved."""
+    """The table of runs, made from their overviews, and its saved views."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -103,7 +103,8 @@ class TableStore:
         return TablePage(rows, sum(healths.values()), live, changed_at, healths, worst)
 
     def groups(self, query: GroupQuery, now: float, stale_after_seconds: float) -> GroupPage:
-        """A page of the table of runs in groups: each by what its runs have in common, the open ones with them."""
+        """A page of the table of runs in groups: each by the common values of its runs, the open ones with their
+        runs."""
         table = _Table(query, now, stale_after_seconds)
         key = _key(query.by)
         with self._database.reading() as connection:
@@ -354,7 +355,7 @@ def _seconds(value: str) -> float | None:
 
 
 def _parts(by: wire.GroupBy) -> list[ColumnElement[Any]]:
-    """What the runs of a group have in common; their strategy and dtype always, so that means mean."""
+    """The common values of a group's runs; strategy and dtype always, so that means make sense."""
     parts: dict[str, Sequence[ColumnElement[Any]]] = {
         "strategy": [],
         "group": [_RUN.c.group],
@@ -375,7 +376,7 @@ def _key(by: wire.GroupBy) -> ColumnElement[str]:
 
 
 def _worst(healths: Sequence[str | None], edq: Sequence[float | None]) -> int:
-    """Which run speaks for its group: what speaks against one, then what is not known, then the lowest EDQ."""
+    """Which run speaks for its group: runs with problems, then unknown ones, then the lowest EDQ."""
     standing = {health: (health in _NOT_AGAINST, health == "healthy") for health in set(healths)}
     first = min(standing.values())
     values = [
@@ -389,7 +390,7 @@ def _newest(created: Sequence[float], ids: Sequence[str]) -> list[str]:
 
 
 def _named(connection: Connection, ids: Sequence[str]) -> dict[str, Any]:
-    """What these runs are called and how they keep their weights, by id."""
+    """The names of these runs and their strategies, by id."""
     columns = (_RUN.c.run_id, _RUN.c.name, _RUN.c.project, _RUN.c.strategy, _RUN.c.dtype)
     return {row.run_id: row for row in connection.execute(select(*columns).where(_RUN.c.run_id.in_(ids)))}
 

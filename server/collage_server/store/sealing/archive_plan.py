@@ -1,4 +1,4 @@
-"""What of a run becomes an archived file next: groups of chunks while it goes on, at its end all that is left."""
+"""The plan of a run's archived files: groups of chunks while it runs, and at its end the rest."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plan_file(connection: Connection, run_id: str, *, over: bool) -> FilePlan | 
 
 
 def _due(infos: Sequence[ChunkInfo], held: _Chunks, archived: _Chunks, *, over: bool) -> Iterator[FilePlan]:
-    """What is to become a file, oldest first: groups of whole chunks; of an attempt that ended all that is left.
+    """The next files, oldest first: groups of whole chunks, and the rest of an attempt that has ended.
 
     Only chunks that hold layers (`held`) do, and are in no file yet.
 

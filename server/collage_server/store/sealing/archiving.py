@@ -1,4 +1,4 @@
-"""Chunks become archived files: four of level 1, 64 of level 16, and what is left once the run is over.
+"""Chunks become archived files: four of level 1, 64 of level 16, and the rest once the run is over.
 
 Then the model's totals and the logged values of its attempts follow, without attempts that newer ones hide as a
 whole. Points stay rows, by which all is found; those of single steps are packed.
@@ -211,7 +211,7 @@ class Archiving:
         return True
 
     def _put(self, made: Path, project: str, contents: Contents, first: int, last: int) -> tuple[str, int]:
-        """Keep the file that was made; where, and what it takes."""
+        """Store the finished file; returns its path and size."""
         size = made.stat().st_size
         name = f"{first}-{last}-{uuid.uuid4().hex}.parquet"
         path = archived_path(project, contents.run_id, contents.attempt, contents.level, name)
@@ -219,7 +219,7 @@ class Archiving:
         return path, size
 
     def _archive_logged(self, run_id: str) -> bool:
-        """Make the next file of what a run that is over has logged; True if there may be more to do."""
+        """Make the next file of a finished run's logged values; True if there may be more to do."""
         with released_afterwards():
             with self._database.reading() as connection:
                 found = _next_logged(connection, run_id, visible_attempts(connection, run_id))
@@ -317,7 +317,7 @@ class Archiving:
             connection.execute(update(schema.segment).where(schema.segment.c.path == path).values(has_rows=False))
 
     def _pack_points(self, contents: Contents) -> None:
-        """Of a run that goes on they are read too often for that."""
+        """Those of a running run are read too often for that."""
         table = schema.point_chunk
         for start in range(0, len(contents.parts), _POINTS_A_SLICE):
             held = [(part.chunk, part.part) for part in contents.parts[start : start + _POINTS_A_SLICE]]
@@ -367,7 +367,7 @@ def _segments_with_rows(connection: Connection, run_id: str) -> list[tuple[str, 
 
 
 def _held_by(connection: Connection, view: RunView, plan: FilePlan) -> tuple[list[str], tuple[int, ...]]:
-    """What the chunks hold by layer; or of the model, and of which ranks."""
+    """The chunks' content by layer; or of the model, and its ranks."""
     table = rows_behind(plan.level)
     of_model = table is schema.model_chunk
     columns = (table.c.entries, table.c.rank) if of_model else (table.c.entry,)
@@ -392,7 +392,7 @@ def _held_by(connection: Connection, view: RunView, plan: FilePlan) -> tuple[lis
 def _next_logged(
     connection: Connection, run_id: str, attempts: Collection[int]
 ) -> tuple[int, int, list[LoggedPart]] | None:
-    """What an attempt's next file of logged values is to hold, and its number; None where nothing is left."""
+    """The content of an attempt's next file of logged values, and its number; None if nothing is left."""
     table, stream, segment = schema.scalar_chunk, schema.stream, schema.segment
     same = (stream.c.run_id == table.c.run_id, stream.c.stream_id == table.c.stream_id)
     counted = select(stream.c.attempt, table.c.stream_id, table.c.name, func.count().label("parts"))

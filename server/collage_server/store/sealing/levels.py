@@ -1,4 +1,4 @@
-"""What a chunk holds at each level: a part's points of single steps, and the coarse ones of a whole chunk."""
+"""A chunk's content at each level: a part's points of single steps, and the coarse ones of a whole chunk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NOBODY: Final = MappingProxyType({"contributor_ranks": b"", "contributors": b""
 
 @dataclass(frozen=True, eq=False)
 class ChunkLevel:
-    """What a chunk holds at one level: points, totals of model, single ranks and layers, by entry key.
+    """A chunk's content at one level: points, and totals of model, single ranks and layers by entry key.
 
     `contributors`: the columns of `point_chunk` that say who contributed; coarse levels leave them empty.
     """
@@ -94,7 +94,7 @@ def coarse_levels(
 def _coarse_layers(
     view: RunView, plan: SealPlan, part: ChunkLevel, limits: SealLimits, archive: ArchiveReader
 ) -> dict[int, dict[str, FloatArray]]:
-    """By coarse level, what the layers store; made of some layers at a time, however many there are."""
+    """The layers' stored columns by coarse level, made for some layers at a time, however many there are."""
     count, keys = _widest(view, plan, part, archive), view.statistics(None)
     held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
     width = max(limits.coarse_bytes // (8 * limits.points * max(len(keys), 1)), 1)

@@ -83,7 +83,7 @@ class JournalContents:
     journal_full: bool
 
     def without(self, reports: frozenset[tuple[str, int]]) -> JournalContents:
-        """What is left when these are sealed."""
+        """The rest after these are sealed."""
         left = {
             attempt: [report for report in members if (report.stream_id, report.seq) not in reports]
             for attempt, members in self.waiting.items()
@@ -175,7 +175,7 @@ def _late(
     *,
     over: bool,
 ) -> SealPlan | None:
-    """Reports of steps that are sealed already: a part of their own, once there are enough of them."""
+    """Late reports, of steps that are sealed already, become a part of their own once there are enough of them."""
     if not infos:
         return None
     late = [report for report in waiting if report.step <= infos[-1].last_step]

@@ -37,7 +37,8 @@ _KEPT_RUNS: Final = 1000
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A layer whose replicas differ at a step. `replicas`: those unlike most (a tie: unlike the lowest)."""
+    """A layer whose replicas differ at a step. `replicas`: those that differ from the majority (in a tie, from the
+    lowest)."""
 
     attempt: int
     step: int
@@ -104,7 +105,7 @@ def _new_reports(view: RunView, compared: ComparedReports) -> tuple[dict[str, ar
 
 
 def _by_attempt(view: RunView, steps: IntArray) -> Iterator[tuple[int, list[Any]]]:
-    """Rows with model vectors at these steps, one process a rank, without what is sealed."""
+    """Rows with model vectors at these steps, one process per rank, without sealed reports."""
     selection = Selection(first_step=int(steps[0]), last_step=int(steps[-1]))
     unsealed = read_unsealed(view.connection, {view.run_id: view}, selection, layers=False)
     wanted = set(steps.tolist())

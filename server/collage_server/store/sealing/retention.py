@@ -312,16 +312,18 @@ def _last_point(connection: Connection, run_id: str, attempt: int, level: int, c
 
 
 class Expiry:
-    """Deletes what is too old, in short transactions that may be cut off anywhere without harm."""
+    """Deletes expired records, in short transactions that may be interrupted anywhere without harm."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def expire(self, before: float, owed_before: float) -> int:
-        """Remove a slice of what ended before a moment (Unix seconds); how many rows went, 0 when nothing is left.
+        """Remove a slice of the records that ended before a moment (Unix seconds); returns the number of rows, 0
+        when none is left.
 
-        What is open stays, with all that its run told since it began, and what ended and is owed a message until
-        `owed_before`. Of a run stay the notes, which people wrote, and the newest event: they are numbered from it.
+        Open incidents stay, with all events of their run since they began, and ended ones with a message due until
+        `owed_before`. A run keeps its notes, written by people, and its newest event, from which events are
+        numbered.
         """
         return next(filter(None, (self._remove(table, *old) for table, old in self._old(before, owed_before))), 0)
 

@@ -58,7 +58,7 @@ class _PartContents:
 
     @property
     def levels(self) -> dict[int, ChunkLevel]:
-        """All that is made, by level; nothing where only what was logged is sealed."""
+        """The part's rows by level; nothing if only logged values are sealed."""
         return {} if self.part is None else {LEVELS[0]: self.part, **self.coarse}
 
 
@@ -75,7 +75,7 @@ def seal(
     journal_full: bool,
     stale_after_seconds: float,
 ) -> int:
-    """Seal what is due of the run's journal; returns how many parts were made, 0 when nothing is due.
+    """Seal the due part of the run's journal; returns how many parts were made, 0 when nothing is due.
 
     Replicas are compared first: once sealed they cannot be. Leftovers of an interrupted sealing are deleted next,
     and count as a part. A run with statistics that this server cannot merge is left to a newer server.
@@ -120,7 +120,8 @@ def seal(
 def _next_part(
     connection: Connection, view: RunView, journal: JournalContents, limits: SealLimits, archive: ArchiveReader
 ) -> _PartContents | None:
-    """What is due next. While an archive is away, late reports of what lies there wait, and newer ones do not."""
+    """The next part that is due. While an archive is away, late reports of what lies there wait, and newer ones do
+    not."""
     for late in (True, False):
         plan = plan_seal(connection, view, journal, limits, late=late)
         hold(_COPIES * limits.bytes if plan else 0)

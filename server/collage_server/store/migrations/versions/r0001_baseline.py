@@ -19,7 +19,7 @@ _INT: Final = np.dtype("<i8")
 
 
 def upgrade() -> None:
-    """From the last revision of before, with its data; numbers that stood in tables a second time go."""
+    """Migrate from the last earlier revision, with its data; duplicated numbers are dropped."""
     # First, and alone: servers lock a run before its other rows.
     op.add_column("run", sa.Column("changed_at", sa.Double))
     op.execute(

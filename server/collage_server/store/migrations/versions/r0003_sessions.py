@@ -12,7 +12,7 @@ down_revision = "r0002"
 
 
 def upgrade() -> None:
-    """Columns that are empty for every token of before, and an empty table."""
+    """Columns that are empty for every existing token, and an empty table."""
     for name in ("also", "subject", "provider_session", "expires_at", "idle_seconds"):
         kind = server_tables.token.c[name].type
         op.add_column("token", sa.Column(name, kind))

@@ -10,7 +10,7 @@ down_revision = "r0003"
 
 
 def upgrade() -> None:
-    """Rows of before count as old, and are written anew."""
+    """Existing rows count as old, and are rewritten."""
     known = {column["name"] for column in sa.inspect(op.get_bind()).get_columns("run_newest")}
     if "made_at" not in known:
         op.add_column("run_newest", sa.Column("made_at", sa.Double, nullable=False, server_default="0"))
