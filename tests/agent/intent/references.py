@@ -28,6 +28,8 @@ def rerun(optimizer: Any) -> list[torch.Tensor]:
     for group, live in zip(copied.param_groups, optimizer.param_groups, strict=True):
         if isinstance(group.get("lr"), torch.Tensor):
             group["lr"] = group["lr"].double()
+        if "eps" in live:
+            group["eps"] = settled_eps(live)
         for p, original in zip(group["params"], live["params"], strict=True):
             weight = stored(optimizer, original)
             state = copied.state[p]
@@ -41,6 +43,15 @@ def rerun(optimizer: Any) -> list[torch.Tensor]:
             moves.append((p, weight))
     copied.step()
     return [p.detach() - weight for p, weight in moves]
+
+
+def settled_eps(live: dict[str, Any]) -> Any:
+    """A group's eps; what is None torch's Adafactor takes from the weights' dtype, and a copy's are fp64."""
+    eps = live.get("eps")
+    if not isinstance(eps, tuple):
+        return eps
+    own = torch.finfo(live["params"][0].dtype).eps
+    return tuple(own if value is None else value for value in eps)
 
 
 def stored(optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from collage_agent.step import rotation
 from torch import nn
 
 from collage_monitor import wire
+from tests.agent.intent.references import settled_eps
 from tests.agent.training import mlp, mlp_loss, train
 
 
@@ -37,10 +38,8 @@ def rerun(optimizer):
     vars(copied).update({key: value for key, value in vars(optimizer).items() if key not in vars(copied)})
     intended = {}
     for group, live in zip(copied.param_groups, optimizer.param_groups, strict=True):
-        if isinstance(group.get("eps"), tuple):
-            # What is None torch's Adafactor takes from the weights' dtype, and the copy's are fp64.
-            own = torch.finfo(live["params"][0].dtype).eps
-            group["eps"] = tuple(own if value is None else value for value in group["eps"])
+        if "eps" in live:
+            group["eps"] = settled_eps(live)
         for p, original in zip(group["params"], live["params"], strict=True):
             state = copied.state[p]
             for key, value in state.items():
