@@ -217,9 +217,9 @@ def test_sort_and_filter_stand_in_the_address_and_are_the_servers(watched):
 
 
 LIVE_PAGES = {
-    "/run/run-ticking": ("#run-panel .hm image", "run-revision.data"),
-    "/?q=ticking": (".run-cell a", "runs-revision.data"),
-    "/compare?run=run-ticking&run=run-plain": ("#compare-chart-3 .scatterlayer .trace", "compare-revision.data"),
+    "/run/run-ticking": ("#run-panel .hm image", "..run-revision.data"),
+    "/?q=ticking": (".run-cell a", "..runs-revision.data"),
+    "/compare?run=run-ticking&run=run-plain": ("#compare-chart-3 .scatterlayer .trace", "..compare-revision.data"),
 }
 
 

@@ -141,7 +141,7 @@ def test_stochastic_runs_come_with_a_note_on_their_lost_share(server, reader):
     runs = server.client().compare(["run-live", "run-plain"], "edq_ratio").runs
     assert "misjudges stochastic rounding" in text(comparison_table(runs, {}))
     page = render(read_address("/compare", "?run=run-live&run=run-plain"), reader)
-    assert "one step's lost share misjudges it" in text(page)
+    assert "the share lost in one step misjudges it" in text(page)
     assert "misjudges" not in text(render(read_address("/compare", "?run=run-plain"), reader))
 
 
