@@ -37,6 +37,15 @@ def test_every_image_is_pinned_by_its_digest():
     assert [image for image in images if not PINNED.fullmatch(image)] == []
 
 
+def test_the_image_installs_beside_the_python_of_its_base():
+    """Debian's refuses (PEP 668); `make containers` builds on it, from a checkout made under umask 077."""
+    text = (ROOT / "Dockerfile").read_text()
+    environment = re.findall(r"python3 -m venv (\S+)", text)
+    assert re.findall(r"(\S+) install .*constraints\.txt", text) == [f"{environment[0]}/bin/pip"]
+    assert f"ENV PATH={DOCKERFILE['WORKDIR']}/{environment[0]}/bin:$PATH" in text
+    assert text.index("chmod -R a+rX .") < text.index("USER 10001")
+
+
 @pytest.mark.parametrize("name", sorted(SERVICES.keys() - ONCE))
 def test_a_service_is_not_root_and_says_whether_it_is_well(name):
     service = SERVICES[name]
