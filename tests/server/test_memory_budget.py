@@ -113,7 +113,7 @@ def test_where_the_process_has_grown_to_its_limit_all_but_one_wait(monkeypatch):
             other.hold(20 * MIB)
         assert trimmed
         other.hold(MIB // 2)
-        grown[0] = 490 * MIB
+        grown[0] = 400 * MIB
         other.hold(20 * MIB)
     assert budget.held["answers"] == 0
 

@@ -92,7 +92,11 @@ def clone_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     torch's Adafactor takes an eps of None from the dtype of the group's first weight: that one is written down, for
     a clone steps fp64.
     """
-    cloned = clone_entries(group, "params")
+    cloned = {
+        key: value if type(value) in _PLAIN_VALUES else clone_value(value)
+        for key, value in group.items()
+        if key != "params"
+    }
     eps, weights = cloned.get("eps"), group.get("params")
     if weights and isinstance(eps, tuple) and None in eps:
         own = torch.finfo(weights[0].dtype).eps
