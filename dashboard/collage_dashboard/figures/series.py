@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -132,7 +133,9 @@ def shade_beyond(figure: go.Figure, condition: Condition, text: str) -> go.Figur
     """
     shown = [float(value) for trace in figure.data for value in trace.y or () if value is not None]
     logarithmic = figure.layout.yaxis.type == "log"
-    shown = [value for value in shown if value > 0 or not logarithmic]
+    shown = [value for value in shown if math.isfinite(value) and (value > 0 or not logarithmic)]
+    if not shown:
+        return figure
     away = condition.measure == "distance"
     bounds = [("<", 1 - condition.threshold), (">", 1 + condition.threshold)] if away else []
     for side, bound in bounds or [(condition.comparison, condition.threshold)]:

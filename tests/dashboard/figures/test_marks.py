@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
+from collage_dashboard.figures.series import shade_beyond
 from collage_dashboard.figures.stack import stack_height
 from collage_dashboard.pages.run_content import draw
 from collage_dashboard.view import View
 
+from collage_monitor.alerts import ALERTS
 from tests.dashboard.generated import GeneratedRun
 
 STACKED = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
@@ -106,3 +109,14 @@ def test_each_curve_has_its_110_pixels_whatever_is_marked(reader):
         layout = draw("stack", "stack", view, reader, marks=marks).layout
         assert layout.height == stack_height(len(STACKED))
         assert layout.height - layout.margin.t - layout.margin.b == 110 * len(STACKED)
+
+
+@pytest.mark.parametrize(
+    ("values", "logarithmic"), [([None, None], False), ([0.0, -1.0], True), ([float("nan")], False)]
+)
+def test_a_curve_without_a_point_to_draw_has_no_band(values, logarithmic):
+    """The page of such a run ended in an error."""
+    figure = go.Figure(go.Scatter(x=list(range(len(values))), y=values))
+    figure.update_layout(yaxis={"type": "log" if logarithmic else "linear"})
+    condition = next(entry for entry in ALERTS["CollageEdqLow"].conditions)
+    assert not shade_beyond(figure, condition, "words").layout.shapes

@@ -202,15 +202,10 @@ def chosen_layers(
     Raises:
         NotFound: a run has no layer of some name.
     """
-    if names is None or len(names) > _MOST_NAMES:
-        unread = [run_id for run_id, view in views.items() if "layers" not in vars(view)]
-        for run_id, held in (_layers_of(connection, unread) if unread else {}).items():
-            views[run_id].layers = held
-        found = {run_id: view.layers for run_id, view in views.items()}
-    else:
-        found = _named_layers(connection, views, names)
     if names is None:
-        return found
+        return _all_layers(connection, views)
+    many = len(names) > _MOST_NAMES
+    found = _all_layers(connection, views) if many else _named_layers(connection, views, names)
     for run_id, held in found.items():
         for name in names:
             if name not in held:
@@ -219,6 +214,14 @@ def chosen_layers(
                     field="layer",
                 )
     return {run_id: {name: held[name] for name in names} for run_id, held in found.items()}
+
+
+def _all_layers(connection: Connection, views: Mapping[str, RunView]) -> dict[str, dict[str, int]]:
+    """Those of each run, which its view keeps."""
+    unread = [run_id for run_id, view in views.items() if "layers" not in vars(view)]
+    for run_id, held in (_layers_of(connection, unread) if unread else {}).items():
+        views[run_id].layers = held
+    return {run_id: view.layers for run_id, view in views.items()}
 
 
 def _named_layers(
