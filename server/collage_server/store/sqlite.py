@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
+from weakref import WeakSet
 
 from sqlalchemy import URL, Connection, Engine, FromClause, create_engine, event
 from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
@@ -44,6 +45,8 @@ _LONG_LOG_BYTES: Final = 64 * 2**20
 """Readers without a pause let the log grow beyond what it keeps; from here on writers wait until it is emptied."""
 _MOST_BLOBS_OPENED: Final = 4096
 """By one connection, before another takes its place."""
+_CURSORS: Final = "cursors"
+"""Where a connection's `info` holds those of its statements that are still in use."""
 _PRAGMAS: Final = (
     "synchronous = FULL",
     "foreign_keys = ON",
@@ -104,6 +107,7 @@ class SqliteStore(Store):
         engine.dialect.statement_compiler = _HintingCompiler
         event.listen(engine, "connect", _on_connect)
         event.listen(engine, "begin", _on_begin)
+        event.listen(engine, "after_cursor_execute", _on_execute)
         event.listen(engine, "checkin", _on_checkin)
         return engine
 
@@ -233,17 +237,28 @@ def _prepare(path: Path, timeout_seconds: float) -> None:
             )
 
 
-def _on_connect(connection: Any, _record: Any) -> None:
+def _on_connect(connection: Any, record: Any) -> None:
     connection.isolation_level = None
     for pragma in _PRAGMAS:
         connection.execute(f"PRAGMA {pragma}").close()
+    record.info[_CURSORS] = WeakSet()
+
+
+def _on_execute(connection: Connection, cursor: Any, *_: Any) -> None:
+    connection.info[_CURSORS].add(cursor)
 
 
 def _on_checkin(_connection: Any, record: Any) -> None:
-    """Until its connection is closed, Python's sqlite3 keeps a reference to every blob that was ever opened.
+    """Close what a transaction left open, and the connection itself once it has opened many blobs.
 
-    They are small, but between them memory that large arrays took cannot be given back: 100 MiB for an export.
+    Rows that nobody reads to their end (an error ends the transaction, and its traceback is kept) hold SQLite's
+    snapshot beyond it: the connection's next transaction would read what was there then, and could not write.
+
+    Until its connection is closed, Python's sqlite3 keeps a reference to every blob that was ever opened. They are
+    small, but between them memory that large arrays took cannot be given back: 100 MiB for an export.
     """
+    for cursor in list(record.info.get(_CURSORS, ())):
+        cursor.close()
     if record.info.get(BLOBS_OPENED, 0) > _MOST_BLOBS_OPENED:
         record.invalidate()
 

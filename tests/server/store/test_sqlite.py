@@ -14,7 +14,8 @@ from collage_server.errors import StoreUnusable
 from collage_server.store import GroupQuery, SqliteStore, TableQuery
 from collage_server.store.chunks.blobs import BLOBS_OPENED
 from collage_server.store.engine.files import network_file_system
-from sqlalchemy import event
+from sqlalchemy import event, text
+from sqlalchemy.exc import ProgrammingError
 
 from collage_monitor import wire
 from tests.server.migrated import put_migrated
@@ -62,6 +63,39 @@ def test_a_connection_that_opened_many_blobs_is_replaced(store):
     with store.engine.connect() as connection:
         assert connection.connection.driver_connection is not first
         assert BLOBS_OPENED not in connection.info
+
+
+def left_unread(store, statement):
+    """Rows of which only one was read before their transaction ended."""
+
+    def rows(connection):
+        yield from connection.execute(statement)
+
+    with store.reading() as connection:
+        unread = rows(connection)
+        next(unread)
+    return unread
+
+
+def test_rows_that_nobody_reads_to_their_end_do_not_keep_their_snapshot(store):
+    """In SQLite a statement keeps its snapshot until it is reset: the next transaction of the same connection read
+    what was there then, and could not write. A part was sealed twice for it."""
+    add = text("INSERT INTO kept VALUES (:number)")
+    with store.writing() as connection:
+        connection.execute(text("CREATE TABLE kept (number INTEGER)"))
+        connection.execute(add, [{"number": number} for number in range(5000)])
+    count = text("SELECT count(*) FROM kept")
+    with store.reading(), store.reading():
+        pass
+    held = [left_unread(store, text("SELECT number FROM kept")) for _ in range(2)]
+    for number in range(5000, 5004):
+        with store.writing() as connection:
+            connection.execute(add, {"number": number})
+        with store.reading() as connection:
+            assert connection.execute(count).scalar_one() == number + 1
+    for unread in held:
+        with pytest.raises(ProgrammingError, match="closed"):
+            next(unread)
 
 
 class TestSqlite(StoreContract):

@@ -288,7 +288,8 @@ def _layer_rows(
                 opened += 1
                 with raw.blobopen("layer_chunk", "data", row[8], readonly=True) as blob:
                     blob.seek(8 * row[5] * row[7])
-                    yield (*row[:8], blob.read(8 * row[5] * row[9]))
+                    data = blob.read(8 * row[5] * row[9])
+                yield (*row[:8], data)
     finally:
         if opened:
             connection.info[BLOBS_OPENED] = connection.info.get(BLOBS_OPENED, 0) + opened

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
+from itertools import chain
 from operator import itemgetter
 from typing import Any, Final
 
@@ -127,7 +128,7 @@ class RunView:
 
     @cached_property
     def _declared(self) -> dict[str, None]:
-        return dict.fromkeys(key for stream in self.streams.values() for key in stream.statistics)
+        return dict.fromkeys(chain.from_iterable(stream.statistics for stream in self.streams.values()))
 
     def is_contested(self, stream_id: str) -> bool:
         """Whether another process reports as the same rank of the attempt: at a step only one of them counts."""
