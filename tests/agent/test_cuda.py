@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,9 @@ from collage_agent.transport import MemoryTransport
 from collage_optim import STRATEGIES, CollageAdamW
 
 from tests.agent.training import mlp, train
+from tests.agent.watching.test_averages import check, lerp
 from tests.optim.models import give_gradients, parameters, tensors_of
+from tests.reference.averages import ReferenceAverage, metrics_of
 
 pytestmark = pytest.mark.gpu
 
@@ -196,5 +199,94 @@ def test_a_step_in_a_cuda_graph_is_left_alone_and_said_not_to_be_seen(caplog):
     for one, other in zip(tensors, found, strict=True):
         assert torch.equal(one, other)
     assert handle.summary()["step"] == 3
-    assert "captured in a CUDA graph" in handle.info.intent_reason
-    assert "captured in a CUDA graph" in caplog.text
+    assert "by a CUDA graph that replays them" in handle.info.intent_reason
+    assert "by a CUDA graph that replays them" in caplog.text
+
+
+def averaged(average_dtype, steps=12):
+    """A training whose average is watched; the watch, what an fp64 average says of each layer, where it waited."""
+    model = mlp().cuda()
+    average = copy.deepcopy(model).to(average_dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    handle = collage.watch_average(average, model, 0.99, every=1, sample="all")
+    references = {name: ReferenceAverage(own) for name, own in average.named_parameters()}
+    waits = []
+    for step in range(steps):
+        train(model, optimizer, 1, device_loss, start=step)
+        before = {name: own.detach().clone() for name, own in average.named_parameters()}
+        with waiting_is_listened_to() as waited:
+            handle.before()
+            lerp(average, model, 0.99)
+            handle.after()
+        # The first update prepares what the others use.
+        waits += waited if step else []
+        weights, after = dict(model.named_parameters()), dict(average.named_parameters())
+        found = {
+            name: reference.update(before[name], after[name], weights[name], 0.99)
+            for name, reference in references.items()
+        }
+    return handle, found, waits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_average_s_numbers_are_those_of_an_fp64_average_and_nothing_waits(dtype):
+    handle, found, waits = averaged(dtype)
+    summary = handle.summary()
+    for name, layer in found.items():
+        check(summary["layers"][name], metrics_of([layer]))
+    check(summary["model"], metrics_of([*found.values()]))
+    assert [str(wait.message) for wait in waits if "synchronizing" in str(wait.message)] == []
+
+
+def launched(folder, name, checkpoint=None, spoil=None, **options):
+    """Three steps of a launch that goes on from a checkpoint; its watch, and the checkpoint that it leaves."""
+    model = mlp().cuda()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    start = 0
+    if checkpoint is not None:
+        start, weights, states = copy.deepcopy(checkpoint)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+    if spoil is not None:
+        spoil(model, optimizer)
+    collage.init("device", run_id=name.replace(" ", "-"), mode="offline", dir=folder)
+    handle = collage.watch(model, optimizer, every=1, budget=None, first_step=start + 1, **options)
+    train(model, optimizer, 3, device_loss, start=start)
+    collage.finish()
+    return handle, (start + 3, copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()))
+
+
+def one_layer_made_anew(model, _):
+    model[2].reset_parameters()
+
+
+def averages_emptied(_, optimizer):
+    for state in optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_low", "momentum_buffer"):
+            if key in state:
+                state[key].zero_()
+
+
+RESUMED = [name for name in OPTIMIZERS if "compiled" not in name]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_launch_knows_whether_all_came_back_bit_for_bit(name, tmp_path):
+    _, checkpoint = launched(tmp_path, name)
+    handle, checkpoint = launched(tmp_path, name, checkpoint)
+    assert "bit for bit" in str(handle.info.continuation)
+    assert handle.info.resume_losses == []
+    handle, checkpoint = launched(tmp_path, name, checkpoint, one_layer_made_anew)
+    assert sorted(handle.info.continuation.weights.layers) == ["2.bias", "2.weight"]
+    handle, _ = launched(tmp_path, name, checkpoint, averages_emptied)
+    assert handle.info.continuation.states.differing
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("AdamW fused", "plain"), ("plus", "plus"), ("split-master", "split-master")]
+)
+def test_what_is_kept_is_held_to_what_was_expected_at_the_first_step(name, kept, tmp_path):
+    handle, checkpoint = launched(tmp_path, name, expect={"strategy": kept})
+    assert handle.info.broken == []
+    handle, _ = launched(tmp_path, name, checkpoint, expect="master-weights")
+    assert [(breach.expectation, breach.step) for breach in handle.info.broken] == [("strategy", 4)]

@@ -419,9 +419,12 @@ def test_log_does_not_wait_for_the_device(tmp_path):
     run = make_run(tmp_path, transport)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
+        # CUDA loads a kernel when it is first used, and waits for the device then.
+        run.log({"loss": torch.full((), 1.0, device="cuda")}, step=0)
+        stream.synchronize()
         torch.cuda._sleep(2_000_000_000)
         loss = torch.full((), 3.0, device="cuda")
         run.log({"loss": loss}, step=1)
         assert not stream.query()
     run.finish()
-    assert [report.scalars for report in transport.reports] == [{"loss": 3.0}]
+    assert [report.scalars for report in transport.reports] == [{"loss": 1.0}, {"loss": 3.0}]
