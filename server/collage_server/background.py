@@ -15,7 +15,7 @@ from typing import Final
 
 from collage_server.clock import DatabaseClock
 from collage_server.disk import DiskGuard
-from collage_server.errors import Gone, NotFound
+from collage_server.errors import Busy, Gone, NotFound
 from collage_server.ingest.backpressure import JournalBounds
 from collage_server.memory import MemoryBudget, Owner
 from collage_server.store import NewEvent, Store
@@ -26,6 +26,8 @@ _LOG: Final = logging.getLogger(__name__)
 _SLICES: Final = 16
 _PAUSE_SECONDS: Final = 0.02
 _DAY_SECONDS: Final = 86_400.0
+_SILENT_SECONDS: Final = 60.0
+"""Between two lines of one thread that something is busy: a database that is away is so for every thread."""
 _OWED_DAYS: Final = 2.0
 """Longer than a message about an incident is tried."""
 
@@ -50,6 +52,7 @@ class BackgroundThread(ABC):
         self._interval_seconds = interval_seconds
         self._memory, self._owner = memory, owner
         self._thread: Thread | None = None
+        self._silent_until = 0.0
 
     @abstractmethod
     def do_due_work(self) -> None:
@@ -77,8 +80,16 @@ class BackgroundThread(ABC):
         """Do the work; log an exception instead of raising it."""
         try:
             work()
-        except Exception:
-            _LOG.exception("%s failed; the next round tries again", self._name)
+        except Exception as error:
+            self.log_failure(error, f"{self._name} failed; the next round tries again")
+
+    def log_failure(self, error: Exception, told: str) -> None:
+        """Log an error with its traceback; that database or memory is busy in one line, at most once a minute."""
+        if not isinstance(error, Busy):
+            _LOG.error(told, exc_info=error)
+        elif time.monotonic() >= self._silent_until:
+            self._silent_until = time.monotonic() + _SILENT_SECONDS
+            _LOG.warning("%s: %s", told, error.message)
 
     def _run(self) -> None:
         while not self.stopping.is_set():
@@ -126,8 +137,10 @@ class Sealer(BackgroundThread):
                 self._seal_run(run_id)
             except (Gone, NotFound):
                 continue
-            except Exception:
-                _LOG.exception("run %s cannot be sealed; its journal keeps everything, the others go on", run_id)
+            except Exception as error:
+                self.log_failure(
+                    error, f"run {run_id} cannot be sealed; its journal keeps everything, the others go on"
+                )
         for run_id in {*waiting, *self._bounds.waiting()}:
             if self._bounds.needs_count(run_id):
                 self._bounds.count(run_id, self._bytes_of(run_id))
@@ -215,8 +228,10 @@ class Maintenance(BackgroundThread):
                     self._record_event(run_id, gone, now)
             except (Gone, NotFound):
                 continue
-            except Exception:
-                _LOG.exception("retention of run %s failed; the next round tries again, the others go on", run_id)
+            except Exception as error:
+                self.log_failure(
+                    error, f"retention of run {run_id} failed; the next round tries again, the others go on"
+                )
         if self._event_days is not None:
             now = self._clock()
             before, owed_before = now - self._event_days * _DAY_SECONDS, now - _OWED_DAYS * _DAY_SECONDS

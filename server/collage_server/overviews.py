@@ -78,9 +78,9 @@ class OverviewKeeper(BackgroundThread):
                 keep_overview(self._store, due, self._counters)
             except (Gone, NotFound):
                 continue
-            except Exception:
-                _LOG.exception(
-                    "run %s cannot be evaluated; the next round tries again, the others go on", due.run_id
+            except Exception as error:
+                self.log_failure(
+                    error, f"run {due.run_id} cannot be evaluated; the next round tries again, the others go on"
                 )
             if not due.is_new:
                 self.stopping.wait((time.thread_time() - began) / self._share_of_time)

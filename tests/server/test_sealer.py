@@ -7,7 +7,7 @@ import threading
 import pytest
 from collage_server.app import create_app
 from collage_server.background import Sealer
-from collage_server.errors import Gone
+from collage_server.errors import Busy, Gone
 from collage_server.ingest.backpressure import JournalBounds
 from collage_server.settings import Settings
 from starlette.testclient import TestClient
@@ -84,6 +84,34 @@ def test_a_run_that_cannot_be_sealed_holds_up_no_other(caplog):
     sealer.stop(PATIENCE_SECONDS)
     assert sorted(run_id for run_id, _ in store.sealed) == ["b", "c"]
     assert "run a cannot be sealed" in caplog.text
+
+
+class WithBusyDatabase(Store):
+    """A database that is away for so many rounds."""
+
+    def __init__(self, due, rounds):
+        super().__init__(due)
+        self.rounds = rounds
+
+    def seal(self, run_id, now, *, journal_full=False):
+        if self.rounds:
+            self.rounds -= 1
+            raise Busy("the database cannot do this now")
+        return super().seal(run_id, now, journal_full=journal_full)
+
+
+def test_a_database_that_is_away_is_one_line_and_no_traceback(caplog):
+    store = WithBusyDatabase({"a": 1, "b": 1}, rounds=40)
+    sealer = sealer_of(store)
+    sealer.start()
+    until(lambda: len(store.sealed) == 2, "the sealing of both once the database is there")
+    sealer.stop(PATIENCE_SECONDS)
+    (line,) = caplog.records
+    assert line.levelname == "WARNING"
+    assert line.exc_info is None
+    assert line.getMessage() == (
+        "run a cannot be sealed; its journal keeps everything, the others go on: the database cannot do this now"
+    )
 
 
 @pytest.mark.slow

@@ -95,8 +95,10 @@ class AlertEvaluator(BackgroundThread):
         for key, (change, changed_at) in list(self._unkept.items()):
             try:
                 self._keep(change, changed_at)
-            except Exception:
-                _LOG.exception("%s cannot be kept; the next round tries again, the others go on", change.alert.name)
+            except Exception as error:
+                self.log_failure(
+                    error, f"{change.alert.name} cannot be kept; the next round tries again, the others go on"
+                )
             else:
                 del self._unkept[key]
 

@@ -1,0 +1,155 @@
+"""A gigabyte is backed up while it is written: the second copy adds little, and all is answered elsewhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from benchmarks._serving import Connection, serving
+from collage_monitor import wire
+from tests.torture.growth import NOW, declare, send, statistics
+
+BYTES = 10**9
+LAYERS, STATISTICS, A_BATCH = 500, 20, 16
+PROGRAM = (sys.executable, "-c", "from collage_monitor.command import main; main()")
+RUNS = ("a", "b", "c", "d")
+QUESTIONS = (
+    "",
+    "/streams",
+    "/layers",
+    "/heatmap?metric=edq_ratio",
+    "/heatmap?metric=edq_ratio&from=500&to=700",
+    "/series?metric=edq_ratio&points=1000",
+    "/series?metric=edq_ratio&layer=l7&points=1000",
+    "/series?metric=loss",
+    "/worst?metric=edq_ratio&k=20",
+    "/latest",
+)
+
+
+def command(*given):
+    """What a verb prints as JSON."""
+    done = subprocess.run([*PROGRAM, *map(str, given), "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def bytes_in(folder):
+    return sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+
+
+def batch(random, first):
+    """Reports of numbers that no compression makes smaller."""
+    reports = []
+    for seq in range(first, first + A_BATCH):
+        table = random.random((STATISTICS, LAYERS))
+        reports.append(
+            wire.Report(
+                seq=seq,
+                step=seq,
+                time=NOW + seq,
+                scalars={"loss": float(random.random())},
+                statistic_count=STATISTICS,
+                layer_count=LAYERS,
+                statistics=wire.array_to_bytes(table),
+                model=wire.array_to_bytes(table.sum(axis=1)),
+            )
+        )
+    return wire.encode_batch(wire.ReportBatch(reports=reports))
+
+
+def write(connection, folder, until):
+    """Feed the runs in turns until the store is so large; how many reports each got."""
+    random = np.random.default_rng(0)
+    for run_id in RUNS:
+        declare(connection, run_id, LAYERS, STATISTICS)
+    for first in count(0, A_BATCH):
+        for run_id in RUNS:
+            status, answer = send(connection, f"/streams/{run_id}/reports", batch(random, first))
+            assert status == 200, answer
+        if bytes_in(folder / "archive") >= until:
+            return first + A_BATCH
+    raise AssertionError
+
+
+@contextmanager
+def written_to(port, run_id="beside"):
+    """A small run that reports all the while."""
+    over = threading.Event()
+
+    def report():
+        with Connection(port) as connection:
+            declare(connection, run_id, 2, len(statistics(3)))
+            for seq in count():
+                if over.is_set():
+                    return
+                body = wire.Report(seq=seq, step=seq, time=NOW + seq, scalars={"loss": 1.0 / (1 + seq)})
+                send(connection, f"/streams/{run_id}/reports", wire.encode_batch(wire.ReportBatch(reports=[body])))
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def settled(folder, seconds=5.0):
+    """Wait until nothing is joined any more."""
+    seen = -1
+    while (now := bytes_in(folder / "archive")) != seen:
+        seen = now
+        time.sleep(seconds)
+
+
+def answers(port):
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=120.0) as client:
+        found = {}
+        for run_id in RUNS:
+            for question in QUESTIONS:
+                answer = client.get(f"/runs/{run_id}{question}")
+                assert answer.status_code == 200, (question, answer.text[:200])
+                found[run_id, question] = answer.content
+        return found
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_gigabyte_is_backed_up_while_it_is_written_and_answers_elsewhere(tmp_path):
+    store, copies, other = tmp_path / "store", tmp_path / "copies", tmp_path / "other"
+    copies.mkdir()
+    with serving(store) as (_, port), Connection(port) as connection:
+        last = write(connection, store, BYTES)
+        with written_to(port):
+            first = command("backup", copies / "monday.sqlite", "--dir", store)
+            whole = bytes_in(copies)
+            random = np.random.default_rng(1)
+            for run_id in RUNS:
+                send(connection, f"/streams/{run_id}/reports", batch(random, last))
+            second = command("backup", copies / "tuesday.sqlite", "--dir", store)
+        more = bytes_in(copies) - whole
+        settled(store)
+        command("backup", copies / "wednesday.sqlite", "--dir", store)
+        expected = answers(port)
+    assert whole >= BYTES
+    assert first["archived_files"] > 0
+    assert second["copied_files"] <= second["archived_files"]
+    sys.stdout.write(f"{whole / 1e6:.0f} MB at first, then {more / 1e6:.1f} MB: {more / whole:.1%}\n")
+    command("restore", copies / "wednesday.sqlite", "--dir", other)
+    with serving(other) as (_, port):
+        found = answers(port)
+    for asked, answer in expected.items():
+        assert found[asked] == answer, asked
+    assert more < 0.05 * whole
