@@ -15,8 +15,7 @@ from collage_server.exposition import MODEL_GAUGES, exposition, samples
 from collage_server.newest import newest_points
 from collage_server.store import schema
 from collage_server.store.reading import snapshot
-from collage_server.store.reading.points import read_latest
-from collage_server.store.reading.snapshot import Snapshot
+from collage_server.store.reading.snapshot import Snapshot, read_latest
 from collage_server.store.runs import run_store
 from msgspec.structs import replace as replace_fields
 from prometheus_client.parser import text_string_to_metric_families

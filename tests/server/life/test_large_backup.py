@@ -130,9 +130,11 @@ def answers(port):
 def test_a_gigabyte_is_backed_up_while_it_is_written_and_answers_elsewhere(tmp_path):
     store, copies, other = tmp_path / "store", tmp_path / "copies", tmp_path / "other"
     copies.mkdir()
-    with serving(store) as (_, port), Connection(port) as connection:
-        last = write(connection, store, BYTES)
-        with written_to(port):
+    with serving(store) as (_, port):
+        with Connection(port) as connection:
+            last = write(connection, store, BYTES)
+        settled(store)
+        with written_to(port), Connection(port) as connection:
             first = command("backup", copies / "monday.sqlite", "--dir", store)
             whole = bytes_in(copies)
             random = np.random.default_rng(1)

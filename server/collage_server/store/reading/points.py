@@ -13,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import Connection
 
-from collage_server.errors import Unprocessable
 from collage_server.memory import hold
 from collage_server.store.archive.reading import ArchiveReader, uncovered
 from collage_server.store.archive.segments import model_level
@@ -41,14 +40,11 @@ from collage_server.store.chunks.merge import (
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.plan import ReadPlan, plan_read
 from collage_server.store.reading.run_view import RunView, RunViews, chosen_layers, is_known
-from collage_server.store.records import FloatArray, IntArray, LatestPoint, Points, Selection
-from collage_server.store.runs.latest import newest_measured_step
+from collage_server.store.records import FloatArray, IntArray, Points, Selection
 
 __all__ = [
     "Sources",
-    "newest_step",
     "points_of_views",
-    "read_latest",
     "read_points",
     "sealed_layers",
     "sealed_model",
@@ -124,7 +120,8 @@ def _layer_points(
     positions = {run_id: np.array(list(held.values()), dtype=np.int64) for run_id, held in chosen.items()}
     plans = _plans(connection, views, selection, views)
     if selection.rank is not None:
-        _check_one_rank(views, selection.rank)
+        for view in views.values():
+            view.check_only_rank(selection.rank)
 
     waiting, sizes = {}, {}
     for run_id, view in views.items():
@@ -296,18 +293,6 @@ def _unsealed_model(
     return unsealed.merged_tables(view, plan.unsealed, plan.contributors, selection, row_bytes, table_of)
 
 
-def _check_one_rank(views: Views, rank: int) -> None:
-    """Layers are kept with all ranks merged; a single rank can be read only where it is the only one."""
-    for run_id, view in views.items():
-        ranks = {record.rank for record in view.streams.values()}
-        if ranks - {rank}:
-            raise Unprocessable(
-                f"run {run_id!r} has {len(ranks)} ranks: its layers are kept with all ranks merged, single ranks "
-                "as totals of their whole model; leave rank out, or leave layer, pattern and module_type out",
-                field="rank",
-            )
-
-
 def sealed_model(
     connection: Connection,
     archive: ArchiveReader,
@@ -457,32 +442,3 @@ def _point_tables(views: Views, level: int, points: PointRows, keys: Sequence[st
         )
         tables[run_id].append(table)
     return tables
-
-
-def read_latest(
-    connection: Connection, views: Views, stale_after_seconds: float, sources: Sources
-) -> dict[str, LatestPoint | None]:
-    """By run the newest measured step that every live rank has reached whole, with the model's totals."""
-    steps = {
-        run_id: step
-        for run_id, view in views.items()
-        if (step := newest_step(connection, view, stale_after_seconds, sources)) is not None
-    }
-    latest: dict[str, LatestPoint | None] = dict.fromkeys(views)
-    standing = {run_id: views[run_id] for run_id in steps}
-    for run_id, points in points_of_views(connection, standing, None, Selection(at=steps), sources).items():
-        if len(points.steps):
-            totals = {key: values[0] for key, values in points.totals.items()}
-            latest[run_id] = LatestPoint(steps[run_id], float(points.times[0]), totals)
-    return latest
-
-
-def newest_step(connection: Connection, view: RunView, stale_after_seconds: float, sources: Sources) -> int | None:
-    """The newest measured step that every live rank has reached; None where nothing is measured."""
-    step = newest_measured_step(
-        connection, view.run_id, view.latest_rows, view.first_hidden_steps, stale_after_seconds
-    )
-    if step is not None or not view.is_measured:
-        return step
-    found = points_of_views(connection, {view.run_id: view}, ("measured_steps",), Selection(), sources)[view.run_id]
-    return max(found.steps[found.ranks > 0].tolist(), default=None)

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row, Select, func, select
 
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
-from collage_server.errors import NotFound
+from collage_server.errors import NotFound, Unprocessable
 from collage_server.memory import held_rows
 from collage_server.store import schema
 from collage_server.store.archive.segments import LOGGED
@@ -90,6 +90,16 @@ class RunView:
         if rank is not None and ranks and rank not in ranks:
             raise NotFound(
                 f"run {self.run_id!r} has no rank {rank}; its ranks are {min(ranks)} to {max(ranks)}", field="rank"
+            )
+
+    def check_only_rank(self, rank: int) -> None:
+        """Raise Unprocessable unless it is the run's only one: layers are kept with all ranks merged."""
+        ranks = {record.rank for record in self.streams.values()}
+        if ranks - {rank}:
+            raise Unprocessable(
+                f"run {self.run_id!r} has {len(ranks)} ranks: its layers are kept with all ranks merged, single "
+                "ranks as totals of their whole model; leave rank out, or leave layer, pattern and module_type out",
+                field="rank",
             )
 
     def is_sealed(self, stream_id: str, seq: int) -> bool:

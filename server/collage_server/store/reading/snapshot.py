@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -14,8 +14,8 @@ from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.streams import read_layers, read_streams
-from collage_server.store.reading.points import Sources, newest_step, read_latest, read_points
-from collage_server.store.reading.run_view import RunViews
+from collage_server.store.reading.points import Sources, points_of_views, read_points
+from collage_server.store.reading.run_view import RunView, RunViews
 from collage_server.store.reading.scalars import read_newest_scalars, read_scalar_points
 from collage_server.store.records import (
     FloatArray,
@@ -28,11 +28,12 @@ from collage_server.store.records import (
     Selection,
 )
 from collage_server.store.runs.events import count_events
+from collage_server.store.runs.latest import newest_measured_step
 from collage_server.store.runs.live_runs import LiveRunPage, Place, read_live_runs
 from collage_server.store.runs.newest import KeptNewest, read_newest
 from collage_server.store.runs.run_store import read_page, read_records
 
-__all__ = ["PointStore", "Snapshot"]
+__all__ = ["PointStore", "Snapshot", "newest_step", "read_latest"]
 
 _CACHED_COLUMN_BYTES: Final = 64 * 2**20
 
@@ -139,3 +140,32 @@ class Snapshot:
         """
         views = self._views.of(run_ids)
         return read_latest(self._connection, views, self._stale_after_seconds, self._sources)
+
+
+def read_latest(
+    connection: Connection, views: Mapping[str, RunView], stale_after_seconds: float, sources: Sources
+) -> dict[str, LatestPoint | None]:
+    """By run the newest measured step that every live rank has reached whole, with the model's totals."""
+    steps = {
+        run_id: step
+        for run_id, view in views.items()
+        if (step := newest_step(connection, view, stale_after_seconds, sources)) is not None
+    }
+    latest: dict[str, LatestPoint | None] = dict.fromkeys(views)
+    standing = {run_id: views[run_id] for run_id in steps}
+    for run_id, points in points_of_views(connection, standing, None, Selection(at=steps), sources).items():
+        if len(points.steps):
+            totals = {key: values[0] for key, values in points.totals.items()}
+            latest[run_id] = LatestPoint(steps[run_id], float(points.times[0]), totals)
+    return latest
+
+
+def newest_step(connection: Connection, view: RunView, stale_after_seconds: float, sources: Sources) -> int | None:
+    """The newest measured step that every live rank has reached; None where nothing is measured."""
+    step = newest_measured_step(
+        connection, view.run_id, view.latest_rows, view.first_hidden_steps, stale_after_seconds
+    )
+    if step is not None or not view.is_measured:
+        return step
+    found = points_of_views(connection, {view.run_id: view}, ("measured_steps",), Selection(), sources)[view.run_id]
+    return max(found.steps[found.ranks > 0].tolist(), default=None)
