@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -12,15 +12,12 @@ import httpx
 from collage_monitor import wire
 from collage_monitor.connection import Connection, quoted
 from collage_monitor.errors import CollageError, ServerUnreachable
+from collage_monitor.frames import load_pyarrow, plain_number, run_columns, table_of
 from collage_monitor.refusals import refusal
 
 __all__ = ["Axis", "Client", "ExportFormat", "ExportStream"]
 
 _ROWS_A_PAGE: Final = 500
-_ABOUT: Final = (
-    *("run_id", "name", "project", "group", "tags", "state", "strategy", "observed_strategy", "dtype", "seed"),
-    *("created_at", "updated_at", "last_step", "configuration"),
-)
 _OF_LAYER: Final = ("shape", "dtype", "elements", "module_type")
 Axis = Literal["step", "tokens", "time"]
 ExportFormat = Literal["jsonl", "csv", "parquet"]
@@ -350,7 +347,7 @@ class Client(Connection):
         Raises:
             CollageError: pyarrow is not installed, or no run is left.
         """
-        pyarrow = _pyarrow()
+        pyarrow = load_pyarrow()
         from pyarrow.parquet import read_table
 
         ids = [run.run_id for run in self.all_runs(**filters)] if runs is None else runs
@@ -380,7 +377,7 @@ class Client(Connection):
             rows += page.rows
             if not page.rows or len(rows) >= page.total:
                 break
-        return _table([_run_columns(row, config) for row in rows])
+        return table_of([run_columns(row, config) for row in rows])
 
     def layers_frame(
         self,
@@ -405,8 +402,8 @@ class Client(Connection):
         for metric in metrics:
             found = self.heatmap(run_id, metric, points=1, first_step=first_step, last_step=last_step)
             for name, values in zip(found.layers, found.values, strict=True):
-                rows[name][metric] = _plain_number(values[-1]) if values else None
-        return _table(list(rows.values()))
+                rows[name][metric] = plain_number(values[-1]) if values else None
+        return table_of(list(rows.values()))
 
     def create_run(self, project: str, create: wire.RunCreate) -> wire.Run:
         """Create a run, or resume the one of this id."""
@@ -423,48 +420,6 @@ class Client(Connection):
     def send_reports(self, stream_id: str, batch: wire.ReportBatch) -> wire.BatchAnswer:
         """Send reports; durable when this returns."""
         return self.post(f"/streams/{quoted(stream_id)}/reports", batch, wire.BatchAnswer, wire.encode_batch)
-
-
-def _pyarrow() -> Any:
-    """The library, imported when a frame is asked for; a `CollageError` where it is not installed."""
-    try:
-        import pyarrow
-    except ModuleNotFoundError as error:
-        raise CollageError("a frame needs pyarrow: pip install 'collage-monitor[parquet]'") from error
-    return pyarrow
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Rows as a table with every column that one of them has, in the order first seen."""
-    pyarrow = _pyarrow()
-    names = dict.fromkeys(name for row in rows for name in row)
-    return pyarrow.table({name: pyarrow.array(_alike([row.get(name) for row in rows])) for name in names})
-
-
-def _alike(values: list[Any]) -> list[Any]:
-    """A column's values, as text if one column cannot hold their types."""
-    kinds = {type(value) for value in values if value is not None}
-    if len(kinds) < 2 or kinds == {int, float}:
-        return values
-    return [value if value is None else str(value) for value in values]
-
-
-def _run_columns(row: wire.RunRow, paths: Sequence[str]) -> dict[str, Any]:
-    said = row.overview or wire.Overview(run_id=row.run_id, health="not judged yet")
-    about = {name: getattr(row, name) for name in _ABOUT}
-    judged = {"health": said.health, "headline": said.headline, "first_step": said.first_step}
-    numbers = {key: _plain_number(value) for key, value in said.numbers.items()}
-    logged = {name: wire.from_number(scalar.value) for name, scalar in row.scalars.items()}
-    config = {f"config.{path}": _plain_entry(row.config.get(path)) for path in paths}
-    return {**about, **judged, "judged_step": said.last_step, **numbers, **logged, **config}
-
-
-def _plain_entry(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float) else str(value)
-
-
-def _plain_number(value: wire.Number | None) -> float | None:
-    return None if value is None else wire.from_number(value)
 
 
 def _several(metric: str | Sequence[str]) -> list[str]:
