@@ -175,7 +175,7 @@ STATISTICS_BEFORE = ("elements",)
 
 
 def test_a_block_too_large_for_a_request_goes_in_parts_of_layers(tmp_path, monkeypatch):
-    monkeypatch.setattr("collage_agent.transport.stream._LARGEST_TOTALS_BYTES", 8 * 3 * 4)
+    monkeypatch.setattr("collage_agent.transport.report_maker._LARGEST_TOTALS_BYTES", 8 * 3 * 4)
     transport = MemoryTransport()
     run = make_run(tmp_path, transport)
     names = [f"layer.{number}" for number in range(10)]
