@@ -24,19 +24,19 @@ from collage_agent.measurement import Layout, Measurement
 from collage_agent.mirrors.mirroring import MirroredRun, Mirrors
 from collage_agent.settings import Settings
 from collage_agent.transport import Transport
-from collage_agent.transport.http import page_answers
+from collage_agent.transport.http import dashboard_of
 from collage_agent.transport.pipeline import DeliveryPipeline
 from collage_agent.transport.queue import (
     AttemptStart,
     Item,
     LoggedScalars,
     MeasuredStep,
-    TensorSnapshot,
     WatchChange,
     cuda_event_on,
+    snapshot_of,
 )
 from collage_monitor.errors import CollageError, NotFound
-from collage_monitor.local import DEFAULT_DASHBOARD_URL, DEFAULT_SERVER_URL, local_server
+from collage_monitor.local import local_server
 from collage_monitor.wire import LIMITS
 
 __all__ = ["Run", "StepSource"]
@@ -395,7 +395,7 @@ class Run:
             place = self._step_of_watches()
         self._counted_step = max(self._counted_step, place or 0)
         now = time.time()
-        kept = ((str(name), _snapshot(value)) for name, value in values.items())
+        kept = ((str(name), snapshot_of(value)) for name, value in values.items())
         while part := dict(itertools.islice(kept, LIMITS["scalars_per_report"])):
             self._put(LoggedScalars(place, now, part, counted))
 
@@ -416,7 +416,7 @@ class Run:
         if self._given_transport is not None:
             return f" ({self.run_id}) is sent"
         server = self.settings.address
-        dashboard = _dashboard_of(server)
+        dashboard = dashboard_of(server)
         if dashboard is not None:
             return f": {dashboard}/run/{self.run_id}"
         return f" ({self.run_id}) is at {server}; to look at it: collage-monitor dashboard --server-url {server}"
@@ -449,24 +449,7 @@ class Run:
             _say("reports given up: " + ", ".join(f"{count} ({reason})" for reason, count in dropped.items()))
 
 
-def _dashboard_of(server_url: str) -> str | None:
-    """A dashboard of this machine that shows what is sent to the server, if one answers."""
-    found = local_server()
-    known = found.dashboard_url if found is not None and found.server_url == server_url else None
-    if known is None and server_url == DEFAULT_SERVER_URL:
-        known = DEFAULT_DASHBOARD_URL
-    return known if known is not None and page_answers(known) else None
-
-
 _HOW_TO_VIEW = "`collage-monitor up` starts a server, `collage-monitor sync` sends it what is left there."
-
-
-def _snapshot(value: Any) -> Any:
-    """A copy of the value, safe from later changes. A tensor is cloned on its device, which does not wait for
-    it."""
-    if isinstance(value, torch.Tensor):
-        return TensorSnapshot.of(value) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
-    return value
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:

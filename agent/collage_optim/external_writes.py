@@ -12,9 +12,8 @@ compared:
 - A master weight must round to the weight: exact for each element.
 - The bits of the weight beside a residual are not stored, because that would cost two bytes a weight. If a sampled
   element has changed, or the elements lie in another order, the residual of the whole weight goes, otherwise that
-  of
-  elements for which it is too large: above half a gap. A weight that is found changed twice gets a copy of the bits
-  from then on; that again is exact.
+  of elements for which it is too large: above half a gap. A weight that is found changed twice gets a copy of the
+  bits from then on; that again is exact.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from collage_monitor.backoff import Backoff
 from collage_monitor.certificates import trusted_certificates
 from collage_monitor.connection import quoted
 from collage_monitor.errors import ServerRefusal, ServerUnreachable, Unavailable, WireError
-from collage_monitor.local import is_loopback
+from collage_monitor.local import DEFAULT_DASHBOARD_URL, DEFAULT_SERVER_URL, is_loopback, local_server
 from collage_monitor.refusals import refusal
 from collage_monitor.wire import JSON, MSGPACK, BatchAnswer, Health, Stream, decode_message
 
-__all__ = ["HttpTransport", "page_answers"]
+__all__ = ["HttpTransport", "dashboard_of"]
 
 _LOG = logging.getLogger("collage_agent")
 _COMPRESSED_FROM_BYTES: Final = 6 * 2**20
@@ -140,12 +140,18 @@ class HttpTransport:
         return headers | {"authorization": f"Bearer {token}"} if token else headers
 
 
-def page_answers(url: str) -> bool:
-    """Whether a dashboard of this machine answers there; quick."""
+def dashboard_of(server_url: str) -> str | None:
+    """A dashboard of this machine that shows what is sent to the server, if one answers; quick."""
+    found = local_server()
+    known = found.dashboard_url if found is not None and found.server_url == server_url else None
+    if known is None and server_url == DEFAULT_SERVER_URL:
+        known = DEFAULT_DASHBOARD_URL
+    if known is None:
+        return None
     try:
-        return httpx.get(f"{url}/healthz", timeout=0.5, trust_env=False).is_success
+        return known if httpx.get(f"{known}/healthz", timeout=0.5, trust_env=False).is_success else None
     except httpx.HTTPError:
-        return False
+        return None
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:

@@ -25,6 +25,7 @@ __all__ = [
     "TensorSnapshot",
     "WatchChange",
     "cuda_event_on",
+    "snapshot_of",
 ]
 
 _ITEM_BYTES: Final = 512
@@ -62,6 +63,13 @@ class TensorSnapshot:
             self.ready.synchronize()
         local = self.tensor.to_local() if hasattr(self.tensor, "to_local") else self.tensor
         return float(local.item())
+
+
+def snapshot_of(value: Any) -> Any:
+    """A copy of a logged value, safe from later changes. A tensor is cloned on its device; nothing waits."""
+    if isinstance(value, torch.Tensor):
+        return TensorSnapshot.of(value) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
+    return value
 
 
 @dataclass(frozen=True)
