@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, delete, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Row, Table, bindparam, case, delete, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor.wire import Number, to_number
@@ -37,6 +37,7 @@ __all__ = [
     "require_run",
     "require_runs",
     "rows_given",
+    "run_facts",
     "scalars_from_json",
     "scalars_to_json",
     "shape_of",
@@ -148,6 +149,19 @@ def require_run(connection: Connection, run_id: str, *, lock: bool = False) -> N
     statement = select(schema.run.c.run_id).where(schema.run.c.run_id == run_id)
     if connection.execute(statement.with_for_update() if lock else statement).first() is None:
         raise missing_run(connection, run_id)
+
+
+def run_facts(connection: Connection, run_id: str, *names: str) -> Row[Any]:
+    """These columns of a run.
+
+    Raises:
+        NotFound, Gone: the run is not there.
+    """
+    columns = (schema.run.c[name] for name in names)
+    row = connection.execute(select(*columns).where(schema.run.c.run_id == run_id)).first()
+    if row is None:
+        raise missing_run(connection, run_id)
+    return row
 
 
 def require_runs(connection: Connection, run_ids: Collection[str]) -> None:

@@ -14,8 +14,9 @@ from collage_server.store import schema
 from collage_server.store.archive.segments import model_level
 from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, read_chunk_infos
 from collage_server.store.records import UNBOUNDED, first_hidden_steps
+from collage_server.store.rows import run_facts
 from collage_server.store.runs.latest import all_ranks_are_through
-from collage_server.store.runs.run_store import attempts_of_runs, read_run
+from collage_server.store.runs.run_store import attempts_of_runs
 
 __all__ = ["FilePlan", "is_over", "plan_file", "rows_behind", "visible_attempts"]
 
@@ -98,7 +99,7 @@ def _due_of_model(infos: Sequence[ChunkInfo], held: _Chunks, archived: _Chunks) 
 
 def is_over(connection: Connection, run_id: str) -> bool:
     """Whether the run has ended, and all that its ranks sent is there."""
-    return read_run(connection, run_id).state != "running" and all_ranks_are_through(connection, run_id)
+    return run_facts(connection, run_id, "state").state != "running" and all_ranks_are_through(connection, run_id)
 
 
 def visible_attempts(connection: Connection, run_id: str) -> set[int]:

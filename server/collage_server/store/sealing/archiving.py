@@ -60,8 +60,7 @@ from collage_server.store.reading.scalars import (
     read_logged_tables,
 )
 from collage_server.store.records import FloatArray
-from collage_server.store.rows import int_array, require_run
-from collage_server.store.runs.run_store import read_run
+from collage_server.store.rows import int_array, require_run, run_facts
 from collage_server.store.sealing.archive_plan import (
     FilePlan,
     is_over,
@@ -182,7 +181,7 @@ class Archiving:
             hold(_COPIES * _READ_BYTES)
             with self._database.reading() as connection:
                 view = RunView(connection, run_id)
-                project = read_run(connection, run_id).project
+                project = run_facts(connection, run_id, "project").project
                 chunks = {(run_id, plan.attempt): plan.chunks}
                 keys, ranks = _held_by(connection, view, plan)
                 if not keys:
@@ -226,7 +225,7 @@ class Archiving:
                 if found is None:
                     return False
                 attempt, number, parts = found
-                project = read_run(connection, run_id).project
+                project = run_facts(connection, run_id, "project").project
                 tables = read_logged_tables(connection, run_id, parts)
             self._require_still_own()
             series = tuple(LoggedSeries(*key, table.shape[1]) for key, table in tables.items())

@@ -30,10 +30,9 @@ from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import freeze
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.records import SealLimits
-from collage_server.store.rows import delete_slice, require_run
+from collage_server.store.rows import delete_slice, require_run, run_facts
 from collage_server.store.runs.changes import note_change
 from collage_server.store.runs.latest import all_ranks_are_through
-from collage_server.store.runs.run_store import read_run
 from collage_server.store.sealing.replicas import ReplicaComparison, count_mismatches, mismatches_by_run
 from collage_server.store.sealing.seal import seal
 from collage_server.store.sealing.slices import SliceDeletion
@@ -95,7 +94,7 @@ class Sealing:
         `journal_full`: there is no room for more, so all of it is due, whoever is waited for.
         """
         with self._database.reading() as connection:
-            record = read_run(connection, run_id)
+            record = run_facts(connection, run_id, "state", "updated_at")
             over = record.state != "running" and all_ranks_are_through(connection, run_id)
         silent = record.updated_at < now - self._stale_after_seconds
         with self._database.claimed(run_id) as mine:
@@ -108,7 +107,7 @@ class Sealing:
         """Seal every late report, however few they are; the caller has claimed the run."""
         limits = dataclasses.replace(self.limits, late_rows=1)
         with self._database.reading() as connection:
-            now = read_run(connection, run_id).updated_at
+            now = run_facts(connection, run_id, "updated_at").updated_at
         while self._seal_parts(run_id, limits, now=now, closed=False):
             pass
 
