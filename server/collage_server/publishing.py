@@ -1,8 +1,9 @@
 """Finished runs of a project as a Delta table, which other engines read: `archive publish`.
 
 The table lies in the project's folder of the archive. Its log names the archived files as they are. Only files that
-a newer attempt hides in part are copied, with their visible points. Beside the log `runs.parquet` has one row a
-run. Both follow from the database: where the log was deleted, the next call makes it again.
+a newer attempt hides in part are copied, with their visible points, and files of which reports came late, with
+these merged. Beside the log `runs.parquet` has one row a run. Both follow from the database: where the log was
+deleted, the next call makes it again.
 
 Every visible measured step of a run stands in one row a layer: an engine needs no filter. Needs deltalake.
 """
@@ -14,8 +15,9 @@ import json
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -31,11 +33,14 @@ from collage_server.store import (
     OF_A_ROW,
     ArchiveFiles,
     FinishedRun,
+    Points,
+    Selection,
     Store,
     VisiblePart,
     archived_path,
     copy_points,
     project_folder,
+    write_points,
 )
 
 __all__ = ["Published", "publish"]
@@ -45,6 +50,10 @@ _NO_COLUMN: Final = re.compile(r"[ ,;{}()\n\t=]")
 """Delta takes no such characters in names: extremes of coarse points ("minimum METRIC") stay out of the table."""
 _CONFIGURATION: Final = {"delta.deletedFileRetentionDuration": "interval 36500 days"}
 """The files are the archive's: VACUUM of another engine must not take those that the log does not name (yet)."""
+_ROOT: Final = "variance_product_root/"
+"""Begins what follows from a point's other totals."""
+_READ_BYTES: Final = 2**24
+"""Of totals of layers that are merged at a time."""
 _BOUNDED: Final = ("layer", "first_step", "step")
 _GRACE_SECONDS: Final = 3600.0
 """Longer than it takes from a copy to the log that names it."""
@@ -149,7 +158,7 @@ def _entries(run: FinishedRun, folder: str) -> Iterator[_Entry]:
         path = part.path
         if part.chunks is not None:
             # The same name for the same points: a call that was killed, or a log made again, finds them again.
-            text = f"{part.path} {part.chunks} {part.before}".encode()
+            text = f"{part.path} {part.chunks} {part.before}{part.late or ''}".encode()
             name = f"{COPY}{hashlib.blake2b(text, digest_size=16).hexdigest()}.parquet"
             path = archived_path(run.record.project, run.record.run_id, part.attempt, part.level, name)
         yield _Entry(run.record.run_id, part, path.removeprefix(f"{folder}/"))
@@ -183,24 +192,45 @@ def _add_actions(
         footer = footers.get(entry.part.path)
         if footer is None:
             continue
-        columns |= dict.fromkeys(key for key in footer.metadata.schema.names if key not in OF_A_ROW)
         size, metadata = entry.part.size, footer.metadata
         if entry.part.chunks is not None:
-            size, metadata = _copy(files, entry, f"{folder}/{entry.path}")
+            size, metadata = _copy(store, files, entry, f"{folder}/{entry.path}")
+        columns |= dict.fromkeys(key for key in metadata.schema.names if key not in OF_A_ROW)
         partitions = {"run": entry.run_id, "attempt": str(entry.part.attempt), "level": str(entry.part.level)}
         now = int(1000 * time.time())
         actions.append(AddAction(entry.path, size, partitions, now, True, json.dumps(_bounds(metadata))))
     return actions, {key: None for key in columns if not _NO_COLUMN.search(key)}
 
 
-def _copy(files: ArchiveFiles, entry: _Entry, path: str) -> tuple[int, pq.FileMetaData]:
+def _copy(store: Store, files: ArchiveFiles, entry: _Entry, path: str) -> tuple[int, pq.FileMetaData]:
     """Write the visible points of a file beside it."""
     with files.new_file() as made:
-        with files.open(entry.part.path) as source:
-            copy_points(made, source, entry.part.chunks or (), entry.part.before)
+        if entry.part.late is not None:
+            _write_merged(store, entry.run_id, entry.part.late, made)
+        else:
+            with files.open(entry.part.path) as source:
+                copy_points(made, source, entry.part.chunks or (), entry.part.before)
         size, metadata = made.stat().st_size, pq.read_metadata(made)
         files.put(made, path)
     return size, metadata
+
+
+def _write_merged(store: Store, run_id: str, late: tuple[int, int, tuple[int, ...]], made: Path) -> None:
+    """Write points in which late parts are merged, as in every answer."""
+    first, last, _ = late
+    with store.points.snapshot() as now:
+        names = [layer.name for layer in now.layers(run_id)]
+        every = Selection(first_step=first, last_step=last)
+        model = now.points([run_id], None, every)[run_id]
+        keys = [key for key in model.totals if not key.startswith(_ROOT)]
+        width = max(_READ_BYTES // (8 * max(len(keys) * len(model.steps), 1)), 1)
+
+        def groups() -> Iterator[Points]:
+            for start in range(0, len(names), width):
+                some = replace(every, by_layer=True, layers=tuple(names[start : start + width]))
+                yield now.points([run_id], keys, some)[run_id]
+
+        write_points(made, keys, groups())
 
 
 def _bounds(metadata: pq.FileMetaData) -> dict[str, Any]:

@@ -283,3 +283,46 @@ def test_a_project_folder_is_one_plain_name():
     assert project_folder("_log") == "@5Flog"
     assert len({project_folder("x" * 500), project_folder("x" * 501)}) == 2
     assert len(project_folder("ü" * 512)) < 200
+
+
+RANKS = fleet.FleetRun("ranks", "plus", 1e-3)
+
+
+def launched_on_two_ranks(store):
+    """A run that has ended; a function that stores a rank's reports."""
+    store.runs.create("p", wire.RunCreate(run_id="ranks"), NOW)
+    store.streams.create_attempt("ranks", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
+    layers = [wire.Layer(name=name, shape=[16, 16], dtype="bfloat16", elements=256) for name in fleet.NAMES]
+
+    def reported(rank):
+        more = {"layers": layers, "statistics": RANKS.keys, "watch": fleet.watch("plus")}
+        create = stream_create(f"ranks-{rank}", "launch-1", rank=rank, world_size=2, **more)
+        store.streams.create_stream("ranks", create, NOW)
+        stream = store.streams.stream_record(f"ranks-{rank}")
+        reports = [fleet._report(RANKS, seq, seq + 1, 1) for seq in range(RANKS.steps)]
+        store.journal.append([ReportGroup(stream, reports)], NOW + rank)
+        store.runs.update("ranks", wire.RunUpdate(state="finished"), NOW + 100)
+
+    return reported
+
+
+@pytest.mark.parametrize("archived_before", [False, True])
+@pytest.mark.parametrize("published_before", [False, True])
+def test_what_a_rank_sent_late_is_in_the_same_rows(store, archived_before, published_before):
+    """The first rank is sealed alone: the other's reports are parts of their own, of the same steps."""
+    reported = launched_on_two_ranks(store)
+    reported(0)
+    while store.sealing.seal("ranks", NOW + 10_000) or (archived_before and store.archiving.archive("ranks")):
+        pass
+    if published_before:
+        publish(store, "p")
+    reported(1)
+    fleet.archive_all(store, [RANKS])
+    done = publish(store, "p")
+    steps, values = rows(done.table, "ranks")
+    points = layer_points(store, "ranks", fleet.KEYS, ALL)
+    assert points.ranks.tolist() == [2] * RANKS.steps
+    assert steps.tolist() == points.steps.tolist() == list(range(1, RANKS.steps + 1))
+    for key in fleet.KEYS:
+        np.testing.assert_array_equal(values[key], points.totals[key])
+    assert publish(store, "p").added == 0

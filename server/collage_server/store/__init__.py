@@ -3,7 +3,7 @@
 from collage_server.store.access.tokens import AccessStore, LogOut
 from collage_server.store.archive.files import COPY, ArchiveFiles, archive_files, archived_path, project_folder
 from collage_server.store.archive.finished import FinishedRun, VisiblePart
-from collage_server.store.archive.parquet import OF_A_ROW, Footer, copy_points
+from collage_server.store.archive.parquet import OF_A_ROW, Footer, copy_points, write_points
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.reading.snapshot import Snapshot
@@ -82,4 +82,5 @@ __all__ = [
     "copy_points",
     "project_folder",
     "state_at",
+    "write_points",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final
 
 from sqlalchemy import Connection, Row, select
@@ -25,6 +26,8 @@ from collage_server.store.runs.run_store import read_records
 __all__ = ["FinishedRun", "FinishedRuns", "VisiblePart"]
 
 _RUNS_A_READING: Final = 256
+_Chunk = tuple[int, int, int]
+"""Attempt, level and number."""
 _OF_A_SEGMENT: Final = ("attempt", "level", "first_chunk", "last_chunk", "path", "bytes")
 
 
@@ -32,7 +35,9 @@ _OF_A_SEGMENT: Final = ("attempt", "level", "first_chunk", "last_chunk", "path",
 class VisiblePart:
     """The part of an archived file that is visible and in no file of a finer level.
 
-    `chunks` None: all of it. Else the points of these chunks before the step `before`.
+    `chunks` None: all of it. Else the points of these chunks before the step `before`. `late`: (first step, last
+    step, number of parts of each chunk) where reports came late, so that several rows of the file are one point, or
+    some points are in no file: they are read as an answer reads them.
     """
 
     attempt: int
@@ -41,6 +46,7 @@ class VisiblePart:
     size: int
     chunks: tuple[int, ...] | None = None
     before: int = UNBOUNDED
+    late: tuple[int, int, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,14 +99,18 @@ class FinishedRuns:
 
 
 def _archived_runs(project: str, among: Sequence[str] | None = None) -> Any:
-    """Ids of runs that are over and of which neither the journal nor chunks hold layers."""
-    run, chunk, report = schema.run, schema.layer_chunk, schema.report
+    """Ids of runs that are over and of which neither the journal nor chunks hold layers, but what came late."""
+    run, chunk, report, segment = schema.run, schema.layer_chunk, schema.report, schema.segment
     chosen = [run.c.project == project, run.c.state != "running"]
     chosen += [] if among is None else [run.c.run_id.in_(among)]
+    same = (segment.c.run_id == chunk.c.run_id, segment.c.attempt == chunk.c.attempt)
+    around = (segment.c.level == chunk.c.level, chunk.c.chunk.between(segment.c.first_chunk, segment.c.last_chunk))
+    # Rows that came after their chunk's file stay where they are.
+    late = select(segment.c.run_id).where(*same, *around, ~segment.c.has_rows).correlate(chunk).exists()
     # What was only logged is not published: a second writer may go on long after the end.
     waiting = (
         select(table.c.run_id).where(table.c.run_id == run.c.run_id, *where).correlate(run).exists()
-        for table, where in ((chunk, ()), (report, (report.c.model.is_not(None),)))
+        for table, where in ((chunk, (~late,)), (report, (report.c.model.is_not(None),)))
     )
     return (
         select(run.c.run_id).where(*chosen, *(~some for some in waiting)).order_by(run.c.created_at, run.c.run_id)
@@ -115,6 +125,7 @@ def _runs(connection: Connection, ids: Sequence[str]) -> list[FinishedRun]:
     numbered = _rows_by_run(connection, schema.attempt, ("attempt",), ids)
     shapes = _rows_by_run(connection, schema.layer, ("shape",), ids)
     overviews = _rows_by_run(connection, schema.run_overview, ("health", "findings"), ids)
+    late = _late_chunks(connection, ids)
     found = []
     for run_id, record in records.items():
         measured = {row.attempt: row.measured_from for row in attempts[run_id]}
@@ -127,14 +138,14 @@ def _runs(connection: Connection, ids: Sequence[str]) -> list[FinishedRun]:
                 layers=len(shapes[run_id]),
                 health=said.health if said else None,
                 findings=from_json(said.findings) if said and said.findings else {},
-                files=tuple(_visible_parts(segments[run_id], infos[run_id], bounds)),
+                files=tuple(_visible_parts(segments[run_id], infos[run_id], bounds, late[run_id])),
             )
         )
     return found
 
 
 def _visible_parts(
-    segments: Sequence[Row[Any]], infos: Sequence[ChunkInfo], bounds: Mapping[int, int]
+    segments: Sequence[Row[Any]], infos: Sequence[ChunkInfo], bounds: Mapping[int, int], late: Collection[_Chunk]
 ) -> Iterator[VisiblePart]:
     for segment in segments:
         if segment.level <= LOGGED:
@@ -147,17 +158,38 @@ def _visible_parts(
         ]
         kept = [info for info in held if min(info.levels) == segment.level and info.first_step < before]
         place = (segment.attempt, segment.level, segment.path, segment.bytes)
-        if len(kept) == len(held) and all(info.last_step < before for info in kept):
+        chunks = tuple(info.chunk for info in kept)
+        if any((segment.attempt, segment.level, chunk) in late for chunk in chunks):
+            steps = kept[0].first_step, kept[-1].last_step
+            yield VisiblePart(*place, chunks, before, (*steps, tuple(info.parts for info in kept)))
+        elif len(kept) == len(held) and all(info.last_step < before for info in kept):
             yield VisiblePart(*place)
         elif kept:
-            yield VisiblePart(*place, tuple(info.chunk for info in kept), before)
+            yield VisiblePart(*place, chunks, before)
+
+
+def _late_chunks(connection: Connection, ids: Sequence[str]) -> dict[str, set[_Chunk]]:
+    """Chunks by run of which a part repeats steps of an earlier one, or rows are left beside their file."""
+    found: dict[str, set[_Chunk]] = {run_id: set() for run_id in ids}
+    places = ("attempt", "level", "chunk")
+    for run_id, rows in _rows_by_run(connection, schema.layer_chunk, places, ids, distinct=True).items():
+        found[run_id].update((row.attempt, row.level, row.chunk) for row in rows)
+    columns = (*places, "part", "first_step", "last_step")
+    for run_id, rows in _rows_by_run(connection, schema.point_chunk, columns, ids).items():
+        last: dict[_Chunk, int] = {}
+        for row in sorted(rows, key=itemgetter(*range(1, 5))):
+            chunk = (row.attempt, row.level, row.chunk)
+            if row.first_step <= last.get(chunk, -1):
+                found[run_id].add(chunk)
+            last[chunk] = max(row.last_step, last.get(chunk, -1))
+    return found
 
 
 def _rows_by_run(
-    connection: Connection, table: Any, columns: Sequence[str], ids: Sequence[str]
+    connection: Connection, table: Any, columns: Sequence[str], ids: Sequence[str], *, distinct: bool = False
 ) -> dict[str, list[Row[Any]]]:
     found: dict[str, list[Row[Any]]] = {run_id: [] for run_id in ids}
     chosen = select(table.c.run_id, *(table.c[name] for name in columns)).where(table.c.run_id.in_(list(ids)))
-    for row in connection.execute(chosen):
+    for row in connection.execute(chosen.distinct() if distinct else chosen):
         found[row.run_id].append(row)
     return found

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from collage_server.store.chunks.blobs import PointRows
-from collage_server.store.records import FloatArray, IntArray
+from collage_server.store.records import FloatArray, IntArray, Points
 
 __all__ = [
     "Contents",
@@ -43,6 +43,7 @@ __all__ = [
     "read_layers",
     "rounded",
     "write_layers",
+    "write_points",
 ]
 
 _ROWS_A_GROUP: Final = 2**14
@@ -152,10 +153,26 @@ def write_layers(
         for totals in groups:
             rows, count = totals.shape[1:]
             held = slice(first, first + count)
-            of_rows = _of_ranks(contents.ranks[held], rows) if contents.ranks else _of_layers(names, held, rows)
+            of_rows = (
+                _of_ranks(contents.ranks[held], rows) if contents.ranks else _of_layers(names[held], first, rows)
+            )
             writer.write_table(_table(schema, of_rows, points, totals), row_group_size=count * rows)
             first += count
     return read_footer(file)
+
+
+def write_points(file: Path, keys: Sequence[str], groups: Iterable[Points]) -> None:
+    """Write points of some layers after the other, which no reader of ours asks for: without metadata of ours."""
+    schema = _schema(OF_A_ROW, keys)
+    with _writer(file, schema, keys) as writer:
+        first = 0
+        for points in groups:
+            rows, count = len(points.steps), len(points.layers)
+            unknown = np.full((rows, count), np.nan)
+            totals = np.stack([points.totals.get(key, unknown) for key in keys])
+            table = _table(schema, _of_layers(points.layers, first, rows), points, totals)
+            writer.write_table(table, row_group_size=max(layers_in_group(rows) * rows, 1))
+            first += count
 
 
 def metadata_of(contents: Contents) -> dict[bytes, bytes]:
@@ -196,11 +213,11 @@ def _schema(of_a_row: Mapping[str, pa.DataType], keys: Sequence[str]) -> pa.Sche
     return pa.schema([*columns, *(pa.field(key, pa.float64()) for key in keys)])
 
 
-def _of_layers(names: Sequence[str], held: slice, points: int) -> list[pa.Array]:
-    """The columns `layer` and `name` of the rows of some layers."""
-    layers = np.arange(held.start, held.stop, dtype=np.int32)
+def _of_layers(names: Sequence[str], first: int, points: int) -> list[pa.Array]:
+    """The columns `layer` and `name` of the rows of these layers, which follow on each other from `first` on."""
+    layers = np.arange(first, first + len(names), dtype=np.int32)
     indices = np.repeat(np.arange(len(layers), dtype=np.int32), points)
-    named = pa.DictionaryArray.from_arrays(indices, pa.array(list(names[held]), pa.string()))
+    named = pa.DictionaryArray.from_arrays(indices, pa.array(list(names), pa.string()))
     return [pa.array(np.repeat(layers, points)), named.dictionary_decode()]
 
 
@@ -209,7 +226,7 @@ def _of_ranks(ranks: Sequence[int], points: int) -> list[pa.Array]:
     return [pa.array(np.repeat(np.array(ranks, dtype=np.int64), points))]
 
 
-def _table(schema: pa.Schema, of_rows: list[pa.Array], points: PointRows, totals: FloatArray) -> pa.Table:
+def _table(schema: pa.Schema, of_rows: list[pa.Array], points: PointRows | Points, totals: FloatArray) -> pa.Table:
     width = totals.shape[2]
     moments = np.rint(points.times * 1e6).astype(np.int64)
     of_points: dict[str, NDArray[Any]] = {
