@@ -114,7 +114,7 @@ RESIDUALS = Definition(
             "sum",
             "max",
             "elements",
-            "Elements whose residual is 0 before the step though they had one, or moved since one could be kept.",
+            "Elements whose residual is 0 before the step though they had one, or moved by steps that leave one.",
         ),
         _last("residual_nonfinite", "elements", "Residuals that are NaN or infinite."),
         _last("residual_fill_sum", "1", "Σ |r| / ½gap(θᵛ)"),
@@ -152,7 +152,7 @@ RESIDUALS = Definition(
             "ratio",
             "residual_dropped / residual_elements",
             "Largest share, of the steps merged, of the residuals that are 0 before a step though the element had "
-            "one, or moved since one could be kept: something dropped them, such as a resume. Below 0.02 in "
+            "one, or moved by steps that leave one: something dropped them, such as a resume. Below 0.02 in "
             "training.",
             needs=("residual_dropped", "residual_elements"),
             finish=ratio,

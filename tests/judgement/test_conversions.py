@@ -202,6 +202,57 @@ def test_a_few_elements_that_came_back_to_where_they_began_dropped_nothing(targe
     no_word(handle)
 
 
+def of_grid(grid):
+    """The network with weights that are multiples of `grid`; None: as they are drawn."""
+    model = network()
+    with torch.no_grad():
+        for own in model.parameters() if grid else ():
+            own.copy_((own.float() / grid).round() * grid)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(pairs=True)
+@pytest.mark.parametrize("every", [1, 3, 10])
+@pytest.mark.parametrize("target", ["light", "kahan", "split-master", "split-master-8bit", "master-weights"])
+@pytest.mark.parametrize("before", [12, 13])
+@pytest.mark.parametrize("rate", [2.0**-8, 2.0**-9, 2.0**-10, 2.0**-12, 2.0**-14])
+@pytest.mark.parametrize("grid", [2.0**-9, None])
+def test_updates_that_fit_the_weights_leave_no_residual_to_drop(grid, rate, before, target, every, tmp_path):
+    """Lion's step is the rate: a power of two is a whole number of gaps, or comes to one after an even number of
+    steps."""
+    model = of_grid(grid)
+    optimizer = CollageLion(model.parameters(), lr=rate, strategy="master-weights")
+    train(model, optimizer, before)
+    states, kept = copy.deepcopy(optimizer.state_dict()), model.state_dict()
+    model = network()
+    model.load_state_dict(kept)
+    optimizer = CollageLion(model.parameters(), lr=rate, strategy=target)
+    optimizer.load_state_dict(states)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "now.pt")
+    assert "problem" not in {finding.severity for finding in audit_checkpoint(tmp_path / "now.pt").findings}
+    handle = watch(model, optimizer, every=every, sample="all", budget=None, casts=())
+    for step in range(before, before + 20):
+        train(model, optimizer, 1, start=step)
+        no_word(handle)
+    assert handle.info.resume_losses == []
+
+
+@pytest.mark.parametrize("strategy", ["light", "split-master"])
+@pytest.mark.parametrize("dropped", ["all", "half", "a layer"])
+def test_what_was_dropped_beside_updates_of_a_power_of_two_is_found(strategy, dropped):
+    model = network()
+    optimizer = CollageLion(model.parameters(), lr=2.0**-16, strategy=strategy)
+    train(model, optimizer, 25)
+    states = emptied(copy.deepcopy(optimizer.state_dict()), dropped)
+    optimizer = CollageLion(model.parameters(), lr=2.0**-16, strategy=strategy)
+    optimizer.load_state_dict(states)
+    handle = watch(model, optimizer, every=10, sample="all", budget=None)
+    train(model, optimizer, 1, start=25)
+    assert "residuals are off" in [finding.health for finding in handle.judgement().findings]
+    assert bool(handle.info.resume_losses) == (dropped == "all")
+
+
 KEPT = [*(("AdamW", target) for target in TARGETS), ("SGD", "light"), ("Lion", "light")]
 
 

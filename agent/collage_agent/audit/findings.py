@@ -13,6 +13,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, advised, is_narrow, number_of
+from collage_agent.sample.stored import leaves_residual
 from collage_monitor.wire import Conversion
 
 __all__ = ["AuditFinding", "Severity", "findings_of"]
@@ -103,8 +104,8 @@ def _zeroed_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFin
         for entry in parameters
         if (low := entry.remainder if entry.low is None else entry.low) is not None
         and (entry.step or 0) > _residuals_from(entry)
-        and entry.elements >= 64
         and not bool((low != 0).any())
+        and _rounded(entry) >= _ENOUGH
     ]
     if zeroed:
         yield AuditFinding(
@@ -122,6 +123,16 @@ def _residuals_from(entry: CheckpointParameter) -> float:
     0."""
     since = number_of(entry.group.get(RESIDUALS_FROM))
     return 1 if since is None else since
+
+
+def _rounded(entry: CheckpointParameter) -> int:
+    """Elements whose steps leave something beside the weight. Lion's are of the rate's size, which may be whole
+    gaps; of other rules, and with decay, they are of any size."""
+    rate, decay = number_of(entry.group.get("lr")), number_of(entry.group.get("weight_decay"))
+    signs = entry.betas is not None and entry.averages and not SECOND_MOMENTS & entry.averages.keys()
+    if entry.weight is None or rate is None or decay != 0 or not signs or not is_narrow(entry.weight.dtype):
+        return entry.elements
+    return int(leaves_residual(torch.tensor(rate, dtype=torch.float64), entry.weight).sum())
 
 
 def _converted(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
@@ -222,9 +233,9 @@ def _stale_masters(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditF
         if entry.paired and _share(_differs_when_rounded, entry.master, entry.weight) > _SHARE_THAT_MATTERS:
             stale.append(entry.name)
         elif (
-            entry.elements >= 64
-            and (entry.step or 0) > max(_residuals_from(entry), 1)
+            (entry.step or 0) > max(_residuals_from(entry), 1)
             and _share(_representable, entry.master, entry.weight) == 1
+            and _rounded(entry) >= _ENOUGH
         ):
             rounded.append(entry.name)
     if stale:

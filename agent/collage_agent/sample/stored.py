@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 import torch
 from collage_optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
+from collage_optim.numerics.formats import gap_towards
 from collage_optim.stepping import local_part
 from torch import Tensor
 from torch.nn import Parameter
@@ -34,6 +35,7 @@ __all__ = [
     "elementwise_state",
     "factored_state",
     "form_of",
+    "leaves_residual",
     "scalar_state",
     "stored_parameter",
 ]
@@ -43,6 +45,7 @@ GRADIENT: Final = "gradient"
 _SCALARS_OF_TORCH: Final = frozenset({"step", "mu_product", "mu", "eta"})
 _RUNNING_MAXIMA: Final = frozenset({"max_exp_avg_sq"})
 PLAIN_TENSORS: Final = {Tensor, Parameter}
+_PARTS_OF_GAP: Final = 4
 
 
 @dataclass(frozen=True)
@@ -196,3 +199,14 @@ def average_names(keys: Iterable[str], composition: Composition) -> list[str]:
 def decaying(name: str, tensor_dtype: torch.dtype) -> bool:
     """Whether a kept average can be judged by its decrements: a float, and no running maximum."""
     return tensor_dtype.is_floating_point and name not in _RUNNING_MAXIMA
+
+
+def leaves_residual(update: Tensor, weight: Tensor) -> Tensor:
+    """bool, one for each element: whether a residual of 0 is strange where such updates are added to a weight.
+
+    update: fp64; weight: as many, in their own dtype. Not where the update is a whole number of quarters of the
+    weight's gap, as a rate of a power of two under Lion may be: then a residual has few values, and 0 is one of
+    them; it is the only one where the update is a whole number of gaps. No synchronisation.
+    """
+    quarters = update / gap_towards(weight, update) * _PARTS_OF_GAP
+    return quarters.round().ne(quarters)

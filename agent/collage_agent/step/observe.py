@@ -13,7 +13,7 @@ from torch import Tensor
 
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_entries
-from collage_agent.sample.stored import GRADIENT, PARAMETER
+from collage_agent.sample.stored import GRADIENT, PARAMETER, leaves_residual
 from collage_agent.stats.classes import Flags, class_counts
 from collage_agent.stats.edq import edq_products, squared_block_sums
 from collage_agent.stats.elements import nonfinite, on_host, sum_is_finite, zero_excluded
@@ -242,7 +242,7 @@ def view_of(step: ObservedStep, scratch: Scratch) -> StepView:
         residual=_residual_of(step),
         residual_after=step.after[layout.after.stored[1]] if layout.after.is_sum else None,
         adjacent=step.adjacent,
-        held=_held_by(step, update, row["intended"]) if layout.after.is_sum else None,
+        held=_held_by(step, update, row["intended"], registered) if layout.after.is_sum else None,
         decay=step.decay,
         scales=step.scales,
         copies=_copies_of(step, parameter if flags is None else None) if step.formats else None,
@@ -295,11 +295,11 @@ def _averages_of(step: ObservedStep, update: IntendedUpdate) -> MovingAverages:
     return MovingAverages(layout.names, update.states, layout.decaying, present)
 
 
-def _held_by(step: ObservedStep, update: IntendedUpdate, intended: Tensor) -> Tensor | None:
+def _held_by(step: ObservedStep, update: IntendedUpdate, intended: Tensor, registered: Tensor) -> Tensor | None:
     """uint8 [slots], 1 where the residual should not be 0 before the step; None: not known.
 
     In the first step of a launch the optimizer's averages decide: an element that was stepped and moves now had a
-    residual, unless none could be kept before.
+    residual, unless none could be kept before, or such an update leaves none.
     """
     if step.launch is False or not step.layout.before.is_sum:
         return torch.zeros_like(step.before[PARAMETER], dtype=torch.uint8)
@@ -307,7 +307,7 @@ def _held_by(step: ObservedStep, update: IntendedUpdate, intended: Tensor) -> Te
         return step.held
     witnessed = update.states[0].ne(0).any(0)
     if update.known:
-        witnessed.logical_and_(intended)
+        witnessed.logical_and_(leaves_residual(intended, registered))
     if isinstance(step.launch, Tensor):
         witnessed.logical_and_(step.launch)
     return witnessed.view(torch.uint8)

@@ -353,7 +353,7 @@ class OptimizerHooks:
                 )
                 if self._looks_at_resume:
                     self._looks_at_resume = False
-                    self.resume.after(self.stepping, self._step)
+                    self.resume.after(self.stepping, self.measurer.watched, self._intents, self._step)
             self._iterations.measured = True
         except Exception as error:
             self._guard.caught("measuring a step", error)

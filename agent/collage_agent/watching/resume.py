@@ -2,6 +2,7 @@
 
 Checked once around the first measured step of a launch, and again after states are loaded later.
 Samples are read before the step, and some counters after it: a device is waited for then, and at no other step.
+Residuals of 0 are a loss only if steps leave some: what is suspected before the step is told after it.
 Only empty states are read to their end: for intact states the first tensors are enough.
 """
 
@@ -22,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.intent.choose import Intent
 from collage_agent.sample.quantised import is_quantised
 from collage_agent.sample.states import state_of, states_of, step_of
-from collage_agent.sample.stored import OURS, average_names, components, elementwise_state
+from collage_agent.sample.stored import OURS, average_names, components, elementwise_state, leaves_residual
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 
@@ -34,6 +35,8 @@ _SAMPLED: Final = 4096
 """Elements of each tensor."""
 _FEWEST: Final = 64
 """Elements that speak for the whole."""
+_FEWEST_LEFT: Final = 0.1
+"""Of the elements that moved. fp32 arithmetic itself leaves a last bit beside a few."""
 _SOME_COUNTERS: Final = 64
 _FEWEST_STEPS: Final = 2
 """A first step at rate 0 leaves nothing beside a weight."""
@@ -86,6 +89,8 @@ class ResumeCheck:
         self._taken: int | None = None
         self._some: list[float] = []
         self._absent: list[tuple[Tensor, str]] = []
+        self._suspected: _Found = {}
+        self._weights: dict[int, Tensor] = {}
 
     def before(
         self, optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent], step: int
@@ -96,14 +101,20 @@ class ResumeCheck:
         self._some = list(map(_of_count, _spread(counters)))
         found = {**_in_narrow_counters(counters), **_in_averages(kept, taken)}
         if _has_history(kept, taken):
-            beside = _beside_weights(optimizer, kept, taken)
-            self._absent = [] if beside else list(_absent_beside_weights(kept))
-            found |= beside
+            self._suspected = _beside_weights(optimizer, kept, taken)
+            self._weights = {place: shown.clone() for place, shown, _ in _sums(kept)} if self._suspected else {}
+            self._absent = [] if self._suspected else list(_absent_beside_weights(kept))
         for kind, (text, lasting) in found.items():
             self._note(kind, text, step, lasting=lasting)
 
-    def after(self, optimizer: Optimizer, step: int) -> None:
+    def after(
+        self, optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent], step: int
+    ) -> None:
         """It has been taken. Synchronises the device."""
+        suspected, self._suspected, weights, self._weights = self._suspected, {}, self._weights, {}
+        if suspected and not _leaves_nothing(weights, _Kept(optimizer, watched, intents)):
+            for kind, (text, lasting) in suspected.items():
+                self._note(kind, text, step, lasting=lasting)
         if self._taken and self._stands_still(optimizer):
             text = f"the step counter stands at {self._taken:,} before a step and after it"
             self._note("counter", text, step, lasting=True)
@@ -209,6 +220,32 @@ def _beside_weights(optimizer: Optimizer, kept: _Kept, taken: int | None) -> _Fo
     steps = "" if taken is None else f", {taken:,} steps into the training"
     text = f"{what} ({' and '.join(named)}) before the first step of this launch{steps}: what they held is gone"
     return {kind: (text, False)}
+
+
+def _sums(kept: _Kept) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The identity and a sample of each 16-bit weight and, in fp64, of what it is with the part beside it."""
+    for entry, state, intent in kept:
+        own, weight = intent.composition, local_part(entry.parameter.detach())
+        master, residual = (state.get(key) if key else None for key in (own.master, own.residual))
+        if weight.dtype.itemsize >= 4:
+            continue
+        shown = _sample(weight)
+        if isinstance(master, Tensor):
+            yield id(entry.parameter), shown, _sample(local_part(master)).double()
+        elif isinstance(residual, Tensor) and not is_quantised(local_part(residual)):
+            yield id(entry.parameter), shown, own.residual_of(shown, _sample(local_part(residual))).add_(shown)
+
+
+def _leaves_nothing(before: Mapping[int, Tensor], kept: _Kept) -> bool:
+    """Whether the step that was taken left next to nothing beside the weights, which had nothing beside them: then
+    nothing need have been lost."""
+    moved = left = 0
+    for place, _, now in _sums(kept):
+        if place in before:
+            update = now - before[place]
+            moved += int(update.count_nonzero())
+            left += int(leaves_residual(update, before[place]).sum())
+    return left < _FEWEST_LEFT * moved
 
 
 def _absent_beside_weights(kept: _Kept) -> Iterator[tuple[Tensor, str]]:
