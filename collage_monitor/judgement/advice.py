@@ -46,6 +46,7 @@ def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> tuple[Adv
     wide = bool(stuck) and all(kept.get(name) == "float32" for name in stuck)
     alone = len(watch.trained) == 1
     told = [advice_for(entry, lacking, wide_states=wide, alone=alone) for entry in watch.trained]
+    told = _of_one_dtype(watch.trained, told)
     named = any(entry.choices for entry in told if entry is not None)
     return (*(entry for entry in told if entry is not None and (entry.choices or not named)), *average)
 
@@ -62,7 +63,7 @@ def advice_for(
         return None
     if not narrow:
         return _of_wide_weights(trained, lacking)
-    if trained.fitting is None or 0 < trained.sparse == sum(trained.parameters.values()):
+    if _unfit(trained):
         return _wide_weights(trained, narrow, alone=alone)
     named = better(
         trained.strategy,
@@ -81,6 +82,11 @@ def advice_for(
     words = [f"try {_one_line(first.code)} ({_size(first)})"]
     words += [f'"{other.strategy}" ({other.bytes_per_parameter:.3g})' for other in others]
     return Advice(trained.optimizer, " or ".join(words), choices)
+
+
+def _unfit(trained: Trained) -> bool:
+    """Whether no strategy here is for the optimizer, or for its gradients."""
+    return trained.fitting is None or 0 < trained.sparse == sum(trained.parameters.values())
 
 
 def most_exact(trained: Trained, bytes_per_parameter: float) -> Choice | None:
@@ -158,3 +164,23 @@ def _wide_weights(trained: Trained, narrow: Sequence[str], *, alone: bool) -> Ad
     why = "its gradients are sparse" if trained.sparse else f"no strategy here is for {trained.optimizer}"
     text = f"{why}: try fp32 weights, {before}: {_one_line(choice.code)} ({_size(choice)})"
     return Advice(trained.optimizer, text, (choice,))
+
+
+def _of_one_dtype(trained: Sequence[Trained], told: Sequence[Advice | None]) -> Sequence[Advice | None]:
+    """The advice, where a sharded model's weights become fp32 for one optimizer: with them those of all others."""
+    pairs = list(zip(trained, told, strict=True))
+    whole = next((own for entry, own in pairs if own and own.choices and entry.sharded and _unfit(entry)), None)
+    if whole is None:
+        return told
+    return [
+        own if _unfit(entry) or not {*entry.parameters} & {*_NARROW} else _with_wide_weights(entry, whole)
+        for entry, own in pairs
+    ]
+
+
+def _with_wide_weights(trained: Trained, whole: Advice) -> Advice:
+    choice = Choice(whole.choices[0].code, 8.0 + 4 * sum(_moments(trained)))
+    text = f"its weights become fp32 with those of {whole.optimizer}"
+    if trained.optimizer == trained.fitting and trained.strategy != "plain":
+        text += ': build it with strategy="plain"'
+    return Advice(trained.optimizer, f"{text} ({_size(choice)})", (choice,))

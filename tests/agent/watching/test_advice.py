@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ import pytorch_optimizer
 import torch
 from collage_agent.handle import watch
 from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageOptimizer, CollageSGD
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 from collage_monitor.judgement import Judgement
 from collage_monitor.judgement.words import Choice
@@ -254,3 +255,53 @@ def test_what_is_advised_is_built_healthy_no_worse_and_as_large_as_told(case):
     [advice] = before.judgement.advice
     assert tuple(choice.strategy for choice in advice.choices) == case.told, before.judgement
     hold_to_advice(case, before, 200)
+
+
+@pytest.fixture
+def one_rank():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+SHARDED = Case("two optimizers", lambda p: SignedMomentum(p, lr=1e-4), window=16)
+OTHERS = {
+    "torch's": lambda p: T.AdamW(p, lr=1e-4),
+    "plain": ours(CollageAdamW, "plain", lr=1e-4),
+    "light": ours(CollageAdamW, "light", lr=1e-4),
+    "master-weights": ours(CollageAdamW, "master-weights", lr=1e-4),
+}
+
+
+def stepped(model, optimizers):
+    """What is said after 80 steps, and the bytes a parameter of each optimizer."""
+    handle = watch(model, optimizers, every=10, sample="all", windows=(16,), budget=None, casts=())
+    for step in range(80):
+        drawn = torch.randint(0, 60, (64,), generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        nn.functional.cross_entropy(model(drawn).float(), drawn % 5).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    handle.remove()
+    return handle.judgement(), [counted(optimizer) for optimizer in optimizers]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_fp32_weights_of_a_sharded_model_are_those_of_each_of_its_optimizers(other, one_rank):
+    """fully_shard wants one dtype: what one optimizer needs the other gets, and pays for."""
+    case = replace(SHARDED, rows=OTHERS[other])
+    model = model_of(case)
+    fully_shard(model)
+    optimizers = optimizers_of(case, list(model.parameters()))
+    judgement, _ = stepped(model, optimizers)
+    assert judgement.health == "losing updates"
+    told = {entry.optimizer: entry.choices for entry in judgement.advice}
+    assert set(told) == {type(optimizer).__name__ for optimizer in optimizers}
+    [(choice,), (its_choice,)] = told.values()
+    assert its_choice.code == choice.code
+    assert ('build it with strategy="plain"' in judgement.advice[1].text) == (other in ("light", "master-weights"))
+    names = {"model": model_of(case)}
+    exec(choice.code, names)
+    after, sizes = stepped(names["model"], optimizers_of(case, list(names["model"].parameters())))
+    assert after.health == "healthy"
+    assert [own.bytes_per_parameter for (own,) in told.values()] == pytest.approx(sizes, abs=0.1)
