@@ -162,7 +162,8 @@ def counted(optimizer: Any) -> float:
     parameters = [own for group in optimizer.param_groups for own in group["params"]]
     kept = [*parameters, *(own.grad for own in parameters if own.grad is not None and not own.grad.is_sparse)]
     for state in optimizer.state.values():
-        kept += [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() > 1]
+        for value in (own for own in state.values() if isinstance(own, torch.Tensor) and own.numel() > 1):
+            kept += [value._indices(), value._values()] if value.is_sparse else [value]
     return float(sum(value.nbytes for value in kept) / sum(value.numel() for value in parameters))
 
 
