@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.guard import Guard
 from collage_agent.handle import Watch
+from collage_agent.watching.resume import largest_step_count
 from collage_monitor.environment import CHECK_REPORT, CHECK_STEPS
 
 __all__ = ["CheckedSteps", "begin_check"]
@@ -23,22 +24,27 @@ _RANK: Final = "RANK"
 
 
 class CheckedSteps(msgspec.Struct, frozen=True):
-    """What the first steps of a launch showed: how many, the observed strategy, and the verdict."""
+    """What the first steps of a launch showed on a rank: how many, the observed strategy, and the verdict."""
 
     steps: int
     last_step: int
     strategy: str
     health: str
     text: str
+    rank: int = 0
 
 
 class _Check:
     """The watches of this process. All of them must reach the last step; one that has taken twice as many steps no
-    longer waits."""
+    longer waits. Rank 0 writes `report`, rank 1 the same with ".1" before its suffix, and so on."""
 
     def __init__(self, steps: int, report: Path) -> None:
-        self._wanted, self._report = steps, report
+        rank = os.environ.get(_RANK, "0")
+        self._rank = int(rank) if rank.isdecimal() else 0
+        self._wanted = steps
+        self._report = report.with_suffix(f".{self._rank}{report.suffix}") if self._rank else report
         self._taken: dict[int, int] = {}
+        self._begun: dict[int, int | None] = {}
         self._watches: dict[int, Watch] = {}
         self._guard = Guard()
         self._is_written = False
@@ -52,6 +58,12 @@ class _Check:
             self._watches[key], self._taken[key] = watch, 0
             # After the hooks of the watch: a step is counted when it is measured.
             stepping[-1].register_step_post_hook(lambda *_: self._stepped(key))
+            # torch's set_optimizer_state_dict takes a step with a rate of 0 first, so that there are states.
+            stepping[-1].register_load_state_dict_post_hook(lambda optimizer: self._loaded(key, optimizer))
+
+    def _loaded(self, key: int, optimizer: Optimizer) -> None:
+        self._taken[key] = 0
+        self._begun[key] = largest_step_count(optimizer)
 
     def _stepped(self, key: int) -> None:
         self._taken[key] += 1
@@ -60,8 +72,8 @@ class _Check:
             raise SystemExit(0)
 
     def _write(self) -> None:
-        """Write the verdict of the watch that is worst off, of rank 0 alone; never raises into the training."""
-        if self._is_written or os.environ.get(_RANK, "0") != "0":
+        """Write the verdict of each watch; never raises into the training."""
+        if self._is_written:
             return
         self._is_written = True
         try:
@@ -74,8 +86,9 @@ class _Check:
     def _checked(self, key: int) -> CheckedSteps:
         watch = self._watches[key]
         judged = watch.judgement()
-        strategy = watch.info.observed_strategy
-        return CheckedSteps(self._taken[key], watch.step or 0, strategy, judged.health, judged.text)
+        strategy, taken, begun = watch.info.observed_strategy, self._taken[key], self._begun.get(key)
+        last = watch.step or 0 if begun is None else begun + taken
+        return CheckedSteps(taken, last, strategy, judged.health, judged.text, self._rank)
 
 
 _check: _Check | None = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from collage_optim import MASTER_PARAMETER, CollageAdamW
 from safetensors.torch import save_file
 
 from tests.audit.checkpoints import saved, trained
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -213,3 +216,93 @@ def test_what_cannot_be_read_or_started_or_written_is_a_sentence(tmp_path):
     assert answer.exit_code == 2
     assert "--to" in answer.output
     assert CliRunner().invoke(cure, [str(checkpoint), "--check"]).exit_code == 2
+
+
+ON_TWO_RANKS = """
+import os, sys
+import torch
+from collage_agent.optim import CollageAdamW
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from tests.audit.checkpoints import network
+
+distributed.init_process_group("gloo")
+model = network(torch.bfloat16)
+content = torch.load(sys.argv[1])
+model.load_state_dict(content["model"])
+if os.environ["SPREAD"] == "shards":
+    fully_shard(model)
+    for number, own in enumerate(model.parameters()):
+        state = content["optimizer"]["state"][number]
+        for key in state.keys() - {"step"}:
+            state[key] = distribute_tensor(state[key], own.device_mesh, own.placements, src_data_rank=None)
+else:
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = CollageAdamW(model.parameters(), lr=1e-5, strategy="split-master")
+optimizer.load_state_dict(content["optimizer"])
+if os.environ["LOSES"] == os.environ["RANK"]:
+    optimizer.register_step_post_hook(lambda *_: [
+        getattr(state["parameter_low"], "_local_tensor", state["parameter_low"]).zero_()
+        for state in optimizer.state.values()
+    ])
+generator = torch.Generator().manual_seed(distributed.get_rank())
+for step in range(60):
+    inputs = torch.randn(16, 24, generator=generator).bfloat16()
+    optimizer.zero_grad()
+    (model(inputs).float() - 1).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_step_before_the_checkpoint_is_loaded_does_not_count(tmp_path):
+    """torch's set_optimizer_state_dict takes one with a rate of 0, so that there are states to load into."""
+    checkpoint = sick_checkpoint(tmp_path, "plain bf16, which loses")
+    command = program(tmp_path, checkpoint, optimizer=ADAMW.format(rate=1e-5))
+    script = Path(command[-1])
+    loaded = """set_optimizer_state_dict(model, optimizer, states_of(content["optimizer"]))"""
+    script.write_text(
+        script.read_text()
+        .replace('optimizer.load_state_dict(content["optimizer"])', loaded)
+        .replace("model = network", STATES_BY_NAME + "model = network", 1)
+    )
+    answer = run(checkpoint, "--json", "--check", "--", *command, "{checkpoint}")
+    found = json.loads(answer.stdout)
+    assert answer.exit_code == 0, found["failures"]
+    assert [(own["steps"], own["last_step"]) for own in found["checked"]] == [(20, 32)]
+
+
+STATES_BY_NAME = """
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+def states_of(saved):
+    names = [name for name, _ in model.named_parameters()]
+    [group] = saved["param_groups"]
+    options = {key: value for key, value in group.items() if key in optimizer.param_groups[0]}
+    group = {**options, "params": [names[number] for number in group["params"]]}
+    return {"state": {names[n]: state for n, state in saved["state"].items()}, "param_groups": [group]}
+
+"""
+
+
+@pytest.mark.parametrize("loses", ["none", "1"])
+@pytest.mark.parametrize("spread", ["replicas", "shards"])
+def test_two_ranks_prove_it_and_each_is_heard(spread, loses, tmp_path, monkeypatch):
+    checkpoint = sick_checkpoint(tmp_path, "plain bf16, which loses")
+    script = tmp_path / "train.py"
+    script.write_text(ON_TWO_RANKS)
+    monkeypatch.setenv("SPREAD", spread)
+    monkeypatch.setenv("LOSES", loses)
+    torchrun = [shutil.which("torchrun", path=Path(sys.executable).parent), "--nproc-per-node=2"]
+    command = [*torchrun, f"--master-port={free_port()}", script, "{checkpoint}"]
+    answer = run(checkpoint, "--json", "--check", "--", *command)
+    found = json.loads(answer.stdout)
+    assert answer.exit_code == (loses == "1"), found["failures"]
+    assert found["cured"] == (loses == "none")
+    for checked in found["checked"]:
+        assert (checked["steps"], checked["last_step"], checked["strategy"]) == (20, 32, "split-master")
+    health = [(checked["rank"], checked["health"]) for checked in found["checked"]]
+    assert health == ([(0, "healthy")] if loses == "none" else [(0, "healthy"), (1, "losing updates")])
+    if loses == "1":
+        assert found["failures"] != []
+        assert all(failure.startswith("rank 1: ") for failure in found["failures"])

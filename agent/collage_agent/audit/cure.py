@@ -145,7 +145,10 @@ def render_cure(cure: Cure) -> str:
     if cure.code:
         place = "before the checkpoint is loaded" if cure.output else "before the optimizer is built"
         lines += [f"paste {place}:", *(f"    {line}" for line in cure.code.splitlines())]
-    lines += [f"steps up to {checked.last_step}: {checked.health}. {checked.text}" for checked in cure.checked]
+    lines += [
+        f"{_of_rank(checked)}steps up to {checked.last_step}: {checked.health}. {checked.text}"
+        for checked in cure.checked
+    ]
     lines += [f"not cured: {failure}" for failure in cure.failures]
     if cure.cured and cure.checked:
         lines.append(f"cured: {cure.checked[0].steps} steps prove it")
@@ -183,8 +186,22 @@ def _first_steps(program: Sequence[str], checkpoint: str, steps: int) -> tuple[l
             status = subprocess.run(command, env=environment, stdout=2, check=False).returncode
         except OSError as error:
             raise CollageError(f"{command[0]}: {error.strerror}; pass a program that the shell finds") from error
-        found = report.read_bytes() if report.exists() else b"[]"
-    return msgspec.json.decode(found, type=list[CheckedSteps]), status
+        read = [
+            entry
+            for file in (report, *report.parent.glob("steps.*.json"))
+            if file.exists()
+            for entry in msgspec.json.decode(file.read_bytes(), type=list[CheckedSteps])
+        ]
+    return _differing(sorted(read, key=lambda entry: entry.rank)), status
+
+
+def _differing(checked: Sequence[CheckedSteps]) -> list[CheckedSteps]:
+    """What rank 0 found, and of other ranks what it did not find. On other machines than this one ranks are not
+    heard."""
+    seen: dict[tuple[object, ...], CheckedSteps] = {}
+    for entry in checked:
+        seen.setdefault((entry.steps, entry.last_step, entry.strategy, entry.health), entry)
+    return list(seen.values())
 
 
 def _failures(cure: Cure, checked: Sequence[CheckedSteps], status: int, steps: int) -> Iterator[str]:
@@ -192,15 +209,25 @@ def _failures(cure: Cure, checked: Sequence[CheckedSteps], status: int, steps: i
     if not checked:
         yield f"the program ended with status {status} before a step of an optimizer was measured"
     for found in checked:
-        begun = found.last_step - found.steps
-        if found.steps < steps:
-            yield f"the program took {found.steps} of {steps} steps; let it train for longer, or pass --steps"
-        if cure.conversion is not None and begun < cure.conversion.step:
-            yield (
-                f"it began after step {begun}, not after step {cure.conversion.step}: it did not load "
-                f"{cure.output}; pass {_PLACEHOLDER} in its command, or read {CHECKPOINT}"
-            )
-        if cure.strategy and found.strategy != cure.strategy:
-            yield f"weights are kept as {found.strategy}, not {cure.strategy}: paste the lines above"
-        if found.health != "healthy":
-            yield f"the first steps are not healthy but {found.health}: {found.text}"
+        yield from (f"{_of_rank(found)}{words}" for words in _failures_of(cure, found, status, steps))
+
+
+def _of_rank(found: CheckedSteps) -> str:
+    return f"rank {found.rank}: " if found.rank else ""
+
+
+def _failures_of(cure: Cure, found: CheckedSteps, status: int, steps: int) -> Iterator[str]:
+    begun = found.last_step - found.steps
+    if found.steps < steps and status:
+        yield f"the program ended with status {status} after {found.steps} of {steps} steps"
+    elif found.steps < steps:
+        yield f"the program took {found.steps} of {steps} steps; let it train for longer, or pass --steps"
+    if cure.conversion is not None and begun < cure.conversion.step:
+        yield (
+            f"it began after step {begun}, not after step {cure.conversion.step}: it did not load "
+            f"{cure.output}; pass {_PLACEHOLDER} in its command, or read {CHECKPOINT}"
+        )
+    if cure.strategy and found.strategy != cure.strategy:
+        yield f"weights are kept as {found.strategy}, not {cure.strategy}: paste the lines above"
+    if found.health != "healthy":
+        yield f"the first steps are not healthy but {found.health}: {found.text}"
