@@ -178,7 +178,7 @@ class Watch:
     def compare_with_saved(self, folder: Path) -> None:
         """Keep summaries of checkpoints there, and compare this launch's start with them."""
         for number, hooks in enumerate(self._hooks):
-            hooks.saved = SavedNumbers(folder / f"{number}.msgpack")
+            hooks.saved.numbers = SavedNumbers(folder / f"{number}.msgpack")
 
     @property
     def step(self) -> int | None:

@@ -23,18 +23,45 @@ from collage_agent.sample.quantised import is_quantised, reading_dtype
 from collage_agent.sample.remainders import codes_of
 from collage_agent.sample.states import state_of, states_of
 from collage_agent.sample.stored import OURS, PLAIN, Composition, elementwise_state, factored_state, form_of
-from collage_agent.step.rotation import ELEMENTS_A_STEP, too_large
+from collage_agent.step.rotation import ELEMENTS_A_STEP, is_whole, too_large
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.watching.trained import trained
 from collage_monitor import wire
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["describe", "joined"]
+__all__ = ["IN_PARTS", "describe", "joined", "notes_on"]
 
+IN_PARTS: Final = (
+    "in parts on several ranks, and no rank can step its part alone: only what changed is known of them"
+)
 _UNKNOWN: Final = "unknown"
 _SCALAR: Final = torch.Size([])
 _NEARLY_ALL: Final = 0.9
 _CLOSURE_NOTE = "steps evaluate a closure repeatedly: no one gradient leads to them, only what changed is measured"
+
+
+def notes_on(
+    watched: Sequence[WatchedParameter],
+    intents: Sequence[Intent],
+    *,
+    left_out: Collection[str],
+    shared_by: str | None,
+    cast_to: Collection[str],
+) -> list[str]:
+    """What is not measured, or measured otherwise.
+
+    left_out: names of tensors. shared_by: who shares out tensors over ranks. cast_to: dtypes of the forward pass.
+    """
+    notes = [f"left out: {', '.join(left_out)}"] if left_out else []
+    whole = [entry for entry in watched if isinstance(intents[entry.group], WholeTensor)]
+    if parts := sum(not is_whole(entry) for entry in whole):
+        notes.append(f"{parts} tensors are {IN_PARTS}")
+    if shared_by is not None:
+        notes.append(f"tensors are shared out over ranks by {shared_by}")
+    if cast_to:
+        cast = ", ".join(cast_to)
+        notes.append(f"shards are cast to {cast} for the forward pass, after the step: that rounding is not seen")
+    return notes
 
 
 def describe(

@@ -29,11 +29,11 @@ from collage_agent.training.deepspeed import SubGroup
 from collage_agent.training.parameters import WatchedParameter, regrouped, watched_parameters
 from collage_agent.training.scaling import SkippedSteps
 from collage_agent.training.shards import Sharding
-from collage_agent.watching.description import describe
+from collage_agent.watching.description import IN_PARTS, describe, notes_on
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.iterations import Iterations
 from collage_agent.watching.resume import ResumeCheck
-from collage_agent.watching.saved import SavedNumbers, goes_on_from, numbers_of
+from collage_agent.watching.saved import CheckpointComparison
 from collage_agent.watching.unseen import NOTES, SeenBy, UnseenSteps
 from collage_monitor import wire
 from collage_monitor.table import Table
@@ -41,9 +41,6 @@ from collage_monitor.table import Table
 __all__ = ["OptimizerHooks"]
 
 _LOGGER = logging.getLogger("collage_agent")
-_IN_PARTS: Final = (
-    "in parts on several ranks, and no rank can step its part alone: only what changed is known of them"
-)
 _HOST: Final = torch.device("cpu")
 _HOOKS_FILE: Final = torch_optimizer.__file__
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -54,6 +51,9 @@ class OptimizerHooks:
 
     `number` is the optimizer's place in its watch; `names_used` holds the layer names used so far in that watch.
     With a `sub_group` the hooks cover only that part of the optimizer, and must be made while it is shown.
+
+    A step is the outermost pair of calls of its hooks: `_depth` counts those inside each other, as a wrapper or a
+    closure takes them. It is 0 between steps; where it is not at the next step, a step has raised.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OptimizerHooks:
         self.totals: list[Table[Tensor]] | None = None
         self.closure_seen = False
         self.changes = 0
-        """How often states were loaded, or what the groups hold was changed."""
+        """Raised whenever `info` would say something else; `Assembly` makes the layout again by it."""
         self._model = model
         self._number = number
         self._names_used = names_used
@@ -106,20 +106,18 @@ class OptimizerHooks:
         self.skipped = SkippedSteps(self.optimizer)
         self.resume = ResumeCheck()
         self._looks_at_resume = True
-        self.saved: SavedNumbers | None = None
-        """What was saved in this run, if it is in one."""
-        self._continuation: wire.Continuation | None = None
-        self._goes_on = True
+        self.saved = CheckpointComparison()
         self._iterations: Iterations | None = None
         self._depth = 0
         self._measuring = False
-        self._recorded = False
+        self._being_captured = False
         self.unseen = UnseenSteps()
         self._calls = 0
         self._called_before = 0
         self._missed_steps = False
         self.seen_by: SeenBy = "hooks"
-        """What tells of a torch optimizer's steps: `before_by_hand` once its hooks were silent."""
+        """Who tells of a torch optimizer's steps. Its "hooks", until steps are found that call none: "nobody".
+        From then on "hand", if `before_by_hand` and `after_by_hand` are called, until hooks are called in between."""
         # If the user compiles the step, the hooks are called from compiled code, and must themselves run eagerly.
         self._eager_before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
         self._eager_after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
@@ -204,17 +202,28 @@ class OptimizerHooks:
 
     def info(self, notes: Sequence[str]) -> wire.WatchInfo:
         """The description of this optimizer's watch, in wire form."""
+        own = notes_on(
+            self._stepped(),
+            self._intents,
+            left_out=self.left_out,
+            shared_by=None if self.stepping is self.optimizer else type(self.optimizer).__name__,
+            cast_to=self._mixed_precision,
+        )
+        if note := NOTES[self.seen_by]:
+            own.append(note)
         described = describe(
             self.stepping,
             self.options,
             self._stepped(),
             self._intents,
-            notes=[*self._notes(), *notes],
+            notes=[*own, *notes],
             closure=self.closure_seen,
             fitting=self._fitting,
             sparse=self.measurer.sparse,
         )
-        described = replace_fields(described, resume_losses=self.resume.losses, continuation=self._continuation)
+        described = replace_fields(
+            described, resume_losses=self.resume.losses, continuation=self.saved.continuation
+        )
         return described if self.foreign is None else replace_fields(described, optimizer=self.foreign.named)
 
     def _before_step(
@@ -222,8 +231,8 @@ class OptimizerHooks:
     ) -> _Arguments | None:
         if torch.compiler.is_compiling():
             return self._eager_before(optimizer, args, kwargs)  # type: ignore[no-any-return]
-        self._recorded = self._is_being_captured()
-        if self._recorded:
+        self._being_captured = self._is_being_captured()
+        if self._being_captured:
             return None
         return self._before(optimizer, args, kwargs)
 
@@ -294,9 +303,9 @@ class OptimizerHooks:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             self._eager_after(optimizer)
-        elif not self._recorded:
+        elif not self._being_captured:
             self._after(optimizer)
-        self._recorded = False
+        self._being_captured = False
 
     def _after(self, optimizer: Optimizer) -> None:
         self._calls += 1
@@ -334,7 +343,7 @@ class OptimizerHooks:
                 if measured:
                     if self._looks_at_resume:
                         self.resume.before(self.stepping, self.measurer.watched, self._intents, self._step)
-                        self._compare_with_saved()
+                        self.saved.begin(self.stepping, self._stepped(), self._step)
                     self.measurer.before(optimizer, closure=closure)
                     self._measuring = True
         except Exception as error:
@@ -374,6 +383,7 @@ class OptimizerHooks:
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
         self.changes += 1
+        # What weights and states are now is no trace of an unseen step.
         self._calls += 1
         self._looks_at_resume = True
         self._governor.measure_next_step()
@@ -381,40 +391,16 @@ class OptimizerHooks:
 
     def _state_is_saved(self, optimizer: Optimizer) -> None:
         """A checkpoint is being made: a summary of it is kept for a launch that resumes from it."""
-        if self.saved is None or not self._step or self._depth or self._guard.disabled or _swaps_weights(optimizer):
+        if not self._step or self._depth or self._guard.disabled:
             return
         try:
             with self._governor.timing(), isolated(_device_of(self.measurer)):
-                self.saved.keep(self._step, numbers_of(self.stepping, self._stepped()))
+                self.saved.keep(self.stepping, self._stepped(), self._step)
         except Exception as error:
             self._guard.caught("keeping checksums of what is saved", error)
 
-    def _compare_with_saved(self) -> None:
-        """Before the first step of a launch. Synchronises the device where something was saved at the last step."""
-        goes_on, self._goes_on = self._goes_on, False
-        saved = self.saved.at(self._step - 1) if goes_on and self.saved is not None else None
-        if saved is not None:
-            now = numbers_of(self.stepping, self._stepped())
-            self._continuation = goes_on_from(saved, now, self._step - 1)
-
     def _stepped(self) -> list[WatchedParameter]:
         return [entry for entry in self.measurer.watched if entry.stepped]
-
-    def _notes(self) -> list[str]:
-        notes = [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
-        whole = [entry for entry in self._stepped() if isinstance(self._intents[entry.group], WholeTensor)]
-        if parts := sum(not is_whole(entry) for entry in whole):
-            notes.append(f"{parts} tensors are {_IN_PARTS}")
-        if note := NOTES[self.seen_by]:
-            notes.append(note)
-        if self.stepping is not self.optimizer:
-            notes.append(f"tensors are shared out over ranks by {type(self.optimizer).__name__}")
-        if self._mixed_precision:
-            cast = ", ".join(self._mixed_precision)
-            notes.append(
-                f"shards are cast to {cast} for the forward pass, after the step: that rounding is not seen"
-            )
-        return notes
 
 
 def _intents_on_this_rank(intents: Sequence[Intent], watched: Sequence[WatchedParameter]) -> list[Intent]:
@@ -426,7 +412,7 @@ def _intents_on_this_rank(intents: Sequence[Intent], watched: Sequence[WatchedPa
     held -= {entry.group for entry in watched if is_whole(entry)}
     return [
         BeforeAfter(
-            f"{intent.reason}; its tensors are {_IN_PARTS}",
+            f"{intent.reason}; its tensors are {IN_PARTS}",
             intent.composition,
             intent.stochastic,
             intent.unexplained,
@@ -471,11 +457,6 @@ def _inside_own_step(optimizer: Optimizer) -> bool:
 def _members_of(optimizer: Optimizer) -> tuple[tuple[int, ...], ...]:
     """The identities of each group's parameters: all that decides, step by step, which group steps which tensor."""
     return tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
-
-
-def _swaps_weights(optimizer: Optimizer) -> bool:
-    """Whether it saves other weights than it steps, as schedule-free optimizers do."""
-    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
 
 
 def _device_of(measurer: StepMeasurer) -> torch.device:

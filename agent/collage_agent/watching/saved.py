@@ -31,7 +31,7 @@ from collage_agent.sample.stored import PARAMETER, elementwise_state
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 
-__all__ = ["SavedNumbers", "goes_on_from", "numbers_of"]
+__all__ = ["CheckpointComparison", "SavedNumbers"]
 
 _CHECKED: Final = 1024
 """Elements of each tensor that the checksum is of, at equal distances."""
@@ -80,7 +80,35 @@ class SavedNumbers:
         made.replace(self._path)
 
 
-def numbers_of(optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> Numbers:
+class CheckpointComparison:
+    """Keeps a summary at each checkpoint, and compares the start of a launch with the one that it goes on from."""
+
+    def __init__(self) -> None:
+        self.numbers: SavedNumbers | None = None
+        """Those of this run; None outside one, where nothing is kept or compared."""
+        self.continuation: wire.Continuation | None = None
+        """How the launch began, once it has."""
+        self._began = False
+
+    def keep(self, optimizer: Optimizer, watched: Sequence[WatchedParameter], step: int) -> None:
+        """A checkpoint is being made after this step. Waits for the device."""
+        if self.numbers is not None and not _swaps_weights(optimizer):
+            self.numbers.keep(step, _numbers_of(optimizer, watched))
+
+    def begin(self, optimizer: Optimizer, watched: Sequence[WatchedParameter], step: int) -> None:
+        """This step is about to be taken, the first of a launch. Waits for the device if its numbers were saved."""
+        began, self._began = self._began, True
+        saved = None if began or self.numbers is None else self.numbers.at(step - 1)
+        if saved is not None:
+            self.continuation = _goes_on_from(saved, _numbers_of(optimizer, watched), step - 1)
+
+
+def _swaps_weights(optimizer: Optimizer) -> bool:
+    """Whether it saves other weights than it steps, as schedule-free optimizers do."""
+    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
+
+
+def _numbers_of(optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> Numbers:
     """Checksums and a few numbers of all that is watched and of its states. Waits for the device."""
     here = [entry for entry in watched if entry.shard.elements]
     states = [elementwise_state(entry.parameter, state_of(optimizer, entry.parameter)) for entry in here]
@@ -106,7 +134,7 @@ def _evenly(tensor: Tensor, most: int) -> Tensor:
     return flat[:: max(-(-flat.numel() // most), 1)]
 
 
-def goes_on_from(saved: Numbers, now: Numbers, step: int) -> wire.Continuation | None:
+def _goes_on_from(saved: Numbers, now: Numbers, step: int) -> wire.Continuation | None:
     """How a launch's start differs from the state saved after `step`; None if nothing is comparable."""
     compared = {True: 0, False: 0}
     apart: dict[bool, list[str]] = {True: [], False: []}
