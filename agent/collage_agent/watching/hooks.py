@@ -117,7 +117,7 @@ class OptimizerHooks:
         self._missed_steps = False
         self.seen_by: SeenBy = "hooks"
         """Who tells of a torch optimizer's steps. Its "hooks", until steps are found that call none: "nobody".
-        From then on "hand", if `before_by_hand` and `after_by_hand` are called, until hooks are called in between."""
+        From then on "hand", if `before_by_hand` and `after_by_hand` are called, unless hooks are, in between."""
         # If the user compiles the step, the hooks are called from compiled code, and must themselves run eagerly.
         self._eager_before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
         self._eager_after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
