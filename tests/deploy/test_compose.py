@@ -46,6 +46,19 @@ def test_the_image_installs_beside_the_python_of_its_base():
     assert text.index("chmod -R a+rX .") < text.index("USER 10001")
 
 
+@pytest.mark.parametrize("own", ["127.0.0.11", "172.30.74.1"])
+def test_the_proxy_asks_the_engine_s_own_resolver(own, tmp_path):
+    """Docker's and Podman's differ. The first counts: a second one may be the host's, which knows no service."""
+    told = ("search example", "nameserver 2001:db8::1", f"nameserver {own}", "nameserver 192.0.2.53", "")
+    (tmp_path / "resolv.conf").write_text("\n".join(told))
+    script = SERVICES["proxy"]["command"][-1].replace("exec nginx", "true")
+    for shipped, here in {"/etc/": f"{tmp_path}/", "/tmp/resolver": f"{tmp_path}/resolver"}.items():
+        script = script.replace(shipped, here)
+    subprocess.run(["sh", "-c", script], check=True, timeout=PATIENCE_SECONDS)
+    assert (tmp_path / "resolver.conf").read_text() == f"resolver {own} valid=10s;\n"
+    assert "include /tmp/resolver*.conf;" in (ROOT / "server/deploy/nginx.conf").read_text()
+
+
 @pytest.mark.parametrize("name", sorted(SERVICES.keys() - ONCE))
 def test_a_service_is_not_root_and_says_whether_it_is_well(name):
     service = SERVICES[name]
