@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up docs screenshots studies release packages test quick check format nightly exhaustive torture cluster hostile gpu doors bench clean
+.PHONY: demo up docs screenshots studies release packages test quick check format nightly exhaustive torture cluster containers hostile gpu doors bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -84,6 +84,7 @@ format: $(VENV)/.stamp-dev
 nightly: $(VENV)/.stamp-dev exhaustive  ## The long lanes
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m pytest --hypothesis-profile=nightly tests/server/store tests/agent_delivery/test_laws.py -k "Laws or laws"
+	if [ "$$(id -u)" = 0 ]; then $(MAKE) containers; else echo "left out: make containers needs root"; fi
 
 exhaustive: $(VENV)/.stamp-dev  ## Error-free transformations over all pairs of 16-bit numbers
 	$(BIN)/python -m tests.numerics.exhaustive
@@ -94,6 +95,10 @@ torture: $(VENV)/.stamp-dev  ## Servers and databases killed at random; KILLS=10
 cluster: $(VENV)/.stamp-dev  ## Each piece of a cluster killed under load (installs Debian's patroni, etcd, haproxy); KILLS=30
 	.ci/install etcd-client etcd-server haproxy patroni postgresql
 	$(BIN)/python -m tests.cluster --kills $(or $(KILLS),30) $(if $(SEED),--seed $(SEED))
+
+containers: $(VENV)/.stamp-dev  ## The shipped docker-compose.yml run by Podman, as root, on Debian (installs podman, debootstrap)
+	.ci/install aardvark-dns chromium-headless-shell debootstrap git iproute2 iptables netavark podman runc
+	$(BIN)/python -m tests.containers
 
 hostile: $(VENV)/.stamp-dev  ## One server under everything at once, for an hour; MINUTES=10 for less, BACKEND=postgresql, SEED=… to repeat one
 	$(BIN)/python -m tests.torture.hour --minutes $(or $(MINUTES),60) --backend $(or $(BACKEND),sqlite) $(if $(SEED),--seed $(SEED))

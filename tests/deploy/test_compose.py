@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.ports import command
 from tests.system import require
 from tests.waiting import PATIENCE_SECONDS
 
@@ -19,6 +20,8 @@ SERVICES = COMPOSE["services"]
 ONCE = {"secrets", "tokens"}
 SCRIPT = (ROOT / "server/deploy/secrets.sh").read_text()
 DOCKERFILE = dict(re.findall(r"^(?:ARG )?(\w+)[ =](\S+)$", (ROOT / "Dockerfile").read_text(), re.M))
+PAGE = (ROOT / "docs/team-server.md").read_text()
+MADE_BY_HAND = re.findall(r"docker compose exec server collage-monitor (token create [^`]+)`", PAGE)
 PINNED = re.compile(r"[\w./-]+:[\w.-]*\d[\w.-]*@sha256:[0-9a-f]{64}")
 
 
@@ -44,6 +47,18 @@ def test_the_image_installs_beside_the_python_of_its_base():
     assert re.findall(r"(\S+) install .*constraints\.txt", text) == [f"{environment[0]}/bin/pip"]
     assert f"ENV PATH={DOCKERFILE['WORKDIR']}/{environment[0]}/bin:$PATH" in text
     assert text.index("chmod -R a+rX .") < text.index("USER 10001")
+
+
+@pytest.mark.parametrize("arguments", MADE_BY_HAND)
+def test_the_page_s_commands_make_tokens(arguments, tmp_path):
+    done = subprocess.run(
+        command(*arguments.split(), "--dir", tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("own", ["127.0.0.11", "172.30.74.1"])

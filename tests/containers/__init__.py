@@ -1,0 +1,1 @@
+"""The shipped Compose file, run for real: `make containers`."""
