@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, r
 from typing import Any
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
 from collage_monitor import __version__
 from collage_monitor.errors import CollageError
@@ -118,6 +119,9 @@ class VerbGroup(click.Group):
             return super().main(args, standalone_mode=False, **extra)
         try:
             status = super().main(args, standalone_mode=False, **extra)
+        except NoArgsIsHelpError as error:
+            click.echo(error.format_message(), err=True)
+            sys.exit(error.exit_code)
         except click.ClickException as error:
             _say_usage(error)
             click.echo(f"collage-monitor: {error.format_message()}", err=True)
@@ -161,9 +165,10 @@ def _load(entry: EntryPoint) -> click.Command:
 
 
 def _absent(verb: str, text: str) -> click.Command:
-    """Stands for a verb that lacks something: help and error say what, and how to install it."""
+    """Stands for a verb that lacks something: help and error say what, and how to install it; the list says how."""
+    short = f"needs {text.rpartition('; ')[2]}"
 
-    @click.command(verb, help=text, context_settings={"ignore_unknown_options": True})
+    @click.command(verb, help=text, short_help=short, context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def absent(arguments: tuple[str, ...]) -> None:
         raise click.ClickException(f"{verb} {text}")

@@ -52,7 +52,9 @@ def list_runs(
     limit: int,
 ) -> None:
     """List runs, newest first, with the judgement of each."""
-    filters: dict[str, Any] = {"project": project, "strategy": strategy, "tag": tag, "health": health}
+    # `check --fail-if` writes the same words with hyphens.
+    word = health and health.replace("-", " ")
+    filters: dict[str, Any] = {"project": project, "strategy": strategy, "tag": tag, "health": word}
     with open_client(server_url, token) as client:
         page = client.run_table(sort="created_at", limit=limit, **filters)
     if as_json:

@@ -36,7 +36,9 @@ _STOP_SECONDS = 10.0
 class Services:
     """Server and dashboard as child processes: entering starts the server, leaving stops both, dashboard first.
 
-    `alone`: they ignore settings of the environment, such as another database, and print nothing.
+    What they print of their own addresses is not shown; their log is.
+
+    `alone`: they ignore settings of the environment, such as another database.
     `defaults`: settings that hold unless the environment overrides them.
     """
 
@@ -103,11 +105,9 @@ class Services:
         command = [sys.executable, "-c", "from collage_monitor.command import main; main()", *with_token]
         settings = environment_without_settings() if self._alone else dict(os.environ)
         environment = {**self._defaults, **settings}
-        output = subprocess.DEVNULL if self._alone else None
+        silent = subprocess.DEVNULL
         self._processes.append(
-            subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, env=environment, start_new_session=True
-            )
+            subprocess.Popen(command, stdin=silent, stdout=silent, env=environment, start_new_session=True)
         )
 
     def _wait_for(self, address: str) -> None:

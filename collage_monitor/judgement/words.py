@@ -175,8 +175,8 @@ def _about_copies(case: Case) -> Iterator[str]:
             for place, (name, share) in enumerate(hardly.items())
         ]
         yield (
-            f"A step changes {', '.join(parts)}: no loss to the training, but all that a sampler that is sent "
-            "such copies sees."
+            f"A step changes {', '.join(parts)}. Training is unaffected; an inference server that gets such copies "
+            "misses the rest."
         )
     for pair, share in labelled(case.model, "cast_route_ratio").items():
         one, _, other = pair.partition("/")

@@ -62,8 +62,8 @@ def dashboard(
 
     if host not in LOOPBACK_HOSTS and not allowed_hosts:
         raise click.UsageError(
-            f"host {host} is reached from other machines, by pages of any name too; state the names under which "
-            "browsers reach the dashboard with --allowed-host"
+            f"host {host} listens beyond this machine: any web page could reach it through a rebound name; list "
+            "the dashboard's own names with --allowed-host"
         )
     if token_file is not None and not token and _read(token_file) is None:
         raise click.ClickException(f"cannot read a token from {token_file}; `collage-monitor up` writes one")

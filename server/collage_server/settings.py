@@ -208,8 +208,8 @@ class Settings:
             )
         if self.host not in LOOPBACK_HOSTS and not self.allowed_hosts:
             raise SettingsError(
-                f"host {self.host!r} is reached from other machines, by pages of any name too; state the names "
-                f"under which this server answers with --allowed-host or {_variable('allowed_hosts')}"
+                f"host {self.host!r} listens beyond this machine: any web page could reach it through a rebound "
+                f"name; list the server's own names with --allowed-host or {_variable('allowed_hosts')}"
             )
         if self.token and _most_bits(self.token) < _LEAST_BITS:
             raise SettingsError(

@@ -66,7 +66,8 @@ def test_without_a_server_everything_stays_and_the_command_fails(tmp_path, serve
     server.close()
     result = invoke("--server-url", url, "--dir", tmp_path, "--wait", 0)
     assert result.exit_code == 1
-    assert "not everything could be sent" in result.output
+    assert result.stderr.startswith(f"collage-monitor: not everything could be sent: {url}")
+    assert "`collage-monitor up` starts a server here; --server-url names another" in result.stderr
     assert "bytes left" in result.output
     assert {path: path.read_bytes() for path in tmp_path.glob("spool/*/*")} == before
 

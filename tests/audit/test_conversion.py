@@ -263,7 +263,7 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path):
     answer = CliRunner().invoke(convert, [str(path), "--to", "pluss"])
     assert answer.exit_code == 2
     assert "Invalid strategy: 'pluss'; use one of plain" in answer.output
-    with pytest.raises(CheckpointError, match=r"plus\.pt: is there already; name a path that is not"):
+    with pytest.raises(CheckpointError, match=r"plus\.pt: exists already: remove it, or name another path"):
         convert_checkpoint(path, "light").write(path)
     with pytest.raises(CheckpointError, match="no optimizer state was found"):
         convert_checkpoint(saved(tmp_path / "weights.pt", model), "light")

@@ -139,7 +139,10 @@ def test_without_a_check_it_is_converted_and_said_to_be_unproven(tmp_path):
     assert answer.exit_code == 0, answer.output
     assert (tmp_path / "new.pt").exists()
     assert 'strategy="plus"' in answer.output
-    assert "not proven yet: add --check -- python train.py {checkpoint}" in answer.output
+    assert (
+        f"not proven yet: remove {tmp_path / 'new.pt'} and repeat the command with "
+        "--check -- python train.py {checkpoint}" in answer.output
+    )
 
 
 def test_a_folder_is_cured_into_a_folder_beside_it(tmp_path):
@@ -211,7 +214,7 @@ def test_what_cannot_be_read_or_started_or_written_is_a_sentence(tmp_path):
     answer = CliRunner().invoke(cure, [str(checkpoint), "--check", "--", str(tmp_path / "no-program")])
     assert "no-program: No such file or directory; pass a program" in str(answer.exception)
     answer = CliRunner().invoke(cure, [str(checkpoint)])
-    assert "is there already; name a path that is not" in str(answer.exception)
+    assert "exists already: remove it, or name another path with --output" in str(answer.exception)
     answer = CliRunner().invoke(cure, [str(checkpoint), "--to", "nothing", "--output", str(tmp_path / "x.pt")])
     assert answer.exit_code == 2
     assert "--to" in answer.output

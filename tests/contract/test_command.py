@@ -82,6 +82,27 @@ def test_a_verb_without_its_components_says_what_to_install(
     assert line.split()[1] == "needs", "help marks what does not work here"
 
 
+def test_the_list_of_verbs_says_in_full_what_to_install(monkeypatch):
+    """In a terminal of 80 columns, too: the names of ten packages, cut off, help nobody."""
+
+    def nothing_is_installed(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(command, "version", nothing_is_installed)
+    listed = CliRunner().invoke(root, ["--help"], env={"COLUMNS": "80"}).output
+    assert "up         needs pip install 'collage-monitor[dashboard,server]'" in listed
+    marked = [line for line in listed.splitlines() if " needs " in line]
+    assert len(marked) > 20
+    assert all(line.endswith("]'") for line in marked)
+
+
+def test_the_command_alone_shows_its_help_once():
+    result = CliRunner().invoke(root, [])
+    assert result.exit_code == 2
+    assert result.stderr == CliRunner().invoke(root, ["--help"]).output
+    assert "collage-monitor: " not in result.stderr
+
+
 def test_every_component_is_installed_here():
     for extra in ("client", "agent", "server", "dashboard", "studies"):
         command.require("verb", extra)

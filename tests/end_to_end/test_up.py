@@ -42,7 +42,12 @@ def test_trainings_and_terminals_find_a_server_in_a_folder_of_its_own(elsewhere)
         assert [check["text"] for check in checked["checks"] if check["name"] == "server"] == [
             f"http://127.0.0.1:{port} answers"
         ]
-    assert "find it" in (elsewhere / "log").read_text()
+    printed = (elsewhere / "log").read_text()
+    assert "find it" in printed
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith(("server ", "dashboard "))] == [
+        f"http://127.0.0.1:{page}",
+        f"http://127.0.0.1:{port}",
+    ], "each address once"
     assert list((elsewhere / "state").glob("*/*")) == []
 
 

@@ -90,6 +90,9 @@ def test_list_filters_by_health_and_says_when_nothing_is_left(call, server):
     alike = ["01AB-one", "01AB-two", "01CD-three"]
     (health,) = {server.get(f"/runs/{run}/overview", wire.Overview).health for run in alike}
     assert sorted(line.split()[0] for line in rows_of(call("list", "--health", health))) == alike
+    assert " " in health
+    hyphens = rows_of(call("list", "--health", health.replace(" ", "-")))
+    assert sorted(line.split()[0] for line in hyphens) == alike, "as `check --fail-if` writes the word"
     assert call("list", "--health", "average is off").stdout == "no run has health average is off\n"
 
 

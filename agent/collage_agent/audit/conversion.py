@@ -113,7 +113,7 @@ class _Tally:
 def check_output(output: Path) -> None:
     """Raise CheckpointError for a path that is taken."""
     if output.exists():
-        raise CheckpointError(f"{output}: is there already; name a path that is not")
+        raise CheckpointError(f"{output}: exists already: remove it, or name another path with --output")
 
 
 def convert_checkpoint(path: Path, strategy: str) -> ConvertedCheckpoint:

@@ -153,7 +153,8 @@ def render_cure(cure: Cure) -> str:
     if cure.cured and cure.checked:
         lines.append(f"cured: {cure.checked[0].steps} steps prove it")
     elif cure.cured:
-        lines.append("converted, not proven yet: add --check -- python train.py {checkpoint}")
+        repeat = f"remove {cure.output} and repeat the command with --check -- python train.py {{checkpoint}}"
+        lines.append(f"converted, not proven yet: {repeat}")
     return "\n".join(lines)
 
 

@@ -41,7 +41,10 @@ def cure(
 ) -> None:
     """Convert CHECKPOINT to a strategy that keeps its updates, and print the code to paste.
 
-    With --check, PROGRAM proves it: collage-monitor cure last.pt --check -- python train.py --resume {checkpoint}
+    With --check, PROGRAM proves it:
+
+    collage-monitor cure last.pt --check -- python train.py --resume {checkpoint}
+
     The converted checkpoint stands for {checkpoint}, and is in COLLAGE_CHECKPOINT. PROGRAM is ended after its first
     steps; what it prints goes to standard error.
     Status 0: nothing was lacking, or it is cured; 1: it is not.

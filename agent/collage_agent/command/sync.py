@@ -68,4 +68,8 @@ def _tell(outcomes: ReplayOutcome, folder: Path) -> None:
     if not outcomes.spools and not outcomes.in_use:
         click.echo(f"nothing waits in {folder / 'spool'}")
     if outcomes.error is not None:
-        click.echo(f"not everything could be sent: {outcomes.error}", err=True)
+        click.echo(
+            f"collage-monitor: not everything could be sent: {outcomes.error}. `collage-monitor up` starts a "
+            "server here; --server-url names another",
+            err=True,
+        )

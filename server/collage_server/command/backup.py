@@ -30,8 +30,8 @@ def backup(file: Path, folder: Path | None, as_json: bool) -> None:
 
     Archived files never change: of those that are there already none is copied again. Those in a bucket stay there.
 
-    It holds everything acknowledged before the command began, and perhaps some of what came later. The server's
-    own token is not: it is the file `token` of the data folder.
+    It holds everything acknowledged before the command began, and perhaps some of what came later. It does
+    not hold the server's own token, the file `token` of the data folder.
     """
     settings = _settings(folder)
     with progress("copy the database and archived files"):
