@@ -16,13 +16,14 @@ from collage_monitor.errors import ServerUnreachable, Unavailable
 from collage_monitor.local import known_server, sendable_token
 from collage_monitor.refusals import refusal
 
-__all__ = ["Connection", "quoted"]
+__all__ = ["Connection", "named_dashboard", "quoted"]
 
 _Answer = TypeVar("_Answer")
 _Message = TypeVar("_Message")
 _API: Final = "/api/v1"
 _TRIES: Final = 9
 _LONGEST_PAUSE_SECONDS: Final = 30.0
+_FRONT_PAGE_SECONDS: Final = 2.0
 
 
 class Connection:
@@ -127,6 +128,22 @@ class Connection:
             except (ServerUnreachable, Unavailable) as error:
                 time.sleep(backoff.pause(getattr(error, "retry_after_seconds", None)))
         return self.send("POST", path, kind, content=content, content_type=wire.MSGPACK)
+
+
+def named_dashboard(server_url: str) -> str | None:
+    """The address of the dashboard to which the server's front page leads; None if it leads nowhere, or nothing
+    answers within two seconds."""
+    try:
+        answer = httpx.get(
+            f"{server_url.rstrip('/')}/",
+            timeout=_FRONT_PAGE_SECONDS,
+            trust_env=False,
+            verify=trusted_certificates(server_url),
+        )
+    except (httpx.HTTPError, httpx.InvalidURL, ServerUnreachable):
+        return None
+    address = answer.headers.get("Location", "").rstrip("/")
+    return address if address.startswith(("http://", "https://")) else None
 
 
 def quoted(part: str) -> str:

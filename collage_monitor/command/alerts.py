@@ -66,8 +66,10 @@ def alerts(
         return
     if not page.events:
         click.echo("no alerts: none of the conditions that this server evaluates held")
+        return
+    dashboard = dashboard_url or dashboard_of(server_url)
     for incident in page.events:
-        _print(incident, dashboard_url or dashboard_of(server_url))
+        _print(incident, dashboard)
 
 
 def _silence(client: Client, hours: float, alert: str | None, project: str | None, run_id: str | None) -> None:

@@ -11,6 +11,7 @@ import click
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command.terminal import clock, printable
+from collage_monitor.connection import named_dashboard
 from collage_monitor.errors import CollageError, NotFound
 from collage_monitor.local import find_token, local_server, read_login, server_address
 
@@ -52,11 +53,11 @@ def open_client(server_url: str, token: str | None) -> Client:
 
 
 def dashboard_of(server_url: str) -> str | None:
-    """The address of a server's dashboard, if this machine knows it; otherwise None."""
+    """The address of a server's dashboard, if this machine knows it or the server names it; otherwise None."""
     for known in (read_login(), local_server()):
-        if known is not None and known.server_url.rstrip("/") == server_url.rstrip("/"):
+        if known is not None and known.dashboard_url and known.server_url.rstrip("/") == server_url.rstrip("/"):
             return known.dashboard_url
-    return None
+    return named_dashboard(server_url)
 
 
 def find_run(client: Client, word: str) -> wire.Run:

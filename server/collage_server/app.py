@@ -95,7 +95,7 @@ def create_app(
     # A redirect would have no shape, and the name in Host for its address.
     app.router.redirect_slashes = False
     app.router.routes += [*api_routes(), *exposition.router.routes]
-    add_description(app)
+    add_description(app, settings.dashboard_url)
     return app
 
 

@@ -51,6 +51,20 @@ def test_trainings_and_terminals_find_a_server_in_a_folder_of_its_own(elsewhere)
     assert list((elsewhere / "state").glob("*/*")) == []
 
 
+def test_a_server_that_knows_its_dashboard_says_so_to_trainings_and_terminals(elsewhere, monkeypatch, capsys):
+    """As on a team's server: neither `up` nor `login` has said anything on this machine."""
+    monkeypatch.setenv("COLLAGE_SERVER_DASHBOARD_URL", "https://monitor.example:7421")
+    address = f"http://127.0.0.1:{free_port()}"
+    serve = command("serve", "--dir", elsewhere / "own", "--port", address.rpartition(":")[2])
+    with running(serve, f"{address}/healthz", elsewhere / "log"):
+        collage.init("p", run_id="far", server_url=address, dir=elsewhere / "own")
+        collage.log({"loss": 1.0}, step=1)
+        collage.finish()
+        opened = run_command(TRAINING, "open", "--print", "--server-url", address)
+    assert "https://monitor.example:7421/run/far\n" in capsys.readouterr().out
+    assert opened.stdout == "https://monitor.example:7421\n", opened.stderr
+
+
 def test_beside_a_server_alone_no_link_is_printed_and_a_token_is_asked_for_in_words(elsewhere, capsys):
     address = f"http://127.0.0.1:{free_port()}"
     serve = command("serve", "--dir", elsewhere / "own", "--port", address.rpartition(":")[2])

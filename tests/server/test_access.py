@@ -121,6 +121,17 @@ def test_a_project_with_a_slash_in_its_name_is_a_project(tmp_path):
         assert listed["project"] == "team/vision"
 
 
+@pytest.mark.parametrize(
+    ("path", "page"),
+    [("/", "https://box.lan:7421/"), ("/runs/a%20run%3Fx", "https://box.lan:7421/run/a%20run%3Fx")],
+)
+def test_the_addresses_of_pages_lead_to_the_dashboard_that_the_settings_name(tmp_path, path, page):
+    settings = Settings(folder=tmp_path, token=TOKEN, dashboard_url="https://box.lan:7421/")
+    with TestClient(create_app(settings), follow_redirects=False) as client:
+        answer = client.get(path)
+    assert (answer.status_code, answer.headers["location"]) == (307, page)
+
+
 @pytest.mark.parametrize("path", ["/", "/runs/a-run"])
 def test_a_browser_that_asks_the_server_for_a_run_is_told_where_pages_are(guarded, path):
     response = guarded.get(path)

@@ -15,7 +15,7 @@ from collage_agent.settings import DeliveryLimits
 from collage_agent.transport.envelope import WORKER_THREAD_NAME, Envelope
 from collage_monitor.backoff import Backoff
 from collage_monitor.certificates import trusted_certificates
-from collage_monitor.connection import quoted
+from collage_monitor.connection import named_dashboard, quoted
 from collage_monitor.errors import ServerRefusal, ServerUnreachable, Unavailable, WireError
 from collage_monitor.local import DEFAULT_DASHBOARD_URL, DEFAULT_SERVER_URL, is_loopback, local_server
 from collage_monitor.refusals import refusal
@@ -141,17 +141,19 @@ class HttpTransport:
 
 
 def dashboard_of(server_url: str) -> str | None:
-    """A dashboard of this machine that shows what is sent to the server, if one answers; quick."""
+    """A dashboard that shows what is sent to the server: one of this machine that answers, or the server's own."""
     found = local_server()
     known = found.dashboard_url if found is not None and found.server_url == server_url else None
     if known is None and server_url == DEFAULT_SERVER_URL:
         known = DEFAULT_DASHBOARD_URL
-    if known is None:
-        return None
+    return known if known is not None and _answers(known) else named_dashboard(server_url)
+
+
+def _answers(url: str) -> bool:
     try:
-        return known if httpx.get(f"{known}/healthz", timeout=0.5, trust_env=False).is_success else None
+        return httpx.get(f"{url}/healthz", timeout=0.5, trust_env=False).is_success
     except httpx.HTTPError:
-        return None
+        return False
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import html
 from typing import Any, Final
+from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from collage_server.api.answers import schemas
 from collage_server.api.parameters import refuse_unknown_parameters
@@ -48,8 +49,11 @@ def resource(tag: str) -> APIRouter:
     return APIRouter(prefix=PREFIX, tags=[tag], dependencies=[Depends(refuse_unknown_parameters)])
 
 
-def add_description(app: FastAPI) -> None:
-    """Describe messages and answers by the wire's own schemas, and serve the page of routes."""
+def add_description(app: FastAPI, dashboard_url: str | None = None) -> None:
+    """Describe messages and answers by the wire's own schemas, and serve the page of routes.
+
+    dashboard_url: where the addresses of pages lead; None: to a page that says how to start a dashboard.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -64,9 +68,12 @@ def add_description(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     @app.get("/runs/{run_id}", include_in_schema=False)
-    def page() -> HTMLResponse:
-        """The answer at the address of a run's page on the server, which only the dashboard has."""
-        return HTMLResponse(_NO_DASHBOARD, headers=_PAGE_HEADERS)
+    def page(run_id: str | None = None) -> Response:
+        """The answer at the address of a page that only the dashboard has; from it clients learn where that is."""
+        if dashboard_url is None:
+            return HTMLResponse(_NO_DASHBOARD, headers=_PAGE_HEADERS)
+        path = "" if run_id is None else f"run/{quote(run_id, safe='')}"
+        return RedirectResponse(f"{dashboard_url.rstrip('/')}/{path}", headers=_PAGE_HEADERS)
 
     @app.get("/docs", include_in_schema=False)
     def docs(request: Request) -> HTMLResponse:
