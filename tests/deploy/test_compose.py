@@ -63,15 +63,18 @@ def test_the_page_s_commands_make_tokens(arguments, tmp_path):
 
 @pytest.mark.parametrize("own", ["127.0.0.11", "172.30.74.1"])
 def test_the_proxy_asks_the_engine_s_own_resolver(own, tmp_path):
-    """Docker's and Podman's differ. The first counts: a second one may be the host's, which knows no service."""
+    """Docker's and Podman's differ. The first counts: a second one may be the host's, which knows no service.
+
+    The file lies where only root and the container can write: everybody can write to a host's /tmp.
+    """
     told = ("search example", "nameserver 2001:db8::1", f"nameserver {own}", "nameserver 192.0.2.53", "")
     (tmp_path / "resolv.conf").write_text("\n".join(told))
     script = SERVICES["proxy"]["command"][-1].replace("exec nginx", "true")
-    for shipped, here in {"/etc/": f"{tmp_path}/", "/tmp/resolver": f"{tmp_path}/resolver"}.items():
+    for shipped, here in {"/etc/": f"{tmp_path}/", "/run/collage/": f"{tmp_path}/"}.items():
         script = script.replace(shipped, here)
     subprocess.run(["sh", "-c", script], check=True, timeout=PATIENCE_SECONDS)
     assert (tmp_path / "resolver.conf").read_text() == f"resolver {own} valid=10s;\n"
-    assert "include /tmp/resolver*.conf;" in (ROOT / "server/deploy/nginx.conf").read_text()
+    assert "include /run/collage/resolver*.conf;" in (ROOT / "server/deploy/nginx.conf").read_text()
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES.keys() - ONCE))

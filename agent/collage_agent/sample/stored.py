@@ -204,9 +204,10 @@ def decaying(name: str, tensor_dtype: torch.dtype) -> bool:
 def leaves_residual(update: Tensor, weight: Tensor) -> Tensor:
     """bool, one for each element: whether a residual of 0 is strange where such updates are added to a weight.
 
-    update: fp64; weight: as many, in their own dtype. Not where the update is a whole number of quarters of the
-    weight's gap, as a rate of a power of two under Lion may be: then a residual has few values, and 0 is one of
-    them; it is the only one where the update is a whole number of gaps. No synchronisation.
+    update: fp64; weight: as many, in their own dtype. No synchronisation.
+
+    It is not where the update is a whole number of quarters of the weight's gap, as Lion's may be at a rate that is
+    a power of two. Then a residual has few values, and 0 is one of them. Of whole gaps it is the only one.
     """
     quarters = update / gap_towards(weight, update) * _PARTS_OF_GAP
     return quarters.round().ne(quarters)
