@@ -27,13 +27,7 @@ from collage_monitor.statistics import statistics_for
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import Revisions, respond, revisions_of
-from collage_server.api.reading import (
-    LayerChoice,
-    check_scalar_exists,
-    points_of,
-    positions_of,
-    scalars_of,
-)
+from collage_server.api.reading import check_scalar_exists, points_of, positions_of, scalars_of
 from collage_server.api.routing import resource
 from collage_server.app_state import AppState, app_state_of
 from collage_server.errors import Unprocessable
@@ -60,7 +54,7 @@ class Question:
     """Metrics or logged scalars, of what, over which steps, on which axis."""
 
     metrics: tuple[str, ...]
-    layers: LayerChoice
+    layers: parameters.LayerChoice
     selection: Selection
     axis: AxisName
 
@@ -72,7 +66,7 @@ class Question:
     def __post_init__(self) -> None:
         """Refuse questions that no run could answer."""
         for metric in self.metrics:
-            if self.layers != LayerChoice() and not is_metric(metric):
+            if self.layers != parameters.LayerChoice() and not is_metric(metric):
                 raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
 
 
@@ -95,7 +89,7 @@ def get_series(
     app_state = app_state_of(request)
     asked = Question(
         tuple(dict.fromkeys(metric)),
-        LayerChoice(layer, pattern, module_type),
+        parameters.LayerChoice(layer, pattern, module_type),
         Selection(rank=rank, first_step=first_step, last_step=last_step, points=points),
         axis,
     )
@@ -130,7 +124,7 @@ def compare(
     app_state = app_state_of(request)
     asked = Question(
         tuple(dict.fromkeys(metric)),
-        LayerChoice(layer, pattern, module_type),
+        parameters.LayerChoice(layer, pattern, module_type),
         Selection(rank=rank, first_step=first_step, last_step=last_step, points=points),
         axis,
     )

@@ -16,7 +16,7 @@ from collage_monitor.statistics import statistics_for
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
-from collage_server.api.reading import LayerChoice, measured_step, points_of, positions_of, worst_of
+from collage_server.api.reading import measured_step, points_of, positions_of, worst_of
 from collage_server.api.routing import resource
 from collage_server.app_state import app_state_of
 from collage_server.errors import Unprocessable
@@ -51,7 +51,7 @@ def get_heatmap(
 
     def make() -> wire.Heatmap:
         with store.points.snapshot() as snapshot:
-            chosen = LayerChoice(None, pattern, module_type).names(snapshot, run_id)
+            chosen = parameters.LayerChoice(None, pattern, module_type).names(snapshot, run_id)
             most = _MOST_CELLS // max(len(chosen) if chosen else snapshot.layer_count(run_id), 1)
             if points > most:
                 raise Unprocessable(
@@ -94,7 +94,7 @@ def get_histogram(
         raise Unprocessable("give step, or from and to, not both", field="step")
     store = app_state_of(request).store
     keys = tuple(f"{name}/{label}" for label in HISTOGRAM_LABELS)
-    layers = LayerChoice(layer, pattern, module_type)
+    layers = parameters.LayerChoice(layer, pattern, module_type)
 
     def make() -> wire.Histogram:
         selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=1)
@@ -126,7 +126,7 @@ def get_worst(
 
     def make() -> list[wire.WorstLayer]:
         with store.points.snapshot() as snapshot:
-            chosen = LayerChoice(None, pattern, module_type).names(snapshot, run_id)
+            chosen = parameters.LayerChoice(None, pattern, module_type).names(snapshot, run_id)
             at = snapshot.newest_step(run_id) if step is None else measured_step(snapshot, run_id, step)
             return worst_of(snapshot, run_id, at, key, k, chosen)
 

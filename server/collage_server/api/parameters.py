@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import typing
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import Depends, Path, Query
@@ -16,9 +18,9 @@ from collage_monitor import wire
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import metric
 from collage_server.auth.bearer import principal_of
-from collage_server.errors import Unprocessable
+from collage_server.errors import NotFound, Unprocessable
 from collage_server.queries.curves import AxisName
-from collage_server.store import RunFilter, TableQuery
+from collage_server.store import RunFilter, Snapshot, TableQuery
 
 __all__ = [
     "AxisName",
@@ -27,6 +29,7 @@ __all__ = [
     "Id",
     "LONGEST_ID",
     "LastStep",
+    "LayerChoice",
     "LayerName",
     "MetricKey",
     "MetricKeys",
@@ -155,3 +158,51 @@ def _query_parameters(dependant: Dependant) -> Iterator[Any]:
     yield from dependant.query_params
     for other in dependant.dependencies:
         yield from _query_parameters(other)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerChoice:
+    """Which layers of a run are asked for: one, those of a glob or of a module type; with none, the whole model."""
+
+    layer: str | None = None
+    pattern: str | None = None
+    module_type: str | None = None
+
+    @property
+    def label(self) -> str | None:
+        """Its name in an answer; None for the whole model."""
+        return next(filter(None, (self.layer, self.pattern, self.module_type)), None)
+
+    def names(self, snapshot: Snapshot, run_id: str) -> tuple[str, ...] | None:
+        """The layers of a run; None where neither glob nor module type is asked for.
+
+        Raises:
+            NotFound: there is no such layer.
+            Unprocessable: a layer beside them.
+        """
+        if self.pattern is None and self.module_type is None:
+            return None
+        if self.layer is not None:
+            field = "pattern" if self.pattern is not None else "module_type"
+            raise Unprocessable(f"give layer or {field}, not both", field=field)
+        entries = snapshot.layers(run_id)
+        if self.module_type is not None:
+            entries = _of_type(run_id, entries, self.module_type)
+        chosen = tuple(entry.name for entry in entries if fnmatch.fnmatchcase(entry.name, self.pattern or "*"))
+        if not chosen:
+            raise NotFound(
+                f"no layer of run {run_id!r} matches {self.pattern!r}; GET /api/v1/runs/{run_id}/layers lists them",
+                field="pattern",
+            )
+        return chosen
+
+
+def _of_type(run_id: str, entries: Sequence[wire.Layer], module_type: str) -> list[wire.Layer]:
+    found = [entry for entry in entries if entry.module_type == module_type]
+    if not found:
+        types = ", ".join(sorted({entry.module_type or "''" for entry in entries})) or "none"
+        raise NotFound(
+            f"no layer of run {run_id!r} is of module type {module_type!r}; its types are {types}",
+            field="module_type",
+        )
+    return found

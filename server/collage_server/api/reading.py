@@ -1,15 +1,14 @@
-"""Reads what a question needs from the store: chosen layers, merged points, positions on an axis."""
+"""Reads what a question needs from the store: points of chosen layers, logged values, positions on an axis."""
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections.abc import Sequence
 
 from collage_monitor import wire
 from collage_monitor.metrics import METRICS, SCALARS, split_key
 from collage_monitor.statistics import reduce_shards, statistics_for
-from collage_server.api.parameters import checked_metric
+from collage_server.api.parameters import LayerChoice, checked_metric
 from collage_server.errors import NotFound, Unprocessable
 from collage_server.memory import released_afterwards
 from collage_server.queries.curves import CLIP_RATIO, UNCLIPPED, AxisName, Positions, clip_ratio, concatenated
@@ -17,7 +16,6 @@ from collage_server.queries.layers import worst_layers
 from collage_server.store import Points, ScalarPoints, Selection, Snapshot
 
 __all__ = [
-    "LayerChoice",
     "check_scalar_exists",
     "measured_step",
     "points_of",
@@ -31,54 +29,6 @@ _NUMBERS_AT_ONCE = 2**22
 _MOST_NUMBERS = 2**28
 """That a question reads step by step, in a few seconds: of 1,000 layers 60,000 steps."""
 _NOTHING = ScalarPoints.empty()
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerChoice:
-    """Which layers of a run are asked for: one, those of a glob or of a module type; with none, the whole model."""
-
-    layer: str | None = None
-    pattern: str | None = None
-    module_type: str | None = None
-
-    @property
-    def label(self) -> str | None:
-        """Its name in an answer; None for the whole model."""
-        return next(filter(None, (self.layer, self.pattern, self.module_type)), None)
-
-    def names(self, snapshot: Snapshot, run_id: str) -> tuple[str, ...] | None:
-        """The layers of a run; None where neither glob nor module type is asked for.
-
-        Raises:
-            NotFound: there is no such layer.
-            Unprocessable: a layer beside them.
-        """
-        if self.pattern is None and self.module_type is None:
-            return None
-        if self.layer is not None:
-            field = "pattern" if self.pattern is not None else "module_type"
-            raise Unprocessable(f"give layer or {field}, not both", field=field)
-        entries = snapshot.layers(run_id)
-        if self.module_type is not None:
-            entries = _of_type(run_id, entries, self.module_type)
-        chosen = tuple(entry.name for entry in entries if fnmatch.fnmatchcase(entry.name, self.pattern or "*"))
-        if not chosen:
-            raise NotFound(
-                f"no layer of run {run_id!r} matches {self.pattern!r}; GET /api/v1/runs/{run_id}/layers lists them",
-                field="pattern",
-            )
-        return chosen
-
-
-def _of_type(run_id: str, entries: Sequence[wire.Layer], module_type: str) -> list[wire.Layer]:
-    found = [entry for entry in entries if entry.module_type == module_type]
-    if not found:
-        types = ", ".join(sorted({entry.module_type or "''" for entry in entries})) or "none"
-        raise NotFound(
-            f"no layer of run {run_id!r} is of module type {module_type!r}; its types are {types}",
-            field="module_type",
-        )
-    return found
 
 
 def check_scalar_exists(snapshot: Snapshot, key: str, run_ids: Sequence[str]) -> None:
