@@ -12,7 +12,7 @@ from collage_agent.transport import MemoryTransport
 from collage_optim import CollageAdamW, CollageSGD
 
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt
-from tests.loops.readers import AGENT, ReadBack, reading_is_forbidden
+from tests.loops.readers import AGENT, ReadBack, reading_is_forbidden, waiting_is_forbidden
 
 pytestmark = pytest.mark.slow
 
@@ -134,10 +134,7 @@ def test_no_step_synchronises_a_device(name):
     # The first steps make states and plans, and with them copies from the host.
     for _ in range(3):
         step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_forbidden():
         for _ in range(5):
             step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert handle.summary()["step"] == 8

@@ -7,6 +7,7 @@ import pytest
 import torch
 from collage_optim import STRATEGIES, CollageAdamW, numerics
 
+from tests.loops.readers import waiting_is_forbidden
 from tests.numerics.bits import finite_patterns, from_bits, to_hexadecimal
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
 
@@ -86,8 +87,5 @@ def test_no_synchronisation_in_a_step():
     for member in members:
         member.grad = torch.full_like(member, 1e-2)
     optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_forbidden():
         optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
