@@ -43,9 +43,10 @@ def run_stage(stage):
     names = Path("/etc/resolv.conf")
     resolver, place = names.read_text(), names.resolve()
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
-    # It may be a link to a file of /run.
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(resolver)
+    if not place.exists():
+        # The host's file is a link into /run.
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(resolver)
 
     def say(text):
         sys.stdout.write(f"{time.monotonic() - begun:5.0f} s  {text}\n")
