@@ -11,6 +11,7 @@ CPU = {"thread_time", "process_time", "clock_gettime", "pthread_getcpuclockid"}
 CLOCKS = WALL | CPU | {f"{name}_ns" for name in WALL | CPU}
 EXEMPT = {
     "cluster": "its pieces are killed at random moments, and its log says how long the acknowledgements paused",
+    "containers/__main__.py": "says what each stage took",
     "waiting.py": "the one place that waits",
     "alerts/test_prometheus.py": "logs how soon a person sees an alert; no limit is asked of a busy machine",
     "agent_delivery/doubles.py": "notes when a request came, of which a test asks that enough time lies between",
