@@ -94,6 +94,10 @@ def _average_swapped(_evidence: IncidentEvidence) -> CauseVerdict:
     return left_open("what writes the weights is not reported")
 
 
+def _another_decay(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("the decay that the code uses is not reported")
+
+
 def _begun_anew(evidence: IncidentEvidence) -> CauseVerdict:
     losses = evidence.watch.resume_losses if evidence.watch else []
     if not losses:
@@ -244,6 +248,27 @@ ALERTS: Final = (
         first_step=(
             "Stop the run. Find the first layer with nonfinite_params or residual_nonfinite, and resume from a "
             "checkpoint before that step with a lower learning rate or with clipping."
+        ),
+    ),
+    about_runs(
+        "CollageAverageOff",
+        finding_condition("average_lost_ratio", ">", 0.0),
+        Condition("collage_finding", ">", 0.05, "distance", (("key", "=", "average_edq_ratio"),)),
+        finding_condition("average_nonfinite", ">", 0.0),
+        for_seconds=900.0,
+        severity="warning",
+        on_by_default=True,
+        summary="the average of the weights does not follow them",
+        meaning=(
+            "An average of the weights (EMA) has updates of its own, small ones. They are rounded away, or arrive "
+            "with another size than its decay says, or it is NaN. The loss of the training shows none of this: it "
+            "shows when the average is evaluated or sampled from."
+        ),
+        other_causes=("a decay that changes during the training, where one number was stated for it",),
+        checks=(_another_decay,),
+        first_step=(
+            "Look at average_edq_ratio, average_lost_ratio and average_moved_ratio. Keep the average in float32. "
+            "If few of its updates are lost, compare its decay and sign in the code with the one that was stated."
         ),
     ),
     about_runs(

@@ -36,7 +36,7 @@ def test_the_alerts():
         "CollageExpectationBroken",
         "CollageResumeLoss",
         *("CollageSecondMomentStuck", "CollageResidualsOff", "CollageDecayLost", "CollageNotFinite"),
-        *("CollageReplicaMismatch", "CollageExternalWrites"),
+        *("CollageAverageOff", "CollageReplicaMismatch", "CollageExternalWrites"),
         *("CollageGradientExploding", "CollageGradientVanishing", "CollageLossUnstable", "CollageLossNotFinite"),
         *("CollageStepsSkipped", "CollageRunStalled", "CollageRunWithoutData", "CollageAgentOverBudget"),
         *("CollageReportsDropped", "CollageIngestFailing"),

@@ -211,6 +211,7 @@ CASES = {
         evidence({"nonfinite_params": 0.0}, {"nonfinite_params": 3.0}, metric="nonfinite_params"),
         evidence(),
     ),
+    ("CollageAverageOff", 0): (None, None, evidence()),
     ("CollageReplicaMismatch", 0): (mismatch(10), mismatch(500), evidence()),
     ("CollageReplicaMismatch", 1): (None, None, evidence()),
     ("CollageExternalWrites", 0): (None, None, evidence()),

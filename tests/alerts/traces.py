@@ -54,6 +54,9 @@ CASES = {
     "CollageNotFinite": Case(
         "collage_finding", None, 3.0, {"key": "nonfinite_params"}, beside={"key": "residual_nonfinite"}
     ),
+    "CollageAverageOff": Case(
+        "collage_finding", None, 0.9, {"key": "average_lost_ratio"}, beside={"key": "average_nonfinite"}
+    ),
     "CollageReplicaMismatch": Case("collage_replica_mismatches", None, 1.0),
     "CollageExternalWrites": Case("collage_external_writes", None, 1.0, holds_minutes=30),
     "CollageGradientExploding": Case("collage_grad_norm", 1.0, 30.0, undefined=True),

@@ -20,6 +20,8 @@ from collage_agent.watching.judgement import average_word
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
+from collage_monitor.alerts import ALERTS
+from collage_monitor.judgement import average_findings
 from tests.agent.test_no_synchronisation import Listening
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
 from tests.reference.averages import ReferenceAverage, metrics_of
@@ -155,10 +157,18 @@ def test_a_bf16_average_that_stands_still_is_told_and_an_fp32_one_is_healthy(dec
     assert told["average_moved_ratio"] == pytest.approx(seen / sum(p.numel() for p in start), abs=0.02)
     far, exact = distance(narrow, start), distance(wide, start)
     assert told["average_displacement_ratio"] == pytest.approx(far / exact, abs=0.02)
+    assert [wakes(handle) for handle in handles] == [True, False]
     assert "average is off" in str(handles[0])
     assert "loses its updates" in str(handles[0])
     assert "healthy" in str(handles[1])
     assert handles[1].summary()["model"]["average_edq_ratio"] == pytest.approx(1.0, abs=0.01)
+
+
+def wakes(handle):
+    """Whether the on-call is told of what the judgement holds against the average."""
+    shown = [((("key", found.key),), found.value) for found in average_findings(handle.summary()["model"])]
+    conditions = ALERTS["CollageAverageOff"].conditions
+    return any(one.matches(labels) and one.is_beyond(value) for labels, value in shown for one in conditions)
 
 
 def distance(average, start):
@@ -340,6 +350,7 @@ def test_another_decay_or_sign_than_was_said_is_no_loss():
 
     trained(model, adamw(model), 6, away)
     assert "moves by -1.000 of what its decay says" in str(handle)
+    assert wakes(handle)
 
 
 @pytest.mark.parametrize(
