@@ -6,6 +6,7 @@ import html
 import itertools
 import logging
 import operator
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ from collage_agent.transport.queue import (
     cuda_event_on,
     snapshot_of,
 )
+from collage_monitor.environment import CHECK_REPORT
 from collage_monitor.errors import CollageError, NotFound
 from collage_monitor.local import local_server
 from collage_monitor.wire import LIMITS
@@ -140,7 +142,7 @@ class Run:
                 # Training goes on, even where no thread can be started.
                 self._guard.caught("starting to deliver", error)
                 self._pipeline = None
-        if settings.mode == "offline" and self._reports_run_state:
+        if settings.mode == "offline" and self._reports_run_state and CHECK_REPORT not in os.environ:
             _say(f"offline: reports are kept in {self._spool_folder}. {_HOW_TO_VIEW}")
 
     @property
@@ -435,7 +437,9 @@ class Run:
         if self._pipeline is None:
             return
         waiting = self.reports_spooled
-        if waiting:
+        if waiting and CHECK_REPORT in os.environ:
+            pass  # `preflight` reads them, and removes their folder.
+        elif waiting:
             _say(f"{waiting} reports of run {self.name} wait in {self._spool_folder}. {_HOW_TO_VIEW}", sys.stdout)
         elif self.reports_sent:
             _say(f"run {self.name}{self._where_to_look()}", sys.stdout)

@@ -104,7 +104,10 @@ def test_a_healthy_loop_passes_and_is_ended_after_its_steps(tmp_path, capfd):
     found, of = flown(tmp_path, HEALTHY, "--fail-if", "problem", "--fail-if", "lost>0.25")
     assert {own["status"] for own in of.values()} == {"passed"}
     assert of["program"]["text"].endswith("last measured step is 40")
-    assert "trained to the end" not in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "trained to the end" not in printed
+    assert "healthy" in printed
+    assert "`collage-monitor sync`" not in printed, "the folder of its reports is gone afterwards"
     assert (tmp_path / "report.html").is_file()
     assert found["runs"][0]["forecast"] is None
 
