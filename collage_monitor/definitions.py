@@ -90,8 +90,9 @@ class Metric:
     `finish` makes it, elementwise, of the totals that `needs` names, one argument each: a total labelled as the
     metric is comes under the same label, a histogram comes as [HISTOGRAM_LABELS, …]. Undefined is NaN.
     `optional` names further totals, which `finish` takes after those; NaN if not reported.
-    `unit` is one of "ratio", "elements", "weight", "gradient", "octaves", "factor", "steps",
-    "bytes". `finish_takes_label`: `finish` is also given the key's label, as `label=`.
+    `unit` is one of "ratio", "share" (a ratio that is read in percent), "elements", "weight", "gradient",
+    "octaves", "factor", "steps", "bytes".
+    `finish_takes_label`: `finish` is also given the key's label, as `label=`.
     `ideal` is the value of a run that loses nothing (None: there is no such value).
     `exposed` puts the model's value on `/metrics`.
     """

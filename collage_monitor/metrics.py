@@ -83,7 +83,7 @@ _SCALARS = (
     Scalar(
         "agent_overhead_ratio",
         "Agent overhead",
-        "ratio",
+        "share",
         "agent",
         "CPU of the agent over the rest of the process's CPU, since attach.",
     ),

@@ -16,7 +16,7 @@ warm-up, or autocorrelated noise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Final
 
@@ -181,16 +181,16 @@ def find_onsets(
     return [*before, found, *after]
 
 
-def describe(onset: Onset, metric: str) -> str:
-    """The change in one sentence; `metric` names the series."""
-    began = f"between steps {onset.last_before} and {onset.first_changed}"
-    settled = "" if onset.settled == onset.first_changed else f" (settled at step {onset.settled})"
-    text = f"{metric} changed {began}{settled}: {onset.before:.3f} before, {onset.after:.3f} after"
+def describe(onset: Onset, metric: str, tell: Callable[[float], str] = "{:.3f}".format) -> str:
+    """The change in one sentence; `metric` names the series, `tell` writes its values."""
+    began = f"between steps {onset.last_before:,} and {onset.first_changed:,}"
+    settled = "" if onset.settled == onset.first_changed else f" (settled at step {onset.settled:,})"
+    text = f"{metric} changed {began}{settled}: {tell(onset.before)} before, {tell(onset.after)} after"
     if not onset.layers:
         return text
     first = onset.layers[0]
-    many = "1 layer" if len(onset.layers) == 1 else f"{len(onset.layers)} layers"
-    return f"{text}; {many} changed, most {first.layer} ({first.before:.3f} to {first.after:.3f})"
+    many = "1 layer" if len(onset.layers) == 1 else f"{len(onset.layers):,} layers"
+    return f"{text}; {many} changed, most {first.layer} ({tell(first.before)} to {tell(first.after)})"
 
 
 def first_step_if_always_below(steps: Sequence[int], values: ArrayLike, bound: float) -> int | None:

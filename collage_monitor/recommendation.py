@@ -219,7 +219,9 @@ def _noticeable(reference: StrategyResult | None) -> float | None:
 def _share(gap: Estimate, reference: StrategyResult | None) -> str:
     if reference is None or reference.loss is None or reference.loss.value == 0:
         return ""
-    return f" ({signed(100 * gap.value / abs(reference.loss.value), 2)} %)"
+    share = gap.value / abs(reference.loss.value)
+    sign = "" if abs(share) < 5e-5 else "−" if share < 0 else "+"
+    return f" ({sign}{percent(abs(share))})"
 
 
 def _none_fits(results: Sequence[StrategyResult]) -> str:

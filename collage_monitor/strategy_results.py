@@ -38,8 +38,9 @@ class RunResult:
     """A run in the numbers by which strategies are compared. None: not known.
 
     `loss` is the one that `loss_name` says, read at `loss_step`. `health`, `headline` and `advice` are the
-    verdict's, and `numbers` are those behind it. `trained`: what its optimizers train. `configuration` is the same
-    for seeds of one strategy, `entries` are those of its configuration, and its project, in which the runs differ.
+    verdict's, and `numbers` those behind it, over the steps from the first to the last of `over`. `trained`: what
+    its optimizers train. `configuration` is the same for seeds of one strategy, `entries` are those of its
+    configuration, and its project, in which the runs differ.
     """
 
     run_id: str
@@ -62,6 +63,7 @@ class RunResult:
     is_treated: bool = False
     entries: Mapping[str, Any] = field(default_factory=dict)
     resumed_at: Sequence[int] = ()
+    over: tuple[int, int] | None = None
 
     @property
     def is_odd(self) -> bool:
@@ -186,7 +188,14 @@ def _result(
         is_treated=row.is_treated,
         entries=entries,
         resumed_at=row.resumed_at,
+        over=_over(overview),
     )
+
+
+def _over(overview: wire.Overview | None) -> tuple[int, int] | None:
+    if overview is None or overview.first_step is None or overview.last_step is None:
+        return None
+    return overview.first_step, overview.last_step
 
 
 def results_of(runs: Sequence[RunResult]) -> list[StrategyResult]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from collage_monitor import wire
-from collage_monitor.judgement import finite
+from collage_monitor.judgement import finite, percent
 from collage_monitor.onset import Onset
 from collage_monitor.wire import Number
 
@@ -187,7 +187,7 @@ def near_schedule_end(evidence: IncidentEvidence) -> CauseVerdict:
     rate, highest = evidence.now("learning_rate"), evidence.highest.get("learning_rate")
     if rate is None or not highest:
         return left_open("learning_rate was not logged")
-    clause = f"learning_rate is {text_of(rate)}, {100 * rate / highest:.3g} % of the run's largest"
+    clause = f"learning_rate is {text_of(rate)}, {percent(rate / highest)} of the run's largest"
     return supported(clause) if rate < SCHEDULE_END * highest else ruled_out(clause)
 
 

@@ -23,6 +23,7 @@ from collage_monitor.alerts.causes import (
     text_of,
 )
 from collage_monitor.alerts.definition import Condition, about_runs, finding_condition
+from collage_monitor.judgement import percent
 from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["ALERTS"]
@@ -58,9 +59,9 @@ def _residuals_not_resumed(evidence: IncidentEvidence) -> CauseVerdict:
     if dropped is None and zero is None:
         return left_open(f"{began}; nothing of residuals was reported")
     if dropped is not None and dropped > 0.5:
-        return supported(f"{began}, and {100 * dropped:.3g} % of the residuals were dropped")
+        return supported(f"{began}, and {percent(dropped)} of the residuals were dropped")
     if zero is not None:
-        clause = f"{began}; the share of residuals at 0 was {text_of(zero[0])} before and {text_of(zero[1])} after"
+        clause = f"{began}; the share of residuals at 0 was {percent(zero[0])} before and {percent(zero[1])} after"
         return supported(clause) if zero[1] > zero[0] + 0.1 else ruled_out(clause)
     return ruled_out(f"{began}, and residuals were not dropped")
 

@@ -29,7 +29,7 @@ from collage_monitor.client import Client
 from collage_monitor.command.server import open_client, server_address_options
 from collage_monitor.command.terminal import clock, printable
 from collage_monitor.errors import CollageError
-from collage_monitor.judgement import Finding, judge
+from collage_monitor.judgement import Finding, judge, percent
 from collage_monitor.local import LOOPBACK_HOSTS, is_loopback, web_address
 from collage_monitor.metrics import METRICS, is_metric, split_key
 from collage_monitor.onset import describe
@@ -171,9 +171,11 @@ class RunQuestions:
         for one in results:
             loss = "not logged" if one.loss is None else f"{one.loss:.5g} at step {one.loss_step}"
             parts = [f"{one.loss_name} {loss}"]
-            parts += [f"EDQ {one.numbers['edq_ratio']:.4g}"] if "edq_ratio" in one.numbers else []
-            share = one.numbers.get("lost_update_ratio")
-            parts += [] if share is None else [f"{100 * share:.3g} % of updates lost"]
+            edq, share = one.numbers.get("edq_ratio"), one.numbers.get("lost_update_ratio")
+            measured = [] if edq is None else [f"EDQ {edq:.3f}"]
+            measured += [] if share is None else [f"{percent(share)} of updates lost"]
+            steps = f" over steps {one.over[0]} to {one.over[1]}" if one.over else ""
+            parts += [f"{' and '.join(measured)}{steps}"] if measured else []
             parts += [] if one.bytes_per_parameter is None else [f"{one.bytes_per_parameter:.3g} bytes a parameter"]
             parts += [] if one.tokens_per_second is None else [f"{one.tokens_per_second:.4g} tokens/s"]
             kind = _kind(one.strategy, one.dtype)

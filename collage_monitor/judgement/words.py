@@ -215,9 +215,11 @@ def silence(silent: SilentRanks) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in words, with enough digits to differ from 0 and from 1."""
-    for digits in (0, 1, 2, 3):
-        text = f"{100 * share:.{digits}f}"
-        if share in (0.0, 1.0) or (digits and float(text) not in (0.0, 100.0)):
+    """A share as it reads everywhere: one decimal, two where one would say 0 or all of it; 0 and 1 are exact."""
+    if share in (0.0, 1.0):
+        return f"{100 * abs(share):.0f} %"
+    for digits in (1, 2):
+        text = f"{100 * share:,.{digits}f}"
+        if float(text.replace(",", "")) not in (0.0, 100.0):
             return f"{text} %"
-    return "under 0.001 %" if share < 0.5 else "over 99.999 %"
+    return "< 0.01 %" if share < 0.5 else "> 99.99 %"

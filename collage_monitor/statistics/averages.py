@@ -80,7 +80,7 @@ DEFINITION = Definition(
         Metric(
             "average_lost_ratio",
             "Updates of the average lost",
-            "ratio",
+            "share",
             "average_lost / average_active",
             "Share of the average's updates that are rounded away.",
             needs=("average_lost", "average_active"),
@@ -90,7 +90,7 @@ DEFINITION = Definition(
         Metric(
             "average_moved_ratio",
             "Elements of the average that ever moved",
-            "ratio",
+            "share",
             "average_moved / average_elements",
             "Share of the average's elements that have moved since it is watched, or was last set to the weights.",
             needs=("average_moved", "average_elements"),

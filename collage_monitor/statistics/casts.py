@@ -140,7 +140,7 @@ DEFINITION = Definition(
         Metric(
             "cast_changed_ratio",
             "Copies changed",
-            "ratio",
+            "share",
             "cast_changed / cast_elements",
             "Share of the elements whose low-precision copy is another number after the step: what a sampler sees.",
             needs=("cast_changed", "cast_elements"),
@@ -150,7 +150,7 @@ DEFINITION = Definition(
         Metric(
             "cast_recoded_ratio",
             "Codes changed",
-            "ratio",
+            "share",
             "cast_recoded / cast_elements",
             "Share of the elements whose number changed in a copy with scales, before it is scaled.",
             needs=("cast_recoded", "cast_elements"),
@@ -171,7 +171,7 @@ DEFINITION = Definition(
         Metric(
             "cast_changed_window_ratio",
             "Copies changed over a window",
-            "ratio",
+            "share",
             "cast_window_changed / cast_window_elements",
             "Share of the elements whose low-precision copy changed over k steps.",
             needs=("cast_window_changed", "cast_window_elements"),
@@ -181,7 +181,7 @@ DEFINITION = Definition(
         Metric(
             "cast_recoded_window_ratio",
             "Codes changed over a window",
-            "ratio",
+            "share",
             "cast_window_recoded / cast_window_elements",
             "The same over k steps.",
             needs=("cast_window_recoded", "cast_window_elements"),
@@ -202,7 +202,7 @@ DEFINITION = Definition(
         Metric(
             "cast_route_ratio",
             "Codes that differ by route",
-            "ratio",
+            "share",
             "cast_route_differing / cast_route_elements",
             "Share of the codes that differ between two routes to one format, from the same weights.",
             needs=("cast_route_differing", "cast_route_elements"),
@@ -212,7 +212,7 @@ DEFINITION = Definition(
         Metric(
             "cast_sync_ratio",
             "Delta of a weight sync",
-            "ratio",
+            "share",
             "(codes changed + scales changed, with their places) / (all codes + all scales), in bytes",
             "Forecast for copies that are sent after each step: bytes of what changed over bytes of all. Above 1 "
             "it is cheaper to send all.",
@@ -237,7 +237,7 @@ DEFINITION = Definition(
         Metric(
             "cast_sync_window_ratio",
             "Delta of a weight sync over a window",
-            "ratio",
+            "share",
             "(codes changed + scales changed, with their places) / (all codes + all scales), in bytes",
             "The same for copies that are sent every k steps.",
             needs=("cast_window_elements", "cast_window_changed"),

@@ -48,7 +48,7 @@ DEFINITION = Definition(
         Metric(
             "lost_update_ratio",
             "Updates lost",
-            "ratio",
+            "share",
             "lost / (lost + distorted + faithful)",
             "Share of the intended updates that were rounded away in this step. "
             "Misjudges stochastic rounding, whose updates arrive in the mean.",
@@ -62,7 +62,7 @@ DEFINITION = Definition(
         Metric(
             "lost_visible_ratio",
             "Updates lost, visible",
-            "ratio",
+            "share",
             "lost_visible / (lost + distorted + faithful)",
             "Share of the intended updates that did not move the registered parameter.",
             needs=("lost_visible", *_FEWEST),
@@ -74,7 +74,7 @@ DEFINITION = Definition(
         Metric(
             "measured_ratio",
             "Elements with a known u",
-            "ratio",
+            "share",
             "(lost + distorted + faithful + idle) / (elements − nonfinite)",
             "Share of the elements of stepped layers whose intended update is known. Of the others only what "
             "changed is known: no ratio counts them.",
@@ -85,7 +85,7 @@ DEFINITION = Definition(
         Metric(
             "unchanged_ratio",
             "Unchanged",
-            "ratio",
+            "share",
             "unchanged / (elements − nonfinite)",
             "The paper's imprecision. It counts idle elements as lost; for comparison with published figures only.",
             needs=("unchanged", "elements", "nonfinite"),

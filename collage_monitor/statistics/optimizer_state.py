@@ -64,7 +64,7 @@ STATES = Definition(
         Metric(
             "state_zero_ratio",
             "State zero",
-            "ratio",
+            "share",
             "state_zero / gradient_nonzero",
             "Share of a state's elements that are 0 where the gradient is not: "
             "an fp16 second moment that underflows.",
@@ -89,7 +89,7 @@ DECAY = Definition(
         Metric(
             "decay_ratio",
             "Weight decay kept",
-            "ratio",
+            "share",
             "Σ d·d̂ / Σ d²",
             "Share of decoupled weight decay that is kept as a rounded operation of its own, as torch makes it. "
             "Undefined for decay that is coupled or zero; a strategy that makes it part of its update keeps more.",
@@ -139,7 +139,7 @@ RESIDUALS = Definition(
         Metric(
             "residual_zero_ratio",
             "Residual zero",
-            "ratio",
+            "share",
             "residual_zero / residual_elements",
             "Share of the residuals that are 0 before the step. 1 is normal until a first step moves the weights, "
             "also after a conversion; residual_dropped_ratio counts those that should not be 0.",
@@ -149,7 +149,7 @@ RESIDUALS = Definition(
         Metric(
             "residual_dropped_ratio",
             "Residual dropped",
-            "ratio",
+            "share",
             "residual_dropped / residual_elements",
             "Largest share, of the steps merged, of the residuals that are 0 before a step though the element had "
             "one, or moved by steps that leave one: something dropped them, such as a resume. Below 0.02 in "

@@ -40,8 +40,9 @@ def _ratio_over_window(
     *,
     finish: Callable[..., Array] = ratio,
     ideal: float = 1.0,
+    unit: str = "ratio",
 ) -> Metric:
-    return Metric(name, title, "ratio", formula, text, needs=needs, finish=finish, label="steps", ideal=ideal)
+    return Metric(name, title, unit, formula, text, needs=needs, finish=finish, label="steps", ideal=ideal)
 
 
 WINDOWS = Definition(
@@ -91,6 +92,7 @@ WINDOWS = Definition(
             "Judges stochastic rounding, which one step misjudges.",
             ("window_lost", "window_active"),
             ideal=0.0,
+            unit="share",
         ),
         _ratio_over_window(
             "edq_visible_window_ratio",
@@ -115,6 +117,7 @@ WINDOWS = Definition(
             "Judges Kahan's, which one step misjudges.",
             ("window_lost_visible", "window_active"),
             ideal=0.0,
+            unit="share",
         ),
     ),
 )

@@ -83,7 +83,7 @@ DEFINITION = Definition(
         Metric(
             "predicted_plain_lost_ratio",
             "Below half a gap",
-            "ratio",
+            "share",
             "share of update_ulp_histogram below ½",
             "Share of the updates that plain storage in this dtype would round away. "
             "Predicts nothing for pairs or master weights.",

@@ -1,6 +1,8 @@
-"""How keys and numbers read: titles, units and help from the catalogue alone; four significant digits.
+"""How keys and numbers read on every page: titles, units and help from the catalogue alone, and one form a number.
 
-An undefined number is an en dash; infinite numbers and NaN are named.
+Shares stand in percent with one decimal, EDQ and what else is 1 in a run that loses nothing with three decimals,
+other numbers with four significant digits; thousands are grouped. An undefined number is an en dash; infinite
+numbers and NaN are named. `assets/dashAgGridFunctions.js` writes the same in tables that sort.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Final
 
 from collage_monitor import wire
 from collage_monitor.judgement import EDQ_TOLERANCE, percent
-from collage_monitor.metrics import METRICS, SCALARS, is_metric, preferred_state, split_key
+from collage_monitor.metrics import HISTOGRAM_OCTAVES, METRICS, SCALARS, is_metric, preferred_state, split_key
 from collage_monitor.wire import Number, from_number
 
 __all__ = [
@@ -32,7 +34,9 @@ __all__ = [
     "iso",
     "metric_choices",
     "number",
+    "share_text",
     "state_key",
+    "value_text",
     "when",
 ]
 
@@ -57,12 +61,22 @@ class Description:
 
     @property
     def axis_title(self) -> str:
-        """Title with its unit, for an axis."""
+        """Title with its unit, for an axis; a share's stands beside each of its numbers."""
         return (
             f"{self.title} ({self.unit})"
-            if self.unit not in {"", "1", self.title.lower().rpartition(" ")[2]}
+            if self.unit not in {"", "1", "share", self.title.lower().rpartition(" ")[2]}
             else self.title
         )
+
+    @property
+    def drawn_scale(self) -> float:
+        """What a figure multiplies values by: shares are drawn in percent."""
+        return 100.0 if self.unit == "share" else 1.0
+
+    @property
+    def tick_suffix(self) -> str:
+        """What stands behind the numbers of an axis."""
+        return " %" if self.unit == "share" else ""
 
 
 def describe(key: str) -> Description:
@@ -123,8 +137,9 @@ def in_a_sentence(overview: wire.Overview) -> str:
     started = next((value for entry in overview.trend if (value := finite(entry)) is not None), None)
     stuck = [key.partition("/")[2] for key in overview.findings if key.startswith(STATE)]
     if overview.since is not None:
-        # The share is over the recent past, which may reach back before the change.
-        more = overview.first_step is not None and overview.first_step < overview.since
+        # It may have lost before the change, too; or the share's steps, the recent past, begin before it.
+        edq = next((change.before for change in overview.changes if change.step == overview.since), 1.0)
+        more = edq < 1 - EDQ_TOLERANCE or (overview.first_step or overview.since) < overview.since
         words += f",{' more' if more else ''} since step {overview.since:,}"
     elif started is not None and started < 1 - EDQ_TOLERANCE:
         words += ", from the start"
@@ -177,6 +192,31 @@ def number(value: Number | None, digits: int = 4) -> str:
     return text.replace("-", "−")
 
 
+def value_text(key: str, value: Number | None, digits: int = 4) -> str:
+    """The value of a metric or scalar as all pages write it; `digits` are those of a unit without its own form."""
+    plain, description = finite(value), describe(key)
+    if plain is None:
+        return number(value)
+    if description.unit == "share":
+        return share_text(plain)
+    if description.unit == "ratio" and description.ideal == 1.0 and 0 < abs(plain) < 1e4:
+        return f"{plain:,.3f}".replace("-", "−")
+    if description.unit in {"elements", "steps"} and plain.is_integer():
+        return count(plain)
+    if description.key == "half_ulp_margin" and not _LEAST_MARGIN < plain < _MOST_MARGIN:
+        return f"{_LEAST_MARGIN} or less".replace("-", "−") if plain < 0 else f"{_MOST_MARGIN} or more"
+    return number(plain, digits)
+
+
+_LEAST_MARGIN, _MOST_MARGIN = HISTOGRAM_OCTAVES[0] + 1, HISTOGRAM_OCTAVES[-1] + 2
+"""Octaves: what lies beyond the histogram is known no more exactly."""
+
+
+def share_text(share: float) -> str:
+    """A part of a whole in percent: '33.2 %', '< 0.01 %'."""
+    return percent(share) if share >= 0 else f"−{percent(-share)}"
+
+
 def count(value: Number | None) -> str:
     """A whole number with grouped thousands."""
     if value is None or not math.isfinite(from_number(value)):
@@ -196,9 +236,9 @@ def byte_count(value: Number | None) -> str:
     return f"{number(size, 3)} {unit}"
 
 
-def interval(low: Number | None, high: Number | None, digits: int = 4) -> str:
-    """A 95 % interval, or nothing where there is none."""
-    return "" if low is None or high is None else f"{number(low, digits)} … {number(high, digits)}"
+def interval(key: str, low: Number | None, high: Number | None) -> str:
+    """A 95 % interval of a metric or scalar, or nothing where there is none."""
+    return "" if low is None or high is None else f"{value_text(key, low)} … {value_text(key, high)}"
 
 
 def finite(value: Number | None) -> float | None:

@@ -18,7 +18,7 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from collage_dashboard.components import over_steps
-from collage_dashboard.descriptions import STATE, describe, interval, number, state_key, when
+from collage_dashboard.descriptions import STATE, count, describe, interval, share_text, state_key, value_text, when
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
 from collage_dashboard.numbers import file_stem
 from collage_dashboard.pages.comparison_content import COLUMNS, notes_on, with_recent
@@ -149,7 +149,7 @@ def _about_run(reader: Reader, run_id: str, schedule: RateSchedule | None) -> st
     watch = run.watch
     strategy = watch.shown_strategy if watch else None
     colour = strategy_colour(strategy, watch.dtype if watch else None)
-    step = "no step yet" if run.last_step is None else f"step {run.last_step:,}"
+    step = "no step yet" if run.last_step is None else f"step {count(run.last_step)}"
     curves = [key for key in _LOGGED if key in run.scalars]
     curves += [*_MEASURED, *sorted(key for key in run.latest if split_key(key)[0] == STATE)]
     charts = [_chart(describe(key).title, draw("series", key, view, reader, colour), key) for key in curves]
@@ -203,22 +203,27 @@ def _numbers(run: wire.Run, overview: wire.Overview) -> list[Row]:
     rows = [
         Row(
             describe(key).title,
-            [(number(value), interval(overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high")))],
+            [
+                (
+                    value_text(key, value),
+                    interval(key, overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high")),
+                )
+            ],
         )
         for key in keys
         if (value := overview.numbers.get(key)) is not None
     ]
     logged = ("validation_loss", "loss", "bytes_per_parameter", "tokens_per_second")
     return rows + [
-        Row(describe(key).title, [(number(entry.value), f"at step {entry.step:,}")])
+        Row(describe(key).title, [(value_text(key, entry.value), f"at step {entry.step:,}")])
         for key in logged
         if (entry := run.scalars.get(key)) is not None
     ]
 
 
 def _worst(entry: wire.LayerLoss) -> Row:
-    cells = (f"{100 * entry.share:.1f} %", number(entry.edq_ratio), number(entry.lost_update_ratio))
-    return Row(entry.layer, [(text, "") for text in cells])
+    measured = [value_text(key, getattr(entry, key)) for key in _MEASURED]
+    return Row(entry.layer, [(text, "") for text in (share_text(entry.share), *measured)])
 
 
 def _about_strategies(reader: Reader, run_ids: Sequence[str], left_out: int) -> str:

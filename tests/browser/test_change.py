@@ -69,7 +69,7 @@ def test_a_layer_says_what_it_is_and_its_histogram_what_changed(watched):
     page.goto(f"{watched.url}/run/run-falling?layer={FALLEN[0]}")
     card = page.locator("#run-layer-card")
     card.get_by_text(
-        re.compile(r"64 × 32 · 2,048 elements · 8\.33 % of the model · bfloat16 · Linear · ")
+        re.compile(r"64 × 32 · 2,048 elements · 8\.3 % of the model · bfloat16 · Linear · ")
     ).wait_for()
     assert "reported by 1 of 1 ranks" in card.inner_text()
     for metric in ("edq_ratio", "lost_update_ratio", "param_norm", "state_decrement_ratio/exp_avg_sq"):

@@ -44,12 +44,12 @@ def test_a_layer_tells_its_windows_residuals_and_copies(watched):
     card = page.locator("#run-layer-card")
     card.get_by_role("heading", name=LAYER).wait_for()
     told = {
-        "edq_window_ratio/64": ("EDQ over a window, 64", "0.7500"),
-        "lost_window_ratio/64": ("Updates lost over a window, 64", "0.2500"),
+        "edq_window_ratio/64": ("EDQ over a window, 64", "0.750"),
+        "lost_window_ratio/64": ("Updates lost over a window, 64", "25.0 %"),
         "residual_fill_ratio": ("Residual", "0.3750"),
-        "residual_zero_ratio": ("Residual", "0.1250"),
-        "residual_dropped_ratio": ("Residual", "0"),
-        "cast_changed_ratio/bf16": ("Copies changed, bf16", "0.06250"),
+        "residual_zero_ratio": ("Residual", "12.5 %"),
+        "residual_dropped_ratio": ("Residual", "0 %"),
+        "cast_changed_ratio/bf16": ("Copies changed, bf16", "6.2 %"),
     }
     for metric, (title, value) in told.items():
         own = card.locator(f"[data-metric='{metric}']")

@@ -1,6 +1,9 @@
 """The table of runs as people keep it: columns, conditions, pins, a baseline, saved views, work in bulk."""
 
+from typing import Any
+
 import pytest
+from collage_dashboard.descriptions import value_text
 
 from collage_monitor.client import Client
 from tests.browser.test_comparison import tick
@@ -48,6 +51,30 @@ def heads(page):
 
 def becomes(page, names):
     until(lambda: sorted(shown(page)) == sorted(names), f"the rows {names}")
+
+
+SIZES = (0.0, 1e-5, 4e-5, 0.0004, 0.0123, 0.33216, 0.9132, 0.9994, 0.99997, 1.0, 1.2345, 8.9, 9.0, 123.456, 12345.6)
+FORMS = {"share": "lost_update_ratio", "ratio": "edq_ratio", "margin": "half_ulp_margin", "number": "loss"}
+
+
+def test_the_table_writes_numbers_as_the_pages_do(watched):
+    """Two languages, one form: the functions of the grid against those of the pages."""
+    watched.page.goto(watched.url)
+    values: list[Any] = [
+        *(sign * size for size in SIZES for sign in (1, -1)),
+        1.5e9,
+        -23.0,
+        None,
+        "NaN",
+        "Infinity",
+    ]
+    for form, key in FORMS.items():
+        told = watched.page.evaluate(
+            f"values => values.map((value) => window.collageNumbers.{form}(value))", values
+        )
+        pairs = zip(values, told, strict=True)
+        wrong = {value: text for value, text in pairs if text.replace("\u00a0", " ") != value_text(key, value)}
+        assert not wrong, form
 
 
 def test_columns_are_chosen_ordered_and_kept_in_the_address(watched):

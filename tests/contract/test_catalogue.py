@@ -15,7 +15,7 @@ from collage_monitor.statistics.catalogue import DEFINITIONS, catalogue_of
 from collage_monitor.strategies import STRATEGIES, strategy
 from tests.contract.labels import LABELS
 
-UNITS = {"ratio", "elements", "weight", "gradient", "octaves", "factor", "steps", "bytes"}
+UNITS = {"ratio", "share", "elements", "weight", "gradient", "octaves", "factor", "steps", "bytes"}
 
 
 def all_statistic_keys():

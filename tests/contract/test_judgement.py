@@ -417,7 +417,16 @@ def test_each_reason_for_no_number_has_its_own_sentence():
 
 @pytest.mark.parametrize(
     ("share", "text"),
-    [(0.0, "0 %"), (1.0, "100 %"), (0.191, "19.1 %"), (0.003, "0.3 %"), (0.00034, "0.03 %"), (0.9999, "99.99 %")],
+    [
+        (0.0, "0 %"),
+        (1.0, "100 %"),
+        (0.191, "19.1 %"),
+        (0.003, "0.3 %"),
+        (0.00034, "0.03 %"),
+        (0.9999, "99.99 %"),
+        (1e-5, "< 0.01 %"),
+        (1 - 1e-5, "> 99.99 %"),
+    ],
 )
 def test_a_share_is_told_with_as_many_digits_as_it_needs(share, text):
     assert percent(share) == text
@@ -456,7 +465,7 @@ def test_layers_that_are_worth_a_look_are_named_and_decide_nothing():
     small = layer(elements=1.0, norm=1e-3, lost_update_ratio=1.0, update_error_ratio=1.0)
     found = judged(GOOD, {"a": layer(), "logit_scale": small}, fingerprint=TO_NEAREST)
     assert found.health == "healthy"
-    assert "1 layer stands still (logit_scale): under 0.001 % of Σ u², too little to decide." in found.text
+    assert "1 layer stands still (logit_scale): < 0.01 % of Σ u², too little to decide." in found.text
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """Numbers as people read them."""
 
+import ast
 import math
+import re
+from pathlib import Path
 from typing import Any
 
+import collage_dashboard
 import pytest
 from collage_dashboard.components import tags_of, text_of_tags
 from collage_dashboard.descriptions import (
@@ -15,6 +19,7 @@ from collage_dashboard.descriptions import (
     interval,
     metric_choices,
     number,
+    value_text,
     when,
 )
 
@@ -45,9 +50,67 @@ def test_four_significant_digits(value, text):
     assert number(value) == text
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("lost_update_ratio", 0.33216, "33.2 %"),
+        ("lost_update_ratio", 0.0004, "0.04 %"),
+        ("lost_update_ratio", 0.00003, "< 0.01 %"),
+        ("lost_update_ratio", 0.99997, "> 99.99 %"),
+        ("lost_update_ratio", 1.0, "100 %"),
+        ("lost_update_ratio", None, "–"),
+        ("decay_ratio", -0.25, "−25.0 %"),
+        ("decay_ratio", 12.5, "1,250.0 %"),
+        ("residual_dropped_ratio", "NaN", "NaN"),
+        ("state_decrement_ratio/exp_avg_sq", 0.0004, "0.000"),
+        ("edq_ratio", -0.98266, "−0.983"),
+        ("edq_ratio", 0.0, "0"),
+        ("edq_ratio", 123456.0, "123,500"),
+        ("edq_noise_ratio", 0.00123, "0.001230"),
+        ("half_ulp_margin", 9.0, "9 or more"),
+        ("half_ulp_margin", 8.9, "8.900"),
+        ("half_ulp_margin", -23.0, "−23 or less"),
+        ("nonfinite_params", 1234.0, "1,234"),
+        ("loss", 3.48694, "3.487"),
+        ("a name of one's own", 12345.6, "12,350"),
+    ],
+)
+def test_a_metric_has_one_form_on_every_page(key, value, text):
+    assert value_text(key, value) == text
+
+
+FOR_MACHINES = {"view.py": {".15g", "g"}, "figures/heatmap.py": {".6g"}, "figures/style.py": {"g"}}
+"""An address, what a figure is rounded to, and a colour's opacity."""
+WITHOUT_A_METRIC = {
+    "pages/run_marks.py": {"g"},
+    "pages/run_layers.py": {"g"},
+    "pages/incident_content.py": {".3g", ".0f"},
+}
+"""Thresholds as they were set, and durations."""
+
+
+def test_only_one_module_formats_numbers():
+    folder = Path(collage_dashboard.__file__).parent
+    own = {}
+    for path in folder.rglob("*.py"):
+        name = path.relative_to(folder).as_posix()
+        specs = {
+            ast.unparse(node.format_spec)[2:-1]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FormattedValue) and node.format_spec is not None
+        }
+        found = {spec for spec in specs if re.fullmatch(r".*[efg%]", spec)}
+        found -= FOR_MACHINES.get(name, set()) | WITHOUT_A_METRIC.get(name, set())
+        if found and name != "descriptions.py":
+            own[name] = found
+    assert not own, "collage_dashboard.descriptions has the forms: value_text, share_text, number"
+
+
 def test_an_axis_says_its_unit_once():
-    titles = [describe(key).axis_title for key in ("validation_loss", "edq_ratio", "tokens_per_second")]
-    assert titles == ["Validation loss", "EDQ (ratio)", "Tokens per second (tokens/s)"]
+    keys = ("validation_loss", "edq_ratio", "tokens_per_second", "lost_update_ratio")
+    titles = [describe(key).axis_title for key in keys]
+    assert titles == ["Validation loss", "EDQ (ratio)", "Tokens per second (tokens/s)", "Updates lost"]
+    assert [describe(key).tick_suffix for key in keys] == ["", "", "", " %"]
 
 
 def test_counts_are_whole_and_grouped():
@@ -63,8 +126,9 @@ def test_bytes_have_a_binary_unit():
 
 
 def test_an_interval_needs_both_ends():
-    assert interval(0.8, 0.9) == "0.8000 … 0.9000"
-    assert interval(None, 0.9) == ""
+    assert interval("edq_ratio", 0.8, 0.9) == "0.800 … 0.900"
+    assert interval("lost_update_ratio", 0.0, 0.9) == "0 % … 90.0 %"
+    assert interval("edq_ratio", None, 0.9) == ""
 
 
 def test_only_finite_values_are_drawn():
@@ -131,6 +195,21 @@ STUCK = {"state_decrement_ratio/exp_avg_sq": 0.02}
         ),
         (
             overview("losing updates", trend=[1.0, 0.6], since=1020, first_step=900, **LOSING),
+            "57.6 % of updates lost",
+            "57.6 % of updates are lost, more since step 1,020.",
+        ),
+        (
+            overview(
+                "losing updates",
+                trend=[1.0, 0.8, 0.6],
+                since=1020,
+                first_step=1020,
+                changes=[
+                    wire.EdqChange(step=500, before=1.0, after=0.8),
+                    wire.EdqChange(step=1020, before=0.8, after=0.6),
+                ],
+                **LOSING,
+            ),
             "57.6 % of updates lost",
             "57.6 % of updates are lost, more since step 1,020.",
         ),

@@ -53,10 +53,10 @@ def test_each_page_says_the_share_of_one_window_and_names_it(server, reader, row
     window = over_steps(row.overview)
     page = render(read_address(f"/run/{RUN}", ""), reader)
     [card] = [part for part in components(page) if getattr(part, "data-metric", "") == "lost_update_ratio"]
-    assert number(share) in text(card)
+    assert percent(share) in text(card)
     assert window in text(card)
     table = text(comparison_table([compared], {RUN: row.overview}))
-    assert number(share) in table
+    assert percent(share) in table
     assert window.removeprefix("over ") in table
     whole = report(reader, [RUN])
     assert f"Loses {words}" in whole
@@ -72,7 +72,7 @@ def test_the_table_of_runs_says_what_its_numbers_are_over(field):
 def test_strategies_say_what_their_numbers_are_over_in_the_page_and_in_the_report(server, reader, row, share):
     results = results_of(run_results([row]))
     table = text(strategy_table(results))
-    assert number(share, 3) in table
+    assert percent(share) in table
     assert RECENT in table
     whole = report(reader, [RUN, "run-plus"])
     strategies, runs = (

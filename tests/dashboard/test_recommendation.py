@@ -113,8 +113,8 @@ def test_the_cheapest_that_nothing_speaks_against_is_recommended_and_each_has_it
     )
     assert said.reasons == (
         "Plain · bfloat16: 8 bytes a parameter, loss +0.09 (+3.7 %), loses 57 % of its updates",
-        "Collage light · bfloat16: 10 bytes a parameter, loss +0.001 (+0.041 %), exp_avg_sq stuck since step 10",
-        "Collage plus · bfloat16: 12 bytes a parameter, loss −0.001 (−0.041 %), nothing speaks against it",
+        "Collage light · bfloat16: 10 bytes a parameter, loss +0.001 (+0.04 %), exp_avg_sq stuck since step 10",
+        "Collage plus · bfloat16: 12 bytes a parameter, loss −0.001 (−0.04 %), nothing speaks against it",
         "fp32 master weights · bfloat16: 16 bytes a parameter, loss 0 (0 %), nothing speaks against it",
         "Plain · float32: 16 bytes a parameter, the reference, nothing speaks against it",
         "Split fp32 master: not compared here; in 12 bytes a parameter the most exact on given gradients "

@@ -48,7 +48,7 @@ def test_a_runs_report_has_its_verdict_numbers_charts_layers_and_facts(server, r
     assert {"Numbers", "Curves", "EDQ", "Updates lost", "Update size against the grid", "EDQ of each layer"} <= set(
         page.headings
     )
-    assert "0.9132" in page.words
+    assert "0.913" in page.words
     assert "config: learning_rate" in page.words
     assert "invisible here" in page.words
 

@@ -25,6 +25,7 @@ class About:
     """What a text is about: all runs by name, and the run that its clauses speak of now.
 
     sick: names of those that have a problem, by how they were made. strategies: of a comparison, by title.
+    picked: the step or range of which a reader asks what changed.
     """
 
     runs: dict[str, RawRun]
@@ -34,6 +35,7 @@ class About:
     began_at: float = 0.0
     alerts: tuple[str, ...] = ()
     changed: str = ""
+    picked: tuple[int, int] | None = None
     announced: int | None = None
 
     @property
@@ -85,11 +87,13 @@ def check_text(about: About, text: str) -> None:
 
 def is_shown(text: str, value: float | None) -> bool:
     """Whether the value reads so at the digits that are there, or from a thousand on in three or four of them."""
-    text = text.replace("\u2212", "-").replace(",", "").replace(" %", "").strip()
+    text = text.replace("\u2212", "-").replace(",", "").strip()
     if value is None or math.isnan(value):
         return text in {"–", "NaN"}
-    if "under" in text or "over" in text:
-        return value < 1e-5 if "under" in text else value > 1 - 1e-5
+    if text.endswith(" %"):
+        return is_share(text.removesuffix(" %"), value)
+    if bound := re.fullmatch(r"(\S+) or (more|less)", text):
+        return value >= float(bound[1]) if bound[2] == "more" else value <= float(bound[1])
     mantissa, _, exponent = text.partition("e")
     digits = len(mantissa.partition(".")[2])
     half = 0.5000001 * 10.0 ** (int(exponent or 0) - digits)
@@ -102,16 +106,24 @@ def assert_shown(text: str, value: float | None, what: str = "") -> None:
     assert is_shown(text, value), f"{what}: it says {text}, and is {value}"
 
 
+def is_share(text: str, value: float) -> bool:
+    """Whether the share of 1 reads so in percent: with one decimal, or two where one would hide it."""
+    if text.startswith(("<", ">")):
+        assert text in {"< 0.01", "> 99.99"}
+        return 0 < value < 1e-4 if text.startswith("<") else value > 0.9999
+    if text in {"0", "100"}:
+        return abs(value - float(text) / 100) < 1e-12
+    digits = 2 if f"{100 * value:.1f}" in {"0.0", "100.0"} else 1
+    return len(text.partition(".")[2]) == digits and is_shown(text, 100 * value)
+
+
 def assert_share(text: str, value: float, what: str = "") -> None:
     """A share of 1 reads so, in percent."""
-    if text.startswith(("under", "over")):
-        assert is_shown(text, value), what
-    else:
-        assert_shown(text, 100 * value, what)
+    assert is_share(text, value), f"{what}: it says {text} %, and is {value}"
 
 
 NUMBER = r"([−-]?[\d,]+(?:\.\d+)?(?:e[−-]?\d+)?)"
-PERCENT = r"((?:under |over )?[\d.]+) %"
+PERCENT = r"((?:[<>] )?[\d.]+) %"
 STEP = r"([\d,]+)"
 LAYER = r"([\w.]+\.(?:weight|bias))"
 
@@ -147,9 +159,11 @@ def loses(about: About, lost: str, edq: str | None, more: str | None, since: str
     assert onset_of(run, "edq_ratio")[1] == step, f"EDQ changed at {onset_of(run, 'edq_ratio')[1]}"
     before, after = ([at for at in run.steps if (at < step) == early] for early in (True, False))
     assert run.metric("edq_ratio", after) < run.metric("edq_ratio", before)
+    lost_before = onset_of(run, "edq_ratio")[3] < 1 - TOLERANCE
     if more is None:
         assert run.recent[0] >= step, f"{lost} % is over steps from {run.recent[0]} on, not since step {step}"
-    else:
+        assert not lost_before, f"it lost before step {step}, too"
+    elif not lost_before:
         assert run.metric("lost_update_ratio", after) > run.metric("lost_update_ratio", run.recent)
 
 

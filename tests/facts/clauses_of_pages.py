@@ -175,15 +175,18 @@ def more_seeds(_about: About) -> None:
 
 @says(
     rf"(.+ · (?:bfloat16|float32)): {NUMBER} bytes a parameter(?:, the reference)?"
-    rf"(?:, loss {SIGNED} \({SIGNED} %\))?(?:, (.+))?"
+    rf"(?:, loss {SIGNED} \(([+−]?){PERCENT}\))?(?:, (.+))?"
 )
-def reason(about: About, title: str, size: str, loss: str | None, share: str | None, rest: str | None) -> None:
+def reason(about: About, title: str, size: str, *rests: str | None) -> None:
+    loss, sign, share, rest = rests
     group, reference = strategy(about, title), reference_of(about)
     assert_shown(size, group.mean_of("bytes_per_parameter"))
     if loss is not None and share is not None:
         gap = group.gap(reference)[0]
         assert_shown(loss, gap, f"gap of {title}")
-        assert_shown(share, 100 * gap / reference.loss_of())
+        over = gap / reference.loss_of()
+        assert_share(share, abs(over))
+        assert sign == ("" if abs(over) < 5e-5 else "−" if over < 0 else "+")
     ill = [run for run in group.runs if run.created.name in about.sick]
     assert (rest == "nothing speaks against it") == (not ill)
     if not ill or rest is None:

@@ -17,6 +17,8 @@ SPAN_POINTS = 16
 LAST = 20
 """Logged values that a mean in the table is over."""
 TITLES = {entry.title: name for name, entry in METRICS.items()} | {e.title: name for name, e in SCALARS.items()}
+VALUES = re.compile(r"(?:[<>] )?[−-]?\d[\d.,]*(?:e[−+-]?\d+)?(?: %| or (?:more|less))?|–|NaN")
+"""The numbers of a cell, in the forms that pages have."""
 EVENTS = ("Attempt", "Resumed", "Lost at a resume", "Compared with what was saved", "Alert fires")
 RESUMED_STATES = ("Attempts begun", "Resumes")
 
@@ -39,7 +41,7 @@ def check_card(about: About, card: Card) -> None:
             newest = told.partition("newest step ")[2]
             if newest and run is not None:
                 assert_shown(newest, run.metric(card.metric, run.steps[-1:]), f"newest {card.metric}")
-        elif told[:1].isdigit() or told[:1] in "–N":
+        elif told[:1].isdigit() or told[:1] in "–−<>N":
             assert run is not None
             check_number(run, card.metric, told)
 
@@ -51,12 +53,12 @@ def check_number(run: RawRun, key: str, told: str) -> None:
         assert_shown(value, run.newest(key)[1], key)
         assert not step or step_of(step) == run.newest(key)[0]
         return
-    value, *bounds = re.split(r" (?:… )?", told)
+    value, *bounds = VALUES.findall(told)
     true = run.metric(key, run.recent)
     assert_shown(value, true, f"{key} of {run.created.name}")
     if len(bounds) == 2 and not is_shown(bounds[0], true) and not is_shown(bounds[1], true):
-        low, high = (float(bound.replace("\u2212", "-").replace(",", "")) for bound in bounds)
-        assert low < true < high
+        low, high = (float(re.sub("[<>,% ]", "", bound).replace("\u2212", "-")) for bound in bounds)
+        assert (0 if "<" in bounds[0] else low) < (100 * true if "%" in told else true) < high
 
 
 Cell = Callable[[RawRun, str], None]
@@ -180,7 +182,7 @@ def _check_strategies(about: About, table: Table) -> None:
             else:
                 key = "state_decrement_ratio/exp_avg_sq" if head == "State decrement" else TITLES[head]
                 found = [run.metric(key, run.recent) for run in group.counted]
-                assert_shown(value, float(np.mean(found)), f"{head} of {name}")
+                assert_shown(told.partition(" ±")[0], float(np.mean(found)), f"{head} of {name}")
 
 
 def _last_mean(run: RawRun, name: str) -> float:
@@ -259,7 +261,7 @@ def _check_facts(about: About, table: Table) -> None:
         "Run": run.run_id,
         "Project": run.project,
         "Parameters": f"{sum(run.sizes.values()):,} in {run.watch.dtype}",
-        "Measured": f"every {run.watch.every} steps, {run.watch.sample} elements a tensor",
+        "Measured": f"every {run.watch.every} steps, {run.watch.sample:,} elements a tensor",
     }
     for name, told in table.rows:
         if name in said:

@@ -40,7 +40,7 @@ from collage_monitor.metrics import METRICS
 from collage_monitor.recommendation import recommendation, short_title
 from collage_monitor.strategy_results import results_of, run_results
 from tests.facts import clauses_of_pages
-from tests.facts.clauses import CLAUSES, About, assert_shown, check_text
+from tests.facts.clauses import CLAUSES, PERCENT, About, assert_share, assert_shown, check_text
 from tests.facts.comparing import strategies_of
 from tests.facts.raw import RATIOS, RawRun, runs_of
 from tests.facts.reading import Card, Table, told_by
@@ -231,17 +231,18 @@ def test_the_card_of_each_layer(facts, step):
             card = layer_card(view, run, facts.reader, steps[0])
             for told in told_by(card):
                 if isinstance(told, Card) and told.metric.partition("/")[0] in {*RATIOS, "lost_update_ratio"}:
-                    value = told.lines[0].partition(" ")[0]
-                    assert_shown(value, raw.metric(told.metric, steps, [layer]), f"{told.metric} of {layer}")
+                    value = re.match(r"\S+(?: %| or (?:more|less))?", told.lines[0])
+                    assert value
+                    assert_shown(value[0], raw.metric(told.metric, steps, [layer]), f"{told.metric} of {layer}")
                 elif isinstance(told, str) and " · " in told:
                     facts_of_layer(raw, layer, steps, told)
 
 
 def facts_of_layer(raw: RawRun, layer: str, steps: list[int], told: str) -> None:
-    found = re.search(r"([\d,]+) elements · ([\d.]+) % of .*?([\d,]+)$", told)
+    found = re.search(rf"([\d,]+) elements · {PERCENT} of .*?([\d,]+)$", told)
     assert found, told
     assert_shown(found[1], raw.sizes[layer])
-    assert_shown(found[2], 100 * raw.share_of_elements([layer]))
+    assert_share(found[2], raw.share_of_elements([layer]))
     assert int(found[3]) == steps[-1]
 
 

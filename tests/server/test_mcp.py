@@ -179,7 +179,12 @@ QUESTIONS = [
     ("Since when?", "since_when", {"run": "run-falls"}, ["EDQ changed between steps 300 and 310", "1.000 before"]),
     ("And this one?", "since_when", {"run": "run-plain"}, ["at step 600. No abrupt change"]),
     ("And its loss?", "since_when", {"run": "run-plus", "metric": "loss"}, ["loss of run run-plus is "]),
-    ("How do they compare?", "compare", {"runs": ["run-plain", "run-plus"]}, ["8 bytes", "validation_loss 2."]),
+    (
+        "How do they compare?",
+        "compare",
+        {"runs": ["run-plain", "run-plus"]},
+        ["8 bytes", "validation_loss 2.", "of updates lost over steps 290 to 600,"],
+    ),
     (
         "What should I train with?",
         "recommended_strategy",

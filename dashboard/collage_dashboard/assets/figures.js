@@ -175,8 +175,11 @@
     const [at, place] = plot.cell;
     window.Plotly.Fx.hover(plot, { xval: x[place], yval: at }, "xy");
     const said = document.getElementById("map-cell");
-    const cells = plot.data[0].customdata || plot.data[0].z;
-    if (said) said.textContent = `${y[at]}, step ${Number(x[place]).toLocaleString("en-GB")}: ${cells[at][place]}`;
+    const { customdata, z, meta } = plot.data[0];
+    const value = (customdata || z)[at][place];
+    const forms = window.collageNumbers; // Shares are drawn in percent.
+    const text = meta.form === "share" ? forms.share(value === null ? null : value / 100) : forms[meta.form](value);
+    if (said) said.textContent = `${y[at]}, step ${Number(x[place]).toLocaleString("en-GB")}: ${text}`;
   }
 
   function pick(plot) {

@@ -1,4 +1,4 @@
-"""The class of each element: the shares of the five classes over the run, stacked to one."""
+"""The class of each element: the shares of the five classes over the run, stacked to 100 %."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import AXIS_TITLES, count, describe, finite, number
+from collage_dashboard.descriptions import AXIS_TITLES, count, describe, finite, share_text
 from collage_dashboard.figures.style import CLASS_COLOURS, axis, base_figure, empty_figure, translucent
 from collage_monitor import wire
 
@@ -31,14 +31,15 @@ def class_shares(answers: Mapping[str, wire.Series], *, height: int = 320) -> go
         traces.append(
             go.Scatter(
                 x=[point[0] for point in whole],
-                y=[point[place] / sum(point[1:]) for point in whole],
+                y=[100 * point[place] / sum(point[1:]) for point in whole],
                 name=name,
                 mode="lines",
                 line={"width": 0.5, "color": CLASS_COLOURS[name]},
                 fillcolor=translucent(CLASS_COLOURS[name], 0.75),
                 stackgroup="classes",
                 customdata=[
-                    f"{number(point[place] / sum(point[1:]))} ({count(point[place])} elements)" for point in whole
+                    f"{share_text(point[place] / sum(point[1:]))} ({count(point[place])} elements)"
+                    for point in whole
                 ],
                 hovertemplate="%{customdata}",
                 text=describe(name).help,
@@ -51,6 +52,6 @@ def class_shares(answers: Mapping[str, wire.Series], *, height: int = 320) -> go
         height=height,
         hovermode="x unified",
         xaxis=axis(AXIS_TITLES[first.axis], showgrid=False),
-        yaxis=axis("share of the elements", autorangeoptions={"clipmin": 0, "clipmax": 1}),
+        yaxis=axis("share of the elements", ticksuffix=" %", autorangeoptions={"clipmin": 0, "clipmax": 100}),
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0},
     )

@@ -33,6 +33,8 @@ _LABEL_CHARACTERS = 34
 REACH: Final = 0.5
 """How far from its ideal a metric has the full colour: fixed, so that a colour means the same in every heatmap."""
 _SMALLEST_NORM = 1e-300
+_FORMS: Final = {"share": ",.1f", "ratio": ",.3f", "number": ",.4~g"}
+"""How a cell reads on hover, the unit behind it: as `value_text` has it, but for the smallest shares."""
 _GROUP = "▾ "
 
 
@@ -48,7 +50,13 @@ def heatmap(
     rows = _rows(answer.layers, groups)
     height = min(max(SMALLEST_HEIGHT, ROW_PIXELS * len(rows) + 90), LARGEST_HEIGHT)
     by_layer = dict(zip(answer.layers, answer.values, strict=True))
-    cells = [[finite(value) for value in by_layer.get(row, [None] * len(answer.steps))] for row in rows]
+    cells = [
+        [
+            None if (value := finite(entry)) is None else description.drawn_scale * value
+            for entry in by_layer.get(row, [None] * len(answer.steps))
+        ]
+        for row in rows
+    ]
     known = [value for row in cells for value in row if value is not None]
     if not known:
         return empty_figure("no layer has a value yet", height=SMALLEST_HEIGHT)
@@ -59,13 +67,15 @@ def heatmap(
     places = answer.steps if on_steps else [finite(position) for position in answer.positions]
     if not on_steps:
         step = AXIS_TITLES[answer.axis]
-    shown = "customdata" if logarithmic else "z"
+    shown, suffix = "customdata" if logarithmic else "z", description.tick_suffix
+    form = "share" if description.unit == "share" else "ratio" if description.ideal == 1.0 else "number"
     trace = go.Heatmap(
         x=places,
         y=list(rows),
         z=[[_height_of(value, logarithmic) for value in row] for row in cells],
         customdata=cells if logarithmic else None,
-        hovertemplate=f"%{{y}}<br>{step} %{{x:,}}<br>%{{{shown}:.4g}}<extra></extra>",
+        hovertemplate=f"%{{y}}<br>{step} %{{x:,}}<br>%{{{shown}:{_FORMS[form]}}}{suffix}<extra></extra>",
+        meta={"form": form},
         colorbar=_colour_bar(description),
         xgap=gap,
         ygap=gap,
@@ -180,17 +190,20 @@ def _colours(description: Description) -> dict[str, Any]:
     if description.ideal is None:
         return {"colorscale": "Cividis"}
     if description.ideal == 0.0:
-        return {"colorscale": [list(stop) for stop in SEQUENTIAL], "zmin": 0.0, "zmax": 1.0}
+        return {"colorscale": [list(stop) for stop in SEQUENTIAL], "zmin": 0.0, "zmax": description.drawn_scale}
     return {
         "colorscale": [list(stop) for stop in DIVERGING],
-        "zmin": description.ideal - REACH,
-        "zmax": description.ideal + REACH,
+        "zmin": description.drawn_scale * (description.ideal - REACH),
+        "zmax": description.drawn_scale * (description.ideal + REACH),
     }
 
 
 def _colour_bar(description: Description) -> dict[str, Any]:
-    title = f"log₁₀ {description.title}" if _is_logarithmic(description) else description.title
-    return {"title": {"text": title, "side": "right"}, "thickness": 10, "outlinewidth": 0, "tickfont": {"size": 11}}
+    logarithmic = _is_logarithmic(description)
+    title = f"log₁₀ {description.title}" if logarithmic else description.title
+    suffix = "" if logarithmic else description.tick_suffix
+    shape = {"thickness": 10, "outlinewidth": 0, "tickfont": {"size": 11}, "ticksuffix": suffix}
+    return {"title": {"text": title, "side": "right"}, **shape}
 
 
 def _layer_axis(rows: Mapping[str, str], height: int, selected: str | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import count, finite, number
+from collage_dashboard.descriptions import count, finite, share_text
 from collage_dashboard.figures.style import ACCENT, BELOW, INK, axis, base_figure, empty_figure
 from collage_monitor import wire
 from collage_monitor.metrics import HISTOGRAM_OCTAVES
@@ -33,11 +33,11 @@ def update_histogram(
     lefts = [_left(label) for label in answer.labels]
     bars = go.Bar(
         x=[left + 0.5 for left in lefts],
-        y=[value / total for value in counts],
+        y=[100 * value / total for value in counts],
         width=0.92,
         marker={"color": [BELOW if left < _HALF_GAP else ACCENT for left in lefts], "line": {"width": 0}},
         customdata=[
-            f"{_octave(label)}<br>{number(value / total)} of the updates<br>{count(value)} elements"
+            f"{_octave(label)}<br>{share_text(value / total)} of the updates<br>{count(value)} elements"
             for label, value in zip(answer.labels, counts, strict=True)
         ],
         hovertemplate="%{customdata}<extra></extra>",
@@ -54,7 +54,7 @@ def update_histogram(
             ticktext=[f"2<sup>{octave}</sup>".replace("-", "−") for octave in range(_FIRST, _LAST + 2, 4)],
             autorangeoptions={"include": [_FIRST - 1.2, _LAST + 2.2]},
         ),
-        yaxis=axis("share of the updates", rangemode="tozero"),
+        yaxis=axis("share of the updates", ticksuffix=" %", rangemode="tozero"),
     )
     figure.add_vline(x=_HALF_GAP, line={"color": INK, "width": 1.5, "dash": "dash"})
     return figure.add_annotation(
@@ -70,11 +70,11 @@ def _outline(before: wire.Histogram | None) -> list[go.Scatter]:
     shares = [value / sum(counts) for value in counts]
     line = go.Scatter(
         x=[_left(label) + 0.5 for label in before.labels],
-        y=shares,
+        y=[100 * share for share in shares],
         name="before",
         mode="lines",
         line={"color": INK, "width": 2, "shape": "hvh"},
-        customdata=[f"before: {number(share)} of the updates" for share in shares],
+        customdata=[f"before: {share_text(share)} of the updates" for share in shares],
         hovertemplate="%{customdata}<extra></extra>",
     )
     return [line]

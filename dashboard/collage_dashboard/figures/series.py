@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, finite, number
+from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, finite, interval, value_text
 from collage_dashboard.figures.style import (
     INK,
     WARNING,
@@ -67,7 +67,7 @@ def curves(
     drawable = [line for line in lines if any(finite(value) is not None for value in line.series.values)]
     if not drawable:
         return empty_figure(_why_empty(metric, lines), height=height)
-    shown = [value for line in drawable for value in map(finite, line.series.values) if value is not None]
+    shown = [value for line in drawable for value in _drawn(line.series.values, description) if value is not None]
     logarithmic = scale == "log" and max(shown) > 0
     weight = smoothing if description.scalar and metric not in _EXACT else 0.0
     widths = [_THINNEST + _WIDER * (len(drawable) - 1 - place) for place in range(len(drawable))]
@@ -89,16 +89,18 @@ def curves(
         height=height + (_LEGEND_ROW * ((len(lines) - 1) // _LEGEND_COLUMNS) if legend else 0),
         hovermode="x unified" if len(lines) > 1 else "x",
         xaxis=axis(AXIS_TITLES[first.axis]),
-        yaxis=axis(description.axis_title, **values),
+        yaxis=axis(description.axis_title, ticksuffix=description.tick_suffix, **values),
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0},
         showlegend=legend and len(lines) > 1,
     )
     if description.ideal is not None and not (logarithmic and description.ideal <= 0):
-        figure.add_hline(y=description.ideal, line={"color": INK, "width": 1, "dash": "dot"})
+        figure.add_hline(
+            y=description.drawn_scale * description.ideal, line={"color": INK, "width": 1, "dash": "dot"}
+        )
     beyond = [step for line in lines for step in _not_finite(line.series)]
     below = sum(value <= 0 for value in shown) if scale == "log" else 0
-    notes = [f"{len(beyond)} points are not finite, the first at step {min(beyond):,}"] if beyond else []
-    notes += [f"{below} points are 0 or negative: a logarithm has no place for them"] if below else []
+    notes = [f"{len(beyond):,} points are not finite, the first at step {min(beyond):,}"] if beyond else []
+    notes += [f"{below:,} points are 0 or negative: a logarithm has no place for them"] if below else []
     return add_note(figure, "<br>".join(notes)) if notes else figure
 
 
@@ -126,9 +128,10 @@ def mark_events(
     return figure.update_layout(margin={"t": figure.layout.margin.t + room})
 
 
-def shade_beyond(figure: go.Figure, condition: Condition, text: str) -> go.Figure:
+def shade_beyond(figure: go.Figure, condition: Condition, text: str, drawn_scale: float = 1.0) -> go.Figure:
     """The figure with what is beyond the condition's threshold shaded, and `text` in it.
 
+    drawn_scale: that of the figure's metric.
     Where the curve stays further away than its own height there is no band: it would flatten the curve.
     """
     shown = [float(value) for trace in figure.data for value in trace.y or () if value is not None]
@@ -138,9 +141,9 @@ def shade_beyond(figure: go.Figure, condition: Condition, text: str) -> go.Figur
         return figure
     away = condition.measure == "distance"
     bounds = [("<", 1 - condition.threshold), (">", 1 + condition.threshold)] if away else []
-    for side, bound in bounds or [(condition.comparison, condition.threshold)]:
-        low, high = min(shown), max(shown)
-        height = max(high - low, SMALLEST_SPAN)
+    for side, threshold in bounds or [(condition.comparison, condition.threshold)]:
+        bound, low, high = drawn_scale * threshold, min(shown), max(shown)
+        height = max(high - low, drawn_scale * SMALLEST_SPAN)
         if not (low - height <= bound if side == "<" else bound <= high + height) or (logarithmic and bound <= 0):
             continue
         edge = min(low, bound - height / 8) if side == "<" else max(high, bound + height / 8)
@@ -204,10 +207,10 @@ def smooth(values: Values, weight: float) -> Values:
 def _traces(line: NamedCurve, description: Description, smoothing: float, width: float) -> Iterator[go.Scatter]:
     series = line.series
     positions = [finite(position) for position in series.positions]
-    values = [finite(value) for value in series.values]
+    values = _drawn(series.values, description)
     partial = _partial(series)
     whole = [None if torn else value for value, torn in zip(values, partial, strict=True)]
-    yield from _band(line, positions, partial)
+    yield from _band(line, description, positions, partial)
     if smoothing and sum(value is not None for value in whole) > _FEW_POINTS:
         yield _faint(line, positions, whole)
         whole = smooth(whole, smoothing)
@@ -221,13 +224,18 @@ def _traces(line: NamedCurve, description: Description, smoothing: float, width:
         line={"color": line.colour, "width": width, "dash": line.dash},
         marker={"size": sizes},
         connectgaps=False,
-        customdata=_hover(series, description),
+        customdata=_hover(series),
         hovertemplate="%{customdata}",
     )
     if any(partial):
         yield _partial_points(
             line, positions, [v if torn else None for v, torn in zip(values, partial, strict=True)]
         )
+
+
+def _drawn(values: Sequence[wire.Number | None], description: Description) -> Values:
+    """The values as a figure has them, shares in percent; undefined and non-finite ones are None."""
+    return [None if (plain := finite(value)) is None else description.drawn_scale * plain for value in values]
 
 
 def _faint(line: NamedCurve, positions: Values, values: Values) -> go.Scatter:
@@ -264,17 +272,20 @@ def _partial_points(line: NamedCurve, positions: Values, values: Values) -> go.S
         mode="markers",
         marker={"symbol": "circle-open", "color": line.colour, "size": 7},
         showlegend=False,
-        hovertemplate="%{y:.4g}, not all ranks reported<extra></extra>",
+        customdata=[value_text(line.series.metric, value) for value in line.series.values],
+        hovertemplate="%{customdata}, not all ranks reported<extra></extra>",
     )
 
 
-def _band(line: NamedCurve, positions: Values, partial: Sequence[bool]) -> Iterator[go.Scatter]:
+def _band(
+    line: NamedCurve, description: Description, positions: Values, partial: Sequence[bool]
+) -> Iterator[go.Scatter]:
     series = line.series
     if series.low is None or series.high is None:
         return
     x: Values = []
     y: Values = []
-    lows, highs = [finite(value) for value in series.low], [finite(value) for value in series.high]
+    lows, highs = _drawn(series.low, description), _drawn(series.high, description)
     for start, stop in _stretches(positions, lows, highs, partial):
         around = [*range(start, stop), *reversed(range(start, stop))]
         edge = [*lows[start:stop], *reversed(highs[start:stop])]
@@ -310,18 +321,18 @@ def _stretches(
         yield start, len(positions)
 
 
-def _hover(series: wire.Series, description: Description) -> list[str]:
+def _hover(series: wire.Series) -> list[str]:
     """A line a point; the step is left out where the axis already says it."""
-    texts = []
+    texts, key = [], series.metric
     for place, value in enumerate(series.values):
-        text = number(value)
+        text = value_text(key, value)
         if series.low is not None and series.high is not None and series.low[place] is not None:
-            text += f" (95 %: {number(series.low[place])} … {number(series.high[place])})"
-        text += " elements" if description.unit == "elements" else ""
+            text += f" (95 %: {interval(key, series.low[place], series.high[place])})"
+        text += " elements" if describe(key).unit == "elements" else ""
         first, last = series.first_steps[place], series.steps[place]
         if first != last:
             text += f", steps {first:,}–{last:,}"
-            text += f", single ones {number(series.minimum[place])} … {number(series.maximum[place])}"
+            text += f", single ones {interval(key, series.minimum[place], series.maximum[place])}"
         elif series.axis != "step":
             text += f", step {last:,}"
         texts.append(text)
@@ -341,14 +352,15 @@ def _not_finite(series: wire.Series) -> list[int]:
 
 
 def _least_span(shown: Sequence[float], description: Description) -> list[float] | None:
-    if description.unit != "ratio":
+    if description.unit not in {"ratio", "share"}:
         return None
-    values = [*shown] if description.ideal is None else [*shown, description.ideal]
+    span = description.drawn_scale * SMALLEST_SPAN
+    values = [*shown] if description.ideal is None else [*shown, description.drawn_scale * description.ideal]
     lowest, highest = min(values), max(values)
-    if highest - lowest >= SMALLEST_SPAN:
+    if highest - lowest >= span:
         return None
-    start = -SMALLEST_SPAN / 20 if lowest == 0 else (lowest + highest - SMALLEST_SPAN) / 2
-    return [start, start + SMALLEST_SPAN]
+    start = -span / 20 if lowest == 0 else (lowest + highest - span) / 2
+    return [start, start + span]
 
 
 def _is_flat(lines: Sequence[NamedCurve]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import describe, interval, number
+from collage_dashboard.descriptions import describe, interval, value_text
 from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal, strategy_colour
 from collage_monitor.judgement import NO_PROBLEM
 from collage_monitor.recommendation import short_title
@@ -166,9 +166,9 @@ def _bar(estimate: Estimate, colour: str) -> dict[str, Any] | None:
 
 def _hover(point: _Point) -> str:
     lines = [f"<b>{literal(point.result.title)}</b>"]
-    for name, found in (("loss", point.loss), ("cost", point.cost)):
-        bounds = interval(found.low, found.high)
-        lines.append(f"{name} {number(found.value)}{f' (95 %: {bounds})' if bounds else ''}")
+    for name, key, found in (("loss", "loss", point.loss), ("cost", "", point.cost)):
+        bounds = interval(key, found.low, found.high)
+        lines.append(f"{name} {value_text(key, found.value)}{f' (95 %: {bounds})' if bounds else ''}")
     runs = len(point.result.runs)
     return "<br>".join([*lines, f"{runs} {'run' if runs == 1 else 'runs'}"])
 

@@ -15,7 +15,7 @@ import dash_mantine_components as dmc
 from dash import ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import labelled, scrollable
-from collage_dashboard.descriptions import UNDEFINED, count, describe, number
+from collage_dashboard.descriptions import UNDEFINED, describe, number, value_text
 from collage_dashboard.incident_evidence import COMPARED_METRICS, read_before_after
 from collage_dashboard.pages.run_layers import run_of
 from collage_dashboard.reader import Reader
@@ -87,17 +87,11 @@ def _values(before: Span | None, after: Span | None) -> list[Line]:
         for key in keys or [name]:
             old, new = (span.values.get(key) if span else None for span in (before, after))
             if old is not None or new is not None:
-                change = "" if key in _GROWING else _difference(old, new)
-                rows.append((describe(key).title, _shown(key, old), _shown(key, new), change))
+                change = "" if key in _GROWING else _difference(old, new, key=key)
+                rows.append((describe(key).title, value_text(key, old), value_text(key, new), change))
             elif key in ALWAYS:
                 rows.append((describe(key).title, "not reported", "not reported", ""))
     return rows
-
-
-def _shown(key: str, value: wire.Number | None) -> str:
-    """Counts are whole."""
-    whole = isinstance(value, float) and value.is_integer() and describe(key).unit in {"elements", "steps"}
-    return count(value) if whole else number(value)
 
 
 def _ranks(before: Span | None, after: Span | None) -> list[Line]:
@@ -125,7 +119,7 @@ def _line(title: str, before: str, after: str, change: str) -> dmc.TableTr:
     return dmc.TableTr([dmc.TableTd(cell) for cell in cells])
 
 
-def _difference(before: wire.Number | None, after: wire.Number | None) -> str:
+def _difference(before: wire.Number | None, after: wire.Number | None, *, key: str = "elements") -> str:
     """What a value became, where it changed by more than a tenth; nothing where it is hardly different."""
     if not isinstance(before, int | float) or not isinstance(after, int | float):
         return ""
@@ -133,7 +127,7 @@ def _difference(before: wire.Number | None, after: wire.Number | None) -> str:
         return ""
     if before > 0 and after > 0 and not isinstance(before, int):
         return f"× {number(after / before, 3)}"
-    return f"{'+' if after > before else '−'} {number(abs(after - before), 3)}"
+    return f"{'+' if after > before else '−'} {value_text(key, abs(after - before), 3)}"
 
 
 def change_controls(view: View) -> list[Any]:

@@ -21,7 +21,7 @@ from collage_dashboard.components import (
     run_label,
     scrollable,
 )
-from collage_dashboard.descriptions import count, describe, interval, number, state_key
+from collage_dashboard.descriptions import count, describe, interval, number, state_key, value_text
 from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import LineStyle, NamedRun, is_stochastic, strategy_title, styles_of
 from collage_dashboard.view import MAXIMUM_RUNS, View, comparison_of, write_address
@@ -154,7 +154,7 @@ def comparison_table(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> 
 
 
 def _measured(numbers: Mapping[str, wire.Number | None], key: str) -> Cell:
-    return number(numbers.get(key)), interval(numbers.get(f"{key}_low"), numbers.get(f"{key}_high"), 3)
+    return value_text(key, numbers.get(key)), interval(key, numbers.get(f"{key}_low"), numbers.get(f"{key}_high"))
 
 
 def _merged(key: str) -> Callable[[wire.ComparedRun], Cell]:
@@ -164,18 +164,18 @@ def _merged(key: str) -> Callable[[wire.ComparedRun], Cell]:
 def _scalar(name: str) -> Callable[[LoggedRun], Cell]:
     def cell(run: LoggedRun) -> Cell:
         logged = run.scalars.get(name)
-        return (number(logged.value), f"step {logged.step:,}") if logged else (number(None), "")
+        return (value_text(name, logged.value), f"step {logged.step:,}") if logged else (number(None), "")
 
     return cell
 
 
 def _mean(name: str) -> Callable[[wire.ComparedRun], Cell]:
-    return lambda run: (number(run.mean_scalars.get(name)), "")
+    return lambda run: (value_text(name, run.mean_scalars.get(name)), "")
 
 
 def _state(run: wire.ComparedRun) -> Cell:
     key = state_key(run.merged)
-    return number(run.merged.get(key)), key.partition("/")[2] if run.merged.get(key) is not None else ""
+    return value_text(key, run.merged.get(key)), key.partition("/")[2] if run.merged.get(key) is not None else ""
 
 
 def _steps(run: wire.ComparedRun) -> Cell:
@@ -236,7 +236,7 @@ def _choice(project: str, group: str | None, rows: Sequence[wire.RunRow]) -> htm
         [
             # To another address of this very page: a link of the application's would not be followed.
             html.A(f"{project} / {group}" if group else project, href="".join(address)),
-            html.Span(f" {len(rows)} runs: {', '.join(kinds)}", className="quiet"),
+            html.Span(f" {len(rows):,} runs: {', '.join(kinds)}", className="quiet"),
         ]
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import dash_mantine_components as dmc
@@ -10,7 +11,7 @@ import msgspec
 from dash import dcc, html
 
 from collage_dashboard.components import save_buttons, scrollable
-from collage_dashboard.descriptions import UNDEFINED, count, describe, number, when
+from collage_dashboard.descriptions import UNDEFINED, count, describe, share_text, value_text, when
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.series import mark_steps
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
@@ -152,7 +153,7 @@ def _change_in_words(evidence: IncidentEvidence) -> str:
     title = describe(evidence.metric).title
     if onset is not None:
         resumed = f"At the resume at step {resumed_at:,}: " if resumed_at is not None else ""
-        return resumed + describe_onset(onset, title)
+        return resumed + describe_onset(onset, title, partial(value_text, evidence.metric))
     if breach is None:
         resumed = f". The run resumed at step {resumed_at:,}" if resumed_at is not None else ""
         return f"The step at which {title} changed was not found{resumed}"
@@ -169,9 +170,11 @@ def _change_in_words(evidence: IncidentEvidence) -> str:
 def _at_the_resume(metric: str, breach: Breach, step: int) -> str:
     """'At the resume at step 170, 97.7 % of the residuals were dropped'."""
     if metric == "residual_dropped_ratio" and breach.value is not None:
-        return f"At the resume at step {step:,}, {100 * breach.value:.1f} % of the residuals were dropped"
-    before = f" from {number(breach.before)}" if breach.before is not None else ""
-    return f"At the resume at step {step:,}, {describe(metric).title} went{before} to {number(breach.value)}"
+        dropped = share_text(float(breach.value))
+        return f"At the resume at step {step:,}, {dropped} of the residuals were dropped"
+    before = f" from {value_text(metric, breach.before)}" if breach.before is not None else ""
+    after = value_text(metric, breach.value)
+    return f"At the resume at step {step:,}, {describe(metric).title} went{before} to {after}"
 
 
 def _picture(evidence: IncidentEvidence) -> Any:
@@ -222,8 +225,8 @@ def _layers(evidence: IncidentEvidence) -> Any:
                     ),
                     className="text",
                 ),
-                dmc.TableTd(number(change.before)),
-                dmc.TableTd(number(change.after)),
+                dmc.TableTd(value_text(evidence.metric or "", change.before)),
+                dmc.TableTd(value_text(evidence.metric or "", change.after)),
             ]
         )
         for change in onset.layers[:_MOST_LAYERS]

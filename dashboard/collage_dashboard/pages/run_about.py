@@ -11,7 +11,7 @@ import dash_mantine_components as dmc
 from dash import MATCH, Input, Output, State, html
 
 from collage_dashboard.components import refusal
-from collage_dashboard.descriptions import byte_count, count, number, when
+from collage_dashboard.descriptions import byte_count, count, value_text, when
 from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import read_address
@@ -68,13 +68,13 @@ def _written(run: wire.Run) -> dmc.Paper:
 
 
 def _watch_facts(watch: wire.WatchInfo) -> list[tuple[str, str]]:
-    sample = "whole tensors" if watch.sample == "all" else f"{watch.sample} elements a tensor"
+    sample = "whole tensors" if watch.sample == "all" else f"{watch.sample:,} elements a tensor"
     facts = [
         ("Strategy declared", strategy_title(watch.strategy) if watch.strategy else "–"),
         ("Strategy observed", strategy_title(watch.observed_strategy)),
         ("Optimizer", watch.optimizer),
         ("Parameters", f"{count(watch.parameters)} in {watch.dtype}"),
-        ("Measured", f"every {watch.every} steps, {sample}"),
+        ("Measured", f"every {watch.every:,} steps, {sample}"),
         ("Intended update from", _INTENT[watch.intent]),
     ]
     facts += [("Because", watch.intent_reason)] if watch.intent_reason else []
@@ -106,7 +106,7 @@ def _fingerprint_facts(seen: wire.Fingerprint) -> list[tuple[str, str]]:
 
 
 def _scalar(name: str, entry: wire.LoggedScalar) -> str:
-    shown = byte_count(entry.value) if name == "memory_bytes" else number(entry.value)
+    shown = byte_count(entry.value) if name == "memory_bytes" else value_text(name, entry.value)
     return f"{shown} at step {entry.step:,}"
 
 

@@ -22,7 +22,17 @@ from collage_dashboard.components import (
     scrollable,
     state_badge,
 )
-from collage_dashboard.descriptions import STATE, count, describe, in_a_sentence, interval, number, state_key
+from collage_dashboard.descriptions import (
+    STATE,
+    count,
+    describe,
+    in_a_sentence,
+    interval,
+    number,
+    share_text,
+    state_key,
+    value_text,
+)
 from collage_dashboard.figures import class_shares, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import block_of
@@ -88,11 +98,11 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
     cards = [
         number_card(
             key,
-            [Entry(number(overview.numbers.get(key)), bounds)],
-            note=f"{over}{', 95 % interval' if bounds else ''}\nnewest step {number(run.latest.get(key))}",
+            [Entry(value_text(key, overview.numbers.get(key)), bounds)],
+            note=f"{over}{', 95 % interval' if bounds else ''}\nnewest step {value_text(key, run.latest.get(key))}",
         )
         for key in keys
-        for bounds in [interval(overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high"))]
+        for bounds in [interval(key, overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high"))]
     ]
     cards.append(
         number_card(
@@ -149,9 +159,9 @@ def worst_layers(run: wire.Run, overview: wire.Overview) -> Any:
         dmc.TableTr(
             [
                 dmc.TableTd(dcc.Link(entry.layer, href="".join(_to_layer(run, entry.layer))), className="text"),
-                dmc.TableTd(f"{100 * entry.share:.1f} %"),
-                dmc.TableTd(number(entry.edq_ratio)),
-                dmc.TableTd(number(entry.lost_update_ratio)),
+                dmc.TableTd(share_text(entry.share)),
+                dmc.TableTd(value_text("edq_ratio", entry.edq_ratio)),
+                dmc.TableTd(value_text("lost_update_ratio", entry.lost_update_ratio)),
             ]
         )
         for entry in overview.worst

@@ -12,7 +12,15 @@ import dash_mantine_components as dmc
 from dash import MATCH, ClientsideFunction, Input, Output, State, html
 
 from collage_dashboard.components import help_text, labelled
-from collage_dashboard.descriptions import count, describe, finite, interval, metric_choices, number
+from collage_dashboard.descriptions import (
+    count,
+    describe,
+    finite,
+    interval,
+    metric_choices,
+    share_text,
+    value_text,
+)
 from collage_dashboard.reader import Reader
 from collage_dashboard.view import View, read_address
 from collage_monitor import wire
@@ -116,7 +124,7 @@ def _facts(layer: wire.Layer, layers: Sequence[wire.Layer], series: Sequence[wir
     own = math.prod(layer.shape)
     whole = sum(math.prod(shape) for shape in {known.name: known.shape for known in layers}.values())
     facts = [" × ".join(map(str, layer.shape)) or "a single number", f"{count(own)} elements"]
-    facts += [f"{number(100 * own / whole, 3)} % of the model"] if whole else []
+    facts += [f"{share_text(own / whole)} of the model"] if whole else []
     facts += [layer.dtype, *([layer.module_type] if layer.module_type else [])]
     point = next((one for one in series if one.steps), None)
     if point is not None and point.ranks and point.expected_ranks:
@@ -130,12 +138,15 @@ def _facts(layer: wire.Layer, layers: Sequence[wire.Layer], series: Sequence[wir
 def _number(series: wire.Series) -> html.Div:
     description = describe(series.metric)
     named: dict[str, Any] = {"data-metric": series.metric}
-    bounds = interval(series.low[-1] if series.low else None, series.high[-1] if series.high else None)
+    ends = (series.low[-1] if series.low else None, series.high[-1] if series.high else None)
     return html.Div(
         [
             help_text(description.title, description),
             html.Div(
-                [html.Span(number(series.values[-1]), className="value"), html.Span(bounds, className="detail")]
+                [
+                    html.Span(value_text(series.metric, series.values[-1]), className="value"),
+                    html.Span(interval(series.metric, *ends), className="detail"),
+                ]
             ),
         ],
         className="layer-number",
@@ -204,8 +215,8 @@ def layer_table(run: wire.Run) -> dmc.Paper:
         ("half_ulp_margin", "Margin", describe("half_ulp_margin").help),
         ("edq_ratio", "EDQ", describe("edq_ratio").help),
     )
-    formats = {"share": "percent(params.value)", "lost_update_ratio": "percent(params.value)"}
-    formats["since"] = "wholeNumber(params)"
+    formats = {"share": "ofShare(params)", "lost_update_ratio": "ofShare(params)", "edq_ratio": "ofRatio(params)"}
+    formats |= {"since": "wholeNumber(params)", "half_ulp_margin": "ofMargin(params)"}
     filters: dict[str, Any] = {"floatingFilter": True, "suppressFloatingFilterButton": True}
     columns: list[dict[str, Any]] = [
         {"field": "layer", "headerName": "Layer", "flex": 1, "minWidth": 150, "filter": "agTextColumnFilter"},
@@ -219,7 +230,7 @@ def layer_table(run: wire.Run) -> dmc.Paper:
                 "width": 82,
                 "wrapHeaderText": True,
                 "filter": "agNumberColumnFilter",
-                "valueFormatter": {"function": formats.get(field, "fourDigitsOver(params)")},
+                "valueFormatter": {"function": formats[field]},
             }
             for field, title, text in numbers
         ),

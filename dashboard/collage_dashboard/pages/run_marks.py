@@ -8,7 +8,7 @@ from typing import Any, Final
 import plotly.graph_objects as go
 from dash import html
 
-from collage_dashboard.descriptions import describe, finite, number
+from collage_dashboard.descriptions import describe, finite, value_text
 from collage_dashboard.figures.series import mark_events, shade_beyond
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, Condition
@@ -43,7 +43,7 @@ def marks_of(events: Sequence[wire.Event], changes: Sequence[wire.EdqChange] = (
     marks = list(found)[-_MOST_MARKS:]
     for change in changes[-_MOST_MARKS:]:
         way = "falls" if change.after < change.before else "rises"
-        marks.append((change.step, f"EDQ {way} to {change.after:.3f}"))
+        marks.append((change.step, f"EDQ {way} to {value_text('edq_ratio', change.after)}"))
     return marks
 
 
@@ -94,7 +94,9 @@ def mark_curve(
     found = _condition_on(metric, strategy) if answer.layer is None else None
     if found is not None:
         alert, condition = found
-        figure = shade_beyond(figure, condition, f"{alert}: {_beyond(condition)}")
+        figure = shade_beyond(
+            figure, condition, f"{alert}: {_beyond(condition, metric)}", describe(metric).drawn_scale
+        )
     places = dict(place_marks(marks, answer))
     if metric != "edq_ratio" or answer.layer is not None:
         for place, told in _onset_of(metric, answer):
@@ -116,11 +118,13 @@ def _condition_on(metric: str, strategy: str | None) -> tuple[str, Condition] | 
     return None
 
 
-def _beyond(condition: Condition) -> str:
-    """'below 0.9', 'further than 0.25 from 1'."""
+def _beyond(condition: Condition, metric: str) -> str:
+    """'below 0.9', 'above 50.0 %', 'further than 0.25 from 1'."""
     if condition.measure == "distance":
         return f"further than {condition.threshold:g} from 1"
-    return f"{'below' if condition.comparison == '<' else 'above'} {condition.threshold:g}"
+    share = describe(metric).unit == "share"
+    bound = value_text(metric, condition.threshold) if share else f"{condition.threshold:g}"
+    return f"{'below' if condition.comparison == '<' else 'above'} {bound}"
 
 
 def _onset_of(metric: str, answer: wire.Series) -> list[tuple[float, str]]:
@@ -133,7 +137,9 @@ def _onset_of(metric: str, answer: wire.Series) -> list[tuple[float, str]]:
         return []
     points = zip(answer.first_steps, answer.positions, strict=True)
     place = finite(next(at for step, at in points if step >= onset.first_changed))
-    levels = f"{number(float(onset.before), 3)} before, {number(float(onset.after), 3)} after"
+    old, new = (value_text(metric, float(level), 3) for level in (onset.before, onset.after))
     return (
-        [] if place is None else [(place, f"{description.title} changed at step {onset.first_changed:,}: {levels}")]
+        []
+        if place is None
+        else [(place, f"{description.title} changed at step {onset.first_changed:,}: {old} before, {new} after")]
     )

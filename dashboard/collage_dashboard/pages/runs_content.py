@@ -33,7 +33,13 @@ __all__ = [
     "with_columns",
 ]
 
-_FOUR_DIGITS: Final = {"function": "fourDigitsOver(params)"}
+_FORMS: Final = {
+    "last_step": "wholeNumber(params)",
+    "lost_update_ratio": "ofShare(params)",
+    "edq_ratio": "ofRatio(params)",
+    "state_decrement_ratio": "ofRatio(params)",
+}
+"""The functions that write numbers that are no four significant digits."""
 _OF_A_RUN: Final = {"function": "params.data && !params.data.group"}
 _OVER_RUNS: Final = {"function": "overRuns(params)"}
 _LARGE: Final = {"cellEditor": "agLargeTextCellEditor", "cellEditorPopup": True}
@@ -315,7 +321,7 @@ def _number(field: str, header: str, help_line: str = "", *, width: int) -> dict
         "tooltipValueGetter": _OVER_RUNS,
         "width": width,
         "wrapHeaderText": True,
-        "valueFormatter": {"function": "wholeNumber(params)"} if field == "last_step" else _FOUR_DIGITS,
+        "valueFormatter": {"function": _FORMS.get(field, "fourDigitsOver(params)")},
     }
 
 

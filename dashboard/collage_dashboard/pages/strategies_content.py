@@ -23,7 +23,7 @@ from collage_dashboard.components import (
     save_buttons,
     scrollable,
 )
-from collage_dashboard.descriptions import UNDEFINED, describe, number, state_key
+from collage_dashboard.descriptions import UNDEFINED, describe, number, share_text, state_key, value_text
 from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.style import DASHES, GRAPH_CONFIG, strategy_colour
 from collage_dashboard.figures.tradeoff import Cost
@@ -205,7 +205,10 @@ def counterfactual_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], l
     rows = [
         (
             style,
-            [*(_counterfactual_cell(run, method) for method in methods), (number(run.merged.get(_PREDICTED)), "")],
+            [
+                *(_counterfactual_cell(run, method) for method in methods),
+                (value_text(_PREDICTED, run.merged.get(_PREDICTED)), ""),
+            ],
         )
         for run, style in zip(runs, styles_of(runs), strict=True)
         if run in measured
@@ -243,7 +246,7 @@ def _kept(run: wire.ComparedRun, method: str) -> wire.Number | None:
 
 def _counterfactual_cell(run: wire.ComparedRun, method: str) -> Cell:
     noise = run.merged.get(f"{_NOISE}/{method}")
-    return number(_kept(run, method)), f"noise {number(noise, 3)}" if noise is not None else ""
+    return value_text(_COUNTERFACTUAL, _kept(run, method)), f"noise {number(noise, 3)}" if noise is not None else ""
 
 
 def _labelled(result: StrategyResult) -> str:
@@ -267,10 +270,11 @@ def _where_losses_stand(results: Sequence[StrategyResult]) -> str:
     return f"Losses are the {how} at step {steps.pop():,}."
 
 
-def _mean(found: Estimate | None, digits: int = 3) -> Cell:
+def _mean(found: Estimate | None, key: str, digits: int = 3) -> Cell:
     if found is None:
         return UNDEFINED, ""
-    return number(found.value, digits), f"± {number(found.spread, 2)}" if found.spread else ""
+    spread = share_text(found.spread) if describe(key).unit == "share" and found.spread else number(found.spread, 2)
+    return value_text(key, found.value, digits), f"± {spread}" if found.spread else ""
 
 
 def _gap(result: StrategyResult) -> Cell:
@@ -285,24 +289,28 @@ def _gap(result: StrategyResult) -> Cell:
 
 
 def _over(metric: str) -> Callable[[StrategyResult], Cell]:
-    return lambda result: _mean(result.over_runs(metric))
+    return lambda result: _mean(result.over_runs(metric), metric)
 
 
 def _state(result: StrategyResult) -> Cell:
     key = state_key(key for run in result.runs for key in run.numbers)
-    return _mean(result.over_runs(key))
+    return _mean(result.over_runs(key), key)
 
 
 STRATEGY_COLUMNS: Final = (
     StrategyColumn(
         "Bytes per parameter",
         describe("bytes_per_parameter").help,
-        lambda result: _mean(result.bytes_per_parameter),
+        lambda result: _mean(result.bytes_per_parameter, "bytes_per_parameter"),
     ),
-    StrategyColumn("Tokens/s", "As logged by the training loops.", lambda result: _mean(result.tokens_per_second)),
+    StrategyColumn(
+        "Tokens/s",
+        "As logged by the training loops.",
+        lambda result: _mean(result.tokens_per_second, "tokens_per_second"),
+    ),
     StrategyColumn("Loss gap", "The loss minus the reference's, at a step that all runs have reached.", _gap),
     StrategyColumn(
-        "Loss", "Validation loss if all runs log one, otherwise training loss.", lambda r: _mean(r.loss)
+        "Loss", "Validation loss if all runs log one, otherwise training loss.", lambda r: _mean(r.loss, "loss")
     ),
     StrategyColumn("EDQ", describe("edq_ratio").help, _over("edq_ratio")),
     StrategyColumn("Updates lost", describe("lost_update_ratio").help, _over("lost_update_ratio")),

@@ -124,7 +124,7 @@ def _share_of_elements(evidence: Evidence, layers: Sequence[str]) -> str:
     sizes = {name: finite(values.get("elements")) for name, values in evidence.layers.items()}
     if None in sizes.values() or not (whole := sum(size or 0.0 for size in sizes.values())):
         return ""
-    return f"{100 * sum(sizes[name] or 0.0 for name in layers) / whole:.1f} % of the elements"
+    return f"{percent(sum(sizes[name] or 0.0 for name in layers) / whole)} of the elements"
 
 
 def layers_in_words(names: Sequence[str]) -> str:

@@ -8,11 +8,11 @@ from tests.dashboard.figures.answers import series
 COUNTS = {"faithful": 50.0, "distorted": 10.0, "lost": 20.0, "idle": 15.0, "nonfinite": 5.0}
 
 
-def test_shares_add_up_to_one():
+def test_shares_add_up_to_all():
     figure = class_shares({name: series([value, 2 * value], name) for name, value in COUNTS.items()})
     assert [trace.name for trace in figure.data] == list(CLASSES)
-    assert [trace.y[0] for trace in figure.data] == [0.5, 0.1, 0.2, 0.15, 0.05]
-    assert all(abs(sum(trace.y[point] for trace in figure.data) - 1) < 1e-12 for point in (0, 1))
+    assert [trace.y[0] for trace in figure.data] == [50, 10, 20, 15, 5]
+    assert all(abs(sum(trace.y[point] for trace in figure.data) - 100) < 1e-9 for point in (0, 1))
     assert {trace.stackgroup for trace in figure.data} == {"classes"}
 
 

@@ -22,7 +22,7 @@ def test_cells_rows_and_hover():
     assert [list(row) for row in trace.z] == [[1.0, 0.9], [None, 0.5]]
     assert list(trace.x) == [10, 20]
     assert list(trace.y) == ["layer.0", "layer.1"]
-    assert trace.hovertemplate == "%{y}<br>step %{x:,}<br>%{z:.4g}<extra></extra>"
+    assert trace.hovertemplate == "%{y}<br>step %{x:,}<br>%{z:,.3f}<extra></extra>"
     assert trace.hoverongaps is False
 
 
@@ -62,9 +62,11 @@ def test_of_a_heatmap_that_has_grown_only_the_newest_columns_are_sent():
     assert newest_columns(chosen, told)[0] is None, "another layer is marked"
 
 
-def test_a_share_lost_starts_at_zero_and_ends_at_one():
+def test_a_share_lost_is_drawn_in_percent_from_none_to_all():
     trace = heatmap(heatmap_answer([[0.0, 0.3]], "lost_update_ratio")).data[0]
-    assert (trace.zmin, trace.zmax) == (0.0, 1.0)
+    assert (trace.zmin, trace.zmax) == (0.0, 100.0)
+    assert list(trace.z[0]) == [0.0, 30.0]
+    assert "%{z:,.1f} %<extra>" in trace.hovertemplate
 
 
 def test_the_selected_row_has_a_frame():

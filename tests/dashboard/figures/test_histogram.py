@@ -15,10 +15,10 @@ def bar(figure, octave):
 
 def test_shares_stand_at_their_octaves_and_add_to_one():
     figure = update_histogram(histogram_answer({"-3": 30.0, "0": 60.0, "overflow": 10.0}))
-    assert bar(figure, -3)[0] == 0.3
-    assert bar(figure, 0)[0] == 0.6
-    assert bar(figure, 8)[0] == 0.1
-    assert abs(sum(figure.data[0].y) - 1) < 1e-12
+    assert bar(figure, -3)[0] == 30
+    assert bar(figure, 0)[0] == 60
+    assert bar(figure, 8)[0] == 10
+    assert abs(sum(figure.data[0].y) - 100) < 1e-9
 
 
 def test_half_a_gap_parts_what_plain_storage_loses():
@@ -30,7 +30,7 @@ def test_half_a_gap_parts_what_plain_storage_loses():
 
 def test_hover_names_the_octave_the_share_and_the_elements():
     text = bar(update_histogram(histogram_answer({"-2": 1000.0, "underflow": 3000.0})), -2)[2]
-    assert text == "2<sup>−2</sup> to 2<sup>−1</sup> gaps<br>0.2500 of the updates<br>1,000 elements"
+    assert text == "2<sup>−2</sup> to 2<sup>−1</sup> gaps<br>25.0 % of the updates<br>1,000 elements"
     assert bar(update_histogram(histogram_answer({"underflow": 1.0})), -25)[2].startswith("below 2<sup>−24</sup>")
 
 

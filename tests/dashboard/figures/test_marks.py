@@ -62,8 +62,8 @@ def test_an_alerts_threshold_is_a_band_in_the_curves_that_come_near_it(reader):
     assert low < high == 0.9
     assert words == "CollageEdqLow: below 0.9"
     [(low, high, words)] = bands(figure, "lost_update_ratio")
-    assert low == 0.25 < high
-    assert words == "CollageUpdatesLost: above 0.25"
+    assert low == 25 < high
+    assert words == "CollageUpdatesLost: above 25.0 %"
     assert not bands(figure, "loss")
     figure = drawn(reader, "run-plus", "plus")
     assert not bands(figure, "edq_ratio"), "far from it, the band would flatten the curve"
@@ -91,7 +91,7 @@ def test_an_onset_is_marked_in_the_curve_that_has_it_and_found_while_the_run_liv
     assert onsets(figure, "lost_update_ratio") == [JUMPED_AT]
     assert onsets(figure, "loss") == onsets(figure, "learning_rate") == []
     [handle] = [note for note in figure.layout.annotations if note.text == "▾"]
-    assert handle.hovertext.startswith("Updates lost changed at step 800: 0 before, 0.500 after")
+    assert handle.hovertext.startswith("Updates lost changed at step 800: 0 % before, 50.0 % after")
     assert 0 < handle.y < 1, "above its own curve"
 
 
@@ -100,7 +100,7 @@ def test_a_tabs_curves_are_marked_alike(server, reader):
     view = View(page="run", runs=("run-jumping",), tab="curves")
     figure = draw("series", "lost_update_ratio", view, reader, strategy="plus")
     assert [shape.x0 for shape in figure.layout.shapes if shape.yref == "y domain"] == [JUMPED_AT]
-    assert [shape.y0 for shape in figure.layout.shapes if shape.type == "rect"] == [0.25]
+    assert [shape.y0 for shape in figure.layout.shapes if shape.type == "rect"] == [25]
 
 
 def test_each_curve_has_its_110_pixels_whatever_is_marked(reader):
