@@ -245,6 +245,21 @@ def test_a_phone_shows_notes_whole_and_labels_apart(open_page, dashboard_url):
         assert [(one, other) for one, other in combinations(found, 2) if overlap(one, other)] == []
 
 
+def test_a_phone_has_its_filters_behind_one_button(open_page, dashboard_url):
+    page = open_page(dashboard_url, width=390).page
+    page.goto(dashboard_url)
+    page.locator(".run-cell").first.wait_for()
+    state, button = page.locator(".filters #runs-state"), page.locator(".filters").get_by_text("Filters")
+    assert not state.is_visible()
+    button.click()
+    state.wait_for()
+    page.goto(f"{dashboard_url}/?state=finished")
+    state.wait_for()
+    page.set_viewport_size({"width": 1280, "height": 860})
+    button.wait_for(state="hidden")
+    assert state.is_visible()
+
+
 def overlap(one, other, touching=3):
     """Whether two boxes share more than their edges: letters do not fill theirs."""
     return all(

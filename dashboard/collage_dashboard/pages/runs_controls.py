@@ -33,9 +33,11 @@ SELECTS: Final = (*FILTERS, "archived", "by")
 
 
 def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
-    """The filters of the table, and the grouping of its runs."""
+    """The filters of the table, and the grouping of its runs; a phone shows them at the press of one button."""
     selects = [_filter_select(name, view, filters) for name in FILTERS]
-    return html.Div([*selects, _archived_select(view), _grouping(view), _where(view)], className="filters")
+    is_set = any(getattr(view, name) for name in (*SELECTS, "where"))
+    button = dmc.Chip("Filters", checked=is_set, size="sm", className="show-filters")
+    return html.Div([button, *selects, _archived_select(view), _grouping(view), _where(view)], className="filters")
 
 
 def _filter_select(name: str, view: View, filters: wire.RunFilters) -> Any:
