@@ -122,6 +122,11 @@ def attempt_began(about: About, attempt: str, step: str) -> None:
     assert about.the_run.begins[int(attempt) - 1] == step_of(step)
 
 
+@says(rf"what changed (?:at step|in steps) {STEP}(?: to {STEP})?")
+def what_changed_at(about: About, first: str, last: str | None) -> None:
+    assert (step_of(first), step_of(last or first)) == about.picked
+
+
 # --- What to train with ---
 
 

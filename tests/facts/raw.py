@@ -103,6 +103,10 @@ class RawRun:
             return quotient(self.metric("intended_norm", steps, layers), self.metric("param_norm", steps, layers))
         if name == "oracle_steps":
             return float(max(self.points[steps[-1]]["oracle_steps"]))
+        if name == "residual_dropped_ratio":  # Dropped once, a residual is gone: the largest of the steps counts.
+            dropped = [self.total("residual_dropped", [step], layers) for step in steps]
+            known = [own for own in dropped if not np.isnan(own)]
+            return quotient(max(known, default=np.nan), self.total("residual_elements", steps, layers))
         if name in AT_MOST:
             return max(self.total(AT_MOST[name], [step], layers) for step in steps)
         if name == "half_ulp_margin":

@@ -193,8 +193,8 @@ def _last_mean(run: RawRun, name: str) -> float:
 def _check_before_and_after(about: About, table: Table) -> None:
     run = about.the_run
     found = [re.findall(r"[\d,]+\d|\d", head) for head in table.heads[1:3]]
-    spans = [(step_of(steps[0]), step_of(steps[-1])) for steps in found]
-    _check_spans(about, spans)
+    spans = [(step_of(steps[0]), step_of(steps[-1])) if steps else (0, -1) for steps in found]
+    _check_picked(about, spans) if about.picked else _check_spans(about, spans)
     if about.announced is not None:
         assert len(table.rows) == about.announced
     steps = [[at for at in run.steps if first <= at <= last] for first, last in spans]
@@ -220,6 +220,17 @@ def _check_spans(about: About, spans: Sequence[tuple[int, ...]]) -> None:
     assert spans[1][1] in {after[0], after[-1]}
 
 
+def _check_picked(about: About, spans: Sequence[tuple[int, ...]]) -> None:
+    """16 points on each side of a step; a range, and as many steps before it."""
+    assert about.picked
+    (first, last), steps = about.picked, about.the_run.steps
+    wanted = [step for step in steps if step < first][-SPAN_POINTS:], [s for s in steps if s >= first][:SPAN_POINTS]
+    if first < last:
+        length = last - first + 1
+        wanted = [max(first - length, 0), max(first - 1, 0)], [first, last]
+    assert spans == [(own[0], own[-1]) if own else (0, -1) for own in wanted]
+
+
 def _value_over(run: RawRun, title: str, steps: Sequence[int], span: tuple[int, ...]) -> float:
     if title in RESUMED_STATES:
         begun = sum(begin <= span[1] for begin in run.begins)
@@ -228,7 +239,7 @@ def _value_over(run: RawRun, title: str, steps: Sequence[int], span: tuple[int, 
         return 1.0
     key = key_of(title)
     if key not in SCALARS:
-        return run.metric(key, steps)
+        return run.metric(key, steps) if steps else float("nan")
     logged = [value for step, value in sorted(run.scalars.get(key, {}).items()) if span[0] <= step <= span[1]]
     whole = key in {"tokens", "oracle_restarts", "external_writes"}
     return float("nan") if not logged else max(logged) if whole else float(np.mean(logged))

@@ -26,7 +26,7 @@ from collage_dashboard.pages.run_layers import layer_card, layer_rows
 from collage_dashboard.pages.runs_content import rows
 from collage_dashboard.pages.strategies_content import advice, pair_question, strategy_table
 from collage_dashboard.reader import Reader
-from collage_dashboard.view import View, read_address
+from collage_dashboard.view import View, read_address, write_steps
 from collage_server.app import create_app
 from collage_server.settings import Settings
 from dash import html
@@ -294,6 +294,20 @@ def test_incidents(facts):
         about = facts.about(incident.labels["run"])
         evidence = read_incident_evidence(facts.client, incident)
         nothing_false(about, facts.page(f"/incident/{incident.incident_id}"), body(evidence))
+
+
+@pytest.mark.parametrize("picked", [(62, 62), (41, 60), (1, 1)])
+def test_what_changed_at_a_step_or_in_a_range_that_a_reader_picks(facts, picked):
+    for name, run in facts.runs.items():
+        about = facts.about(name)
+        about.picked = picked
+        shown = facts.page(f"/run/{run.run_id}", f"?tab=about&at={write_steps(picked)}")
+        tables = [told for told in told_by(shown) if isinstance(told, Table) and told.heads[-1:] == ("Change",)]
+        rows = [row for table in tables for row in table.rows]
+        assert len(rows) > 10, f"{name} has no table of what changed"
+        nothing_false(about, shown)
+        titles = {title for title, *_ in rows}
+        assert {"EDQ", "Updates lost", "Training loss"} <= titles, f"{name}: {titles}"
 
 
 @pytest.mark.parametrize("name", ["plain bfloat16", "falls in the middle", "not a number", "plus bfloat16, seed 2"])

@@ -38,6 +38,8 @@ ALWAYS: Final = ("learning_rate", "grad_norm", "param_norm", "half_ulp_margin", 
 """Rows of the table that say so where they were not reported; others are left out then."""
 _GROWING: Final = frozenset({"tokens", "oracle_steps"})
 """Counts that grow at every step: that they did says nothing."""
+_SMALLEST_SHARE: Final = 1e-4
+"""A change of a share below this is told by no digit of it."""
 _HOW_TO_PICK: Final = "Give a step, such as 800, or a range of steps, such as 800-900"
 Line = tuple[str, str, str, str]
 """What it is, before, after, and what it became, "" where that is hardly different."""
@@ -100,11 +102,12 @@ def _ranks(before: Span | None, after: Span | None) -> list[Line]:
     attempts = [span.attempt if span else None for span in spans]
     resumes = [None if attempt is None else attempt - 1 for attempt in attempts]
     ranks = [_of(span.ranks, span.world_size) if span else UNDEFINED for span in spans]
+    fewer = None not in spans and ranks[0] != ranks[1]
     shown = [UNDEFINED if value is None else str(value) for value in attempts + resumes]
     return [
         ("Attempts begun", shown[0], shown[1], _difference(*attempts)),
         ("Resumes", shown[2], shown[3], _difference(*resumes)),
-        ("Ranks that reported", ranks[0], ranks[1], "" if ranks[0] == ranks[1] else "changed"),
+        ("Ranks that reported", ranks[0], ranks[1], "changed" if fewer else ""),
     ]
 
 
@@ -122,6 +125,8 @@ def _line(title: str, before: str, after: str, change: str) -> dmc.TableTr:
 def _difference(before: wire.Number | None, after: wire.Number | None, *, key: str = "elements") -> str:
     """What a value became, where it changed by more than a tenth; nothing where it is hardly different."""
     if not isinstance(before, int | float) or not isinstance(after, int | float):
+        return ""
+    if describe(key).unit == "share" and abs(after - before) < _SMALLEST_SHARE:
         return ""
     if not (math.isfinite(before) and math.isfinite(after)) or abs(after - before) <= 0.1 * abs(before):
         return ""
