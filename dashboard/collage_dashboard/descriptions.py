@@ -205,6 +205,8 @@ def value_text(key: str, value: Number | None, digits: int = 4) -> str:
         return count(plain)
     if description.key == "half_ulp_margin" and not _LEAST_MARGIN < plain < _MOST_MARGIN:
         return f"{_LEAST_MARGIN} or less".replace("-", "−") if plain < 0 else f"{_MOST_MARGIN} or more"
+    if key == "bytes_per_parameter" and 0.01 <= abs(plain) < 100:
+        return f"{plain:.3g}".replace("-", "−")
     return number(plain, digits)
 
 

@@ -54,7 +54,13 @@ def becomes(page, names):
 
 
 SIZES = (0.0, 1e-5, 4e-5, 0.0004, 0.0123, 0.33216, 0.9132, 0.9994, 0.99997, 1.0, 1.2345, 8.9, 9.0, 123.456, 12345.6)
-FORMS = {"share": "lost_update_ratio", "ratio": "edq_ratio", "margin": "half_ulp_margin", "number": "loss"}
+FORMS = {
+    "share": "lost_update_ratio",
+    "ratio": "edq_ratio",
+    "margin": "half_ulp_margin",
+    "number": "loss",
+    "bytes": "bytes_per_parameter",
+}
 
 
 def test_the_table_writes_numbers_as_the_pages_do(watched):

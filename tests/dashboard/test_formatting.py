@@ -71,6 +71,8 @@ def test_four_significant_digits(value, text):
         ("half_ulp_margin", 8.9, "8.900"),
         ("half_ulp_margin", -23.0, "−23 or less"),
         ("nonfinite_params", 1234.0, "1,234"),
+        ("bytes_per_parameter", 12.0, "12"),
+        ("bytes_per_parameter", 8.0271, "8.03"),
         ("loss", 3.48694, "3.487"),
         ("a name of one's own", 12345.6, "12,350"),
     ],

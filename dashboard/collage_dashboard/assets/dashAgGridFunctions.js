@@ -42,7 +42,13 @@ function margin(value) {
   return value < 0 ? "−23 or less" : "9 or more"; // Beyond the histogram's octaves.
 }
 
-window.collageNumbers = { number: digits, share, ratio, margin };
+// Of a parameter: 12, not 12.00.
+function bytes(value) {
+  const isPlain = !noNumber(value) && Math.abs(value) >= 0.01 && Math.abs(value) < 100;
+  return isPlain ? String(Number(value.toPrecision(3))).replace(/-/g, "−") : digits(value);
+}
+
+window.collageNumbers = { number: digits, share, ratio, margin, bytes };
 
 function fewDigits(spread) {
   return spread && spread < 1e-3 ? spread.toExponential(0).replace(/-/g, "−") : digits(spread, 2);
@@ -61,6 +67,7 @@ function over(params, text, ofSpread, ofDifference) {
 dagfuncs.fourDigitsOver = (params) => over(params, digits, fewDigits, (value) => digits(value, 3));
 dagfuncs.ofRatio = (params) => over(params, ratio, fewDigits, ratio);
 dagfuncs.ofShare = (params) => over(params, share, share, share);
+dagfuncs.ofBytes = (params) => over(params, bytes, fewDigits, bytes);
 dagfuncs.ofMargin = (params) => margin(params.value);
 
 // In a line of its own, how far the number is from the baseline's.

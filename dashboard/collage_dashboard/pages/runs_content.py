@@ -35,6 +35,7 @@ __all__ = [
 
 _FORMS: Final = {
     "last_step": "wholeNumber(params)",
+    "bytes_per_parameter": "ofBytes(params)",
     "lost_update_ratio": "ofShare(params)",
     "edq_ratio": "ofRatio(params)",
     "state_decrement_ratio": "ofRatio(params)",
