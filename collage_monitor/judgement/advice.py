@@ -166,7 +166,7 @@ def _wide_weights(trained: Trained, narrow: Sequence[str], *, alone: bool) -> Ad
     return Advice(trained.optimizer, text, (choice,))
 
 
-def _of_one_dtype(trained: Sequence[Trained], told: Sequence[Advice | None]) -> Sequence[Advice | None]:
+def _of_one_dtype(trained: Sequence[Trained], told: list[Advice | None]) -> list[Advice | None]:
     """The advice, where a sharded model's weights become fp32 for one optimizer: with them those of all others."""
     pairs = list(zip(trained, told, strict=True))
     whole = next((own for entry, own in pairs if own and own.choices and entry.sharded and _unfit(entry)), None)

@@ -96,11 +96,13 @@ def drops_are_found(rule, target, model, optimizer, taken):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("rule", "source", "target"), CELLS)
 def test_no_conversion_is_an_illness_and_what_is_dropped_after_it_is_found(rule, source, target, tmp_path):
-    drops_are_found(rule, target, *goes_on(rule, source, target, tmp_path, 50), BEFORE + 50)
+    model, optimizer = goes_on(rule, source, target, tmp_path, 50)
+    drops_are_found(rule, target, model, optimizer, BEFORE + 50)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize(("rule", "source", "target"), CELLS)
 def test_nor_is_one_after_1500_steps(rule, source, target, tmp_path):
-    drops_are_found(rule, target, *goes_on(rule, source, target, tmp_path, 1500), BEFORE + 1500)
+    model, optimizer = goes_on(rule, source, target, tmp_path, 1500)
+    drops_are_found(rule, target, model, optimizer, BEFORE + 1500)

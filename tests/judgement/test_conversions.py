@@ -192,12 +192,12 @@ def test_a_few_elements_that_came_back_to_where_they_began_dropped_nothing(targe
             optimizer.step()
 
     before, states = built("master-weights")
-    steps(before, states, 0, 6)
+    steps(before, states, 0, 12)
     model, optimizer = built(target)
     model.load_state_dict(before.state_dict())
     optimizer.load_state_dict(states.state_dict())
     handle = watch(model, optimizer, every=1, sample="all", budget=None)
-    steps(model, optimizer, 6, 1)
+    steps(model, optimizer, 12, 1)
     assert handle.summary()["layers"]["2"]["residual_dropped_ratio"] == 1.0
     no_word(handle)
 
@@ -251,6 +251,38 @@ def test_what_was_dropped_beside_updates_of_a_power_of_two_is_found(strategy, dr
     train(model, optimizer, 1, start=25)
     assert "residuals are off" in [finding.health for finding in handle.judgement().findings]
     assert bool(handle.info.resume_losses) == (dropped == "all")
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("count", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("target", ["light", "split-master"])
+def test_lion_resumed_after_a_few_steps_is_accused_of_what_it_dropped_alone(target, count, dropped):
+    """Half of its elements are back where they began after two steps, and three eighths after four."""
+
+    def steps(model, optimizer, first, count):
+        for step in range(first, first + count):
+            generator = torch.Generator().manual_seed(step)
+            for own in model:
+                own.grad = torch.randn(own.shape, generator=generator).to(own.dtype)
+            optimizer.step()
+
+    torch.manual_seed(0)
+    # A rate below a quarter of the gap above 1, and half of that below it: each step leaves a residual.
+    drawn = [torch.rand(64, 32) + 1.1 for _ in range(2)] + [torch.rand(32) + 1.1 for _ in range(8)]
+    model = nn.ParameterList(drawn).bfloat16()
+    optimizer = CollageLion(model.parameters(), lr=3e-4, strategy=target)
+    steps(model, optimizer, 0, count)
+    states = copy.deepcopy(optimizer.state_dict())
+    optimizer = CollageLion(model.parameters(), lr=3e-4, strategy=target)
+    optimizer.load_state_dict(emptied(states, "all") if dropped else states)
+    handle = watch(model, optimizer, every=10, sample="all", budget=None, casts=())
+    steps(model, optimizer, count, 1)
+    if dropped:
+        assert "residuals are off" in [finding.health for finding in handle.judgement().findings]
+    else:
+        assert handle.step == count + 1
+        no_word(handle)
+        assert handle.info.resume_losses == []
 
 
 KEPT = [*(("AdamW", target) for target in TARGETS), ("SGD", "light"), ("Lion", "light")]

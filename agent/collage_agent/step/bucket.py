@@ -138,7 +138,7 @@ class Bucket:
         self._largest: LargestWeights | None = None
         self.follows: Follows = "other steps"
         self._held: Tensor | None = None
-        self._launch: bool | Tensor | None = None
+        self._launch: tuple[bool | Tensor, bool | Tensor] | None = None
         self._measured = 0
         self._looks = False
         self._missed = MissedShares(self.samples, self.layout, torch.zeros_like(self.sizes.elements))

@@ -29,6 +29,8 @@ __all__ = [
     "stepped_since_kept",
 ]
 
+_FEW_STEPS: Final = 10
+"""Of so many that go to and fro at random a quarter of the elements come back to where they began."""
 _ALWAYS_DECOUPLED: Final = (torch.optim.AdamW, CollageAdamW, CollageLion)
 
 
@@ -207,13 +209,18 @@ def _number(value: Any) -> float | Tensor | None:
     return value if isinstance(value, Tensor | float | int) else None
 
 
-def stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool | Tensor:
-    """Whether a tensor took a step that could leave a residual: a bool, or bool [()] on the counter's device.
+def stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[bool | Tensor, bool | Tensor]:
+    """Whether a tensor took a step that could leave a residual; and whether steps of one size may have taken back
+    what they left: two may, and four, but no odd number of them. Bools, or bool [()] on the counter's device.
 
     Ours record since when; with others the first step may have had a rate of 0, as in a warm-up.
     """
     count, since = step_of(state), group.get(RESIDUALS_FROM, 1)
     count = group.get("step") if count is None else count
-    if isinstance(count, Tensor) and not count.is_cpu:
-        return count.reshape(-1)[0].gt(since)
-    return count is None or bool(count > since)
+    if count is None:
+        return True, False
+    on_device = isinstance(count, Tensor) and not count.is_cpu
+    count = count.reshape(-1)[0] if on_device else int(count)
+    taken = count - int(group.get(RESIDUALS_FROM, 0))
+    few = (taken < _FEW_STEPS) & (taken % 2 == 0)
+    return count > since, few

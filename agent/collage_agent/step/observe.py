@@ -39,6 +39,7 @@ TILE_SLOTS: Final = 196_608
 Values = Mapping[str, Tensor]
 Follows = Literal["nothing", "measured step", "other steps"]
 """What came before a measured step, since the launch began or states were loaded: directly before it, or at all."""
+_ABOUT: Final = 1.5
 _VISIBLE_ROWS: Final = tuple(name for name in ROWS if name != "visible")
 
 
@@ -122,7 +123,7 @@ class ObservedStep:
     counterfactuals are asked for. `formats` of copies that are asked for: fp64 [blocks], NaN where one is not
     known; the `largest` |θ| before and after, where they need it. `held` uint8 [slots]: 1 where the last measured
     step left a residual, None: not known. `launch`, in the first step of a
-    launch: whether the states were stepped since residuals could be kept; None in others. `adjacent`: see
+    launch: see `stepped_since_kept`; None in others. `adjacent`: see
     `StepView.adjacent`. If only u is needed, `after` is empty.
     """
 
@@ -142,7 +143,7 @@ class ObservedStep:
     largest: tuple[LargestWeights | None, LargestWeights | None]
     held: Tensor | None
     adjacent: bool
-    launch: bool | Tensor | None
+    launch: tuple[bool | Tensor, bool | Tensor] | None
 
 
 class IntendedUpdate:
@@ -301,16 +302,25 @@ def _held_by(step: ObservedStep, update: IntendedUpdate, intended: Tensor, regis
     In the first step of a launch the optimizer's averages decide: an element that was stepped and moves now had a
     residual, unless none could be kept before, or such an update leaves none.
     """
-    if step.launch is False or not step.layout.before.is_sum:
+    stepped, few = step.launch or (True, False)
+    if stepped is False or not step.layout.before.is_sum:
         return torch.zeros_like(step.before[PARAMETER], dtype=torch.uint8)
     if step.launch is None:
         return step.held
     witnessed = update.states[0].ne(0).any(0)
     if update.known:
         witnessed.logical_and_(leaves_residual(intended, registered))
-    if isinstance(step.launch, Tensor):
-        witnessed.logical_and_(step.launch)
+    if few is not False:
+        witnessed.logical_and_((_of_one_size(intended) & few).logical_not_())
+    if isinstance(stepped, Tensor):
+        witnessed.logical_and_(stepped)
     return witnessed.view(torch.uint8)
+
+
+def _of_one_size(updates: Tensor) -> Tensor:
+    """bool [()]: whether all that are not 0 are about as large, as Lion's."""
+    sizes = updates.abs()
+    return sizes.amax().le(_ABOUT * sizes.masked_fill(sizes.eq(0), torch.inf).amin())
 
 
 def _residual_of(step: ObservedStep) -> Tensor | None:

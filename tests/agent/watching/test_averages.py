@@ -168,7 +168,11 @@ def wakes(handle):
     """Whether the on-call is told of what the judgement holds against the average."""
     shown = [((("key", found.key),), found.value) for found in average_findings(handle.summary()["model"])]
     conditions = ALERTS["CollageAverageOff"].conditions
-    return any(one.matches(labels) and one.is_beyond(value) for labels, value in shown for one in conditions)
+    return any(
+        one.matches(labels) and value is not None and one.is_beyond(value)
+        for labels, value in shown
+        for one in conditions
+    )
 
 
 def distance(average, start):
