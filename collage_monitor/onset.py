@@ -100,12 +100,18 @@ class _Ramp:
 
 
 def find_onset(
-    steps: Sequence[int], model: ArrayLike, layers: Mapping[str, ArrayLike] | None = None, *, least: float = 0.0
+    steps: Sequence[int],
+    model: ArrayLike,
+    layers: Mapping[str, ArrayLike] | None = None,
+    *,
+    least: float = 0.0,
+    last_steps: Sequence[int] | None = None,
 ) -> Onset | None:
     """The largest change of a metric over measured steps, or None if there is none.
 
     steps: [points], ascending. model: the metric of the whole model, [points]; layers: of each layer, alike. NaN is
-    "not measured". least: smaller differences, in the metric's units, do not count as changes.
+    "not measured". least: smaller differences, in the metric's units, do not count as changes. last_steps: where
+    points merge several steps each, the last of them; a change may lie within a point.
     """
     names = list(layers or {})
     table = np.array([np.asarray(series, dtype=np.float64) for series in (model, *(layers or {}).values())])
@@ -141,12 +147,14 @@ def find_onset(
         )
     ]
     order = sorted(changed, key=lambda index: -_difference(series[index], ramp))
-    own = [steps_of for steps_of, kept in zip(steps, known, strict=True) if kept]
+    own, until = (
+        [step for step, kept in zip(of, known, strict=True) if kept] for of in (steps, last_steps or steps)
+    )
     before, after = _levels(_filled(table[0], times), ramp) if np.isfinite(table[0]).any() else (np.nan, np.nan)
     return Onset(
         int(own[ramp.start]),
-        int(own[ramp.start + 1]),
-        int(own[ramp.end]),
+        int(until[ramp.start + 1]),
+        int(until[ramp.end]),
         before,
         after,
         tuple(LayerChange(names[rows[index] - 1], *_levels(series[index], ramp)) for index in order if rows[index]),

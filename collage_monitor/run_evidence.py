@@ -158,7 +158,8 @@ def read_history(
     entry = METRICS[split_key(metric)[0]] if is_metric(metric) else None
     least = EDQ_TOLERANCE if entry is not None and entry.ideal is not None else 0.0
     if entry is None:
-        return MetricHistory(model, find_onset(model.first_steps, _numbers(model.values), least=least))
+        values = _numbers(model.values)
+        return MetricHistory(model, find_onset(model.first_steps, values, least=least, last_steps=model.steps))
     heatmap = client.heatmap(run_id, metric, points=_HEATMAP_POINTS, first_step=first_step, last_step=last_step)
     at = dict(zip(model.steps, model.values, strict=True))
     onset = find_onset(
@@ -166,6 +167,7 @@ def read_history(
         _numbers([at.get(step) for step in heatmap.steps]),
         {name: _numbers(row) for name, row in zip(heatmap.layers, heatmap.values, strict=True)},
         least=least,
+        last_steps=heatmap.steps,
     )
     return MetricHistory(model, onset)
 

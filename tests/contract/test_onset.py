@@ -55,6 +55,18 @@ def test_a_change_of_a_few_layers_is_found_though_the_model_hides_it():
     assert [change.layer for change in found.layers] == ["layer 3"]
 
 
+@pytest.mark.parametrize("fall", range(640, 656))
+def test_a_change_within_a_point_of_several_steps_is_not_placed_before_it(fall):
+    """A point of 16 steps is what its steps are together."""
+    edq = 1.0 + 0.001 * np.random.default_rng(fall).normal(size=1600)
+    edq[fall - 1 :] -= 0.5
+    ends = list(range(16, 1601, 16))
+    found = find_onset([end - 15 for end in ends], edq.reshape(-1, 16).mean(1), last_steps=ends)
+    assert found is not None
+    assert found.last_before < fall <= found.first_changed <= found.settled
+    assert (edq[found.settled - 1 :] < 0.6).all()
+
+
 def test_steps_that_were_not_measured_widen_the_interval():
     values = series(0, 1.0, 0.5)
     values[37:44] = np.nan

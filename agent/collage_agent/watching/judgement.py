@@ -104,7 +104,11 @@ def edq_change(past: PastTotals | None, layout: Layout | None) -> str | None:
     edq = finish("edq_ratio", past.totals).T
     names = [layer.name for layer in layout.layers]
     found = find_onset(
-        past.first_steps, edq[MODEL], dict(zip(names, edq[MODEL + 1 :], strict=True)), least=EDQ_TOLERANCE
+        past.first_steps,
+        edq[MODEL],
+        dict(zip(names, edq[MODEL + 1 :], strict=True)),
+        least=EDQ_TOLERANCE,
+        last_steps=past.last_steps,
     )
     return since_in_words(found, past.first_steps, edq[MODEL], "EDQ", tolerance=EDQ_TOLERANCE)
 
