@@ -6,7 +6,7 @@ The words are those of `collage_monitor.judgement`, about the recent past.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -174,7 +174,8 @@ def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
     if (strategy is not None and strategy.stochastic) or any(of_layers.values()):
         advice = "the window above judges it" if window is not None else "watch with windows=(64,) to judge it"
         caution = f"; one step misjudges stochastic rounding, {advice}"
-    yield f"updates rounded away in a step: {percent(lost)}{_interval(model, 'lost_update_ratio', '.1%')}{caution}"
+    between = _interval(model, "lost_update_ratio", percent)
+    yield f"updates rounded away in a step: {percent(lost)}{between}{caution}"
 
 
 def _copies(model: Values) -> Iterator[str]:
@@ -183,8 +184,8 @@ def _copies(model: Values) -> Iterator[str]:
         sent = finite(model.get(f"cast_sync_bytes/{label}"))
         if sent is not None and 0 < share < _WORTH_A_DELTA:
             yield (
-                f"sending what a step changes of a {label} copy takes {sent:,.0f} bytes, {percent(share)} of the "
-                f"{sent / share:,.0f} of all of it"
+                f"sending only what a step changes of a {label} copy takes {sent:,.0f} bytes, {percent(share)} of "
+                f"the whole copy ({sent / share:,.0f})"
             )
 
 
@@ -292,9 +293,9 @@ def _advice(found: Judgement) -> Iterator[str]:
     yield from found.advice_lines
 
 
-def _interval(model: Values, name: str, form: str = ".4f") -> str:
+def _interval(model: Values, name: str, written: Callable[[float], str] = "{:.4f}".format) -> str:
     low, high = finite(model.get(f"{name}_low")), finite(model.get(f"{name}_high"))
-    return "" if low is None or high is None else f" ({low:{form}} to {high:{form}})"
+    return "" if low is None or high is None else f" ({written(low)} to {written(high)})"
 
 
 def _totals(measurement: Measurement) -> dict[str, NDArray[np.float64]]:
