@@ -210,7 +210,7 @@ def averaged(average_dtype, steps=12):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     handle = collage.watch_average(average, model, 0.99, every=1, sample="all")
     references = {name: ReferenceAverage(own) for name, own in average.named_parameters()}
-    waits = []
+    waits: list[warnings.WarningMessage] = []
     for step in range(steps):
         train(model, optimizer, 1, device_loss, start=step)
         before = {name: own.detach().clone() for name, own in average.named_parameters()}

@@ -24,7 +24,7 @@ from deltalake.exceptions import DeltaError
 from collage_monitor import wire
 from tests.server import fleet
 from tests.server.reads import layer_points
-from tests.server.samples import report, stream_create
+from tests.server.samples import report, stream_create, watch
 from tests.server.store.contract import NOW
 from tests.server.store.seen import ALL
 from tests.waiting import PATIENCE_SECONDS
@@ -295,7 +295,7 @@ def launched_on_two_ranks(store):
     layers = [wire.Layer(name=name, shape=[16, 16], dtype="bfloat16", elements=256) for name in fleet.NAMES]
 
     def reported(rank):
-        more = {"layers": layers, "statistics": RANKS.keys, "watch": fleet.watch("plus")}
+        more = {"layers": layers, "statistics": RANKS.keys, "watch": watch("plus")}
         create = stream_create(f"ranks-{rank}", "launch-1", rank=rank, world_size=2, **more)
         store.streams.create_stream("ranks", create, NOW)
         stream = store.streams.stream_record(f"ranks-{rank}")
