@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import signal
 import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -99,9 +101,15 @@ def dashboard(
         click.echo("everybody signs in; the token of the dashboard serves for that alone", err=True)
     click.echo(json.dumps({"dashboard_url": address}) if as_json else f"dashboard {address}  (server {server_url})")
     with ExitStack() as stack:
+        # As the first process of a container it would not end at SIGTERM without a handler.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _end))
         for listening in sockets:
             stack.enter_context(closing(listening))
         create_server(app.server, sockets=sockets, threads=_THREADS, ident="collage-monitor", **proxied).run()
+
+
+def _end(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit
 
 
 def listening_sockets(host: str, port: int) -> list[socket.socket]:

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from collage_dashboard import command
 
 from collage_monitor.local import LOOPBACK_HOSTS
+from tests import ports
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,15 @@ def served(monkeypatch):
 
 class FakeDashboard:
     server = object()
+
+
+def test_sigterm_ends_it_by_its_own_will(tmp_path):
+    """In a container it is the first process, which a signal without a handler does not end."""
+    port = ports.free_port()
+    arguments = ports.command("dashboard", "--port", port, "--server-url", "http://127.0.0.1:9")
+    with ports.running(arguments, f"http://127.0.0.1:{port}/healthz", tmp_path / "log") as process:
+        assert process.poll() is None
+    assert process.poll() == 0
 
 
 def test_the_token_file_is_read_and_the_address_printed_as_json(served, tmp_path):
