@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 import threading
-import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from benchmarks._serving import Connection, serving
 from collage_monitor import wire
 from collage_monitor.client import Client
 from tests.torture.growth import NOW, declare, send, statistics
+from tests.waiting import until
 
 BYTES = 10**9
 LAYERS, STATISTICS, A_BATCH = 500, 20, 16
@@ -112,12 +113,10 @@ def written_to(port, run_id="beside"):
         thread.join()
 
 
-def settled(folder, seconds=5.0):
-    """Wait until nothing is joined any more."""
-    seen = -1
-    while (now := bytes_in(folder / "archive")) != seen:
-        seen = now
-        time.sleep(seconds)
+def archived(folder):
+    """Whether no layers of a run are left in the database."""
+    with closing(sqlite3.connect(folder / "collage.sqlite")) as connection:
+        return connection.execute("SELECT count(*) FROM layer_chunk").fetchone() == (0,)
 
 
 def answers(port):
@@ -141,13 +140,13 @@ def test_a_gigabyte_is_backed_up_while_it_is_written_and_answers_elsewhere(tmp_p
         with Connection(port) as connection:
             write(connection, store, BYTES)
         finish(port)
-        settled(store)
+        until(lambda: archived(store), "all archived")
         with written_to(port):
             first = command("backup", copies / "monday.sqlite", "--dir", store)
             whole = bytes_in(copies)
             second = command("backup", copies / "tuesday.sqlite", "--dir", store)
         more = bytes_in(copies) - whole
-        settled(store)
+        until(lambda: archived(store), "all archived")
         command("backup", copies / "wednesday.sqlite", "--dir", store)
         expected = answers(port)
     assert whole >= BYTES
