@@ -110,7 +110,7 @@ doors: $(VENV)/.stamp-dev  ## Trainings of real packages, each in an environment
 	$(BIN)/python -m tests.doors $(DOORS)
 
 bench: $(VENV)/.stamp-dev  ## Every benchmark
-	for name in watch averages deliver ingest load ranks query runs scale growth optimizer accumulation dashboard archive; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in watch first_steps averages deliver ingest load ranks query runs scale growth optimizer accumulation dashboard archive; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) demo-output

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["BATCH", "Block", "CONTEXT", "HistogramLoop", "ItemLoop", "Method", "Training", "adamw"]
+__all__ = ["BATCH", "Block", "CONTEXT", "HistogramLoop", "ItemLoop", "Method", "Training", "adamw", "hooks_timed"]
 
 CONTEXT, BATCH, VOCABULARY = 128, 8, 256
 WIDTH, LAYERS, HEADS = 384, 6, 6
@@ -134,3 +136,30 @@ class HistogramLoop:
             self.seen[name] = torch.histc(parameter.float(), 64).tolist()
             if parameter.grad is not None:
                 self.seen[f"{name}.grad"] = torch.histc(parameter.grad.float(), 64).tolist()
+
+
+@contextmanager
+def hooks_timed(optimizer: Optimizer) -> Iterator[list[float]]:
+    """Add up the CPU seconds that the optimizer's step hooks take; the list's one entry is the sum."""
+    spent = [0.0]
+    hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    originals = [dict(table) for table in hooks]
+
+    def timed(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            started = time.thread_time()
+            result = hook(*arguments)
+            spent[0] += time.thread_time() - started
+            return result
+
+        return run
+
+    for table in hooks:
+        for key, hook in list(table.items()):
+            table[key] = timed(hook)
+    try:
+        yield spent
+    finally:
+        for table, original in zip(hooks, originals, strict=True):
+            table.clear()
+            table.update(original)

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import truediv
 from typing import Any
@@ -27,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks._harness import Figure, Measuring, Options, main
-from benchmarks._training import BATCH, CONTEXT, HistogramLoop, ItemLoop, Method, Training
+from benchmarks._training import BATCH, CONTEXT, HistogramLoop, ItemLoop, Method, Training, hooks_timed
 from benchmarks.deliver import handing_over
 
 __all__ = ["ALTERNATIVES", "measure"]
@@ -99,33 +98,6 @@ ALTERNATIVES = (
         "histograms of weights and gradients, every step", lambda t: HistogramLoop(t.model, t.optimizer), 3
     ),
 )
-
-
-@contextmanager
-def hooks_timed(optimizer: Optimizer) -> Iterator[list[float]]:
-    """Add up the CPU seconds that the optimizer's step hooks take; the list's one entry is the sum."""
-    spent = [0.0]
-    hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    originals = [dict(table) for table in hooks]
-
-    def timed(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            started = time.thread_time()
-            result = hook(*arguments)
-            spent[0] += time.thread_time() - started
-            return result
-
-        return run
-
-    for table in hooks:
-        for key, hook in list(table.items()):
-            table[key] = timed(hook)
-    try:
-        yield spent
-    finally:
-        for table, original in zip(hooks, originals, strict=True):
-            table.clear()
-            table.update(original)
 
 
 def add_round(training: Training, alternative: Alternative, rounds: Rounds) -> None:
