@@ -58,11 +58,11 @@ def test_the_words_quote_the_numbers_that_the_judgement_rests_on():
 
 
 def test_a_share_and_its_interval_are_written_alike():
-    """Was "0.002 % (0.0% to 0.0%)"; and how large a copy is was "of the 18,704 of all of it"."""
-    lost = {"lost_update_ratio": 0.00002, "lost_update_ratio_low": 0.00001, "lost_update_ratio_high": 0.00003}
+    """Was "0.02 % (0.0% to 0.0%)"; and how large a copy is was "of the 18,704 of all of it"."""
+    lost = {"lost_update_ratio": 0.0002, "lost_update_ratio_low": 0.0001, "lost_update_ratio_high": 0.0003}
     copies = {"cast_sync_ratio/bf16": 0.0784, "cast_sync_bytes/bf16": 1467.0}
     text = told({"edq_ratio": 1.0, **lost, **copies})
-    assert "updates rounded away in a step: 0.002 % (0.001 % to 0.003 %)" in text
+    assert "updates rounded away in a step: 0.02 % (0.01 % to 0.03 %)" in text
     assert (
         "sending only what a step changes of a bf16 copy takes 1,467 bytes, 7.8 % of the whole copy (18,712)"
         in text
