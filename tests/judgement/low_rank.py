@@ -36,10 +36,21 @@ class Projection:
         return left[:, : self.rank].T.to(gradient.dtype)
 
 
+class KeywordProjection(Projection):
+    """The same from torch's calls with every argument by keyword, its signs from uniform numbers."""
+
+    def _made(self, gradient: Tensor, step: int) -> Tensor:
+        torch.manual_seed(step)
+        drawn = torch.randn(size=(self.rank, len(gradient)), dtype=gradient.dtype)
+        signs = torch.where(torch.rand_like(input=drawn) < 0.5, -1.0, 1.0)
+        return drawn.mul(signs.to(drawn.dtype)).div(self.rank**0.5)
+
+
 class LowRank(torch.optim.Optimizer):
     """AdamW whose matrices are stepped in a space of `rank`; `random` is APOLLO, else GaLore."""
 
     random: bool
+    projection = Projection
 
     def __init__(
         self, parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, rank=4, gap=8, scale=1.0
@@ -59,7 +70,7 @@ class LowRank(torch.optim.Optimizer):
         if not state:
             state["step"] = 0
             if matrix:
-                state["projector"] = Projection(group["rank"], group["gap"], random=self.random)
+                state["projector"] = self.projection(group["rank"], group["gap"], random=self.random)
         gradient = state["projector"].project(p.grad, state["step"]) if matrix else p.grad
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
@@ -85,6 +96,12 @@ class Apollo(LowRank):
 
     def widened(self, projection, small, moved, gradient):
         return gradient * (moved.norm(dim=0) / (small.norm(dim=0) + 1e-8))
+
+
+class KeywordApollo(Apollo):
+    """APOLLO that names the arguments of what it draws, and draws uniform numbers like its gradient, too."""
+
+    projection = KeywordProjection
 
 
 class GaLore(LowRank):

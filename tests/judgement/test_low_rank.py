@@ -7,7 +7,7 @@ import torch
 from collage_agent.handle import watch
 
 from collage_monitor.judgement import finite
-from tests.judgement.low_rank import Apollo, GaLore
+from tests.judgement.low_rank import Apollo, GaLore, KeywordApollo
 from tests.judgement.trainings import draw, loss_of, model_of
 
 pytestmark = pytest.mark.slow
@@ -59,9 +59,10 @@ def train(kind, *, watched: bool):
     return model, optimizer, handle, steps
 
 
-@pytest.mark.parametrize("kind", [Apollo, GaLore])
+@pytest.mark.parametrize("kind", [Apollo, KeywordApollo, GaLore])
 def test_what_a_low_rank_optimizer_loses_is_what_is_said(kind):
-    """APOLLO: 1.0 % of the updates were said to be lost where 41 % were; GaLore: nothing could be measured."""
+    """APOLLO: 1.0 % of the updates were said to be lost where 41 % were; GaLore: nothing could be measured.
+    APOLLO that draws by keyword: its clone's step raised, and no matrix was measured."""
     _, _, handle, steps = train(kind, watched=True)
     active = sum(int((u != 0).sum()) for u, _ in steps)
     lost = sum(int(((u != 0) & (e == 0)).sum()) for u, e in steps)

@@ -25,6 +25,7 @@ __all__ = [
     "clone_value",
     "holds_values",
     "isolated",
+    "uncompiled",
     "undecorated_step",
     "without_output",
     "without_output_or_warnings",
@@ -147,6 +148,20 @@ def undecorated_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
+
+
+@contextmanager
+def uncompiled(kind: type) -> Iterator[None]:
+    """Functions that `kind`'s step compiles run uncompiled, because a compiled step hides its casts and has no fp64
+    kernel.
+
+    torch's own optimizers compile nothing; they are spared the 20 µs.
+    """
+    if kind.__module__.startswith("torch.optim"):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager

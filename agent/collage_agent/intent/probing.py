@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.bits import UnsignedBits
-from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, undecorated_step
-from collage_agent.intent.widen import Widening, uncompiled, widened
+from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, uncompiled, undecorated_step
+from collage_agent.intent.widen import Widening, widened
 from collage_agent.sample.states import flat_state, nested_state
 from collage_agent.sample.stored import PLAIN, Composition
 

@@ -6,8 +6,7 @@ casts return what they were given, tensors made on the way are fp64, and quantis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -18,7 +17,7 @@ from collage_agent.intent.bits import CarriedNumbers
 from collage_agent.intent.clone import clone_value, holds_values
 from collage_agent.sample.quantised import dequantised, is_quantised
 
-__all__ = ["Widening", "uncompiled", "widened"]
+__all__ = ["Widening", "widened"]
 
 _CASTS: Final[frozenset[Any]] = frozenset(
     (Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.type_as)
@@ -34,19 +33,16 @@ _OF_DEFAULT_DTYPE: Final[frozenset[Any]] = frozenset(
 )
 """Of these only scalars, such as a count or a sum of the run's state, become fp64: the dtype of a table or of codes
 matters to who made it."""
-
-
 _DRAWN: Final[frozenset[Any]] = frozenset((torch.randn, torch.rand, torch.randn_like, torch.rand_like))
-"""Other numbers come of the same seed in another dtype."""
+"""In another dtype the same seed gives other numbers."""
 
 
 class Widening(TorchFunctionMode):
     """While entered, floats stay or become fp64. `narrowed` says whether a cast of fp64 values was met, or an fp64
     number was taken apart into bits: then `bits.met`.
 
-    native: dtype of the live gradients. Random numbers that a step draws in the dtype of its gradient, such as
-    APOLLO's
-    projection, is drawn in that one: so it is what the live step drew.
+    native: the dtype of the live gradients. Random numbers that a step draws in its gradient's dtype, here fp64,
+    are drawn in `native` and then widened: they equal the live step's. APOLLO draws its projection so.
     """
 
     def __init__(self, native: torch.dtype | None = None) -> None:
@@ -66,10 +62,8 @@ class Widening(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _DRAWN and self._native is not None:
-            own = (kwargs or {}).get("dtype", args[0].dtype if isinstance(args[0], Tensor) else None)
-            if own == torch.float64:
-                return func(*args, **{**(kwargs or {}), "dtype": self._native}).double()
+        if func in _DRAWN and self._native is not None and _drawn_dtype(args, kwargs or {}) == torch.float64:
+            return func(*args, **{**(kwargs or {}), "dtype": self._native}).double()
         carried = self.bits.result_of(func, args, kwargs or {})
         if carried is not None:
             self.narrowed |= self.bits.met
@@ -93,6 +87,12 @@ class Widening(TorchFunctionMode):
         return value if value.device == result.device else value.to(result.device)
 
 
+def _drawn_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype that a call of `_DRAWN` names, or that of the tensor it is like; None: torch's default."""
+    like = args[0] if args else kwargs.get("input")
+    return kwargs.get("dtype") or (like.dtype if isinstance(like, Tensor) else None)
+
+
 def widened(state: dict[str, Any]) -> dict[str, Any]:
     """The same entries, with every float tensor in fp64, also in containers; the others are not copied."""
     return {key: _widened(value) for key, value in state.items()}
@@ -110,17 +110,3 @@ def _widened(value: Any) -> Any:
         vars(copied).update(widened(vars(copied)))
         return copied
     return value
-
-
-@contextmanager
-def uncompiled(kind: type) -> Iterator[None]:
-    """Functions that `kind`'s step compiles run uncompiled, because a compiled step sees no cast and has no fp64
-    kernel.
-
-    torch's own optimizers compile nothing; they are spared the 20 µs.
-    """
-    if kind.__module__.startswith("torch.optim"):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
