@@ -110,11 +110,11 @@ class Alert:
 
     `expression` must hold for `for_seconds` without a break; the alert goes on for `keep_firing_seconds` after it
     last held, so that it does not flap. `other_causes` are harmless or foreign explanations to rule out;
-    `first_step` says what to look at or do first. `conditions`: the parts of `expression`, one of which must hold.
-    Only the first that holds for a run fires, so that one fault is one incident. The server evaluates these; an
-    alert without any is left to Prometheus. A run is not judged in its first `warm_up_steps` nor in `settle_steps`
-    after a resume. `on_by_default`: enabled whatever severity is asked for. `scope` "server": it is about the
-    server, not a run.
+    `checks[i]` weighs `other_causes[i]`. `first_step` says what to look at or do first. `conditions`: the parts of
+    `expression`, one of which must hold. Only the first that holds for a run fires, so that one fault is one
+    incident. The server evaluates these; an alert without any is left to Prometheus. A run is not judged in its
+    first `warm_up_steps` nor in `settle_steps` after a resume. `on_by_default`: enabled whatever severity is asked
+    for. `scope` "server": it is about the server, not a run.
     """
 
     name: str

@@ -1,4 +1,5 @@
-"""Alerts on what carries the measurements: silent runs, the agent's cost, the server's intake and disk."""
+"""Alerts on what carries the measurements: silent runs, the agent's cost, the server's intake, disk,
+archive and evaluation of alerts."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collage_monitor.alerts.definition import Condition, about_runs, about_the_s
 
 __all__ = ["ALERTS"]
 
-_LONG_STEP_SECONDS = 240.0
+_STALLED_SECONDS: Final = 300.0
 
 
 def _paused(evidence: IncidentEvidence) -> CauseVerdict:
@@ -32,7 +33,7 @@ def _long_steps(evidence: IncidentEvidence) -> CauseVerdict:
     seconds = max(until - run.created_at, 0.0) / (run.last_step - run.first_step)
     between = seconds * (run.watch.every if run.watch else 1)
     clause = f"measured steps are about {between:.3g} s apart"
-    return supported(clause) if between > _LONG_STEP_SECONDS else ruled_out(clause)
+    return supported(clause) if between > _STALLED_SECONDS else ruled_out(clause)
 
 
 def _only_logs(evidence: IncidentEvidence) -> CauseVerdict:
@@ -79,7 +80,7 @@ def _other_programs(_evidence: IncidentEvidence) -> CauseVerdict:
 ALERTS: Final = (
     about_runs(
         "CollageRunStalled",
-        Condition("collage_last_report_timestamp_seconds", ">", 300.0, "age"),
+        Condition("collage_last_report_timestamp_seconds", ">", _STALLED_SECONDS, "age"),
         for_seconds=0.0,
         warm_up_steps=0,
         settle_steps=0,

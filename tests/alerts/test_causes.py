@@ -312,6 +312,16 @@ def test_the_metric_that_an_alert_judges():
     assert ALERTS["CollageRunStalled"].metric({}) is None
 
 
+@pytest.mark.parametrize(("seconds", "holds"), [(270.0, False), (330.0, True)])
+def test_long_steps_are_a_cause_of_a_stalled_run_only_from_the_alerts_own_wait_on(seconds, holds):
+    """Steps 270 s apart were said to be more than five minutes away."""
+    alert = ALERTS["CollageRunStalled"]
+    run = run_with(updated_at=seconds / WATCH.every * (RUN.last_step - RUN.first_step))
+    _, (cause, verdict) = alert.cause_verdicts(evidence(run=run))
+    assert "more than five minutes" in cause
+    assert (verdict.holds, verdict.because) == (holds, f"measured steps are about {seconds:.3g} s apart")
+
+
 def test_a_constant_rate_whose_means_are_rounded_differently_does_not_rise():
     rate = 0.0002
     means = [sum([rate] * count) / count for count in range(1, 40)]
