@@ -162,7 +162,7 @@ def traced(name):
 
 def statements_of(folder):
     """SQL statements of each question, asked once of a fresh server without what is kept, and of an overview."""
-    from collage_server.overviews import evaluate
+    from collage_server.run_evaluation import evaluate
 
     from tests.server.statements import statements_on
 

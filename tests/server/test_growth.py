@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from collage_server.newest import newest_points
-from collage_server.overviews import evaluate
+from collage_server.run_evaluation import evaluate
 from collage_server.store import ReportGroup, Selection, SqliteStore
 from collage_server.store.chunks import merge
 from collage_server.store.reading import assemble, points

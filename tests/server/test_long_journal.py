@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from collage_server.overviews import evaluate
+from collage_server.run_evaluation import evaluate
 from collage_server.store import ReportGroup, Selection, SqliteStore
 from collage_server.store.reading import unsealed
 

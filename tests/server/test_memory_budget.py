@@ -12,7 +12,8 @@ from collage_server import memory
 from collage_server.app import create_app
 from collage_server.errors import Busy, NeedsTooMuch
 from collage_server.memory import MemoryBudget, available_memory, held_rows, hold, released_afterwards, reserve
-from collage_server.overviews import _warn_of_a_cut, evaluate, evaluate_within
+from collage_server.overviews import _warn_of_a_cut
+from collage_server.run_evaluation import evaluate, evaluate_what_fits
 from collage_server.settings import Settings, SettingsError
 from collage_server.store import NewEvent
 from collage_server.store.runs import incidents
@@ -248,7 +249,7 @@ def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(s
         whole = evaluate(snapshot, snapshot.records(["r1"])["r1"])
     memory.working_bytes = 24 * MIB
     with memory.lease("evaluations"), store.points.snapshot() as snapshot:
-        found, begin = evaluate_within(snapshot, snapshot.records(["r1"])["r1"])
+        found, begin = evaluate_what_fits(snapshot, snapshot.records(["r1"])["r1"])
     assert begin is not None
     assert 4000 < begin < 8000
     assert whole.last_step == found.last_step == 8000

@@ -14,8 +14,8 @@ from collage_server.alerts.evaluation import AlertChange, Evaluation, Labels, Sa
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
 from collage_server.memory import MemoryBudget
-from collage_server.overviews import evaluate_within
 from collage_server.queries.headline import beyond_judgement
+from collage_server.run_evaluation import evaluate_what_fits
 from collage_server.store import NewIncident, Store
 
 __all__ = ["AlertEvaluator", "AlertRounds"]
@@ -139,7 +139,7 @@ class AlertEvaluator(BackgroundThread):
             if run_id:
                 with self._store.points.snapshot() as snapshot:
                     record = snapshot.records([run_id])[run_id]
-                    step, found = record.last_step, evaluate_within(snapshot, record)[0]
+                    step, found = record.last_step, evaluate_what_fits(snapshot, record)[0]
                 parts += [
                     beyond_judgement(found.headline, found.verdict),
                     f"Judged {found.health}: {found.verdict}",

@@ -1,5 +1,5 @@
-"""The one writer: it commits all reports that arrived during the previous commit, then acknowledges them; and its
-counters.
+"""The one writer of a server process: it commits all reports that arrived during the previous commit, then
+acknowledges them; and the server's counters.
 
 A dedicated thread, without lingering: an idle writer commits a lone report at once, a busy one groups what waits.
 """
@@ -102,7 +102,7 @@ class Writer:
                 self._commit(batch)
 
     def _take(self) -> tuple[list[_PendingGroup], bool]:
-        """Commit the waiting groups, up to one commit's size; False at the end."""
+        """Take the waiting groups, up to one commit's size; False when the writer is to end."""
         first = self._queue.get()
         batch: list[_PendingGroup] = []
         size = reports = 0
@@ -131,7 +131,7 @@ class Writer:
             if isinstance(outcome, GroupOutcome):
                 self._counters.count(
                     accepted=outcome.accepted,
-                    duplicates=outcome.duplicates,
+                    duplicate=outcome.duplicates,
                     late=len(outcome.late),
                     rejected=len(outcome.too_many_names),
                 )
@@ -196,9 +196,9 @@ class IngestCounters:
             registry=self.registry,
         )
 
-    def count(self, *, accepted: int = 0, duplicates: int = 0, rejected: int = 0, late: int = 0) -> None:
-        """Add outcomes of reports."""
-        for outcome, count in zip(_OUTCOMES, (accepted, duplicates, rejected, late), strict=True):
+    def count(self, **reports: int) -> None:
+        """Add reports by outcome, each one of "accepted", "duplicate", "rejected" and "late"."""
+        for outcome, count in reports.items():
             if count:
                 self._reports[outcome].inc(count)
 

@@ -1,4 +1,7 @@
-"""Which streams contributed to the sealed parts of a chunk, so that a late report never counts twice."""
+"""Which streams contributed to the sealed parts of a chunk, so that a late report never counts twice.
+
+They are columns of `schema.point_chunk`, packed and read here alone: another form of them needs a migration.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ __all__ = [
     "pack_contributors",
     "rank_contributed",
     "read_contributors",
-    "streams_of_last_point",
     "unfinished_steps",
 ]
 
@@ -38,7 +40,7 @@ class StepReports(NamedTuple):
         return self.received >= self.expected
 
     def plus(self, other: StepReports) -> StepReports:
-        """The columns merged with those of later reports."""
+        """Both counts together: what was received adds up, and the larger expectation stays."""
         return StepReports(self.received + other.received, max(self.expected, other.expected))
 
 
@@ -75,14 +77,6 @@ def rank_contributed(
     return found
 
 
-def streams_of_last_point(row: Row[Any]) -> set[int]:
-    """The streams of a part's row whose reports of the last point are all sealed."""
-    _, table = _unpack(row)
-    unfinished = int_array(row.unfinished or b"").reshape(-1, 4)
-    missing = unfinished[unfinished[:, 0] == row.last_step, 1]
-    return set(int_array(row.contributor_streams)[table[-1]].tolist()) - set(missing.tolist())
-
-
 def read_contributors(
     connection: Connection,
     run_id: str,
@@ -95,13 +89,12 @@ def read_contributors(
     for row in _rows(connection, run_id, attempt, chunks):
         ranks, table = _unpack(row)
         numbers = int_array(row.contributor_streams)
-        missing = int_array(row.unfinished or b"").reshape(-1, 4).tolist()
-        partial = {(step, number): StepReports(received, expected) for step, number, received, expected in missing}
+        unfinished = _unfinished(row)
         steps = unpack_points(row.points, row.point_count)[1]
         chosen = np.flatnonzero((ranks == rank) | (rank is None))
         for step, present in zip(steps.tolist(), table[:, chosen], strict=True):
             for number in numbers[chosen[present]].tolist():
-                count = partial.get((step, number), _WHOLE)
+                count = unfinished.get((step, number), _WHOLE)
                 known = found[step].get(number)
                 found[step][number] = count if known is None else known.plus(count)
     return found
@@ -121,6 +114,12 @@ def unfinished_steps(
     return [step for step, counts in found.items() if not all(count.whole for count in counts.values())]
 
 
+def _unfinished(row: Row[Any]) -> dict[tuple[int, int], StepReports]:
+    """By (step, stream), the counts of a part that are not whole; stored as rows of four integers."""
+    rows = int_array(row.unfinished or b"").reshape(-1, 4).tolist()
+    return {(step, stream): StepReports(received, expected) for step, stream, received, expected in rows}
+
+
 def _rows(connection: Connection, run_id: str, attempt: int, chunks: Collection[int]) -> Sequence[Row[Any]]:
     if not chunks:
         return []
@@ -136,7 +135,8 @@ def _rows(connection: Connection, run_id: str, attempt: int, chunks: Collection[
 
 
 def _unpack(row: Row[Any]) -> tuple[IntArray, NDArray[np.bool_]]:
-    """(ranks, [points][ranks]) of a part; a rank with two processes appears twice."""
+    """(ranks [streams], whether a stream contributed [points][streams]) of a part. The rank of each stream: a rank
+    with two processes appears twice."""
     ranks = int_array(row.contributor_ranks)
     table = np.ones((row.point_count, len(ranks)), dtype=bool)
     if row.contributors:
