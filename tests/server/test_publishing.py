@@ -16,7 +16,7 @@ from collage_server import publishing
 from collage_server.command.archive import archive
 from collage_server.publishing import publish
 from collage_server.store import ReportGroup
-from collage_server.store.archive.files import project_folder
+from collage_server.store.archive.paths import project_folder
 from collage_server.store.sealing import archiving
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError

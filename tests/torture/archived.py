@@ -11,7 +11,7 @@ from contextlib import closing
 import httpx
 import numpy as np
 from collage_server.store import Selection, schema
-from collage_server.store.archive.files import run_of
+from collage_server.store.archive.paths import run_of
 from sqlalchemy import select, update
 
 from tests.server.reads import layer_points

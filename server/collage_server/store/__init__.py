@@ -1,9 +1,10 @@
 """Storage: the only package that uses a database. This module lists the names that other packages use."""
 
 from collage_server.store.access.tokens import AccessStore, LogOut
-from collage_server.store.archive.files import COPY, ArchiveFiles, archive_files, archived_path, project_folder
+from collage_server.store.archive.files import ArchiveFiles, archive_files
 from collage_server.store.archive.finished import FinishedRun, VisiblePart
 from collage_server.store.archive.parquet import OF_A_ROW, Footer, copy_points, write_points
+from collage_server.store.archive.paths import COPY, archived_path, project_folder
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.reading.snapshot import Snapshot

@@ -11,7 +11,8 @@ import pytest
 from collage_server.errors import Busy, StoreUnusable
 from collage_server.store import PostgresqlStore, Selection, SqliteStore, schema, server_tables
 from collage_server.store.archive import files
-from collage_server.store.archive.files import Bucket, Folder, archived_path
+from collage_server.store.archive.files import Bucket, Folder
+from collage_server.store.archive.paths import archived_path
 from collage_server.store.archive.segments import LOGGED
 from collage_server.store.backup import back_up, restore
 from collage_server.store.sealing import archive_plan

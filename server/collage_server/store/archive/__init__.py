@@ -1,5 +1,6 @@
 """The cold half of a store: layers of whole chunks as immutable Parquet files, in a folder or a bucket.
 
-`files` stores files, `parquet` defines their content, `segments` lists them, `joining` makes them of chunks,
-`reading` reads layers out of them, `sweeping` removes those that no row names.
+`files` stores files, `paths` says where, `parquet` and `logged` define their content, `segments` lists them,
+`reading` reads layers out of them, `finished` those of finished runs. `collage_server.store.sealing.archiving`
+makes them of chunks, and removes those that no row names.
 """

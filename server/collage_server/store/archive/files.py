@@ -1,16 +1,12 @@
-"""Where archived files lie: a folder, or a bucket with a local cache. Files are written once and never change.
+"""What keeps archived files: a folder, or a bucket with a local cache. Files are written once and never change.
 
-A file's path is relative, `PROJECT/run=RUN/attempt=ATTEMPT/level=LEVEL/FIRST-LAST-UUID.parquet`; no two files ever
-have the same one. Engines read run, attempt and level from it. Totals of the model have `model=LEVEL` in place of
-the level, logged values `logged`. Other files in a project's folder belong to its published table.
+A file's path is relative, and says what it holds: see `collage_server.store.archive.paths`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import re
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -28,20 +24,10 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import ObjectStore, from_url
 
 from collage_server.errors import Busy, StoreUnusable
+from collage_server.store.archive.paths import MARK, SUFFIX, is_archived, is_copy, project_folder
 from collage_server.store.backup import sync
 
-__all__ = [
-    "ArchiveFiles",
-    "Bucket",
-    "COPY",
-    "Folder",
-    "MARK",
-    "StoredFile",
-    "archive_files",
-    "archived_path",
-    "project_folder",
-    "run_of",
-]
+__all__ = ["ArchiveFiles", "Bucket", "Folder", "StoredFile", "archive_files"]
 
 _LOG: Final = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 30
@@ -49,21 +35,12 @@ _PAUSE_SECONDS: Final = 30.0
 """A bucket that failed is left alone for so long: whoever waits for it holds up readers or sealing."""
 _OPENINGS: Final = 3
 _STAGING: Final = ".staging"
-_SUFFIX: Final = ".parquet"
 _CLIENT: Final[Any] = {"timeout": "600s", "read_timeout": "20s", "connect_timeout": "5s", "allow_http": True}
 _TRIES: Final[Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=5)}
 _UPLOADS: Final = 4
 """Parts of 5 MiB of one file that are sent at a time: each must be taken within the read timeout."""
-_LOGGED: Final = 300
+_LOG_CHARACTERS: Final = 300
 _PRIVATE_FOLDER: Final = 0o700
-COPY: Final = "visible-"
-"""Begins the name of a copy of what is visible of an archived file."""
-MARK: Final = "_collage.json"
-"""Says whose archive this is. No project's folder begins with an underscore."""
-_ARCHIVED: Final = re.compile(r"\d+-\d+-[0-9a-f]{32}\.parquet")
-_NOT_PLAIN: Final = re.compile(rb"^[_.]|[^A-Za-z0-9_.-]")
-"""Engines skip what begins with an underscore or a dot."""
-_LONGEST_FOLDER: Final = 128
 
 
 class StoredFile(NamedTuple):
@@ -101,7 +78,7 @@ class ArchiveFiles(ABC):
             # A cache may drop it between the two.
             with suppress(FileNotFoundError), self._usable():
                 return pyarrow.memory_map(str(self.local(path)))
-        raise _missing(path)
+        raise _missing_error(path)
 
     @abstractmethod
     def delete(self, paths: Collection[str]) -> None:
@@ -125,12 +102,12 @@ class ArchiveFiles(ABC):
 
     def stored(self) -> Iterator[StoredFile]:
         """Every archived file that is there."""
-        return (file for file in self._listed() if _ARCHIVED.fullmatch(file.path.rpartition("/")[2]))
+        return (file for file in self._listed() if is_archived(file.path))
 
     def copies(self, project: str) -> Iterator[StoredFile]:
         """Every copy of visible points that publishing has put beside a project's archived files."""
         found = self._listed(project_folder(project))
-        return (file for file in found if file.path.rpartition("/")[2].startswith(COPY))
+        return (file for file in found if is_copy(file.path))
 
     @abstractmethod
     def _listed(self, folder: str = "") -> Iterator[StoredFile]:
@@ -141,7 +118,7 @@ class ArchiveFiles(ABC):
         """A local path to write to, gone after the context unless it was put."""
         with self._usable():
             self.staging.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
-            descriptor, name = tempfile.mkstemp(suffix=_SUFFIX, dir=self.staging)
+            descriptor, name = tempfile.mkstemp(suffix=SUFFIX, dir=self.staging)
             os.close(descriptor)
         try:
             yield Path(name)
@@ -156,11 +133,11 @@ class ArchiveFiles(ABC):
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise _unusable(self.address, error) from error
+            raise _log_and_busy(self.address, error) from error
 
     def sweep_staging(self, older_than_seconds: float) -> None:
         """Remove the unfinished files of a killed process."""
-        for path in self.staging.glob(f"*{_SUFFIX}"):
+        for path in self.staging.glob(f"*{SUFFIX}"):
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < time.time() - older_than_seconds:
                     path.unlink()
@@ -202,7 +179,7 @@ class Folder(ArchiveFiles):
                         (self.folder / folder).rmdir()
 
     def exists(self) -> bool:
-        """As for every archive."""
+        """Whether the folder has been made: the first file does."""
         return self.folder.exists()
 
     def holds(self, path: str) -> bool:
@@ -210,7 +187,7 @@ class Folder(ArchiveFiles):
         return (self.folder / path).exists()
 
     def read_mark(self) -> bytes | None:
-        """As for every archive."""
+        """What the mark says; None where there is none, or no folder."""
         try:
             with self._usable():
                 return (self.folder / MARK).read_bytes()
@@ -218,7 +195,7 @@ class Folder(ArchiveFiles):
             return None
 
     def write_mark(self, data: bytes) -> None:
-        """As for every archive."""
+        """Write the mark, unless one is there, and make the folder; two servers at once may both write it."""
         mark = self.folder / MARK
         with self._usable():
             self.folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
@@ -233,7 +210,7 @@ class Folder(ArchiveFiles):
             sync(self.folder)
 
     def _listed(self, folder: str = "") -> Iterator[StoredFile]:
-        for path in (self.folder / folder).rglob(f"*{_SUFFIX}"):
+        for path in (self.folder / folder).rglob(f"*{SUFFIX}"):
             if path.parent != self.staging:
                 with suppress(FileNotFoundError):
                     yield StoredFile(path.relative_to(self.folder).as_posix(), path.stat().st_mtime)
@@ -262,7 +239,7 @@ class Bucket(ArchiveFiles):
 
     @contextmanager
     def new_file(self) -> Iterator[Path]:
-        """As everywhere; none is made for a bucket that has just failed to take one."""
+        """A local path to write to; Busy at once where the bucket has just failed to take a file."""
         with self._answering():
             pass
         with super().new_file() as made:
@@ -313,7 +290,7 @@ class Bucket(ArchiveFiles):
             return True
 
     def read_mark(self) -> bytes | None:
-        """As for every archive."""
+        """What the mark says; None where there is none."""
         with self._answering():
             try:
                 return bytes(obstore.get(self._bucket, MARK).bytes())
@@ -321,7 +298,7 @@ class Bucket(ArchiveFiles):
                 return None
 
     def write_mark(self, data: bytes) -> None:
-        """As for every archive, where the store can tell; else the last one to write it has it."""
+        """Write the mark, unless one is there; where the store cannot tell, the last one to write it stays."""
         with self._answering(), suppress(AlreadyExistsError):
             obstore.put(self._bucket, MARK, data, mode="create")
 
@@ -330,7 +307,7 @@ class Bucket(ArchiveFiles):
             for some in obstore.list(self._bucket, prefix=folder or None):
                 for found in some:
                     path = str(found["path"])
-                    if path.endswith(_SUFFIX):
+                    if path.endswith(SUFFIX):
                         yield StoredFile(path, found["last_modified"].timestamp())
 
     def _fetch(self, path: str) -> None:
@@ -357,7 +334,7 @@ class Bucket(ArchiveFiles):
     def _make_room(self, size: int) -> None:
         """Remove the least recently read files. Readers that have opened a file can finish."""
         held = []
-        for cached in self._cache.rglob(f"*{_SUFFIX}"):
+        for cached in self._cache.rglob(f"*{SUFFIX}"):
             if cached.parent != self.staging:
                 with suppress(FileNotFoundError):
                     found = cached.stat()
@@ -373,28 +350,28 @@ class Bucket(ArchiveFiles):
     def _answering(self, path: str | None = None) -> Iterator[None]:
         """Translates errors of an object store into this server's errors; `path`: the requested file."""
         if time.monotonic() < self._away_until:
-            raise _busy(self.address)
+            raise _busy_error(self.address)
         try:
             yield
         except FileNotFoundError as error:
             if path is not None:
-                raise _missing(path) from error
+                raise _missing_error(path) from error
             raise self._failed(error) from error
         except (BaseError, OSError) as error:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> Busy:
         self._away_until = time.monotonic() + _PAUSE_SECONDS
-        return _unusable(self.address, error)
+        return _log_and_busy(self.address, error)
 
 
-def _unusable(address: str, error: Exception) -> Busy:
+def _log_and_busy(address: str, error: Exception) -> Busy:
     # Its own words name hosts and addresses: they are for the log.
-    _LOG.warning("the archive %s cannot be used now: %s", address, " ".join(str(error).split())[:_LOGGED])
-    return _busy(address)
+    _LOG.warning("the archive %s cannot be used now: %s", address, " ".join(str(error).split())[:_LOG_CHARACTERS])
+    return _busy_error(address)
 
 
-def _busy(address: str) -> Busy:
+def _busy_error(address: str) -> Busy:
     return Busy(
         f"the archive {address} cannot be used now, the server's log says why: older points wait for it; newer "
         "ones can be asked for by their steps",
@@ -402,7 +379,7 @@ def _busy(address: str) -> Busy:
     )
 
 
-def _missing(path: str) -> Busy:
+def _missing_error(path: str) -> Busy:
     return Busy(
         f"the archived file {path} is missing: ask again, and where that does not help, put it back from a backup "
         "of the archive",
@@ -420,7 +397,7 @@ def archive_files(address: str, cache: Path, cache_bytes: int) -> ArchiveFiles:
       identity (AWS_WEB_IDENTITY_TOKEN_FILE, AWS_ROLE_ARN), else the machine's own role. ~/.aws and AWS_PROFILE are
       not read.
     - `gs://`: GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS, the path of a key's file, or
-    GOOGLE_SERVICE_ACCOUNT_KEY, the key itself.
+      GOOGLE_SERVICE_ACCOUNT_KEY, the key itself.
     - `az://`: AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, or
       AZURE_CLIENT_ID, AZURE_CLIENT_SECRET and AZURE_TENANT_ID.
 
@@ -430,23 +407,3 @@ def archive_files(address: str, cache: Path, cache_bytes: int) -> ArchiveFiles:
     if "://" not in address:
         return Folder(Path(address).expanduser().absolute())
     return Bucket(address, cache, cache_bytes)
-
-
-def archived_path(project: str, run_id: str, attempt: int, level: int, name: str) -> str:
-    """Where a file of a run lies: one of layers, of the model (`model_level`), or of logged values (level 0)."""
-    what = f"level={level}" if level > 0 else f"model={-level}" if level else "logged"
-    return f"{project_folder(project)}/run={run_id}/attempt={attempt}/{what}/{name}"
-
-
-def run_of(path: str) -> str:
-    """The project of this file."""
-    return path.partition("/run=")[2].partition("/")[0]
-
-
-def project_folder(project: str) -> str:
-    """The folder of a project's files: its name, with @XX for a byte that is not plain, a hash where it is long."""
-    name = project.encode("utf-8", "surrogatepass")
-    plain = _NOT_PLAIN.sub(lambda found: b"@%02X" % found[0][0], name).decode()
-    if len(plain) <= _LONGEST_FOLDER:
-        return plain
-    return f"{plain[:_LONGEST_FOLDER]}@{hashlib.blake2b(name, digest_size=16).hexdigest()}"

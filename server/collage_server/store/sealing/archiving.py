@@ -23,7 +23,7 @@ from sqlalchemy import Connection, Row, and_, delete, func, insert, or_, select,
 from collage_server.errors import Busy, StoreUnusable
 from collage_server.memory import hold, released_afterwards
 from collage_server.store import schema
-from collage_server.store.archive.files import ArchiveFiles, archived_path, run_of
+from collage_server.store.archive.files import ArchiveFiles
 from collage_server.store.archive.logged import write_logged
 from collage_server.store.archive.parquet import (
     Contents,
@@ -34,6 +34,7 @@ from collage_server.store.archive.parquet import (
     rounded,
     write_layers,
 )
+from collage_server.store.archive.paths import archived_path, run_of
 from collage_server.store.archive.segments import (
     LOGGED,
     Segment,
