@@ -13,6 +13,7 @@ from collage_demo.recipe import Plan, Recipe
 from collage_demo.training import validate
 
 from collage_monitor.seeds import Estimate
+from collage_studies.adapters import AdapterIn, AdapterOut
 from collage_studies.pretrained import build_from_weights, checkpoint
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
@@ -69,7 +70,7 @@ WAYS: Final = {
         f"LoRA of rank {RANK}",
         RANK,
         False,
-        ("AdapterIn", "AdapterOut"),
+        (AdapterIn.__name__, AdapterOut.__name__),
         ("plain", "plus"),
         (RATES[0], RATES[-1]),
     ),
