@@ -316,7 +316,7 @@ def test_the_metric_that_an_alert_judges():
 def test_long_steps_are_a_cause_of_a_stalled_run_only_from_the_alerts_own_wait_on(seconds, holds):
     """Steps 270 s apart were said to be more than five minutes away."""
     alert = ALERTS["CollageRunStalled"]
-    run = run_with(updated_at=seconds / WATCH.every * (RUN.last_step - RUN.first_step))
+    run = run_with(first_step=0, updated_at=seconds * 1000 / WATCH.every)
     _, (cause, verdict) = alert.cause_verdicts(evidence(run=run))
     assert "more than five minutes" in cause
     assert (verdict.holds, verdict.because) == (holds, f"measured steps are about {seconds:.3g} s apart")
