@@ -66,7 +66,7 @@ def test_numbers_and_table_say_the_same_and_nothing_is_healthy_by_edq_alone(watc
     page.wait_for_selector(".number-card")
     assert page.locator(".number-card").count() == 4
     row = page.locator("#compare-table tr", has_text="Collage light")
-    assert row.get_by_text("0.03000").count() == 1
+    assert row.get_by_text("0.030").count() == 1
     light = page.locator(".verdict", has_text="light")
     assert "exp_avg_sq stuck" in light.inner_text()
     assert "does not decay" in light.get_attribute("title")

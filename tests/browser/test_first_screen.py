@@ -15,7 +15,7 @@ from tests.waiting import until
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 STACK = "document.querySelector('#run-stack .js-plotly-plot')"
-TITLES = ["Training loss", "EDQ (ratio)", "Updates lost (ratio)", "Learning rate"]
+TITLES = ["Training loss", "EDQ (ratio)", "Updates lost", "Learning rate"]
 RESUMED_AT, CURVES = 61, 7
 
 

@@ -36,7 +36,7 @@ def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
     """The filters of the table, and the grouping of its runs; a phone shows them at the press of one button."""
     selects = [_filter_select(name, view, filters) for name in FILTERS]
     is_set = any(getattr(view, name) for name in (*SELECTS, "where"))
-    button = dmc.Chip("Filters", checked=is_set, size="sm", className="show-filters")
+    button = dmc.Chip("Filters", checked=is_set, size="sm", color="blue.8", className="show-filters")
     return html.Div([button, *selects, _archived_select(view), _grouping(view), _where(view)], className="filters")
 
 

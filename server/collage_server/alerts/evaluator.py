@@ -100,7 +100,7 @@ class AlertEvaluator(BackgroundThread):
                     error, f"{change.alert.name} cannot be kept; the next round tries again, the others go on"
                 )
             else:
-                del self._unkept[key]
+                self._unkept.pop(key, None)
 
     def _taken_over(self) -> Evaluation:
         evaluation = Evaluation(self._alerts, self._time_scale)
