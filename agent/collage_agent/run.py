@@ -436,11 +436,12 @@ class Run:
             _write(f"{slot.watch}\n", sys.stdout)
         if self._pipeline is None:
             return
-        waiting = self.reports_spooled
-        if waiting and CHECK_REPORT in os.environ:
-            pass  # `preflight` reads them, and removes their folder.
-        elif waiting:
-            _say(f"{waiting} reports of run {self.name} wait in {self._spool_folder}. {_HOW_TO_VIEW}", sys.stdout)
+        if waiting := self.reports_spooled:
+            # `preflight` reads its own, and removes their folder.
+            if CHECK_REPORT not in os.environ:
+                _say(
+                    f"{waiting} reports of run {self.name} wait in {self._spool_folder}. {_HOW_TO_VIEW}", sys.stdout
+                )
         elif self.reports_sent:
             _say(f"run {self.name}{self._where_to_look()}", sys.stdout)
         else:

@@ -94,15 +94,8 @@ def drops_are_found(rule, target, model, optimizer, taken):
 
 @pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.parametrize("steps", [50, 1500])
 @pytest.mark.parametrize(("rule", "source", "target"), CELLS)
-def test_no_conversion_is_an_illness_and_what_is_dropped_after_it_is_found(rule, source, target, tmp_path):
-    model, optimizer = goes_on(rule, source, target, tmp_path, 50)
-    drops_are_found(rule, target, model, optimizer, BEFORE + 50)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize(("rule", "source", "target"), CELLS)
-def test_nor_is_one_after_1500_steps(rule, source, target, tmp_path):
-    model, optimizer = goes_on(rule, source, target, tmp_path, 1500)
-    drops_are_found(rule, target, model, optimizer, BEFORE + 1500)
+def test_no_conversion_is_an_illness_and_what_is_dropped_after_it_is_found(rule, source, target, steps, tmp_path):
+    model, optimizer = goes_on(rule, source, target, tmp_path, steps)
+    drops_are_found(rule, target, model, optimizer, BEFORE + steps)

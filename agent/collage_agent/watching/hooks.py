@@ -391,7 +391,7 @@ class OptimizerHooks:
 
     def _state_is_saved(self, optimizer: Optimizer) -> None:
         """A checkpoint is being made: a summary of it is kept for a launch that resumes from it."""
-        if not self._step or self._depth or self._guard.disabled:
+        if self.saved.numbers is None or not self._step or self._depth or self._guard.disabled:
             return
         try:
             with self._governor.timing(), isolated(_device_of(self.measurer)):

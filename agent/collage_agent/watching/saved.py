@@ -85,7 +85,7 @@ class CheckpointComparison:
 
     def __init__(self) -> None:
         self.numbers: SavedNumbers | None = None
-        """Those of this run; None outside one, where nothing is kept or compared."""
+        """Those of this run; None outside one, where nothing is kept or compared: its checkpoints cost nothing."""
         self.continuation: wire.Continuation | None = None
         """How the launch began, once it has."""
         self._began = False
