@@ -40,7 +40,8 @@ BLOCK_ELEMENTS = 128
 
 _LARGEST_POSITIVE = 0x7FFFFFFF
 _EXPONENT, _MANTISSA_BITS = 0x7F800000, 23
-_SMALLEST_GAP = 2.0**-80
+_SMALLEST_GAP = 2.0**-103
+"""Of a weight's steps: where a weight is 0, updates up to 2^25 are as many gaps as fp32 can count."""
 _ROOT_SCALE = 2.0**63
 _ROOT_DROPPED = 15
 _FINE_FROM, _FINE_UP_TO = 32 << _MANTISSA_BITS, 72 << _MANTISSA_BITS
@@ -278,7 +279,7 @@ def move_at_random(arithmetic: WideArithmetic, value: Tensor, displacement: Tens
     """fp32 `value` + `displacement`, both used up, moved by a whole number of the value's gaps, drawn at random.
 
     The mean is right for updates far below fp32's own resolution, down to 2^-16 of a gap; zero moves nothing. Gaps
-    are those away from zero, at least 2^-80. Every operation is exact but the last, which rounds where the sum has
+    are those away from zero, at least 2^-103. Every operation is exact but the last, which rounds where the sum has
     wider gaps than the value.
     """
     gap = arithmetic.fresh(torch.bitwise_and, value.view(torch.int32), _EXPONENT)

@@ -189,8 +189,8 @@ def test_a_weight_moves_by_whole_gaps_and_in_the_mean_by_what_it_should():
     """Updates of 2^-12 to 2^6 gaps, 400 steps each: within four 400ths of a gap, as even spreading says."""
     generator = torch.Generator().manual_seed(4)
     value = torch.cat([torch.randn(500, generator=generator), torch.ones(6), -torch.ones(6), torch.zeros(6)])
-    gap = torch.ldexp(torch.ones(len(value)), torch.frexp(value.double()).exponent - 24).clamp_min(2.0**-80)
-    gap[value == 0] = 2.0**-80
+    gap = torch.ldexp(torch.ones(len(value)), torch.frexp(value.double()).exponent - 24).clamp_min(2.0**-103)
+    gap[value == 0] = 2.0**-103
     chance = torch.rand(len(value), generator=generator)
     share = 2.0 ** (chance * 18 - 12) * torch.randn(len(value), generator=generator).sign()
     total = torch.zeros(len(value)).double()
@@ -199,6 +199,21 @@ def test_a_weight_moves_by_whole_gaps_and_in_the_mean_by_what_it_should():
         assert ((moved - value) / gap).frac().eq(0).all()
         total += moved - value
     assert ((total / 400 - share * gap).abs() <= gap * 4 / 400).all()
+
+
+@pytest.mark.parametrize("strategy", ["split-master", "split-master-8bit", "split-24bit-8bit"])
+def test_tiny_weights_train_as_others_do(strategy):
+    """Weights and a rate that are 2^-76 times as large (1.3e-23) make the same steps, 2^-76 times as large."""
+    paths = []
+    for scale in (1.0, 2.0**-76):
+        generator = torch.Generator().manual_seed(5)
+        weight = torch.nn.Parameter(((torch.rand(500, generator=generator) + 1) * scale).bfloat16())
+        optimizer = CollageAdamW([weight], lr=2.0**-10 * scale, strategy=strategy, weight_decay=0, seed=7)
+        for _ in range(20):
+            weight.grad = torch.randn(500, generator=generator).bfloat16()
+            optimizer.step()
+        paths.append(codes.stored_value(optimizer.state[weight], "parameter", weight) / scale)
+    assert torch.equal(*paths)
 
 
 def test_a_weight_that_is_to_stay_stays():
