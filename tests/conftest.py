@@ -7,12 +7,19 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.drawn import leave_to_the_night
+
+_MEMORY = Path("/dev/shm")
+_ROOMY_BYTES = 6 * 2**30
+if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _ROOMY_BYTES:
+    # What stores make durable they need not wait for: on a disk, waiting takes more than all the rest.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
 
 # Properties have no clock: on a busy machine a slow example is no failure. `make nightly` looks further, at random.
 settings.register_profile(

@@ -17,6 +17,7 @@ from collage_monitor.schedule import parse_schedule
 from tests.agent import training
 from tests.agent.training import mlp
 from tests.end_to_end.trainings import train
+from tests.launching.forked import forked_python
 
 pytestmark = pytest.mark.slow
 
@@ -66,12 +67,19 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def flown(folder, text, *options, steps=40):
+@pytest.fixture(scope="module")
+def python():
+    """What the programs start by."""
+    with forked_python() as path:
+        yield path
+
+
+def flown(python, folder, text, *options, steps=40):
     script = folder / "train.py"
     script.write_text(text)
     written = {"--junit": folder / "junit.xml", "--report": folder / "report.html"}
     arguments = ["--json", "--steps", steps, *(part for pair in written.items() for part in pair), *options]
-    answer = CliRunner().invoke(preflight, [*map(str, arguments), "--", sys.executable, str(script)])
+    answer = CliRunner().invoke(preflight, [*map(str, arguments), "--", python, str(script)])
     assert answer.exception is None or isinstance(answer.exception, SystemExit), answer.exception
     (suite,) = ElementTree.parse(folder / "junit.xml").getroot().iter("testsuite")
     found = json.loads(answer.stdout)
@@ -82,9 +90,9 @@ def flown(folder, text, *options, steps=40):
     return found, {own["condition"]: own for own in found["outcomes"]}
 
 
-def test_a_sick_loop_fails_with_its_verdict_and_its_forecast(tmp_path):
+def test_a_sick_loop_fails_with_its_verdict_and_its_forecast(python, tmp_path):
     options = ["--fail-if", "losing-updates", "--fail-if", "edq<0.5", "--fail-if", "forecast-lost>0.25"]
-    found, of = flown(tmp_path, SICK, *options, "--schedule", "constant:3e-5:0:2000")
+    found, of = flown(python, tmp_path, SICK, *options, "--schedule", "constant:3e-5:0:2000")
     (run,) = found["runs"]
     assert (run["name"], run["health"]) == ("train", "losing updates")
     assert [of[name]["status"] for name in ("program", "losing-updates", "forecast-lost>0.25")] == [
@@ -100,8 +108,8 @@ def test_a_sick_loop_fails_with_its_verdict_and_its_forecast(tmp_path):
     assert own["text"] in html
 
 
-def test_a_healthy_loop_passes_and_is_ended_after_its_steps(tmp_path, capfd):
-    found, of = flown(tmp_path, HEALTHY, "--fail-if", "problem", "--fail-if", "lost>0.25")
+def test_a_healthy_loop_that_really_starts_passes_and_is_ended_after_its_steps(tmp_path, capfd):
+    found, of = flown(sys.executable, tmp_path, HEALTHY, "--fail-if", "problem", "--fail-if", "lost>0.25")
     assert {own["status"] for own in of.values()} == {"passed"}
     assert of["program"]["text"].endswith("last measured step is 40")
     printed = capfd.readouterr().err
@@ -112,14 +120,14 @@ def test_a_healthy_loop_passes_and_is_ended_after_its_steps(tmp_path, capfd):
     assert found["runs"][0]["forecast"] is None
 
 
-def test_a_trainer_of_hugging_face_passes_and_is_ended(tmp_path, capfd):
-    _, of = flown(tmp_path, TRAINER, "--fail-if", "losing-updates", steps=24)
+def test_a_trainer_of_hugging_face_passes_and_is_ended(python, tmp_path, capfd):
+    _, of = flown(python, tmp_path, TRAINER, "--fail-if", "losing-updates", steps=24)
     assert {own["status"] for own in of.values()} == {"passed"}
     assert "trained to the end" not in capfd.readouterr().err
 
 
-def test_a_program_that_crashes_is_an_error_and_its_steps_are_judged(tmp_path):
-    found, of = flown(tmp_path, CRASHING, "--fail-if", "not-finite")
+def test_a_program_that_crashes_is_an_error_and_its_steps_are_judged(python, tmp_path):
+    found, of = flown(python, tmp_path, CRASHING, "--fail-if", "not-finite")
     assert of["program"]["status"] == "error"
     assert of["program"]["text"] == "it ended with status 1; its last measured step is 20"
     assert of["not-finite"]["status"] == "passed"
@@ -127,8 +135,8 @@ def test_a_program_that_crashes_is_an_error_and_its_steps_are_judged(tmp_path):
     assert len(found["runs"]) == 1
 
 
-def test_a_program_that_never_steps_is_an_error(tmp_path):
-    found, of = flown(tmp_path, STEPLESS)
+def test_a_program_that_never_steps_is_an_error(python, tmp_path):
+    found, of = flown(python, tmp_path, STEPLESS)
     assert found["runs"] == []
     assert of["program"]["status"] == "error"
     assert of["program"]["text"] == "it ended well; no step of a torch optimizer was measured"
@@ -136,7 +144,7 @@ def test_a_program_that_never_steps_is_an_error(tmp_path):
 
 
 def test_a_program_that_hangs_is_ended_at_its_time(tmp_path):
-    found, of = flown(tmp_path, "import time\ntime.sleep(1000)", "--timeout", "1")
+    found, of = flown(sys.executable, tmp_path, "import time\ntime.sleep(1000)", "--timeout", "1")
     assert of["program"]["text"].startswith("it ran for 1 seconds without 40 steps")
     assert found["runs"] == []
 

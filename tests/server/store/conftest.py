@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import tempfile
-from pathlib import Path
 
 import pytest
 from collage_server.store import PostgresqlStore
@@ -14,21 +12,13 @@ from tests.server.store.postgresql import Cluster, programs_or_skip
 from tests.server.store.seaweed import ObjectStore, program_or_skip
 
 _numbers = itertools.count()
-_MEMORY = Path("/dev/shm")
-_CLUSTER_BYTES = 4 * 2**30
-
-
-def _cluster_folder():
-    """In memory where there is room: what PostgreSQL makes durable, it need not wait for."""
-    roomy = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _CLUSTER_BYTES
-    return tempfile.TemporaryDirectory(dir=_MEMORY if roomy else None)
 
 
 @pytest.fixture(scope="session")
 def cluster():
     """A running cluster with a migrated template database."""
     programs = programs_or_skip()
-    with _cluster_folder() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(folder, programs)
         cluster.create()
         cluster.start()
