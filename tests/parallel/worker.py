@@ -17,12 +17,15 @@ from torch import distributed
 
 def main(job, folder):
     """Fork the ranks; when one fails, or this process is asked to end, all are ended."""
+    # Imported once, before there are ranks.
+    module, _, name = job.rpartition(".")
+    see = getattr(import_module(f"tests.parallel.{module or 'jobs'}"), name)
     ranks = set()
     for rank in range(int(os.environ["WORLD_SIZE"])):
         pid = os.fork()
         if pid == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            run(job, folder)
+            run(job, see, folder)
             return
         ranks.add(pid)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -37,7 +40,7 @@ def main(job, folder):
             os.kill(pid, signal.SIGKILL)
 
 
-def run(job, folder):
+def run(job, see, folder):
     # The sharding wrappers warn about what they themselves do; the agent's own warnings stay errors in other tests.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -45,8 +48,7 @@ def run(job, folder):
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     try:
-        module, _, name = job.rpartition(".")
-        seen = getattr(import_module(f"tests.parallel.{module or 'jobs'}"), name)(Path(folder))
+        seen = see(Path(folder))
         (Path(folder) / f"{job}-{rank}.pickle").write_bytes(pickle.dumps(seen))
     finally:
         if distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""Everything that may befall a server at once, in short; `make hostile` goes on for an hour."""
+"""Everything that may befall a server at once; `make hostile` goes on for an hour."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.server.store.postgresql import programs_or_skip
 from tests.torture.hour import HostilePostgresqlLives, HostileSqliteLives, hour
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 MEBIBYTES = 512
 
@@ -26,11 +26,6 @@ def held(minutes, seed, backend="sqlite"):
     return figures
 
 
-def test_half_a_minute():
-    assert sum(held(0.5, 3)["kills"].values()) > 3
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("lives", [HostileSqliteLives, HostilePostgresqlLives])
 def test_ten_minutes(lives):
     """With every kind of end."""

@@ -18,7 +18,6 @@ SHORT = {
     "sqlite, migration": 5,
     "postgresql": 14,
     "sqlite, archive": 8,
-    "postgresql, bucket": 7,
 }
 ARCHIVES = ("sqlite, archive", "postgresql, bucket")
 
@@ -27,8 +26,6 @@ ARCHIVES = ("sqlite, archive", "postgresql, bucket")
 def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_half_seen(lane):
     if lane.startswith("postgresql"):
         programs_or_skip()
-    if lane.endswith("bucket"):
-        program_or_skip()
     rows, findings = torture(SHORT[lane], 7, print, (lane,))
     assert findings == []
     assert sum(row["kills"] for row in rows) >= SHORT[lane]

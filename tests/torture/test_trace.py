@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -86,49 +87,55 @@ def test_postgresql_synchronises_its_log_before_every_answer(tmp_path):
         assert synced_before(calls, "/pg_wal/", asked.end, answered.begin), (asked, answered)
 
 
-@pytest.mark.parametrize("tail", ["nothing", "zeros", "noise", "torn"])
-def test_a_log_that_lost_what_was_never_synchronised_loses_nothing_acknowledged(tmp_path, tail):
-    """As a power cut leaves it: the log as far as the trace shows it synchronised, then what the disk made up."""
-    with traced_server(tmp_path) as (client, file, server):
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """(folder, system calls) of a server that was stopped after its last answer, and killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    with traced_server(folder) as (client, file, server):
         prepare(client)
         post_reports(client, COUNT)
         os.kill(server, signal.SIGSTOP)
         calls = parse(settled(file))
         os.kill(server, signal.SIGKILL)
-    log = tmp_path / LOG
+    return folder, calls
+
+
+@contextmanager
+def opened(folder, log, place):
+    """The store of a copy of the folder, with another log."""
+    shutil.copytree(folder, place, ignore=shutil.ignore_patterns("*-shm"))
+    (place / LOG).write_bytes(log)
+    with closing(SqliteStore(place / "collage.sqlite", stale_after_seconds=600.0)) as store:
+        store.open()
+        yield store
+
+
+@pytest.mark.parametrize("tail", ["nothing", "zeros", "noise", "torn"])
+def test_a_log_that_lost_what_was_never_synchronised_loses_nothing_acknowledged(killed, tmp_path, tail):
+    """As a power cut leaves it: the log as far as the trace shows it synchronised, then what the disk made up."""
+    folder, calls = killed
     answered = requests(calls, ROUTE)[-1][1]
     assert not [call for call in calls if call.name == "pwrite64" and call.on("collage.sqlite>")][2:], (
         "a checkpoint"
     )
     kept = synced_bytes(calls, LOG, answered.begin)
-    whole = log.read_bytes()
+    whole = (folder / LOG).read_bytes()
     assert 0 < kept <= len(whole)
     noise = random.Random(7).randbytes(40_000)
     tails = {"nothing": b"", "zeros": bytes(40_000), "noise": noise, "torn": whole[kept - 16_408 : kept - 9_000]}
-    log.write_bytes(whole[:kept] + tails[tail])
-    (tmp_path / "collage.sqlite-shm").unlink()
-    with closing(SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)) as store:
-        store.open()
+    with opened(folder, whole[:kept] + tails[tail], tmp_path / "cut") as store:
         stream = store.streams.stream_record("s0")
         assert store.streams.of_run("r1")[0].reports == COUNT
         again = store.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(COUNT + 1)])], 1.7e9)[0]
         assert (again.accepted, again.duplicates) == (1, COUNT)
 
 
-def test_a_log_cut_shorter_than_what_was_synchronised_does_lose(tmp_path):
+def test_a_log_cut_shorter_than_what_was_synchronised_does_lose(killed, tmp_path):
     """The check above can fail: cut one commit deeper, and an acknowledged report is gone."""
-    with traced_server(tmp_path) as (client, file, server):
-        prepare(client)
-        post_reports(client, COUNT)
-        os.kill(server, signal.SIGSTOP)
-        calls = parse(settled(file))
-        os.kill(server, signal.SIGKILL)
+    folder, calls = killed
     asked, _ = requests(calls, ROUTE)[-1]
-    log = tmp_path / LOG
-    log.write_bytes(log.read_bytes()[: synced_bytes(calls, LOG, asked.end)])
-    (tmp_path / "collage.sqlite-shm").unlink()
-    with closing(SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)) as store:
-        store.open()
+    log = (folder / LOG).read_bytes()[: synced_bytes(calls, LOG, asked.end)]
+    with opened(folder, log, tmp_path / "cut") as store:
         assert store.streams.of_run("r1")[0].reports == COUNT - 1
 
 
