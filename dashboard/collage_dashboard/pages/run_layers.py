@@ -217,10 +217,14 @@ def layer_table(run: wire.Run) -> dmc.Paper:
     )
     formats = {"share": "ofShare(params)", "lost_update_ratio": "ofShare(params)", "edq_ratio": "ofRatio(params)"}
     formats |= {"since": "wholeNumber(params)", "half_ulp_margin": "ofMargin(params)"}
-    filters: dict[str, Any] = {"floatingFilter": True, "suppressFloatingFilterButton": True}
+    filters: dict[str, Any] = {
+        "floatingFilter": True,
+        "suppressFloatingFilterButton": True,
+        "suppressHeaderFilterButton": True,
+    }
     columns: list[dict[str, Any]] = [
-        {"field": "layer", "headerName": "Layer", "flex": 1, "minWidth": 150, "filter": "agTextColumnFilter"},
-        {"field": "kind", "headerName": "Kind", "width": 90, "filter": "agTextColumnFilter"},
+        _name("layer", "Layer", flex=1, minWidth=150),
+        _name("kind", "Kind", width=90),
         *(
             {
                 "field": field,
@@ -250,6 +254,11 @@ def layer_table(run: wire.Run) -> dmc.Paper:
         className="card",
         withBorder=True,
     )
+
+
+def _name(field: str, title: str, **more: Any) -> dict[str, Any]:
+    """A column of names, which are told whole where they are cut."""
+    return {"field": field, "headerName": title, "tooltipField": field, "filter": "agTextColumnFilter", **more}
 
 
 def layer_rows(

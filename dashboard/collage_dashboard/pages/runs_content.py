@@ -103,7 +103,7 @@ def _measured() -> list[dict[str, Any]]:
             "headerTooltip": "What is wrong in the run's recent past; the full sentence is below the table.",
         },
         {
-            **_text("strategy", "Strategy", 100),
+            **_text("strategy", "Strategy", 168),
             "cellClass": "wrapped",
             "cellClassRules": {"disputed": "params.data && params.data.disputed"},
         },

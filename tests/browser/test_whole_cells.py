@@ -1,0 +1,91 @@
+"""What stands in a table is read whole: a cell that is cut says all of it to who points at it."""
+
+import msgspec
+import pytest
+from playwright.sync_api import TimeoutError
+
+from collage_monitor.strategies import STRATEGIES, strategy_title
+from tests.dashboard.generated import FINAL, GeneratedRun, demo_runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+LAYER = "decoder.layers.11.attention.query_key_value_projection.weight"
+
+
+class Stored(GeneratedRun):
+    """A run of any strategy, with a layer of a long name."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        kind = "ColumnParallelLinearWithGather"
+        self.layers[1] = msgspec.structs.replace(self.layers[1], name=LAYER, module_type=kind)
+
+    @property
+    def final(self):
+        return FINAL["stochastic"]
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The demo's, and one of each strategy."""
+    return [*demo_runs(), *(Stored(f"of {name}", name, steps=60) for name in STRATEGIES)]
+
+
+HEAD = ".ag-header-cell-label, .ag-header-cell-text"
+CUT = """(cells, inner) => {
+    const cut = (part) => part.scrollWidth > part.clientWidth + 1 || part.scrollHeight > part.clientHeight + 1;
+    const isCut = (part) => !part.closest("svg") && getComputedStyle(part).overflow !== "visible" && cut(part);
+    const parts = (cell) => (inner ? cell.querySelectorAll(inner) : [cell, ...cell.querySelectorAll("*")]);
+    const firsts = new Set();
+    return cells.flatMap((cell, place) => {
+        if (![...parts(cell)].some(isCut) || cell.querySelector("[title]")) return [];
+        const column = cell.getAttribute("col-id");
+        return firsts.has(column) ? [] : firsts.add(column) && [place];
+    });
+}"""
+"""The place of each column's first cell of which a part is cut and has no title."""
+
+
+def untold(page, cells, inner=None):
+    """The columns with cells that are cut, in the parts `inner`, and told by no tooltip either."""
+    found = []
+    for place in cells.evaluate_all(CUT, inner):
+        cell = cells.nth(place)
+        cell.hover()
+        try:
+            page.locator(".ag-tooltip", has_text=cell.inner_text().split("\n")[0]).wait_for(timeout=5000)
+        except TimeoutError:
+            found.append((cell.get_attribute("col-id"), cell.inner_text()))
+        page.mouse.move(0, 0)
+    return found
+
+
+@pytest.mark.parametrize("search", ["", "?by=strategy"])
+def test_no_cell_of_the_table_of_runs_is_cut_untold(open_page, dashboard_url, search):
+    page = open_page(dashboard_url, width=2060).page
+    page.goto(dashboard_url + "/" + search)
+    page.locator(".ag-row .verdict-cell").nth(4).wait_for()
+    page.locator(".ag-cell[col-id='notes']").first.wait_for()
+    assert untold(page, page.locator("#runs-grid .ag-cell")) == []
+    assert untold(page, page.locator("#runs-grid .ag-header-cell"), HEAD) == []
+
+
+def test_the_names_of_strategies_are_whole(open_page, dashboard_url):
+    page = open_page(dashboard_url, width=1280).page
+    page.set_viewport_size({"width": 1280, "height": 1400})
+    page.goto(dashboard_url + "/?q=of ")
+    cells = page.locator(".ag-cell[col-id='strategy']")
+    cells.nth(len(STRATEGIES) - 1).wait_for()
+    page.locator(".ag-row .verdict-cell").nth(4).wait_for()
+    titles = {strategy_title(name, "bfloat16") for name in STRATEGIES}
+    assert titles <= {text.split(" (observed")[0] for text in cells.all_inner_texts()}
+    cut = "(c) => c.scrollHeight > c.clientHeight + 1 || c.scrollWidth > c.clientWidth"
+    assert cells.evaluate_all(f"cells => cells.filter({cut}).map((c) => c.textContent)") == []
+
+
+def test_no_cell_of_the_table_of_layers_is_cut_untold(open_page, dashboard_url):
+    page = open_page(dashboard_url, width=1280).page
+    page.goto(f"{dashboard_url}/run/run-of-kahan")
+    page.locator(".layers-grid .ag-row").nth(4).wait_for()
+    assert untold(page, page.locator(".layers-grid .ag-cell")) == []
+    assert untold(page, page.locator(".layers-grid .ag-header-row-column .ag-header-cell"), HEAD) == []
