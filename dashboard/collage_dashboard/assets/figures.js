@@ -28,6 +28,25 @@
     return { ...current, data: [trace, ...current.data.slice(1)] };
   }
 
+  // What a cell of a heatmap says, in the one form of numbers.
+  function cellText({ customdata, z, meta }, row, column) {
+    const value = (customdata || z)[row][column];
+    const forms = window.collageNumbers; // Shares are drawn in percent.
+    return meta.form === "share" ? forms.share(value === null ? null : value / 100) : forms[meta.form](value);
+  }
+
+  // It is written when the cell is pointed at: a heatmap has up to a million.
+  function withTexts(figure) {
+    const [trace] = figure.data || [];
+    if (!trace || trace.type !== "heatmap") return figure;
+    const lazy = (count, read) =>
+      new Proxy(new Array(count), {
+        get: (target, key) => (typeof key === "string" && /^\d+$/.test(key) && key < count ? read(Number(key)) : target[key]),
+      });
+    const text = lazy(trace.y.length, (row) => lazy(trace.x.length, (column) => cellText(trace, row, column)));
+    return { ...figure, data: [{ ...trace, text }, ...figure.data.slice(1)] };
+  }
+
   // What was zoomed to on the x axis; nothing for any other change of a layout.
   function zoomOf(change) {
     if (!change) return null;
@@ -175,11 +194,7 @@
     const [at, place] = plot.cell;
     window.Plotly.Fx.hover(plot, { xval: x[place], yval: at }, "xy");
     const said = document.getElementById("map-cell");
-    const { customdata, z, meta } = plot.data[0];
-    const value = (customdata || z)[at][place];
-    const forms = window.collageNumbers; // Shares are drawn in percent.
-    const text = meta.form === "share" ? forms.share(value === null ? null : value / 100) : forms[meta.form](value);
-    if (said) said.textContent = `${y[at]}, step ${Number(x[place]).toLocaleString("en-GB")}: ${text}`;
+    if (said) said.textContent = `${y[at]}, step ${Number(x[place]).toLocaleString("en-GB")}: ${cellText(plot.data[0], at, place)}`;
   }
 
   function pick(plot) {
@@ -279,7 +294,7 @@
     collage: {
       keepZoom: (figure, current) => {
         if (!figure) return window.dash_clientside.no_update;
-        return figure.newest ? grown(figure.newest, current) : withLines(carry(figure, current));
+        return withTexts(figure.newest ? grown(figure.newest, current) : withLines(carry(figure, current)));
       },
       showZoom,
       shareHover,

@@ -33,8 +33,6 @@ _LABEL_CHARACTERS = 34
 REACH: Final = 0.5
 """How far from its ideal a metric has the full colour: fixed, so that a colour means the same in every heatmap."""
 _SMALLEST_NORM = 1e-300
-_FORMS: Final = {"share": ",.1f", "ratio": ",.3f", "number": ",.4~g"}
-"""How a cell reads on hover, the unit behind it: as `value_text` has it, but for the smallest shares."""
 _GROUP = "▾ "
 
 
@@ -44,7 +42,8 @@ def heatmap(
     """The heatmap of one metric; its height follows the number of layers up to a screen, then rows get thinner.
 
     A metric without an ideal is coloured by its logarithm. Undefined cells stay empty. `groups`, by layer: layers
-    of one group stand together under its name, groups and layers in the answer's order.
+    of one group stand together under its name, groups and layers in the answer's order. What a cell says on hover
+    is written in the browser, by `assets/figures.js`: here it would be as large as the heatmap once more.
     """
     description = describe(answer.metric)
     rows = _rows(answer.layers, groups)
@@ -67,14 +66,13 @@ def heatmap(
     places = answer.steps if on_steps else [finite(position) for position in answer.positions]
     if not on_steps:
         step = AXIS_TITLES[answer.axis]
-    shown, suffix = "customdata" if logarithmic else "z", description.tick_suffix
     form = "share" if description.unit == "share" else "ratio" if description.ideal == 1.0 else "number"
     trace = go.Heatmap(
         x=places,
         y=list(rows),
         z=[[_height_of(value, logarithmic) for value in row] for row in cells],
         customdata=cells if logarithmic else None,
-        hovertemplate=f"%{{y}}<br>{step} %{{x:,}}<br>%{{{shown}:{_FORMS[form]}}}{suffix}<extra></extra>",
+        hovertemplate=f"%{{y}}<br>{step} %{{x:,}}<br>%{{text}}<extra></extra>",
         meta={"form": form},
         colorbar=_colour_bar(description),
         xgap=gap,
