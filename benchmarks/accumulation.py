@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from collage_optim import STRATEGIES, CollageAdamW, Scalar
-from collage_optim.rules import AdamRule, Group
+from collage_optim.update_rules import AdamRule, Group
 from torch import Tensor
 
 from benchmarks._harness import machine, versions

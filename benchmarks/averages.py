@@ -12,7 +12,7 @@ from typing import Any
 
 import collage_agent as collage
 import torch
-from collage_agent.watching.averages import AverageWatch
+from collage_agent.watching.average_watch import AverageWatch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from benchmarks._harness import Figure, Measuring, Options, main

@@ -18,7 +18,7 @@ import torch
 from collage_agent.launch.identity import make_identity
 from collage_agent.measurement import Layout, Measurement
 from collage_agent.run import Run
-from collage_agent.settings import DeliveryLimits, Settings
+from collage_agent.run_settings import DeliveryLimits, Settings
 from collage_agent.transport import Envelope, HttpTransport, MemoryTransport
 
 from benchmarks._harness import Figure, Measuring, Options, main

@@ -122,7 +122,7 @@ def _signature(node: ast.FunctionDef) -> str:
     arguments = node.args
     words = _arguments(arguments)
     if "shows_options" in decorators:
-        options = place("collage_agent.options", "WatchOptions").node
+        options = place("collage_agent.watch_options", "WatchOptions").node
         assert isinstance(options, ast.ClassDef)
         words = [*words[:-1], "*", *(ast.unparse(one) for one in options.body if _is_field(one))]
     head = "".join(f"@{entry}\n" for entry in sorted(decorators & {"property", "classmethod", "staticmethod"}))

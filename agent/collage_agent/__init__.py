@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collage_agent.expectations import ExpectationBroken
-    from collage_agent.options import Exclude
     from collage_agent.run import Run
+    from collage_agent.run_settings import Mode, Resume
     from collage_agent.session import (
         AverageWatch,
         Watch,
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         watch,
         watch_average,
     )
-    from collage_agent.settings import Mode, Resume
     from collage_agent.transport import Transport
+    from collage_agent.watch_options import Exclude
 
 __all__ = [
     "AverageWatch",
@@ -50,11 +50,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Exclude": "options",
+    "Exclude": "watch_options",
     "ExpectationBroken": "expectations",
     "Run": "run",
-    "Mode": "settings",
-    "Resume": "settings",
+    "Mode": "run_settings",
+    "Resume": "run_settings",
     "Transport": "transport",
 }
 """Where a name is defined; the others are the session's."""

@@ -13,9 +13,9 @@ from typing import Any, Final
 import msgspec
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.guard import Guard
+from collage_agent.error_guard import Guard
 from collage_agent.handle import Watch
-from collage_agent.watching.resume import largest_step_count
+from collage_agent.watching.resume_check import largest_step_count
 from collage_monitor.environment import CHECK_REPORT, CHECK_STEPS
 
 __all__ = ["CheckedSteps", "begin_check"]

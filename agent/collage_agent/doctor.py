@@ -21,7 +21,7 @@ import httpx
 import torch
 from msgspec import Struct
 
-from collage_agent.settings import read_settings, watch_defaults
+from collage_agent.run_settings import read_settings, watch_defaults
 from collage_agent.transport.spool import waiting_spools
 from collage_monitor.certificates import trusted_certificates
 from collage_monitor.environment import ATTACH, EXIT_HOOKS, VARIABLES, launch_variables

@@ -1,4 +1,7 @@
-"""The expectations of a training: `watch(expect=…)`. `collage_agent.watching.contract` holds it to that."""
+"""The expectations of a training: `watch(expect=…)`.
+
+Here they are read, and turned into bounds. `watching/expectation_check.py` holds a training to them.
+"""
 
 from __future__ import annotations
 

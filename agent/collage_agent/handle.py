@@ -12,20 +12,20 @@ from typing import Any, Unpack
 from torch import distributed, nn
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.guard import Guard
-from collage_agent.intent.choose import IntentCache
-from collage_agent.intent.foreign import ForeignOptimizer, contained, is_foreign, unwrapped
+from collage_agent.error_guard import Guard
+from collage_agent.intent.foreign_optimizers import ForeignOptimizer, contained, is_foreign, unwrapped
+from collage_agent.intent.intent_choice import IntentCache
 from collage_agent.measurement import Layout, Measurement, Reporter
-from collage_agent.options import WatchArguments, WatchOptions
 from collage_agent.step.windows import WindowSchedule
 from collage_agent.training.deepspeed import SubGroup, showing_only, sub_groups
+from collage_agent.watch_options import WatchArguments, WatchOptions
 from collage_agent.watching.assembly import Assembly
-from collage_agent.watching.averages import AverageWatch
+from collage_agent.watching.average_watch import AverageWatch
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.iterations import Iterations
-from collage_agent.watching.judgement import edq_change, evidence_of_past, judgement_text, summarise
-from collage_agent.watching.saved import SavedNumbers
+from collage_agent.watching.saved_numbers import SavedNumbers
+from collage_agent.watching.watch_texts import edq_change, evidence_of_past, judgement_text, summarise
 from collage_monitor import wire
 from collage_monitor.forecast import Forecast, ForecastError, forecast_strategies
 from collage_monitor.judgement import Evidence, Judgement, judge

@@ -18,12 +18,12 @@ from typing import Any, Final, Literal, Protocol, TextIO
 
 import torch
 
-from collage_agent.guard import Guard, reraise_in_tests
+from collage_agent.error_guard import Guard, reraise_in_tests
 from collage_agent.launch.identity import Identity
 from collage_agent.launch.termination import ExitStatus, is_failure
 from collage_agent.measurement import Layout, Measurement
 from collage_agent.mirrors.mirroring import MirroredRun, Mirrors
-from collage_agent.settings import Settings
+from collage_agent.run_settings import Settings
 from collage_agent.transport import Transport
 from collage_agent.transport.http import dashboard_of
 from collage_agent.transport.pipeline import DeliveryPipeline

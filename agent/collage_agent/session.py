@@ -19,13 +19,13 @@ from collage_agent.handle import watch as attach_watch
 from collage_agent.launch.identity import make_identity
 from collage_agent.launch.termination import ExitStatus, TerminationHandler, takes_exit_hooks
 from collage_agent.measurement import Measurement
-from collage_agent.options import WatchArguments, shows_options
 from collage_agent.run import Run
-from collage_agent.settings import Mode, Resume, read_settings, watch_defaults
+from collage_agent.run_settings import Mode, Resume, read_settings, watch_defaults
 from collage_agent.transport import Transport
-from collage_agent.transport.alerts import AlertCallback, AlertListener
-from collage_agent.watching.averages import AverageWatch
-from collage_agent.watching.finding import AverageFinder
+from collage_agent.transport.alert_listener import AlertCallback, AlertListener
+from collage_agent.watch_options import WatchArguments, shows_options
+from collage_agent.watching.average_finder import AverageFinder
+from collage_agent.watching.average_watch import AverageWatch
 from collage_monitor.environment import CHECK_STEPS
 
 __all__ = ["AverageWatch", "Watch", "current_run", "finish", "init", "log", "on_alert", "watch", "watch_average"]

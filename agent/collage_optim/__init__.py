@@ -2,10 +2,9 @@
 
 from collage_optim.arithmetic import Arithmetic, Scalar, State
 from collage_optim.base import CollageOptimizer
-from collage_optim.checkpoints import CONVERTED_FROM, RESIDUALS_FROM
 from collage_optim.distributed import load_distributed
 from collage_optim.optimizers import CollageAdam, CollageAdamW, CollageLion, CollageSGD, RuleOptimizer
-from collage_optim.rules import Moment, UpdateRule
+from collage_optim.state_loading import CONVERTED_FROM, RESIDUALS_FROM
 from collage_optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
@@ -16,6 +15,7 @@ from collage_optim.strategies import (
     StorageStrategy,
     known_strategy,
 )
+from collage_optim.update_rules import Moment, UpdateRule
 
 __all__ = [
     "Arithmetic",

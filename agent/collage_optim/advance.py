@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from collage_optim import codes
+from collage_optim import integer_codes
 from collage_optim.arithmetic import Scalar, State, StorageArithmetic, WideArithmetic, Workspace
 from collage_optim.numerics.expansions import grow
 from collage_optim.numerics.transformations import fast_two_sum, two_sum
 from collage_optim.random_numbers import RandomBits, RandomSource, Seeding
-from collage_optim.rules import Moment, UpdateRule
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
+from collage_optim.update_rules import Moment, UpdateRule
 
 __all__ = ["Step", "advance_in_storage", "advance_in_wide"]
 
@@ -55,13 +55,13 @@ def advance_in_wide(
     if step.maximize:
         gradient.neg_()
     moments = {
-        moment.name: codes.load(arithmetic, chunk, moment.name, step.strategy.moment_storage(moment.second))
+        moment.name: integer_codes.load(arithmetic, chunk, moment.name, step.strategy.moment_storage(moment.second))
         for moment in step.moments
     }
     if step.strategy.parameter is StateStorage.WIDE:
         value = arithmetic.load(chunk[MASTER_PARAMETER])
     else:
-        value = codes.load(arithmetic, chunk, "parameter", step.strategy.parameter)
+        value = integer_codes.load(arithmetic, chunk, "parameter", step.strategy.parameter)
     displacement = step.rule.displacement(arithmetic, value, gradient, moments, scalars or step.scalars)
     arithmetic.give_back(gradient)
     draws = None if source is None else RandomBits(source, arithmetic, chunk["gradient"])
@@ -73,7 +73,7 @@ def advance_in_wide(
             # the scale of a block zero times infinity.
             moments[moment.name] = arithmetic.at_most(moments[moment.name], torch.finfo(step.dtype).max)
         drawn = draws if step.strategy.stochastic_moment(moment.second) else None
-        codes.store(arithmetic, moments[moment.name], chunk, moment.name, storage, drawn)
+        integer_codes.store(arithmetic, moments[moment.name], chunk, moment.name, storage, drawn)
 
 
 def _store_parameter(
@@ -95,8 +95,8 @@ def _store_parameter(
         low.copy_(pending.sub_(before.neg_().add_(parameter)))
         return
     if draws is not None and storage is StateStorage.SPLIT:
-        total = codes.move_at_random(arithmetic, value, displacement, draws)
-        codes.store(arithmetic, total, chunk, "parameter", storage)
+        total = integer_codes.move_at_random(arithmetic, value, displacement, draws)
+        integer_codes.store(arithmetic, total, chunk, "parameter", storage)
         return
     if draws is not None and step.strategy.stochastic_parameter:
         if storage is StateStorage.PAIR:
@@ -111,7 +111,7 @@ def _store_parameter(
     if storage is StateStorage.WIDE:
         chunk[MASTER_PARAMETER].copy_(total)
         storage = StateStorage.SINGLE
-    codes.store(arithmetic, total, chunk, "parameter", storage, None)
+    integer_codes.store(arithmetic, total, chunk, "parameter", storage, None)
 
 
 def _sum_error(arithmetic: WideArithmetic, a: Tensor, b: Tensor, total: Tensor) -> Tensor:
@@ -132,14 +132,14 @@ def _store_at_random(
     if storage is StateStorage.PAIR:
         parameter.copy_(total)
         rest = arithmetic.on(torch.add, arithmetic.rest(total, parameter), error)
-        codes.round_at_random(arithmetic, rest, chunk[PARAMETER_LOW], draws)
+        integer_codes.round_at_random(arithmetic, rest, chunk[PARAMETER_LOW], draws)
     elif storage is StateStorage.SPLIT_24:
-        rounded = codes.round_sum_at_random(arithmetic, total, error, draws, 8)
-        codes.store_split(arithmetic, rounded, parameter, chunk[PARAMETER_LOW])
+        rounded = integer_codes.round_sum_at_random(arithmetic, total, error, draws, 8)
+        integer_codes.store_split(arithmetic, rounded, parameter, chunk[PARAMETER_LOW])
     elif parameter.dtype != torch.float16:
-        parameter.copy_(codes.round_sum_at_random(arithmetic, total, error, draws, 16))
+        parameter.copy_(integer_codes.round_sum_at_random(arithmetic, total, error, draws, 16))
     else:
-        codes.round_at_random(arithmetic, total.to(torch.float64).add_(error), parameter, draws)
+        integer_codes.round_at_random(arithmetic, total.to(torch.float64).add_(error), parameter, draws)
 
 
 def advance_in_storage(step: Step, chunk: State, source: RandomSource | None = None) -> None:
@@ -171,7 +171,7 @@ def advance_in_storage(step: Step, chunk: State, source: RandomSource | None = N
 def _rounded(dtype: torch.dtype, draws: RandomBits, value: Tensor) -> Tensor:
     """An fp32 value rounded at random to `dtype`."""
     out = torch.empty_like(value, dtype=dtype)
-    codes.round_at_random(WideArithmetic(), value, out, draws)
+    integer_codes.round_at_random(WideArithmetic(), value, out, draws)
     return out
 
 

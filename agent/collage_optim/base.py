@@ -9,24 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from collage_optim import checkpoints, codes
+from collage_optim import integer_codes, state_loading
 from collage_optim.advance import Step
 from collage_optim.arithmetic import State, WideArithmetic, constant, shared_workspace
-from collage_optim.checkpoints import CONVERTED_FROM, RESIDUALS_FROM
 from collage_optim.compiled import Structure, check_compiled, compiled_step, packed_scalars
 from collage_optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites
-from collage_optim.guards import UpdateGuard, check_moments, check_range, log_once, range_findings
-from collage_optim.options import TORCH_FORMS, check_torch_options
+from collage_optim.hyperparameter_checks import TORCH_FORMS, check_torch_options
 from collage_optim.random_numbers import Seeding, default_seed
-from collage_optim.rules import Group, Moment, UpdateRule
-from collage_optim.stepping import (
-    Member,
-    component_names,
-    longest_chunk,
-    sampled,
-    step_tensors,
-    wide_dtype,
-)
+from collage_optim.range_guards import UpdateGuard, check_moments, check_range, log_once, range_findings
+from collage_optim.state_loading import CONVERTED_FROM, RESIDUALS_FROM
 from collage_optim.strategies import (
     MASTER_PARAMETER,
     PARAMETER_LOW,
@@ -35,6 +26,15 @@ from collage_optim.strategies import (
     check_dtype,
     strategy_named,
 )
+from collage_optim.tensor_step import (
+    Member,
+    component_names,
+    longest_chunk,
+    sampled,
+    step_tensors,
+    wide_dtype,
+)
+from collage_optim.update_rules import Group, Moment, UpdateRule
 
 __all__ = ["ARITHMETICS", "CollageOptimizer"]
 
@@ -86,7 +86,7 @@ class CollageOptimizer(Optimizer):
         rule = {"rule": groups[0]["rule"]} if "rule" in groups[0] else {}
         build: Callable[..., Self] = cls
         made = build(groups, strategy=strategy, **rule, **options)
-        checkpoints.take_over(made, optimizer)
+        state_loading.take_over(made, optimizer)
         return made
 
     @classmethod
@@ -98,7 +98,7 @@ class CollageOptimizer(Optimizer):
         rule = {"rule": group["rule"]} if "rule" in group else {}
         build: Callable[..., CollageOptimizer] = cls
         defaults = build([torch.zeros(1)], strategy="plain", **rule).defaults
-        own = {name: value for name, value in defaults.items() if name not in checkpoints.NOT_OF_THE_RULE}
+        own = {name: value for name, value in defaults.items() if name not in state_loading.NOT_OF_THE_RULE}
         off = {"weight_decay": 0.0} if "weight_decay" in own else {}
         off.update({name: value for name, value in own.items() if value is False or name == "dampening"})
         missing = sorted(own.keys() - off.keys() - group.keys() - {"decoupled_weight_decay"})
@@ -215,9 +215,9 @@ class CollageOptimizer(Optimizer):
         moments = {moment.name: moment.second for moment in self._moments(group)}
         strategy = strategy_named(group["strategy"])
         states = {parameter: self.state[parameter] for parameter in group["params"] if self.state.get(parameter)}
-        checkpoints.note_conversion(group, was, states.values())
+        state_loading.note_conversion(group, was, states.values())
         for parameter, state in states.items():
-            self.state[parameter] = checkpoints.convert(state, moments, parameter, strategy)
+            self.state[parameter] = state_loading.convert(state, moments, parameter, strategy)
 
     def _members(self, group: dict[str, Any], first_position: int) -> list[Member]:
         """The group's parameters that have a gradient, with their states; missing states are created."""
@@ -357,11 +357,11 @@ class CollageOptimizer(Optimizer):
         state = {"step": torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)}
         for moment in self._moments(group):
             storage = strategy.moment_storage(moment.second)
-            state.update(codes.empty_state(moment.name, storage, moment.second, parameter))
+            state.update(integer_codes.empty_state(moment.name, storage, moment.second, parameter))
         if strategy.parameter_state == MASTER_PARAMETER:
             state[MASTER_PARAMETER] = parameter.detach().to(torch.float32, copy=True)
         elif strategy.parameter_state == PARAMETER_LOW:
-            state[PARAMETER_LOW] = codes.empty_low(strategy.parameter, parameter)
+            state[PARAMETER_LOW] = integer_codes.empty_low(strategy.parameter, parameter)
         return state
 
     def stored_parameter(self, p: Tensor) -> Tensor:
@@ -372,7 +372,7 @@ class CollageOptimizer(Optimizer):
         state: State = self.state.get(p, {})
         if MASTER_PARAMETER in state:
             return state[MASTER_PARAMETER].detach().to(torch.float64, copy=True)
-        return codes.stored_value(state, "parameter", p)
+        return integer_codes.stored_value(state, "parameter", p)
 
     def exact_rule(self) -> Callable[..., tuple[Tensor, State]]:
         """The function that makes this optimizer's step in fp64: `exact_displacement`."""
@@ -426,5 +426,5 @@ class CollageOptimizer(Optimizer):
         """
         self._external_writes.forget()
         self._forms.clear()
-        checkpoints.load(self, self._moments, super().load_state_dict, state_dict)
+        state_loading.load(self, self._moments, super().load_state_dict, state_dict)
         self._accepted = [self._options(group) for group in self.param_groups]

@@ -16,14 +16,14 @@ from typing import cast
 
 import torch
 
-from collage_optim import codes, cpu_vectors
+from collage_optim import cpu_vectors, integer_codes
 from collage_optim.advance import Step, advance_in_wide
 from collage_optim.arithmetic import Scalar, State, WideArithmetic, Workspace
 from collage_optim.from_host import from_host
 from collage_optim.random_numbers import RandomSource, Seeding
-from collage_optim.rules import Moment, UpdateRule
-from collage_optim.stepping import Member, component_names, step_tensors, wide_dtype
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
+from collage_optim.tensor_step import Member, component_names, step_tensors, wide_dtype
+from collage_optim.update_rules import Moment, UpdateRule
 
 __all__ = [
     "Structure",
@@ -246,12 +246,12 @@ def _components(structure: Structure) -> State:
     if strategy.parameter_state == MASTER_PARAMETER:
         found[MASTER_PARAMETER] = value
     elif strategy.parameter_state == PARAMETER_LOW:
-        found[PARAMETER_LOW] = codes.empty_low(strategy.parameter, found["parameter"])
-        codes.store(WideArithmetic(), value, found, "parameter", strategy.parameter)
+        found[PARAMETER_LOW] = integer_codes.empty_low(strategy.parameter, found["parameter"])
+        integer_codes.store(WideArithmetic(), value, found, "parameter", strategy.parameter)
     for moment in structure.moments:
         average = drawn().abs().mul_(1e-2) if moment.second else drawn()
         storage = strategy.moment_storage(moment.second)
-        found.update(codes.state_of(moment.name, average, storage, moment.second, found["parameter"]))
+        found.update(integer_codes.state_of(moment.name, average, storage, moment.second, found["parameter"]))
     names = ["parameter", "gradient", *component_names(strategy, structure.moments)]
     return {name: found[name].to(structure.device_type) for name in names}
 

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_optim.guards import DeferredReads
 from collage_optim.numerics.formats import format_of
-from collage_optim.stepping import Member, local_part
+from collage_optim.range_guards import DeferredReads
 from collage_optim.strategies import MASTER_PARAMETER, StateStorage, StorageStrategy, strategy_named
+from collage_optim.tensor_step import Member, local_part
 
 __all__ = ["ExternalWrites", "ON_EXTERNAL_WRITE"]
 

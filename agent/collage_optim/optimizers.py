@@ -6,14 +6,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from collage_optim.base import CollageOptimizer
-from collage_optim.options import (
+from collage_optim.hyperparameter_checks import (
     check_learning_rate,
     check_not_negative,
     check_torch_options,
     checked_adam_options,
     checked_betas,
 )
-from collage_optim.rules import AdamRule, Group, LionRule, SGDRule, UpdateRule, rule_named
+from collage_optim.update_rules import AdamRule, Group, LionRule, SGDRule, UpdateRule, rule_named
 
 __all__ = ["CollageAdam", "CollageAdamW", "CollageLion", "CollageSGD", "RuleOptimizer"]
 

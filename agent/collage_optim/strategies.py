@@ -29,7 +29,7 @@ __all__ = [
 
 LOW_COMPONENT_SUFFIX = "_low"
 """State key K + this suffix holds the low component of K: the value kept is the sum of the two. Where it is of an
-integer dtype, it holds the bits below K's own (`collage_optim.codes`)."""
+integer dtype, it holds the bits below K's own (`collage_optim.integer_codes`)."""
 
 SCALE_SUFFIX = "_scale"
 """State key K + this suffix holds one fp32 scale for each block of K's 8-bit codes."""

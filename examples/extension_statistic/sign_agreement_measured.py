@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from collage_agent.stats import StepView
-from collage_agent.stats.blocks import block_sums
+from collage_agent.stats.block_sums import block_sums
 from torch import Tensor
 
 __all__ = ["measure"]

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from collage_monitor import wire
 from collage_monitor.local import LOOPBACK_HOSTS, SERVER_PORT, data_folder, is_loopback
-from collage_monitor.settings import SettingsError, WebAddress, kinds_of, masked, read_setting
+from collage_monitor.setting_values import SettingsError, WebAddress, kinds_of, masked, read_setting
 
 __all__ = [
     "FIXED_LIMITS",

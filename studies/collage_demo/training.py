@@ -15,8 +15,8 @@ from typing import Any
 
 import collage_agent as collage
 import torch
-from collage_agent.options import WatchArguments
 from collage_agent.transport import Transport
+from collage_agent.watch_options import WatchArguments
 from collage_optim import STRATEGIES, CollageAdamW
 from torch import nn
 from torch.nn import functional

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collage_agent.options import WatchArguments
+from collage_agent.watch_options import WatchArguments
 from collage_demo.corpus import Corpus, standard_library
 from collage_demo.training import Build, train
 

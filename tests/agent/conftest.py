@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent import guard
+from collage_agent import error_guard
 
 
 @pytest.fixture(autouse=True)
 def _errors_are_raised():
-    guard.raise_in_tests(True)
+    error_guard.raise_in_tests(True)
     yield
-    guard.raise_in_tests(False)
+    error_guard.raise_in_tests(False)
 
 
 @pytest.fixture(autouse=True)

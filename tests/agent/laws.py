@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from collage_agent.stats.blocks import Segments, block_sums
+from collage_agent.stats.block_sums import Segments, block_sums
 from collage_agent.stats.intervals import (
     NOTHING_SEEN,
     fourth_moments,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.step import oracles
+from collage_agent.step import optimizer_oracles
 from collage_optim import CollageAdamW
 
 from tests.agent.coverage import INTERVALS, Coverage, byte_gpt, rare_rows, study
@@ -17,7 +17,7 @@ VISIBLE = ("edq_visible_ratio", "lost_visible_ratio")
 @pytest.fixture(autouse=True)
 def everything_by_samples(monkeypatch):
     """The oracle follows the same sample, the whole tensor for the truth."""
-    monkeypatch.setattr(oracles, "ORACLE_SAMPLE", 10**9)
+    monkeypatch.setattr(optimizer_oracles, "ORACLE_SAMPLE", 10**9)
 
 
 def plain(draws, sample, measured) -> tuple[Coverage, Coverage]:

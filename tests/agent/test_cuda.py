@@ -17,7 +17,7 @@ from collage_agent.transport import MemoryTransport
 from collage_optim import STRATEGIES, CollageAdamW
 
 from tests.agent.training import mlp, train
-from tests.agent.watching.test_averages import check, lerp
+from tests.agent.watching.test_average_watch import check, lerp
 from tests.optim.models import give_gradients, parameters, tensors_of
 from tests.reference.averages import ReferenceAverage, metrics_of
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.step import observe, oracles
+from collage_agent.step import observed_step, optimizer_oracles
 from collage_agent.watching.hooks import OptimizerHooks
-from collage_agent.watching.resume import largest_step_count
+from collage_agent.watching.resume_check import largest_step_count
 from collage_optim import CollageAdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,8 +35,8 @@ class Listening(TorchDispatchMode):
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, CollageAdamW], ids=["AdamW", "SGD", "ours"])
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "as on a device"])
 def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypatch):
-    monkeypatch.setattr(oracles, "on_host", lambda values: on_host)
-    monkeypatch.setattr(observe, "on_host", lambda values: on_host)
+    monkeypatch.setattr(optimizer_oracles, "on_host", lambda values: on_host)
+    monkeypatch.setattr(observed_step, "on_host", lambda values: on_host)
     model = mlp()
     optimizer = make(model.parameters(), lr=1e-3)
     handle = watch(model, optimizer, every=1, sample=256, oracle=True, windows=(2,), budget=None)

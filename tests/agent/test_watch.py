@@ -11,10 +11,10 @@ import collage_agent
 import pytest
 import pytorch_optimizer
 import torch
-from collage_agent import guard, stats
+from collage_agent import error_guard, stats
 from collage_agent.handle import watch
-from collage_agent.options import Exclude, WatchArguments, WatchOptions
 from collage_agent.step.measurer import StepMeasurer
+from collage_agent.watch_options import Exclude, WatchArguments, WatchOptions
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
@@ -269,7 +269,7 @@ def test_a_removed_watch_frees_the_model():
 
 
 def test_nothing_raises_into_training_and_repeated_failure_disables(monkeypatch, caplog):
-    guard.raise_in_tests(False)
+    error_guard.raise_in_tests(False)
     model, optimizer = (made := mlp()), adamw(made)
     handle = watch(model, optimizer, every=1)
 
@@ -297,7 +297,7 @@ def test_nothing_raises_into_training_and_repeated_failure_disables(monkeypatch,
     ],
 )
 def test_a_statistic_of_another_package_that_fails_is_switched_off_alone(measure, words, monkeypatch, caplog):
-    guard.raise_in_tests(False)
+    error_guard.raise_in_tests(False)
     monkeypatch.setitem(stats.MEASURES, "added", stats.measures_of({}, {"residuals": measure})["residuals"])
     model, recorder = mlp(), Recorder()
     optimizer = adamw(model)
@@ -312,7 +312,7 @@ def test_a_statistic_of_another_package_that_fails_is_switched_off_alone(measure
 
 
 def test_out_of_memory_disables_at_once(monkeypatch):
-    guard.raise_in_tests(False)
+    error_guard.raise_in_tests(False)
     model, optimizer = (made := mlp()), adamw(made)
     handle = watch(model, optimizer, every=1)
 
@@ -325,7 +325,7 @@ def test_out_of_memory_disables_at_once(monkeypatch):
 
 
 def test_a_reporter_that_raises_is_swallowed_too():
-    guard.raise_in_tests(False)
+    error_guard.raise_in_tests(False)
 
     class Broken(Recorder):
         def measured(self, measurement):

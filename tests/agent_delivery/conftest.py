@@ -1,7 +1,7 @@
 """Fixtures of the delivering side's tests."""
 
 import pytest
-from collage_agent.guard import raise_in_tests
+from collage_agent.error_guard import raise_in_tests
 
 from tests.agent_delivery.doubles import ServerDouble
 

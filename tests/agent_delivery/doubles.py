@@ -13,7 +13,7 @@ import torch
 from collage_agent.launch.identity import make_identity
 from collage_agent.measurement import Layout, Measurement
 from collage_agent.run import Run
-from collage_agent.settings import DeliveryLimits, read_settings
+from collage_agent.run_settings import DeliveryLimits, read_settings
 
 from collage_monitor.wire import Layer, WatchInfo, decode_batch
 from tests.waiting import PATIENCE_SECONDS

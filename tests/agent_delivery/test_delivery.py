@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 from collage_agent.transport import MemoryTransport, spool
-from collage_agent.transport.counts import ReportCounts
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Envelope
 from collage_agent.transport.replay import Replay
+from collage_agent.transport.report_counts import ReportCounts
 from collage_agent.transport.spool import SpoolFile
 
 from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from collage_agent.settings import DeliveryLimits
+from collage_agent.run_settings import DeliveryLimits
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "delivery.md").read_text()

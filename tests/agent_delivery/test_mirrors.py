@@ -11,7 +11,7 @@ import collage_agent as collage
 import pytest
 from collage_agent.mirrors import mirroring
 from collage_agent.mirrors.mirroring import MirroredRun, MirrorEvent, Mirrors, OnsetFinder
-from collage_agent.settings import Settings, read_settings
+from collage_agent.run_settings import Settings, read_settings
 from collage_agent.transport import MemoryTransport
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
@@ -112,7 +112,7 @@ def double(monkeypatch):
 
     known = {**extensions("collage_agent.mirrors"), "double": Made}
     monkeypatch.setattr(mirroring, "extensions", lambda group: known)
-    monkeypatch.setattr("collage_agent.settings.extensions", lambda group: known)
+    monkeypatch.setattr("collage_agent.run_settings.extensions", lambda group: known)
     return made
 
 

@@ -3,8 +3,8 @@
 import threading
 
 import pytest
-from collage_agent.transport.counts import ReportCounts
 from collage_agent.transport.queue import AttemptStart, BoundedQueue, LoggedScalars
+from collage_agent.transport.report_counts import ReportCounts
 
 from tests.waiting import PATIENCE_SECONDS
 

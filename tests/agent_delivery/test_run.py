@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from collage_agent.guard import raise_in_tests
+from collage_agent.error_guard import raise_in_tests
 from collage_agent.transport import MemoryTransport
 
 from collage_monitor.wire import (

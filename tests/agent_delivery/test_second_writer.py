@@ -8,8 +8,8 @@ import pytest
 import torch
 from collage_agent.launch.identity import make_identity
 from collage_agent.run import Run
+from collage_agent.run_settings import is_second_writers, read_settings
 from collage_agent.session import _SESSION
-from collage_agent.settings import is_second_writers, read_settings
 from collage_agent.transport import MemoryTransport
 from collage_agent.transport.replay import send_spools
 from torch import nn

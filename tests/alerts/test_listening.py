@@ -11,7 +11,7 @@ import collage_agent as collage
 import pytest
 from click.testing import CliRunner
 from collage_agent.session import _SESSION
-from collage_agent.transport.alerts import AlertListener
+from collage_agent.transport.alert_listener import AlertListener
 
 from collage_monitor.client import Client
 from collage_monitor.command.alerts import alerts

@@ -70,7 +70,7 @@ def test_an_error_in_reading_is_not_blamed_on_the_rate(plain, monkeypatch):
     def broken(parameters):
         raise ValueError("of another kind")
 
-    monkeypatch.setattr("collage_agent.audit.report.findings_of", broken)
+    monkeypatch.setattr("collage_agent.audit.checkpoint_audit.findings_of", broken)
     answer = CliRunner().invoke(audit, [str(plain)])
     assert "--learning-rate" not in answer.output
     assert isinstance(answer.exception, ValueError)

@@ -5,7 +5,7 @@ import pytest
 import pytorch_optimizer
 import torch
 from collage_agent.audit import audit_checkpoint, read_checkpoint
-from collage_agent.audit.parameters import checkpoint_parameters
+from collage_agent.audit.checkpoint_parameters import checkpoint_parameters
 
 from tests.audit.checkpoints import saved, trained
 from tests.audit.test_findings import adamw, audited, codes, in_a_folder

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 from collage_agent.audit import audit_checkpoint
-from collage_agent.audit.parameters import CheckpointParameter
-from collage_agent.audit.report import SAFE_LOST_RATIO, add_lost, lost_at_rate
+from collage_agent.audit.checkpoint_audit import SAFE_LOST_RATIO, add_lost, lost_at_rate
+from collage_agent.audit.checkpoint_parameters import CheckpointParameter
 from collage_optim import CollageAdamW
 
 from tests.audit.checkpoints import saved, trained

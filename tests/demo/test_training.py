@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from collage_agent.options import WatchArguments
 from collage_agent.transport import MemoryTransport
+from collage_agent.watch_options import WatchArguments
 from collage_demo import training
 from collage_demo.corpus import Corpus
 from collage_demo.recipe import PLANS, Plan, Recipe

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from collage_agent.doctor import delivery_checks
-from collage_agent.settings import DeliveryLimits
+from collage_agent.run_settings import DeliveryLimits
 from collage_agent.transport.http import HttpTransport
 from collage_server.api import bodies
 

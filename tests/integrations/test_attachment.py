@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from collage_agent import current_run
-from collage_agent.guard import raise_in_tests
+from collage_agent.error_guard import raise_in_tests
 from collage_agent.integrations.attachment import Attachment, innermost
 from torch import nn
 

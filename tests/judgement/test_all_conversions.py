@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from collage_agent.audit.report import audit_checkpoint
+from collage_agent.audit.checkpoint_audit import audit_checkpoint
 from collage_agent.handle import watch
 from collage_optim import PARAMETER_LOW, STRATEGIES
 from collage_optim.strategies import strategy_named

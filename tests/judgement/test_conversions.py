@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from collage_agent.audit.report import audit_checkpoint
+from collage_agent.audit.checkpoint_audit import audit_checkpoint
 from collage_agent.handle import watch
 from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
 from torch import nn

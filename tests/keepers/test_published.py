@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.intent.bits import UnsignedBits
+from collage_agent.intent.weight_bits import UnsignedBits
 from torch import nn
 
 from tests.keepers.published import MantissaAdamW, NestedAdamW, StackedMuon

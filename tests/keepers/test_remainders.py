@@ -7,9 +7,9 @@ from fractions import Fraction as Exact
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.intent.choose import choose_intent
-from collage_agent.sample.remainders import SIGNED_BITS, RemainderCode, codes_of
-from collage_agent.sample.stored import Composition
+from collage_agent.intent.intent_choice import choose_intent
+from collage_agent.sample.remainder_codes import SIGNED_BITS, RemainderCode, codes_of
+from collage_agent.sample.stored_parts import Composition
 from torch import nn
 
 from tests.agent.intent import optimizers

@@ -3,7 +3,7 @@
 import collage_agent as collage
 import pytest
 import torch
-from collage_agent.guard import raise_in_tests
+from collage_agent.error_guard import raise_in_tests
 
 
 @pytest.fixture(autouse=True)

@@ -255,13 +255,13 @@ def test_a_rate_schedule_is_no_reason_to_attach_anew():
 
 
 def test_an_allocation_that_fails_in_the_agent_switches_it_off_and_training_goes_on(monkeypatch):
-    from collage_agent import guard
+    from collage_agent import error_guard
     from collage_agent.step.gather import Staging
 
     def full(*_):
         raise torch.OutOfMemoryError("no room for the sample")
 
-    guard.raise_in_tests(False)
+    error_guard.raise_in_tests(False)
     expected_model, model = mlp(), mlp()
     expected, optimizer = adamw(expected_model), adamw(model)
     losses = train(expected_model, expected, 5)

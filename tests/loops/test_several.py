@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.intent import choose
+from collage_agent.intent import intent_choice
 from collage_agent.transport import MemoryTransport
 from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.iterations import Iterations
@@ -101,13 +101,13 @@ def test_a_call_that_is_not_measured_looks_at_nothing(monkeypatch):
 
 def test_optimizers_with_equal_settings_share_one_self_test(monkeypatch):
     tests = []
-    original = choose._intent_of_group
+    original = intent_choice._intent_of_group
 
     def counted(*arguments):
         tests.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr(choose, "_intent_of_group", counted)
+    monkeypatch.setattr(intent_choice, "_intent_of_group", counted)
     model = mlp()
     rates = iter((1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-4))
     watch(model, in_backward(model, lambda p: torch.optim.AdamW(p, lr=next(rates))))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from collage_agent.handle import watch
 from collage_agent.transport import MemoryTransport
-from collage_agent.watching import unseen
-from collage_agent.watching.unseen import NOTES
+from collage_agent.watching import unseen_steps
+from collage_agent.watching.unseen_steps import NOTES
 from torch import nn
 
 from collage_monitor.wire import StreamCreate
@@ -183,13 +183,13 @@ def test_a_skipped_step_between_before_and_after_is_none(make):
 
 def test_who_only_logs_is_looked_at_ever_less_often(monkeypatch):
     looks = []
-    reading = unseen.UnseenSteps._read
+    reading = unseen_steps.UnseenSteps._read
 
     def counted(*given):
         looks.append(1)
         return reading(*given)
 
-    monkeypatch.setattr(unseen.UnseenSteps, "_read", counted)
+    monkeypatch.setattr(unseen_steps.UnseenSteps, "_read", counted)
     training = Replayed()
     run = collage.init("logs", transport=MemoryTransport())
     handle = collage.watch(training.model, training.optimizer.optimizer, every=EVERY)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from collage_optim import CollageAdamW
 from collage_optim.arithmetic import WideArithmetic, Workspace, release_scratch, shared_workspace
-from collage_optim.stepping import chunks, longest_chunk
+from collage_optim.tensor_step import chunks, longest_chunk
 
 from tests.optim.models import parameters, train
 

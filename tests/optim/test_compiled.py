@@ -16,7 +16,7 @@ from collage_optim import (
 )
 from collage_optim.advance import advance_in_wide
 from collage_optim.arithmetic import WideArithmetic
-from collage_optim.codes import stored_value
+from collage_optim.integer_codes import stored_value
 from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters

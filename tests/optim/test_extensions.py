@@ -9,8 +9,8 @@ from collage_optim import (
     RuleOptimizer,
     StateStorage,
     StorageStrategy,
-    rules,
     strategies,
+    update_rules,
 )
 
 from collage_monitor.definitions import Strategy
@@ -34,7 +34,7 @@ def test_an_example_works_as_installed(example, module, tmp_path):
 def added(monkeypatch):
     """What packages add, by group; nothing was asked for before."""
     found: dict[str, dict[str, object]] = {}
-    for module in (strategies, rules):
+    for module in (strategies, update_rules):
         monkeypatch.setattr(module, "extensions", lambda group: found.get(group, {}))
         monkeypatch.setattr(module, "_ADDED", {})
     return found
@@ -49,7 +49,7 @@ def test_without_a_package_its_names_are_refused(added):
 
 def test_what_is_no_strategy_or_no_rule_is_named(added):
     added["collage_agent.strategies"] = {"mine": STRATEGIES["plus"]}
-    added["collage_agent.rules"] = {"class": rules.LionRule}
+    added["collage_agent.rules"] = {"class": update_rules.LionRule}
     with pytest.raises(
         ValueError, match=r"collage_agent\.strategies 'mine' must be a StorageStrategy of that name"
     ):

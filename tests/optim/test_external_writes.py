@@ -9,7 +9,7 @@ import pytest
 import torch
 from collage_agent.handle import watch
 from collage_optim import STRATEGIES, CollageAdamW, external_writes
-from collage_optim.guards import DeferredReads
+from collage_optim.range_guards import DeferredReads
 from torch.optim.swa_utils import AveragedModel
 
 from tests.agent.test_no_synchronisation import Listening

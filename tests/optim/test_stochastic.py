@@ -6,7 +6,7 @@ import pytest
 import torch
 from collage_optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, random_numbers
 from collage_optim.arithmetic import WideArithmetic, Workspace
-from collage_optim.codes import stored_value
+from collage_optim.integer_codes import stored_value
 from collage_optim.numerics import neighbour, round_to, stochastic_round
 from collage_optim.random_numbers import RandomBits, Seeding, mixed_seed
 

@@ -22,7 +22,7 @@ from collage_optim import (
     StateStorage,
     load_distributed,
 )
-from collage_optim.stepping import local_part
+from collage_optim.tensor_step import local_part
 from torch import distributed
 from torch.distributed.checkpoint import state_dict as views
 

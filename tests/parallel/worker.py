@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from collage_agent import guard
+from collage_agent import error_guard
 from torch import distributed
 
 
@@ -44,7 +44,7 @@ def run(job, see, folder):
     # The sharding wrappers warn about what they themselves do; the agent's own warnings stay errors in other tests.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    guard.raise_in_tests(True)
+    error_guard.raise_in_tests(True)
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     try:

@@ -20,21 +20,21 @@ from collage_optim import (
     Moment,
     StorageStrategy,
 )
-from collage_optim.checkpoints import convert, note_conversion
-from collage_optim.codes import stored_value
-from collage_optim.stepping import component_names
+from collage_optim.integer_codes import stored_value
+from collage_optim.state_loading import convert, note_conversion
 from collage_optim.strategies import SCALE_SUFFIX, check_dtype, strategy_named
+from collage_optim.tensor_step import component_names
 from msgspec import Struct
 from torch import Tensor
 
-from collage_agent.audit.parameters import (
+from collage_agent.audit.checkpoint_files import Checkpoint, CheckpointError, _StandIn, read_checkpoint
+from collage_agent.audit.checkpoint_parameters import (
     SECOND_MOMENTS,
     CheckpointParameter,
     checkpoint_parameters,
     is_narrow,
     place_of,
 )
-from collage_agent.audit.reading import Checkpoint, CheckpointError, _StandIn, read_checkpoint
 
 __all__ = ["Conversion", "ConvertedCheckpoint", "check_output", "convert_checkpoint", "render_conversion"]
 

@@ -12,11 +12,11 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from collage_agent.audit.checkpoint_audit import audit_checkpoint
+from collage_agent.audit.checkpoint_files import read_checkpoint
+from collage_agent.audit.checkpoint_parameters import advice_about, checkpoint_parameters
 from collage_agent.audit.conversion import Conversion, check_output, convert_checkpoint
 from collage_agent.audit.findings import AuditFinding
-from collage_agent.audit.parameters import advice_about, checkpoint_parameters
-from collage_agent.audit.reading import read_checkpoint
-from collage_agent.audit.report import audit_checkpoint
 from collage_agent.checked_steps import CheckedSteps
 from collage_monitor.environment import CHECK_REPORT, CHECK_STEPS, CHECKPOINT, VARIABLES, launch_variables
 from collage_monitor.errors import CollageError

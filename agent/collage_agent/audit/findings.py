@@ -12,8 +12,14 @@ from collage_optim.numerics.formats import format_of, ulp
 from msgspec import Struct
 from torch import Tensor
 
-from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, advised, is_narrow, number_of
-from collage_agent.sample.stored import leaves_residual
+from collage_agent.audit.checkpoint_parameters import (
+    SECOND_MOMENTS,
+    CheckpointParameter,
+    advised,
+    is_narrow,
+    number_of,
+)
+from collage_agent.sample.stored_parts import leaves_residual
 from collage_monitor.wire import Conversion
 
 __all__ = ["AuditFinding", "Severity", "findings_of"]

@@ -27,7 +27,7 @@ def audit(
     executed.
     """
     from collage_agent.audit import audit_checkpoint, render
-    from collage_agent.audit.report import check_learning_rate
+    from collage_agent.audit.checkpoint_audit import check_learning_rate
 
     try:
         check_learning_rate(learning_rate)

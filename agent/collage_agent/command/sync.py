@@ -39,7 +39,7 @@ def sync(server_url: str, token: str | None, as_json: bool, folder: Path | None,
 
     Ends with 1 when something is left. Reports that the server already has are not stored twice.
     """
-    from collage_agent.settings import DeliveryLimits
+    from collage_agent.run_settings import DeliveryLimits
     from collage_agent.transport.http import HttpTransport
     from collage_agent.transport.replay import send_spools
 

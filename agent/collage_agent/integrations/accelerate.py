@@ -18,8 +18,8 @@ from torch import nn
 from collage_agent import session
 from collage_agent.handle import Watch
 from collage_agent.integrations.attachment import Attachment, innermost, needs
-from collage_agent.options import WatchArguments
 from collage_agent.run import Run
+from collage_agent.watch_options import WatchArguments
 
 try:
     from accelerate import Accelerator, PartialState

@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from collage_agent import session
-from collage_agent.guard import Guard
-from collage_agent.intent.foreign import inner_optimizers
+from collage_agent.error_guard import Guard
+from collage_agent.intent.foreign_optimizers import inner_optimizers
 from collage_agent.training.deepspeed import is_stepped_by
 from collage_agent.watching.hooks import OptimizerHooks
 

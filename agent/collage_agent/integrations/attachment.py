@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from collage_agent import session
-from collage_agent.guard import Guard
+from collage_agent.error_guard import Guard
 from collage_agent.handle import Watch
-from collage_agent.options import WatchArguments, WatchOptions
+from collage_agent.watch_options import WatchArguments, WatchOptions
 
 __all__ = ["Attachment", "innermost", "needs"]
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Unpack
 
 from collage_agent.handle import Watch
 from collage_agent.integrations.attachment import Attachment, needs
-from collage_agent.options import WatchArguments
+from collage_agent.watch_options import WatchArguments
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

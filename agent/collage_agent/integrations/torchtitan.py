@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from collage_agent.integrations.attachment import Attachment, needs
-from collage_agent.options import WatchArguments, WatchOptions
+from collage_agent.watch_options import WatchArguments, WatchOptions
 
 try:
     from torchtitan.components.optimizer import OptimizersContainer

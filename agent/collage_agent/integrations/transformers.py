@@ -12,7 +12,7 @@ from torch import nn
 
 from collage_agent.handle import Watch
 from collage_agent.integrations.attachment import Attachment, needs
-from collage_agent.options import WatchArguments
+from collage_agent.watch_options import WatchArguments
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

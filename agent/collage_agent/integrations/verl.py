@@ -19,7 +19,7 @@ from typing import Any, Final
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collage_agent import session
-from collage_agent.guard import Guard
+from collage_agent.error_guard import Guard
 from collage_agent.integrations.attach import name_by_role, step_begins
 
 __all__ = ["begin", "names_of", "record", "role_of"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.shadow import Shadow
-from collage_agent.sample.stored import PLAIN, Composition
+from collage_agent.sample.stored_parts import PLAIN, Composition
 
 __all__ = ["BeforeAfter", "WholeTensor"]
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.intent.clone import isolated
-from collage_agent.intent.probing import HOST, ProbeRun
+from collage_agent.intent.optimizer_clone import isolated
+from collage_agent.intent.probe_runs import HOST, ProbeRun
 from collage_agent.intent.selftest import SelfTestResult
 from collage_agent.intent.shadow import Shadow
-from collage_agent.intent.widen import Widening
+from collage_agent.intent.widening import Widening
 
 __all__ = ["ShadowByBetas", "decays_otherwise"]
 

@@ -15,10 +15,10 @@ from collage_optim import CollageAdamW, CollageLion, CollageOptimizer
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.intent.clone import clone_value, isolated
-from collage_agent.intent.probing import HOST, ProbeRun
-from collage_agent.sample.quantised import reading
-from collage_agent.sample.stored import PLAIN, elementwise_state
+from collage_agent.intent.optimizer_clone import clone_value, isolated
+from collage_agent.intent.probe_runs import HOST, ProbeRun
+from collage_agent.sample.quantised_states import reading
+from collage_agent.sample.stored_parts import PLAIN, elementwise_state
 
 __all__ = ["BitsandbytesRule", "follows_bitsandbytes_rule", "rule_mismatch"]
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.intent.clone import clone_value, isolated
-from collage_agent.intent.probing import HOST, STEPS, ProbeRun, gradients_of, same_displacements, same_scalars
-from collage_agent.intent.widen import Widening
-from collage_agent.sample.stored import PLAIN, Composition
+from collage_agent.intent.optimizer_clone import clone_value, isolated
+from collage_agent.intent.probe_runs import HOST, STEPS, ProbeRun, gradients_of, same_displacements, same_scalars
+from collage_agent.intent.widening import Widening
+from collage_agent.sample.stored_parts import PLAIN, Composition
 
 __all__ = ["SelfTestResult", "run_selftest"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.intent.clone import (
+from collage_agent.intent.optimizer_clone import (
     clone_group,
     clone_optimizer,
     clone_value,
@@ -18,9 +18,9 @@ from collage_agent.intent.clone import (
     undecorated_step,
     without_output,
 )
-from collage_agent.intent.widen import Widening, widened
-from collage_agent.sample.states import flat_state, nested_state
-from collage_agent.sample.stored import PLAIN, Composition
+from collage_agent.intent.widening import Widening, widened
+from collage_agent.sample.state_mappings import flat_state, nested_state
+from collage_agent.sample.stored_parts import PLAIN, Composition
 
 __all__ = ["Shadow"]
 

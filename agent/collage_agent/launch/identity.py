@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch.distributed as distributed
 from ulid import ULID
 
-from collage_agent.settings import ROLE_ENDS
+from collage_agent.run_settings import ROLE_ENDS
 
 __all__ = ["Identity", "agree", "make_identity", "new_id"]
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from collage_agent.guard import reraise_in_tests
+from collage_agent.error_guard import reraise_in_tests
 from collage_agent.stats import casts, classes, counterfactuals, edq, optimizer_state, update_histogram
 from collage_agent.stats.step_view import MovingAverages, StepView, Sums
 from collage_monitor.errors import CatalogueError

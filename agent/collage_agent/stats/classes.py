@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.stats.blocks import flag_counts
+from collage_agent.stats.block_sums import flag_counts
 from collage_agent.stats.step_view import StepView, Sums, named
 from collage_monitor.table import Table
 

@@ -8,7 +8,7 @@ import torch
 from collage_optim.numerics.cast_formats import round_to_grid
 from torch import Tensor
 
-from collage_agent.stats.blocks import block_sums
+from collage_agent.stats.block_sums import block_sums
 from collage_agent.stats.step_view import StepView, Sums, named
 
 __all__ = ["COUNTERFACTUAL_SUMS", "counterfactual_block_sums", "fp8_scales", "measure"]

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.stats.blocks import block_sums
+from collage_agent.stats.block_sums import block_sums
 from collage_agent.stats.step_view import ROWS, StepView, Sums, named
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.stats.blocks import Segments
+from collage_agent.stats.block_sums import Segments
 from collage_monitor.definitions import Interval
 from collage_monitor.statistics.intervals import MOST_UNSEEN
 

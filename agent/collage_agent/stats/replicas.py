@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.stats.blocks import Segments
+from collage_agent.stats.block_sums import Segments
 
 __all__ = ["KEYS", "block_checksums", "replica_sums"]
 

@@ -1,7 +1,7 @@
 """The view of one measured step, and the sums over it: the interface between a sample and its statistics.
 
-`collage_agent.step` fills a `StepView` (`bucket.py` and `observe.py`); the measures of this package read it, and
-those that other packages add.
+`collage_agent.step` fills a `StepView` (`bucket.py` and `observed_step.py`). The measures of this package read it,
+and those that other packages add.
 """
 
 from __future__ import annotations

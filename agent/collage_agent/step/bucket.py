@@ -11,11 +11,11 @@ from collage_optim.numerics.cast_formats import route_of
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.intent.choose import Intent
-from collage_agent.intent.clone import clone_entries, clone_settings
+from collage_agent.intent.intent_choice import Intent
+from collage_agent.intent.optimizer_clone import clone_entries, clone_settings
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.sample.states import state_of
-from collage_agent.sample.stored import GRADIENT, PARAMETER
+from collage_agent.sample.state_mappings import state_of
+from collage_agent.sample.stored_parts import GRADIENT, PARAMETER
 from collage_agent.stats import replicas
 from collage_agent.stats.casts import is_wider
 from collage_agent.stats.counterfactuals import fp8_scales
@@ -29,8 +29,8 @@ from collage_agent.step.layout import (
     out_of_lock_step,
     stepped_since_kept,
 )
-from collage_agent.step.missed import MissedShares
-from collage_agent.step.observe import (
+from collage_agent.step.missed_shares import MissedShares
+from collage_agent.step.observed_step import (
     Follows,
     IntendedUpdate,
     KeptWeights,

@@ -10,17 +10,17 @@ from typing import Any, Final
 import numpy as np
 import torch
 from collage_optim import SCALE_SUFFIX
-from collage_optim.codes import BLOCK_ELEMENTS, decoded
 from collage_optim.from_host import from_host
-from collage_optim.stepping import local_part
+from collage_optim.integer_codes import BLOCK_ELEMENTS, decoded
+from collage_optim.tensor_step import local_part
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_agent.sample.quantised import reading
+from collage_agent.sample.quantised_states import reading
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.sample.stored import GRADIENT, PARAMETER, Composition
-from collage_agent.stats.elements import max_norms
+from collage_agent.sample.stored_parts import GRADIENT, PARAMETER, Composition
+from collage_agent.stats.nonfinite import max_norms
 from collage_agent.step.layout import KeptState, StateLayout
 
 __all__ = ["BlockLayout", "GatheredSample", "Staging", "TensorViews"]

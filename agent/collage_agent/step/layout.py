@@ -13,10 +13,10 @@ from collage_optim import RESIDUALS_FROM, CollageAdam, CollageAdamW, CollageLion
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.sample import stored
-from collage_agent.sample.quantised import is_read_as_kept, own_parts, reading_dtype
-from collage_agent.sample.states import step_of
-from collage_agent.sample.stored import PARAMETER, Composition
+from collage_agent.sample import stored_parts
+from collage_agent.sample.quantised_states import is_read_as_kept, own_parts, reading_dtype
+from collage_agent.sample.state_mappings import step_of
+from collage_agent.sample.stored_parts import PARAMETER, Composition
 
 __all__ = [
     "Average",
@@ -78,18 +78,18 @@ class StateLayout:
     @classmethod
     def of(cls, parameter: Tensor, state: Mapping[str, Any], composition: Composition) -> StateLayout:
         """The layout of one tensor's state, which stands for its bucket's."""
-        elementwise = stored.elementwise_state(parameter, state)
+        elementwise = stored_parts.elementwise_state(parameter, state)
         keys = (PARAMETER, *elementwise)
-        parts_of_weight = tuple(stored.stored_parameter(keys, composition))
+        parts_of_weight = tuple(stored_parts.stored_parameter(keys, composition))
         kept = {key: _kept(state, key, composition) for key in elementwise}
         averages = tuple(
             Average(
                 name,
-                tuple(stored.components(name, keys, composition)),
+                tuple(stored_parts.components(name, keys, composition)),
                 kept[name].dtype.is_floating_point,
-                stored.decaying(name, kept[name].dtype),
+                stored_parts.decaying(name, kept[name].dtype),
             )
-            for name in stored.average_names(keys, composition)
+            for name in stored_parts.average_names(keys, composition)
         )
         return cls(
             _form_of(state),

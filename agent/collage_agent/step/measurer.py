@@ -6,26 +6,26 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, Final, Literal
 
-from collage_optim.stepping import local_part
+from collage_optim.tensor_step import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.before_after import WholeTensor
-from collage_agent.intent.choose import Intent
+from collage_agent.intent.intent_choice import Intent
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.sample.states import states_of
+from collage_agent.sample.state_mappings import states_of
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
 from collage_agent.step.bucket import Bucket
+from collage_agent.step.bucket_planner import Kind, Planner, Signature, step_counter_of
 from collage_agent.step.gather import BlockLayout, TensorViews
-from collage_agent.step.observe import Follows
+from collage_agent.step.observed_step import Follows
+from collage_agent.step.optimizer_oracles import Oracles
 from collage_agent.step.oracle import Oracle
-from collage_agent.step.oracles import Oracles
-from collage_agent.step.plan import Kind, Planner, Signature, step_counter_of
 from collage_agent.step.rotation import ELEMENTS_A_STEP, Rotation, nan_where_skipped
 from collage_agent.step.touched_rows import TouchedBucket
 from collage_agent.step.windows import Windows
-from collage_agent.training.parameters import WatchedParameter
-from collage_agent.training.scaling import loss_scaling
+from collage_agent.training.skipped_steps import loss_scaling
+from collage_agent.training.watched_parameters import WatchedParameter
 from collage_monitor.table import Table
 
 __all__ = ["StepMeasurer"]

@@ -15,13 +15,13 @@ from collage_optim.from_host import from_host
 from torch import Tensor
 
 from collage_agent.intent.betas import ShadowByBetas
-from collage_agent.intent.choose import Intent
+from collage_agent.intent.intent_choice import Intent
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats.intervals import fourth_moments, interval_keys, product_rows, ratio_variances
 from collage_agent.stats.several_steps import ORACLE_SUMS, oracle_block_sums
 from collage_agent.stats.step_view import StepView
 from collage_agent.step.gather import BlockLayout, Staging
-from collage_agent.step.observe import TILE_SLOTS
+from collage_agent.step.observed_step import TILE_SLOTS
 from collage_agent.step.totals import SampleSizes
 from collage_monitor.metrics import METRICS
 from collage_monitor.table import Axis, Table

@@ -11,20 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from collage_optim.stepping import local_part
+from collage_optim.tensor_step import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.before_after import WholeTensor
-from collage_agent.intent.clone import clone_settings, clone_value
-from collage_agent.intent.widen import widened
-from collage_agent.sample import stored
-from collage_agent.sample.quantised import reading
+from collage_agent.intent.optimizer_clone import clone_settings, clone_value
+from collage_agent.intent.widening import widened
+from collage_agent.sample import stored_parts
+from collage_agent.sample.quantised_states import reading
 from collage_agent.step.bucket import Bucket
+from collage_agent.step.bucket_planner import Planner
 from collage_agent.step.gather import BlockLayout, Staging
-from collage_agent.step.observe import Follows
-from collage_agent.step.plan import Planner
-from collage_agent.training.parameters import WatchedParameter
+from collage_agent.step.observed_step import Follows
+from collage_agent.training.watched_parameters import WatchedParameter
 from collage_monitor.table import Table
 
 __all__ = ["ELEMENTS_A_STEP", "Rotation", "is_whole", "nan_where_skipped", "too_large"]
@@ -135,7 +135,7 @@ class _WholeTensorStep:
         parameter, composition = self._parameter, self.composition
         gradient = composition.gradient_of(parameter)
         assert gradient is not None
-        elementwise = stored.elementwise_state(parameter, state)
+        elementwise = stored_parts.elementwise_state(parameter, state)
         self._group = clone_settings(group)
         self._state = {
             key: reading(state, key).clone() if key in elementwise else clone_value(value)
@@ -160,10 +160,10 @@ class _WholeTensorStep:
         self._shadow.step(self._group, state, moved, gradient, self._gradient.dtype)
         self._flat = {
             key: _in_layout(value, layout)
-            for key, value in stored.elementwise_state(moved, state).items()
+            for key, value in stored_parts.elementwise_state(moved, state).items()
             if value.is_floating_point()
         }
-        self._flat[stored.PARAMETER] = _in_layout(moved.sub_(self._weight), layout)
+        self._flat[stored_parts.PARAMETER] = _in_layout(moved.sub_(self._weight), layout)
         self._position = 0
 
     def displacement(
@@ -175,7 +175,7 @@ class _WholeTensorStep:
         for key, values in self._flat.items():
             if key in state:
                 state[key] = values[slots]
-        out.copy_(self._flat[stored.PARAMETER][slots])
+        out.copy_(self._flat[stored_parts.PARAMETER][slots])
         return True
 
     def release_clones(self) -> None:

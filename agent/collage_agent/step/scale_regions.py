@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from collage_optim.from_host import from_host
 from collage_optim.numerics.cast_formats import CastFormat, route_of
-from collage_optim.stepping import local_part
+from collage_optim.tensor_step import local_part
 from torch import Tensor
 
-from collage_agent.sample.quantised import reading
+from collage_agent.sample.quantised_states import reading
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.sample.stored import PARAMETER, Composition
-from collage_agent.stats.elements import max_norms
+from collage_agent.sample.stored_parts import PARAMETER, Composition
+from collage_agent.stats.nonfinite import max_norms
 from collage_agent.stats.step_view import LargestWeights
 from collage_agent.step.gather import BlockLayout
 from collage_agent.step.layout import StateLayout

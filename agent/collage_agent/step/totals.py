@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import MEASURES, OPTIONAL, StepView, Sums, classes, edq, update_histogram
-from collage_agent.stats.blocks import Segments
+from collage_agent.stats.block_sums import Segments
 from collage_agent.stats.classes import active_elements
 from collage_agent.stats.intervals import (
     NOTHING_SEEN,

@@ -1,6 +1,6 @@
 """A tensor with a sparse gradient, measured where the step touches it: nothing moves elsewhere.
 
-`plan.py` makes a `TouchedBucket` of such a tensor. It overrides the parts of `Bucket` that depend on the rows:
+`bucket_planner.py` makes a `TouchedBucket` of such a tensor. It overrides what depends on the rows in `Bucket`:
 `gather_before`, `measure`, `look_at_whole` and the memory of a step.
 """
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.intent.choose import Intent
+from collage_agent.intent.intent_choice import Intent
 from collage_agent.sample.sampling import TensorSample, block_elements
 from collage_agent.stats.intervals import population_factor
 from collage_agent.stats.step_view import StepView
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.gather import BlockLayout, Staging
-from collage_agent.step.observe import Scratch, Tile
+from collage_agent.step.observed_step import Scratch, Tile
 from collage_agent.step.totals import SampleSizes
 from collage_monitor.table import Axis, Table
 

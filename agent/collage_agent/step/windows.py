@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.sample.stored import PARAMETER
+from collage_agent.sample.stored_parts import PARAMETER
 from collage_agent.stats.casts import cast_block_sums
-from collage_agent.stats.elements import nonfinite
+from collage_agent.stats.nonfinite import nonfinite
 from collage_agent.stats.several_steps import window_block_sums
 from collage_agent.stats.step_view import LargestWeights
 from collage_agent.step.bucket import Bucket
-from collage_agent.step.observe import KeptWeights
-from collage_agent.training.scaling import loss_scaling
+from collage_agent.step.observed_step import KeptWeights
+from collage_agent.training.skipped_steps import loss_scaling
 from collage_monitor.table import Axis, Table
 
 __all__ = ["CYCLE_WINDOWS", "WindowSchedule", "WindowSpan", "Windows"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from collage_optim.stepping import local_part
+from collage_optim.tensor_step import local_part
 from torch import Tensor
 
 from collage_agent.training.shard import Shard

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
-from collage_optim.stepping import local_part
+from collage_optim.tensor_step import local_part
 from torch import Tensor, distributed, nn
 
 from collage_agent.training.shard import Piece, Shard

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Final
 
-from collage_optim.stepping import local_part
+from collage_optim.tensor_step import local_part
 from torch import Tensor, distributed, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer

@@ -11,9 +11,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from collage_agent.settings import DeliveryLimits, is_second_writers
-from collage_agent.transport.counts import Place, ReportCounts
+from collage_agent.run_settings import DeliveryLimits, is_second_writers
 from collage_agent.transport.envelope import Envelope, Transport
+from collage_agent.transport.report_counts import Place, ReportCounts
 from collage_agent.transport.spool import SpoolFile, join_gap
 from collage_monitor.backoff import Backoff
 from collage_monitor.errors import (

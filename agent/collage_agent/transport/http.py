@@ -11,7 +11,7 @@ from typing import Final
 
 import httpx
 
-from collage_agent.settings import DeliveryLimits
+from collage_agent.run_settings import DeliveryLimits
 from collage_agent.transport.envelope import WORKER_THREAD_NAME, Envelope
 from collage_monitor.backoff import Backoff
 from collage_monitor.certificates import trusted_certificates

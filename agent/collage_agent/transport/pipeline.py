@@ -10,15 +10,15 @@ from typing import Final, Literal
 
 from collage_agent.launch.identity import Identity
 from collage_agent.mirrors.mirroring import Mirrors
-from collage_agent.settings import Resume, Settings
-from collage_agent.transport.counts import ReportCounts
+from collage_agent.run_settings import Resume, Settings
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import WORKER_THREAD_NAME, Transport
 from collage_agent.transport.http import HttpTransport
 from collage_agent.transport.queue import BoundedQueue
 from collage_agent.transport.replay import Replay
+from collage_agent.transport.report_counts import ReportCounts
 from collage_agent.transport.spool import SpoolFile, spool_path
-from collage_agent.transport.stream import StreamSender
+from collage_agent.transport.stream_sender import StreamSender
 from collage_monitor.errors import CollageError, Unavailable
 
 __all__ = ["DeliveryPipeline", "FinalState"]

@@ -13,7 +13,7 @@ import torch
 
 from collage_agent.launch.identity import Identity
 from collage_agent.measurement import Layout, Measurement
-from collage_agent.transport.counts import ReportCounts
+from collage_agent.transport.report_counts import ReportCounts
 
 __all__ = [
     "AttemptStart",

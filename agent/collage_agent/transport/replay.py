@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from collage_agent.settings import DeliveryLimits, is_second_writers
-from collage_agent.transport.counts import ReportCounts
+from collage_agent.run_settings import DeliveryLimits, is_second_writers
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Transport
+from collage_agent.transport.report_counts import ReportCounts
 from collage_agent.transport.spool import SpoolFile, abandoned_spools, waiting_spools
 from collage_monitor.errors import CollageError, NotAuthorised, NotFound
 

@@ -12,23 +12,23 @@ from collage_optim import CollageOptimizer
 from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
+from collage_agent.error_guard import Guard
 from collage_agent.expectations import Expectations
-from collage_agent.guard import Guard
 from collage_agent.measurement import Layout, Measurement, Reporter
-from collage_agent.options import WatchOptions
 from collage_agent.stats import MEASURES, OWN, failures
 from collage_agent.step.totals import TableUnion
-from collage_agent.training.parameters import WatchedParameter
-from collage_agent.training.scaling import most_skipped
-from collage_agent.watching.averages import AverageWatch
-from collage_agent.watching.contract import Contract
-from collage_agent.watching.description import joined
+from collage_agent.training.skipped_steps import most_skipped
+from collage_agent.training.watched_parameters import WatchedParameter
+from collage_agent.watch_options import WatchOptions
+from collage_agent.watching.average_watch import AverageWatch
+from collage_agent.watching.expectation_check import Contract
 from collage_agent.watching.governor import Governor
-from collage_agent.watching.history import StepHistory
 from collage_agent.watching.hooks import OptimizerHooks
-from collage_agent.watching.resume import largest_step_count
-from collage_agent.watching.trained import bytes_per_parameter
-from collage_agent.watching.unseen import SeenBy
+from collage_agent.watching.resume_check import largest_step_count
+from collage_agent.watching.step_history import StepHistory
+from collage_agent.watching.trained_parameters import bytes_per_parameter
+from collage_agent.watching.unseen_steps import SeenBy
+from collage_agent.watching.watch_description import joined
 from collage_monitor import wire
 from collage_monitor.statistics.averages import KEYS
 from collage_monitor.table import Table

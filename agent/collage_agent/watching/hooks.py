@@ -15,26 +15,26 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.guard import Guard
+from collage_agent.error_guard import Guard
 from collage_agent.intent.before_after import BeforeAfter, WholeTensor
-from collage_agent.intent.choose import Intent, IntentCache, fitting_class
-from collage_agent.intent.clone import isolated
-from collage_agent.intent.foreign import ForeignOptimizer
-from collage_agent.options import WatchOptions
+from collage_agent.intent.foreign_optimizers import ForeignOptimizer
+from collage_agent.intent.intent_choice import Intent, IntentCache, fitting_class
+from collage_agent.intent.optimizer_clone import isolated
 from collage_agent.step.measurer import StepMeasurer
 from collage_agent.step.rotation import is_whole
 from collage_agent.step.windows import Windows
 from collage_agent.training.ddp import stepping_optimizer
 from collage_agent.training.deepspeed import SubGroup
-from collage_agent.training.parameters import WatchedParameter, regrouped, watched_parameters
-from collage_agent.training.scaling import SkippedSteps
 from collage_agent.training.shards import Sharding
-from collage_agent.watching.description import IN_PARTS, describe, notes_on
+from collage_agent.training.skipped_steps import SkippedSteps
+from collage_agent.training.watched_parameters import WatchedParameter, regrouped, watched_parameters
+from collage_agent.watch_options import WatchOptions
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.iterations import Iterations
-from collage_agent.watching.resume import ResumeCheck
-from collage_agent.watching.saved import CheckpointComparison
-from collage_agent.watching.unseen import NOTES, SeenBy, UnseenSteps
+from collage_agent.watching.resume_check import ResumeCheck
+from collage_agent.watching.saved_numbers import CheckpointComparison
+from collage_agent.watching.unseen_steps import NOTES, SeenBy, UnseenSteps
+from collage_agent.watching.watch_description import IN_PARTS, describe, notes_on
 from collage_monitor import wire
 from collage_monitor.table import Table
 

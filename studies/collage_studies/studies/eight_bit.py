@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
-from collage_agent.options import WatchArguments
+from collage_agent.watch_options import WatchArguments
 from collage_demo.recipe import Plan, Recipe
 from collage_demo.training import new_model, new_model_and_optimizer
 from torch import nn

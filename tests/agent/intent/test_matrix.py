@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.intent.clone import isolated
+from collage_agent.intent.optimizer_clone import isolated
 from collage_agent.step.touched_rows import TouchedBucket
 
 from tests.agent.intent.matrix import BF16, CASES, CONFIGURATIONS, model, table

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchao.optim
 import transformers
-from collage_agent.intent.choose import choose_intent
+from collage_agent.intent.intent_choice import choose_intent
 from collage_agent.intent.selftest import run_selftest
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from collage_agent.stats.blocks import Segments
+from collage_agent.stats.block_sums import Segments
 from collage_agent.stats.edq import edq_block_sums, edq_products, squared_block_sums
 from collage_agent.stats.intervals import (
     fourth_moments,

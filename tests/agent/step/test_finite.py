@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.step import observe
+from collage_agent.step import observed_step
 
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, mlp_loss
@@ -29,5 +29,5 @@ def totals(bad):
 @pytest.mark.parametrize("bad", [False, True])
 def test_both_ways_to_find_what_is_not_finite_agree(bad, monkeypatch):
     found = totals(bad)
-    monkeypatch.setattr(observe, "on_host", lambda rows: False)
+    monkeypatch.setattr(observed_step, "on_host", lambda rows: False)
     torch.testing.assert_close(found, totals(bad), rtol=0, atol=0, equal_nan=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from collage_agent import guard
+from collage_agent import error_guard
 from collage_agent.handle import watch
 from collage_agent.step.bucket import Bucket
 
@@ -22,9 +22,9 @@ def test_oracles_attach_anew_after_a_failure_before_the_step(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Bucket, "gather_before", fails)
-        guard.raise_in_tests(False)
+        error_guard.raise_in_tests(False)
         train(model, optimizer, 1, start=3)
-    guard.raise_in_tests(True)
+    error_guard.raise_in_tests(True)
     train(model, optimizer, 2, start=4)
     last = recorder.measurements[-1]
     assert [measurement.step for measurement in recorder.measurements] == [1, 2, 3, 5, 6]

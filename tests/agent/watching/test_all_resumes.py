@@ -19,9 +19,9 @@ from collage_optim import CollageAdamW, CollageLion
 from safetensors.torch import load, save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from tests.agent.watching import test_saved
-from tests.agent.watching.test_resume import LOADS_WELL, Saved, named
-from tests.agent.watching.test_saved import BF16, Job
+from tests.agent.watching import test_saved_numbers
+from tests.agent.watching.test_resume_check import LOADS_WELL, Saved, named
+from tests.agent.watching.test_saved_numbers import BF16, Job
 
 FP32 = torch.float32
 OPTIMIZERS = {
@@ -137,7 +137,7 @@ LOSSES = (
 
 @pytest.fixture(autouse=True)
 def _optimizers(monkeypatch):
-    monkeypatch.setattr(test_saved, "KINDS", OPTIMIZERS)
+    monkeypatch.setattr(test_saved_numbers, "KINDS", OPTIMIZERS)
 
 
 @pytest.mark.drawn

@@ -9,12 +9,12 @@ import torch
 from collage_agent import ExpectationBroken
 from collage_agent.expectations import BREACH_EXIT_STATUS, Expectations
 from collage_agent.handle import watch
-from collage_agent.settings import watch_defaults
+from collage_agent.run_settings import watch_defaults
 from collage_optim import CollageAdamW
 from torch import nn
 
 from collage_monitor.strategies import STRATEGIES
-from tests.agent.watching.test_resume import Saved
+from tests.agent.watching.test_resume_check import Saved
 from tests.keepers.ways import BF16, FP32, ways
 
 WAYS = [way for way in ways() if way.seen != "unknown"]

@@ -1,0 +1,181 @@
+"""Probe runs: clones of the user's optimizer that step random tensors on the host, and how runs are compared."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from collage_agent.intent.optimizer_clone import (
+    clone_group,
+    clone_optimizer,
+    clone_value,
+    uncompiled,
+    undecorated_step,
+)
+from collage_agent.intent.weight_bits import UnsignedBits
+from collage_agent.intent.widening import Widening, widened
+from collage_agent.sample.state_mappings import flat_state, nested_state
+from collage_agent.sample.stored_parts import PLAIN, Composition
+
+__all__ = ["HOST", "ProbeRun", "STEPS", "TOLERANCE", "gradients_of", "same_displacements", "same_scalars"]
+
+HOST: Final = torch.device("cpu")
+STEPS: Final = 16
+TOLERANCE: Final = 1e-9
+_NOISY_STEPS: Final = 8
+_SMALLEST_RATE: Final = 1e-4
+_PROBE_RATE: Final = 1e-3
+
+
+class ProbeRun:
+    """A clone that steps its own tensors; `displacements` are those of the last step."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        start: Sequence[Tensor],
+        widening: Widening | None = None,
+        composition: Composition = PLAIN,
+    ) -> None:
+        """composition: says where the optimizer looks for gradients."""
+        self.parameters = [tensor.clone() for tensor in start]
+        self._composition = composition
+        self._widening = widening
+        self._clone = clone_optimizer(optimizer)
+        self._step = undecorated_step(optimizer)
+        numbers = _narrow_floats(vars(self._clone))
+        if widening is not None and numbers:
+            vars(self._clone).update(widened(numbers))
+            widening.narrowed = True
+        own = clone_group(_on_host(group), type(optimizer), HOST)
+        rate = own.get("lr", 1.0)
+        # None: the optimizer works its rate out itself.
+        if rate is not None and float(rate) < _SMALLEST_RATE:
+            # Some refuse a rate that is a number where theirs was a tensor.
+            own["lr"] = torch.full_like(rate, _PROBE_RATE) if isinstance(rate, Tensor) else _PROBE_RATE
+        own["params"] = self.parameters
+        self._clone.param_groups = [own]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The clone that takes the steps."""
+        return self._clone
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The settings that it steps by."""
+        return self._clone.param_groups[0]
+
+    def step(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Take a step with these gradients; the displacements."""
+        before = [parameter.clone() for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            self._composition.give(parameter, gradient.clone())
+        with uncompiled(type(self._clone)), self._widening or UnsignedBits():
+            self._step(self._clone)
+        return [parameter - start for parameter, start in zip(self.parameters, before, strict=True)]
+
+    def state(self, index: int) -> dict[str, Any]:
+        """The state of the tensor; its tensors are the run's own."""
+        return dict(flat_state(self._clone.state, self.parameters, index))
+
+    def take_over(self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], other: ProbeRun) -> None:
+        """Continue from these values, with the run state that `other` keeps in its group and its instance."""
+        for mine, value in zip(self.parameters, parameters, strict=True):
+            mine.copy_(value)
+        fresh = clone_optimizer(other._clone)
+        fresh.param_groups = [{**_settings_of(other._clone.param_groups[0]), "params": self.parameters}]
+        fresh.state = defaultdict(dict)
+        others: dict[Any, Any] = other._clone.state
+        for key, value in others.items():
+            if not isinstance(key, Tensor):
+                fresh.state[key] = clone_value(value)
+        for mine, state in zip(self.parameters, states, strict=True):
+            if state:
+                fresh.state[mine] = nested_state(state)
+        self._clone = fresh
+
+    def scalars(self, index: int = 0) -> dict[str, float]:
+        """Every float that the run keeps in its group, its instance and the state of one tensor."""
+        group = self._clone.param_groups[0]
+        found = dict(_floats("group", {key: value for key, value in group.items() if key != "params"}))
+        attributes = {k: v for k, v in vars(self._clone).items() if k not in ("state", "param_groups", "defaults")}
+        found.update(_floats("instance", attributes))
+        found.update(_floats("state", self.state(index)))
+        return found
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's unchanged settings and run state, without its parameters."""
+    return {key: clone_value(value) for key, value in group.items() if key != "params"}
+
+
+def gradients_of(shapes: Sequence[tuple[int, ...]], generator: torch.Generator) -> Iterator[list[Tensor]]:
+    """Gradients whose elements differ by many powers of ten: noise at first, then a steady direction."""
+
+    def normal(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    scales = [10.0 ** (2.0 * normal(shape)).clamp(-5, 3) for shape in shapes]
+    directions = [normal(shape) for shape in shapes]
+    for _ in range(_NOISY_STEPS):
+        yield [scale * normal(shape) for scale, shape in zip(scales, shapes, strict=True)]
+    while True:
+        yield [
+            scale * (direction + 0.1 * normal(shape))
+            for scale, direction, shape in zip(scales, directions, shapes, strict=True)
+        ]
+
+
+def same_displacements(values: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether displacements equal the expected ones, relative to the largest of their tensor."""
+    for value, wanted in zip(values, expected, strict=True):
+        if not bool((value - wanted).abs().max() <= TOLERANCE * wanted.abs().max()):
+            return False
+    return True
+
+
+def same_scalars(one: ProbeRun, other: ProbeRun, index: int = 0) -> bool:
+    """Whether both keep the same floats; `index`: the tensor of `one` that `other` steps first."""
+    expected, found = one.scalars(index), other.scalars()
+    return expected.keys() == found.keys() and all(
+        math.isclose(value, found[key], rel_tol=TOLERANCE, abs_tol=TOLERANCE) or math.isnan(value)
+        for key, value in expected.items()
+    )
+
+
+def _narrow_floats(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The numbers that an instance keeps as tensors of less than 64 bits."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    }
+
+
+def _floats(where: str, value: object) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and value.is_floating_point():
+            yield where, float(value)
+    elif isinstance(value, float):
+        yield where, value
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _floats(f"{where}.{key}", entry)
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from _floats(f"{where}.{index}", entry)
+
+
+def _on_host(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().cpu() if isinstance(value, Tensor) and key != "params" else value
+        for key, value in group.items()
+    }

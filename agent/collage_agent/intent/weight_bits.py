@@ -1,0 +1,131 @@
+"""Steps that take a weight apart into bits, in exact arithmetic: the bits stand for the number that they make up.
+
+Code that knows 16-bit weights reads them as integers, appends the bits that are kept beside them, and writes both
+halves back; code that rounds at random adds noise to the bits below. Neither operation makes sense for an fp64
+number. So an integer view of one carries the number itself: whatever is done to the integers, viewed as a float
+they are that number. `observed_storage.py` checks it against a clone in the weight's own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["CarriedNumbers", "UnsignedBits"]
+
+_INTEGERS: Final = frozenset(
+    (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32)
+)  # As wide as fp64 itself, int64 shows its own bits.
+_UNSIGNED: Final = frozenset((torch.uint16, torch.uint32))
+_OF_BITS: Final = frozenset(
+    f"{start}{name}{end}"
+    for name in ("and", "or", "xor", "lshift", "rshift", "add", "sub", "invert")
+    for start, end in (("__", "__"), ("__r", "__"), ("__i", "__"))
+) | frozenset(
+    f"{name}{end}"
+    for name in (
+        *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift", "bitwise_right_shift"),
+        *("add", "sub"),
+    )
+    for end in ("", "_")
+)
+
+
+class CarriedNumbers:
+    """Integer tensors of one step that carry fp64 numbers, and the results of operations on them. `met`: whether
+    any did."""
+
+    def __init__(self) -> None:
+        self.met = False
+        self._carried: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def clear(self) -> None:
+        """The step is over."""
+        self._carried.clear()
+
+    def result_of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of `func` if a number is viewed as bits, or bits that carry one are used; otherwise None."""
+        seen_as = _dtype_of_view(func, args, kwargs)
+        first = args[0] if args else None
+        # A single number is a setting that is rounded on purpose, such as a β, and no weight.
+        weights = isinstance(first, Tensor) and first.dtype == torch.float64 and first.dim()
+        if isinstance(first, Tensor) and weights and seen_as in _INTEGERS:
+            self.met = True
+            return self._carrier(first, seen_as)
+        if not self._carried:
+            return None
+        numbers = [self._number(value) for value in args[:2]]
+        number = next((known for known in numbers if known is not None), None)
+        if number is None:
+            return None
+        if seen_as is not None:
+            return number if seen_as.is_floating_point else self._carrier(number, seen_as)
+        if func is Tensor.copy_:
+            return self._copied(args[0], numbers)
+        if func.__name__ in _OF_BITS:
+            return self._worked_on(func.__name__, args, numbers, number)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and not result.is_floating_point() and result.dtype != torch.bool:
+            return self._tag(result, number.clone() if result.shape == number.shape else func(number, *args[1:]))
+        return result
+
+    def _number(self, value: object) -> Tensor | None:
+        known = self._carried.get(id(value))
+        return None if known is None else known[1]
+
+    def _tag(self, integers: Tensor, number: Tensor) -> Tensor:
+        self._carried[id(integers)] = integers, number
+        return integers
+
+    def _carrier(self, number: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._tag(torch.zeros(number.shape, dtype=dtype, device=number.device), number)
+
+    def _copied(self, target: Tensor, numbers: list[Tensor | None]) -> Tensor:
+        known, source = numbers
+        if source is None:
+            return target
+        if known is None:
+            return self._tag(target, source.clone())
+        known.copy_(source)
+        return target
+
+    def _worked_on(self, name: str, args: tuple[Any, ...], numbers: list[Tensor | None], number: Tensor) -> Tensor:
+        """Bits put together, shifted or masked; noise below them is not part of the number."""
+        target: Tensor = args[0]
+        if (name.startswith("__i") and name != "__invert__") or (name.endswith("_") and not name.endswith("__")):
+            return target if numbers[0] is not None else self._tag(target, number.clone())
+        carrier = args[0] if numbers[0] is not None else args[1]
+        return self._carrier(number.clone(), carrier.dtype)
+
+
+def _dtype_of_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype as which a tensor is to be seen; None: it is another call."""
+    if func is not Tensor.view:
+        return None
+    asked = kwargs.get("dtype", args[1] if len(args) == 2 else None)
+    return asked if isinstance(asked, torch.dtype) else None
+
+
+class UnsignedBits(TorchFunctionMode):
+    """While entered, bits of unsigned 16 and 32-bit integers can be worked on: torch's host has no kernels for it
+    but in compiled code."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or first.dtype not in _UNSIGNED or func.__name__ not in _OF_BITS:
+            return func(*args, **(kwargs or {}))
+        kind = first.dtype
+        wide = [value.to(torch.int64) if isinstance(value, Tensor) else value for value in args]
+        found = func(*wide, **(kwargs or {})).bitwise_and(2 ** (8 * kind.itemsize) - 1).to(kind)
+        in_place = func.__name__.endswith("_") and not func.__name__.endswith("__")
+        return first.copy_(found) if in_place else found

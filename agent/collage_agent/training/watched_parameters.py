@@ -1,0 +1,134 @@
+"""Which parameters are watched, their names, and how they follow changes of parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from collage_optim.names import plain_name
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from collage_agent.training.shard import Shard
+from collage_agent.training.shards import Sharding
+from collage_agent.watch_options import WatchOptions
+from collage_monitor import wire
+
+__all__ = ["WatchedParameter", "regrouped", "watched_parameters"]
+
+_LONGEST_NAME: Final = 512
+
+
+@dataclass(frozen=True)
+class WatchedParameter:
+    """One parameter tensor (this rank's shard of it) under its fully qualified name.
+
+    stepped: whether the optimizer still has it; if not, `group` is its former group.
+    """
+
+    name: str
+    parameter: Tensor
+    group: int
+    module_type: str
+    shard: Shard
+    stepped: bool = True
+
+    def layer(self) -> wire.Layer:
+        """How the layer is announced: the whole tensor's shape, the shard's elements."""
+        return wire.Layer(
+            name=self.name,
+            shape=list(self.shard.shape),
+            dtype=str(self.parameter.dtype).removeprefix("torch."),
+            elements=self.shard.elements,
+            module_type=self.module_type,
+            replica=self.shard.replica,
+        )
+
+
+def watched_parameters(
+    model: nn.Module, optimizer: Optimizer, options: WatchOptions, sharding: Sharding
+) -> tuple[list[WatchedParameter], list[str]]:
+    """The parameters that the optimizer steps and the options select, in the model's order; and those left out.
+
+    A tied weight counts once, under its first name. Parameters outside the model are called `group0.1` (group,
+    position). float64 parameters are not measurable: their own rounding is fp64's. Shards that are empty on this
+    rank are among them, so that every rank announces the layer.
+    """
+    groups = {
+        id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+    }
+    watched: list[WatchedParameter] = []
+    left_out: list[str] = []
+    taken: set[str] = set()
+    for name, parameter, module_type, shard in _named(model, optimizer, sharding):
+        if id(parameter) not in groups or not options.selects(plain_name(name)) or 0 in shard.shape:
+            continue
+        if parameter.dtype == torch.float64 or not parameter.is_floating_point():
+            left_out.append(f"{name} ({str(parameter.dtype).removeprefix('torch.')} is not measurable)")
+            continue
+        short = plain_name(name)[:_LONGEST_NAME]
+        # A model may itself have a part called "module": then the full name tells the two apart.
+        own_name = name[:_LONGEST_NAME] if short in taken else short
+        taken.add(own_name)
+        watched.append(WatchedParameter(own_name, parameter, groups[id(parameter)], module_type, shard))
+    return watched, left_out
+
+
+def regrouped(
+    watched: Sequence[WatchedParameter], found: Sequence[WatchedParameter], members: Sequence[Sequence[int]]
+) -> tuple[list[WatchedParameter], list[WatchedParameter]]:
+    """The watched parameters in their places after groups have changed, and those found that are new.
+
+    members: the identities of each group's parameters. A parameter that the optimizer no longer has is not stepped.
+    A new parameter of the same name replaces it.
+    """
+    groups = {identity: index for index, group in enumerate(members) for identity in group}
+    kept = [
+        replace(entry, group=groups.get(id(entry.parameter), entry.group), stepped=id(entry.parameter) in groups)
+        for entry in watched
+    ]
+    known = {id(entry.parameter) for entry in watched}
+    vacant = {entry.name: place for place, entry in enumerate(kept) if not entry.stepped}
+    new = []
+    for entry in found:
+        if id(entry.parameter) in known:
+            continue
+        place = vacant.pop(entry.name, None)
+        if place is None:
+            new.append(entry)
+        else:
+            kept[place] = entry
+    return kept, new
+
+
+def _named(model: nn.Module, optimizer: Optimizer, sharding: Sharding) -> Iterator[tuple[str, Tensor, str, Shard]]:
+    for registered, parameter, module_type in _registered(model, optimizer):
+        for name, shard, own_type in sharding.pieces(registered, parameter):
+            yield name, parameter, own_type or module_type, shard
+
+
+def _registered(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, str]]:
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{prefix}.{own}" if prefix else own, parameter, _module_type(module)
+    group: dict[str, Any]
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"group{index}.{position}", parameter, ""
+
+
+def _module_type(module: nn.Module) -> str:
+    """The class's name; `fully_shard` had put its own class, FSDPLinear for Linear, in its place."""
+    kind = type(module)
+    return (
+        kind.__name__.removeprefix("FSDP")
+        if any(k.__name__ == "FSDPModule" for k in kind.__mro__)
+        else kind.__name__
+    )

@@ -1,0 +1,335 @@
+"""Checks whether an optimizer's states survived the resume.
+
+Checked once around the first measured step of a launch, and again after states are loaded later.
+Samples are read before the step, and some counters after it: a device is waited for then, and at no other step.
+Residuals of 0 are a loss only if steps leave some: what is suspected before the step is told after it.
+Only empty states are read to their end: for intact states the first tensors are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from collage_optim import RESIDUALS_FROM, CollageOptimizer
+from collage_optim.names import dtype_name
+from collage_optim.tensor_step import local_part
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from collage_agent.intent.intent_choice import Intent
+from collage_agent.sample.quantised_states import is_quantised
+from collage_agent.sample.state_mappings import state_of, states_of, step_of
+from collage_agent.sample.stored_parts import OURS, average_names, components, elementwise_state, leaves_residual
+from collage_agent.training.watched_parameters import WatchedParameter
+from collage_monitor import wire
+
+__all__ = ["ResumeCheck", "largest_step_count"]
+
+_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""What torch counts in, for what it cannot count in."""
+_SAMPLED: Final = 4096
+"""Elements of each tensor."""
+_FEWEST: Final = 64
+"""Elements that speak for the whole."""
+_FEWEST_LEFT: Final = 0.1
+"""Of the elements that moved. fp32 arithmetic itself leaves a last bit beside a few."""
+_SOME_COUNTERS: Final = 64
+_FEWEST_STEPS: Final = 2
+"""A first step at rate 0 leaves nothing beside a weight."""
+
+
+def largest_step_count(optimizer: Optimizer) -> int | None:
+    """The largest count of steps in the optimizer's states and groups; 0: none was taken, None: it keeps no count.
+
+    Synchronises, once, a device on which counts are kept: all of them are read together.
+    """
+    return _largest_of(optimizer, _counters(optimizer))
+
+
+def _largest_of(optimizer: Optimizer, counts: Sequence[Any]) -> int | None:
+    if not counts and getattr(optimizer, "defaults", {}).get("k", 0) == 0:
+        # Schedule-free optimizers and D-Adaptation count in a group's `k`, from 0; Ranger's `k` is a period.
+        counts = [group["k"] for group in optimizer.param_groups if "k" in group]
+    if counts:
+        return int(_largest(counts))
+    return None if any(optimizer.state.values()) else 0
+
+
+def _counters(optimizer: Optimizer) -> list[Any]:
+    """All counts of steps, in states and groups, as they are kept."""
+    kept = states_of(optimizer)
+    states = (kept(parameter, {}) for group in optimizer.param_groups for parameter in group["params"])
+    found = (step_of(holder) for holder in chain(states, optimizer.param_groups))
+    return [count for count in found if count is not None]
+
+
+def _largest(counts: Sequence[Any]) -> float:
+    """The largest of some counts; of those on a device all of one dtype are read together."""
+    read: list[float] = []
+    alike: dict[object, list[Tensor]] = {}
+    for count in counts:
+        if not isinstance(count, Tensor):
+            read.append(float(count))
+        elif count.is_cpu:
+            read.append(_of_count(count))
+        else:
+            alike.setdefault((count.dtype, count.device), []).append(count if not count.dim() else count.max())
+    return max([*read, *(float(torch.stack(tensors).max()) for tensors in alike.values())])
+
+
+class ResumeCheck:
+    """`losses`: the losses in the order of their discovery, each kind once."""
+
+    def __init__(self) -> None:
+        self.losses: list[wire.ResumeLoss] = []
+        self._taken: int | None = None
+        self._some: list[float] = []
+        self._absent: list[tuple[Tensor, str]] = []
+        self._suspected: _Found = {}
+        self._weights: dict[int, Tensor] = {}
+
+    def before(
+        self, optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent], step: int
+    ) -> None:
+        """The first step of a launch is about to be taken. Synchronises the device."""
+        kept, counters = _Kept(optimizer, watched, intents), _counters(optimizer)
+        taken = self._taken = _largest_of(optimizer, counters)
+        self._some = list(map(_of_count, _spread(counters)))
+        found = {**_in_narrow_counters(counters), **_in_averages(kept, taken)}
+        if _has_history(kept, taken):
+            self._suspected = _beside_weights(optimizer, kept, taken)
+            self._weights = {place: shown.clone() for place, shown, _ in _sums(kept)} if self._suspected else {}
+            self._absent = [] if self._suspected else list(_absent_beside_weights(kept))
+        for kind, (text, lasting) in found.items():
+            self._note(kind, text, step, lasting=lasting)
+
+    def after(
+        self, optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent], step: int
+    ) -> None:
+        """It has been taken. Synchronises the device."""
+        suspected, self._suspected, weights, self._weights = self._suspected, {}, self._weights, {}
+        if suspected and not _leaves_nothing(weights, _Kept(optimizer, watched, intents)):
+            for kind, (text, lasting) in suspected.items():
+                self._note(kind, text, step, lasting=lasting)
+        if self._taken and self._stands_still(optimizer):
+            text = f"the step counter stands at {self._taken:,} before a step and after it"
+            self._note("counter", text, step, lasting=True)
+        absent, self._absent = self._absent, []
+        made = [key for parameter, key in absent if key in state_of(optimizer, parameter)]
+        if made and len(made) == len(absent):
+            text = (
+                f"what stands beside the 16-bit weights ({' and '.join(dict.fromkeys(made))}) was made anew in the "
+                "first step of this launch, beside averages of earlier steps: what it had held is gone"
+            )
+            self._note("masters", text, step, lasting=False)
+
+    def _stands_still(self, optimizer: Optimizer) -> bool:
+        """Whether no counter has counted the step. One that a loss scaler skipped is none: a fused optimizer is
+        called for it, too."""
+        skipped = getattr(optimizer, "found_inf", None)
+        if skipped is not None and bool(skipped):
+            return False
+        counters = _counters(optimizer)
+        now = map(_of_count, _spread(counters))
+        if any(after > before for before, after in zip(self._some, now, strict=False)):
+            return False
+        largest = _largest_of(optimizer, counters)
+        return largest is not None and largest <= (self._taken or 0)
+
+    def _note(self, kind: wire.LossKind, text: str, step: int, *, lasting: bool) -> None:
+        if all(loss.kind != kind for loss in self.losses):
+            self.losses.append(wire.ResumeLoss(kind=kind, text=text, step=step, lasting=lasting))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Each stepped parameter that has a state, with that state and its group's intent.
+
+    Each look finds them again: 20,000 tuples that stay have Python's collector visit all there is, for longer
+    than the rest of the look takes.
+    """
+
+    optimizer: Optimizer
+    watched: Sequence[WatchedParameter]
+    intents: Sequence[Intent]
+
+    def __iter__(self) -> Iterator[tuple[WatchedParameter, Mapping[str, Any], Intent]]:
+        kept = states_of(self.optimizer)
+        for entry in self.watched:
+            if entry.stepped and (state := kept(entry.parameter, {})):
+                yield entry, state, self.intents[entry.group]
+
+
+_Found = dict[wire.LossKind, tuple[str, bool]]
+"""What was lost: the sentence, and whether it goes on."""
+
+
+def _spread(counters: Sequence[Any]) -> Sequence[Any]:
+    """A few, from all over: those of layers without a gradient stand still."""
+    return counters[:: max(-(-len(counters) // _SOME_COUNTERS), 1)]
+
+
+def _of_count(count: Any) -> float:
+    return float(count.max() if isinstance(count, Tensor) and count.dim() else count)
+
+
+def _in_narrow_counters(counters: Sequence[Any]) -> _Found:
+    """Counters in a dtype that cannot hold every count."""
+    for counter in counters:
+        if isinstance(counter, Tensor) and counter.dtype.is_floating_point and counter.dtype.itemsize < 4:
+            most = round(2 / torch.finfo(counter.dtype).eps)
+            name, value = dtype_name(counter.dtype), float(counter)
+            text = f"the step counter is kept in {name}, which counts to {most:,} and no further: it stands at "
+            text += f"{value:,.0f}"
+            return {"counter": (text, True)}
+    return {}
+
+
+def _beside_weights(optimizer: Optimizer, kept: _Kept, taken: int | None) -> _Found:
+    """Master weights that hold nothing but the weight, or residuals that are 0: all of them, or nothing is said."""
+    names: dict[wire.LossKind, dict[str, None]] = {}
+    sampled = 0
+    for entry, state, intent in kept:
+        own, weight = intent.composition, entry.parameter
+        if own.is_plain or weight.dtype.itemsize >= 4:
+            continue
+        if own is OURS and _just_converted(optimizer, entry, taken):
+            continue
+        weight = local_part(weight.detach())
+        master, residual = (state.get(key) if key else None for key in (own.master, own.residual))
+        if isinstance(master, Tensor) and local_part(master).dtype.itemsize >= 4:
+            held, shown = _sample(local_part(master)), _sample(weight)
+            if not torch.equal(held, shown.to(held.dtype)):
+                return {}
+            names.setdefault("masters", {})[str(own.master)] = None
+        elif isinstance(residual, Tensor) and not is_quantised(local_part(residual)):
+            if not _is_zero(local_part(residual)):
+                return {}
+            names.setdefault("residuals", {})[str(own.residual)] = None
+        else:
+            continue
+        sampled += min(weight.numel(), _SAMPLED)
+    if sampled < _FEWEST or len(names) != 1:
+        return {}
+    [(kind, named)] = names.items()
+    what = "every master weight equalled its 16-bit weight" if kind == "masters" else "every residual was 0"
+    steps = "" if taken is None else f", {taken:,} steps into the training"
+    text = f"{what} ({' and '.join(named)}) before the first step of this launch{steps}: what they held is gone"
+    return {kind: (text, False)}
+
+
+def _sums(kept: _Kept) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The identity and a sample of each 16-bit weight and, in fp64, of what it is with the part beside it."""
+    for entry, state, intent in kept:
+        own, weight = intent.composition, local_part(entry.parameter.detach())
+        master, residual = (state.get(key) if key else None for key in (own.master, own.residual))
+        if weight.dtype.itemsize >= 4:
+            continue
+        shown = _sample(weight)
+        if isinstance(master, Tensor):
+            yield id(entry.parameter), shown, _sample(local_part(master)).double()
+        elif isinstance(residual, Tensor) and not is_quantised(local_part(residual)):
+            yield id(entry.parameter), shown, own.residual_of(shown, _sample(local_part(residual))).add_(shown)
+
+
+def _leaves_nothing(before: Mapping[int, Tensor], kept: _Kept) -> bool:
+    """Whether the step that was taken left next to nothing beside the weights, which had nothing beside them: then
+    nothing need have been lost."""
+    moved = left = 0
+    for place, _, now in _sums(kept):
+        if place in before:
+            update = now - before[place]
+            moved += int(update.count_nonzero())
+            left += int(leaves_residual(update, before[place]).sum())
+    return left < _FEWEST_LEFT * moved
+
+
+def _absent_beside_weights(kept: _Kept) -> Iterator[tuple[Tensor, str]]:
+    """16-bit weights, with the parts that their optimizer should keep beside them and now lacks."""
+    for entry, state, intent in kept:
+        own = intent.composition
+        key = None if own is OURS else own.master or own.residual
+        if key is not None and key not in state and entry.parameter.dtype.itemsize < 4:
+            yield entry.parameter, key
+
+
+def _just_converted(optimizer: Optimizer, entry: WatchedParameter, taken: int | None) -> bool:
+    """Whether our optimizer has taken no step since it began to keep the part beside the weight."""
+    group = optimizer.param_groups[entry.group]
+    began = group.get(RESIDUALS_FROM)
+    steps = (taken or 0) - int(began or 0)
+    return isinstance(optimizer, CollageOptimizer) and began is not None and steps < _FEWEST_STEPS
+
+
+def _in_averages(kept: _Kept, taken: int | None) -> _Found:
+    """Moving averages that are 0 everywhere though steps are counted, and counts of 0 beside averages."""
+    if taken is None or 0 < taken < _FEWEST_STEPS:
+        return {}
+    zero: dict[str, bool] = {}
+    sampled: dict[str, int] = {}
+    settled: set[object] = set()
+    for entry, state, intent in kept:
+        # Once an average is seen to hold something, those of its name in states alike need no look.
+        if (alike := (entry.group, *state)) in settled:
+            continue
+        names = []
+        for name, tensors in _averages(entry, state, intent):
+            names.append(name)
+            if zero.setdefault(name, True):
+                zero[name] = all(map(_is_zero, tensors))
+                sampled[name] = sampled.get(name, 0) + min(tensors[0].numel(), _SAMPLED)
+        if not any(zero[name] for name in names):
+            settled.add(alike)
+    known = {name: empty for name, empty in zero.items() if not empty or sampled[name] >= _FEWEST}
+    gone = [name for name, empty in known.items() if empty]
+    if gone and taken:
+        text = (
+            f"{' and '.join(gone)} {'was' if len(gone) == 1 else 'were'} 0 everywhere before the first step of "
+            f"this launch, though {taken:,} steps are counted"
+        )
+        return {"averages": (text, False)}
+    if taken == 0 and known and not all(known.values()):
+        held = " and ".join(name for name, empty in known.items() if not empty)
+        text = f"steps are counted from 0 again, though {held} came along: bias is corrected for as if it had not"
+        return {"count": (text, False)}
+    return {}
+
+
+def _has_history(kept: _Kept, taken: int | None) -> bool:
+    """Whether steps were taken before: by the count, or where none is kept by averages that hold something."""
+    if taken is not None:
+        return taken >= _FEWEST_STEPS
+    return any(
+        not _is_zero(tensor)
+        for entry, state, intent in kept
+        for _, tensors in _averages(entry, state, intent)
+        for tensor in tensors
+    )
+
+
+def _averages(
+    entry: WatchedParameter, state: Mapping[str, Any], intent: Intent
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """The name of each moving average of a parameter, and its tensors."""
+    keys = tuple(elementwise_state(entry.parameter, state))
+    for name in average_names(keys, intent.composition):
+        tensors = [local_part(state[key]) for key in components(name, keys, intent.composition)]
+        if not any(map(is_quantised, tensors)):
+            yield name, tensors
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    """Whether the sampled elements are all 0."""
+    sampled = _sample(tensor)
+    signed = _SIGNED.get(sampled.dtype)
+    return not bool((sampled if signed is None else sampled.view(signed)).count_nonzero())
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Elements at equal distances, at most _SAMPLED."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(-(-flat.numel() // _SAMPLED), 1)]

@@ -1,0 +1,307 @@
+"""The texts about a watch: the last step's numbers, and in words how much was lost, where, and advice.
+
+The words are those of `collage_monitor.judgement`, about the recent past.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_agent.measurement import Layout, Measurement
+from collage_agent.watching.step_history import MODEL, PastTotals
+from collage_monitor import judgement, wire
+from collage_monitor.judgement import (
+    EDQ_TOLERANCE,
+    LOST_TOLERANCE,
+    STATE_TOLERANCE,
+    Evidence,
+    Judgement,
+    Values,
+    average_findings,
+    finite,
+    judge,
+    labelled,
+    longest_window,
+    percent,
+    state_decrements,
+)
+from collage_monitor.onset import find_onset, since_in_words
+from collage_monitor.statistics import finish, finish_all, reduce_shards
+from collage_monitor.strategies import STRATEGIES
+
+__all__ = [
+    "average_in_words",
+    "average_word",
+    "edq_change",
+    "evidence_of_past",
+    "judgement_text",
+    "summarise",
+]
+
+
+_WORST: Final = 3
+_ZERO_TOLERANCE: Final = 0.01
+_WORTH_A_DELTA: Final = 0.5
+"""Share of a copy's bytes below which sending what changed is worth saying."""
+_DRIFT_TOLERANCE: Final = 0.25
+_STEPS_KEPT: Final = ("edq_oracle_ratio", "state_decrement_ratio/")
+"""What may be off although each step arrives."""
+_NO_MEASUREMENTS: Final[Mapping[tuple[str, ...], Measurement]] = {}
+
+
+def summarise(
+    measurement: Measurement | None, occasional: Mapping[tuple[str, ...], Measurement] = _NO_MEASUREMENTS
+) -> dict[str, Any]:
+    """{"step", "model": {key: value}, "layers": {name: {key: value}}}; empty before the first measured step.
+
+    `occasional`: keys of statistics that not every step reports, with the last measurement that has them.
+    Layers merge into the model as shards do. Undefined values are None. Synchronises the device.
+    """
+    if measurement is None:
+        return {"step": None, "model": {}, "layers": {}}
+    totals = _totals(measurement)
+    for keys, earlier in occasional.items():
+        found = _totals(earlier)
+        for key in keys:
+            totals[key] = np.full_like(totals["elements"], np.nan)
+            totals[key][: len(found[key])] = found[key]
+    finished = finish_all(totals)
+    model = finish_all(reduce_shards(totals, axis=0))
+    return {
+        "step": measurement.step,
+        "model": {key: _value(value) for key, value in model.items()},
+        "layers": {
+            layer.name: {key: _value(values[index]) for key, values in finished.items()}
+            for index, layer in enumerate(measurement.layout.layers)
+        },
+    }
+
+
+def evidence_of_past(past: PastTotals | None, layout: Layout | None, info: wire.WatchInfo) -> Evidence:
+    """The recent past as a judgement takes it."""
+    if past is None or layout is None:
+        return Evidence({}, watch=info)
+    recent = past.recent()
+    return judgement.evidence_of(
+        {key: values[:, MODEL] for key, values in recent.totals.items()},
+        {key: values[:, MODEL + 1 :] for key, values in recent.totals.items()},
+        [layer.name for layer in layout.layers],
+        watch=info,
+        first_step=recent.first_steps[0],
+        last_step=recent.last_steps[-1],
+    )
+
+
+def edq_change(past: PastTotals | None, layout: Layout | None) -> str | None:
+    """A sentence on the last abrupt change of EDQ, and its layers; None if it changed gradually."""
+    if past is None or layout is None:
+        return None
+    edq = finish("edq_ratio", past.totals).T
+    names = [layer.name for layer in layout.layers]
+    found = find_onset(
+        past.first_steps,
+        edq[MODEL],
+        dict(zip(names, edq[MODEL + 1 :], strict=True)),
+        least=EDQ_TOLERANCE,
+        last_steps=past.last_steps,
+    )
+    return since_in_words(found, past.first_steps, edq[MODEL], "EDQ", tolerance=EDQ_TOLERANCE)
+
+
+def judgement_text(evidence: Evidence, summary: Mapping[str, Any], changed: str | None = None) -> str:
+    """Several lines for people. `summary` is that of the last measured step, for what only it has; `changed` is the
+    sentence of `edq_change`."""
+    info = evidence.watch
+    assert info is not None
+    believed = f", believed to be {info.strategy}" if info.strategy not in (None, info.observed_strategy) else ""
+    head = f"{info.optimizer}, {info.dtype}, strategy {info.observed_strategy}{believed}"
+    notes = [f"  finding: {found}" for found in (info.fingerprint.findings if info.fingerprint else ())]
+    notes += [f"  expectation broken: {breach}" for breach in info.broken]
+    notes += [f"  note: {info.intent_reason}"] if info.intent_reason else []
+    notes += [f"  note: {info.conversion}"] if info.conversion is not None else []
+    notes += [f"  note: {info.continuation}"] if info.continuation is not None else []
+    if not evidence.model:
+        due = f"steps divisible by {info.every} (fewer where they cost too much), and the first one of this launch"
+        return "\n".join([f"{head}: nothing measured yet; to be measured: {due}", *notes])
+    found = judge(evidence)
+    lines = [f"{head}, step {evidence.last_step}: {found.health}", f"  {found.text}"]
+    if info.fingerprint and info.fingerprint.unexplained:
+        return "\n".join([*lines, *notes])
+    lines += [f"  since when: {changed}"] if changed else []
+    lines += notes
+    if info.intent == "whole-tensor" and evidence.model.get("edq_ratio") is None:
+        lines.append("  EDQ is not known yet: whole tensors take turns, and the round is not complete")
+    if evidence.model.get("edq_ratio") is not None:
+        lines += [f"  {line}" for line in _body(evidence, summary["model"], found)]
+    return "\n".join(lines)
+
+
+def _body(evidence: Evidence, last: Values, found: Judgement) -> Iterator[str]:
+    model, info = evidence.model, evidence.watch
+    assert info is not None
+    edq = f"{model['edq_ratio']:.4f}{_interval(model, 'edq_ratio')}"
+    yield f"EDQ {edq}: the share of the intended descent that arrived"
+    yield from _lost(model, info)
+    yield from _worst_layers(evidence.layers)
+    yield from _states(model, found)
+    yield from _underflowed(model, info)
+    yield from _oracle(model)
+    yield from _copies(model)
+    yield from average_in_words(model)
+    if info.observed_strategy in ("plain", "unknown"):
+        yield from _grid(last)
+    yield from _advice(found)
+
+
+def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
+    window, seen = longest_window(model, "lost_window_ratio"), longest_window(model, "lost_visible_window_ratio")
+    if window is not None:
+        visible = (
+            "" if seen is None or seen == window else f", of those that the forward pass sees {percent(seen[1])}"
+        )
+        yield f"updates rounded away over {window[0]} steps: {percent(window[1])}{visible}"
+    lost = finite(model.get("lost_update_ratio"))
+    if lost is None:
+        return
+    strategy = STRATEGIES.get(info.shown_strategy)
+    of_layers = info.fingerprint.layer_rounds_at_random if info.fingerprint else {}
+    caution = ""
+    if (strategy is not None and strategy.stochastic) or any(of_layers.values()):
+        advice = "the window above judges it" if window is not None else "watch with windows=(64,) to judge it"
+        caution = f"; one step misjudges stochastic rounding, {advice}"
+    between = _interval(model, "lost_update_ratio", percent)
+    yield f"updates rounded away in a step: {percent(lost)}{between}{caution}"
+
+
+def _copies(model: Values) -> Iterator[str]:
+    """The size of a sync of copies after each step, if that saves at least half."""
+    for label, share in labelled(model, "cast_sync_ratio").items():
+        sent = finite(model.get(f"cast_sync_bytes/{label}"))
+        if sent is not None and 0 < share < _WORTH_A_DELTA:
+            yield (
+                f"sending only what a step changes of a {label} copy takes {sent:,.0f} bytes, {percent(share)} of "
+                f"the whole copy ({sent / share:,.0f})"
+            )
+
+
+def _worst_layers(layers: Mapping[str, Values]) -> Iterator[str]:
+    """The layers with the largest error, where overshoot does not hide losses."""
+    known = [
+        (name, error) for name, values in layers.items() if (error := finite(values.get("update_error_ratio")))
+    ]
+    known.sort(key=lambda entry: -entry[1])
+    if known:
+        told = [
+            f"{name} (EDQ {_of(values, 'edq_ratio'):.3f}, lost {percent(_of(values, 'lost_update_ratio'))})"
+            for name, values in ((name, layers[name]) for name, _ in known[:_WORST])
+        ]
+        yield f"worst layers: {', '.join(told)}"
+
+
+def _of(values: Values, key: str) -> float:
+    return finite(values.get(key)) or 0.0
+
+
+def _states(model: Values, judged: Judgement) -> Iterator[str]:
+    found = state_decrements(model)
+    for name, value in found.items():
+        against = {finding.health for finding in judged.findings if finding.key == f"state_decrement_ratio/{name}"}
+        if "states are stuck" in against:
+            told = "it hardly decays, grows too large and makes later steps wrong; EDQ cannot see that"
+        elif "steps are off" in against:
+            told = "it decays too fast"
+        elif abs(1 - value) <= STATE_TOLERANCE:
+            told = "it decays as it should"
+        else:
+            told = "chance may have made it so"
+        yield f"state {name}: decrements {value:.3f} of the intended ones: {told}"
+    if not found:
+        yield "states: unknown, no moving average should have shrunk"
+
+
+def _underflowed(model: Values, info: wire.WatchInfo) -> Iterator[str]:
+    for name, share in labelled(model, "state_zero_ratio").items():
+        if share > _ZERO_TOLERANCE:
+            kept = info.fingerprint.states.get(name) if info.fingerprint else None
+            underflows = f"it underflows as {kept}" if kept else "it underflows"
+            yield f"state {name}: {percent(share)} of it is 0 where the gradient is not: {underflows}"
+
+
+def _oracle(model: Values) -> Iterator[str]:
+    step, way = finite(model.get("edq_oracle_ratio")), finite(model.get("oracle_displacement_ratio"))
+    if step is None or way is None:
+        return
+    steps = finite(model.get("oracle_steps")) or 0
+    yield (
+        f"against the fp64 oracle: {step:.4f}{_interval(model, 'edq_oracle_ratio')}, "
+        f"displacement over {steps:.0f} steps {way:.4f}"
+    )
+
+
+def average_word(model: Values) -> str:
+    """Whether an average of the weights is healthy, off, or unknown, by itself."""
+    edq, lost = finite(model.get("average_edq_ratio")), finite(model.get("average_lost_ratio"))
+    drift = finite(model.get("average_drift_ratio"))
+    if any(average_findings(model)):
+        return "average is off"
+    if edq is None:
+        return "unknown, its decay is not known: pass decay=…"
+    if (lost or 0.0) > LOST_TOLERANCE and (drift is None or drift > _DRIFT_TOLERANCE):
+        return (
+            "unknown, updates arrive in the mean (or too few were measured), but it stands far from an fp64 average"
+        )
+    return "healthy"
+
+
+def average_in_words(model: Values) -> Iterator[str]:
+    """How the updates of an average of the weights arrived, if one is watched."""
+    moved = finite(model.get("average_moved_ratio"))
+    if moved is None:
+        return
+    edq, lost = finite(model.get("average_edq_ratio")), finite(model.get("average_lost_ratio"))
+    way, drift = (finite(model.get(f"average_{name}_ratio")) for name in ("displacement", "drift"))
+    told = [f"EDQ {edq:.4f}"] if edq is not None else []
+    told += [f"{percent(lost)} of its updates rounded away"] if lost is not None else []
+    told += [f"{percent(moved)} of its elements ever moved"]
+    if way is not None and drift is not None:
+        told += [f"{way:.4f} of an fp64 average's way, {drift:.4f} of it apart"]
+    yield f"average of the weights: {', '.join(told)}"
+
+
+def _grid(model: Values) -> Iterator[str]:
+    margin, factor = finite(model.get("half_ulp_margin")), finite(model.get("half_ulp_lr_factor"))
+    if margin is None or factor is None:
+        return
+    side = "above" if margin >= 0 else "below"
+    yield (
+        f"the median update stands {abs(margin):.1f} octaves {side} half a gap; at {factor:.3g} times the learning "
+        "rate 10 % would stand below it (this describes the grid, it is no advice to raise the rate)"
+    )
+
+
+def _advice(found: Judgement) -> Iterator[str]:
+    deciding = found.deciding
+    if found.health == "unknown" and deciding is not None and deciding.key == "edq_ratio":
+        yield "EDQ alone proves nothing: watch with oracle=True to know"
+    elif found.health == "steps are off" and deciding is not None and deciding.key.startswith(_STEPS_KEPT):
+        yield "each step keeps what it intends, but not what fp64 would do: look at states and learning rate"
+    yield from found.advice_lines
+
+
+def _interval(model: Values, name: str, written: Callable[[float], str] = "{:.4f}".format) -> str:
+    low, high = finite(model.get(f"{name}_low")), finite(model.get(f"{name}_high"))
+    return "" if low is None or high is None else f" ({written(low)} to {written(high)})"
+
+
+def _totals(measurement: Measurement) -> dict[str, NDArray[np.float64]]:
+    return dict(measurement.table())
+
+
+def _value(value: NDArray[np.float64] | np.float64) -> float | None:
+    number = float(value)
+    return None if math.isnan(number) else number

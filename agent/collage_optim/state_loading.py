@@ -1,0 +1,266 @@
+"""Loading states: fp32 states of 16-bit parameters survive; states of another strategy are converted."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from collage_optim import integer_codes
+from collage_optim.hyperparameter_checks import TORCH_FORMS
+from collage_optim.strategies import (
+    LOW_COMPONENT_SUFFIX,
+    MASTER_PARAMETER,
+    PARAMETER_LOW,
+    SCALE_SUFFIX,
+    StateStorage,
+    StorageStrategy,
+    known_strategy,
+    strategy_named,
+)
+from collage_optim.update_rules import Group, Moment
+
+__all__ = ["CONVERTED_FROM", "RESIDUALS_FROM", "convert", "load", "note_conversion", "take_over"]
+
+BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled", "on_external_write", "rule")
+"""Group options that belong to this optimizer: a checkpoint does not change them."""
+
+RESIDUALS_FROM = "residuals_from"
+"""Group entry: the step up to which a residual of 0, or a master weight equal to its weight, lost nothing. Weights
+had none until they were converted, or no step had moved them, as at a rate of 0."""
+CONVERTED_FROM = "converted_from"
+"""Group entry: what the group was converted from, a strategy that keeps nothing beside weights; "" if nothing."""
+
+OF_WRAPPERS = ("z",)
+"""States that a wrapper keeps beside ours: schedulefree's its weight."""
+
+NOT_OF_THE_RULE = frozenset(
+    ("strategy", "arithmetic", "compiled", "on_external_write", "seed", RESIDUALS_FROM, CONVERTED_FROM)
+)
+"""Group options that say how a rule's numbers are kept and computed."""
+
+_SUFFIXES = (LOW_COMPONENT_SUFFIX, SCALE_SUFFIX)
+_KEPT_BESIDE = (PARAMETER_LOW, MASTER_PARAMETER)
+_OF_EVERY_RULE = ("maximize", "seed", RESIDUALS_FROM, CONVERTED_FROM)
+
+
+def load(
+    optimizer: Optimizer,
+    moments_of: Callable[[Group], tuple[Moment, ...]],
+    load_as_torch: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+) -> None:
+    """Load through torch's own method, then restore what it casts, and convert states of another strategy.
+
+    moments_of: the moving averages of one of the optimizer's groups, under the options that were loaded.
+    torch casts every floating-point state to its parameter's dtype. The pre-hook registered here runs last, so it
+    sees the dict as all other hooks left it. Raises ValueError for a state of another rule or shape, by name and
+    before anything has changed; for another number of groups or parameters torch does.
+    """
+    built = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    seen: dict[str, Any] = {}
+
+    def check(_: Optimizer, loaded: dict[str, Any]) -> None:
+        seen.update(loaded)
+        groups, saved = optimizer.param_groups, loaded["param_groups"]
+        if [len(group["params"]) for group in groups] == [len(group["params"]) for group in saved]:
+            for group, old in zip(groups, saved, strict=True):
+                _check_rule(optimizer, group, old)
+                moments = moments_of(_merged(group, old))
+                for parameter, number in zip(group["params"], old["params"], strict=True):
+                    _check_state(optimizer, _label(old, number), moments, parameter, loaded["state"].get(number))
+
+    hook = optimizer.register_load_state_dict_pre_hook(check)
+    try:
+        load_as_torch(state_dict)
+    finally:
+        hook.remove()
+    for group, options, saved in zip(optimizer.param_groups, built, seen["param_groups"], strict=True):
+        group.update(_merged(options, group))
+        for name in TORCH_FORMS:
+            group.pop(name, None)
+        states = [seen["state"].get(number) for number in saved["params"]]
+        note_conversion(group, saved.get("strategy"), [state for state in states if state])
+        for parameter, original in zip(group["params"], states, strict=True):
+            if original:
+                optimizer.state[parameter] = _loaded(moments_of(group), group, parameter, original)
+
+
+def take_over(made: Optimizer, other: Optimizer) -> None:
+    """Give `made` the states of `other` for the same parameters, converted like those of a checkpoint."""
+    states: dict[int, Any] = {}
+    loaded = made.state_dict()
+    groups_of = {parameter: group for group in other.param_groups for parameter in group["params"]}
+    for group, saved in zip(made.param_groups, loaded["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            held = {key: value for key, value in other.state.get(parameter, {}).items() if value is not None}
+            states.update({number: held} if any(isinstance(value, Tensor) for value in held.values()) else {})
+            source = groups_of[parameter]
+            saved["strategy"] = source.get("strategy")
+            saved.update({key: source[key] for key in (RESIDUALS_FROM, CONVERTED_FROM) if key in source})
+    if states:
+        made.load_state_dict({"state": states, "param_groups": loaded["param_groups"]})
+
+
+def _merged(built: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group after loading, without its parameters."""
+    own = {key: value for key, value in built.items() if key in BUILT_IN_OPTIONS or key not in loaded}
+    if loaded.get("seed") is None:
+        own["seed"] = built.get("seed")
+    return {**loaded, **own}
+
+
+def _check_rule(optimizer: Optimizer, group: Mapping[str, Any], old: Mapping[str, Any]) -> None:
+    """Raise ValueError where the options are not those of the optimizer's rule."""
+    kind = type(optimizer).__name__
+    # A rule of another package may have decoupled decay as an option like any other.
+    for name in ("rule",) if "rule" in group else ("decoupled_weight_decay",):
+        if name in group and old.get(name, group[name]) != group[name]:
+            raise ValueError(
+                f"the checkpoint has {name}={old[name]!r}, {kind} has {group[name]!r}: it is of another update rule"
+            )
+    own = set(optimizer.defaults).difference(BUILT_IN_OPTIONS, _OF_EVERY_RULE, TORCH_FORMS)
+    missing = sorted(own.difference(old))
+    if missing:
+        raise ValueError(
+            f"the checkpoint's groups have no {', '.join(missing)}, which {kind} needs: "
+            "it is of another update rule"
+        )
+
+
+def _check_state(
+    optimizer: Optimizer,
+    label: str,
+    moments: tuple[Moment, ...],
+    parameter: Tensor,
+    state: Mapping[str, Any] | None,
+) -> None:
+    """Raise ValueError where a state is not that of these averages, or of another shape than its weight."""
+    if not state:
+        return
+    kind = type(optimizer).__name__
+    needed = [moment.name for moment in moments]
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and key != "step"}
+    missing = [name for name in needed if name not in tensors]
+    known = {*needed, *OF_WRAPPERS, *(name + suffix for name in needed for suffix in _SUFFIXES), *_KEPT_BESIDE}
+    strange = [key for key, value in tensors.items() if key not in known and value.shape == parameter.shape]
+    if missing or strange:
+        found, wanted = ", ".join(tensors) or "no average", ", ".join(needed) or "no average"
+        raise ValueError(f"the state of {label} holds {found}; {kind} keeps {wanted}: it is of another update rule")
+    # Of a scale a block: the elements decide how many there are.
+    blocks = torch.Size([math.ceil(parameter.numel() / integer_codes.BLOCK_ELEMENTS)])
+    for key, value in tensors.items():
+        expected = blocks if key.endswith(SCALE_SUFFIX) else parameter.shape
+        if key in known and value.shape != expected:
+            raise ValueError(
+                f"the state of {label} holds {key} of shape {tuple(value.shape)}, its weight has shape "
+                f"{tuple(parameter.shape)}: it is of another weight"
+            )
+
+
+def _label(group: Mapping[str, Any], number: Any) -> str:
+    """A parameter of a checkpoint, by name where there is one."""
+    names = group.get("param_names")
+    return f"parameter {number}" if names is None else str(names[list(group["params"]).index(number)])
+
+
+def _loaded(
+    moments: tuple[Moment, ...], group: dict[str, Any], parameter: Tensor, original: dict[str, Any]
+) -> dict[str, Tensor]:
+    """One parameter's states from a checkpoint, in the dtypes of the checkpoint, then converted to the group's."""
+    state = {
+        key: value.to(parameter.device) if isinstance(value, Tensor) and key != "step" else value
+        for key, value in original.items()
+    }
+    if not isinstance(state.get("step"), Tensor):
+        # torch's SGD keeps no counter; that a state exists says that the first step is over.
+        state["step"] = torch.tensor(float(state.get("step", 1.0)))
+    seconds = {moment.name: moment.second for moment in moments}
+    return convert(state, seconds, parameter, strategy_named(group["strategy"]))
+
+
+def note_conversion(group: dict[str, Any], was: Any, states: Iterable[Mapping[str, Any]]) -> None:
+    """Note in the group that residuals or master weights begin with nothing to keep: their states had none.
+
+    was: the strategy that these come from, None where the checkpoint names none, as torch's. If its states beside
+    the weights are missing, they were dropped, which is no conversion. Reads the counters of steps.
+    """
+    source = known_strategy(was) if isinstance(was, str) else None
+    if strategy_named(group["strategy"]).parameter_state is None:
+        return
+    if source is not None and source.parameter_state is not None:
+        return
+    empty = [state for state in states if not any(key in state for key in _KEPT_BESIDE)]
+    if empty:
+        group[RESIDUALS_FROM] = max(int(state.get("step", 1)) for state in empty)
+        group[CONVERTED_FROM] = source.name if source is not None else _seen_strategy(empty[0])
+
+
+def _seen_strategy(state: Mapping[str, Any]) -> str:
+    """What states without residual and without a name are like: torch's, in 16 bits or wider."""
+    dtypes = {value.dtype for key, value in state.items() if isinstance(value, Tensor) and key != "step"}
+    return "float32 states" if dtypes & {torch.float32, torch.float64} else "plain"
+
+
+def convert(
+    state: dict[str, Tensor], moments: dict[str, bool], parameter: Tensor, strategy: StorageStrategy
+) -> dict[str, Tensor]:
+    """States of any strategy, converted to those of `strategy`; tensors that already fit are kept as they are.
+
+    moments: name to whether it averages squares. The value of each component is kept as well as the new form can:
+    rounded to nearest, in a single number, a pair, fp32, or in fewer bits.
+    """
+    converted = {"step": state["step"]}
+    for name, second in moments.items():
+        converted.update(_average_of(state, name, strategy.moment_storage(second), second, parameter))
+    converted.update(_parameter_components(state, parameter, strategy))
+    converted.update({key: state[key] for key in OF_WRAPPERS if key in state})
+    return converted
+
+
+def _average_of(
+    state: dict[str, Tensor], name: str, storage: StateStorage, second: bool, parameter: Tensor
+) -> dict[str, Tensor]:
+    """The entries of one average."""
+    empty = integer_codes.empty_state(name, storage, second, parameter)
+    if name not in state:
+        return empty
+    held = {key: state[key] for key in (name, name + LOW_COMPONENT_SUFFIX, name + SCALE_SUFFIX) if key in state}
+    if {key: tensor.dtype for key, tensor in held.items()} == {key: tensor.dtype for key, tensor in empty.items()}:
+        return held
+    return integer_codes.state_of(
+        name, integer_codes.stored_value(held, name).to(torch.float32), storage, second, parameter
+    )
+
+
+def _parameter_components(
+    state: dict[str, Tensor], parameter: Tensor, strategy: StorageStrategy
+) -> dict[str, Tensor]:
+    """The weight's second component: what the visible weight lacks, or the whole weight in fp32.
+
+    The visible weight is never changed. If the stored one doesn't round to it, the missing part is kept as far as
+    possible: up to half a gap, for bits below the weight's own.
+    """
+    needed, visible = strategy.parameter_state, parameter.detach()
+    if needed is None:
+        return {}
+    held = state.get(PARAMETER_LOW)
+    integers = held is not None and not held.dtype.is_floating_point
+    if held is not None and visible.dtype != (torch.bfloat16 if integers else held.dtype):
+        # It completes a weight of another format, and this one has been rounded since.
+        state = {key: tensor for key, tensor in state.items() if key != PARAMETER_LOW}
+    stored = state.get(MASTER_PARAMETER)
+    if stored is None:
+        stored = integer_codes.stored_value(state, "parameter", visible)
+    if needed == MASTER_PARAMETER:
+        return {needed: stored.to(torch.float32)}
+    low = integer_codes.empty_low(strategy.parameter, visible)
+    held = state.get(needed)
+    if held is not None and held.dtype == low.dtype:
+        return {needed: held}
+    if low.dtype.is_floating_point:
+        return {needed: (stored.to(torch.float64) - visible).to(torch.float32).to(low.dtype)}
+    integer_codes.store_low(stored.to(torch.float32), visible, low)
+    return {needed: low}

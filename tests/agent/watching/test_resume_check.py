@@ -1,0 +1,255 @@
+"""What does not come through a resume is known at the first step; a resume that lost nothing is never accused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from collage_agent.handle import watch
+from collage_agent.watching import resume_check
+from collage_optim import CollageAdamW
+from torch import nn
+
+from tests.keepers.table import steps
+from tests.keepers.ways import BF16, RATES, ways
+
+STEPS = 5
+
+
+def named(way):
+    return f"{way.who}, {way.name}"
+
+
+class Saved:
+    """A training of some steps, and the same built anew, with what was saved put into it.
+
+    form(model, optimizer, model built anew, its optimizer): loads the second with the states of the first.
+    """
+
+    def __init__(self, way, dtype, count=STEPS, form=None):
+        self.way, self.dtype, self.count = way, dtype, count
+        earlier = self._built()
+        with torch.compiler.set_stance("force_eager"):
+            model, visible, optimizer = earlier
+            steps(way, model, visible, optimizer, 0, count)
+        self.model, self.visible, self.optimizer = self._built()
+        self.model.load_state_dict(earlier[0].state_dict())
+        self.visible.load_state_dict(earlier[1].state_dict())
+        if callable(form):
+            form(earlier[0], earlier[2], self.model, self.optimizer)
+        else:
+            # As those load who know that torch's own loading casts what stands beside a 16-bit weight.
+            for parameter, before in zip(self.model.parameters(), earlier[0].parameters(), strict=True):
+                self.optimizer.state[parameter] = earlier[2].state[before]
+            for group, before in zip(self.optimizer.param_groups, earlier[2].param_groups, strict=True):
+                group.update({key: value for key, value in before.items() if key != "params"})
+
+    def _built(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(30, 256), nn.GELU(), nn.Linear(256, 24)).to(self.way.weights or self.dtype)
+        visible = copy.deepcopy(model).to(self.dtype) if self.way.masters else model
+        betas = None if "Lion" in self.way.name else (0.9, 0.95)
+        return model, visible, self.way.make(model.parameters(), RATES.get(self.dtype, 1e-4), betas)
+
+    def watched(self, more=1, **options):
+        """The watch after one step, or `more`."""
+        handle = watch(self.model, self.optimizer, every=1, budget=None, first_step=self.count + 1, **options)
+        with torch.compiler.set_stance("force_eager"):
+            steps(self.way, self.model, self.visible, self.optimizer, self.count, self.count + more)
+        self.count += more
+        return handle
+
+
+ALL = [(way, dtype) for way in ways() for dtype in way.dtypes]
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("count", [1, 2, STEPS, 40])
+@pytest.mark.parametrize(("way", "dtype"), ALL, ids=[f"{named(way)}, {str(dtype)[6:]}" for way, dtype in ALL])
+def test_a_resume_that_lost_nothing_is_not_accused(way, dtype, count):
+    assert Saved(way, dtype, count).watched().info.resume_losses == []
+
+
+LOADS_WELL = [way for way in ways() if way.who in ("ours", "schedulefree") or way.name in ("AdamW", "AdamW, fp32")]
+
+
+def test_nor_is_a_training_that_begins():
+    for way in ways()[:6]:
+        assert Saved(way, way.dtypes[0], 0).watched(3).info.resume_losses == []
+
+
+def of_states(change):
+    def apply(saved):
+        for parameter, state in saved.optimizer.state.items():
+            change(saved.way, parameter, state)
+
+    return apply
+
+
+def emptied(*names):
+    def change(_, parameter, state):
+        for key, value in state.items():
+            if key in names or any(key == f"{name}_low" for name in names):
+                value.zero_()
+
+    return of_states(change)
+
+
+def counting(value, dtype=torch.float32):
+    def apply(saved):
+        for state in saved.optimizer.state.values():
+            state["step"] = torch.tensor(value, dtype=dtype)
+        for group in saved.optimizer.param_groups:
+            # The others refuse some of these dtypes.
+            group["foreach"] = False
+
+    return apply
+
+
+def rebuilt(_, parameter, state):
+    key = next(key for key in ("master_parameter", "main") if key in state)
+    state[key].copy_(parameter.detach())
+
+
+def found(way, **more):
+    return next(own for own in ways() if more.get("who", own.who) == own.who and own.name == way)
+
+
+LOSSES = [
+    ("CollageAdamW, master-weights", of_states(rebuilt), "masters"),
+    ("Master", of_states(rebuilt), "masters"),
+    ("CollageAdamW, split-master", emptied("parameter_low"), "residuals"),
+    ("CollageAdamW, light", emptied("parameter_low"), "residuals"),
+    ("CollageAdamW, plus", emptied("parameter_low"), "residuals"),
+    ("Kahan", of_states(lambda way, parameter, state: state[way.completes].zero_()), "residuals"),
+    ("Appended", of_states(lambda way, parameter, state: state[way.completes].zero_()), "residuals"),
+    ("AdamW, Kahan", of_states(lambda way, parameter, state: state["kahan_comp"].zero_()), "residuals"),
+    ("AdamW, fp32", counting(200, BF16), "counter"),
+    *((name, counting(2.0**24), "counter") for name in ("AdamW, fp32", "AdamW")),
+    *((name, counting(0), "count") for name in ("AdamW, fp32", "AdamW", "CollageAdamW, plain")),
+    *((name, emptied("exp_avg"), "averages") for name in ("AdamW, fp32", "AdamW", "CollageAdamW, full")),
+    *((name, emptied("exp_avg_sq"), "averages") for name in ("AdamW, fp32", "AdamW", "CollageAdamW, plus")),
+    *((name, emptied("exp_avg", "exp_avg_sq"), "averages") for name in ("AdamW, fp32", "CollageAdamW, light")),
+]
+
+
+LOST = [f"{name}, {kind} {place}" for place, (name, _, kind) in enumerate(LOSSES)]
+
+
+@pytest.mark.parametrize(("name", "lose", "kind"), LOSSES, ids=LOST)
+def test_what_is_lost_is_known_at_the_first_step(name, lose, kind):
+    saved = Saved(found(name), found(name).dtypes[0], 20)
+    lose(saved)
+    handle = saved.watched()
+    assert [loss.kind for loss in handle.info.resume_losses] == [kind]
+    (loss,) = handle.info.resume_losses
+    assert loss.step == 21
+    judged = handle.judgement()
+    word = "residuals are off" if kind in ("masters", "residuals") else "steps are off"
+    assert (word, "resume_losses") in [(finding.health, finding.key) for finding in judged.findings]
+    assert judged.health in (word, "losing updates")
+    assert loss.text[1:] in judged.text
+    assert loss.lasting == (kind == "counter")
+
+
+class LazyMasters(torch.optim.Optimizer):
+    """Makes its master weights where it does not find them, and saves them nowhere."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 2e-6})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            average = state.setdefault("average", torch.zeros_like(parameter, dtype=torch.float32))
+            if "master" not in state:
+                state["master"] = parameter.detach().float().clone()
+            average.lerp_(parameter.grad.float(), 0.1)
+            state["master"].add_(average.sign(), alpha=-2e-6)
+            parameter.copy_(state["master"])
+
+
+def test_masters_that_the_checkpoint_lacks_are_seen_where_they_are_made_anew():
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).to(BF16)
+    optimizer = LazyMasters(model.parameters())
+
+    def step():
+        model(torch.randn(8, 64).to(BF16)).float().square().mean().backward()
+        optimizer.step()
+
+    fresh = watch(model, optimizer, every=1, budget=None, first_step=1)
+    for _ in range(5):
+        step()
+    fresh.remove()
+    assert fresh.info.resume_losses == []
+    whole = watch(model, optimizer, every=1, budget=None, first_step=6)
+    step()
+    whole.remove()
+    assert whole.info.resume_losses == []
+    for state in optimizer.state.values():
+        del state["master"]
+    handle = watch(model, optimizer, every=1, budget=None, first_step=7)
+    step()
+    (loss,) = handle.info.resume_losses
+    assert (loss.kind, loss.step) == ("masters", 7)
+    assert "(master) was made anew" in loss.text
+    for _ in range(200):
+        step()
+    assert handle.judgement().health == "healthy", "what was lost once does not make the steps after it bad"
+
+
+def test_what_is_loaded_in_the_middle_is_looked_at():
+    saved = Saved(found("AdamW, fp32"), torch.float32, 20)
+    handle = saved.watched(3)
+    assert handle.info.resume_losses == []
+    states = saved.optimizer.state_dict()
+    for state in states["state"].values():
+        state["exp_avg"].zero_()
+    saved.optimizer.load_state_dict(states)
+    steps(saved.way, saved.model, saved.visible, saved.optimizer, 23, 24)
+    assert [(loss.kind, loss.step) for loss in handle.info.resume_losses] == [("averages", 24)]
+
+
+def test_a_step_that_a_loss_scaler_skips_does_not_make_a_counter_stand_still():
+    """A fused optimizer is called for it; the first steps of a resume often overflow, until the scale settles."""
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step():
+        model(torch.randn(8, 32)).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    handle = watch(model, optimizer, every=1, budget=None)
+    # As torch.amp.GradScaler does where gradients overflowed.
+    vars(optimizer).update(grad_scale=torch.ones(()), found_inf=torch.ones(()))
+    step()
+    assert float(optimizer.state[model.weight]["step"]) == 3.0
+    assert handle.info.resume_losses == []
+
+
+def test_of_what_came_through_whole_the_first_tensors_are_read(monkeypatch):
+    read = []
+    sample = resume_check._sample
+
+    def noted(tensor):
+        read.append(tensor)
+        return sample(tensor)
+
+    monkeypatch.setattr(resume_check, "_sample", noted)
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.randn(8, 8).to(BF16) for _ in range(200)])
+    optimizer = CollageAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), strategy="master-weights")
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(8, 8).to(BF16)
+        optimizer.step()
+    handle = watch(model, optimizer, every=1, budget=None)
+    optimizer.step()
+    assert handle.info.resume_losses == []
+    assert len(read) <= 8

@@ -1,0 +1,239 @@
+"""Reading: every usual form of a checkpoint, and what happens to forms that cannot be read safely."""
+
+import json
+import pickle
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as distributed_checkpoint
+from collage_agent.audit import CheckpointError, read_checkpoint
+from collage_agent.audit.checkpoint_parameters import checkpoint_parameters
+from collage_optim import CollageAdamW
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from tests.audit.checkpoints import network, saved, trained
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def strategies(path):
+    kept, notes = checkpoint_parameters(read_checkpoint(path))
+    return {entry.name: entry.strategy for entry in kept}, notes
+
+
+def test_a_file_of_state_dicts(tmp_path):
+    path = saved(tmp_path / "last.pt", *trained(adamw), epoch=3, config={"lr": 1e-3})
+    names, notes = strategies(path)
+    assert names == {f"{layer}.{kind}": "plain" for layer in (0, 1, 2) for kind in ("weight", "bias")}
+    assert notes == []
+
+
+def test_an_old_torch_file(tmp_path):
+    torch.save(network().state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert len(read_checkpoint(tmp_path / "old.pt").weights) == 6
+
+
+def test_a_lightning_checkpoint(tmp_path):
+    model, optimizer = trained(adamw)
+    content = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "global_step": 12}
+    torch.save(content, tmp_path / "epoch=1.ckpt")
+    assert set(strategies(tmp_path / "epoch=1.ckpt")[0].values()) == {"plain"}
+
+
+def test_a_folder_of_safetensors_shards_and_an_optimizer_file(tmp_path):
+    model, optimizer = trained(adamw)
+    weights = model.state_dict()
+    save_file({name: weights[name] for name in list(weights)[:3]}, tmp_path / "model-1.safetensors")
+    save_file({name: weights[name] for name in list(weights)[3:]}, tmp_path / "model-2.safetensors")
+    save_file({"stray": torch.ones(5)}, tmp_path / "adapter.safetensors")
+    index = {"weight_map": {name: f"model-{1 + (place > 2)}.safetensors" for place, name in enumerate(weights)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    torch.save(torch.get_rng_state(), tmp_path / "rng_state.pth")
+    checkpoint = read_checkpoint(tmp_path)
+    assert checkpoint.files == ["model-1.safetensors", "model-2.safetensors", "optimizer.pt"]
+    for name, weight in weights.items():
+        assert torch.equal(checkpoint.weights[name], weight)
+    names, notes = strategies(tmp_path)
+    assert set(names.values()) == {"plain"}
+    # safetensors are not in the model's order: which of three tensors of one shape is which is not said.
+    assert [name for name in names if name.startswith("group")] == ["group0.1", "group0.2", "group0.3"]
+    assert any("3 of 6 parameters" in note and "safetensors" in note for note in notes)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-7.safetensors"}}))
+    with pytest.raises(CheckpointError, match="model-7"):
+        read_checkpoint(tmp_path)
+
+
+class Sneaky:
+    def __reduce__(self):
+        return (print, ("code ran",))
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path, capsys):
+    torch.save({"model": network().state_dict(), "extra": Sneaky()}, tmp_path / "sneaky.pt")
+    with pytest.raises(CheckpointError, match="could run code; save state dicts"):
+        read_checkpoint(tmp_path / "sneaky.pt")
+    (tmp_path / "bare.pt").write_bytes(pickle.dumps(Sneaky()))
+    with pytest.raises(CheckpointError, match=r"bare\.pt"):
+        read_checkpoint(tmp_path / "bare.pt")
+    assert "code ran" not in capsys.readouterr().out
+
+
+def test_a_folder_says_which_file_was_not_read(tmp_path):
+    saved(tmp_path / "good.pt", *trained(adamw))
+    torch.save({"extra": Sneaky()}, tmp_path / "sneaky.pt")
+    checkpoint = read_checkpoint(tmp_path)
+    assert len(checkpoint.weights) == 6
+    assert any("sneaky.pt" in note for note in checkpoint.notes)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 cut off"])
+@pytest.mark.parametrize("name", ["broken.pt", "broken.safetensors"])
+def test_a_broken_file_is_a_sentence(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match="broken"):
+        read_checkpoint(tmp_path / name)
+
+
+def test_nothing_there_is_a_sentence(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file"):
+        read_checkpoint(tmp_path / "nowhere.pt")
+    with pytest.raises(CheckpointError, match="no model weights and no optimizer state"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint(tmp_path):
+    model, optimizer = trained(lambda model: CollageAdamW(list(model.named_parameters()), lr=1e-3))
+    content = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "args": Namespace(lr=1e-3),
+        "step": 3,
+    }
+    distributed_checkpoint.save(content, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    checkpoint = read_checkpoint(tmp_path / "step-3")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(checkpoint.weights[name], weight)
+    kept, notes = checkpoint_parameters(checkpoint)
+    assert notes == []
+    for entry in kept:
+        assert entry.low is not None
+        assert torch.equal(entry.low, optimizer.state[dict(model.named_parameters())[entry.name]]["parameter_low"])
+    assert {entry.strategy for entry in kept} == {"plus"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint_with_a_flattened_optimizer(tmp_path):
+    model, optimizer = trained(adamw)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    distributed_checkpoint.save({"model": model.state_dict(), **flat}, checkpoint_id=tmp_path, no_dist=True)
+    kept, notes = checkpoint_parameters(read_checkpoint(tmp_path))
+    assert notes == []
+    for entry in kept:
+        state = optimizer.state[dict(model.named_parameters())[entry.name]]
+        assert torch.equal(entry.averages["exp_avg"], state["exp_avg"])
+        assert entry.group["betas"] == (0.9, 0.999)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_code_in_a_distributed_checkpoint_is_not_run(tmp_path, capsys):
+    distributed_checkpoint.save(
+        {"model": network().state_dict(), "extra": Sneaky()}, checkpoint_id=tmp_path, no_dist=True
+    )
+    with pytest.raises(CheckpointError, match=r"print.*could run code; save state dicts"):
+        read_checkpoint(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Sneaky()))
+    with pytest.raises(CheckpointError, match=r"builtins\.print.*could run code"):
+        read_checkpoint(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"no": "index"}))
+    with pytest.raises(CheckpointError, match="is no index of a distributed checkpoint"):
+        read_checkpoint(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is cut off"):
+        read_checkpoint(tmp_path)
+    assert "code ran" not in capsys.readouterr().out
+
+
+class Net(nn.Module):
+    """A model of a class that is nobody's but the user's."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+        self.activation = nn.functional.gelu
+        self.register_buffer("seen", torch.ones(3))
+
+    def __setstate__(self, state):
+        sys.stdout.write("code ran")
+        super().__setstate__(state)
+
+
+def test_a_whole_model_is_read_without_its_class(tmp_path, capsys):
+    model = Net()
+    optimizer = adamw(model)
+    content = {"model": model, "optimizer": optimizer.state_dict(), "args": Namespace(lr=1e-3, out=Path("a"))}
+    torch.save(content, tmp_path / "whole.pt")
+    checkpoint = read_checkpoint(tmp_path / "whole.pt")
+    assert list(checkpoint.weights) == list(model.state_dict())
+    for name, weight in model.state_dict().items():
+        assert torch.equal(checkpoint.weights[name], weight)
+    assert len(checkpoint.optimizers) == 1
+    assert "code ran" not in capsys.readouterr().out
+
+
+def test_states_find_their_weights_across_groups_with_and_without_decay(tmp_path):
+    def grouped(model):
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        vectors = [p for p in model.parameters() if p.dim() == 1]
+        groups: list[dict[str, object]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-3)
+
+    model, optimizer = trained(grouped)
+    kept, notes = checkpoint_parameters(read_checkpoint(saved(tmp_path / "a.pt", model, optimizer)))
+    assert notes == []
+    parameters = dict(model.named_parameters())
+    for entry in kept:
+        state = optimizer.state[parameters[entry.name]]
+        assert torch.equal(entry.averages["exp_avg"], state["exp_avg"])
+
+
+def test_where_order_does_not_tell_it_says_so(tmp_path):
+    def scattered(model):
+        vectors = [p for p in model.parameters() if p.shape == (40,)]
+        others = [p for p in model.parameters() if p.shape != (40,)]
+        groups = [{"params": [*others, vectors[2]]}, {"params": vectors[:2]}]
+        return torch.optim.AdamW(groups, lr=1e-3)
+
+    kept, notes = checkpoint_parameters(read_checkpoint(saved(tmp_path / "a.pt", *trained(scattered))))
+    assert sum(not entry.paired for entry in kept) == 3
+    assert "3 of 6 parameters" in notes[0]
+
+
+def test_named_parameters_need_no_order(tmp_path):
+    def named(model):
+        parameters = list(model.named_parameters())
+        return torch.optim.AdamW(parameters[::-1], lr=1e-3)
+
+    model, optimizer = trained(named)
+    kept, _ = checkpoint_parameters(read_checkpoint(saved(tmp_path / "a.pt", model, optimizer)))
+    assert [entry.name for entry in kept] == [name for name, _ in model.named_parameters()][::-1]
+    assert all(entry.weight is not None for entry in kept)
+
+
+def test_a_tied_weight_counts_once(tmp_path):
+    model = nn.ModuleDict({"token": nn.Embedding(30, 8), "head": nn.Linear(8, 30, bias=False)})
+    model["head"].weight = model["token"].weight
+    kept, _ = checkpoint_parameters(read_checkpoint(saved(tmp_path / "tied.pt", model)))
+    assert [entry.name for entry in kept] == ["token.weight"]

@@ -1,0 +1,307 @@
+"""Guards: each names the value and what to use instead, once, and nothing is said of what holds."""
+
+import logging
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from collage_optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, StateStorage, integer_codes
+from collage_optim.integer_codes import stored_value
+from collage_optim.range_guards import DeferredReads, UpdateGuard, log_once
+
+from tests.agent.test_no_synchronisation import Listening
+from tests.optim.models import give_gradients, parameters, train
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_before():
+    log_once.cache_clear()
+    yield
+    log_once.cache_clear()
+
+
+def findings(caplog, make, steps=0):
+    """What is logged while an optimizer is made, and takes steps."""
+    with caplog.at_level(logging.WARNING, logger="collage_optim"):
+        optimizer = make()
+        if steps:
+            train(optimizer, optimizer.param_groups[0]["params"], steps)
+    return [record.getMessage() for record in caplog.records]
+
+
+BEYOND = [
+    ("plain", 0.999, "use strategy 'split-master' (12 bytes a parameter) or 'split-master-8bit' (8 bytes"),
+    ("light", 0.999, "use strategy 'split-master' (12 bytes a parameter) or 'split-master-16bit' (10 bytes"),
+    ("kahan", 0.9985, "exp_avg_sq with decay 0.9985 is more than 'kahan' can hold in torch.bfloat16"),
+    ("plus", 0.99998, "not at all below 1 - decay = 2**-15; use strategy 'split-master' (12 bytes"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "beta2", "words"), BEYOND)
+def test_decay_beyond_the_strategy(caplog, strategy, beta2, words):
+    said = findings(caplog, lambda: CollageAdamW(parameters(), betas=(0.9, beta2), strategy=strategy))
+    assert len(said) == 1
+    assert words in said[0]
+
+
+HOLDS = [
+    ("plain", 0.99),
+    ("light", 0.996),
+    ("plus", 0.999),
+    ("plus", 0.9999),
+    ("full", 0.9999),
+    ("light-stochastic", 0.999),
+    ("stochastic", 0.9999),
+    ("fp32-states", 0.9999),
+    ("master-weights", 0.99999),
+]
+
+
+@pytest.mark.parametrize(("strategy", "beta2"), HOLDS)
+def test_nothing_is_said_of_what_holds(caplog, strategy, beta2):
+    make = lambda: CollageAdamW(parameters(), betas=(0.9, beta2), strategy=strategy)  # noqa: E731
+    assert findings(caplog, make, steps=2) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "decays", "lowest", "highest"),
+    [
+        ("light", 1 - 2.0**-7.9, 0.7, 1.5),
+        ("light", 1 - 2.0**-8.6, 0.0, 0.3),
+        ("plus", 1 - 2.0**-14, 0.95, 1.05),
+        ("plus", 1 - 2.0**-20, 0.0, 0.3),
+    ],
+)
+def test_the_limit_is_where_decay_ends(strategy, decays, lowest, highest):
+    """An average left without gradient: its decay as a share of the exact one, on both sides of the limit."""
+    member = torch.nn.Parameter(torch.ones(128, dtype=torch.bfloat16))
+    optimizer = CollageAdamW([member], betas=(0.9, decays), strategy=strategy, lr=0.0)
+    member.grad = torch.linspace(1, 2, 128).bfloat16()
+    optimizer.step()
+    before = optimizer.state[member]["exp_avg_sq"].double()
+    member.grad = torch.zeros_like(member)
+    steps = min(2000, round(1 / (1 - decays)))
+    for _ in range(steps):
+        optimizer.step()
+    state = optimizer.state[member]
+    low = state["exp_avg_sq_low"].double() if "exp_avg_sq_low" in state else 0
+    left = ((state["exp_avg_sq"].double() + low) / before).mean()
+    assert lowest <= float(left.log()) / (steps * math.log(decays)) <= highest
+
+
+def stream(name):
+    """Fine-tuning: strategy, size of the weights, first rate, drift over noise, and how the rate falls."""
+    return {
+        "plus, cosine to zero": ("plus", 1.0, 1.2e-5, 0.5, lambda share: (1 + math.cos(math.pi * share)) / 2),
+        "plus, linear to a tenth": ("plus", 1.0, 1.6e-5, 0.3, lambda share: 1 - 0.9 * share),
+        "light, a tenth from a tenth of the way": (
+            "light",
+            0.5,
+            1e-5,
+            1.0,
+            lambda share: 1 if share < 0.1 else 0.1,
+        ),
+        "kahan, inverse square root": ("kahan", 0.02, 1e-6, 0.3, lambda share: (1 + 100 * share) ** -0.5),
+        "plain, exponential": ("plain", 0.02, 1e-3, 0.3, lambda share: 50**-share),
+    }[name]
+
+
+STREAMS = [
+    "plus, cosine to zero",
+    "plus, linear to a tenth",
+    "light, a tenth from a tenth of the way",
+    "kahan, inverse square root",
+    "plain, exponential",
+]
+ELEMENTS, STEPS = 512, 800
+
+
+def losses(caplog, chosen, steps=STEPS):
+    """After each step: the share of the exact displacement that is lost, and whether a warning was logged."""
+    strategy, scale, rate, drift, falls = chosen
+    generator = torch.Generator().manual_seed(5)
+    start = (torch.randn(ELEMENTS, generator=generator) * scale).bfloat16()
+    reference_value, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.double())
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
+    optimizers = (
+        CollageAdamW([reference_value], strategy=strategy, **options),
+        torch.optim.AdamW([exact], **options),
+    )
+    direction = torch.randn(ELEMENTS, generator=generator)
+    for step in range(steps):
+        gradient = (direction * drift + torch.randn(ELEMENTS, generator=generator)).mul_(1e-3).bfloat16()
+        reference_value.grad, exact.grad = gradient, gradient.double()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate * falls(step / steps)
+            optimizer.step()
+        way, gone = (
+            exact.detach() - start.double(),
+            optimizers[0].stored_parameter(reference_value) - start.double(),
+        )
+        warned = any("of what the updates move" in line for line in caplog.messages)
+        yield 1 - float(gone @ way / (way @ way)), warned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_falling_rate_warns_before_a_tenth_of_the_displacement_is_lost(caplog, name):
+    shares, warned = zip(*losses(caplog, stream(name)), strict=True)
+    assert shares[-1] > 0.1
+    assert warned[-1]
+    first = warned.index(True)
+    assert max(shares[: first + 1]) < 0.1
+
+
+def cosine(share):
+    return (1 + math.cos(math.pi * share)) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        ("plus", 0.02, 3e-4, 0.3, cosine),
+        ("plus", 1.0, 3e-4, 1.0, cosine),
+        ("light", 0.02, 1e-4, 0.3, cosine),
+        ("light-stochastic", 1.0, 1e-5, 0.3, cosine),
+        ("master-weights", 1.0, 1e-6, 0.3, cosine),
+        ("plus", 0.02, 1e-3, 0.3, lambda share: min(1.0, 1e-4 + 3 * share)),
+    ],
+)
+def test_nothing_is_said_where_updates_arrive(caplog, healthy):
+    """A cosine ends at updates that nothing can hold, and a warm-up begins there: that loses next to nothing."""
+    shares, warned = zip(*losses(caplog, healthy, steps=400), strict=True)
+    assert shares[-1] < 0.03
+    assert not warned[-1]
+
+
+def test_the_rate_at_which_a_third_is_lost_is_told_at_once(caplog):
+    """8e-6 is above half an ulp of the low component of a weight of size 1, and pairs lose a third there."""
+    said = findings(caplog, lambda: CollageAdamW(parameters(scale=1.0), lr=8e-6, strategy="plus"), steps=24)
+    assert len(said) == 1
+    assert (
+        "% of what the updates move is below half a gap of what strategy 'plus' keeps in torch.bfloat16" in said[0]
+    )
+    assert said[0].endswith("use strategy 'split-master' (12 bytes a parameter)")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CollageAdamW(parameters(), lr=3e-3, betas=(0.9, 0.95), strategy="plain"),
+        lambda: CollageSGD(parameters(), lr=1e-3, strategy="light"),
+        lambda: CollageAdamW(parameters(torch.float32), lr=1e-12, strategy="plain"),
+        lambda: CollageLion(parameters(), lr=1e-7, strategy="light-stochastic"),
+        lambda: CollageAdamW(parameters(), lr=0.0, strategy="plus"),
+    ],
+)
+def test_nothing_is_said_of_other_learning_rates(caplog, make):
+    assert findings(caplog, make, steps=6) == []
+
+
+def test_every_rule_is_looked_at_by_what_it_moves(caplog):
+    """A tiny rate of SGD says nothing by itself; its updates do."""
+    said = findings(caplog, lambda: CollageSGD(parameters(), lr=1e-6, strategy="plain"), steps=3)
+    assert "100 % of what the updates move" in said[0]
+
+
+@pytest.mark.parametrize(
+    "strategy", [name for name, reference_value in STRATEGIES.items() if not reference_value.stochastic_parameter]
+)
+def test_what_is_looked_at_is_what_the_step_moves(monkeypatch, strategy):
+    """Whatever the storage: weights and averages enter as the values that they stand for."""
+    seen = []
+    monkeypatch.setattr(UpdateGuard, "look", lambda _, *arguments: seen.append(arguments[-2:]))
+    members = parameters(shapes=((40, 30), (7,)))
+    optimizer = CollageAdamW(members, lr=1e-3, strategy=strategy, weight_decay=0.1)
+    train(optimizer, members, 2)
+    give_gradients(members, step=3)
+    exact, (group,) = optimizer.exact_rule(), optimizer.param_groups
+    expected = []
+    for member in members:
+        state = optimizer.state[member]
+        averages = {name: stored_value(state, name) for name in ("exp_avg", "exp_avg_sq")}
+        moved, _ = exact(group, averages, optimizer.stored_parameter(member), member.grad, 3)
+        apart = max(1, member.numel() // 256)
+        expected.append((member.detach().clone().flatten()[::apart][:256], moved.flatten()[::apart][:256]))
+    optimizer.step()
+    if STRATEGIES[strategy].parameter is StateStorage.WIDE:
+        assert seen == []
+        return
+    ((weight, displacement),) = seen
+    assert torch.equal(weight, torch.cat([own for own, _ in expected]))
+    assert torch.equal(displacement, torch.cat([moved for _, moved in expected]))
+
+
+def test_a_look_reads_nothing_at_once(monkeypatch):
+    """As on a device: the sums are read when they have come, the warning comes then."""
+    coming = []
+    monkeypatch.setattr(DeferredReads, "add", lambda _, value, then: coming.append((value, then)))
+    members = parameters()
+    optimizer = CollageAdamW(members, lr=1e-6, betas=(0.9, 0.95), strategy="plain")
+    train(optimizer, members, 2)
+    give_gradients(members, step=3)
+    with Listening() as listening:
+        optimizer.step()
+    assert {tuple(tensor.shape) for tensor in listening.read} <= {()}
+    assert {float(tensor) for tensor in listening.read} <= {2.0, 3.0}
+    assert len(coming) == 1
+    assert not optimizer._update_guard.told
+    for value, then in coming:
+        then(value)
+    assert optimizer._update_guard.told
+
+
+def test_said_once(caplog):
+    def make():
+        return [CollageAdamW(parameters(), strategy="light") for _ in range(3)][-1]
+
+    assert len(findings(caplog, make)) == 1
+
+
+def test_float16_second_moments(caplog):
+    said = findings(caplog, lambda: CollageAdamW(parameters(torch.float16), strategy="light"))
+    assert any("is zero for gradients below 5.5e-03 (decay 0.999)" in line for line in said)
+
+
+def test_what_is_advised_for_float16_exists_there(caplog):
+    """Bits below a bfloat16 number cannot complete a float16 one."""
+    options: dict[str, Any] = {"lr": 1e-7, "betas": (0.9, 0.9999), "strategy": "light"}
+    said = findings(caplog, lambda: CollageAdamW(parameters(torch.float16, scale=1.0), **options), steps=24)
+    advised = [set(re.findall(r"'([\w-]+)'", line.rpartition("use ")[2])) for line in said]
+    assert advised == [{"master-weights"}] * 3, "fp32-states would keep less of the weights than light does"
+    for name in set.union(*advised):
+        CollageAdamW(parameters(torch.float16), strategy=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": "plus"}, "float16's range makes no better than one number: use bfloat16"),
+        ({"strategy": "light", "arithmetic": "storage"}, "eps=1e-08 rounds to zero in float16"),
+    ],
+)
+def test_float16_is_refused_where_it_means_nothing(options, words):
+    with pytest.raises(ValueError, match=words):
+        CollageAdamW(parameters(torch.float16), **options)
+
+
+def test_a_few_elements_of_a_large_tensor_are_decoded(monkeypatch):
+    """Whole ones in fp64, then sliced, took fourteen times the parameters' memory."""
+    sizes = []
+
+    def seen(held, name, real=integer_codes.stored_value):
+        sizes.append(held[name].numel())
+        return real(held, name)
+
+    monkeypatch.setattr(integer_codes, "stored_value", seen)
+    parameter = torch.nn.Parameter(torch.ones(100_000, dtype=torch.bfloat16))
+    optimizer = CollageAdamW([parameter], lr=1e-3, strategy="plus")
+    for _ in range(4):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert sizes
+    assert max(sizes) <= 256
