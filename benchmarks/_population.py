@@ -12,8 +12,8 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from collage_server.newest import NewestKeeper
-from collage_server.overviews import MADE_BY, keep_overview
+from collage_server.newest_keeper import NewestKeeper
+from collage_server.overview_keeper import MADE_BY, keep_overview
 from collage_server.store import ReportGroup, SqliteStore, Store
 from collage_server.store.server_tables import metadata
 from sqlalchemy import Engine, String, cast, event, func, insert, literal, select, true

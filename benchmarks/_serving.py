@@ -28,7 +28,7 @@ from collage_server.command.serve import Server
 from collage_server.ingest import writer
 from collage_server.settings import FixedLimits, Settings
 from collage_server.store import GroupOutcome, PostgresqlStore, ReportGroup, SqliteStore, Store
-from collage_server.store.journal.reports import ReportJournal
+from collage_server.store.journal.report_journal import ReportJournal
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response

@@ -26,8 +26,8 @@ from collage_demo.corpus import standard_library
 from collage_demo.recipe import Plan, Recipe
 from collage_demo.training import train
 from collage_server.store import ReportGroup, Selection, Store
-from collage_server.store.archive.files import ArchiveFiles, Bucket, Folder
-from collage_server.store.engine.files import checkpoint_log
+from collage_server.store.archive.file_storage import ArchiveFiles, Bucket, Folder
+from collage_server.store.engine.database_files import checkpoint_log
 from collage_server.store.records import Points
 
 from benchmarks._harness import Figure, Measuring, Options, main

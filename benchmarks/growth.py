@@ -23,9 +23,9 @@ from typing import Any, Final, NamedTuple
 
 import obstore
 from collage_server.store import PostgresqlStore, Store, schema
-from collage_server.store.archive.files import Bucket, Folder
+from collage_server.store.archive.file_storage import Bucket, Folder
 from collage_server.store.archive.paths import archived_path
-from collage_server.store.engine.files import checkpoint_log
+from collage_server.store.engine.database_files import checkpoint_log
 from collage_server.store.records import TableQuery
 from sqlalchemy import delete, func, insert, select, update
 

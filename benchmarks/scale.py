@@ -23,11 +23,11 @@ import msgspec
 import numpy as np
 from collage_server import exposition
 from collage_server.alerts import AlertEvaluator
-from collage_server.alerts.evaluation import Evaluation
+from collage_server.alerts.condition_evaluation import Evaluation
 from collage_server.app import create_app
 from collage_server.app_state import AppState
-from collage_server.export.formats import column_names, csv_bytes, parquet_bytes
-from collage_server.export.steps import ExportPlan, plan_export
+from collage_server.export.file_formats import column_names, csv_bytes, parquet_bytes
+from collage_server.export.step_batches import ExportPlan, plan_export
 from collage_server.settings import Settings
 from collage_server.store import ReportGroup, Selection, Store
 from collage_server.store.schema import report

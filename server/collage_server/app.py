@@ -21,7 +21,7 @@ from collage_monitor import __version__
 from collage_monitor.alerts import enabled_alerts
 from collage_server import exposition
 from collage_server.alerts import AlertEvaluator, AlertRounds, Messenger, targets_of
-from collage_server.alerts.evaluation import Evaluation
+from collage_server.alerts.condition_evaluation import Evaluation
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
 from collage_server.api.routing import add_description
@@ -32,13 +32,13 @@ from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
 from collage_server.background import BackgroundThread, Maintenance, Sealer
 from collage_server.clock import DatabaseClock
-from collage_server.disk import DiskGuard
+from collage_server.disk_guard import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
-from collage_server.ingest.check import StreamRegistry
+from collage_server.ingest.report_checks import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
-from collage_server.memory import MemoryBudget, available_memory
-from collage_server.newest import NewestKeeper
-from collage_server.overviews import OverviewKeeper
+from collage_server.memory_budget import MemoryBudget, available_memory
+from collage_server.newest_keeper import NewestKeeper
+from collage_server.overview_keeper import OverviewKeeper
 from collage_server.settings import FIXED_LIMITS, FixedLimits, Settings, SettingsError
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store, archive_files
 from collage_server.web.failures import answer_to

@@ -15,13 +15,13 @@ from collage_server.archiver import Archiver
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
 from collage_server.background import Maintenance, Sealer
-from collage_server.disk import DiskGuard
+from collage_server.disk_guard import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
-from collage_server.ingest.check import StreamRegistry
+from collage_server.ingest.report_checks import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
-from collage_server.memory import MemoryBudget
-from collage_server.newest import NewestKeeper
-from collage_server.overviews import OverviewKeeper
+from collage_server.memory_budget import MemoryBudget
+from collage_server.newest_keeper import NewestKeeper
+from collage_server.overview_keeper import OverviewKeeper
 from collage_server.settings import Settings
 from collage_server.store import Store
 

@@ -12,9 +12,9 @@ from threading import Lock
 from typing import Final
 
 from collage_server.background import BackgroundThread
-from collage_server.disk import DiskGuard
+from collage_server.disk_guard import DiskGuard
 from collage_server.errors import Busy, Gone, NotFound
-from collage_server.memory import MemoryBudget
+from collage_server.memory_budget import MemoryBudget
 from collage_server.store import Archiving, Store
 
 __all__ = ["Archiver"]

@@ -14,10 +14,10 @@ from threading import Event, Thread
 from typing import Final
 
 from collage_server.clock import DatabaseClock
-from collage_server.disk import DiskGuard
+from collage_server.disk_guard import DiskGuard
 from collage_server.errors import Busy, Gone, NotFound
 from collage_server.ingest.backpressure import JournalBounds
-from collage_server.memory import MemoryBudget, Owner
+from collage_server.memory_budget import MemoryBudget, Owner
 from collage_server.store import NewEvent, Store
 
 __all__ = ["BackgroundThread", "Maintenance", "Sealer"]

@@ -1,8 +1,8 @@
 """/metrics: the page that Prometheus reads, and the samples that the server's own alerts evaluate.
 
 It has the running runs, at most fifteen series each while all is well, and the server about itself. Values are of
-the newest measured step as the background thread has written it (`collage_server.newest`), so that every process
-answers the same. A run that the thread has not reached yet is not shown.
+the newest measured step as a background thread has written it (`newest_keeper.py`), so that every process answers the
+same. A run that the thread has not reached yet is not shown.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from collage_monitor.judgement import longest_window
 from collage_monitor.metrics import preferred_state
 from collage_monitor.strategies import STRATEGIES
 from collage_monitor.wire import Number
-from collage_server.alerts.evaluation import Labels, Sample
-from collage_server.api.answers import describes
+from collage_server.alerts.condition_evaluation import Labels, Sample
+from collage_server.api.responses import describes
 from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.bearer import principal_of
 from collage_server.clock import DatabaseClock
-from collage_server.memory import PROCESS_BYTES
+from collage_server.memory_budget import PROCESS_BYTES
 from collage_server.store import LiveRun, NewestPoint, ReportedState
 
 __all__ = ["MODEL_GAUGES", "RUN_GAUGES", "SCALAR_GAUGES", "exposition", "router", "samples"]

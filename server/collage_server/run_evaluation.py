@@ -14,7 +14,7 @@ from collage_monitor import wire
 from collage_monitor.judgement import OF_LAYERS
 from collage_monitor.statistics import statistics_for
 from collage_server.errors import NeedsTooMuch
-from collage_server.memory import released_afterwards
+from collage_server.memory_budget import released_afterwards
 from collage_server.queries.overview import (
     OverviewPoints,
     begin_of_recent_past,

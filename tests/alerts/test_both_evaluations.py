@@ -12,7 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from collage_server.alerting import rules
+from collage_server.alert_documents import rules
 
 from tests.alerts.promtool import promtool
 from tests.alerts.study import healthy_cases, sick_cases, training_of

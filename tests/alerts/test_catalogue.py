@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from collage_server.alerting import rules, runbook
+from collage_server.alert_documents import rules, runbook
 from collage_server.exposition import MODEL_GAUGES, RUN_GAUGES, SCALAR_GAUGES
 
 from collage_monitor.alerts import ALERTS, RECORDED, alert, duration, enabled_alerts

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from collage_server.alerts.evaluation import Evaluation, Sample
+from collage_server.alerts.condition_evaluation import Evaluation, Sample
 
 from collage_monitor.alerts import ALERTS, Alert, Condition
 from tests.alerts.traces import CASES, fires, length_of, traces

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from collage_server.alerts import AlertEvaluator, AlertRounds
-from collage_server.alerts.evaluation import identity_labels
-from collage_server.overviews import keep_overview
+from collage_server.alerts.condition_evaluation import identity_labels
+from collage_server.overview_keeper import keep_overview
 from collage_server.queries.overview import held_against
 from collage_server.store.runs.incidents import alert_key
 from sqlalchemy import text

@@ -13,7 +13,7 @@ import collage_agent as collage
 import httpx
 import pytest
 import torch
-from collage_server.alerting import rules
+from collage_server.alert_documents import rules
 
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client

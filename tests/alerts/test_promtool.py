@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from collage_server.alerts.evaluation import quantile
+from collage_server.alerts.condition_evaluation import quantile
 
 from collage_monitor.alerts import ALERTS
 from tests.alerts.promtool import promtool

@@ -26,7 +26,7 @@ from collage_agent.transport import MemoryTransport
 from collage_optim import CollageAdamW
 from collage_server.alerts import AlertEvaluator
 from collage_server.app import create_app
-from collage_server.overviews import keep_overview
+from collage_server.overview_keeper import keep_overview
 from collage_server.settings import Settings
 from starlette.testclient import TestClient
 from torch import distributed

@@ -5,7 +5,7 @@ import pytest
 from tests.docs.blocks import DOCS
 
 MOST_WORDS = 1500
-GENERATED = {"alerts.md": "collage_server.alerting", "command.md": "tools.command_page"}
+GENERATED = {"alerts.md": "collage_server.alert_documents", "command.md": "tools.command_page"}
 HELD_TABLES = {
     "access.md": "tests/server/test_matrix.py",
     "architecture.md": "tests/paths.py",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from collage_server.settings import Settings
-from collage_server.store.archive import parquet, reading
+from collage_server.store.archive import archive_reader, parquet
 from collage_server.store.records import SealLimits
 from collage_server.store.sealing import archive_plan
 
@@ -38,7 +38,7 @@ CODE = {
     "fine_chunks": archive_plan._CHUNKS[1],
     "coarse_chunks": archive_plan._CHUNKS[16],
     "coarsest_chunks": archive_plan._MOST_CHUNKS,
-    "footers_kept": reading._KEPT_BYTES,
+    "footers_kept": archive_reader._KEPT_BYTES,
     "footer_memory": parquet._MEMORY_A_BYTE,
     "cache": Settings.archive_cache_bytes,
 }

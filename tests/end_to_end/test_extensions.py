@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 ALERTS = """
 from collage_monitor.alerts import ALERTS
-from collage_server.alerting import rules, runbook
+from collage_server.alert_documents import rules, runbook
 
 assert list(ALERTS)[-1] == "StatesStuck"
 assert "alert: StatesStuck" in rules()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from collage_server.store import ReportGroup, SqliteStore
-from collage_server.store.archive.files import Folder
+from collage_server.store.archive.file_storage import Folder
 
 from collage_monitor import wire
 from tests.server.migrated import put_migrated

@@ -18,7 +18,7 @@ from collage_server.clock import DatabaseClock
 from collage_server.errors import BadRequest
 from collage_server.settings import Settings
 from collage_server.store import IncidentQuery, KeptNewest, LogOut, NewEvent, RunQuery, SqliteStore, state_at
-from collage_server.store.runs.newest import NewestStore
+from collage_server.store.runs.newest_points import NewestStore
 from starlette.testclient import TestClient
 
 from collage_monitor import wire

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from collage_server.alerts.evaluation import Evaluation
-from collage_server.disk import DiskGuard
+from collage_server.alerts.condition_evaluation import Evaluation
+from collage_server.disk_guard import DiskGuard
 from collage_server.errors import Busy, Gone
 from collage_server.exposition import MODEL_GAUGES, exposition, samples
-from collage_server.newest import newest_points
+from collage_server.newest_keeper import newest_points
 from collage_server.store import schema
 from collage_server.store.reading import snapshot
 from collage_server.store.reading.snapshot import Snapshot, read_latest

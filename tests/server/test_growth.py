@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from collage_server.newest import newest_points
+from collage_server.newest_keeper import newest_points
 from collage_server.run_evaluation import evaluate
 from collage_server.store import ReportGroup, Selection, SqliteStore
-from collage_server.store.chunks import merge
-from collage_server.store.reading import assemble, points
+from collage_server.store.chunks import point_merging
+from collage_server.store.reading import points, report_merging
 from collage_server.store.records import SealLimits
 
 from collage_monitor import wire
@@ -179,7 +179,7 @@ def test_layers_read_in_blocks_are_those_read_at_once(store, monkeypatch, sealed
     few = Selection(by_layer=True, layers=layers, points=100)
     before = [asked(store, selection) for selection in (at, few)]
     monkeypatch.setattr(points, "_MOST_BYTES", 0)
-    monkeypatch.setattr(merge, "_BLOCK_BYTES", 8 * 3 * 100 * 2)
+    monkeypatch.setattr(point_merging, "_BLOCK_BYTES", 8 * 3 * 100 * 2)
     for selection, known in zip((at, few), before, strict=True):
         same(asked(store, selection), known)
     merged = asked(store, Selection(by_layer=True, layers=layers, points=7))
@@ -192,7 +192,7 @@ def test_layers_read_in_blocks_are_those_read_at_once(store, monkeypatch, sealed
 def test_steps_of_many_reports_are_merged_apart_and_alike(tmp_path, monkeypatch):
     found = []
     for padding in (10**6, 0):
-        monkeypatch.setattr(assemble, "_MOST_PADDING", padding)
+        monkeypatch.setattr(report_merging, "_MOST_PADDING", padding)
         folder = tmp_path / str(padding)
         folder.mkdir()
         store = new_store(folder)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from collage_server.api import bodies, reports
-from collage_server.ingest.check import decoded_batch
+from collage_server.ingest.report_checks import decoded_batch
 
 from collage_monitor import wire
 from tests.server.samples import LAYERS, STATISTICS, layer, report, stream_create

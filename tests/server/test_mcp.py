@@ -9,7 +9,7 @@ import httpx2
 import mcp
 import pytest
 from collage_server.app import create_app
-from collage_server.overviews import keep_overview
+from collage_server.overview_keeper import keep_overview
 from collage_server.settings import Settings
 from mcp.client.stdio import StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client

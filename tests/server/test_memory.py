@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from collage_server.app import create_app
 from collage_server.errors import TooLarge
-from collage_server.ingest.check import decoded_batch
+from collage_server.ingest.report_checks import decoded_batch
 from collage_server.settings import FixedLimits, Settings
 from collage_server.store import ReportGroup, Selection, SqliteStore
-from collage_server.store.reading.assemble import decode_layers
+from collage_server.store.reading.report_merging import decode_layers
 from collage_server.store.records import SealLimits
 from starlette.testclient import TestClient
 

@@ -8,11 +8,18 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from collage_server import memory
+from collage_server import memory_budget
 from collage_server.app import create_app
 from collage_server.errors import Busy, NeedsTooMuch
-from collage_server.memory import MemoryBudget, available_memory, held_rows, hold, released_afterwards, reserve
-from collage_server.overviews import _warn_of_a_cut
+from collage_server.memory_budget import (
+    MemoryBudget,
+    available_memory,
+    held_rows,
+    hold,
+    released_afterwards,
+    reserve,
+)
+from collage_server.overview_keeper import _warn_of_a_cut
 from collage_server.run_evaluation import evaluate, evaluate_what_fits
 from collage_server.settings import Settings, SettingsError
 from collage_server.store import NewEvent
@@ -74,7 +81,7 @@ def test_what_could_never_fit_is_refused_at_once_and_says_the_limit(budget):
 
 
 def test_what_does_not_fit_beside_others_waits_for_them_and_then_for_another_time(budget, monkeypatch):
-    monkeypatch.setattr("collage_server.memory._PATIENCE_SECONDS", {"answers": 0.05, "evaluations": 30.0})
+    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.05, "evaluations": 30.0})
     began = threading.Event()
     found = []
 
@@ -102,9 +109,9 @@ def test_what_does_not_fit_beside_others_waits_for_them_and_then_for_another_tim
 def test_where_the_process_has_grown_to_its_limit_all_but_one_wait(monkeypatch):
     """Four exports of 20,000 layers took 712 MiB of 512: the heap kept what was no longer used."""
     grown, trimmed = [100 * MIB], []
-    monkeypatch.setattr(memory, "private_bytes", lambda: grown[0])
-    monkeypatch.setattr(memory, "trim_heap", lambda: trimmed.append(True))
-    monkeypatch.setitem(memory._PATIENCE_SECONDS, "answers", 0.05)
+    monkeypatch.setattr(memory_budget, "private_bytes", lambda: grown[0])
+    monkeypatch.setattr(memory_budget, "trim_heap", lambda: trimmed.append(True))
+    monkeypatch.setitem(memory_budget._PATIENCE_SECONDS, "answers", 0.05)
     budget = MemoryBudget(512 * MIB, 128 * MIB)
     grown[0] = 500 * MIB
     with budget.lease("answers") as one, budget.lease("answers") as other:
@@ -120,7 +127,7 @@ def test_where_the_process_has_grown_to_its_limit_all_but_one_wait(monkeypatch):
 
 
 def test_memory_that_was_there_before_the_server_is_not_its_own(monkeypatch):
-    monkeypatch.setattr(memory, "private_bytes", lambda: 2000 * MIB)
+    monkeypatch.setattr(memory_budget, "private_bytes", lambda: 2000 * MIB)
     budget = MemoryBudget(512 * MIB, 128 * MIB)
     with budget.lease("answers") as one, budget.lease("answers") as other:
         one.hold(20 * MIB)
@@ -128,7 +135,7 @@ def test_memory_that_was_there_before_the_server_is_not_its_own(monkeypatch):
 
 
 def test_what_is_reserved_waits_for_nobody(budget, monkeypatch):
-    monkeypatch.setattr("collage_server.memory._PATIENCE_SECONDS", {"answers": 0.0, "evaluations": 0.0})
+    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.0, "evaluations": 0.0})
     with budget.lease("answers") as stream:
         hold(10 * MIB)
         reserve(60 * MIB)
@@ -148,7 +155,7 @@ def test_what_is_reserved_waits_for_nobody(budget, monkeypatch):
 
 
 def test_of_two_streams_that_take_much_the_second_waits_and_questions_do_not(budget, monkeypatch):
-    monkeypatch.setattr("collage_server.memory._PATIENCE_SECONDS", {"answers": 0.0})
+    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.0})
     with budget.lease("answers") as stream:
         reserve(100 * MIB)
         assert budget.held["answers"] == 64 * MIB, "half of the share"
@@ -162,7 +169,7 @@ def test_of_two_streams_that_take_much_the_second_waits_and_questions_do_not(bud
 
 
 def test_sealing_goes_on_whatever_it_needs(budget, monkeypatch):
-    monkeypatch.setattr("collage_server.memory._PATIENCE_SECONDS", {"answers": 0.0, "sealing": 0.0})
+    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.0, "sealing": 0.0})
     with budget.lease("answers"):
         hold(128 * MIB)
         with budget.lease("sealing") as lease:
@@ -244,17 +251,17 @@ def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(s
     server.filled(steps=range(0))
     for first in range(0, 8000, 2000):
         server.reports([report(seq, seq + 1) for seq in range(first, first + 2000)])
-    store, memory = app_state.store, app_state.memory
+    store, memory_budget = app_state.store, app_state.memory
     with store.points.snapshot() as snapshot:
         whole = evaluate(snapshot, snapshot.records(["r1"])["r1"])
-    memory.working_bytes = 24 * MIB
-    with memory.lease("evaluations"), store.points.snapshot() as snapshot:
+    memory_budget.working_bytes = 24 * MIB
+    with memory_budget.lease("evaluations"), store.points.snapshot() as snapshot:
         found, begin = evaluate_what_fits(snapshot, snapshot.records(["r1"])["r1"])
     assert begin is not None
     assert 4000 < begin < 8000
     assert whole.last_step == found.last_step == 8000
-    assert memory.held["evaluations"] == 0
-    caplog.set_level(logging.WARNING, "collage_server.overviews")
+    assert memory_budget.held["evaluations"] == 0
+    caplog.set_level(logging.WARNING, "collage_server.overview_keeper")
     app_state.overviews.start()
     until(lambda: "does not fit into --memory" in caplog.text, "a line that says so")
     until(lambda: 'evaluations_cut_total{evaluation="overview"} 1' in server.get("/metrics"), "the counter")
@@ -278,22 +285,22 @@ def test_events_that_could_never_fit_at_once_are_refused_and_exported_some_at_a_
 
 def test_an_export_that_does_not_fit_is_refused_before_it_begins(small, monkeypatch):
     """It broke off in the middle, which a reader takes for a server that died."""
-    monkeypatch.setattr("collage_server.memory._PATIENCE_OF_STREAMS", 0.05)
+    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_OF_STREAMS", 0.05)
     names = [f"state_decrement_observed_sum/s{i}" for i in range(19)]
     small.run()
     small.attempt()
     small.post("/runs/r1/streams", declared(1000, ["measured_steps", *names]), wire.Stream)
     table = np.ones((20, 1000))
     small.reports([full_report(seq, table) for seq in range(20)], "s0")
-    memory = small.app.state.collage.memory
-    with memory.lease("evaluations"):
+    memory_budget = small.app.state.collage.memory
+    with memory_budget.lease("evaluations"):
         hold(48 * MIB)
-        with memory.lease("sealing"):
+        with memory_budget.lease("sealing"):
             hold(10 * MIB)
             answer = small.client.get("/api/v1/runs/r1/export?format=csv")
             assert (answer.status_code, answer.headers["Retry-After"]) == (503, "2")
     assert small.client.get("/api/v1/runs/r1/export?format=csv").text.count("\n") == 1 + 20 * 1001
-    assert not +memory.held
+    assert not +memory_budget.held
 
 
 def full_report(seq, table):

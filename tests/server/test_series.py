@@ -8,8 +8,8 @@ from fractions import Fraction
 import msgspec
 import numpy as np
 import pytest
-from collage_server.api import reading
-from collage_server.queries.layers import worst_order
+from collage_server.api import store_reads
+from collage_server.queries.layer_answers import worst_order
 from collage_server.store.reading import run_view
 
 from collage_monitor import wire
@@ -407,8 +407,8 @@ def test_layers_of_very_many_steps_are_merged_without_reading_each_step(server, 
     while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
         pass
     each = server.series("edq_ratio", pattern="blocks.*", points=1)
-    monkeypatch.setattr(reading, "_MOST_NUMBERS", 100)
-    monkeypatch.setattr(reading, "_NUMBERS_AT_ONCE", 100)
+    monkeypatch.setattr(store_reads, "_MOST_NUMBERS", 100)
+    monkeypatch.setattr(store_reads, "_NUMBERS_AT_ONCE", 100)
     whole, pieces = (server.series("edq_ratio", pattern="blocks.*", points=n, **{"from": 0}) for n in (1, 12))
     assert whole.values == pytest.approx(each.values, rel=1e-9)
     assert 4 < len(pieces.values) <= 12
@@ -421,7 +421,7 @@ def test_layers_of_very_many_steps_are_merged_without_reading_each_step(server, 
 def test_many_names_of_layers_are_looked_up_once_a_question(server, monkeypatch):
     """They were sent to the database again for each few steps that were read."""
     monkeypatch.setattr(run_view, "_MOST_NAMES", 1)
-    monkeypatch.setattr(reading, "_STEPS_AT_ONCE", 2)
+    monkeypatch.setattr(store_reads, "_STEPS_AT_ONCE", 2)
     server.app.state.collage.store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
     with statements_on(server.app.state.collage.store.engine) as asked:
@@ -437,7 +437,7 @@ def test_many_names_of_layers_are_looked_up_once_a_question(server, monkeypatch)
 def test_layers_together_keep_extremes_and_interval_when_they_are_sealed(
     server, monkeypatch, together, more, metric
 ):
-    monkeypatch.setattr(reading, "_STEPS_AT_ONCE", together)
+    monkeypatch.setattr(store_reads, "_STEPS_AT_ONCE", together)
     server.app.state.collage.store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
     ranges: list[dict[str, int]] = [{}, {"from": 9, "to": 120}]

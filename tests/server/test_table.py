@@ -7,10 +7,10 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 import pytest
-from collage_server import overviews
-from collage_server.overviews import keep_overview
+from collage_server import overview_keeper
+from collage_server.overview_keeper import keep_overview
 from collage_server.store import schema
-from collage_server.store.rows import to_json
+from collage_server.store.row_helpers import to_json
 from sqlalchemy import select
 
 import collage_monitor
@@ -242,8 +242,8 @@ def test_overviews_tell_release_and_words_that_they_were_made_by(server, evaluat
     server.filled("r1", "s1")
     assert evaluate() == ["r1"]
     with server.app.state.collage.store.writing() as connection:
-        assert connection.execute(select(schema.run_overview.c.made_by)).scalar_one() == overviews.MADE_BY
-    assert f"{collage_monitor.__version__}/{WORDS_VERSION}" == overviews.MADE_BY
+        assert connection.execute(select(schema.run_overview.c.made_by)).scalar_one() == overview_keeper.MADE_BY
+    assert f"{collage_monitor.__version__}/{WORDS_VERSION}" == overview_keeper.MADE_BY
 
 
 def test_a_run_that_the_thread_has_not_evaluated_is_evaluated_on_request(server):

@@ -90,7 +90,7 @@ def _die():
 def _arm(point, count):
     """Make this process kill itself at the count-th time it comes by."""
     from collage_server.ingest.writer import Writer
-    from collage_server.store.journal import reports as journal
+    from collage_server.store.journal import report_journal as journal
     from sqlalchemy import Engine, event
 
     left = [count]
@@ -130,7 +130,7 @@ def _arm(point, count):
 
 
 def _arm_files(passed):
-    from collage_server.store.archive.files import Bucket, Folder
+    from collage_server.store.archive.file_storage import Bucket, Folder
 
     for kind in (Folder, Bucket):
 

@@ -14,7 +14,7 @@ from collections import Counter
 
 import httpx
 from collage_server.store import PostgresqlStore, SqliteStore
-from collage_server.store.archive.files import archive_files
+from collage_server.store.archive.file_storage import archive_files
 
 from collage_monitor import wire
 from tests.ports import free_port

@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import Final
 
 from collage_monitor.alerts import Alert
-from collage_server.alerts.evaluation import AlertChange, Evaluation, Labels, Sample, identity_labels
+from collage_server.alerts.condition_evaluation import AlertChange, Evaluation, Labels, Sample, identity_labels
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
-from collage_server.memory import MemoryBudget
+from collage_server.memory_budget import MemoryBudget
 from collage_server.queries.headline import beyond_judgement
 from collage_server.run_evaluation import evaluate_what_fits
 from collage_server.store import NewIncident, Store

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
-from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import body_lease, message, read_body
-from collage_server.api.parameters import Id
+from collage_server.api.query_parameters import Id
+from collage_server.api.responses import answer, describes
 from collage_server.api.routing import resource
 from collage_server.app_state import app_state_of
 from collage_server.auth import administration

@@ -16,7 +16,7 @@ from collage_monitor import wire
 from collage_server.app_state import AppState, app_state_of
 from collage_server.errors import BadRequest, Busy, TooLarge, UnsupportedMediaType
 from collage_server.ingest.backpressure import BudgetLease
-from collage_server.ingest.check import LARGE_BYTES, decoded_batch, decoded_message
+from collage_server.ingest.report_checks import LARGE_BYTES, decoded_batch, decoded_message
 
 __all__ = [
     "batch_in",

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_monitor.metrics import METRICS, SCALARS, STATISTICS
 from collage_monitor.strategies import STRATEGIES
-from collage_server.api.answers import answer, describes
+from collage_server.api.responses import answer, describes
 from collage_server.api.routing import resource
 
 __all__ = ["router"]

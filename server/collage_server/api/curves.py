@@ -24,11 +24,11 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_monitor.metrics import is_metric
 from collage_monitor.statistics import statistics_for
-from collage_server.api import parameters
-from collage_server.api.answers import describes
-from collage_server.api.cache import Revisions, respond, revisions_of
-from collage_server.api.reading import check_scalar_exists, points_of, positions_of, scalars_of
+from collage_server.api import query_parameters
+from collage_server.api.cached_answers import Revisions, respond, revisions_of
+from collage_server.api.responses import describes
 from collage_server.api.routing import resource
+from collage_server.api.store_reads import check_scalar_exists, points_of, positions_of, scalars_of
 from collage_server.app_state import AppState, app_state_of
 from collage_server.errors import Unprocessable
 from collage_server.queries.curves import (
@@ -54,7 +54,7 @@ class Question:
     """Metrics or logged scalars, of what, over which steps, on which axis."""
 
     metrics: tuple[str, ...]
-    layers: parameters.LayerChoice
+    layers: query_parameters.LayerChoice
     selection: Selection
     axis: AxisName
 
@@ -66,30 +66,30 @@ class Question:
     def __post_init__(self) -> None:
         """Refuse questions that no run could answer."""
         for metric in self.metrics:
-            if self.layers != parameters.LayerChoice() and not is_metric(metric):
+            if self.layers != query_parameters.LayerChoice() and not is_metric(metric):
                 raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
 
 
 @router.get("/runs/{run_id}/series", **describes(wire.Series))
 def get_series(
     request: Request,
-    run_id: parameters.Id,
-    metric: parameters.MetricKeys,
-    layer: parameters.LayerName = None,
-    pattern: parameters.Pattern = None,
-    module_type: parameters.ModuleType = None,
-    rank: parameters.Rank = None,
-    first_step: parameters.FirstStep = None,
-    last_step: parameters.LastStep = None,
-    points: parameters.PointCount = 1000,
-    axis: parameters.AxisName = "step",
+    run_id: query_parameters.Id,
+    metric: query_parameters.MetricKeys,
+    layer: query_parameters.LayerName = None,
+    pattern: query_parameters.Pattern = None,
+    module_type: query_parameters.ModuleType = None,
+    rank: query_parameters.Rank = None,
+    first_step: query_parameters.FirstStep = None,
+    last_step: query_parameters.LastStep = None,
+    points: query_parameters.PointCount = 1000,
+    axis: query_parameters.AxisName = "step",
     cursor: Annotated[str | None, Query(max_length=200, description=_CURSOR)] = None,
 ) -> Response:
     """A metric of the model, of one layer, or of layers by glob or module type; or a logged scalar."""
     app_state = app_state_of(request)
     asked = Question(
         tuple(dict.fromkeys(metric)),
-        parameters.LayerChoice(layer, pattern, module_type),
+        query_parameters.LayerChoice(layer, pattern, module_type),
         Selection(rank=rank, first_step=first_step, last_step=last_step, points=points),
         axis,
     )
@@ -110,21 +110,21 @@ def get_series(
 def compare(
     request: Request,
     run: Annotated[list[str], Query(min_length=1, max_length=100, description="A run_id; repeat it.")],
-    metric: parameters.MetricKeys,
-    layer: parameters.LayerName = None,
-    pattern: parameters.Pattern = None,
-    module_type: parameters.ModuleType = None,
-    rank: parameters.Rank = None,
-    first_step: parameters.FirstStep = None,
-    last_step: parameters.LastStep = None,
-    points: parameters.PointCount = 500,
-    axis: parameters.AxisName = "step",
+    metric: query_parameters.MetricKeys,
+    layer: query_parameters.LayerName = None,
+    pattern: query_parameters.Pattern = None,
+    module_type: query_parameters.ModuleType = None,
+    rank: query_parameters.Rank = None,
+    first_step: query_parameters.FirstStep = None,
+    last_step: query_parameters.LastStep = None,
+    points: query_parameters.PointCount = 500,
+    axis: query_parameters.AxisName = "step",
 ) -> Response:
     """Each run's series, beside it the model's metrics merged over everything and the last scalars."""
     app_state = app_state_of(request)
     asked = Question(
         tuple(dict.fromkeys(metric)),
-        parameters.LayerChoice(layer, pattern, module_type),
+        query_parameters.LayerChoice(layer, pattern, module_type),
         Selection(rank=rank, first_step=first_step, last_step=last_step, points=points),
         axis,
     )

@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from collage_server.api.answers import describes
-from collage_server.api.parameters import Id
+from collage_server.api.query_parameters import Id
+from collage_server.api.responses import describes
 from collage_server.api.routing import resource
 from collage_server.app_state import AppState, app_state_of
-from collage_server.export.formats import csv_bytes, jsonl_bytes, parquet_bytes
-from collage_server.export.steps import ExportPlan, plan_export, take_memory
-from collage_server.memory import wait_patiently
-from collage_server.newest import newest_points
+from collage_server.export.file_formats import csv_bytes, jsonl_bytes, parquet_bytes
+from collage_server.export.step_batches import ExportPlan, plan_export, take_memory
+from collage_server.memory_budget import wait_patiently
+from collage_server.newest_keeper import newest_points
 from collage_server.queries.run_answers import run_answer
 
 __all__ = ["router"]

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import __version__, wire
-from collage_server.api.answers import answer, describes
+from collage_server.api.responses import answer, describes
 from collage_server.app_state import app_state_of
 from collage_server.errors import Busy
 

@@ -6,12 +6,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
-from collage_server.api import parameters
-from collage_server.api.answers import describes
-from collage_server.api.cache import respond
+from collage_server.api import query_parameters
+from collage_server.api.cached_answers import respond
+from collage_server.api.responses import describes
 from collage_server.api.routing import resource
 from collage_server.app_state import app_state_of
-from collage_server.newest import newest_points
+from collage_server.newest_keeper import newest_points
 from collage_server.queries.run_answers import latest_answer
 
 __all__ = ["router"]
@@ -20,7 +20,7 @@ router = resource("reading")
 
 
 @router.get("/runs/{run_id}/latest", **describes(wire.Latest))
-def get_latest(request: Request, run_id: parameters.Id) -> Response:
+def get_latest(request: Request, run_id: query_parameters.Id) -> Response:
     """The model's metrics at the newest measured step, the newest scalars, the three worst layers by EDQ."""
     store = app_state_of(request).store
 

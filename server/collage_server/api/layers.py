@@ -13,15 +13,15 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_monitor.metrics import HISTOGRAM_LABELS, STATISTICS
 from collage_monitor.statistics import statistics_for
-from collage_server.api import parameters
-from collage_server.api.answers import describes
-from collage_server.api.cache import respond
-from collage_server.api.reading import measured_step, points_of, positions_of, worst_of
+from collage_server.api import query_parameters
+from collage_server.api.cached_answers import respond
+from collage_server.api.responses import describes
 from collage_server.api.routing import resource
+from collage_server.api.store_reads import measured_step, points_of, positions_of, worst_of
 from collage_server.app_state import app_state_of
 from collage_server.errors import Unprocessable
-from collage_server.memory import hold
-from collage_server.queries.layers import heatmap, histogram
+from collage_server.memory_budget import hold
+from collage_server.queries.layer_answers import heatmap, histogram
 from collage_server.store import Selection
 
 __all__ = ["router"]
@@ -35,23 +35,23 @@ _CELL_BYTES = 80
 @router.get("/runs/{run_id}/heatmap", **describes(wire.Heatmap))
 def get_heatmap(
     request: Request,
-    run_id: parameters.Id,
-    metric: parameters.MetricKey,
-    points: parameters.PointCount = 200,
+    run_id: query_parameters.Id,
+    metric: query_parameters.MetricKey,
+    points: query_parameters.PointCount = 200,
     order: Literal["depth", "worst"] = "depth",
-    pattern: parameters.Pattern = None,
-    module_type: parameters.ModuleType = None,
-    first_step: parameters.FirstStep = None,
-    last_step: parameters.LastStep = None,
-    axis: parameters.AxisName = "step",
+    pattern: query_parameters.Pattern = None,
+    module_type: query_parameters.ModuleType = None,
+    first_step: query_parameters.FirstStep = None,
+    last_step: query_parameters.LastStep = None,
+    axis: query_parameters.AxisName = "step",
 ) -> Response:
     """values[layer][point]; layers in the order first seen, or worst first over all that is asked for."""
     store = app_state_of(request).store
-    keys = statistics_for(parameters.checked_metric(metric), intervals=False)
+    keys = statistics_for(query_parameters.checked_metric(metric), intervals=False)
 
     def make() -> wire.Heatmap:
         with store.points.snapshot() as snapshot:
-            chosen = parameters.LayerChoice(None, pattern, module_type).names(snapshot, run_id)
+            chosen = query_parameters.LayerChoice(None, pattern, module_type).names(snapshot, run_id)
             most = _MOST_CELLS // max(len(chosen) if chosen else snapshot.layer_count(run_id), 1)
             if points > most:
                 raise Unprocessable(
@@ -76,15 +76,15 @@ def get_heatmap(
 @router.get("/runs/{run_id}/histogram", **describes(wire.Histogram))
 def get_histogram(
     request: Request,
-    run_id: parameters.Id,
+    run_id: query_parameters.Id,
     name: Annotated[str, Query(max_length=512)] = "update_ulp_histogram",
-    layer: parameters.LayerName = None,
-    pattern: parameters.Pattern = None,
-    module_type: parameters.ModuleType = None,
-    rank: parameters.Rank = None,
+    layer: query_parameters.LayerName = None,
+    pattern: query_parameters.Pattern = None,
+    module_type: query_parameters.ModuleType = None,
+    rank: query_parameters.Rank = None,
     step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
-    first_step: parameters.FirstStep = None,
-    last_step: parameters.LastStep = None,
+    first_step: query_parameters.FirstStep = None,
+    last_step: query_parameters.LastStep = None,
 ) -> Response:
     """Merged over the whole run or from one step to another, or at the measured step at or before `step`."""
     known = [entry.name for entry in STATISTICS.values() if entry.label == "octave"]
@@ -94,7 +94,7 @@ def get_histogram(
         raise Unprocessable("give step, or from and to, not both", field="step")
     store = app_state_of(request).store
     keys = tuple(f"{name}/{label}" for label in HISTOGRAM_LABELS)
-    layers = parameters.LayerChoice(layer, pattern, module_type)
+    layers = query_parameters.LayerChoice(layer, pattern, module_type)
 
     def make() -> wire.Histogram:
         selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=1)
@@ -110,11 +110,11 @@ def get_histogram(
 @router.get("/runs/{run_id}/worst", **describes(wire.WorstLayer, many=True))
 def get_worst(
     request: Request,
-    run_id: parameters.Id,
-    metric: parameters.MetricKey = "edq_ratio",
+    run_id: query_parameters.Id,
+    metric: query_parameters.MetricKey = "edq_ratio",
     k: Annotated[int, Query(ge=1, le=1000)] = 10,
-    pattern: parameters.Pattern = None,
-    module_type: parameters.ModuleType = None,
+    pattern: query_parameters.Pattern = None,
+    module_type: query_parameters.ModuleType = None,
     step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
 ) -> Response:
     """The k layers worst in a metric: lowest where more is better, |1 − x| against the oracle, else highest.
@@ -122,11 +122,11 @@ def get_worst(
     At the newest measured step, or at the one at or before `step`.
     """
     store = app_state_of(request).store
-    key = parameters.checked_metric(metric)
+    key = query_parameters.checked_metric(metric)
 
     def make() -> list[wire.WorstLayer]:
         with store.points.snapshot() as snapshot:
-            chosen = parameters.LayerChoice(None, pattern, module_type).names(snapshot, run_id)
+            chosen = query_parameters.LayerChoice(None, pattern, module_type).names(snapshot, run_id)
             at = snapshot.newest_step(run_id) if step is None else measured_step(snapshot, run_id, step)
             return worst_of(snapshot, run_id, at, key, k, chosen)
 

@@ -14,13 +14,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from collage_monitor import wire
-from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import batch_in, body_lease, content_type_of, read_body
-from collage_server.api.parameters import LONGEST_ID, Id
+from collage_server.api.query_parameters import LONGEST_ID, Id
+from collage_server.api.responses import answer, describes
 from collage_server.api.routing import PREFIX
 from collage_server.app_state import AppState, app_state_of
 from collage_server.errors import Gone
-from collage_server.ingest.check import LARGE_BYTES, accepted_indices, check_batch, merge_rejected
+from collage_server.ingest.report_checks import LARGE_BYTES, accepted_indices, check_batch, merge_rejected
 from collage_server.store import GroupOutcome, ReportGroup, StreamRecord
 
 __all__ = ["router"]

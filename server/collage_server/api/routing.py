@@ -14,8 +14,8 @@ from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from collage_server.api.answers import schemas
-from collage_server.api.parameters import refuse_unknown_parameters
+from collage_server.api.query_parameters import refuse_unknown_parameters
+from collage_server.api.responses import schemas
 
 __all__ = ["PREFIX", "add_description", "resource"]
 

@@ -11,16 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
-from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
-from collage_server.api.parameters import Filter, Id, RunFilters
+from collage_server.api.query_parameters import Filter, Id, RunFilters
+from collage_server.api.responses import answer, describes
 from collage_server.api.routing import resource
 from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.administration import new_audit_log_entry
 from collage_server.auth.bearer import audit_fields, principal_of
 from collage_server.auth.principals import Principal
 from collage_server.errors import Unprocessable
-from collage_server.newest import newest_points
+from collage_server.newest_keeper import newest_points
 from collage_server.queries.run_answers import run_answer
 from collage_server.store import NewestPoint, RunQuery, RunRecord
 

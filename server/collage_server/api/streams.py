@@ -18,9 +18,9 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, enabled_alerts
-from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
-from collage_server.api.parameters import Id
+from collage_server.api.query_parameters import Id
+from collage_server.api.responses import answer, describes
 from collage_server.api.routing import resource
 from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.bearer import principal_of

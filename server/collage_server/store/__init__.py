@@ -1,11 +1,11 @@
 """Storage: the only package that uses a database. This module lists the names that other packages use."""
 
 from collage_server.store.access.tokens import AccessStore, LogOut
-from collage_server.store.archive.files import ArchiveFiles, archive_files
+from collage_server.store.archive.file_storage import ArchiveFiles, archive_files
 from collage_server.store.archive.finished import FinishedRun, VisiblePart
 from collage_server.store.archive.parquet import OF_A_ROW, Footer, copy_points, write_points
 from collage_server.store.archive.paths import COPY, archived_path, project_folder
-from collage_server.store.journal.reports import ReportJournal
+from collage_server.store.journal.report_journal import ReportJournal
 from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.reading.snapshot import Snapshot
 from collage_server.store.records import (
@@ -30,10 +30,10 @@ from collage_server.store.records import (
     TableQuery,
     state_at,
 )
-from collage_server.store.runs.changes import QuotaName
 from collage_server.store.runs.live_runs import LiveRun
-from collage_server.store.runs.newest import KeptNewest, NewestPoint, RunProgress
+from collage_server.store.runs.newest_points import KeptNewest, NewestPoint, RunProgress
 from collage_server.store.runs.overviews import DueRun
+from collage_server.store.runs.run_changes import QuotaName
 from collage_server.store.sealing.archiving import Archiving
 from collage_server.store.sqlite import SqliteStore
 from collage_server.store.store import Store

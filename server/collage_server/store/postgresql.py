@@ -15,7 +15,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError
 from collage_monitor.backoff import Backoff
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
-from collage_server.store.archive.files import ArchiveFiles
+from collage_server.store.archive.file_storage import ArchiveFiles
 from collage_server.store.engine.database import POOL, reads_only
 from collage_server.store.migrate import check_revision, current_revision, head_revision, migrate
 from collage_server.store.records import SealLimits, Sizes

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sqlalchemy import Row
 
 from collage_monitor import wire
-from collage_server.store.rows import from_json, int_array
+from collage_server.store.row_helpers import from_json, int_array
 
 __all__ = [
     "CLOCK_SLACK_SECONDS",

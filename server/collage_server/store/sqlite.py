@@ -15,10 +15,10 @@ from sqlalchemy import URL, Connection, Engine, FromClause, create_engine, event
 from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 
 from collage_server.errors import StoreUnusable
-from collage_server.store.archive.files import ArchiveFiles
+from collage_server.store.archive.file_storage import ArchiveFiles
 from collage_server.store.chunks.blobs import BLOBS_OPENED
 from collage_server.store.engine.database import POOL, driver_cursor
-from collage_server.store.engine.files import (
+from collage_server.store.engine.database_files import (
     Ballast,
     checkpoint_log,
     file_identity,

@@ -8,26 +8,26 @@ from dataclasses import replace
 from typing import Final
 
 from collage_server.errors import Busy, StoreUnusable
-from collage_server.memory import MemoryBudget
+from collage_server.memory_budget import MemoryBudget
 from collage_server.store.access.tokens import AccessStore
-from collage_server.store.archive.files import ArchiveFiles
+from collage_server.store.archive.archive_reader import ArchiveReader
+from collage_server.store.archive.file_storage import ArchiveFiles
 from collage_server.store.archive.finished import FinishedRuns
-from collage_server.store.archive.reading import ArchiveReader
 from collage_server.store.archive.segments import archived_bytes
 from collage_server.store.engine.database import ARCHIVE, Database
-from collage_server.store.journal.reports import ReportJournal
-from collage_server.store.journal.streams import StreamStore
+from collage_server.store.journal.report_journal import ReportJournal
+from collage_server.store.journal.stream_store import StreamStore
 from collage_server.store.reading.snapshot import PointStore
 from collage_server.store.records import SealLimits
 from collage_server.store.runs.events import EventStore
 from collage_server.store.runs.incidents import IncidentStore
-from collage_server.store.runs.newest import NewestStore
+from collage_server.store.runs.newest_points import NewestStore
 from collage_server.store.runs.overviews import OverviewStore
 from collage_server.store.runs.run_store import RunStore
 from collage_server.store.runs.run_table import TableStore
 from collage_server.store.sealing.archiving import Archiving
 from collage_server.store.sealing.retention import Expiry, Retention, Sealing
-from collage_server.store.sealing.slices import SliceDeletion
+from collage_server.store.sealing.slice_deletion import SliceDeletion
 
 __all__ = ["Store"]
 

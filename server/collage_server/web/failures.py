@@ -14,7 +14,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from collage_monitor import wire
-from collage_server.api.answers import error_response
+from collage_server.api.responses import error_response
 from collage_server.errors import ServerError
 
 __all__ = ["answer_to"]

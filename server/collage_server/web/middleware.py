@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from collage_server.auth.bearer import AccessPolicy
 from collage_server.auth.principals import Principal
-from collage_server.disk import DiskGuard
+from collage_server.disk_guard import DiskGuard
 from collage_server.errors import Busy
 from collage_server.logs import REQUEST_ID
-from collage_server.memory import MemoryBudget
+from collage_server.memory_budget import MemoryBudget
 from collage_server.web.failures import answer_to
 
 __all__ = ["AccessControl", "AnswerMemory", "ReadOnlyGate", "RequestIdentity", "client_of"]

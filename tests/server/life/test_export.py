@@ -8,8 +8,8 @@ import json
 
 import numpy as np
 import pytest
-from collage_server.export import steps as export_steps
-from collage_server.export.formats import csv_bytes, jsonl_bytes
+from collage_server.export import step_batches as export_steps
+from collage_server.export.file_formats import csv_bytes, jsonl_bytes
 from collage_server.store import Selection
 
 from collage_monitor import wire
@@ -214,7 +214,7 @@ def test_a_batch_is_bounded_by_measured_points_and_by_steps(server):
 
 
 def test_parquet_without_its_library_says_what_to_install(filled, monkeypatch):
-    monkeypatch.setattr("collage_server.export.formats.find_spec", lambda _: None)
+    monkeypatch.setattr("collage_server.export.file_formats.find_spec", lambda _: None)
     error = filled.get("/runs/r1/export?format=parquet", status=422)
     assert error.field == "format"
     assert "collage-monitor[parquet]" in error.message

@@ -10,7 +10,7 @@ from collage_server.errors import Busy
 from collage_server.settings import Settings
 from collage_server.store import SqliteStore
 from collage_server.store.backup import back_up
-from collage_server.store.engine.files import Ballast
+from collage_server.store.engine.database_files import Ballast
 from starlette.testclient import TestClient
 
 from benchmarks._population import LARGE, batches

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from collage_server.app import create_app
 from collage_server.background import Maintenance
-from collage_server.disk import DiskGuard
+from collage_server.disk_guard import DiskGuard
 from collage_server.errors import Busy
 from collage_server.settings import Settings, SettingsError
 from collage_server.store import Selection, Sizes

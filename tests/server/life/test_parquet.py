@@ -26,7 +26,7 @@ READ = re.compile(r"read_parquet\('([^']+)'[^)]*\)")
 
 @pytest.mark.slow
 def test_parquet_holds_what_csv_holds(server, monkeypatch):
-    monkeypatch.setattr("collage_server.export.steps._POINTS", 2)
+    monkeypatch.setattr("collage_server.export.step_batches._POINTS", 2)
     server.filled(steps=range(10, 60, 10))
     server.reports([report(90, 55, measured=False, scalars={"loss": float("nan")})])
     answer = server.client.get("/api/v1/runs/r1/export?format=parquet")

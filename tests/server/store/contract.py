@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
-from collage_server.overviews import keep_overview
+from collage_server.overview_keeper import keep_overview
 from collage_server.store import READERS, GroupQuery, ReportGroup, RunQuery, Selection, TableQuery
-from collage_server.store.journal import streams
+from collage_server.store.journal import stream_store
 from collage_server.store.records import CONNECTIONS, SealLimits, stream_record
 
 from collage_monitor import metrics, wire
@@ -367,7 +367,7 @@ class StoreContract:
             read.append(row.stream_id)
             return record(row)
 
-        monkeypatch.setattr(streams, "stream_record", noted)
+        monkeypatch.setattr(stream_store, "stream_record", noted)
         answered = store.streams.create_stream("r1", stream_create(stream_id="s5", rank=5), NOW)
         assert read == ["s5"]
         assert answered == next(stream for stream in store.streams.of_run("r1") if stream.stream_id == "s5")

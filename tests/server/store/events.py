@@ -129,7 +129,7 @@ class EventsContract:
             told_of.append(run_id)
             return add_events(connection, run_id, *rest)
 
-        monkeypatch.setattr("collage_server.store.journal.reports.add_events", recorded)
+        monkeypatch.setattr("collage_server.store.journal.report_journal.add_events", recorded)
         for i, ordered in enumerate((streams, streams[::-1])):
             groups = [ReportGroup(stream, [counts(i, i + 1, skipped_steps=2.0**i)]) for stream in ordered]
             store.journal.append(groups, NOW)

@@ -10,7 +10,7 @@ from collage_server.errors import Gone
 from collage_server.store import Selection, schema
 from collage_server.store.chunks.blobs import read_chunk_infos
 from collage_server.store.sealing import retention
-from collage_server.store.sealing.slices import _Pace
+from collage_server.store.sealing.slice_deletion import _Pace
 from sqlalchemy import insert
 
 from collage_monitor import wire
@@ -174,7 +174,7 @@ class LifeContract:
             raise RuntimeError("killed")
 
         with monkeypatch.context() as broken:
-            broken.setattr("collage_server.store.sealing.slices.delete_slice", interrupted)
+            broken.setattr("collage_server.store.sealing.slice_deletion.delete_slice", interrupted)
             with pytest.raises(RuntimeError, match="killed"):
                 store.retention.expire("r1", {1: NOW + 1e9})
         assert model_points(store, "r1", ["lost"], ALL).counts.sum() == 4 * CHUNK
@@ -227,7 +227,7 @@ class LifeContract:
             return freeing()
 
         monkeypatch.setattr(store, "freeing", counted)
-        monkeypatch.setattr("collage_server.store.sealing.slices.time.perf_counter", lambda: 0.0)
+        monkeypatch.setattr("collage_server.store.sealing.slice_deletion.time.perf_counter", lambda: 0.0)
         store.runs.delete("r1", NOW)
         while store.retention.purge(16):
             pass

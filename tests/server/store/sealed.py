@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.store import schema
-from collage_server.store.reading import scalars
+from collage_server.store.reading import logged_scalars
 from collage_server.store.reading.run_view import is_known
-from collage_server.store.rows import to_json
+from collage_server.store.row_helpers import to_json
 from sqlalchemy import update
 
 from collage_monitor import metrics, wire
@@ -100,13 +100,13 @@ class SealedContract(Senders):
         self.send(store, stream, range(1, 101))
         assert seal_all(store) == 3
         known = []
-        read = scalars._read
+        read = logged_scalars._read
 
         def counted(*arguments):
             known.append({run_id: len(held) for run_id, held in arguments[-1].items()})
             return read(*arguments)
 
-        monkeypatch.setattr(scalars, "_read", counted)
+        monkeypatch.setattr(logged_scalars, "_read", counted)
         for _ in range(2):
             with store.points.snapshot() as snapshot:
                 assert len(snapshot.newest_scalars(["r1"], 10)["r1"]["loss"]) == 10

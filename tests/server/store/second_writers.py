@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from collage_server.errors import Conflict, Unprocessable
-from collage_server.newest import NewestKeeper
+from collage_server.newest_keeper import NewestKeeper
 from collage_server.store import RunQuery, Selection, schema
 from sqlalchemy import func, select
 

@@ -7,8 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from collage_server.store import Selection, SqliteStore
-from collage_server.store.archive import reading
-from collage_server.store.archive.files import Folder
+from collage_server.store.archive import archive_reader
+from collage_server.store.archive.file_storage import Folder
 from collage_server.store.archive.parquet import (
     Contents,
     Footer,
@@ -145,14 +145,14 @@ def test_only_a_run_with_files_is_looked_for_among_them(tmp_path):
 def test_footers_in_memory_are_bounded_by_what_they_take(written, tmp_path, monkeypatch):
     """One of 4,000 layers of 12 statistics takes 15 MiB: 512 of them were kept."""
     path, footer, _ = written
-    monkeypatch.setattr(reading, "_KEPT_BYTES", 4 * footer.memory_bytes)
+    monkeypatch.setattr(archive_reader, "_KEPT_BYTES", 4 * footer.memory_bytes)
     store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
     data = read_footer(path)
     with store.writing() as connection:
         for chunk in range(20):
             add_segment(connection, Segment("r", 1, 1, chunk, chunk, f"{chunk}.parquet", 1, data))
-    reader = reading.ArchiveReader(None)
+    reader = archive_reader.ArchiveReader(None)
     with store.reading() as connection:
         assert len(reader.find(connection, 1, {("r", 1): range(20)})) == 20
     assert len(reader._footers) == 4

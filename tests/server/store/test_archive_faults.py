@@ -10,8 +10,8 @@ from threading import Barrier
 import pytest
 from collage_server.errors import Busy, StoreUnusable
 from collage_server.store import PostgresqlStore, Selection, SqliteStore, schema, server_tables
-from collage_server.store.archive import files
-from collage_server.store.archive.files import Bucket, Folder
+from collage_server.store.archive import file_storage
+from collage_server.store.archive.file_storage import Bucket, Folder
 from collage_server.store.archive.paths import archived_path
 from collage_server.store.archive.segments import LOGGED
 from collage_server.store.backup import back_up, restore
@@ -95,7 +95,7 @@ def without_an_archive(opened, tmp_path, steps):
 def test_while_a_bucket_is_away_what_is_live_answers_and_nothing_is_lost(
     opened, tmp_path, bucket, object_store, monkeypatch
 ):
-    monkeypatch.setattr(files, "_CLIENT", {**files._CLIENT, "read_timeout": "1s"})
+    monkeypatch.setattr(file_storage, "_CLIENT", {**file_storage._CLIENT, "read_timeout": "1s"})
     path = put_migrated(tmp_path)
     store = opened(path, Bucket(bucket, tmp_path / "cache", 2**20))
     fill(store, 5 * CHUNK)

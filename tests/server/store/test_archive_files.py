@@ -14,8 +14,8 @@ from pathlib import Path
 import obstore
 import pytest
 from collage_server.errors import Busy, StoreUnusable
-from collage_server.store.archive import files
-from collage_server.store.archive.files import Bucket, Folder, archive_files
+from collage_server.store.archive import file_storage
+from collage_server.store.archive.file_storage import Bucket, Folder, archive_files
 
 SIZE = 1000
 _KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret"}
@@ -143,8 +143,8 @@ def test_a_missing_file_says_what_to_do(kind, tmp_path, request):
 def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object_store, monkeypatch, tmp_path):
     """Whoever waits for it holds a reader's place: a few may, and the others are told at once."""
     path = keep(archive, "a")
-    monkeypatch.setattr(files, "_CLIENT", {**files._CLIENT, "read_timeout": "1s"})
-    monkeypatch.setattr(files, "_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(file_storage, "_CLIENT", {**file_storage._CLIENT, "read_timeout": "1s"})
+    monkeypatch.setattr(file_storage, "_PAUSE_SECONDS", 3600.0)
     other = another(archive, tmp_path / "other")
     object_store.signal(signal.SIGSTOP)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from collage_server.store import SqliteStore
-from collage_server.store.archive.files import Folder
+from collage_server.store.archive.file_storage import Folder
 from collage_server.store.sealing import archive_plan, archiving
 
 from tests.server.migrated import put_migrated

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from collage_server.store import PostgresqlStore, SqliteStore
-from collage_server.store.archive.files import Bucket, Folder
+from collage_server.store.archive.file_storage import Bucket, Folder
 from collage_server.store.sealing import archive_plan
 
 from tests.server.migrated import put_migrated

@@ -69,7 +69,7 @@ def test_retention_gives_the_space_back(tmp_path):
 
 
 def test_space_is_returned_in_slices(tmp_path, monkeypatch):
-    monkeypatch.setattr("collage_server.store.engine.files._PAGES_A_SLICE", 2)
+    monkeypatch.setattr("collage_server.store.engine.database_files._PAGES_A_SLICE", 2)
     store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0, limits=LIMITS)
     store.open()
     filled(store, 8 * 32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from collage_server.store.rows import add_numbers, contains, ranges_from_json, ranges_to_json
+from collage_server.store.row_helpers import add_numbers, contains, ranges_from_json, ranges_to_json
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -13,7 +13,7 @@ import pytest
 from collage_server.errors import StoreUnusable
 from collage_server.store import GroupQuery, SqliteStore, TableQuery
 from collage_server.store.chunks.blobs import BLOBS_OPENED
-from collage_server.store.engine.files import network_file_system
+from collage_server.store.engine.database_files import network_file_system
 from sqlalchemy import event, text
 from sqlalchemy.exc import ProgrammingError
 
@@ -311,7 +311,7 @@ lxcfs {home}/lxc fuse.lxcfs rw 0 0
 def mounts(tmp_path, monkeypatch):
     """A home on a network file system, with a local disk and others inside it."""
     (tmp_path / "mounts").write_text(MOUNTS.format(home=tmp_path))
-    monkeypatch.setattr("collage_server.store.engine.files._MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr("collage_server.store.engine.database_files._MOUNTS", tmp_path / "mounts")
     return tmp_path
 
 
@@ -341,5 +341,5 @@ def test_a_network_file_system_is_refused_until_one_accepts_the_risk(mounts):
 
 
 def test_without_a_table_of_mounts_nothing_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("collage_server.store.engine.files._MOUNTS", tmp_path / "none")
+    monkeypatch.setattr("collage_server.store.engine.database_files._MOUNTS", tmp_path / "none")
     assert network_file_system(tmp_path) is None

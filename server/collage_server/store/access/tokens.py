@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 from collage_monitor import wire
 from collage_server.errors import BadRequest, NotFound, Unprocessable
 from collage_server.store import schema
-from collage_server.store.rows import from_json, to_json
+from collage_server.store.row_helpers import from_json, to_json
 from collage_server.store.server_tables import act as ACT
 from collage_server.store.server_tables import log_out as LOG_OUT
 from collage_server.store.server_tables import token as TOKEN

@@ -20,7 +20,7 @@ from collage_server.store.archive.segments import LOGGED
 from collage_server.store.chunks.blobs import ChunkInfo, read_chunk_infos
 from collage_server.store.engine.database import Database
 from collage_server.store.records import UNBOUNDED, RunRecord, first_hidden_steps
-from collage_server.store.rows import from_json
+from collage_server.store.row_helpers import from_json
 from collage_server.store.runs.run_store import read_records
 
 __all__ = ["FinishedRun", "FinishedRuns", "VisiblePart"]

@@ -18,7 +18,7 @@ from sqlalchemy.exc import IntegrityError
 
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
-from collage_server.store.archive.files import ArchiveFiles
+from collage_server.store.archive.file_storage import ArchiveFiles
 from collage_server.store.archive.paths import MARK
 from collage_server.store.engine.database import Database
 from collage_server.store.server_tables import lease

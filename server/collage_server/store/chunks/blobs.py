@@ -21,7 +21,7 @@ from sqlalchemy import Connection, Select, TextClause, case, func, select, text
 
 from collage_server.store import schema
 from collage_server.store.records import FloatArray, IntArray
-from collage_server.store.rows import among, given_rows, int_array, int_bytes, rows_given, shape_of
+from collage_server.store.row_helpers import among, given_rows, int_array, int_bytes, rows_given, shape_of
 
 __all__ = [
     "ALL_RANKS",

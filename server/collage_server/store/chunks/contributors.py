@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row, select
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import unpack_points
 from collage_server.store.records import IntArray
-from collage_server.store.rows import int_array, int_bytes
+from collage_server.store.row_helpers import int_array, int_bytes
 
 __all__ = [
     "Contributors",

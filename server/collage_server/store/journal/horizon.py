@@ -11,7 +11,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, func, or_, select, update
 
 from collage_server.store import schema
-from collage_server.store.rows import Ranges, contains, ranges_from_json, require_run
+from collage_server.store.row_helpers import Ranges, contains, ranges_from_json, require_run
 
 __all__ = ["freeze", "frozen_step"]
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import Connection
 
-from collage_server.memory import hold
-from collage_server.store.archive.reading import ArchiveReader, uncovered
+from collage_server.memory_budget import hold
+from collage_server.store.archive.archive_reader import ArchiveReader, uncovered
 from collage_server.store.archive.segments import model_level
 from collage_server.store.chunks.blobs import (
     ALL_RANKS,
@@ -28,9 +28,9 @@ from collage_server.store.chunks.blobs import (
     read_model_data,
     read_point_rows,
 )
-from collage_server.store.chunks.cache import ColumnCache
+from collage_server.store.chunks.column_cache import ColumnCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
-from collage_server.store.chunks.merge import (
+from collage_server.store.chunks.point_merging import (
     AttemptPoints,
     has_layer_extremes,
     join,
@@ -38,7 +38,7 @@ from collage_server.store.chunks.merge import (
     select_points,
 )
 from collage_server.store.reading import unsealed
-from collage_server.store.reading.plan import ReadPlan, plan_read
+from collage_server.store.reading.read_plan import ReadPlan, plan_read
 from collage_server.store.reading.run_view import RunView, RunViews, chosen_layers, is_known
 from collage_server.store.records import FloatArray, IntArray, Points, Selection
 

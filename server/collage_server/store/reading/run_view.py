@@ -16,14 +16,14 @@ from sqlalchemy import Connection, Row, Select, func, select
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
 from collage_server.errors import NotFound, Unprocessable
-from collage_server.memory import held_rows
+from collage_server.memory_budget import held_rows
 from collage_server.store import schema
 from collage_server.store.archive.segments import LOGGED
 from collage_server.store.chunks.blobs import ChunkInfo
 from collage_server.store.journal.declarations import unknown_statistics
 from collage_server.store.records import UNBOUNDED, StreamRecord, first_hidden_steps, stream_record
-from collage_server.store.rows import among, contains, ranges_from_json, require_runs
-from collage_server.store.runs.latest import newest_logged_steps
+from collage_server.store.row_helpers import among, contains, ranges_from_json, require_runs
+from collage_server.store.runs.reported_state import newest_logged_steps
 from collage_server.store.runs.run_store import attempts_of_runs, rows_by_run
 
 __all__ = ["RunView", "RunViews", "chosen_layers", "is_known", "read_entries", "read_views"]

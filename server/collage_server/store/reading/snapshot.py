@@ -9,14 +9,14 @@ from typing import Final
 from sqlalchemy import Connection
 
 from collage_monitor import wire
-from collage_server.memory import released_afterwards
-from collage_server.store.archive.reading import ArchiveReader
-from collage_server.store.chunks.cache import ColumnCache
+from collage_server.memory_budget import released_afterwards
+from collage_server.store.archive.archive_reader import ArchiveReader
+from collage_server.store.chunks.column_cache import ColumnCache
 from collage_server.store.engine.database import Database
-from collage_server.store.journal.streams import read_layers, read_streams
+from collage_server.store.journal.stream_store import read_layers, read_streams
+from collage_server.store.reading.logged_scalars import read_newest_scalars, read_scalar_points
 from collage_server.store.reading.points import Sources, points_of_views, read_points
 from collage_server.store.reading.run_view import RunView, RunViews
-from collage_server.store.reading.scalars import read_newest_scalars, read_scalar_points
 from collage_server.store.records import (
     FloatArray,
     LatestPoint,
@@ -28,9 +28,9 @@ from collage_server.store.records import (
     Selection,
 )
 from collage_server.store.runs.events import count_events
-from collage_server.store.runs.latest import newest_measured_step
 from collage_server.store.runs.live_runs import LiveRunPage, Place, read_live_runs
-from collage_server.store.runs.newest import KeptNewest, read_newest
+from collage_server.store.runs.newest_points import KeptNewest, read_newest
+from collage_server.store.runs.reported_state import newest_measured_step
 from collage_server.store.runs.run_store import read_page, read_records
 
 __all__ = ["PointStore", "Snapshot", "newest_step", "read_latest"]

@@ -19,11 +19,11 @@ from sqlalchemy import Connection, Row, select, tuple_
 
 from collage_monitor.statistics import Totals, reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
-from collage_server.memory import held_rows
+from collage_server.memory_budget import held_rows
 from collage_server.store import schema
 from collage_server.store.chunks.contributors import Contributors, StepReports
-from collage_server.store.chunks.merge import AttemptPoints, merged_to_one
-from collage_server.store.reading.assemble import (
+from collage_server.store.chunks.point_merging import AttemptPoints, merged_to_one
+from collage_server.store.reading.report_merging import (
     RowOrigins,
     decode_layers,
     decode_model,

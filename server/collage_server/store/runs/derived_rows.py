@@ -1,8 +1,8 @@
 """Rows that the background derives from each run: rows that are missing, out of date, or made by other code.
 
 `NewestStore` and `OverviewStore` are `DerivedRows`: each has a table with one row a run. Their `due` puts the runs
-that `_due` finds into an order of its own. The background threads of `collage_server/newest.py` and `overviews.py`
-make the rows, and `put` keeps them.
+that `_due` finds into an order of its own. The background threads of `newest_keeper.py` and
+`overview_keeper.py` make the rows, and `put` keeps them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sqlalchemy import ColumnElement, Select, Table, and_, false, func, or_, sel
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import CLOCK_SLACK_SECONDS
-from collage_server.store.rows import later
-from collage_server.store.runs.latest import TRAINING_REPORTED_AT
+from collage_server.store.row_helpers import later
+from collage_server.store.runs.reported_state import TRAINING_REPORTED_AT
 
 __all__ = ["DerivedRows"]
 

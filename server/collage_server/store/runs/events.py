@@ -10,11 +10,11 @@ from sqlalchemy import ColumnElement, Connection, func, select, update
 
 from collage_monitor import wire
 from collage_server.errors import Unprocessable
-from collage_server.memory import held_rows
+from collage_server.memory_budget import held_rows
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import NewEvent
-from collage_server.store.rows import from_json, insert_into, require_run, to_json
+from collage_server.store.row_helpers import from_json, insert_into, require_run, to_json
 
 __all__ = [
     "COUNTS_WITH_EVENTS",

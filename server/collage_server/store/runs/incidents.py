@@ -14,11 +14,11 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, ins
 
 from collage_monitor import wire
 from collage_server.errors import NotFound, Unprocessable
-from collage_server.memory import held_rows
+from collage_server.memory_budget import held_rows
 from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.records import CLOCK_SLACK_SECONDS, IncidentQuery, NewEvent, NewIncident
-from collage_server.store.rows import from_json, insert_into, to_json
+from collage_server.store.row_helpers import from_json, insert_into, to_json
 from collage_server.store.runs.events import add_events
 
 __all__ = ["IncidentStore", "alert_key", "incident_id_of"]

@@ -11,9 +11,9 @@ from sqlalchemy import BindParameter, Connection, Double, Select, String, bindpa
 
 from collage_server.store import schema
 from collage_server.store.records import ReportedState
-from collage_server.store.rows import among, from_json
-from collage_server.store.runs.latest import reported_state
-from collage_server.store.runs.newest import NewestPoint, decode_point
+from collage_server.store.row_helpers import among, from_json
+from collage_server.store.runs.newest_points import NewestPoint, decode_point
+from collage_server.store.runs.reported_state import reported_state
 from collage_server.store.runs.run_store import attempts_from, attempts_of_runs, latest_of_runs, rows_by_run
 
 __all__ = ["LiveRun", "LiveRunPage", "Place", "read_live_runs"]

@@ -15,7 +15,7 @@ from collage_monitor.metrics import preferred_state
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord
-from collage_server.store.rows import from_json, to_json
+from collage_server.store.row_helpers import from_json, to_json
 from collage_server.store.runs.configurations import configuration_of
 from collage_server.store.runs.derived_rows import DerivedRows
 

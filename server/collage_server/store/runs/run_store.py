@@ -15,7 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
 from collage_server.errors import Unprocessable
-from collage_server.memory import held_rows
+from collage_server.memory_budget import held_rows
 from collage_server.store import schema, server_tables
 from collage_server.store.access.tokens import append_to_audit_log
 from collage_server.store.engine.database import Database
@@ -27,9 +27,9 @@ from collage_server.store.records import (
     RunRecord,
     RunRevision,
 )
-from collage_server.store.rows import among, from_json, missing_run, require_runs, run_facts
-from collage_server.store.runs.changes import QuotaCheck, check_quotas, create_run, update_run
-from collage_server.store.runs.latest import LAST_SIGN_OF_LIFE, TRAINING_REPORTED_AT, reported_state
+from collage_server.store.row_helpers import among, from_json, missing_run, require_runs, run_facts
+from collage_server.store.runs.reported_state import LAST_SIGN_OF_LIFE, TRAINING_REPORTED_AT, reported_state
+from collage_server.store.runs.run_changes import QuotaCheck, check_quotas, create_run, update_run
 
 __all__ = [
     "RunStore",

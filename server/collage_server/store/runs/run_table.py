@@ -33,7 +33,7 @@ from collage_server.errors import Unprocessable
 from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.records import GroupQuery, RunRecord, TableQuery
-from collage_server.store.rows import insert_into, later
+from collage_server.store.row_helpers import insert_into, later
 from collage_server.store.runs.configurations import entry_columns
 from collage_server.store.runs.overviews import DECODE_OVERVIEW
 from collage_server.store.runs.run_store import matching, read_records

@@ -14,8 +14,8 @@ from collage_server.store import schema
 from collage_server.store.archive.segments import model_level
 from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, read_chunk_infos
 from collage_server.store.records import UNBOUNDED, first_hidden_steps
-from collage_server.store.rows import run_facts
-from collage_server.store.runs.latest import all_ranks_are_through
+from collage_server.store.row_helpers import run_facts
+from collage_server.store.runs.reported_state import all_ranks_are_through
 from collage_server.store.runs.run_store import attempts_of_runs
 
 __all__ = ["FilePlan", "is_over", "plan_file", "rows_behind", "visible_attempts"]

@@ -21,10 +21,10 @@ import numpy as np
 from sqlalchemy import Connection, Row, and_, delete, func, insert, or_, select, tuple_, update
 
 from collage_server.errors import Busy, StoreUnusable
-from collage_server.memory import hold, released_afterwards
+from collage_server.memory_budget import hold, released_afterwards
 from collage_server.store import schema
-from collage_server.store.archive.files import ArchiveFiles
-from collage_server.store.archive.logged import write_logged
+from collage_server.store.archive.file_storage import ArchiveFiles
+from collage_server.store.archive.logged_values import write_logged
 from collage_server.store.archive.parquet import (
     Contents,
     Footer,
@@ -53,15 +53,15 @@ from collage_server.store.chunks.blobs import (
     read_point_rows,
 )
 from collage_server.store.engine.database import Database
-from collage_server.store.reading.run_view import RunView
-from collage_server.store.reading.scalars import (
+from collage_server.store.reading.logged_scalars import (
     LoggedPart,
     of_series,
     read_logged_parts,
     read_logged_tables,
 )
+from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import FloatArray
-from collage_server.store.rows import int_array, require_run, run_facts
+from collage_server.store.row_helpers import int_array, require_run, run_facts
 from collage_server.store.sealing.archive_plan import (
     FilePlan,
     is_over,
@@ -69,7 +69,7 @@ from collage_server.store.sealing.archive_plan import (
     rows_behind,
     visible_attempts,
 )
-from collage_server.store.sealing.slices import SliceDeletion
+from collage_server.store.sealing.slice_deletion import SliceDeletion
 
 __all__ = ["Archiving"]
 

@@ -23,19 +23,19 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Row, Table, delete, exists, func, or_, select
 
 from collage_server.store import schema, server_tables
-from collage_server.store.archive.reading import ArchiveReader
+from collage_server.store.archive.archive_reader import ArchiveReader
 from collage_server.store.archive.segments import LOGGED, remove_segments
 from collage_server.store.chunks.blobs import LEVELS, read_point_rows
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import freeze
-from collage_server.store.journal.reports import ReportJournal
+from collage_server.store.journal.report_journal import ReportJournal
 from collage_server.store.records import SealLimits
-from collage_server.store.rows import delete_slice, require_run, run_facts
-from collage_server.store.runs.changes import note_change
-from collage_server.store.runs.latest import all_ranks_are_through
-from collage_server.store.sealing.replicas import ReplicaComparison, count_mismatches, mismatches_by_run
+from collage_server.store.row_helpers import delete_slice, require_run, run_facts
+from collage_server.store.runs.reported_state import all_ranks_are_through
+from collage_server.store.runs.run_changes import note_change
+from collage_server.store.sealing.replica_comparison import ReplicaComparison, count_mismatches, mismatches_by_run
 from collage_server.store.sealing.seal import seal
-from collage_server.store.sealing.slices import SliceDeletion
+from collage_server.store.sealing.slice_deletion import SliceDeletion
 
 __all__ = ["Expiry", "Retention", "Sealing"]
 

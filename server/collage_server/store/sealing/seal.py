@@ -19,22 +19,22 @@ import numpy as np
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from collage_server.errors import Busy, Gone
-from collage_server.memory import hold, released_afterwards
+from collage_server.memory_budget import hold, released_afterwards
 from collage_server.store import schema
-from collage_server.store.archive.reading import ArchiveReader
+from collage_server.store.archive.archive_reader import ArchiveReader
 from collage_server.store.chunks.blobs import ALL_RANKS, LEVELS, pack_points, pack_totals
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
-from collage_server.store.chunks.merge import (
+from collage_server.store.chunks.point_merging import (
     AttemptPoints,
 )
 from collage_server.store.reading import unsealed
+from collage_server.store.reading.logged_scalars import pack_scalars
 from collage_server.store.reading.run_view import RunView
-from collage_server.store.reading.scalars import pack_scalars
 from collage_server.store.records import FloatArray, IntArray, SealLimits
-from collage_server.store.rows import add_numbers, int_bytes, ranges_from_json, ranges_to_json
-from collage_server.store.sealing.levels import ChunkLevel, chunk_of, coarse_levels, reported
-from collage_server.store.sealing.plan import JournalContents, SealPlan, plan_seal, read_journal, read_planned
-from collage_server.store.sealing.replicas import ReplicaComparison, keep_mismatches
+from collage_server.store.row_helpers import add_numbers, int_bytes, ranges_from_json, ranges_to_json
+from collage_server.store.sealing.chunk_levels import ChunkLevel, chunk_of, coarse_levels, reported
+from collage_server.store.sealing.replica_comparison import ReplicaComparison, keep_mismatches
+from collage_server.store.sealing.seal_plan import JournalContents, SealPlan, plan_seal, read_journal, read_planned
 
 __all__ = ["seal"]
 

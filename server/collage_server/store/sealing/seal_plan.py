@@ -14,10 +14,10 @@ from sqlalchemy import Connection, Row, select
 
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, read_chunk_infos, read_point_rows
-from collage_server.store.journal.reports import REPORT_BYTES
+from collage_server.store.journal.report_journal import REPORT_BYTES
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import UNBOUNDED, SealLimits
-from collage_server.store.runs.latest import awaited_streams
+from collage_server.store.runs.reported_state import awaited_streams
 
 __all__ = ["JournalContents", "SealPlan", "plan_seal", "read_journal", "read_planned"]
 

@@ -12,9 +12,9 @@ from sqlalchemy import Connection, Select, delete, func, insert, select, update
 from collage_monitor import wire
 from collage_server.errors import Conflict, NotFound
 from collage_server.store import schema
-from collage_server.store.rows import missing_run, require_run, to_json
+from collage_server.store.row_helpers import missing_run, require_run, to_json
 from collage_server.store.runs.configurations import configuration_of
-from collage_server.store.runs.latest import LAST_SIGN_OF_LIFE
+from collage_server.store.runs.reported_state import LAST_SIGN_OF_LIFE
 
 __all__ = ["QuotaCheck", "QuotaName", "check_quotas", "create_run", "note_change", "update_run"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor import wire
-from collage_server.memory import hold, released_afterwards, reserve
+from collage_server.memory_budget import hold, released_afterwards, reserve
 from collage_server.store import Points, RunRecord, ScalarPoints, Selection, Snapshot, Store
 
 __all__ = ["ExportPlan", "StepBatch", "plan_export", "read_batches", "read_ranks", "take_memory"]

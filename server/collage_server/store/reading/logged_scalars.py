@@ -17,11 +17,11 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, Row, TextClause, select, text, tuple_
 
-from collage_server.memory import held_rows
+from collage_server.memory_budget import held_rows
 from collage_server.store import schema
+from collage_server.store.archive.archive_reader import ArchiveReader
 from collage_server.store.archive.parquet import LoggedSeries
-from collage_server.store.archive.reading import ArchiveReader
-from collage_server.store.reading.assemble import RowOrigins, group_steps, visible
+from collage_server.store.reading.report_merging import RowOrigins, group_steps, visible
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.reading.unsealed import ScalarRow, unsealed_rows
 from collage_server.store.records import (
@@ -32,8 +32,8 @@ from collage_server.store.records import (
     StreamRecord,
     first_hidden_steps,
 )
-from collage_server.store.rows import given_rows, int_bytes, rows_given, scalars_from_json, shape_of
-from collage_server.store.runs.latest import last_sealed_steps
+from collage_server.store.row_helpers import given_rows, int_bytes, rows_given, scalars_from_json, shape_of
+from collage_server.store.runs.reported_state import last_sealed_steps
 
 __all__ = [
     "LoggedPart",

@@ -15,15 +15,15 @@ from cachetools import LRUCache
 from sqlalchemy import Connection, Select, bindparam, select
 
 from collage_server.errors import Busy
-from collage_server.memory import hold
+from collage_server.memory_budget import hold
 from collage_server.store import schema
-from collage_server.store.archive.files import ArchiveFiles
-from collage_server.store.archive.logged import read_logged
+from collage_server.store.archive.file_storage import ArchiveFiles
+from collage_server.store.archive.logged_values import read_logged
 from collage_server.store.archive.parquet import Footer, LoggedSeries, Rows, read_layers
 from collage_server.store.archive.segments import LOGGED
 from collage_server.store.chunks.blobs import Chunks, PointRows
 from collage_server.store.records import FloatArray, IntArray
-from collage_server.store.rows import among
+from collage_server.store.row_helpers import among
 
 __all__ = ["ArchiveReader", "FoundSegment", "uncovered"]
 _KEPT_BYTES: Final = 2**25

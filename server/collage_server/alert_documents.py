@@ -1,6 +1,6 @@
 """Make the Prometheus rules and the runbook from the alert catalogue.
 
-`python -m collage_server.alerting rules` (or `runbook`) prints one; the committed files are these outputs.
+`python -m collage_server.alert_documents rules` (or `runbook`) prints one; the committed files are these outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rules(time_scale: float = 1.0, dashboard_url: str = _DASHBOARD) -> str:
     dashboard_url: where people reach the dashboard; the annotation `page` leads there.
     """
     lines = [
-        "# Generated from the alert catalogue (`python -m collage_server.alerting rules`): change that.",
+        "# Generated from the alert catalogue (`python -m collage_server.alert_documents rules`): change that.",
         "groups:",
         "  - name: collage",
         "    rules:",
@@ -44,7 +44,7 @@ def runbook() -> str:
     head = [
         "# Alerts",
         "",
-        "`python -m collage_server.alerting runbook` makes this page from the alert catalogue.",
+        "`python -m collage_server.alert_documents runbook` makes this page from the alert catalogue.",
         "The rules for Prometheus are in `server/prometheus/collage.rules.yml`. Their label `by_default` marks",
         "the alerts that are on by default.",
         "",

@@ -17,7 +17,7 @@ from collage_monitor.judgement import WORDS_VERSION
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
 from collage_server.ingest.writer import IngestCounters
-from collage_server.memory import MemoryBudget
+from collage_server.memory_budget import MemoryBudget
 from collage_server.run_evaluation import evaluate_what_fits
 from collage_server.store import DueRun, Store
 

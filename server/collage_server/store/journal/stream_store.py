@@ -16,13 +16,13 @@ from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, upd
 
 from collage_monitor import wire
 from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_stream
-from collage_server.memory import held_rows
+from collage_server.memory_budget import held_rows
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.declarations import UNKNOWN_MARK, check_names, stored_name, unknown_statistics
 from collage_server.store.journal.horizon import frozen_step
 from collage_server.store.records import IntArray, NewEvent, StreamRecord, stream_record
-from collage_server.store.rows import (
+from collage_server.store.row_helpers import (
     count_numbers,
     from_json,
     int_bytes,

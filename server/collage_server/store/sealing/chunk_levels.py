@@ -12,9 +12,9 @@ import numpy as np
 from sqlalchemy import func, select
 
 from collage_server.store import schema
-from collage_server.store.archive.reading import ArchiveReader
+from collage_server.store.archive.archive_reader import ArchiveReader
 from collage_server.store.chunks.blobs import LEVELS
-from collage_server.store.chunks.merge import (
+from collage_server.store.chunks.point_merging import (
     POINT_COLUMNS,
     AttemptPoints,
     coarsen,
@@ -25,7 +25,7 @@ from collage_server.store.chunks.merge import (
 from collage_server.store.reading.points import sealed_layers, sealed_model
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Points, SealLimits, Selection
-from collage_server.store.sealing.plan import SealPlan
+from collage_server.store.sealing.seal_plan import SealPlan
 
 __all__ = ["ChunkLevel", "chunk_of", "coarse_levels", "reported"]
 

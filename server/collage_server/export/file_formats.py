@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from collage_monitor import wire
 from collage_monitor.statistics import finish_all, has_interval, metric_keys
 from collage_server.errors import Unprocessable
-from collage_server.export.steps import ExportPlan, StepBatch, read_batches, read_ranks, take_memory
-from collage_server.memory import hold, released_afterwards, require, trim_heap
+from collage_server.export.step_batches import ExportPlan, StepBatch, read_batches, read_ranks, take_memory
+from collage_server.memory_budget import hold, released_afterwards, require, trim_heap
 from collage_server.store import Points, Store
 
 __all__ = [

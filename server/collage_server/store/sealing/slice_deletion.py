@@ -9,7 +9,7 @@ from typing import Final
 from sqlalchemy import ColumnElement, Table
 
 from collage_server.store.engine.database import Database
-from collage_server.store.rows import delete_slice
+from collage_server.store.row_helpers import delete_slice
 
 __all__ = ["SliceDeletion"]
 

@@ -1,7 +1,7 @@
 """The newest measured step of each run, finished: a row a run, so that a page about many runs only looks it up.
 
 A row describes the run at the time that it was made. Where reports have come since, it is as old as the background
-thread is late (`collage_server.newest`), and a reader who needs the newest computes it.
+thread is late (`collage_server.newest_keeper`), and a reader who needs the newest computes it.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from collage_monitor.statistics import finish_all, statistics_for
 from collage_server.background import BackgroundThread
 from collage_server.errors import Busy, Gone, NeedsTooMuch, NotFound
 from collage_server.ingest.writer import IngestCounters
-from collage_server.memory import MemoryBudget, released_afterwards
-from collage_server.queries.layers import worst_layers
+from collage_server.memory_budget import MemoryBudget, released_afterwards
+from collage_server.queries.layer_answers import worst_layers
 from collage_server.store import KeptNewest, NewestPoint, RunProgress, RunRecord, Selection, Snapshot, Store
 
 __all__ = ["NewestKeeper", "newest_points"]

@@ -15,7 +15,7 @@ from typing import Any
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from collage_server.store.chunks.merge import POINT_COLUMNS, AttemptPoints
+from collage_server.store.chunks.point_merging import POINT_COLUMNS, AttemptPoints
 
 __all__ = ["ColumnCache"]
 

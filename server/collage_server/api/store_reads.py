@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from collage_monitor import wire
 from collage_monitor.metrics import METRICS, SCALARS, split_key
 from collage_monitor.statistics import reduce_shards, statistics_for
-from collage_server.api.parameters import LayerChoice, checked_metric
+from collage_server.api.query_parameters import LayerChoice, checked_metric
 from collage_server.errors import NotFound, Unprocessable
-from collage_server.memory import released_afterwards
+from collage_server.memory_budget import released_afterwards
 from collage_server.queries.curves import CLIP_RATIO, UNCLIPPED, AxisName, Positions, clip_ratio, concatenated
-from collage_server.queries.layers import worst_layers
+from collage_server.queries.layer_answers import worst_layers
 from collage_server.store import Points, ScalarPoints, Selection, Snapshot
 
 __all__ = [

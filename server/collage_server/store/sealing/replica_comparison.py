@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, Row, func, insert, select
 
 from collage_server.store import schema
-from collage_server.store.reading.assemble import decode_layers, decode_model, layer_replicas
+from collage_server.store.reading.report_merging import decode_layers, decode_model, layer_replicas
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.reading.unsealed import read_reports, read_unsealed, visible_rows
 from collage_server.store.records import FloatArray, IntArray, NewEvent, Selection
-from collage_server.store.rows import Ranges, add_numbers, contains, int_array, to_json
+from collage_server.store.row_helpers import Ranges, add_numbers, contains, int_array, to_json
 from collage_server.store.runs.events import MOST_LAYERS, add_events
 
 __all__ = ["Mismatch", "ReplicaComparison", "count_mismatches", "keep_mismatches", "mismatches_by_run"]

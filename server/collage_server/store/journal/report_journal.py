@@ -34,7 +34,7 @@ from collage_server.store.records import (
     ReportGroup,
     StreamRecord,
 )
-from collage_server.store.rows import (
+from collage_server.store.row_helpers import (
     Ranges,
     add_ranges,
     contains,

@@ -16,7 +16,7 @@ from collage_server.errors import Busy
 from collage_server.store import schema
 from collage_server.store.engine.database import ARCHIVE
 from collage_server.store.records import UNBOUNDED, ReportedState, first_hidden_steps
-from collage_server.store.rows import later, scalars_from_json
+from collage_server.store.row_helpers import later, scalars_from_json
 
 __all__ = [
     "LAST_SIGN_OF_LIFE",
