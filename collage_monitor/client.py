@@ -11,8 +11,8 @@ import httpx
 
 from collage_monitor import wire
 from collage_monitor.connection import Connection, quoted
+from collage_monitor.data_frames import load_pyarrow, plain_number, run_columns, table_of
 from collage_monitor.errors import CollageError, ServerUnreachable
-from collage_monitor.frames import load_pyarrow, plain_number, run_columns, table_of
 from collage_monitor.refusals import refusal
 
 __all__ = ["Axis", "Client", "ExportFormat", "ExportStream"]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from collage_monitor import wire
-from collage_monitor.table import Axis, Table
+from collage_monitor.totals_table import Axis, Table
 
 __all__ = ["Layout", "Measurement", "Reporter"]
 

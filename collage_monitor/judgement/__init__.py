@@ -10,7 +10,6 @@ A process that holds a run's totals calls `evidence_of`; one that reads over HTT
 """
 
 from collage_monitor.judgement.advice import Lacking, advice_for, most_exact
-from collage_monitor.judgement.case import EDQ_TOLERANCE, LOST_TOLERANCE, loses_most
 from collage_monitor.judgement.evidence import (
     OF_LAYERS,
     RECENT_SHARE,
@@ -27,6 +26,7 @@ from collage_monitor.judgement.evidence import (
     state_decrements,
 )
 from collage_monitor.judgement.judge import judge
+from collage_monitor.judgement.judged_run import EDQ_TOLERANCE, LOST_TOLERANCE, loses_most
 from collage_monitor.judgement.rules import STATE_TOLERANCE, average_findings
 from collage_monitor.judgement.words import (
     CAVEATS,

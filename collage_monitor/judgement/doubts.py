@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from collage_monitor.judgement.case import EDQ_TOLERANCE, Case
 from collage_monitor.judgement.evidence import state_decrements
+from collage_monitor.judgement.judged_run import EDQ_TOLERANCE, Case
 from collage_monitor.judgement.rules import (
     DECAY_TOLERANCE,
     LOST_TOLERANCE,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from collage_monitor.judgement.advice import advice_of
-from collage_monitor.judgement.case import Case
 from collage_monitor.judgement.doubts import doubts, nothing_intended, witnesses
 from collage_monitor.judgement.evidence import Evidence
+from collage_monitor.judgement.judged_run import Case
 from collage_monitor.judgement.rules import findings_against
 from collage_monitor.judgement.words import GRAVITY, Finding, Judgement, judgement_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from collage_monitor.judgement.case import EDQ_TOLERANCE, LAYER_LOST, LAYER_TOLERANCE, LOST_TOLERANCE, Case
 from collage_monitor.judgement.evidence import Values, finite, longest_window, state_decrements
+from collage_monitor.judgement.judged_run import EDQ_TOLERANCE, LAYER_LOST, LAYER_TOLERANCE, LOST_TOLERANCE, Case
 from collage_monitor.judgement.words import STILL, Finding, Health, percent
 
 __all__ = [

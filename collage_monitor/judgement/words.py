@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from collage_monitor.judgement.case import LAYER_TOLERANCE, Case
 from collage_monitor.judgement.evidence import SilentRanks, labelled
+from collage_monitor.judgement.judged_run import LAYER_TOLERANCE, Case
 
 __all__ = [
     "Advice",

@@ -13,8 +13,8 @@ from collage_monitor.statistics import (
     casts,
     classes,
     counterfactuals,
-    counts,
     edq,
+    element_counts,
     intervals,
     optimizer_state,
     replicas,
@@ -48,7 +48,7 @@ _OWN: Final = {
     "averages": averages.DEFINITION,
     "norms": edq.NORMS,
     "updates": update_histogram.DEFINITION,
-    "counts": counts.DEFINITION,
+    "counts": element_counts.DEFINITION,
     "intervals": intervals.DEFINITION,
     "replicas": replicas.DEFINITION,
 }

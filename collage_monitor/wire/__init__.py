@@ -85,7 +85,7 @@ from collage_monitor.wire.messages import (
     Trained,
     WatchInfo,
 )
-from collage_monitor.wire.numbers import (
+from collage_monitor.wire.number_encoding import (
     Number,
     array_from_bytes,
     array_to_bytes,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from collage_monitor.wire.messages import Attempt, Layer, Name, Stream, WatchInfo
-from collage_monitor.wire.numbers import Number
+from collage_monitor.wire.number_encoding import Number
 
 __all__ = [
     "AlertmanagerAlert",

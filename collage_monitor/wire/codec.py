@@ -16,7 +16,7 @@ import numpy as np
 from collage_monitor.errors import WireError
 from collage_monitor.wire.answers import RejectedReport
 from collage_monitor.wire.messages import LIMITS, Index, Report, ReportBatch, ReportGap, ReportsOfStep
-from collage_monitor.wire.numbers import Number, array_from_bytes, array_to_bytes, from_number, to_number
+from collage_monitor.wire.number_encoding import Number, array_from_bytes, array_to_bytes, from_number, to_number
 
 __all__ = [
     "JSON",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 from collage_monitor.wire.answers import AlertLabel, AlertText
-from collage_monitor.wire.numbers import Number
+from collage_monitor.wire.number_encoding import Number
 
 __all__ = [
     "Incident",

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct, field
 
 from collage_monitor.wire.answers import LoggedScalar
 from collage_monitor.wire.messages import Trained
-from collage_monitor.wire.numbers import Number
+from collage_monitor.wire.number_encoding import Number
 
 __all__ = [
     "EdqChange",

@@ -12,12 +12,12 @@ import dash_mantine_components as dmc
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import problem_page
-from collage_dashboard.guard import install_compression, install_guard
-from collage_dashboard.numbers import install_numbers
+from collage_dashboard.html_report import install_report
+from collage_dashboard.number_downloads import install_numbers
 from collage_dashboard.pages import comparison, incident, incidents, run, runs
 from collage_dashboard.prerendering import DOCUMENT, PrerenderingDash
-from collage_dashboard.reader import Problem, Reader, explain
-from collage_dashboard.report import install_report
+from collage_dashboard.request_guard import install_compression, install_guard
+from collage_dashboard.server_reader import Problem, Reader, explain
 from collage_dashboard.sign_in import ClientOfToken, forget_token, install_sign_in, token_of_session
 from collage_dashboard.view import Page, View, read_address
 from collage_monitor.client import Client

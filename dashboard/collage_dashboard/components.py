@@ -15,8 +15,8 @@ from dash import dcc, html
 
 from collage_dashboard.descriptions import Description, describe, iso, when
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
-from collage_dashboard.reader import Problem
 from collage_dashboard.run_styles import LineStyle, is_stochastic
+from collage_dashboard.server_reader import Problem
 from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.errors import CollageError, NotAuthorised

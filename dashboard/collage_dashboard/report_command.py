@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from collage_dashboard.reader import Reader
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import MAXIMUM_RUNS
 from collage_monitor.client import Client
 from collage_monitor.command.conditions import schedule_option
@@ -69,8 +69,8 @@ def report(
 def _write(
     server_url: str, token: str | None, runs: tuple[str, ...], output: Path | None, schedule: RateSchedule | None
 ) -> tuple[Path, list[str]]:
-    from collage_dashboard.report import file_name
-    from collage_dashboard.report import report as rendered
+    from collage_dashboard.html_report import file_name
+    from collage_dashboard.html_report import report as rendered
 
     with Client(server_url, token, timeout_seconds=_TIMEOUT_SECONDS) as client:
         found = [find_run(client, run) for run in runs]

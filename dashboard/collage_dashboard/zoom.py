@@ -11,7 +11,7 @@ from typing import Any, Final
 import plotly.graph_objects as go
 
 from collage_dashboard.descriptions import finite
-from collage_dashboard.reader import Reader
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View
 from collage_monitor.client import Axis
 from collage_monitor.errors import ServerRefusal

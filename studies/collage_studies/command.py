@@ -20,9 +20,9 @@ from collage_monitor.command import require
 from collage_monitor.command.up import Services
 from collage_monitor.local import DASHBOARD_PORT, SERVER_PORT
 from collage_studies.catalogue import STUDY_NAMES, study_named
-from collage_studies.records import RecordFile, compact
 from collage_studies.repeats import record_file, repeat_section, repeats_of, reseeded
 from collage_studies.study import Curve, Record, RecordLine, ReportTarget, Study, Trial
+from collage_studies.trial_records import RecordFile, compact
 from collage_studies.worker import TrialTask
 
 __all__ = ["study"]

@@ -20,13 +20,13 @@ from collage_monitor.alerts import alert
 from collage_monitor.judgement.rules import LOST_TOLERANCE
 from collage_monitor.strategies import STRATEGIES
 from collage_studies.catalogue import STUDY_NAMES
+from collage_studies.number_words import estimate, listed
 from collage_studies.pages import table_text
 from collage_studies.studies.beta2 import NOTICEABLE_GAP
 from collage_studies.studies.eight_bit import EMULATED_FORMATS
 from collage_studies.studies.quality import LOST, STEP, WINDOW, Configuration, configurations
 from collage_studies.study import MarkdownTable, Record, Trial
 from collage_studies.summary import records_of
-from collage_studies.words import estimate, listed
 
 __all__ = ["END", "START", "evidence", "replace_between_markers"]
 

@@ -14,8 +14,8 @@ matplotlib.use("agg")
 from cycler import cycler
 from matplotlib import pyplot, rcParams
 
+from collage_studies.number_words import listed
 from collage_studies.study import MarkdownTable, Page, Picture, Plot, Record, Study
-from collage_studies.words import listed
 
 __all__ = ["draw", "table_text", "write_page"]
 

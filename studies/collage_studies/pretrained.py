@@ -16,7 +16,7 @@ from collage_demo.training import Build, loss_of, new_model, new_model_and_optim
 from collage_optim import MASTER_PARAMETER
 from torch import Tensor, nn
 
-from collage_studies.adapters import adapt
+from collage_studies.low_rank_adapters import adapt
 
 __all__ = ["build_from_weights", "checkpoint"]
 

@@ -13,9 +13,9 @@ import msgspec
 from collage_demo.recipe import Plan
 
 from collage_monitor.seeds import SeedValue, difference, mean_over_seeds
-from collage_studies.records import RecordFile
+from collage_studies.number_words import estimate, listed
 from collage_studies.study import MarkdownTable, Record, Study, Trial
-from collage_studies.words import estimate, listed
+from collage_studies.trial_records import RecordFile
 
 __all__ = [
     "Repeat",

@@ -11,8 +11,8 @@ from collage_demo.recipe import Plan, Recipe
 from numpy.typing import NDArray
 
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
+from collage_studies.number_words import UNDEFINED, listed, quoted
 from collage_studies.study import PlotCurve, Record
-from collage_studies.words import UNDEFINED, listed, quoted
 
 __all__ = [
     "Point",

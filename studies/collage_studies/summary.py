@@ -10,11 +10,11 @@ from typing import Final
 from collage_demo.recipe import Plan
 
 from collage_studies.catalogue import STUDY_NAMES, study_named
+from collage_studies.number_words import estimate, listed, number, share
 from collage_studies.pages import table_text
 from collage_studies.repeats import compare_repeat, record_file, repeats_of
 from collage_studies.results import by_plan, gaps, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Record
-from collage_studies.words import estimate, listed, number, share
 
 __all__ = ["records_of", "summary_text", "write_summary"]
 

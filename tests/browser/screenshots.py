@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 from collage_studies.catalogue import study_named
-from collage_studies.records import RecordFile
 from collage_studies.studies.diary import picture_of
+from collage_studies.trial_records import RecordFile
 from playwright.sync_api import sync_playwright
 
 from collage_monitor.client import Client

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from collage_monitor import run_evidence, wire
 from collage_monitor.judgement import (
     Evidence,
-    case,
     doubts,
     evidence_of,
     judge,
+    judged_run,
     longest_window,
     percent,
     rules,
@@ -260,7 +260,7 @@ def test_states_rounded_at_random_are_judged_by_their_own_noise():
 def test_every_metric_that_rules_read_is_read_from_a_server_too():
     """`residual_dropped_ratio` was not: a run had one word in its terminal and another on the server."""
     read = set(run_evidence._OF_MODEL)
-    for module in (case, rules, doubts, words):
+    for module in (judged_run, rules, doubts, words):
         constants = {
             node.value for node in ast.walk(ast.parse(inspect.getsource(module))) if type(node) is ast.Constant
         }

@@ -2,7 +2,7 @@
 
 import pytest
 from collage_dashboard import create_dashboard
-from collage_dashboard.reader import Reader
+from collage_dashboard.server_reader import Reader
 
 from tests.dashboard.fake_server import FakeServer
 from tests.dashboard.generated import GeneratedRun, demo_runs

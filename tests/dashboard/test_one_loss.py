@@ -7,11 +7,11 @@ import pytest
 from collage_dashboard.app import render
 from collage_dashboard.components import over_steps
 from collage_dashboard.descriptions import in_a_sentence, in_few_words, number
+from collage_dashboard.html_report import report
 from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table
 from collage_dashboard.pages.run_content import panel
 from collage_dashboard.pages.runs_content import columns, rows
 from collage_dashboard.pages.strategies_content import counterfactual_table, strategy_table
-from collage_dashboard.report import report
 from collage_dashboard.view import View, read_address
 
 from collage_monitor.judgement import percent

@@ -4,7 +4,7 @@ import pytest
 from collage_dashboard.app import render
 from collage_dashboard.components import notice, problem_page
 from collage_dashboard.pages.runs import _NO_RUNS
-from collage_dashboard.reader import Reader, explain
+from collage_dashboard.server_reader import Reader, explain
 from collage_dashboard.view import read_address
 
 from collage_monitor.client import Client

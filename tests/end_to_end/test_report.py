@@ -5,9 +5,9 @@ import json
 import collage_agent as collage
 import pytest
 from click.testing import CliRunner
-from collage_dashboard.reader import Reader
-from collage_dashboard.report import report as rendered
+from collage_dashboard.html_report import report as rendered
 from collage_dashboard.report_command import report
+from collage_dashboard.server_reader import Reader
 
 from collage_monitor.client import Client
 from collage_monitor.local import read_token

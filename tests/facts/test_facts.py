@@ -25,7 +25,7 @@ from collage_dashboard.pages.run_content import TABS
 from collage_dashboard.pages.run_layers import layer_card, layer_rows
 from collage_dashboard.pages.runs_content import rows
 from collage_dashboard.pages.strategies_content import advice, pair_question, strategy_table
-from collage_dashboard.reader import Reader
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View, read_address, write_steps
 from collage_server.app import create_app
 from collage_server.settings import Settings

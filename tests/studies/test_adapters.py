@@ -2,7 +2,7 @@
 
 import torch
 from collage_demo.training import ByteGPT, loss_of
-from collage_studies.adapters import ADAPTED, adapt
+from collage_studies.low_rank_adapters import ADAPTED, adapt
 
 LAYERS, RANK = 2, 3
 

@@ -4,8 +4,8 @@ import click
 import msgspec
 import pytest
 from collage_demo.recipe import Plan, Recipe
-from collage_studies.records import RecordFile, compact
 from collage_studies.study import Curve, Record, Trial
+from collage_studies.trial_records import RecordFile, compact
 
 TRIALS = [
     Trial(name="first", plan=Plan("plain", "bfloat16"), recipe=Recipe(steps=5), curves=("edq_ratio",)),

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from collage_demo.recipe import Plan, Recipe
 from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.command import study
-from collage_studies.records import RecordFile
 from collage_studies.repeats import Repeat, record_file, repeat_section, repeats_of, reseeded, seed_of
 from collage_studies.study import MarkdownTable, Page, Record, Study, Trial
+from collage_studies.trial_records import RecordFile
 
 FP32, PLAIN = Plan("plain", "float32"), Plan("plain", "bfloat16")
 LOSSES = {

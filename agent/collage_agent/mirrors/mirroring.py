@@ -22,7 +22,7 @@ from collage_monitor.judgement import EDQ_TOLERANCE
 from collage_monitor.metrics import preferred_state, split_key
 from collage_monitor.onset import Onset, describe, find_onset
 from collage_monitor.statistics import Totals, finished, merge_shards, metric_keys
-from collage_monitor.table import Table
+from collage_monitor.totals_table import Table
 from collage_monitor.wire import Incident
 
 __all__ = ["MeasuredTotals", "Mirror", "MirrorEvent", "MirrorRow", "MirroredRun", "Mirrors"]

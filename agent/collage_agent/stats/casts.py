@@ -13,7 +13,7 @@ from collage_agent.stats.block_sums import block_sums, flag_counts
 from collage_agent.stats.nonfinite import nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.step_view import Copies, StepView, StoredWeights, Sums, named
 from collage_monitor.statistics.casts import route_pairs
-from collage_monitor.table import Table
+from collage_monitor.totals_table import Table
 
 __all__ = ["cast_block_sums", "is_wider", "measure", "route_block_sums"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from collage_agent.stats.block_sums import flag_counts
 from collage_agent.stats.step_view import StepView, Sums, named
-from collage_monitor.table import Table
+from collage_monitor.totals_table import Table
 
 __all__ = ["CLASS_COUNTS", "Flags", "KEYS", "active_elements", "class_counts", "measure"]
 

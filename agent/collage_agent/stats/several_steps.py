@@ -11,7 +11,7 @@ from collage_agent.stats.block_sums import block_sums
 from collage_agent.stats.edq import squared_block_sums, squared_difference
 from collage_agent.stats.nonfinite import nonfinite, sum_is_finite, zero_excluded
 from collage_agent.stats.step_view import named
-from collage_monitor.table import Table
+from collage_monitor.totals_table import Table
 
 __all__ = ["ORACLE_SUMS", "WINDOW_SUMS", "oracle_block_sums", "window_block_sums"]
 

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_monitor.table import Axis, Table
+from collage_monitor.totals_table import Axis, Table
 
 __all__ = [
     "Copies",

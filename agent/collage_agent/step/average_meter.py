@@ -17,7 +17,7 @@ from collage_agent.step.measurer import buffer_bytes
 from collage_agent.step.totals import SampleSizes
 from collage_agent.training.averaged_tensors import AveragedTensor, Share
 from collage_monitor.statistics.averages import KEYS
-from collage_monitor.table import Axis, Table
+from collage_monitor.totals_table import Axis, Table
 
 __all__ = ["AverageMeter"]
 

@@ -51,7 +51,7 @@ from collage_agent.step.totals import (
     measure_tile,
 )
 from collage_monitor.definitions import Need
-from collage_monitor.table import Axis, Table
+from collage_monitor.totals_table import Axis, Table
 
 __all__ = ["Bucket"]
 

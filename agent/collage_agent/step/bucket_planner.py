@@ -26,7 +26,7 @@ from collage_agent.step.oracle import Oracle, OracleView
 from collage_agent.step.touched_rows import TouchedBucket
 from collage_agent.training.dtensors import placed_alike, rows_of_a_shard
 from collage_agent.training.watched_parameters import WatchedParameter
-from collage_monitor.table import Axis
+from collage_monitor.totals_table import Axis
 
 __all__ = ["Kind", "Planner", "Signature", "step_counter_of"]
 

@@ -26,7 +26,7 @@ from collage_agent.step.touched_rows import TouchedBucket
 from collage_agent.step.windows import Windows
 from collage_agent.training.skipped_steps import loss_scaling
 from collage_agent.training.watched_parameters import WatchedParameter
-from collage_monitor.table import Table
+from collage_monitor.totals_table import Table
 
 __all__ = ["StepMeasurer"]
 

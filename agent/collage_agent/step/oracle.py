@@ -24,7 +24,7 @@ from collage_agent.step.gather import BlockLayout, Staging
 from collage_agent.step.observed_step import TILE_SLOTS
 from collage_agent.step.totals import SampleSizes
 from collage_monitor.metrics import METRICS
-from collage_monitor.table import Axis, Table
+from collage_monitor.totals_table import Axis, Table
 
 __all__ = ["Oracle", "OracleView"]
 

@@ -25,7 +25,7 @@ from collage_agent.step.bucket_planner import Planner
 from collage_agent.step.gather import BlockLayout, Staging
 from collage_agent.step.observed_step import Follows
 from collage_agent.training.watched_parameters import WatchedParameter
-from collage_monitor.table import Table
+from collage_monitor.totals_table import Table
 
 __all__ = ["ELEMENTS_A_STEP", "Rotation", "is_whole", "nan_where_skipped", "too_large"]
 

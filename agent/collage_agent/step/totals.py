@@ -31,7 +31,7 @@ from collage_agent.step.gather import BlockLayout
 from collage_monitor.definitions import SAMPLE, Interval
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, statistic
-from collage_monitor.table import Axis, Table
+from collage_monitor.totals_table import Axis, Table
 
 __all__ = [
     "BASE_STATISTICS",

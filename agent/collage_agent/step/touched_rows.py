@@ -22,7 +22,7 @@ from collage_agent.step.bucket import Bucket
 from collage_agent.step.gather import BlockLayout, Staging
 from collage_agent.step.observed_step import Scratch, Tile
 from collage_agent.step.totals import SampleSizes
-from collage_monitor.table import Axis, Table
+from collage_monitor.totals_table import Axis, Table
 
 __all__ = ["TouchedBucket", "TouchedRows"]
 

@@ -18,7 +18,7 @@ from collage_agent.stats.step_view import LargestWeights
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.observed_step import KeptWeights
 from collage_agent.training.skipped_steps import loss_scaling
-from collage_monitor.table import Axis, Table
+from collage_monitor.totals_table import Axis, Table
 
 __all__ = ["CYCLE_WINDOWS", "WindowSchedule", "WindowSpan", "Windows"]
 

@@ -31,7 +31,7 @@ from collage_agent.watching.unseen_steps import SeenBy
 from collage_agent.watching.watch_description import joined
 from collage_monitor import wire
 from collage_monitor.statistics.averages import KEYS
-from collage_monitor.table import Table
+from collage_monitor.totals_table import Table
 
 __all__ = ["Assembly"]
 

@@ -36,7 +36,7 @@ from collage_agent.watching.saved_numbers import CheckpointComparison
 from collage_agent.watching.unseen_steps import NOTES, SeenBy, UnseenSteps
 from collage_agent.watching.watch_description import IN_PARTS, describe, notes_on
 from collage_monitor import wire
-from collage_monitor.table import Table
+from collage_monitor.totals_table import Table
 
 __all__ = ["OptimizerHooks"]
 

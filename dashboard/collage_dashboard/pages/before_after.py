@@ -18,7 +18,7 @@ from collage_dashboard.components import labelled, scrollable
 from collage_dashboard.descriptions import UNDEFINED, describe, number, value_text
 from collage_dashboard.incident_evidence import COMPARED_METRICS, read_before_after
 from collage_dashboard.pages.run_layers import run_of
-from collage_dashboard.reader import Reader
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View, read_address, read_steps, write_steps
 from collage_monitor import wire
 from collage_monitor.alerts.causes import Span

@@ -29,7 +29,7 @@ from collage_dashboard.components import (
     smoothing_control,
 )
 from collage_dashboard.figures.style import digest
-from collage_dashboard.numbers import frame_of, pandas_note
+from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.comparison_content import (
     RunNames,
     comparison_table,
@@ -65,8 +65,8 @@ from collage_dashboard.pages.strategies_content import (
     strategy_styles,
     strategy_table,
 )
-from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.run_styles import styles_of
+from collage_dashboard.server_reader import Problem, Reader, explain
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
 from collage_dashboard.zoom import with_zoom, zoomed
 from collage_monitor import wire

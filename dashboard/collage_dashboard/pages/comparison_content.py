@@ -22,8 +22,8 @@ from collage_dashboard.components import (
     scrollable,
 )
 from collage_dashboard.descriptions import count, describe, interval, number, state_key, value_text
-from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import LineStyle, NamedRun, is_stochastic, strategy_title, styles_of
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import MAXIMUM_RUNS, View, comparison_of, write_address
 from collage_monitor import wire
 from collage_monitor.errors import CollageError

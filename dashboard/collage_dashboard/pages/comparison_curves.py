@@ -16,11 +16,11 @@ from collage_dashboard.components import chart_card, chart_note, labelled
 from collage_dashboard.descriptions import describe, finite, metric_choices
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.style import empty_figure
-from collage_dashboard.numbers import numbers_address
+from collage_dashboard.number_downloads import numbers_address
 from collage_dashboard.pages.comparison_content import curve_of
 from collage_dashboard.pages.strategies_content import strategy_styles
-from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import styles_of
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import Lines, Scale, View
 from collage_dashboard.zoom import POINTS
 from collage_monitor import wire

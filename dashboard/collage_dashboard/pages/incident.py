@@ -19,9 +19,9 @@ from collage_dashboard.components import (
     refusal,
 )
 from collage_dashboard.incident_evidence import STEPS_AFTER_ALERT, read_incident_evidence
-from collage_dashboard.numbers import frame_of, pandas_note
+from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.incident_content import body, head
-from collage_dashboard.reader import Problem, Reader, explain
+from collage_dashboard.server_reader import Problem, Reader, explain
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.client import Client

@@ -26,9 +26,9 @@ from collage_dashboard.components import (
     scrollable,
 )
 from collage_dashboard.descriptions import describe
-from collage_dashboard.numbers import pandas_note
+from collage_dashboard.number_downloads import pandas_note
 from collage_dashboard.pages.incident_content import badges, duration_of
-from collage_dashboard.reader import Reader, explain
+from collage_dashboard.server_reader import Reader, explain
 from collage_dashboard.view import View, read_address, write_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS

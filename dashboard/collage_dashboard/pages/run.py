@@ -23,7 +23,7 @@ from collage_dashboard.components import (
 )
 from collage_dashboard.figures.heatmap import newest_columns
 from collage_dashboard.figures.style import ACCENT, digest, empty_figure, strategy_colour
-from collage_dashboard.numbers import frame_of, pandas_note
+from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.before_after import (
     change_place,
     picked_marks,
@@ -42,7 +42,7 @@ from collage_dashboard.pages.run_content import (
 from collage_dashboard.pages.run_curves import WHOLE_MODEL, curve_controls, curves_card
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, map_controls, map_style, register_layers, run_of
 from collage_dashboard.pages.run_marks import marks_in_words, marks_of
-from collage_dashboard.reader import Problem, Reader, explain
+from collage_dashboard.server_reader import Problem, Reader, explain
 from collage_dashboard.view import View, read_address, read_steps, write_address, write_steps
 from collage_dashboard.zoom import Steps, on_axis, step_at, steps_within, zoomed
 from collage_monitor import wire

@@ -12,8 +12,8 @@ from dash import MATCH, Input, Output, State, html
 
 from collage_dashboard.components import refusal
 from collage_dashboard.descriptions import byte_count, count, value_text, when
-from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import strategy_title
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import read_address
 from collage_monitor import wire
 from collage_monitor.errors import CollageError

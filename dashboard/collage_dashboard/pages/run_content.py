@@ -38,13 +38,13 @@ from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import block_of
 from collage_dashboard.figures.histogram import PREDICTS
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
-from collage_dashboard.numbers import numbers_address
+from collage_dashboard.number_downloads import numbers_address
 from collage_dashboard.pages.run_about import about
 from collage_dashboard.pages.run_curves import draw_curve, draw_stack, series_between, stacked
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table
 from collage_dashboard.pages.run_marks import Marks
-from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import strategy_title
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import Tab, View, write_address
 from collage_dashboard.zoom import Steps, steps_within, with_zoom
 from collage_monitor import wire

@@ -25,7 +25,7 @@ from collage_dashboard.figures.stack import stack_height
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
 from collage_dashboard.pages.before_after import change_controls
 from collage_dashboard.pages.run_marks import Marks, mark_curve, marks_in_words, place_marks
-from collage_dashboard.reader import Reader
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View
 from collage_dashboard.zoom import POINTS, Steps
 from collage_monitor import wire

@@ -21,7 +21,7 @@ from collage_dashboard.descriptions import (
     share_text,
     value_text,
 )
-from collage_dashboard.reader import Reader
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View, read_address
 from collage_monitor import wire
 from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal

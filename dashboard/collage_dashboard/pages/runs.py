@@ -23,7 +23,7 @@ from collage_dashboard.components import (
     runs_in_words,
     tags_of,
 )
-from collage_dashboard.numbers import frame_of, pandas_note
+from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.runs_content import (
     USUAL,
     beside,
@@ -42,7 +42,7 @@ from collage_dashboard.pages.runs_controls import (
     views_menu,
 )
 from collage_dashboard.prerendering import with_placeholder
-from collage_dashboard.reader import Problem, Reader, explain
+from collage_dashboard.server_reader import Problem, Reader, explain
 from collage_dashboard.view import ARCHIVED, FILTERS, View, read_address, write_address
 from collage_monitor import wire
 from collage_monitor.client import Client

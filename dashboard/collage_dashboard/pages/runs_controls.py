@@ -14,8 +14,8 @@ from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_up
 
 from collage_dashboard.components import refusal, tags_of
 from collage_dashboard.pages.runs_content import USUAL, columns, compare_link, shown_columns, with_columns
-from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import strategy_title
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import ARCHIVED, FILTERS, GROUPS, View, read_address, write_address
 from collage_monitor import wire
 from collage_monitor.client import Client

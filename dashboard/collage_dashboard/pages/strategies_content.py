@@ -27,8 +27,8 @@ from collage_dashboard.descriptions import UNDEFINED, describe, number, share_te
 from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.style import DASHES, GRAPH_CONFIG, strategy_colour
 from collage_dashboard.figures.tradeoff import Cost
-from collage_dashboard.reader import Reader, explain
 from collage_dashboard.run_styles import LineStyle, styles_of
+from collage_dashboard.server_reader import Reader, explain
 from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.errors import CollageError

@@ -2,7 +2,7 @@
 
 JSON lines: the run, its layers, one line per step, on request one per step and rank, one per event, and an end,
 which counts the steps. It contains the stored totals, never ratios, so an import loses nothing.
-`collage_monitor/importing/lines.py` reads them, and refuses any VERSION but its own: raise both.
+`collage_monitor/importing/json_lines.py` reads them, and refuses any VERSION but its own: raise both.
 
 CSV and Parquet: one wide table: one row per step for the model, one per step and layer, and on request one per step
 and rank. Parquet has a row group a batch of steps, and needs the extra `parquet` (pyarrow).

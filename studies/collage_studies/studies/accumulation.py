@@ -11,8 +11,8 @@ from collage_optim import CollageAdamW
 from torch import Tensor, nn
 
 from collage_monitor.seeds import Estimate, mean_over_seeds
+from collage_studies.number_words import listed, share
 from collage_studies.study import Curve, MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
-from collage_studies.words import listed, share
 
 __all__ = ["STUDY"]
 

@@ -8,10 +8,10 @@ from typing import Final
 from collage_demo.recipe import Plan, Recipe
 
 from collage_monitor.seeds import Estimate, SeedValue, difference
+from collage_studies.number_words import estimate, listed
 from collage_studies.results import by_plan, gaps, mean, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, Study, Trial
 from collage_studies.training_trial import run_training
-from collage_studies.words import estimate, listed
 
 __all__ = ["NOTICEABLE_GAP", "STUDY"]
 

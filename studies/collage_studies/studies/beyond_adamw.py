@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from collage_studies.held_weights import ReadInBfloat16, expansion, round_weights_after_steps
+from collage_studies.number_words import UNDEFINED, estimate, listed
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Page, Plot, Record, ReportTarget, Study, Trial
 from collage_studies.training_trial import run_training
-from collage_studies.words import UNDEFINED, estimate, listed
 
 __all__ = ["STUDY"]
 

@@ -9,10 +9,10 @@ from typing import Final
 from collage_demo.recipe import Plan, Recipe
 
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
+from collage_studies.number_words import estimate, listed
 from collage_studies.results import by_plan, mean_curve, recipe_of, stays_below_from
 from collage_studies.study import Curve, MarkdownTable, Page, Plot, Record, Study, Trial
 from collage_studies.training_trial import run_training
-from collage_studies.words import estimate, listed
 
 __all__ = ["STUDY"]
 

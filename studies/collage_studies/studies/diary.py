@@ -20,6 +20,7 @@ from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 from collage_monitor.local import token_path
 from collage_monitor.wire import Incident
+from collage_studies.number_words import UNDEFINED, listed, number
 from collage_studies.study import (
     Curve,
     MarkdownTable,
@@ -33,7 +34,6 @@ from collage_studies.study import (
     Trial,
 )
 from collage_studies.training_trial import run_training
-from collage_studies.words import UNDEFINED, listed, number
 
 __all__ = ["STUDY", "picture_of"]
 

@@ -10,8 +10,8 @@ import torch
 from collage_optim.numerics import join, renormalise, round_to, split
 from torch import Tensor
 
+from collage_studies.number_words import listed, number, quoted, share
 from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
-from collage_studies.words import listed, number, quoted, share
 
 __all__ = ["STUDY"]
 

@@ -13,12 +13,12 @@ from collage_demo.recipe import Plan, Recipe
 from collage_demo.training import validate
 
 from collage_monitor.seeds import Estimate
-from collage_studies.adapters import AdapterIn, AdapterOut
+from collage_studies.low_rank_adapters import AdapterIn, AdapterOut
+from collage_studies.number_words import UNDEFINED, estimate, listed, quoted, share
 from collage_studies.pretrained import build_from_weights, checkpoint
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
 from collage_studies.training_trial import run_training
-from collage_studies.words import UNDEFINED, estimate, listed, quoted, share
 
 __all__ = ["STUDY"]
 

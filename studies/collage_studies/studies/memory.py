@@ -19,8 +19,8 @@ from collage_optim import STRATEGIES, CollageAdamW
 from collage_optim.compiled import TESTED_ELEMENTS
 from torch import Tensor
 
+from collage_studies.number_words import UNDEFINED, listed, number, share
 from collage_studies.study import Curve, MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
-from collage_studies.words import UNDEFINED, listed, number, share
 
 __all__ = ["STUDY"]
 

@@ -12,10 +12,10 @@ from collage_demo.recipe import Plan, Recipe
 from collage_monitor.judgement import EDQ_TOLERANCE, STATE_TOLERANCE
 from collage_monitor.judgement.rules import LOST_TOLERANCE, ORACLE_TOLERANCE
 from collage_monitor.seeds import Estimate, mean_over_seeds
+from collage_studies.number_words import UNDEFINED, estimate, listed, share
 from collage_studies.results import Point, by_plan, correlation, gaps, recipe_of
 from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, Study, Trial
 from collage_studies.training_trial import run_training
-from collage_studies.words import UNDEFINED, estimate, listed, share
 
 __all__ = ["Configuration", "LOST", "STEP", "STUDY", "WINDOW", "configurations"]
 

@@ -10,7 +10,7 @@ FORBIDDEN = (
     "httpx",
     "flask",
     "collage_monitor.client",
-    "collage_dashboard.reader",
+    "collage_dashboard.server_reader",
     "collage_dashboard.pages",
 )
 

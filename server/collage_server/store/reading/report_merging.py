@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sqlalchemy import Row
 
 from collage_monitor.statistics import Totals, reduce_shards
-from collage_monitor.table import Axis, Table
+from collage_monitor.totals_table import Axis, Table
 from collage_server.store.records import FloatArray, IntArray, StreamRecord
 
 __all__ = [

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from collage_monitor import wire
-from collage_monitor.importing.source import ImportRefusal, Source
+from collage_monitor.importing.imported_run import ImportRefusal, Source
 
 __all__ = ["read_lines"]
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 from click.testing import CliRunner
 from collage_dashboard import create_dashboard, report_command
-from collage_dashboard.report import file_name, report
+from collage_dashboard.html_report import file_name, report
 
 from collage_monitor.errors import CollageError, NotFound
 from tests.dashboard.generated import GeneratedRun

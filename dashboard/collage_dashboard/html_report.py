@@ -20,7 +20,7 @@ from plotly.offline import get_plotlyjs
 from collage_dashboard.components import over_steps
 from collage_dashboard.descriptions import STATE, count, describe, interval, share_text, state_key, value_text, when
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
-from collage_dashboard.numbers import file_stem
+from collage_dashboard.number_downloads import file_stem
 from collage_dashboard.pages.comparison_content import COLUMNS, notes_on, with_recent
 from collage_dashboard.pages.comparison_curves import (
     DEFAULT_METRIC,
@@ -42,8 +42,8 @@ from collage_dashboard.pages.strategies_content import (
     counterfactual_cells,
     strategy_styles,
 )
-from collage_dashboard.reader import Reader, explain
 from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
+from collage_dashboard.server_reader import Reader, explain
 from collage_dashboard.view import View, comparison_of, read_address
 from collage_monitor import __version__, wire
 from collage_monitor.errors import CollageError, NotFound

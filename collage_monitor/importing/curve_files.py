@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from collage_monitor import wire
-from collage_monitor.importing.source import ImportRefusal, Source
+from collage_monitor.importing.imported_run import ImportRefusal, Source
 
 __all__ = ["read_curves", "read_events"]
 

@@ -16,7 +16,7 @@ from dash import html
 from flask import Flask, Response, request, stream_with_context
 
 from collage_dashboard.descriptions import describe
-from collage_dashboard.reader import Reader, explain
+from collage_dashboard.server_reader import Reader, explain
 from collage_dashboard.view import View, read_address
 from collage_dashboard.zoom import Steps
 from collage_monitor import wire

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collage_monitor.statistics import finish
-from collage_monitor.table import Axis, Table
+from collage_monitor.totals_table import Axis, Table
 
 
 def test_an_axis_only_grows_and_keeps_its_places():

@@ -4,7 +4,7 @@ import csv
 from io import StringIO
 
 import pytest
-from collage_dashboard import create_dashboard, numbers
+from collage_dashboard import create_dashboard, number_downloads
 
 from tests.dashboard.generated import GeneratedRun
 
@@ -21,7 +21,7 @@ def rows_of(answer):
 
 def test_all_points_of_a_thinned_chart_are_in_its_file_with_the_runs_name(server, http, monkeypatch):
     """The server answers 300 points of 1,200: in the file none is the mean of several steps."""
-    monkeypatch.setattr(numbers, "_MOST_POINTS", 300)
+    monkeypatch.setattr(number_downloads, "_MOST_POINTS", 300)
     run = GeneratedRun("=a long run", "plus", steps=1200, every=1)
     server.runs[run.run_id] = run
     answer = http.get(f"/numbers.csv?run={run.run_id}&metric=edq_ratio&metric=loss&layer=head.weight&from=11")
