@@ -60,7 +60,8 @@ _LARGEST_ORDER_BYTES = 2**17
 def fork(imports, *arguments, environment=None, folder=None, output=None):
     """Start `python *arguments` ("-c CODE", "-m MODULE" or a script, and "-W error" before it) as a `Program`.
 
-    environment: all of it; this process's own by default. output: an open file for both streams instead of pipes.
+    environment: all of it; this process's own by default. output: an open file for both streams instead of pipes,
+    or one for each.
     """
     return _zygote(imports).start(
         {
@@ -166,7 +167,8 @@ class _Zygote:
             errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the program has ended
             streams = [write_output, errors.fileno()]
         else:
-            streams = [output.fileno(), output.fileno()]
+            files = output if isinstance(output, tuple) else (output, output)
+            streams = [file.fileno() for file in files]
         socket.send_fds(self._orders, [json.dumps(order).encode()], [*streams, write_status])
         os.close(write_status)
         status = os.fdopen(read_status)

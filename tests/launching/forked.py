@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from collage_monitor.environment import ATTACH
 from tests.forking import TRAINING, fork
 
 __all__ = ["forked_python"]
@@ -27,14 +28,14 @@ import json, os, socket, sys
 order = json.dumps({{"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}})
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
-    socket.send_fds(server, [order.encode() + b"\\n"], [2])
+    socket.send_fds(server, [order.encode() + b"\\n"], [1, 2])
     sys.exit(int(server.makefile().readline()))
 """
 
 
 @contextmanager
 def forked_python():
-    """The path of the interpreter. What a script writes goes to its standard error."""
+    """The path of the interpreter."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
         address = str(Path(folder, "orders"))
         listening.bind(address)
@@ -66,13 +67,12 @@ def _serve(listening):
 
 def _run(client):
     with client:
-        content, (errors,), _, _ = socket.recv_fds(client, 2**17, 1)
+        content, (output, errors), _, _ = socket.recv_fds(client, 2**17, 2)
         order = json.loads(content)
         module = ("-m", "tests.launching.forked", *order["arguments"])
-        with os.fdopen(errors, "wb") as output:
-            program = fork(
-                TRAINING, *module, environment=order["environment"], folder=order["folder"], output=output
-            )
+        with os.fdopen(output, "wb") as said, os.fdopen(errors, "wb") as complained:
+            options = {"environment": order["environment"], "folder": order["folder"]}
+            program = fork(TRAINING, *module, **options, output=(said, complained))
         client.sendall(f"{program.wait()}\n".encode())
 
 
@@ -80,7 +80,8 @@ def main(script, *arguments):
     """What an interpreter does that finds our `sitecustomize` before it finds torch, and then the script."""
     from collage_agent.integrations.bootstrap import sitecustomize
 
-    register_optimizer_step_pre_hook(sitecustomize._before_step)
+    if os.environ.get(ATTACH) == "1":
+        register_optimizer_step_pre_hook(sitecustomize._before_step)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 

@@ -19,9 +19,17 @@ from collage_monitor.command.run import run
 from collage_monitor.environment import ATTACH, launch_variables
 from tests import forking
 from tests.forking import command, fork, run_command
+from tests.launching.forked import forked_python
 from tests.launching.programs import TRAINING, bootstrap, launched, python, write
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """An interpreter that costs no import of torch. Who really starts one calls `python`."""
+    with forked_python() as path:
+        yield path
 
 
 def digest_of(answer):
@@ -49,43 +57,33 @@ def test_a_program_is_watched_and_its_training_is_bit_identical(unwatched, tmp_p
     assert "of run train wait" in watched.stdout
 
 
-def test_the_environment_alone_does_the_same(tmp_path):
+def test_the_environment_alone_does_the_same(forked, tmp_path):
     answer = CliRunner().invoke(run, ["--print-environment", "--json", "--every", "5", "--name", "by environment"])
     variables = json.loads(answer.output)
     script = write(tmp_path, TRAINING)
-    watched = launched(tmp_path, *python(script), watched=False, **variables)
+    watched = launched(tmp_path, forked, script, watched=False, **variables)
     assert "of run by environment wait" in watched.stdout
     exported = CliRunner().invoke(run, ["--print-environment", "--name", "two words"]).output
     assert "export COLLAGE_RUN_NAME='two words'\n" in exported
 
 
-def test_every_rank_of_torchrun_reports_to_one_run(tmp_path):
-    script = write(tmp_path, TRAINING)
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-addr", "127.0.0.1"]
-    answer = launched(tmp_path, *python(*launch, script), options=["--name", "ranks"])
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.count("digest") == 2
-    (folder,) = (tmp_path / "data" / "spool").iterdir()
-    assert len([entry for entry in folder.iterdir() if entry.suffix != ".lock"]) >= 2
-
-
-def test_the_status_of_the_program_is_passed_on(tmp_path):
+def test_the_status_of_the_program_is_passed_on(forked, tmp_path):
     assert launched(tmp_path, *python("-c", "raise SystemExit(7)")).returncode == 7
-    failing = launched(tmp_path, *python(write(tmp_path, TRAINING + "raise KeyError('mine')")))
+    failing = launched(tmp_path, forked, write(tmp_path, TRAINING + "raise KeyError('mine')"))
     assert failing.returncode == 1
     assert "KeyError: 'mine'" in failing.stderr
 
 
-def test_a_program_that_does_not_keep_what_was_expected_ends_where_that_was_asked_for(unwatched, tmp_path):
+def test_a_program_that_does_not_keep_what_was_expected_ends_where_that_was_asked_for(forked, unwatched, tmp_path):
     script = write(tmp_path, TRAINING)
     expecting = ["--expect", "weights=float32,states=float32", "--on-breach"]
-    ended = launched(tmp_path, *python(script), options=[*expecting, "exit"])
+    ended = launched(tmp_path, forked, script, options=[*expecting, "exit"])
     assert ended.returncode == BREACH_EXIT_STATUS, ended.stderr
     assert "digest" not in ended.stdout
     broken = "expectation broken: expected weights in float32, kept are bfloat16 (weights and states, rounded to "
     assert broken in ended.stderr
     assert "expected states in float32, kept are exp_avg in bfloat16 and exp_avg_sq in bfloat16" in ended.stdout
-    warned = launched(tmp_path, *python(script), options=[*expecting, "warn"])
+    warned = launched(tmp_path, forked, script, options=[*expecting, "warn"])
     assert digest_of(warned) == digest_of(unwatched)
     assert warned.stderr.count("expectation broken") == 1
 
@@ -138,12 +136,12 @@ def test_an_interpreter_without_the_agent_trains_unwatched_and_says_so(tmp_path)
     assert "not installed here" in answer.stderr
 
 
-def test_a_training_that_watches_by_itself_is_not_watched_twice(tmp_path):
+def test_a_training_that_watches_by_itself_is_not_watched_twice(forked, tmp_path):
     mine = TRAINING.replace(
         "losses = []",
         "import collage_agent\ncollage_agent.init(name='mine')\ncollage_agent.watch(model, optimizer)\nlosses = []",
     )
-    answer = launched(tmp_path, *python(write(tmp_path, mine)))
+    answer = launched(tmp_path, forked, write(tmp_path, mine))
     assert answer.stdout.count("strategy plain") == 1
     assert "of run mine wait" in answer.stdout
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from torch.distributed import run as torchrun
 
 from tests.integrations.identity import assert_same_training
+from tests.launching.forked import forked_python
 from tests.launching.programs import launched, python, write
 from tests.parallel.integrations import ACCUMULATED, BATCHES
 from tests.parallel.launch import launch
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +40,7 @@ def train():
 
 distributed.init_process_group("gloo")
 told = {"rank": distributed.get_rank(), "digest": train()}
-if "collage_agent" in sys.modules:
+if os.environ.get("COLLAGE_ATTACH"):
     from collage_agent import current_run
     (watched,) = [slot.watch for slot in current_run()._slots.values()]
     layout = watched._last.layout
@@ -64,11 +67,15 @@ def told_by(folder, name):
 
 def test_a_program_under_run_and_torchrun_reports_its_replicas_and_trains_the_same(tmp_path):
     script = write(tmp_path, PROGRAM)
-    launch_two = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-addr", "127.0.0.1"]
-    for name, watched in (("plain", False), ("watched", True)):
-        program = python(*launch_two, script, tmp_path / name)
-        answer = launched(tmp_path, *program, watched=watched, options=["--every", 4])
-        assert answer.returncode == 0, answer.stderr
+    options = ["--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port"]
+    # Ranks know each other by their launcher, which is the parent of those alone that really start.
+    program = python("-m", "torch.distributed.run", *options, free_port(), script, tmp_path / "watched")
+    answer = launched(tmp_path, *program, options=["--every", 4])
+    assert answer.returncode == 0, answer.stderr
+    with forked_python() as forked:
+        program = [forked, torchrun.__file__, *options, free_port(), "--no-python", forked]
+        answer = launched(tmp_path, *program, script, tmp_path / "plain", watched=False)
+    assert answer.returncode == 0, answer.stderr
     plain, watched = told_by(tmp_path, "plain"), told_by(tmp_path, "watched")
     assert [rank["digest"] for rank in watched] == [rank["digest"] for rank in plain]
     assert "run" not in plain[0]
