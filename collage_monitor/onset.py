@@ -162,19 +162,25 @@ def find_onset(
 
 
 def find_onsets(
-    steps: Sequence[int], model: ArrayLike, layers: Mapping[str, ArrayLike] | None = None, *, least: float = 0.0
+    steps: Sequence[int],
+    model: ArrayLike,
+    layers: Mapping[str, ArrayLike] | None = None,
+    *,
+    least: float = 0.0,
+    last_steps: Sequence[int] | None = None,
 ) -> list[Onset]:
     """All changes of a metric over measured steps, in order; arguments as in `find_onset`.
 
     The largest is found first, then those of the points before it and of those after it.
     """
-    found = find_onset(steps, model, layers, least=least)
+    until = last_steps or steps
+    found = find_onset(steps, model, layers, least=least, last_steps=until)
     if found is None:
         return []
     parts: tuple[list[int], list[int]] = ([], [])
-    for place, step in enumerate(steps):
-        if step <= found.last_before or step >= found.settled:
-            parts[step >= found.settled].append(place)
+    for place, (first, last) in enumerate(zip(steps, until, strict=True)):
+        if first <= found.last_before or last >= found.settled:
+            parts[last >= found.settled].append(place)
     series = np.asarray(model, dtype=np.float64)
     columns = {name: np.asarray(values, dtype=np.float64) for name, values in (layers or {}).items()}
     before, after = (
@@ -183,6 +189,7 @@ def find_onsets(
             series[part],
             {name: values[part] for name, values in columns.items()},
             least=least,
+            last_steps=[until[place] for place in part],
         )
         for part in parts
     )

@@ -6,7 +6,7 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from collage_monitor.onset import find_onset, first_step_if_always_below, since_in_words
+from collage_monitor.onset import find_onset, find_onsets, first_step_if_always_below, since_in_words
 from tests.contract.onsets import EVERY, changed, steady, within_one_interval
 from tests.reference import onset as reference
 
@@ -65,6 +65,17 @@ def test_a_change_within_a_point_of_several_steps_is_not_placed_before_it(fall):
     assert found is not None
     assert found.last_before < fall <= found.first_changed <= found.settled
     assert (edq[found.settled - 1 :] < 0.6).all()
+
+
+def test_of_several_changes_within_points_of_several_steps_each_is_placed_in_its_own():
+    edq = 1.0 + 0.001 * np.random.default_rng(3).normal(size=3200)
+    for fall in (1000, 2205):
+        edq[fall - 1 :] -= 0.2
+    ends = list(range(16, 3201, 16))
+    found = find_onsets([end - 15 for end in ends], edq.reshape(-1, 16).mean(1), last_steps=ends)
+    assert len(found) == 2
+    for onset, fall in zip(found, (1000, 2205), strict=True):
+        assert onset.last_before < fall <= onset.first_changed
 
 
 def test_steps_that_were_not_measured_widen_the_interval():

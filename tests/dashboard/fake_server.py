@@ -80,7 +80,8 @@ class FakeServer:
             )
         if route == "heatmap":
             self.before_heatmap()
-            return _json(self._heatmap(run, query["metric"], query.get("order")))
+            most = int(query.get("points", 1))
+            return _json(self._heatmap(run, query["metric"], query.get("order"), most))
         if route == "histogram":
             return _json(self._histogram(run, query.get("layer"), query.get("step")))
         if route == "events":
@@ -200,16 +201,18 @@ class FakeServer:
             high=bounds.get("high"),
         )
 
-    def _heatmap(self, run, metric, order):
-        columns = [finish_all(run.totals(step))[metric] for step in run.measured]
+    def _heatmap(self, run, metric, order, most):
+        size = -(-len(run.measured) // most) if most > 1 else 1
+        merged = [run.measured[at : at + size] for at in range(0, len(run.measured), size)]
+        columns = [finish_all(merge_steps([run.totals(step) for step in steps]))[metric] for steps in merged]
         rows = np.stack(columns, axis=1)
         places = np.argsort(rows[:, -1]) if order == "worst" else np.arange(len(rows))
         return wire.Heatmap(
             run_id=run.run_id,
             metric=metric,
             layers=[run.layers[place].name for place in places],
-            first_steps=run.measured,
-            steps=run.measured,
+            first_steps=[steps[0] for steps in merged],
+            steps=[steps[-1] for steps in merged],
             values=[[_number(value) for value in rows[place]] for place in places],
         )
 

@@ -299,8 +299,8 @@ def draw(
 ) -> go.Figure:
     """The figure of `kind` ("stack", "series", "heatmap", "histogram", "classes") for `metric`; curves in `colour`.
 
-    `marks`: steps, and what happened there. `beside`: names that second writers log. `since`: a histogram from this
-    step on is set against what was before. `strategy`: that of the run.
+    `marks`: steps, and what happened there. `beside`: names that second writers log. `since`: the onset
+    that the headline names; a histogram from there on is set against what was before. `strategy`: that of the run.
     `zoom_count`: as `with_zoom` has it.
     A metric that the server refuses is an empty figure with its reason.
 
@@ -312,9 +312,9 @@ def draw(
             return _histogram(view, reader, since)
         steps = steps_within(view, reader)
         if kind == "stack":
-            drawn = draw_stack(view, reader, steps, colour, marks, beside, strategy)
+            drawn = draw_stack(view, reader, steps, colour, marks, beside, strategy, since)
         elif kind == "series":
-            drawn = _series(metric, view, reader, steps, colour, marks, strategy)
+            drawn = _series(metric, view, reader, steps, colour, marks, strategy, since)
         else:
             drawn = _DRAWERS[kind](metric, view, reader, steps)
         shown = {"stack": stacked(beside), "classes": tuple(CLASSES)}.get(kind, (metric,))
@@ -327,11 +327,18 @@ def draw(
 
 
 def _series(
-    metric: str, view: View, reader: Reader, steps: Steps, colour: str, marks: Marks, strategy: str | None
+    metric: str,
+    view: View,
+    reader: Reader,
+    steps: Steps,
+    colour: str,
+    marks: Marks,
+    strategy: str | None,
+    since: int | None,
 ) -> go.Figure:
     answer = _read_series(metric, view, reader, steps)
     name = "whole model" if describe(metric).scalar or not view.layer else view.layer
-    drawn = draw_curve(metric, name, answer, view, colour, strategy, marks)
+    drawn = draw_curve(metric, name, answer, view, colour, strategy, marks, since)
     return drawn if describe(metric).scalar else with_subtitle(drawn, name)
 
 

@@ -112,9 +112,10 @@ def draw_stack(
     marks: Marks,
     beside: Sequence[str],
     strategy: str | None,
+    since: int | None,
 ) -> go.Figure:
     """The stacked curves between `steps`; measured ones are of the view's layer. `beside`: as `stacked` has it.
-    `strategy`: that of the run.
+    `strategy`: that of the run; `since`: the onset that its headline names.
 
     Raises:
         CollageError: the server does not answer, or refuses the token.
@@ -129,24 +130,35 @@ def draw_stack(
     ):
         found |= answers
     figure = stack(
-        {key: _curve(key, found[key], view, colour, strategy) for key in keys}, view.axis, subtitle=view.layer or ""
+        {key: _curve(key, found[key], view, colour, strategy, since) for key in keys},
+        view.axis,
+        subtitle=view.layer or "",
     )
     whole = next((answer for answer in found.values() if isinstance(answer, wire.Series) and answer.steps), None)
     return mark_events(figure, place_marks(marks, whole), over="paper") if whole else figure
 
 
-def _curve(metric: str, answer: wire.Series | str, view: View, colour: str, strategy: str | None) -> go.Figure:
+def _curve(
+    metric: str, answer: wire.Series | str, view: View, colour: str, strategy: str | None, since: int | None
+) -> go.Figure:
     if isinstance(answer, str):
         return empty_figure(answer)
-    return draw_curve(metric, describe(metric).axis_title, answer, view, colour, strategy)
+    return draw_curve(metric, describe(metric).axis_title, answer, view, colour, strategy, since=since)
 
 
 def draw_curve(
-    metric: str, name: str, answer: wire.Series, view: View, colour: str, strategy: str | None, marks: Marks = ()
+    metric: str,
+    name: str,
+    answer: wire.Series,
+    view: View,
+    colour: str,
+    strategy: str | None,
+    marks: Marks = (),
+    since: int | None = None,
 ) -> go.Figure:
     """One curve of a run, under its name, with what `mark_curve` marks."""
     drawn = curves(metric, [NamedCurve(name, colour, answer)], smoothing=view.smoothing, scale=view.scale)
-    return mark_curve(drawn, metric, answer, strategy, marks)
+    return mark_curve(drawn, metric, answer, strategy, marks, since)
 
 
 def series_between(

@@ -21,6 +21,7 @@ from collage_dashboard.descriptions import (
     share_text,
     value_text,
 )
+from collage_dashboard.pages.run_marks import step_of_onset
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View, read_address
 from collage_monitor import wire
@@ -262,11 +263,11 @@ def _name(field: str, title: str, **more: Any) -> dict[str, Any]:
 
 
 def layer_rows(
-    reader: Reader, run: wire.Run, first_step: int | None, kinds: Mapping[str, str]
+    reader: Reader, run: wire.Run, first_step: int | None, kinds: Mapping[str, str], since: int | None = None
 ) -> list[dict[str, Any]]:
     """A row a layer over the steps from `first_step` on, those first that lose the most; at most `_MOST_ROWS`.
 
-    kinds: module types by layer.
+    kinds: module types by layer. since: the onset that the run's headline names.
 
     Raises:
         CollageError: the server does not answer, or refuses.
@@ -284,13 +285,13 @@ def layer_rows(
     missing = {name: _missing(values, name) for name in values["edq_ratio"]}
     whole = sum(missing.values())
     order = sorted(missing, key=lambda name: -missing[name])[:_MOST_ROWS]
-    since = _since(history, set(order))
+    begins = _since(history, set(order), since)
     return [
         {
             "layer": name,
             "kind": kinds.get(name) or "–",
             "share": missing[name] / whole if whole else 0.0,
-            "since": since.get(name),
+            "since": begins.get(name),
             **{key: values[key].get(name) for key in keys if key != "intended_norm"},
         }
         for name in order
@@ -307,19 +308,24 @@ def _missing(values: Mapping[str, Mapping[str, float | None]], name: str) -> flo
     return 0.0 if edq is None or norm is None else max(norm * norm * (1 - edq), 0.0)
 
 
-def _since(answer: wire.Heatmap, wanted: set[str]) -> dict[str, int]:
-    """By layer the first step of the columns from which on its EDQ is below the tolerance, to the last."""
+def _since(answer: wire.Heatmap, wanted: set[str], since: int | None) -> dict[str, int]:
+    """By layer the step from which on its EDQ is below the tolerance, to the last.
+
+    A layer that was never above has the first step; another one the last of its first column below, by which it
+    had fallen for certain, or the headline's if that lies within.
+    """
     found = {}
+    ends = list(zip([None, *answer.first_steps[:-1]], answer.first_steps, answer.steps, strict=True))
     for name, own in zip(answer.layers, answer.values, strict=True):
         if name not in wanted:
             continue
-        for first, value in zip(reversed(answer.first_steps), reversed(own), strict=True):
+        for (before, first, last), value in zip(reversed(ends), reversed(own), strict=True):
             edq = finite(value)
             if edq is None:
                 continue
             if edq >= 1 - EDQ_TOLERANCE:
                 break
-            found[name] = first
+            found[name] = first if before is None else step_of_onset(before, last, since)
     return found
 
 
@@ -356,7 +362,7 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
         try:
-            rows = layer_rows(reader, run, revision["first"], kinds)
+            rows = layer_rows(reader, run, revision["first"], kinds, revision["since"])
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         if rows == known:

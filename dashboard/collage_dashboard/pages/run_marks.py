@@ -16,7 +16,7 @@ from collage_monitor.judgement import EDQ_TOLERANCE
 from collage_monitor.metrics import split_key
 from collage_monitor.onset import find_onset
 
-__all__ = ["Marks", "mark_curve", "marks_in_words", "marks_of", "place_marks"]
+__all__ = ["Marks", "mark_curve", "marks_in_words", "marks_of", "place_marks", "step_of_onset"]
 
 Marks = Sequence[tuple[int, str]]
 """Steps of a run, and what happened there."""
@@ -70,10 +70,9 @@ def place_marks(marks: Marks, answer: wire.Series) -> list[tuple[float, str]]:
 
     Those at one place are one mark: of two that lie upon each other only one could be read.
     """
-    points = [(step, finite(at)) for step, at in zip(answer.steps, answer.positions, strict=True)]
     found: dict[float, str] = {}
     for step, text in marks:
-        at = next((at for known, at in points if known >= step and at is not None), None)
+        at = _place_of(step, answer)
         if at is not None and (not answer.first_steps or step >= answer.first_steps[0]):
             place = float(step) if answer.axis == "step" else at
             told = f"{text}, step {step:,}"
@@ -81,13 +80,25 @@ def place_marks(marks: Marks, answer: wire.Series) -> list[tuple[float, str]]:
     return list(found.items())
 
 
+def _place_of(step: int, answer: wire.Series) -> float | None:
+    """Where a curve has its first point at this step or later, on its axis."""
+    points = ((known, finite(at)) for known, at in zip(answer.steps, answer.positions, strict=True))
+    return next((at for known, at in points if known >= step and at is not None), None)
+
+
 def mark_curve(
-    figure: go.Figure, metric: str, answer: wire.Series, strategy: str | None, marks: Marks = ()
+    figure: go.Figure,
+    metric: str,
+    answer: wire.Series,
+    strategy: str | None,
+    marks: Marks = (),
+    since: int | None = None,
 ) -> go.Figure:
     """The figure of one curve with its alert's threshold as a band, these marks, and where it changed abruptly.
 
-    `strategy`: that of the run; an alert may judge some only. The onset is that of the points on the screen: a zoom
-    places it more exactly, and of the model's EDQ it is among the marks of the run already.
+    `strategy`: that of the run; an alert may judge some only. `since`: the onset that the run's headline names.
+    The onset is that of the points on the screen: a zoom places it more exactly, and of the model's EDQ it is among
+    the marks of the run already. Where points merge steps, it is the headline's if that lies within the same point.
     """
     if not figure.data:
         return figure
@@ -99,7 +110,7 @@ def mark_curve(
         )
     places = dict(place_marks(marks, answer))
     if metric != "edq_ratio" or answer.layer is not None:
-        for place, told in _onset_of(metric, answer):
+        for place, told in _onset_of(metric, answer, since):
             places[place] = f"{places[place]} · {told}" if place in places else told
     return mark_events(figure, list(places.items()))
 
@@ -127,19 +138,25 @@ def _beyond(condition: Condition, metric: str) -> str:
     return f"{'below' if condition.comparison == '<' else 'above'} {bound}"
 
 
-def _onset_of(metric: str, answer: wire.Series) -> list[tuple[float, str]]:
+def _onset_of(metric: str, answer: wire.Series, since: int | None) -> list[tuple[float, str]]:
     """Where the curve changed abruptly, if it did, on its axis, and what it was before and after."""
     values = [float("nan") if (value := finite(entry)) is None else value for entry in answer.values]
     description = describe(metric)
     least = EDQ_TOLERANCE if description.ideal is not None else 0.0
-    onset = find_onset(answer.first_steps, values, least=least)
+    onset = find_onset(answer.first_steps, values, least=least, last_steps=answer.steps)
     if onset is None:
         return []
-    points = zip(answer.first_steps, answer.positions, strict=True)
-    place = finite(next(at for step, at in points if step >= onset.first_changed))
+    step = step_of_onset(onset.last_before, onset.first_changed, since)
     old, new = (value_text(metric, float(level), 3) for level in (onset.before, onset.after))
-    return (
-        []
-        if place is None
-        else [(place, f"{description.title} changed at step {onset.first_changed:,}: {old} before, {new} after")]
-    )
+    merged = dict(zip(answer.steps, answer.first_steps, strict=True))[onset.first_changed] < onset.first_changed
+    when = f"between steps {onset.last_before:,} and {step:,}" if merged and step != since else f"at step {step:,}"
+    found = f"{description.title} changed {when}: {old} before, {new} after"
+    place = float(step) if answer.axis == "step" else _place_of(step, answer)
+    return [] if place is None else [(place, found)]
+
+
+def step_of_onset(last_before: int, first_changed: int, since: int | None) -> int:
+    """The step at which a change in this interval is placed: that of the run's headline where it lies within,
+    else the last, by which it had happened for certain.
+    """
+    return since if since is not None and last_before < since <= first_changed else first_changed

@@ -223,7 +223,9 @@ def edq_changes(history: Points, layers: Points, read: Callable[[int, int], Poin
     """
     series = finished("edq_ratio", history.totals, (len(history.steps),))
     if not len(layers.steps):
-        found = find_onsets(history.first_steps.tolist(), series, least=EDQ_TOLERANCE)
+        found = find_onsets(
+            history.first_steps.tolist(), series, least=EDQ_TOLERANCE, last_steps=history.steps.tolist()
+        )
     else:
         shape = (len(layers.steps), len(layers.layers))
         by_layer = (
@@ -232,7 +234,13 @@ def edq_changes(history: Points, layers: Points, read: Callable[[int, int], Poin
         columns = {name: by_layer[:, place] for place, name in enumerate(layers.layers[: by_layer.shape[1]])}
         at = dict(zip(history.steps.tolist(), series.tolist(), strict=True))
         of_model = [at.get(step, np.nan) for step in layers.steps.tolist()]
-        found = find_onsets(layers.first_steps.tolist(), of_model, columns, least=EDQ_TOLERANCE)
+        found = find_onsets(
+            layers.first_steps.tolist(),
+            of_model,
+            columns,
+            least=EDQ_TOLERANCE,
+            last_steps=layers.steps.tolist(),
+        )
     if read is None or not len(history.counts) or history.counts.max() == 1:
         return found
     width = int(np.median(np.diff(history.first_steps)))
@@ -245,7 +253,12 @@ def _placed(onset: Onset, width: int, read: Callable[[int, int], Points]) -> Ons
         around = _POINTS_AROUND * width
         points = read(max(onset.last_before - around, 0), onset.settled + width + around)
         series = finished("edq_ratio", points.totals, (len(points.steps),))
-        finer = find_onset(points.first_steps.tolist(), series, least=0.5 * abs(onset.after - onset.before))
+        finer = find_onset(
+            points.first_steps.tolist(),
+            series,
+            least=0.5 * abs(onset.after - onset.before),
+            last_steps=points.steps.tolist(),
+        )
         if finer is None:
             return onset
         onset = replace(
@@ -265,7 +278,9 @@ def _states_since(history: Points) -> dict[str, int]:
         if name != "state_decrement_observed_sum" or not label:
             continue
         series = finished(f"{_STATE}/{label}", history.totals, (len(history.steps),))
-        onsets = find_onsets(history.first_steps.tolist(), series, least=STATE_TOLERANCE)
+        onsets = find_onsets(
+            history.first_steps.tolist(), series, least=STATE_TOLERANCE, last_steps=history.steps.tolist()
+        )
         if onsets and onsets[-1].after < onsets[-1].before:
             found[label] = onsets[-1].first_changed
         elif not onsets:

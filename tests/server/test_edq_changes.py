@@ -1,0 +1,57 @@
+"""Where only points of several steps are kept, a change of EDQ lies within one of them, not before it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from collage_server.queries.overview import edq_changes
+from collage_server.store import Points
+
+from collage_monitor.statistics import statistics_for
+
+MERGED, STEPS = 16, 1600
+NOISE = 0.001
+
+
+def kept(fall, width=MERGED):
+    """Points of `width` steps; the last before `fall` arrive whole, all others to the half."""
+    edq = 1.0 + NOISE * np.random.default_rng(fall).normal(size=STEPS)
+    edq[fall - 1 :] -= 0.5
+    last = np.arange(width, STEPS + 1, width)
+    arrived = edq.reshape(-1, width).sum(1)
+    totals = {"intended_squared_sum": np.full(len(last), float(width)), "intended_effective_sum": arrived}
+    assert set(totals) >= set(statistics_for("edq_ratio", intervals=False)) - {"measured_steps"}
+    totals["measured_steps"] = np.full(len(last), float(width))
+    ones = np.ones(len(last), dtype=np.int64)
+    return Points(
+        first_steps=last - width + 1,
+        steps=last,
+        times=last.astype(float),
+        ranks=ones,
+        counts=width * ones,
+        totals=totals,
+    )
+
+
+COLUMNS = ("first_steps", "steps", "times", "ranks", "counts")
+
+
+def points_of(columns: dict[str, Any], totals: dict[str, Any]) -> Points:
+    return Points(**columns, totals=totals)
+
+
+NO_LAYERS = points_of({name: np.zeros(0, dtype=np.int64) for name in COLUMNS}, {})
+
+
+@pytest.mark.parametrize("fall", [801, 808, 816])
+@pytest.mark.parametrize("finer", [None, MERGED, MERGED // 4, 1])
+def test_a_change_is_placed_within_the_finest_point_that_is_kept(fall, finer):
+    def read(first, last):
+        points = kept(fall, finer)
+        near = (points.first_steps >= first) & (points.steps <= last)
+        columns = {name: values[near] for name, values in points.totals.items()}
+        return points_of({name: getattr(points, name)[near] for name in COLUMNS}, columns)
+
+    [found] = edq_changes(kept(fall), NO_LAYERS, read if finer else None)
+    width = finer or MERGED
+    assert found.last_before < fall <= found.first_changed <= fall + width
