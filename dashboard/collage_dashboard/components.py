@@ -137,9 +137,12 @@ def chart_card(
     )
 
 
-def curve_keys(title: str) -> dict[str, Any]:
-    """Attributes of the place of curves whose zoom, that of all of the page, the keyboard changes."""
-    told = f"{title}: plus and minus zoom all curves, the arrow keys move them, 0 shows them whole"
+def curve_keys(title: str, more: str = "") -> dict[str, Any]:
+    """Attributes of the place of curves whose zoom, that of all of the page, the keyboard changes.
+
+    `more`: what else it does there.
+    """
+    told = f"{title}: plus and minus zoom all curves, the arrow keys move them, 0 shows them whole{more}"
     return {"data-curves": "", "tabIndex": "0", "role": "application", "aria-label": told}
 
 

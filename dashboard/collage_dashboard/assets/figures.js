@@ -79,19 +79,50 @@
     true,
   );
 
-  // A click on a curve asks what changed there; a double click shows all steps again, and asks nothing.
+  // A click on a curve asks what changed there, beside a mark at the mark; a double click shows all steps again, and
+  // asks nothing.
   const DOUBLE_CLICK = 350;
+  const BESIDE = 6;
   let picking = null;
   let picks = 0;
-  function pickStep({ points }) {
+  function pickStep({ points, event }) {
+    const plot = event && event.target.closest(".js-plotly-plot");
     const second = picking !== null;
     clearTimeout(picking);
     picking = null;
     if (second) return;
     picking = setTimeout(() => {
       picking = null;
-      window.dash_clientside.set_props("run-pick", { data: { x: points[0].x, picks: ++picks } });
+      const mark = plot ? markBeside(plot, event.clientX) : undefined;
+      ask(mark === undefined ? points[0].x : (plot.mark = mark));
     }, DOUBLE_CLICK);
+  }
+
+  function ask(x) {
+    window.dash_clientside.set_props("run-pick", { data: { x, picks: ++picks } });
+  }
+
+  // Where a chart is marked, from left to right.
+  function marksOf(plot) {
+    const marks = (plot.layout.shapes || []).filter((shape) => shape.type === "line" && shape.x0 === shape.x1);
+    return [...new Set(marks.map((shape) => shape.x0))].sort((one, other) => one - other);
+  }
+
+  function markBeside(plot, clientX) {
+    const { xaxis } = plot._fullLayout;
+    const from = plot.getBoundingClientRect().left + xaxis._offset;
+    const away = (place) => Math.abs(from + xaxis.d2p(place) - clientX);
+    const [nearest] = marksOf(plot).sort((one, other) => away(one) - away(other));
+    return nearest !== undefined && away(nearest) <= BESIDE ? nearest : undefined;
+  }
+
+  // The mark after or before the one that was asked about last, among those on the screen.
+  function markAfter(plot, forward) {
+    const [first, last] = plot._fullLayout.xaxis.range;
+    const shown = marksOf(plot).filter((place) => first <= place && place <= last);
+    const further = forward ? shown : shown.reverse();
+    const next = further.find((place) => plot.mark === undefined || (forward ? place > plot.mark : place < plot.mark));
+    return next === undefined ? further[0] : next;
   }
 
   function storeOfZoom(plot) {
@@ -207,10 +238,13 @@
   }
 
   // Curves are zoomed with + and -, moved with the arrow keys, and shown whole with 0, as a drag and a double click do.
+  // At their marks n and p ask what changed, as a click does.
   document.addEventListener("keydown", (event) => {
     const place = event.target.matches && event.target.matches("[data-curves]") && event.target;
     const plot = place && place.querySelector(".js-plotly-plot");
     const isDrawn = plot && plot.data && plot.data.length && !event.ctrlKey && !event.metaKey && !event.altKey;
+    const mark = isDrawn && plot.closest("#run-stack") && "np".includes(event.key) ? markAfter(plot, event.key === "n") : undefined;
+    if (mark !== undefined) ask((plot.mark = mark));
     const zoom = isDrawn && zoomBy(event.key, plot._fullLayout.xaxis.range);
     if (!zoom) return;
     event.preventDefault();

@@ -48,6 +48,7 @@ STACKED: Final = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
 WHOLE_MODEL: Final = "whole model"
 _MOST_BESIDE: Final = 4
 _TITLE: Final = "Curves of the run"
+_MARK_KEYS: Final = "; n and p ask what changed at the next and the previous mark"
 _CHART: Final = {"kind": "stack", "metric": "stack"}
 Answers = dict[str, wire.Series | str]
 """By metric its series, or why the server refused it."""
@@ -69,7 +70,7 @@ def curves_card(controls: Any, marks: Marks, beside: Sequence[str]) -> dmc.Paper
     return dmc.Paper(
         [
             controls,
-            html.Div(graph, id="run-stack", style={"minHeight": f"{height}px"}, **curve_keys(_TITLE)),
+            html.Div(graph, id="run-stack", style={"minHeight": f"{height}px"}, **curve_keys(_TITLE, _MARK_KEYS)),
             html.Div(foot, className="chart-foot"),
             dcc.Store(id={"type": "run-answer", **_CHART}),
             dcc.Store(id={"type": "run-digest", **_CHART}),
