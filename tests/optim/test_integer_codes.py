@@ -216,7 +216,7 @@ def test_tiny_weights_train_as_others_do(strategy):
         for _ in range(20):
             weight.grad = torch.randn(500, generator=generator).bfloat16()
             optimizer.step()
-        paths.append(codes.stored_value(optimizer.state[weight], "parameter", weight) / scale)
+        paths.append(integer_codes.stored_value(optimizer.state[weight], "parameter", weight) / scale)
     assert torch.equal(*paths)
 
 
