@@ -11,6 +11,7 @@ import torch
 __all__ = ["Guard", "raise_in_tests", "reraise_in_tests"]
 
 FAILURES_ALLOWED: Final = 3
+_MOST_REFUSALS: Final = 20
 _LOGGER = logging.getLogger("collage_agent")
 _raising = False
 
@@ -38,6 +39,7 @@ class Guard:
         self.disabled = False
         self.reason = ""
         """What failed last, and whether measuring goes on; empty while nothing has failed."""
+        self._refused: set[str] = set()
 
     def caught(self, doing: str, error: Exception) -> None:
         """Handle an error that happened while `doing` something; re-raises it only in tests."""
@@ -54,3 +56,10 @@ class Guard:
             self.disabled = True
             self.reason = f"switched off after {self.failures.total()} failures, last {kind}: {error}"
             _LOGGER.error("measuring is %s", self.reason)
+
+    def refused(self, call: str, error: Exception) -> None:
+        """A caller's value cannot be used: said once. It is no failure of the agent's, so measuring goes on."""
+        reraise_in_tests(error)
+        if (told := str(error)) not in self._refused and len(self._refused) < _MOST_REFUSALS:
+            self._refused.add(told)
+            _LOGGER.warning("%s: this call is left out (%s); measuring goes on (said once)", call, told)

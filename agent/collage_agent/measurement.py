@@ -1,4 +1,9 @@
-"""The interface between measuring and delivering: a measured step, and the reporter that takes it."""
+"""The interface between measuring and delivering: a measured step, the reporter that takes it, a watch's last step.
+
+Nothing else passes between the two sides, which know nothing of each other (`lint-imports` holds them to that).
+`watching` fills a `Measurement` and gives it to a `Reporter`: a `Run`, or the caller's own. A run asks a watch, as
+a `StepSource`, where it stands. Rows and columns are found by name, so their order is free.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from numpy.typing import NDArray
 from collage_monitor import wire
 from collage_monitor.totals_table import Axis, Table
 
-__all__ = ["Layout", "Measurement", "Reporter"]
+__all__ = ["Layout", "Measurement", "Reporter", "StepSource"]
 
 
 @dataclass(frozen=True)
@@ -56,3 +61,15 @@ class Reporter(Protocol):
 
     def measured(self, measurement: Measurement) -> None:
         """A measured step is complete."""
+
+
+class StepSource(Protocol):
+    """The interface of a watch that a run needs: the last completed step, and whether steps are taken that it does
+    not see."""
+
+    @property
+    def step(self) -> int | None:
+        """Number of the last completed optimizer step; None before the first."""
+
+    def look(self, *, on_host_only: bool = False) -> Layout | None:
+        """Check whether something steps the weights unseen; returns a sentence for the run then."""

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol, TextIO
+from typing import Any, Final, Literal, TextIO
 
 import torch
 
-from collage_agent.error_guard import Guard, reraise_in_tests
+from collage_agent.error_guard import Guard
 from collage_agent.launch.identity import Identity
 from collage_agent.launch.termination import ExitStatus, is_failure
-from collage_agent.measurement import Layout, Measurement
+from collage_agent.measurement import Measurement, StepSource
 from collage_agent.mirrors.mirroring import MirroredRun, Mirrors
 from collage_agent.run_settings import Settings
 from collage_agent.transport import Transport
@@ -34,30 +34,15 @@ from collage_agent.transport.queue import (
     MeasuredStep,
     WatchChange,
     cuda_event_on,
-    snapshot_of,
 )
 from collage_monitor.environment import CHECK_REPORT
 from collage_monitor.errors import CollageError, NotFound
 from collage_monitor.local import local_server
-from collage_monitor.wire import LIMITS
 
-__all__ = ["Run", "StepSource"]
+__all__ = ["Run"]
 
 _LOG = logging.getLogger("collage_agent")
-_MOST_REFUSALS: Final = 20
 _LOOK_SECONDS: Final = 1.0
-
-
-class StepSource(Protocol):
-    """The interface of a watch that a run needs: the last completed step, and whether steps are taken that it does
-    not see."""
-
-    @property
-    def step(self) -> int | None:
-        """Number of the last completed optimizer step; None before the first."""
-
-    def look(self, *, on_host_only: bool = False) -> Layout | None:
-        """Check whether something steps the weights unseen; returns a sentence for the run then."""
 
 
 @dataclass
@@ -113,7 +98,6 @@ class Run:
         self._counted_step = 0
         self._log_cpu_seconds = 0.0
         self._finished = False
-        self._refused: set[str] = set()
         self._looks_at = 0.0
         self._reports_run_state = identity.is_first_rank
         is_mirrored = identity.is_first_rank and identity.role is None and settings.mode != "disabled"
@@ -280,9 +264,7 @@ class Run:
         try:
             self._log(values, step)
         except Exception as error:
-            # A value of the caller's is no failure of the agent's: measuring goes on, however often it comes.
-            reraise_in_tests(error)
-            self._refuse(error)
+            self._guard.refused("log", error)
         finally:
             self._log_cpu_seconds += time.thread_time() - began
 
@@ -371,11 +353,6 @@ class Run:
                     # The training goes on meanwhile: what is looked at may change under the look.
                     _LOG.debug("a look for unseen steps failed: %s", error)
 
-    def _refuse(self, error: Exception) -> None:
-        if (told := str(error)) not in self._refused and len(self._refused) < _MOST_REFUSALS:
-            self._refused.add(told)
-            _LOG.warning("log: this call is left out (%s); measuring goes on (said once)", told)
-
     def _log(self, values: Mapping[str, Any], step: int | None) -> None:
         if not isinstance(values, Mapping):
             raise TypeError(f"values={type(values).__name__}: pass a mapping of names to numbers")
@@ -396,10 +373,8 @@ class Run:
         else:
             place = self._step_of_watches()
         self._counted_step = max(self._counted_step, place or 0)
-        now = time.time()
-        kept = ((str(name), snapshot_of(value)) for name, value in values.items())
-        while part := dict(itertools.islice(kept, LIMITS["scalars_per_report"])):
-            self._put(LoggedScalars(place, now, part, counted))
+        for item in LoggedScalars.of(values, place, time.time(), counted):
+            self._put(item)
 
     def _step_of_watches(self) -> int | None:
         """The last step of the running watches, otherwise of the ended ones."""

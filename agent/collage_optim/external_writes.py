@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_optim.from_host import reads_at_once
 from collage_optim.numerics.formats import format_of
 from collage_optim.range_guards import DeferredReads
 from collage_optim.strategies import MASTER_PARAMETER, StateStorage, StorageStrategy, strategy_named
@@ -340,11 +341,6 @@ def _integers(bits: bytearray | Tensor) -> Tensor:
     if isinstance(bits, Tensor):
         return bits.view(-1).view(torch.int16)
     return torch.frombuffer(bits, dtype=torch.int16) if bits else torch.empty(0, dtype=torch.int16)
-
-
-def reads_at_once(device: torch.device) -> bool:
-    """Whether a value can be read without waiting for a device."""
-    return device.type == "cpu"
 
 
 def _samples_of(entries: Sequence[_Entry]) -> list[_Sample]:

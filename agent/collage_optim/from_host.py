@@ -1,4 +1,4 @@
-"""Numbers that the host has made, on their way to the device that computes with them."""
+"""What the host may do without waiting for a device: hand it numbers, and read those that it holds itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["from_host"]
+__all__ = ["from_host", "reads_at_once"]
 
 
 def from_host(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
@@ -19,3 +19,8 @@ def from_host(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
     """
     tensor = torch.as_tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def reads_at_once(device: torch.device) -> bool:
+    """Whether a value can be read without waiting for a device."""
+    return device.type == "cpu"

@@ -25,6 +25,7 @@ _LONGEST_ROUND_SECONDS: Final = 300.0
 """As of the alerts CollageAlertsNotEvaluated and CollageDiskNearlyFull."""
 _LONGEST_AWAY_SECONDS: Final = 1800.0
 _MOST_SKEW_SECONDS: Final = 60.0
+_SHOWN_SECONDS: Final = 0.1
 _MIB: Final = 2**20
 _OWNERS: Final = ("bodies", "caches", "answers", "evaluations", "sealing")
 
@@ -97,7 +98,14 @@ def _of_numbers(numbers: Mapping[str, float], now: float) -> Iterator[Check]:
     is_there = away is not None and away <= _LONGEST_AWAY_SECONDS
     yield _check("archive", away, is_there, "away for {:.0f} s", "nothing is archived")
     near = skew is not None and abs(skew) <= _MOST_SKEW_SECONDS
-    yield _check("clock", skew, near, "the database's is {:+.1f} s ahead", "SQLite goes by the machine's")
+    yield _check("clock", skew, near, _in_words(skew or 0.0), "SQLite goes by the machine's")
+
+
+def _in_words(skew: float) -> str:
+    """By how much the database's clock is ahead of the server's."""
+    if abs(skew) < _SHOWN_SECONDS / 2:
+        return "the database's agrees with the server's"
+    return f"the database's is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the server's"
 
 
 def _check(name: str, value: float | None, ok: bool, text: str, without: str) -> Check:

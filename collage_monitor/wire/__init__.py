@@ -94,12 +94,10 @@ from collage_monitor.wire.number_encoding import (
     to_number,
     undefined_to_none,
 )
+from collage_monitor.wire.overview import EdqChange, LayerLoss, Overview
 from collage_monitor.wire.run_table import (
-    EdqChange,
     GroupBy,
     GroupValue,
-    LayerLoss,
-    Overview,
     RunFilters,
     RunGroup,
     RunGroups,

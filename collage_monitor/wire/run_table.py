@@ -1,4 +1,8 @@
-"""The overview of a run, and the table of runs: the first things that a reader sees."""
+"""Messages about the table of runs: its rows, its groups, its filters, and views of it that people save.
+
+`api/run_table.py` of the server answers with them; the dashboard's table and `list` read them. A field may be added
+with a default, but none renamed: dashboards and servers of two versions meet.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,11 @@ from msgspec import Meta, Struct, field
 
 from collage_monitor.wire.answers import LoggedScalar
 from collage_monitor.wire.messages import Trained
-from collage_monitor.wire.number_encoding import Number
+from collage_monitor.wire.overview import Overview
 
 __all__ = [
-    "EdqChange",
     "GroupBy",
     "GroupValue",
-    "LayerLoss",
-    "Overview",
     "RunFilters",
     "RunGroup",
     "RunGroups",
@@ -52,50 +53,6 @@ RunSort = Literal[
 GroupBy = Literal["strategy", "group", "configuration"]
 """What runs of one project, strategy and dtype can be grouped by: nothing more, the group that who trained them
 gave, or a configuration that differs in nothing but seeds."""
-
-
-class LayerLoss(Struct, kw_only=True, frozen=True):
-    """A layer and its losses. `share`: its part of the model's lost energy, the sum of the layers' positive Σu² −
-    Σue."""
-
-    layer: str
-    share: float
-    edq_ratio: Number | None
-    lost_update_ratio: Number | None
-
-
-class EdqChange(Struct, kw_only=True, frozen=True):
-    """A step at which the model's EDQ changed abruptly, with its medians just before and after."""
-
-    step: int
-    before: float
-    after: float
-
-
-class Overview(Struct, kw_only=True, frozen=True):
-    """The overview of a run: one evaluation of its recent past, so that every quoted number is also shown.
-
-    first_step … last_step: the recent past, `measured_steps` in it; `numbers` are the model's metrics over it, with
-    their intervals. `headline` says in one sentence what is wrong, where and since when; `verdict` gives the
-    reasons, `advice` what to try, "" where there is nothing, and `findings` the metrics that are held against the
-    run, with their values. `since`: the first step with the present EDQ, null if it never changed; `changes`: all
-    abrupt changes, in order. `worst`: up to five layers. `trend`: EDQ over the whole run.
-    """
-
-    run_id: str
-    first_step: int | None = None
-    last_step: int | None = None
-    measured_steps: int = 0
-    numbers: dict[str, Number | None] = field(default_factory=dict)
-    health: str = "unknown"
-    headline: str = ""
-    verdict: str = ""
-    advice: str = ""
-    findings: dict[str, float] = field(default_factory=dict)
-    since: int | None = None
-    changes: list[EdqChange] = field(default_factory=list)
-    worst: list[LayerLoss] = field(default_factory=list)
-    trend: list[Number | None] = field(default_factory=list)
 
 
 class RunRow(Struct, kw_only=True, frozen=True):

@@ -20,11 +20,11 @@ from structlog.processors import EventRenamer, JSONRenderer, format_exc_info
 from structlog.stdlib import ExtraAdder, ProcessorFormatter, add_log_level, add_logger_name
 from structlog.typing import EventDict, Processor
 
-__all__ = ["FIELDS", "REQUEST_ID", "configure"]
+__all__ = ["REQUEST_ID", "configure"]
 
 REQUEST_ID: Final[ContextVar[str | None]] = ContextVar("collage_request_id", default=None)
 """The request that the running code works for; threads of the pool inherit it."""
-FIELDS: Final = ("method", "path", "status", "duration_seconds", "actor", "client")
+_REQUEST_FIELDS: Final = ("method", "path", "status", "duration_seconds", "actor", "client")
 """What a record about a request carries beside its message."""
 _SECRETS: Final = re.compile(r"collage_[A-Za-z0-9_-]{43}|(?i:bearer)\s+[^\s\"',]+")
 _REFUSALS: Final = ("collage_server.requests", "collage_server.web.protocol")
@@ -47,7 +47,7 @@ def configure(form: str, level: str, secrets: Iterable[str] = (), stream: TextIO
                 add_log_level,
                 add_logger_name,
                 EventRenamer("message"),
-                ExtraAdder(FIELDS),
+                ExtraAdder(_REQUEST_FIELDS),
                 format_exc_info,
                 ProcessorFormatter.remove_processors_meta,
                 mask,

@@ -33,6 +33,7 @@ from collage_server.store import (
     OF_A_ROW,
     ArchiveFiles,
     FinishedRun,
+    LatePoints,
     Points,
     Selection,
     Store,
@@ -158,7 +159,8 @@ def _entries(run: FinishedRun, folder: str) -> Iterator[_Entry]:
         path = part.path
         if part.chunks is not None:
             # The same name for the same points: a call that was killed, or a log made again, finds them again.
-            text = f"{part.path} {part.chunks} {part.before}{part.late or ''}".encode()
+            late = "" if part.late is None else tuple(part.late)
+            text = f"{part.path} {part.chunks} {part.before}{late}".encode()
             name = f"{COPY}{hashlib.blake2b(text, digest_size=16).hexdigest()}.parquet"
             path = archived_path(run.record.project, run.record.run_id, part.attempt, part.level, name)
         yield _Entry(run.record.run_id, part, path.removeprefix(f"{folder}/"))
@@ -215,12 +217,11 @@ def _copy(store: Store, files: ArchiveFiles, entry: _Entry, path: str) -> tuple[
     return size, metadata
 
 
-def _write_merged(store: Store, run_id: str, late: tuple[int, int, tuple[int, ...]], made: Path) -> None:
+def _write_merged(store: Store, run_id: str, late: LatePoints, made: Path) -> None:
     """Write points in which late parts are merged, as in every answer."""
-    first, last, _ = late
     with store.points.snapshot() as now:
         names = [layer.name for layer in now.layers(run_id)]
-        every = Selection(first_step=first, last_step=last)
+        every = Selection(first_step=late.first_step, last_step=late.last_step)
         model = now.points([run_id], None, every)[run_id]
         keys = [key for key in model.totals if not key.startswith(_ROOT)]
         width = max(_READ_BYTES // (8 * max(len(keys) * len(model.steps), 1)), 1)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from collage_server.settings import Settings
 from collage_server.store.archive import archive_reader, parquet
-from collage_server.store.records import SealLimits
 from collage_server.store.sealing import archive_plan
+from collage_server.store.sealing.seal_plan import SealLimits
 
 from benchmarks._population import LARGE
 from benchmarks.growth import left_behind

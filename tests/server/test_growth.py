@@ -9,7 +9,7 @@ from collage_server.run_evaluation import evaluate
 from collage_server.store import ReportGroup, Selection, SqliteStore
 from collage_server.store.chunks import point_merging
 from collage_server.store.reading import points, report_merging
-from collage_server.store.records import SealLimits
+from collage_server.store.sealing.seal_plan import SealLimits
 
 from collage_monitor import wire
 from tests.server.conftest import NOW

@@ -20,7 +20,7 @@ from collage_server.ingest.report_checks import decoded_batch
 from collage_server.settings import FixedLimits, Settings
 from collage_server.store import ReportGroup, Selection, SqliteStore
 from collage_server.store.reading.report_merging import decode_layers
-from collage_server.store.records import SealLimits
+from collage_server.store.sealing.seal_plan import SealLimits
 from starlette.testclient import TestClient
 
 from benchmarks._population import SMALL, register

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from benchmarks._serving import serving
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.command.status import status
+from collage_monitor.command.status import _of_numbers, status
 from collage_monitor.local import ensure_token, token_path
 from tests.ports import command, free_port, running
 from tests.waiting import until
@@ -68,3 +68,12 @@ def test_a_token_that_may_not_see_the_numbers_says_so(tmp_path):
             assert checks["numbers"][0] is None
             assert word in checks["numbers"][1]
         assert told(address, "--token", secret)[2].keys() > {"memory", "clock"}
+
+
+@pytest.mark.parametrize(
+    ("skew", "told"),
+    [(-0.04, "agrees with the server's"), (1.26, "is 1.3 s ahead of the server's"), (-2.0, "is 2.0 s behind the")],
+)
+def test_a_clock_is_ahead_behind_or_agrees(skew, told):
+    checks = {check.name: check.text for check in _of_numbers({"clock_skew_seconds": skew}, 0.0)}
+    assert told in checks["clock"]

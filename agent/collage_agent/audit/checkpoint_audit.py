@@ -17,8 +17,9 @@ from collage_optim.numerics.formats import format_of, gap_towards
 from msgspec import Struct
 from torch import Tensor
 
+from collage_agent.audit.checkpoint_advice import advised
 from collage_agent.audit.checkpoint_files import read_checkpoint
-from collage_agent.audit.checkpoint_parameters import CheckpointParameter, advised, checkpoint_parameters, number_of
+from collage_agent.audit.checkpoint_parameters import CheckpointParameter, checkpoint_parameters, number_of
 from collage_agent.audit.findings import AuditFinding, findings_of
 
 __all__ = [

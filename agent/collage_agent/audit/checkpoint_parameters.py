@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -24,14 +23,10 @@ from torch import Tensor
 
 from collage_agent.audit.checkpoint_files import Checkpoint
 from collage_agent.sample.quantised_states import reading, reading_dtype
-from collage_monitor import wire
-from collage_monitor.judgement import Advice, Lacking, advice_for
 
 __all__ = [
     "CheckpointParameter",
     "SECOND_MOMENTS",
-    "advice_about",
-    "advised",
     "checkpoint_parameters",
     "is_narrow",
     "number_of",
@@ -56,7 +51,6 @@ _NESTED: Final = "__bnb_optimizer_quant_state__"
 _MATCHES: Final = 0.99
 _LOOKED_AT: Final = 2**16
 _BUFFERS: Final = ("running_mean", "running_var")
-_RULES: Final = {"CollageAdamW": "AdamW", "CollageAdam": "Adam", "CollageLion": "Lion", "CollageSGD": "SGD"}
 _LOW_SUFFIXES: Final = (LOW_COMPONENT_SUFFIX, "_accounted")
 SECOND_MOMENTS: Final = frozenset({"exp_avg_sq", "exp_avg_var", "square_avg", "max_exp_avg_sq", "exp_inf"})
 
@@ -187,63 +181,6 @@ class CheckpointParameter:
         if average in self.average_lows:
             return StateStorage.PAIR
         return StateStorage.SINGLE if is_narrow(self.averages[average].dtype) else StateStorage.WIDE
-
-
-def advised(parameters: Sequence[CheckpointParameter], lacking: Lacking, otherwise: str) -> str:
-    """Advice for parameters that keep too little of their weights or states; `otherwise` if nothing fits.
-
-    A checkpoint names options and states, not the optimizer: the rule is that which has these.
-    """
-    found = advice_about(parameters, lacking)
-    if found is None:
-        return otherwise
-    fitting = _fitting(parameters[0])
-    return found.text if fitting is None else f"if this is {_RULES[fitting]}, {found.text}"
-
-
-def advice_about(
-    parameters: Sequence[CheckpointParameter], lacking: Lacking, *, strategy: str | None = None
-) -> Advice | None:
-    """Advice for parameters that keep too little; None if nothing fits.
-
-    strategy: the true storage, if it differs from the apparent one.
-    """
-    if not parameters:
-        return None
-    first, dtypes, states, weights = parameters[0], Counter[str](), 0, 0
-    for entry in parameters:
-        kept = entry.weight if entry.weight is not None else next(iter(entry.averages.values()))
-        dtypes[dtype_name(kept.dtype)] += entry.elements
-        weights += 8 * entry.elements
-        states += sum(
-            state.numel() * (4 if state.dtype == kept.dtype else state.dtype.itemsize)
-            for state in entry.averages.values()
-        )
-    seconds = sum(name in SECOND_MOMENTS for name in first.averages)
-    seen = strategy or first.strategy
-    return advice_for(
-        wire.Trained(
-            optimizer="this rule",
-            strategy="light" if seen == "light or kahan" else seen,
-            fitting=_fitting(first),
-            first_moments=len(first.averages) - seconds,
-            second_moments=seconds,
-            parameters=dict(dtypes),
-            float32_bytes=(weights + states) / max(dtypes.total(), 1),
-        ),
-        lacking,
-    )
-
-
-def _fitting(entry: CheckpointParameter) -> str | None:
-    """The class of ours whose rule has these options and keeps these averages."""
-    averages, group = {*entry.averages} - {*OF_WRAPPERS}, entry.group
-    if {"exp_avg", "exp_avg_sq"} <= averages <= {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"} and "eps" in group:
-        coupled = group.get("decoupled_weight_decay") is False
-        return None if "momentum_decay" in group else "CollageAdam" if coupled else "CollageAdamW"
-    if averages == {"exp_avg"} and len(group.get("betas", ())) == 2 and "eps" not in group:
-        return "CollageLion"
-    return "CollageSGD" if averages <= {"momentum_buffer"} and "dampening" in group else None
 
 
 def is_narrow(dtype: torch.dtype) -> bool:

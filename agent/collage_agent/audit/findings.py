@@ -12,13 +12,8 @@ from collage_optim.numerics.formats import format_of, ulp
 from msgspec import Struct
 from torch import Tensor
 
-from collage_agent.audit.checkpoint_parameters import (
-    SECOND_MOMENTS,
-    CheckpointParameter,
-    advised,
-    is_narrow,
-    number_of,
-)
+from collage_agent.audit.checkpoint_advice import advised
+from collage_agent.audit.checkpoint_parameters import SECOND_MOMENTS, CheckpointParameter, is_narrow, number_of
 from collage_agent.sample.stored_parts import leaves_residual
 from collage_monitor.wire import Conversion
 

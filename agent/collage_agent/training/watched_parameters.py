@@ -16,7 +16,7 @@ from collage_agent.training.shards import Sharding
 from collage_agent.watch_options import WatchOptions
 from collage_monitor import wire
 
-__all__ = ["WatchedParameter", "regrouped", "watched_parameters"]
+__all__ = ["WatchedParameter", "regrouped", "watched_parameters", "with_unique_names"]
 
 _LONGEST_NAME: Final = 512
 
@@ -132,3 +132,15 @@ def _module_type(module: nn.Module) -> str:
         if any(k.__name__ == "FSDPModule" for k in kind.__mro__)
         else kind.__name__
     )
+
+
+def with_unique_names(
+    watched: Sequence[WatchedParameter], number: int, names_used: dict[str, None]
+) -> list[WatchedParameter]:
+    """The parameters under unused names: those outside the model get the same names in every optimizer."""
+    found = [
+        replace(entry, name=f"optimizer{number}.{entry.name}") if entry.name in names_used else entry
+        for entry in watched
+    ]
+    names_used.update((entry.name, None) for entry in found)
+    return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ import torch
 from collage_agent.launch.identity import Identity
 from collage_agent.measurement import Layout, Measurement
 from collage_agent.transport.report_counts import ReportCounts
+from collage_monitor.wire import LIMITS
 
 __all__ = [
     "AttemptStart",
@@ -25,7 +27,6 @@ __all__ = [
     "TensorSnapshot",
     "WatchChange",
     "cuda_event_on",
-    "snapshot_of",
 ]
 
 _ITEM_BYTES: Final = 512
@@ -65,7 +66,7 @@ class TensorSnapshot:
         return float(local.item())
 
 
-def snapshot_of(value: Any) -> Any:
+def _snapshot_of(value: Any) -> Any:
     """A copy of a logged value, safe from later changes. A tensor is cloned on its device; nothing waits."""
     if isinstance(value, torch.Tensor):
         return TensorSnapshot.of(value) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
@@ -128,6 +129,13 @@ class LoggedScalars:
     time: float
     values: dict[str, Any]
     counted: bool = False
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], step: int | None, now: float, counted: bool) -> Iterator[LoggedScalars]:
+        """The values of one `log` call, in parts that each fit into a report."""
+        kept = ((str(name), _snapshot_of(value)) for name, value in values.items())
+        while part := dict(itertools.islice(kept, LIMITS["scalars_per_report"])):
+            yield cls(step, now, part, counted)
 
     @property
     def size_bytes(self) -> int:

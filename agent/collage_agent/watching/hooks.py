@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from types import FrameType
 from typing import Any, Final, cast
 
 import torch
 from msgspec.structs import replace as replace_fields
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.error_guard import Guard
@@ -27,10 +23,15 @@ from collage_agent.training.ddp import stepping_optimizer
 from collage_agent.training.deepspeed import SubGroup
 from collage_agent.training.shards import Sharding
 from collage_agent.training.skipped_steps import SkippedSteps
-from collage_agent.training.watched_parameters import WatchedParameter, regrouped, watched_parameters
+from collage_agent.training.watched_parameters import (
+    WatchedParameter,
+    regrouped,
+    watched_parameters,
+    with_unique_names,
+)
 from collage_agent.watch_options import WatchOptions
 from collage_agent.watching.governor import Governor
-from collage_agent.watching.iterations import Iterations
+from collage_agent.watching.iterations import Iterations, inside_own_step
 from collage_agent.watching.resume_check import ResumeCheck
 from collage_agent.watching.saved_numbers import CheckpointComparison
 from collage_agent.watching.unseen_steps import NOTES, SeenBy, UnseenSteps
@@ -42,7 +43,6 @@ __all__ = ["OptimizerHooks"]
 
 _LOGGER = logging.getLogger("collage_agent")
 _HOST: Final = torch.device("cpu")
-_HOOKS_FILE: Final = torch_optimizer.__file__
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -95,7 +95,7 @@ class OptimizerHooks:
         self._windows = Windows(options.windows, options.every) if options.windows else None
         self._step = 0
         self.measurer = StepMeasurer(
-            _with_unique_names(watched, number, names_used),
+            with_unique_names(watched, number, names_used),
             self._intents,
             options.sample,
             oracle=options.oracle,
@@ -249,7 +249,7 @@ class OptimizerHooks:
         if self._sub_group is not None and not self._sub_group.steps(optimizer):
             self.skipped.count_call()
             return None
-        if self._depth and _inside_own_step(optimizer):
+        if self._depth and inside_own_step(optimizer):
             self._depth += 1
             return None
         if self._depth or self._missed_steps:
@@ -312,7 +312,7 @@ class OptimizerHooks:
         if self._sub_group is not None and not self._sub_group.steps(optimizer):
             return
         if self._depth > 1:
-            if _inside_own_step(optimizer):
+            if inside_own_step(optimizer):
                 self._depth -= 1
                 return
         elif not self._depth:
@@ -376,7 +376,7 @@ class OptimizerHooks:
         )
         intents = _intents_on_this_rank(IntentCache().of(self.foreign or optimizer), found)
         kept, new = regrouped(self.measurer.watched, found, members)
-        self.measurer.regroup([*kept, *_with_unique_names(new, self._number, self._names_used)], intents)
+        self.measurer.regroup([*kept, *with_unique_names(new, self._number, self._names_used)], intents)
         self.changes += 1
         self._members, self._intents, self.left_out = members, intents, left_out
         self._fitting = None if self.foreign else fitting_class(optimizer, intents)
@@ -421,37 +421,6 @@ def _intents_on_this_rank(intents: Sequence[Intent], watched: Sequence[WatchedPa
         else intent
         for group, intent in enumerate(intents)
     ]
-
-
-def _with_unique_names(
-    watched: Sequence[WatchedParameter], number: int, names_used: dict[str, None]
-) -> list[WatchedParameter]:
-    """The parameters under unused names: those outside the model get the same names in every optimizer."""
-    found = [
-        replace(entry, name=f"optimizer{number}.{entry.name}") if entry.name in names_used else entry
-        for entry in watched
-    ]
-    names_used.update((entry.name, None) for entry in found)
-    return found
-
-
-def _inside_own_step(optimizer: Optimizer) -> bool:
-    """Whether the calling hook runs in a step that the optimizer's own step called.
-
-    Read from the stack frames: a counter alone would stay up after a step that raised.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    steps = 0
-    while frame is not None:
-        code = frame.f_code
-        if (
-            code.co_name == "wrapper"
-            and code.co_filename == _HOOKS_FILE
-            and frame.f_locals.get("self") is optimizer
-        ):
-            steps += 1
-        frame = frame.f_back
-    return steps > 1
 
 
 def _members_of(optimizer: Optimizer) -> tuple[tuple[int, ...], ...]:

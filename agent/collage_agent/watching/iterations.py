@@ -1,10 +1,22 @@
-"""Iterations of a training loop: which steps of several optimizers belong together, and their common number."""
+"""Iterations of a training loop: which steps belong together, of several optimizers or inside one another.
+
+`hooks.py` counts by it. A number that an iteration got is in reports and logs: how they are numbered is held by
+`tests/loops/test_several.py`.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
+from typing import Final
 
-__all__ = ["Iterations"]
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer
+
+__all__ = ["Iterations", "inside_own_step"]
+
+_HOOKS_FILE: Final = torch_optimizer.__file__
 
 
 class Iterations:
@@ -57,3 +69,22 @@ class Iterations:
             self.measured = False
             assert self.step is not None
             self._over(self.step)
+
+
+def inside_own_step(optimizer: Optimizer) -> bool:
+    """Whether the calling hook runs in a step that the optimizer's own step called.
+
+    Read from the stack frames: a counter alone would stay up after a step that raised.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None:
+        code = frame.f_code
+        if (
+            code.co_name == "wrapper"
+            and code.co_filename == _HOOKS_FILE
+            and frame.f_locals.get("self") is optimizer
+        ):
+            steps += 1
+        frame = frame.f_back
+    return steps > 1

@@ -29,7 +29,6 @@ __all__ = ["router"]
 router = resource("access")
 _MOST_FIELDS: Final = 16
 _NOT_KEPT: Final = {"Cache-Control": "no-store"}
-_FORM: Final = {"application/x-www-form-urlencoded": {"schema": {"type": "object"}}}
 
 
 @router.post("/tokens", **describes(wire.TokenCreated, wire.TokenCreate, status=201))

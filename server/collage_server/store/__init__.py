@@ -2,7 +2,7 @@
 
 from collage_server.store.access.tokens import AccessStore, LogOut
 from collage_server.store.archive.file_storage import ArchiveFiles, archive_files
-from collage_server.store.archive.finished import FinishedRun, VisiblePart
+from collage_server.store.archive.finished import FinishedRun, LatePoints, VisiblePart
 from collage_server.store.archive.parquet import OF_A_ROW, Footer, copy_points, write_points
 from collage_server.store.archive.paths import COPY, archived_path, project_folder
 from collage_server.store.journal.report_journal import ReportJournal
@@ -50,6 +50,7 @@ __all__ = [
     "GroupQuery",
     "IncidentQuery",
     "KeptNewest",
+    "LatePoints",
     "LatestPoint",
     "LiveRun",
     "LogOut",

@@ -18,7 +18,8 @@ from collage_server.store import schema
 from collage_server.store.archive.file_storage import ArchiveFiles
 from collage_server.store.engine.database import POOL, reads_only
 from collage_server.store.migrate import check_revision, current_revision, head_revision, migrate
-from collage_server.store.records import SealLimits, Sizes
+from collage_server.store.records import Sizes
+from collage_server.store.sealing.seal_plan import SealLimits
 from collage_server.store.store import Store
 
 __all__ = ["PostgresqlStore"]

@@ -36,7 +36,6 @@ __all__ = [
     "RunRevision",
     "SCALAR_BYTES",
     "ScalarPoints",
-    "SealLimits",
     "Selection",
     "Sizes",
     "State",
@@ -362,44 +361,6 @@ class IncidentQuery:
     state: wire.IncidentState | None = None
     cursor: str | None = None
     limit: int = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class SealLimits:
-    """When the journal becomes chunks of `points` measured points: by `part_points` of at least `part_bytes`, or
-    earlier by bytes or rows. Small parts, as of a run without layers, wait for the whole chunk, because each part
-    has a cost. The journal's bound for a run must be larger than `bytes`.
-
-    `slice_rows` and `slice_bytes` bound one write transaction, `delete_rows` and `delete_bytes` one deletion from
-    the journal, so that acknowledgements do not wait. `coarse_bytes` bounds the part of a whole chunk that is read
-    at once to make its coarse levels.
-    """
-
-    points: int = 256
-    part_points: int = 64
-    part_bytes: int = 2**18
-    bytes: int = 32 * 2**20
-    rows: int = 8192
-    late_rows: int = 64
-    slice_rows: int = 6
-    slice_bytes: int = 2**19
-    delete_rows: int = 256
-    delete_bytes: int = 2**22
-    coarse_bytes: int = 2**23
-
-    def scaled_to_commits(self, commit_bytes: int) -> SealLimits:
-        """Limits for commits of so many bytes: slices a quarter as large, if that is more than now.
-
-        Each slice waits for a commit: with small slices between large commits, sealing would fall behind.
-        """
-        factor = max(1, commit_bytes // (4 * self.slice_bytes))
-        return replace(
-            self,
-            slice_rows=factor * self.slice_rows,
-            slice_bytes=factor * self.slice_bytes,
-            delete_rows=factor * self.delete_rows,
-            delete_bytes=factor * self.delete_bytes,
-        )
 
 
 @dataclass(frozen=True)

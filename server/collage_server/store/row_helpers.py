@@ -37,7 +37,6 @@ __all__ = [
     "require_run",
     "require_runs",
     "rows_given",
-    "run_facts",
     "scalars_from_json",
     "scalars_to_json",
     "shape_of",
@@ -144,21 +143,15 @@ def missing_run(connection: Connection, run_id: str) -> NotFound | Gone:
     return unknown_run(run_id)
 
 
-def require_run(connection: Connection, run_id: str, *, lock: bool = False) -> None:
-    """Raise NotFound or Gone unless the run exists; `lock` keeps others from changing it in this transaction."""
-    statement = select(schema.run.c.run_id).where(schema.run.c.run_id == run_id)
-    if connection.execute(statement.with_for_update() if lock else statement).first() is None:
-        raise missing_run(connection, run_id)
-
-
-def run_facts(connection: Connection, run_id: str, *names: str) -> Row[Any]:
-    """These columns of a run.
+def require_run(connection: Connection, run_id: str, *names: str, lock: bool = False) -> Row[Any]:
+    """These columns of a run that exists; `lock` keeps others from changing it in this transaction.
 
     Raises:
         NotFound, Gone: the run is not there.
     """
-    columns = (schema.run.c[name] for name in names)
-    row = connection.execute(select(*columns).where(schema.run.c.run_id == run_id)).first()
+    columns = [schema.run.c[name] for name in names or ("run_id",)]
+    statement = select(*columns).where(schema.run.c.run_id == run_id)
+    row = connection.execute(statement.with_for_update() if lock else statement).first()
     if row is None:
         raise missing_run(connection, run_id)
     return row

@@ -30,7 +30,8 @@ from collage_server.store.engine.database_files import (
     sqlite_sizes,
 )
 from collage_server.store.migrate import migrate
-from collage_server.store.records import SealLimits, Sizes
+from collage_server.store.records import Sizes
+from collage_server.store.sealing.seal_plan import SealLimits
 from collage_server.store.store import Store
 
 __all__ = ["SqliteStore"]

@@ -18,7 +18,6 @@ from collage_server.store.engine.database import ARCHIVE, Database
 from collage_server.store.journal.report_journal import ReportJournal
 from collage_server.store.journal.stream_store import StreamStore
 from collage_server.store.reading.snapshot import PointStore
-from collage_server.store.records import SealLimits
 from collage_server.store.runs.events import EventStore
 from collage_server.store.runs.incidents import IncidentStore
 from collage_server.store.runs.newest_points import NewestStore
@@ -27,6 +26,7 @@ from collage_server.store.runs.run_store import RunStore
 from collage_server.store.runs.run_table import TableStore
 from collage_server.store.sealing.archiving import Archiving
 from collage_server.store.sealing.retention import Expiry, Retention, Sealing
+from collage_server.store.sealing.seal_plan import SealLimits
 from collage_server.store.sealing.slice_deletion import SliceDeletion
 
 __all__ = ["Store"]

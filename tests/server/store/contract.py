@@ -15,7 +15,8 @@ from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
 from collage_server.overview_keeper import keep_overview
 from collage_server.store import READERS, GroupQuery, ReportGroup, RunQuery, Selection, TableQuery
 from collage_server.store.journal import stream_store
-from collage_server.store.records import CONNECTIONS, SealLimits, stream_record
+from collage_server.store.records import CONNECTIONS, stream_record
+from collage_server.store.sealing.seal_plan import SealLimits
 
 from collage_monitor import metrics, wire
 from tests.server.reads import latest_point, layer_points, model_points, scalar_points

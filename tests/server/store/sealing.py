@@ -12,7 +12,7 @@ from collage_server.errors import Gone, Unprocessable
 from collage_server.store import Selection, schema
 from collage_server.store.chunks.blobs import read_layer_data
 from collage_server.store.reading import points as reading
-from collage_server.store.records import SealLimits
+from collage_server.store.sealing.seal_plan import SealLimits
 from sqlalchemy import func, select
 
 from collage_monitor import wire

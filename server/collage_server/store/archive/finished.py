@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sqlalchemy import Connection, Row, select
 
@@ -23,7 +23,7 @@ from collage_server.store.records import UNBOUNDED, RunRecord, first_hidden_step
 from collage_server.store.row_helpers import from_json
 from collage_server.store.runs.run_store import read_records
 
-__all__ = ["FinishedRun", "FinishedRuns", "VisiblePart"]
+__all__ = ["FinishedRun", "FinishedRuns", "LatePoints", "VisiblePart"]
 
 _RUNS_A_READING: Final = 256
 _Chunk = tuple[int, int, int]
@@ -31,13 +31,22 @@ _Chunk = tuple[int, int, int]
 _OF_A_SEGMENT: Final = ("attempt", "level", "first_chunk", "last_chunk", "path", "bytes")
 
 
+class LatePoints(NamedTuple):
+    """Steps of which reports came late: several rows of the file are one point, or some points are in no file.
+
+    They are read as an answer reads them. `parts`: the number of parts of each chunk.
+    """
+
+    first_step: int
+    last_step: int
+    parts: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class VisiblePart:
     """The part of an archived file that is visible and in no file of a finer level.
 
-    `chunks` None: all of it. Else the points of these chunks before the step `before`. `late`: (first step, last
-    step, number of parts of each chunk) where reports came late, so that several rows of the file are one point, or
-    some points are in no file: they are read as an answer reads them.
+    `chunks` None: all of it. Else the points of these chunks before the step `before`.
     """
 
     attempt: int
@@ -46,7 +55,7 @@ class VisiblePart:
     size: int
     chunks: tuple[int, ...] | None = None
     before: int = UNBOUNDED
-    late: tuple[int, int, tuple[int, ...]] | None = None
+    late: LatePoints | None = None
 
 
 @dataclass(frozen=True)
@@ -160,8 +169,8 @@ def _visible_parts(
         place = (segment.attempt, segment.level, segment.path, segment.bytes)
         chunks = tuple(info.chunk for info in kept)
         if any((segment.attempt, segment.level, chunk) in late for chunk in chunks):
-            steps = kept[0].first_step, kept[-1].last_step
-            yield VisiblePart(*place, chunks, before, (*steps, tuple(info.parts for info in kept)))
+            parts = tuple(info.parts for info in kept)
+            yield VisiblePart(*place, chunks, before, LatePoints(kept[0].first_step, kept[-1].last_step, parts))
         elif len(kept) == len(held) and all(info.last_step < before for info in kept):
             yield VisiblePart(*place)
         elif kept:

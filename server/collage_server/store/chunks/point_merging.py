@@ -25,6 +25,7 @@ __all__ = [
     "merged_in_blocks",
     "merged_to_one",
     "model_extremes",
+    "model_of",
     "select_points",
 ]
 
@@ -267,3 +268,8 @@ def _of_layers(points: Points, columns: IntArray) -> Points:
 def _beside(parts: Sequence[Points]) -> Points:
     totals = {key: np.concatenate([part.totals[key] for part in parts], axis=1) for key in parts[0].totals}
     return replace(parts[0], totals=totals)
+
+
+def model_of(table: AttemptPoints) -> AttemptPoints:
+    """The model's totals from those of its layers: needed where one rank holds shards beside replicas."""
+    return replace(table, totals=reduce_shards(table.totals, axis=1))

@@ -35,6 +35,7 @@ from collage_server.store.chunks.point_merging import (
     has_layer_extremes,
     join,
     merged_in_blocks,
+    model_of,
     select_points,
 )
 from collage_server.store.reading import unsealed
@@ -287,7 +288,7 @@ def _unsealed_model(
     def table_of(attempt: int, rows: Sequence[Any], contributors: Contributors) -> AttemptPoints:
         if not view.replicas_beside_shards:
             return unsealed.model_table(view, attempt, rows, keys, contributors)
-        return unsealed.model_of(unsealed.layer_table(view, attempt, rows, keys, positions, contributors))
+        return model_of(unsealed.layer_table(view, attempt, rows, keys, positions, contributors))
 
     row_bytes = 8 * len(keys) * max(len(positions), 1)
     return unsealed.merged_tables(view, plan.unsealed, plan.contributors, selection, row_bytes, table_of)

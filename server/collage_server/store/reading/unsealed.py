@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 from sqlalchemy import Connection, Row, select, tuple_
 
-from collage_monitor.statistics import Totals, reduce_shards
+from collage_monitor.statistics import Totals
 from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.memory_budget import held_rows
 from collage_server.store import schema
@@ -44,7 +44,6 @@ __all__ = [
     "layer_table",
     "layer_tables",
     "merged_tables",
-    "model_of",
     "model_table",
     "read_reports",
     "read_unsealed",
@@ -330,11 +329,6 @@ def _table_of_one(attempt: int, rows: Sequence[Row[Any]], totals: Totals) -> Att
         counts=ones,
         totals=with_variance_product_roots(totals),
     )
-
-
-def model_of(table: AttemptPoints) -> AttemptPoints:
-    """The model's totals from those of its layers: needed where one rank holds shards beside replicas."""
-    return replace(table, totals=reduce_shards(table.totals, axis=1))
 
 
 def visible_rows(view: RunView, rows: Sequence[Row[Any]], contributors: Contributors) -> list[Row[Any]]:

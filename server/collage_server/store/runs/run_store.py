@@ -27,7 +27,7 @@ from collage_server.store.records import (
     RunRecord,
     RunRevision,
 )
-from collage_server.store.row_helpers import among, from_json, missing_run, require_runs, run_facts
+from collage_server.store.row_helpers import among, from_json, missing_run, require_run, require_runs
 from collage_server.store.runs.reported_state import LAST_SIGN_OF_LIFE, TRAINING_REPORTED_AT, reported_state
 from collage_server.store.runs.run_changes import QuotaCheck, check_quotas, create_run, update_run
 
@@ -145,7 +145,7 @@ class RunStore:
         with self._database.freeing() as connection:
             counted = None
             if check is not None and update.tags:
-                counted = run_facts(connection, run_id, "project").project
+                counted = require_run(connection, run_id, "project").project
                 self._database.lock_project(connection, counted)
             update_run(connection, run_id, update, now)
             if check is not None and counted is not None:

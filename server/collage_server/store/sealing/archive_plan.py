@@ -14,7 +14,7 @@ from collage_server.store import schema
 from collage_server.store.archive.segments import model_level
 from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, read_chunk_infos
 from collage_server.store.records import UNBOUNDED, first_hidden_steps
-from collage_server.store.row_helpers import run_facts
+from collage_server.store.row_helpers import require_run
 from collage_server.store.runs.reported_state import all_ranks_are_through
 from collage_server.store.runs.run_store import attempts_of_runs
 
@@ -99,7 +99,7 @@ def _due_of_model(infos: Sequence[ChunkInfo], held: _Chunks, archived: _Chunks) 
 
 def is_over(connection: Connection, run_id: str) -> bool:
     """Whether the run has ended, and all that its ranks sent is there."""
-    return run_facts(connection, run_id, "state").state != "running" and all_ranks_are_through(connection, run_id)
+    return require_run(connection, run_id, "state").state != "running" and all_ranks_are_through(connection, run_id)
 
 
 def visible_attempts(connection: Connection, run_id: str) -> set[int]:

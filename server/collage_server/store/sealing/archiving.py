@@ -61,7 +61,7 @@ from collage_server.store.reading.logged_scalars import (
 )
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import FloatArray
-from collage_server.store.row_helpers import int_array, require_run, run_facts
+from collage_server.store.row_helpers import int_array, require_run
 from collage_server.store.sealing.archive_plan import (
     FilePlan,
     is_over,
@@ -182,7 +182,7 @@ class Archiving:
             hold(_COPIES * _READ_BYTES)
             with self._database.reading() as connection:
                 view = RunView(connection, run_id)
-                project = run_facts(connection, run_id, "project").project
+                project = require_run(connection, run_id, "project").project
                 chunks = {(run_id, plan.attempt): plan.chunks}
                 keys, ranks = _held_by(connection, view, plan)
                 if not keys:
@@ -226,7 +226,7 @@ class Archiving:
                 if found is None:
                     return False
                 attempt, number, parts = found
-                project = run_facts(connection, run_id, "project").project
+                project = require_run(connection, run_id, "project").project
                 tables = read_logged_tables(connection, run_id, parts)
             self._require_still_own()
             series = tuple(LoggedSeries(*key, table.shape[1]) for key, table in tables.items())

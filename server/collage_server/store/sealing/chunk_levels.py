@@ -24,8 +24,8 @@ from collage_server.store.chunks.point_merging import (
 )
 from collage_server.store.reading.points import sealed_layers, sealed_model
 from collage_server.store.reading.run_view import RunView
-from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Points, SealLimits, Selection
-from collage_server.store.sealing.seal_plan import SealPlan
+from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Points, Selection
+from collage_server.store.sealing.seal_plan import SealLimits, SealPlan
 
 __all__ = ["ChunkLevel", "chunk_of", "coarse_levels", "reported"]
 

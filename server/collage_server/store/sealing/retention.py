@@ -29,12 +29,12 @@ from collage_server.store.chunks.blobs import LEVELS, read_point_rows
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import freeze
 from collage_server.store.journal.report_journal import ReportJournal
-from collage_server.store.records import SealLimits
-from collage_server.store.row_helpers import delete_slice, require_run, run_facts
+from collage_server.store.row_helpers import delete_slice, require_run
 from collage_server.store.runs.reported_state import all_ranks_are_through
 from collage_server.store.runs.run_changes import note_change
 from collage_server.store.sealing.replica_comparison import ReplicaComparison, count_mismatches, mismatches_by_run
 from collage_server.store.sealing.seal import seal
+from collage_server.store.sealing.seal_plan import SealLimits
 from collage_server.store.sealing.slice_deletion import SliceDeletion
 
 __all__ = ["Expiry", "Retention", "Sealing"]
@@ -94,7 +94,7 @@ class Sealing:
         `journal_full`: there is no room for more, so all of it is due, whoever is waited for.
         """
         with self._database.reading() as connection:
-            record = run_facts(connection, run_id, "state", "updated_at")
+            record = require_run(connection, run_id, "state", "updated_at")
             over = record.state != "running" and all_ranks_are_through(connection, run_id)
         silent = record.updated_at < now - self._stale_after_seconds
         with self._database.claimed(run_id) as mine:
@@ -107,7 +107,7 @@ class Sealing:
         """Seal every late report, however few they are; the caller has claimed the run."""
         limits = dataclasses.replace(self.limits, late_rows=1)
         with self._database.reading() as connection:
-            now = run_facts(connection, run_id, "updated_at").updated_at
+            now = require_run(connection, run_id, "updated_at").updated_at
         while self._seal_parts(run_id, limits, now=now, closed=False):
             pass
 

@@ -24,17 +24,22 @@ from collage_server.store import schema
 from collage_server.store.archive.archive_reader import ArchiveReader
 from collage_server.store.chunks.blobs import ALL_RANKS, LEVELS, pack_points, pack_totals
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
-from collage_server.store.chunks.point_merging import (
-    AttemptPoints,
-)
+from collage_server.store.chunks.point_merging import AttemptPoints, model_of
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.logged_scalars import pack_scalars
 from collage_server.store.reading.run_view import RunView
-from collage_server.store.records import FloatArray, IntArray, SealLimits
+from collage_server.store.records import FloatArray, IntArray
 from collage_server.store.row_helpers import add_numbers, int_bytes, ranges_from_json, ranges_to_json
 from collage_server.store.sealing.chunk_levels import ChunkLevel, chunk_of, coarse_levels, reported
 from collage_server.store.sealing.replica_comparison import ReplicaComparison, keep_mismatches
-from collage_server.store.sealing.seal_plan import JournalContents, SealPlan, plan_seal, read_journal, read_planned
+from collage_server.store.sealing.seal_plan import (
+    JournalContents,
+    SealLimits,
+    SealPlan,
+    plan_seal,
+    read_journal,
+    read_planned,
+)
 
 __all__ = ["seal"]
 
@@ -169,7 +174,7 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
     layers = unsealed.layer_table(view, plan.attempt, with_layers, keys, positions, contributors)
     model = unsealed.model_table(view, plan.attempt, rows, keys, contributors)
     if view.replicas_beside_shards:
-        model = unsealed.model_of(layers)
+        model = model_of(layers)
     seen = unsealed.visible_rows(view, rows, contributors)
     counts = unsealed.count_step_reports(view, seen)
     ranks = {}

@@ -1,10 +1,14 @@
-"""What to seal next: which reports of which attempt become a part of which chunk."""
+"""What to seal next: which reports of which attempt become a part of which chunk, and within which limits.
+
+`seal.py` carries a `SealPlan` out. `SealLimits` may change freely: they bound work and memory, and chunks of any
+size can be read. `tests/server/store/contract.py` seals in tiny ones.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final
@@ -16,10 +20,10 @@ from collage_server.store import schema
 from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, read_chunk_infos, read_point_rows
 from collage_server.store.journal.report_journal import REPORT_BYTES
 from collage_server.store.reading.run_view import RunView
-from collage_server.store.records import UNBOUNDED, SealLimits
+from collage_server.store.records import UNBOUNDED
 from collage_server.store.runs.reported_state import awaited_streams
 
-__all__ = ["JournalContents", "SealPlan", "plan_seal", "read_journal", "read_planned"]
+__all__ = ["JournalContents", "SealLimits", "SealPlan", "plan_seal", "read_journal", "read_planned"]
 
 _COLUMNS: Final = (
     "stream_id",
@@ -33,6 +37,44 @@ _COLUMNS: Final = (
     "model",
     "statistics",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealLimits:
+    """When the journal becomes chunks of `points` measured points: by `part_points` of at least `part_bytes`, or
+    earlier by bytes or rows. Small parts, as of a run without layers, wait for the whole chunk, because each part
+    has a cost. The journal's bound for a run must be larger than `bytes`.
+
+    `slice_rows` and `slice_bytes` bound one write transaction, `delete_rows` and `delete_bytes` one deletion from
+    the journal, so that acknowledgements do not wait. `coarse_bytes` bounds the part of a whole chunk that is read
+    at once to make its coarse levels.
+    """
+
+    points: int = 256
+    part_points: int = 64
+    part_bytes: int = 2**18
+    bytes: int = 32 * 2**20
+    rows: int = 8192
+    late_rows: int = 64
+    slice_rows: int = 6
+    slice_bytes: int = 2**19
+    delete_rows: int = 256
+    delete_bytes: int = 2**22
+    coarse_bytes: int = 2**23
+
+    def scaled_to_commits(self, commit_bytes: int) -> SealLimits:
+        """Limits for commits of so many bytes: slices a quarter as large, if that is more than now.
+
+        Each slice waits for a commit: with small slices between large commits, sealing would fall behind.
+        """
+        factor = max(1, commit_bytes // (4 * self.slice_bytes))
+        return replace(
+            self,
+            slice_rows=factor * self.slice_rows,
+            slice_bytes=factor * self.slice_bytes,
+            delete_rows=factor * self.delete_rows,
+            delete_bytes=factor * self.delete_bytes,
+        )
 
 
 @dataclass(frozen=True, eq=False)
