@@ -1,4 +1,8 @@
-"""The HTTP client: what dashboard, command line and notebooks use. Needs the extra `client` (httpx)."""
+"""The HTTP client: what dashboard, command line and notebooks use. Needs the extra `client` (httpx).
+
+One method a route, under the route's name; messages are `wire`'s, requests and errors `connection.py`'s. It is
+public: methods and arguments stand in `docs/api`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A connection to a server: a request, its answer, or an error that says what to do."""
+"""A connection to a server: a request, its answer, or an error that says what to do.
+
+`client.py` and the agent's `transport/http.py` both send through it; `refusals.py` makes errors of answers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The environment variables that tell a training how to report, and those through which `run` makes it watched."""
+"""The environment variables that tell a training how to report, and those through which `run` makes it watched.
+
+Names are fixed: users' scripts set them, and `docs/reference/watch-options.md` and `docs/command.md` list them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Entries that other packages add to the catalogues through entry points: found by group and name, loaded once."""
+"""Entries that other packages add to the catalogues through entry points: found by group and name, loaded once.
+
+`GROUPS` lists them. Names of groups are fixed: packages of other people register under them; `examples/extension_*`
+show one of each, and the tests run them.
+"""
 
 from __future__ import annotations
 

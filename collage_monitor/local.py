@@ -1,4 +1,8 @@
-"""Where things live on one machine: the data folder, its token, the server that `up` keeps running, the log-in."""
+"""Where things live on one machine: the data folder, its token, the server that `up` keeps running, the log-in.
+
+The agent, the commands and the dashboard all find a local server by it. Names of files in the data folder are
+fixed, because versions share the folder.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Recommends a precision strategy, and says whether one of two is worth its bytes, with reasons.
 
 A verdict's findings count beside the loss, because a state that cannot decay shows in the loss late.
+
+The comparison's page, the report and `mcp` quote it; numbers are `strategy_results.py`'s
+(`tests/dashboard/test_recommendation.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Schedules of the learning rate, written as one word: "cosine:3e-4:100:10000"."""
+"""Schedules of the learning rate, written as one word: "cosine:3e-4:100:10000".
+
+Forecasts and conditions read schedules by it; the words of a schedule are fixed (`docs/reference/forecasts.md`,
+`tests/contract/test_forecast.py`).
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 error.
 
 A field says what it must be, and what to give, by the description of a `msgspec.Meta`: the words behind `must be`.
+
+`collage_agent.run_settings` and `collage_server.settings` read their fields by it, and hold the names and defaults
+themselves.
 """
 
 from __future__ import annotations

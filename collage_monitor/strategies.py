@@ -2,6 +2,10 @@
 
 How weights are kept that way stands under the same name in the agent (`collage_agent.optim`, entry-point group
 `collage_agent.strategies`).
+
+Names are fixed: reports, checkpoints, filters and pages use them. An entry without its counterpart in
+`collage_optim/strategies.py` breaks `tests/agent/test_strategies.py`; titles, help and what `recommend` prefers may
+change.
 """
 
 from __future__ import annotations

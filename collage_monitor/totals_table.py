@@ -2,6 +2,9 @@
 
 The agent's measurer fills one, several optimizers are joined into one, and a report, the journal and the readers
 pass one on. Numbers are read by name, never by position.
+
+It is never sent or stored as such; only names of rows and columns have a meaning outside
+(`tests/contract/test_totals_table.py`).
 """
 
 from __future__ import annotations

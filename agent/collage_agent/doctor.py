@@ -1,6 +1,9 @@
 """Checks of a machine before a training starts, in plain words: one check per question.
 
 For each optimizer library it says how the agent follows its steps, as far as that was tried.
+
+`collage-monitor doctor` prints them. A check is added as a function; it only looks and never changes the machine
+(`tests/launching/test_doctor.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """The expectations of a training: `watch(expect=…)`.
 
 Here they are read, and turned into bounds. `watching/expectation_check.py` holds a training to them.
+
+The words that may be expected are the user's interface (`docs/`), and 3, the exit status, is what scripts test for:
+both are fixed (`tests/agent/watching/test_expectations.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The handle that `watch` gives the user."""
+"""The handle that `watch` gives the user.
+
+It finds the optimizers, makes the parts of `watching/` that measure them, and joins them to the run. What a user
+may call on a `Watch` is fixed; how it is measured is not decided here.
+"""
 
 from __future__ import annotations
 

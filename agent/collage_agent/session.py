@@ -1,4 +1,8 @@
-"""The process's current run, and the functions through which a training loop speaks to it."""
+"""The process's current run, and the functions through which a training loop speaks to it.
+
+It holds the run, the watches and what belongs to them between calls. The functions are the user's interface: names,
+arguments and defaults are fixed by the API pages (`tests/agent_delivery/test_session.py`).
+"""
 
 from __future__ import annotations
 

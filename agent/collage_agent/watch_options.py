@@ -1,4 +1,8 @@
-"""The options of `watch`: names, types and defaults, checked where they are made."""
+"""The options of `watch`: names, types and defaults, checked where they are made.
+
+`watch`, the integrations and the environment's variables all give these. Adding one is a decision about the user's
+interface: `docs/` and the API pages list them (`tests/agent/test_watch.py`).
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 The strategy decides how values are loaded and stored, the arithmetic how precisely the rule is carried out
 between.
+
+`tensor_step.py` calls it for chunks, `compiled.py` for whole tensors: the bits are the same
+(`tests/optim/test_compiled.py`).
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,8 @@
-"""The common part of our optimizers: groups, states, steps and checkpoints, whatever the rule and the strategy."""
+"""The common part of our optimizers: groups, states, steps and checkpoints, whatever the rule and the strategy.
+
+`optimizers.py` and other packages' rules derive from it. It behaves as torch.optim's classes do (groups, hooks,
+closures, `state_dict`), and that is fixed (`tests/optim/test_interface.py`).
+"""
 
 import math
 from collections.abc import Callable, Iterator

@@ -2,6 +2,8 @@
 
 `torch.distributed.checkpoint.load` asks for the tensors that the new optimizer has. Where the checkpoint was
 written under another strategy they are not in it. Here its own tensors are asked for, sharded like the weights.
+
+`load_distributed` is public. Conversion is `state_loading.py`'s (`tests/parallel/test_checkpoints.py`).
 """
 
 from __future__ import annotations

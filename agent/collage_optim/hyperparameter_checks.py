@@ -1,4 +1,7 @@
-"""Checks of hyper-parameters, with torch.optim's own words where it has them."""
+"""Checks of hyper-parameters, with torch.optim's own words where it has them.
+
+The constructors call them. What is refused follows torch.optim (`tests/optim/test_update_rules.py`).
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -3,6 +3,8 @@
 Each is written once, in the operations of `WideArithmetic`: in scratch for a step in chunks, as new tensors for the
 compiled step, checkpoints and the agent. Without random bits everything is rounded to nearest. Nothing
 synchronises a device.
+
+What is stored is fixed, because checkpoints hold it (`tests/optim/test_integer_codes.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The optimizers: Adam, AdamW, Lion and SGD for low-precision parameters, and one for rules of other packages."""
+"""The optimizers: Adam, AdamW, Lion and SGD for low-precision parameters, and one for rules of other packages.
+
+Constructors and defaults are the user's interface and follow torch.optim's (`tests/optim/test_interface.py`). The
+rule, the strategy and the step are elsewhere.
+"""
 
 from typing import Any, ClassVar
 

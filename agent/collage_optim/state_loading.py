@@ -1,4 +1,8 @@
-"""Loading states: fp32 states of 16-bit parameters survive; states of another strategy are converted."""
+"""Loading states: fp32 states of 16-bit parameters survive; states of another strategy are converted.
+
+`base.py` calls it from `load_state_dict`, `distributed.py` and the agent's `audit/conversion.py` convert by it.
+Names of states in a checkpoint are fixed: old files stay readable (`tests/optim/test_checkpoint_names.py`).
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

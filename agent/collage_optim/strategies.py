@@ -2,6 +2,10 @@
 
 A strategy says only how values are kept; an update rule says how they change. Each is written once, and every
 strategy works with every rule where the pair makes sense.
+
+Names and the states that each keeps are fixed: they stand in checkpoints, reports and the catalogue
+`collage_monitor/strategies.py`. A package adds one by the entry-point group `collage_agent.strategies`
+(`tests/optim/test_extensions.py`).
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""One tensor's step: its components as flat memory, chunk by chunk or through the compiled form."""
+"""One tensor's step: its components as flat memory, chunk by chunk or through the compiled form.
+
+`base.py` calls it for each tensor, the agent's audit and clones too. How long a chunk is is free: bits do not
+depend on it (`tests/optim/test_tensor_step.py`).
+"""
 
 import math
 from collections.abc import Iterator, Sequence

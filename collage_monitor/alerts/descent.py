@@ -2,6 +2,9 @@
 oracle's.
 
 In each alert `checks[i]` weighs `other_causes[i]`.
+
+Names of alerts are fixed: stored incidents, silences and Prometheus rules go by them. A bound that changes needs
+its case in `tests/alerts/traces.py`, and the generated rules and runbook.
 """
 
 from __future__ import annotations

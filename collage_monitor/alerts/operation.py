@@ -1,5 +1,9 @@
-"""Alerts on what carries the measurements: silent runs, the agent's cost, the server's intake, disk,
-archive and evaluation of alerts."""
+"""Alerts on what carries the measurements: silent runs, the agent's cost, the server's intake, disk, archive and
+evaluation of alerts.
+
+Names of alerts are fixed: stored incidents, silences and Prometheus rules go by them. A bound that changes needs
+its case in `tests/alerts/traces.py`, and the generated rules and runbook.
+"""
 
 from __future__ import annotations
 

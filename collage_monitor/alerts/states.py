@@ -1,4 +1,9 @@
-"""Alerts on the memory between steps: states, residuals, decay, and external changes of weights."""
+"""Alerts on the memory between steps: states, residuals, decay, and external changes of weights.
+
+In each alert `checks[i]` weighs `other_causes[i]`. Names of alerts are fixed: stored incidents, silences and
+Prometheus rules go by them. A bound that changes needs its case in `tests/alerts/traces.py`, and the generated
+rules and runbook.
+"""
 
 from __future__ import annotations
 

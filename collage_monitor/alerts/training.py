@@ -1,4 +1,8 @@
-"""Alerts on the training itself: gradients, loss, skipped steps."""
+"""Alerts on the training itself: gradients, loss, skipped steps.
+
+Names of alerts are fixed: stored incidents, silences and Prometheus rules go by them. A bound that changes needs
+its case in `tests/alerts/traces.py`, and the generated rules and runbook.
+"""
 
 from __future__ import annotations
 

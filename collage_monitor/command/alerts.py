@@ -1,4 +1,8 @@
-"""`alerts`: list, acknowledge and silence incidents in the terminal."""
+"""`alerts`: list, acknowledge and silence incidents in the terminal.
+
+It asks `/incidents` and `/silences` through `client.Client`; whether something fires is the server's
+(`tests/alerts/test_listening.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Conditions on which a check of a run fails, as words: losing-updates, "edq<0.9", "forecast-lost>0.25"."""
+"""Conditions on which a check of a run fails, as words: losing-updates, "edq<0.9", "forecast-lost>0.25".
+
+`check`, `preflight` and `report` take them. The words are fixed: pipelines of users hold them
+(`tests/contract/test_conditions.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`tag`, `note` and `delete`: change a run by hand."""
+"""`tag`, `note` and `delete`: change a run by hand.
+
+Each is one request of `client.Client`, which the server writes to its audit log where it deletes. Names and options
+are users' scripts': `docs/command.md` holds them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`login` and `open`: the server that a person works with, and its dashboard in the browser."""
+"""`login` and `open`: the server that a person works with, and its dashboard in the browser.
+
+The address and the token are kept by `collage_monitor.local`; a token is checked at the server first, and never
+printed (`docs/command.md`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`run`: start a training program so that its optimizers are watched, without a change of its code."""
+"""`run`: start a training program so that its optimizers are watched, without a change of its code.
+
+It only sets variables (`environment.py`) and replaces itself by the program; what happens in the program is
+`collage_agent.integrations.attach` (`tests/launching/test_launcher.py`).
+"""
 
 from __future__ import annotations
 

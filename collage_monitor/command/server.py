@@ -1,4 +1,7 @@
-"""What the verbs share that ask a server: its address and token, and the run that a person means."""
+"""What the verbs share that ask a server: its address and token, and the run that a person means.
+
+A verb that asks a server takes its options from here, so that all have the same (`tests/server/test_run_verbs.py`).
+"""
 
 from __future__ import annotations
 

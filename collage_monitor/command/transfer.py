@@ -1,4 +1,8 @@
-"""`export` and `import`: a run as a file, and a file as a new run, closed from the start."""
+"""`export` and `import`: a run as a file, and a file as a new run, closed from the start.
+
+Formats are the server's `export/` and `collage_monitor.importing`'s; an import of an export gives the same totals
+(`tests/contract/test_export.py`, `tests/server/life/test_import.py`).
+"""
 
 from __future__ import annotations
 

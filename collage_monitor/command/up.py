@@ -1,4 +1,8 @@
-"""`up`: server and dashboard on this machine in one command, each in a process of its own."""
+"""`up`: server and dashboard on this machine in one command, each in a process of its own.
+
+`demo`, studies and `offline.py` start their servers by `Services` too. It owns both processes and ends them
+(`tests/contract/test_up.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A run read from a file of any kind, and how it is sent to a server: as a new, closed run."""
+"""A run read from a file of any kind, and how it is sent to a server: as a new, closed run.
+
+`curve_files.py` and `json_lines.py` make a `Source`, `import` sends it. What is refused is in `ImportRefusal`s
+(`tests/server/life/test_import.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""JSON lines of an export as a run again: its totals, its layers, its logged scalars, step by step."""
+"""JSON lines of an export as a run again: its totals, its layers, its logged scalars, step by step.
+
+The server's `export/file_formats.py` writes them: a change of either raises VERSION in both
+(`tests/server/life/test_import.py`).
+"""
 
 from __future__ import annotations
 

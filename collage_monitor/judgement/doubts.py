@@ -1,4 +1,8 @@
-"""Reasons not to call a run healthy although no number is bad, and evidence for calling it healthy."""
+"""Reasons not to call a run healthy although no number is bad, and evidence for calling it healthy.
+
+`judge.py` asks it after `rules.py` has found nothing. Rules and bounds are fixed by `docs/reference/verdict.md`
+(`tests/contract/test_judgement.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The evidence for a judgement, and how it is made from totals, in a training process and on a server."""
+"""The evidence for a judgement, and how it is made from totals, in a training process and on a server.
+
+Agent, server and `run_evidence.py` fill an `Evidence`, and `judge` reads it: the same numbers must give the same
+verdict everywhere (`tests/judgement/test_same_words.py`).
+"""
 
 from __future__ import annotations
 

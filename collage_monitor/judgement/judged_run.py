@@ -1,4 +1,8 @@
-"""The evidence of one run, with the derived facts that several rules use."""
+"""The evidence of one run, with the derived facts that several rules use.
+
+Rules, doubts and words read it. It judges nothing: a derived fact goes here once two rules need it
+(`tests/contract/test_judgement.py`).
+"""
 
 from __future__ import annotations
 

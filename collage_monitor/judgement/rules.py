@@ -1,4 +1,8 @@
-"""What speaks against a run. Each rule is a function of the evidence; one finding is enough for a bad verdict."""
+"""What speaks against a run. Each rule is a function of the evidence; one finding is enough for a bad verdict.
+
+`judge.py` asks each in the order given here. Rules and bounds are fixed by `docs/reference/verdict.md`, and every
+one has its case in `tests/contract/test_judgement.py`; sentences are free.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The possible verdicts on a run, and the sentences around them."""
+"""The possible verdicts on a run, and the sentences around them.
+
+Names of verdicts are fixed (alerts, filters and scripts use them), sentences are free: raise `WORDS_VERSION` with
+them, and servers make their overviews again (`tests/contract/test_judgement.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Casts: how much of an update reaches a low-precision copy of the weights, for the forward pass or for a
-sampler."""
+"""Casts: how much of an update reaches a low-precision copy of the weights, for the forward pass or for a sampler.
+
+The agent measures it in `collage_agent/stats/casts.py`; formulas are those of `docs/metrics.md`, and names are
+fixed (`tests/agent/stats/test_casts.py`).
+"""
 
 from __future__ import annotations
 

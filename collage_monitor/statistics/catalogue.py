@@ -1,4 +1,8 @@
-"""The catalogue: every statistic that travels and every metric, the project's own and those of other packages."""
+"""The catalogue: every statistic that travels and every metric, the project's own and those of other packages.
+
+Names of statistics and metrics are fixed for good: stored chunks, alerts and exports go by them
+(`tests/contract/test_catalogue.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The class of each element: lost, distorted, faithful, idle or not finite."""
+"""The class of each element: lost, distorted, faithful, idle or not finite.
+
+The agent measures it in `collage_agent/stats/classes.py`; formulas are those of `docs/metrics.md`, and names are
+fixed (`tests/agent/stats/test_classes.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Counterfactuals: how much other strategies would have kept of the same step."""
+"""Counterfactuals: how much other strategies would have kept of the same step.
+
+The agent measures it in `collage_agent/stats/counterfactuals.py`; formulas are those of `docs/metrics.md`, and
+names are fixed (`tests/agent/stats/test_counterfactuals.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Effective descent quality, how much of the intended update u arrives in the stored weight, and the norms.
 
 Collage, arXiv 2405.03637.
+
+The agent measures it in `collage_agent/stats/edq.py`; formulas are those of `docs/metrics.md`, and names are fixed:
+chunks, alerts and exports go by them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Counts that are shown as they are: the sizes of the sample, non-finite values, and the classes."""
+"""Counts that are shown as they are: the sizes of the sample, non-finite values, and the classes.
+
+The agent counts them in `step/totals.py`. They tell how much a number rests on, so they are never scaled from the
+sample to the tensor where the help says raw.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Finishing: from merged totals to ratios, norms and intervals. Undefined is NaN here, null on the wire."""
+"""Finishing: from merged totals to ratios, norms and intervals. Undefined is NaN here, null on the wire.
+
+Readers on all sides finish by it, so that the same totals give the same number in the terminal, an answer and SQL
+(`tests/contract/test_finish.py`).
+"""
 
 from __future__ import annotations
 

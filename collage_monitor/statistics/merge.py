@@ -2,6 +2,9 @@
 
 NaN stands for "not reported" and never takes part; all parts NaN stay NaN. Each merge is associative and
 commutative (`last` follows the order of the steps). Counts are exact up to 2**53.
+
+The server merges by it at every level; the agent's `step_history.py` repeats the rules in torch. A changed rule
+would change stored coarse levels (`tests/contract/test_merge.py`).
 """
 
 from __future__ import annotations

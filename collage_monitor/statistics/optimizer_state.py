@@ -1,4 +1,8 @@
-"""The states beside the weights, and how exactly they change: moving averages, weight decay, residuals."""
+"""The states beside the weights, and how exactly they change: moving averages, weight decay, residuals.
+
+The agent measures it in `collage_agent/stats/optimizer_state.py`; formulas are those of `docs/metrics.md`, and
+names are fixed (`tests/agent/stats/test_states.py`).
+"""
 
 from __future__ import annotations
 

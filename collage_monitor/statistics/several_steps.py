@@ -2,6 +2,9 @@
 
 A window compares the sum of its intended updates with what the weights have really moved by; the oracle, an fp64
 optimizer with weights and states of its own, is fed the same gradients.
+
+The agent measures it in `collage_agent/stats/several_steps.py`; formulas are those of `docs/metrics.md`, and names
+are fixed (`tests/agent/stats/test_windows.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Answers of the server, about runs, their events, tokens and sessions.
 
 Number fields are JSON numbers, "NaN", "Infinity", "-Infinity", or null for undefined.
+
+The server makes them, `client.py` decodes them. A field may be added with a default, none renamed or removed:
+clients of another version read them (`docs/api/http.md` is made from them).
 """
 
 from __future__ import annotations

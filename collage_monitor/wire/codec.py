@@ -2,6 +2,9 @@
 
 In JSON a report's totals are nested lists (`statistics` [statistic][layer], `model` [statistic]), and non-finite
 numbers are strings.
+
+The agent, the client and the server's `api/bodies.py` all encode by it. Both encodings are fixed
+(`tests/server/test_encodings.py`).
 """
 
 from __future__ import annotations

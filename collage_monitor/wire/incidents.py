@@ -1,4 +1,8 @@
-"""Incidents and silences: alerts that fired on a server, who takes care of them, and silences."""
+"""Incidents and silences: alerts that fired on a server, who takes care of them, and silences.
+
+`api/incidents.py` of the server answers with them; the dashboard, `alerts` and `on_alert` read them. A field may be
+added with a default, none renamed (`docs/api/http.md` is made from them).
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 A field has the same name in msgpack, in JSON and in the database. Every message of the agent may be sent
 twice: run, launch and stream carry ids made by the client, a report its number in the stream.
+
+The server checks each against its bounds and `LIMITS`. A field may be added with a default, none renamed: agents of
+other versions send these, and spools hold them (`tests/server/test_encodings.py`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 JSON has no NaN: a non-finite number is the string "NaN", "Infinity" or "-Infinity", and *undefined* is null.
 Msgpack carries float64 as it is.
+
+Fixed on both sides, and in stored spools.
 """
 
 from __future__ import annotations

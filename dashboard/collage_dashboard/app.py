@@ -1,4 +1,8 @@
-"""The dashboard as an object: pages, routing and guards around one way to the server. Importing it does nothing."""
+"""The dashboard as an object: pages, routing and guards around one way to the server. Importing it does nothing.
+
+`command.py` and tests make it. Each page registers its own callbacks; this knows pages only by `layout` and
+`register`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`collage-monitor dashboard`: serve the dashboard in a process of its own."""
+"""`collage-monitor dashboard`: serve the dashboard in a process of its own.
+
+It checks addresses and tokens, makes the dashboard of `app.py` and serves it by waitress
+(`tests/dashboard/test_command.py`).
+"""
 
 from __future__ import annotations
 

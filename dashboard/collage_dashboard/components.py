@@ -1,4 +1,7 @@
-"""The pieces that pages are made of: cards, notices, badges, and controls that are set from the view."""
+"""The pieces that pages are made of: cards, notices, badges, and controls that are set from the view.
+
+Every page and the HTML report use them. A piece that only one page needs stays with that page.
+"""
 
 from __future__ import annotations
 

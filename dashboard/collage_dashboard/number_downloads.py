@@ -1,4 +1,8 @@
-"""The numbers behind a page: of a chart as CSV, all points that the server keeps, and of a page in pandas."""
+"""The numbers behind a page: of a chart as CSV, all points that the server keeps, and of a page in pandas.
+
+Pages place the buttons; the address holds the page's whole view, so a link gives the same numbers to anybody with
+access (`tests/dashboard/test_number_downloads.py`).
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 The document holds its page twice: as HTML, which is shown at once, and as the layout with which the application
 starts, so that it need not ask again. `assets/flow.js` reads the content of `#answers`.
+
+`app.py` makes a `PrerenderingDash` in place of `dash.Dash`; pages only mark what is late by `with_placeholder`
+(`tests/dashboard/test_prerendering.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Request guards: the host names under which the dashboard answers, and callbacks from its own pages only."""
+"""Request guards: the host names under which the dashboard answers, and callbacks from its own pages only.
+
+`app.py` installs both, so that no page is without. What is refused is fixed (`tests/dashboard/test_app.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The one way to the server: a client made on first use, and every failure as a problem in plain words."""
+"""The one way to the server: a client made on first use, and every failure as a problem in plain words.
+
+`create_dashboard` makes one; pages read through it and show a `Problem` where it gives one. It keeps no data.
+"""
 
 from __future__ import annotations
 

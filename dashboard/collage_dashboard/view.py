@@ -1,4 +1,8 @@
-"""The state of a view and its address: all choices of a reader are in the URL and are restored from it."""
+"""The state of a view and its address: all choices of a reader are in the URL and are restored from it.
+
+Addresses are fixed, because alerts, reports and people's links hold them: a parameter may be added, none renamed
+(`tests/dashboard/test_view.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The zoom of a page's charts: the view holds it for all of them, and the zoomed part is read again."""
+"""The zoom of a page's charts: the view holds it for all of them, and the zoomed part is read again.
+
+Pages with charts call these between the view and `figures/`; the number of points is what the server is asked for.
+"""
 
 from __future__ import annotations
 

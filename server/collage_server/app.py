@@ -1,4 +1,8 @@
-"""The application: `create_app(settings)`. Importing this module opens, starts and configures nothing."""
+"""The application: `create_app(settings)`. Importing this module opens, starts and configures nothing.
+
+`command/serve.py` and tests make applications here. It joins the parts and their lives, start to stop; what each
+does is its own module's.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Work in the background: threads that check, once an interval, whether there is something to do.
 
 The sealer turns journals into chunks; maintenance expires, purges, frees space, and watches the free space.
+
+`create_app` makes the threads. New work derives from `BackgroundThread`; that a stop is never long is fixed
+(`tests/server/test_stopping.py`).
 """
 
 from __future__ import annotations

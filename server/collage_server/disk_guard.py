@@ -1,4 +1,8 @@
-"""The disk budget: reports are refused before the disk is full, and all existing data can still be read."""
+"""The disk budget: reports are refused before the disk is full, and all existing data can still be read.
+
+Maintenance measures, and middleware refuses what would store (`ReadOnlyGate`). What is refused is fixed: reports,
+never questions (`tests/server/life/test_maintenance.py`).
+"""
 
 from __future__ import annotations
 

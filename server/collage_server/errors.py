@@ -18,6 +18,10 @@ ServerError
 ├── Busy                  503  the server cannot do this now: the same request may succeed later
 ├── StoreUnusable         500  the database cannot be opened, or its file was moved while the server ran
 └── UnsafeAddress              a message's target leads to an address that none may go to; never an answer
+
+A status and a code are fixed, because clients and agents act on them (`collage_monitor/refusals.py`): an agent
+keeps and sends again what is refused with 401, 403, 429 or 5xx. Words are free (`tests/server/test_errors.py` goes
+over all routes).
 """
 
 from __future__ import annotations

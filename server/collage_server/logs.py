@@ -3,6 +3,9 @@
 Nothing is set up at import; `serve` calls `configure`. Requests are logged by `collage_server.web.middleware`:
 refused ones at INFO, failed ones at WARNING, all others at DEBUG. A limited number of refusals per second is
 written, and the others are counted: otherwise callers without a token could fill a disk with them.
+
+Names of a record's fields (`time`, `level`, `logger`, `message`, `request_id` and those of requests) are what
+collectors parse: `docs/operations.md` (`tests/server/test_logs.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Keeps the newest measured step of each run, in the background: /metrics and alerts then only look it up."""
+"""Keeps the newest measured step of each run, in the background: /metrics and alerts then only look it up.
+
+Rows are `store/runs/newest_points.py`'s. How late they may be is stated in `docs/architecture.md`
+(`tests/server/test_exposition.py`).
+"""
 
 from __future__ import annotations
 

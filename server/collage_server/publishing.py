@@ -6,6 +6,8 @@ these merged. Beside the log `runs.parquet` has one row a run. Both follow from 
 deleted, the next call makes it again.
 
 Every visible measured step of a run stands in one row a layer: an engine needs no filter. Needs deltalake.
+
+`archiver.py` and `archive publish` call it (`tests/server/test_publishing.py`).
 """
 
 from __future__ import annotations

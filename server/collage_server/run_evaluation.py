@@ -1,6 +1,9 @@
 """The evaluation of one run: reads what its overview needs, within the memory that there is.
 
 The overviews, the alerts and the table of runs judge a run by it; `queries/overview.py` holds the arithmetic.
+
+That an overview says what `show` and `judge` say of the same points is tested in
+`tests/judgement/test_same_words.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Settings of the server: one frozen object, from environment and flags."""
+"""Settings of the server: one frozen object, from environment and flags.
+
+Names, defaults and bounds are the operator's interface: `docs/server.md` lists them, and a new field breaks a test
+on purpose (`tests/server/test_settings.py`). Values are read by `collage_monitor.setting_values`.
+"""
 
 from __future__ import annotations
 

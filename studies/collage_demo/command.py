@@ -1,6 +1,9 @@
 """`demo`: start server and dashboard here, train five strategies on the standard library, compare them.
 
 The result is a line for each training, as a table and as summary.json. One more training makes an alert fire.
+
+`pool.py` runs the trainings, `worker.py` each one. Which five, and how long, is `recipe.py`'s
+(`tests/demo/test_summary.py`).
 """
 
 from __future__ import annotations

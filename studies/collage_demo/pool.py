@@ -1,4 +1,7 @@
-"""Processes that train, a limited number at a time, each with its own CPU clock; the parent needs no torch."""
+"""Processes that train, a limited number at a time, each with its own CPU clock; the parent needs no torch.
+
+The demo and the studies both run by it (`tests/demo/test_pool.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """A training, written as any user would: a small byte-level GPT or BERT, an optimizer, a loop, and `watch`.
 
 The models have learned positions, pre-norm blocks, and an output matrix that is not tied.
+
+The demo, the studies and benchmarks train it. Its draws are fixed by the seed: published pages rest on them
+(`tests/demo/test_training.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """One training of the demo in a process of its own. It prints lines of JSON.
 
 `python -m collage_demo.worker TASK`
+
+`pool.py` starts it and reads its lines; both are one version, so their form is free.
 """
 
 from __future__ import annotations

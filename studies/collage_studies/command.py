@@ -1,4 +1,8 @@
-"""`python -m collage_studies`: run a study's missing trials, then write its page from the records."""
+"""`python -m collage_studies`: run a study's missing trials, then write its page from the records.
+
+Trials run in `worker.py`, pages are written by `pages.py`; a study itself only says what to run and how to read it
+(`tests/studies/`).
+"""
 
 from __future__ import annotations
 

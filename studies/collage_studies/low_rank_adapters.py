@@ -1,4 +1,7 @@
-"""LoRA in its usual form: a frozen linear layer and, added to it, the product of two thin ones that learn."""
+"""LoRA in its usual form: a frozen linear layer and, added to it, the product of two thin ones that learn.
+
+The study of fine-tuning trains them, `pretrained.py` puts them on a checkpoint.
+"""
 
 from __future__ import annotations
 

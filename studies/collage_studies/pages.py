@@ -1,4 +1,7 @@
-"""A study's page: Markdown with its tables, and its plots as pictures beside it."""
+"""A study's page: Markdown with its tables, and its plots as pictures beside it.
+
+It draws what a study's `Page` says, and measures nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A study run again with other seeds: its trials, and whether the answer is the same."""
+"""A study run again with other seeds: its trials, and whether the answer is the same.
+
+Records of a repeat lie beside the first ones, and none is overwritten (`tests/studies/test_repeats.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Statistics that pages share: records by plan, means over seeds, gaps to a reference, correlations."""
+"""Statistics that pages share: records by plan, means over seeds, gaps to a reference, correlations.
+
+Pure functions on records (`tests/studies/test_results.py`, `test_correlations.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The first page of the studies: the answer of each, and the paper's claims beside our measurements."""
+"""The first page of the studies: the answer of each, and the paper's claims beside our measurements.
+
+It reads records alone (`tests/studies/test_summary_page.py`).
+"""
 
 from __future__ import annotations
 

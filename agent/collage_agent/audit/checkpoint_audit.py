@@ -1,5 +1,8 @@
-"""The audit as a whole: reading, findings, losses at a learning rate, and a conclusion, as one value and as
-text."""
+"""The audit as a whole: reading, findings, losses at a learning rate, and a conclusion, as one value and as text.
+
+`collage-monitor audit` prints it, and `cure.py` starts from it. The words may change freely, the fields of `Audit`
+are what `audit --json` writes (`tests/audit/`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The tensors of each parameter: which ones in a checkpoint are weight, averages and low components."""
+"""The tensors of each parameter: which ones in a checkpoint are weight, averages and low components.
+
+It reads what `checkpoint_files.py` has opened, by the names that each library gives its states, and changes
+nothing. All others of this package ask here. A library's names are added to the tables at the top, with a
+checkpoint of its own in `tests/audit/`.
+"""
 
 from __future__ import annotations
 
@@ -132,6 +137,14 @@ class CheckpointParameter:
         if len(decays) != 2 or decays[0] is None or decays[1] is None:
             return None
         return decays[0], decays[1]
+
+    @property
+    def second_decay(self) -> float | None:
+        """What a step takes from the second moment: 1 − β₂, or RMSprop's 1 − α; None where it is unknown."""
+        if "betas" in self.group:
+            return None if self.betas is None else 1 - self.betas[1]
+        alpha = number_of(self.group.get("alpha"))
+        return None if alpha is None else 1 - alpha
 
     @property
     def missing(self) -> list[str]:

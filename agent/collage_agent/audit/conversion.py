@@ -1,4 +1,8 @@
-"""Converting a checkpoint to another strategy: gains, losses and bytes; then the files."""
+"""Converting a checkpoint to another strategy: gains, losses and bytes; then the files.
+
+`collage-monitor convert` and `cure.py` call it. It writes new files only: a source is never changed. Which states a
+strategy keeps is decided in `collage_optim`; a round trip is tested in `tests/audit/test_conversion.py`.
+"""
 
 from __future__ import annotations
 

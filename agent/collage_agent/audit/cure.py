@@ -1,4 +1,8 @@
-"""A checkpoint's cure: the findings, the advice, the converted file, the code, and steps that prove it."""
+"""A checkpoint's cure: the findings, the advice, the converted file, the code, and steps that prove it.
+
+`collage-monitor cure` calls it. The parts are others': `findings.py`, `checkpoint_advice.py`, `conversion.py` and,
+for the steps that prove it, `checked_steps.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The findings of an audit, in plain words: one function per question, for all parameters together."""
+"""The findings of an audit, in plain words: one function per question, for all parameters together.
+
+A finding's `code` is fixed: scripts read it from `audit --json`. Words are free (`tests/audit/test_findings.py`).
+"""
 
 from __future__ import annotations
 
@@ -262,7 +265,7 @@ def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator
     """A decay below half a gap of every number of the format: rounding to nearest gives the old value back."""
     stuck: dict[tuple[str, float], list[CheckpointParameter]] = {}
     for entry in parameters:
-        decay = _second_decay(entry)
+        decay = entry.second_decay
         for name, average in entry.averages.items():
             if name not in SECOND_MOMENTS or name in entry.average_lows or not is_narrow(average.dtype):
                 continue
@@ -378,13 +381,6 @@ def _no_states(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFindi
 def _keeps_no_state(entry: CheckpointParameter) -> bool:
     """Whether the group is SGD's without momentum; RMSprop has an `alpha`, too."""
     return number_of(entry.group.get("momentum")) == 0 and "alpha" not in entry.group
-
-
-def _second_decay(entry: CheckpointParameter) -> float | None:
-    if "betas" in entry.group:
-        return None if entry.betas is None else 1 - entry.betas[1]
-    alpha = number_of(entry.group.get("alpha"))
-    return None if alpha is None else 1 - alpha
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -2,6 +2,8 @@
 began.
 
 `attach.py`, behind `collage-monitor run`, knows no framework and does without.
+
+Each integration translates its framework's events into these calls (`tests/integrations/test_attachment.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Optimizers of other makes: wrappers around another optimizer, objects that only look like one, step functions."""
+"""Optimizers of other makes: wrappers around another optimizer, objects that only look like one, step functions.
+
+Nothing of them is called but what is listed here. A library is added by its form, never by importing it.
+"""
 
 from __future__ import annotations
 

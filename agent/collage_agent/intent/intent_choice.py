@@ -1,4 +1,9 @@
-"""Where u comes from, group by group: our own rule, a shadow of samples or whole tensors, or nowhere."""
+"""Where u comes from, group by group: our own rule, a shadow of samples or whole tensors, or nowhere.
+
+The hooks ask once at attach and after a change of groups, and a step only looks the answer up. The order of the
+attempts is fixed: an own rule is exact, a shadow is tested before it is trusted, and what fails both is measured
+without u (`tests/agent/intent/`).
+"""
 
 from __future__ import annotations
 

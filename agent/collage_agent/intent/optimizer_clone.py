@@ -1,4 +1,8 @@
-"""A second instance of the user's optimizer that steps other tensors and leaves no trace in the first."""
+"""A second instance of the user's optimizer that steps other tensors and leaves no trace in the first.
+
+Whatever steps a clone does it through here: the self-test, the shadow, probes and the measurer. The user's
+optimizer, its random numbers and its output stay as they were; that is fixed (`tests/agent/test_bit_identity.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Probe runs: clones of the user's optimizer that step random tensors on the host, and how runs are compared."""
+"""Probe runs: clones of the user's optimizer that step random tensors on the host, and how runs are compared.
+
+The self-test, the observation of storage and the check of betas all step such clones. They work on random numbers
+of their own, so the training's stay untouched.
+"""
 
 from __future__ import annotations
 

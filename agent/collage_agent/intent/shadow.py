@@ -1,4 +1,8 @@
-"""The shadow step: a clone of the user's optimizer steps gathered samples in fp64 and so gives u."""
+"""The shadow step: a clone of the user's optimizer steps gathered samples in fp64 and so gives u.
+
+It is used only for an optimizer that has passed the self-test. Tolerances are those of `selftest.py`; that u is
+exact is tested against fp64 references in `tests/agent/intent/`.
+"""
 
 from __future__ import annotations
 

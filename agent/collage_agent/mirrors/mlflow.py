@@ -1,4 +1,8 @@
-"""MLflow: our numbers as metrics and tags of the training's active run, or of a run of their own."""
+"""MLflow: our numbers as metrics and tags of the training's active run, or of a run of their own.
+
+`mirroring.py` makes the rows; names of metrics follow it. The library is imported when a run asks for this mirror
+(`tests/agent_delivery/test_mirrors.py`).
+"""
 
 from __future__ import annotations
 

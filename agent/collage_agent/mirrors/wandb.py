@@ -1,4 +1,8 @@
-"""Weights & Biases: our numbers in the rows of the training's own run, or in a run of their own beside it."""
+"""Weights & Biases: our numbers in the rows of the training's own run, or in a run of their own beside it.
+
+`mirroring.py` makes the rows; names of metrics follow it. The library is imported when a run asks for this mirror
+(`tests/agent_delivery/test_mirrors.py`).
+"""
 
 from __future__ import annotations
 

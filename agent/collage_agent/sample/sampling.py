@@ -1,4 +1,8 @@
-"""Which elements of a tensor are looked at: aligned blocks, without replacement, fixed for the run."""
+"""Which elements of a tensor are looked at: aligned blocks, without replacement, fixed for the run.
+
+A draw is fixed by the run's seed: the same tensors give the same blocks in every process and version, because
+replicas are compared and resumed runs continue (`tests/agent/sample/test_sampling.py`).
+"""
 
 from __future__ import annotations
 

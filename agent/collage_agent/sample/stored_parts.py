@@ -3,6 +3,9 @@ parameter.
 
 `collage_agent.intent` finds a `Composition` by watching a clone, or takes `OURS`; `collage_agent.step.layout`
 decides by it what is gathered.
+
+Names of states that our own and other libraries use stand here and nowhere else in measuring
+(`tests/agent/intent/test_observed_storage.py`).
 """
 
 from __future__ import annotations

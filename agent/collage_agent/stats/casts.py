@@ -1,4 +1,8 @@
-"""Casts: how much of an update reaches a low-precision copy of weights that are kept wider, and by which route."""
+"""Casts: how much of an update reaches a low-precision copy of weights that are kept wider, and by which route.
+
+Sums only: `collage_monitor/statistics/casts.py` defines their names, how they merge and the metrics made of them,
+and both change together (`tests/agent/stats/test_casts.py`).
+"""
 
 from __future__ import annotations
 

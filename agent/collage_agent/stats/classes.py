@@ -1,6 +1,9 @@
 """The class of each element: the five classes and their subsets, counted by block.
 
 A few conditions are counted, and the classes are sums and differences of these counts.
+
+`collage_monitor/statistics/classes.py` defines the names and shares; that five classes cover each element once is
+tested in `tests/agent/stats/test_classes.py`.
 """
 
 from __future__ import annotations

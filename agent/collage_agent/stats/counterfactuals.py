@@ -1,4 +1,8 @@
-"""Counterfactuals: how much other strategies would have kept of this step."""
+"""Counterfactuals: how much other strategies would have kept of this step.
+
+Sums only: `collage_monitor/statistics/counterfactuals.py` defines names and metrics. The bits that each strategy
+would store are those of `collage_optim` (`tests/agent/stats/test_counterfactuals.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Effective descent quality, products of the intended with the effective update, and norms, sums of squares.
 
 Collage, arXiv 2405.03637.
+
+Every step runs these. The formula is fixed by `docs/metrics.md`; names and metrics by
+`collage_monitor/statistics/edq.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The input of `collage_monitor.statistics.intervals`: variances of a ratio's estimated numerator and denominator,
 with the block as the sampling unit, and how much the sample of a tensor misses (`missed_share`).
+
+Estimators may not change alone: the contract turns these sums into bounds, and coverage is tested by simulation
+(`tests/agent/coverage.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The states beside the weights, and how exactly they change: moving averages, weight decay, residuals."""
+"""The states beside the weights, and how exactly they change: moving averages, weight decay, residuals.
+
+Sums only: `collage_monitor/statistics/optimizer_state.py` defines names and metrics. Each is compared with an fp64
+reference (`tests/agent/stats/test_states.py`, `test_decay.py`, `test_residuals.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Checksums of replicated weights: the bits of the sampled elements after the step, for the server to compare."""
+"""Checksums of replicated weights: the bits of the sampled elements after the step, for the server to compare.
+
+The server's `sealing/replica_comparison.py` compares them. The checksum is fixed: ranks of two versions must agree
+on it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Several steps together: the sums of windows of steps, and the oracle's step and displacement beside ours."""
+"""Several steps together: the sums of windows of steps, and the oracle's step and displacement beside ours.
+
+`step/windows.py` and `step/oracle.py` keep what these compare. Names, merge rules and metrics are defined in
+`collage_monitor/statistics/several_steps.py`, and both files change together.
+"""
 
 from __future__ import annotations
 

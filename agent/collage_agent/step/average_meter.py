@@ -1,4 +1,8 @@
-"""The updates of an average of the weights, on a sample, compared with an fp64 average of the same weights."""
+"""The updates of an average of the weights, on a sample, compared with an fp64 average of the same weights.
+
+`watching/average_watch.py` finds the average and calls it at each update. The statistics are those of
+`collage_monitor/statistics/averages.py` (`tests/agent/watching/test_average_watch.py`).
+"""
 
 from __future__ import annotations
 

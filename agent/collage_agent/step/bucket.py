@@ -1,4 +1,8 @@
-"""A bucket: watched tensors that are stepped in lock-step, gathered and measured as one flat sample."""
+"""A bucket: watched tensors that are stepped in lock-step, gathered and measured as one flat sample.
+
+`bucket_planner.py` makes it, `measurer.py` calls it before and after each measured step. What is fixed between two
+plans is computed in `layout.py` and `gather.py`, so that a step only looks it up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Groups watched tensors that are stepped alike into the buckets that measure them."""
+"""Groups watched tensors that are stepped alike into the buckets that measure them.
+
+The plan is made again when groups or states change. How tensors are grouped is free: totals do not depend on it
+(`tests/agent/step/test_measurer.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Gathering the sampled blocks of many tensors into one flat buffer, a few calls for all of them."""
+"""Gathering the sampled blocks of many tensors into one flat buffer, a few calls for all of them.
+
+Buffers are reused from step to step and owned here. The order of elements is the layout's and is free to change;
+that a gathered sample equals a plain index is tested in `tests/agent/sample/test_sampling.py`.
+"""
 
 from __future__ import annotations
 

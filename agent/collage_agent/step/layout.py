@@ -1,5 +1,9 @@
 """The layout of an optimizer's state for tensors that are stepped alike: decided at the plan, looked up at each
-step."""
+step.
+
+Nothing here runs at a step but look-ups. A new kind of state is described here once, and gathering, observing and
+oracles follow.
+"""
 
 from __future__ import annotations
 

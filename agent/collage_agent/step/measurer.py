@@ -1,4 +1,9 @@
-"""Measured steps of one optimizer: gathering before a step, the tables made after it, and the memory for both."""
+"""Measured steps of one optimizer: gathering before a step, the tables made after it, and the memory for both.
+
+The hooks call it. It owns the buckets, oracles and windows of its optimizer; results are tables by name, on the
+device, and reading them is left to the worker (`tests/agent/step/test_measurer.py`,
+`tests/agent/test_no_synchronisation.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Estimates what a bucket's sample misses, by reading whole gradients and momenta every few measured steps."""
+"""Estimates what a bucket's sample misses, by reading whole gradients and momenta every few measured steps.
+
+Only intervals use the estimate: it widens or withdraws them, and changes no total.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A measured step in fp64: θ, g and u from the values before it, e and eᵛ from those after it."""
+"""A measured step in fp64: θ, g and u from the values before it, e and eᵛ from those after it.
+
+A step is read in tiles, so that its memory is bounded. The meaning of θ, g, u, e and eᵛ is fixed by
+`docs/metrics.md`; tile sizes are free (`tests/agent/step/test_finite.py`).
+"""
 
 from __future__ import annotations
 

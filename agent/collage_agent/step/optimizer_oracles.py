@@ -1,4 +1,8 @@
-"""The oracles of one optimizer: fp64 optimizers kept running beside it on a sample of their own."""
+"""The oracles of one optimizer: fp64 optimizers kept running beside it on a sample of their own.
+
+One `oracle.Oracle` each bucket. The measurer steps them at every step and compares them at measured ones
+(`tests/agent/step/`).
+"""
 
 from __future__ import annotations
 

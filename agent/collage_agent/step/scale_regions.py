@@ -1,5 +1,8 @@
-"""The tensors and tiles that share a scale with the sampled blocks in a low-precision copy, and their largest
-|θ|."""
+"""The tensors and tiles that share a scale with the sampled blocks in a low-precision copy, and their largest |θ|.
+
+A bucket asks for it where casts to scaled formats are measured; the formats are
+`collage_optim.numerics.cast_formats`'.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """From sums by block to estimated totals by layer, and from all parts to one table.
 
 Keys are the catalogue's; the rows and columns of each part find their places by name.
+
+Scaling from sample to tensor happens here alone. What each total means is the catalogue's, and may not change
+without it (`tests/agent/stats/test_sums.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Windows: the sum of u over several consecutive steps, against how far the weights moved over the same steps."""
+"""Windows: the sum of u over several consecutive steps, against how far the weights moved over the same steps.
+
+Lengths of windows are fixed for a run, so that curves can be compared (`tests/agent/step/test_windows.py`).
+"""
 
 from __future__ import annotations
 

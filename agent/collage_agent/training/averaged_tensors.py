@@ -1,4 +1,8 @@
-"""Averages of the weights: their tensors and classes, the calls that update them, and the decay."""
+"""Averages of the weights: their tensors and classes, the calls that update them, and the decay.
+
+`watching/` finds averages by these calls. Only what is listed here is known of torch's and other libraries'
+averages.
+"""
 
 from __future__ import annotations
 

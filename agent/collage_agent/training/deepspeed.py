@@ -1,6 +1,8 @@
 """DeepSpeed: flat fp32 partitions that its optimizers step, and the 16-bit weights whose parts lie in each.
 
 Stages 1 and 2 show all partitions at once, stage 3 one at a time.
+
+`shards.py` and the hooks ask here; no other file knows DeepSpeed's objects.
 """
 
 from __future__ import annotations

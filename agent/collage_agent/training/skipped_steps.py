@@ -1,4 +1,8 @@
-"""Counts steps that a loss scaler skipped because a gradient was not finite, without waiting for a device."""
+"""Counts steps that a loss scaler skipped because a gradient was not finite, without waiting for a device.
+
+The measurer, windows and oracles ask for the scale, reports for the count. The scaler's verdict stays on its
+device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Which parameters are watched, their names, and how they follow changes of parameter groups."""
+"""Which parameters are watched, their names, and how they follow changes of parameter groups.
+
+Layer names are fixed: curves, alerts and resumed runs go by them. Names are those of `model.named_parameters()`,
+with a prefix for what lies outside the model.
+"""
 
 from __future__ import annotations
 

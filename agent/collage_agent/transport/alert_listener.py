@@ -1,4 +1,7 @@
-"""Hears of alerts: polls the server for a run's alerts, and calls back, in a thread of its own."""
+"""Hears of alerts: polls the server for a run's alerts, and calls back, in a thread of its own.
+
+`on_alert` of `session.py` starts it; nothing of measuring waits for it (`tests/alerts/test_listening.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Send now, or keep on disk until the server answers: order, acknowledgement and the meaning of refusals."""
+"""Send now, or keep on disk until the server answers: order, acknowledgement and the meaning of refusals.
+
+It decides for each envelope: sent, kept on disk, or given up, and which answer of the server means what. That each
+report arrives exactly once, in order, is fixed (`tests/agent_delivery/test_delivery.py`, `test_laws.py`). Pauses
+and limits are `DeliveryLimits`'.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Envelopes, the interface of the transports that send them, and a transport in memory."""
+"""Envelopes, the interface of the transports that send them, and a transport in memory.
+
+`Transport` is public: a user may pass one to `init`. Its methods and the order of calls are fixed.
+"""
 
 from __future__ import annotations
 

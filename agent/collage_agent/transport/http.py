@@ -1,4 +1,8 @@
-"""Sending to the server over HTTP: one connection, repeated with back-off, refusals distinguished from absences."""
+"""Sending to the server over HTTP: one connection, repeated with back-off, refusals distinguished from absences.
+
+It implements `envelope.Transport` for the server's `/api/v1`; routes and bodies are the contract's. Pauses are
+`DeliveryLimits`' (`tests/agent_delivery/test_http.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The queue of a process's reports, and the daemon thread that delivers them."""
+"""The queue of a process's reports, and the daemon thread that delivers them.
+
+`run.py` puts items in; the thread makes reports of them (`stream_sender.py`) and delivers them (`delivery.py`). It
+owns the thread's life: fork, interpreter exit and the deadline of `finish` (`tests/agent_delivery/`).
+"""
 
 from __future__ import annotations
 

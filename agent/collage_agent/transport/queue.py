@@ -1,4 +1,8 @@
-"""The bounded queue between the training thread and the worker: putting never blocks, the oldest goes first."""
+"""The bounded queue between the training thread and the worker: putting never blocks, the oldest goes first.
+
+`run.py` fills it from the training thread, `stream_sender.py` empties it. Bounds are `DeliveryLimits`'. What is
+dropped is counted by reason (`tests/agent_delivery/test_queue.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Sends what earlier processes left in their spools: beside a run's own reports, or all at once by `sync`."""
+"""Sends what earlier processes left in their spools: beside a run's own reports, or all at once by `sync`.
+
+Order within a stream is fixed, and a spool is removed only once all of it is acknowledged or given up
+(`tests/agent_delivery/test_replay.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The one object that counts the outcomes of a process's reports."""
+"""The one object that counts the outcomes of a process's reports.
+
+The pipeline owns it, and the queue, the spool and the delivery move reports in it; a run's `reports_…` read it. The
+sum that its class states is a law (`tests/agent_delivery/test_laws.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Reports of one stream: what was measured and logged at a step, as numbered reports that fit into a request."""
+"""Reports of one stream: what was measured and logged at a step, as numbered reports that fit into a request.
+
+`stream_sender.py` asks for them. The form of a report is `wire.Report`, its number in the stream is what makes it
+exactly once; how steps are split over reports is free.
+"""
 
 from __future__ import annotations
 

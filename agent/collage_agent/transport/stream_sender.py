@@ -1,4 +1,8 @@
-"""The messages of one stream: registrations of run, attempt and stream, then each step as a numbered report."""
+"""The messages of one stream: registrations of run, attempt and stream, then each step as a numbered report.
+
+The pipeline's thread owns it. Order is fixed: run, attempt, stream, then reports from number 0 on; the server
+refuses any other.
+"""
 
 from __future__ import annotations
 

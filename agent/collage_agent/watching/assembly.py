@@ -1,4 +1,8 @@
-"""From the tables of a watch's optimizers to one measurement of each iteration, kept and handed over."""
+"""From the tables of a watch's optimizers to one measurement of each iteration, kept and handed over.
+
+`handle.py` makes one for each watch. It owns the layout: rows and columns are only appended, so that a curve keeps
+its place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Averages of the weights are found by the calls that update them: such a call names the average and its model."""
+"""Averages of the weights are found by the calls that update them: such a call names the average and its model.
+
+`session.py` has one for its process. It changes no argument and no result of the calls it sees.
+"""
 
 from __future__ import annotations
 

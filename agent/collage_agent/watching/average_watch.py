@@ -1,4 +1,7 @@
-"""Averages of the weights that are watched: how their updates are noticed, and the handle that the user holds."""
+"""Averages of the weights that are watched: how their updates are noticed, and the handle that the user holds.
+
+`watch_average` gives the handle; `step/average_meter.py` measures (`tests/agent/watching/test_average_watch.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The governor keeps the agent's CPU within its budget: it measures less often, then on a smaller sample."""
+"""The governor keeps the agent's CPU within its budget: it measures less often, then on a smaller sample.
+
+The hooks ask it before each step. A budget of None switches it off; what it decides never changes a weight or the
+meaning of a number, only how often there is one (`tests/agent/watching/test_governor.py`).
+"""
 
 from __future__ import annotations
 

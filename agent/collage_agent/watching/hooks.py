@@ -1,4 +1,9 @@
-"""The hooks around one optimizer's step: values are gathered before it, the step is measured after it."""
+"""The hooks around one optimizer's step: values are gathered before it, the step is measured after it.
+
+`handle.py` makes one for each optimizer, and removes it. It decides when something is measured; what is measured is
+`step/measurer.py`'s. It raises nothing and leaves weights, states and random numbers as they are
+(`tests/agent/test_bit_identity.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""All measurements since attach, in bounded memory: steps are merged with their neighbours when it is full."""
+"""All measurements since attach, in bounded memory: steps are merged with their neighbours when it is full.
+
+`summary()` and the printed verdict read it; the server keeps a history of its own. Merging follows the contract's
+rules (`tests/agent/watching/test_step_history.py`), the bound on memory is free.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The parameters that an optimizer trains, and the bytes of its weights, states and gradients."""
+"""The parameters that an optimizer trains, and the bytes of its weights, states and gradients.
+
+Reports carry it as `bytes_per_parameter` and `wire.Trained`, whose meaning is fixed by `docs/metrics.md`.
+"""
 
 from __future__ import annotations
 

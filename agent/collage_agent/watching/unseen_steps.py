@@ -1,6 +1,9 @@
 """Steps that call no hook: a CUDA graph replays captured operations, or other code steps the weights.
 
 Such steps are noticed by their traces: numbers that keep changing while no hook is called.
+
+The hooks look at the beginning of a step, a run while it logs. It finds that steps were taken, never what they did:
+those are measured only where the user calls `Watch.before` and `after` (`tests/loops/test_unseen.py`).
 """
 
 from __future__ import annotations

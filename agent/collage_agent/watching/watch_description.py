@@ -1,4 +1,8 @@
-"""What the run is told about a watch: optimizer, where u comes from, how everything is really kept, its bytes."""
+"""What the run is told about a watch: optimizer, where u comes from, how everything is really kept, its bytes.
+
+The result is `wire.WatchInfo`, which the dashboard shows and alerts read: its fields are the contract's, the
+sentences in `notes` are free.
+"""
 
 from __future__ import annotations
 

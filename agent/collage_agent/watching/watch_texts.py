@@ -1,6 +1,9 @@
 """The texts about a watch: the last step's numbers, and in words how much was lost, where, and advice.
 
 The words are those of `collage_monitor.judgement`, about the recent past.
+
+`Watch.__str__`, `summary()` and the farewell print them. Sentences are free, judgements are not made here
+(`tests/agent/watching/test_watch_texts.py`).
 """
 
 from __future__ import annotations

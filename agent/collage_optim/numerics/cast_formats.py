@@ -1,6 +1,9 @@
 """Formats that copies of weights are cast to, for inference say, with their scales, and routes through several.
 
 Everything here works element by element or block by block, stays on the tensor's device and never synchronises it.
+
+The agent's casts and counterfactuals read `CAST_FORMATS`. A format's codes and scales are its standard's and fixed;
+each is tested over all its codes (`tests/numerics/test_cast_formats.py`).
 """
 
 import math

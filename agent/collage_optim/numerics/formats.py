@@ -2,6 +2,9 @@
 
 Everything here works element by element, keeps the shape, stays on the tensor's device and never synchronises
 it. A format is named by its torch dtype. Subnormals are kept; nothing is flushed to zero.
+
+Results are exact and tested over all pairs of 16-bit numbers (`tests/numerics/test_formats.py`): nothing here may
+round differently.
 """
 
 import math

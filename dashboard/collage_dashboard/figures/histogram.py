@@ -1,4 +1,8 @@
-"""Where the updates stand against the grid: |u| over the gap in octaves, with the half gap marked."""
+"""Where the updates stand against the grid: |u| over the gap in octaves, with the half gap marked.
+
+A function from data to figure, as all of `figures/`: the page's callbacks fetch, this draws
+(`tests/dashboard/figures/test_histogram.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Curves of one metric: intervals as bands, undefined as gaps, partial points as open circles."""
+"""Curves of one metric: intervals as bands, undefined as gaps, partial points as open circles.
+
+A function from data to figure, as all of `figures/`: the page's callbacks fetch, this draws
+(`tests/dashboard/figures/test_series.py`).
+"""
 
 from __future__ import annotations
 

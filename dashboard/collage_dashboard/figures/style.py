@@ -1,4 +1,7 @@
-"""The style of all figures: colours (a strategy keeps its own on every page), quiet axes, empty figures."""
+"""The style of all figures: colours (a strategy keeps its own on every page), quiet axes, empty figures.
+
+All figures take their colours and axes from here; no page sets any of its own.
+"""
 
 from __future__ import annotations
 

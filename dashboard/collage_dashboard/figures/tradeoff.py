@@ -1,4 +1,8 @@
-"""Cost against loss: one point per strategy, with 95 % intervals over seeds."""
+"""Cost against loss: one point per strategy, with 95 % intervals over seeds.
+
+The comparison's page and the report draw it from `collage_monitor.strategy_results`
+(`tests/dashboard/test_strategies.py`).
+"""
 
 from __future__ import annotations
 

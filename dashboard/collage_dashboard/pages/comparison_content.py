@@ -1,5 +1,7 @@
-"""The comparison in numbers: cards and one sentence per run from the stored overviews, and the table with
-scalars."""
+"""The comparison in numbers: cards and one sentence per run from the stored overviews, and the table with scalars.
+
+`comparison.py` fetches and calls it; it asks no server itself (`tests/dashboard/test_pages.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One incident, the target of an alert's link: what fired and when, what changed, why, and who takes care of it."""
+"""One incident, the target of an alert's link: what fired and when, what changed, why, and who takes care of it.
+
+It fetches what `incident_content.py` shows; evidence comes from `incident_evidence.py`. Alerts link to it, so its
+address is fixed in `view.py`.
+"""
 
 from __future__ import annotations
 

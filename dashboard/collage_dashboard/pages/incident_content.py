@@ -1,4 +1,7 @@
-"""The content of an incident's page: what fired, before and after, causes weighed, and the timeline."""
+"""The content of an incident's page: what fired, before and after, causes weighed, and the timeline.
+
+`incident.py` fetches and calls it; it asks no server itself. Causes are weighed in `collage_monitor.alerts.causes`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""All incidents, the open ones above, those that have ended by the day: filtered, and acknowledged together."""
+"""All incidents, the open ones above, those that have ended by the day: filtered, and acknowledged together.
+
+Its address and filters are `view.py`'s (`tests/dashboard/test_incident_list.py`).
+"""
 
 from __future__ import annotations
 

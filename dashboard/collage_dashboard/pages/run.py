@@ -1,5 +1,9 @@
 """One run: first a sentence with its numbers and the curves, then the worst layers, and all other measurements
-behind tabs."""
+behind tabs.
+
+It fetches and answers callbacks; content is `run_content.py`'s, `run_curves.py`'s, `run_layers.py`'s and
+`run_about.py`'s. Alerts and the agent's farewell link to it, so its address is fixed in `view.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""People's notes and tags of a run, and all its facts besides the numbers."""
+"""People's notes and tags of a run, and all its facts besides the numbers.
+
+`run.py` shows it behind a tab, the HTML report as a section (`tests/dashboard/test_pages.py`).
+"""
 
 from __future__ import annotations
 

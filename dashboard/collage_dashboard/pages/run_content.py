@@ -1,4 +1,7 @@
-"""The content of the run page: head and summary, the cards behind each tab, and the figures in them."""
+"""The content of the run page: head and summary, the cards behind each tab, and the figures in them.
+
+`run.py` and the HTML report call it; it asks no server itself (`tests/dashboard/test_pages.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The curves of a run's first screen: loss, EDQ, updates lost and learning rate on one axis, with what happened."""
+"""The curves of a run's first screen: loss, EDQ, updates lost and learning rate on one axis, with what happened.
+
+`run.py` fetches and calls it; the figures are `figures/series.py`'s and `figures/stack.py`'s, marks are
+`run_marks.py`'s.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The strategies of a comparison: the recommendation and its reasons, a row per strategy, and the
-counterfactuals."""
+"""The strategies of a comparison: the recommendation and its reasons, a row per strategy, and the counterfactuals.
+
+`comparison.py` and the HTML report call it. Numbers are `collage_monitor.strategy_results`', the advice
+`collage_monitor.recommendation`'s: nothing is judged here (`tests/dashboard/test_strategies.py`).
+"""
 
 from __future__ import annotations
 

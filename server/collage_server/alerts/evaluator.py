@@ -1,5 +1,9 @@
 """The evaluator: one of the servers on a database evaluates all runs against the catalogue, and stores the
-incidents."""
+incidents.
+
+`condition_evaluation.py` says what holds, this decides who evaluates and keeps what begins and ends
+(`store/runs/incidents.py`). That both evaluations agree is tested in `tests/alerts/test_both_evaluations.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """The messenger: notifies every target of incidents that fire and end, and retries until the target accepts the
-message."""
+message.
+
+The holder of a lease sends for all servers. Which targets there are is settled in `targets.py`
+(`tests/alerts/test_messages.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Request bodies: read with a limit, decompressed, decoded by content type, errors in the one shape.
 
 A gzip bomb costs no more memory than the limit.
+
+Every route that takes a body reads it here. Limits and errors are fixed by the HTTP page
+(`tests/server/test_encodings.py`, `test_large_bodies.py`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 An answer is known by its route, its parameters, and the revisions of its runs; the same makes its ETag.
 `answer_cache.AnswerCache` is the memory; this asks it, and answers 304 to who has the answer already.
+
+A new kind of answer about runs needs nothing but `respond`. What a revision covers is `RunRevision`'s: it must
+change with whatever the answer shows (`tests/server/test_answers.py`).
 """
 
 from __future__ import annotations

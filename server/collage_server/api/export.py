@@ -1,4 +1,8 @@
-"""Export: a whole run as JSON lines, CSV or Parquet."""
+"""Export: a whole run as JSON lines, CSV or Parquet.
+
+What a file holds is `export/`'s; this only streams it, within a lease of memory
+(`tests/server/life/test_export.py`).
+"""
 
 from __future__ import annotations
 

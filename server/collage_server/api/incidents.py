@@ -1,4 +1,7 @@
-"""Incidents: incidents, their acknowledgement, and silences."""
+"""Incidents: incidents, their acknowledgement, and silences.
+
+`store/runs/incidents.py` keeps them, `alerts/` makes them. Messages are `wire/incidents.py`'s.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Layers beside each other: a heatmap, the worst of them, and a histogram of updates against the grid."""
+"""Layers beside each other: a heatmap, the worst of them, and a histogram of updates against the grid.
+
+It checks the question, reads by `store_reads.py` and answers by `queries/layer_answers.py`. Routes and answers are
+the contract's (`docs/api/http.md`).
+"""
 
 from __future__ import annotations
 

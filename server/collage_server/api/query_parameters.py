@@ -1,4 +1,8 @@
-"""Query parameters that several routes share; a question is answered exactly as asked, or refused."""
+"""Query parameters that several routes share; a question is answered exactly as asked, or refused.
+
+Names, bounds and refusals are fixed by the HTTP page (`docs/api/http.md`, `tests/server/test_matrix.py`). A
+parameter that a route does not know is refused, never ignored.
+"""
 
 from __future__ import annotations
 

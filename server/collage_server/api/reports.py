@@ -1,4 +1,8 @@
-"""The route that takes reports in. It answers after the commit that makes them durable."""
+"""The route that takes reports in. It answers after the commit that makes them durable.
+
+Bodies are `api/bodies.py`'s, checks `ingest/report_checks.py`'s, the commit `ingest/writer.py`'s. That an answer
+follows the commit is fixed: agents delete what was acknowledged (`tests/server/test_ingest.py`).
+"""
 
 from __future__ import annotations
 

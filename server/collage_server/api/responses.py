@@ -1,4 +1,7 @@
-"""Responses, and how routes describe them in OpenAPI."""
+"""Responses, and how routes describe them in OpenAPI.
+
+Every route answers through `answer` and is described by `describes`, so that the HTTP page and the behaviour agree.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Routers of resources under the version's prefix; /openapi.json, which describes them, and the pages for people.
 
 The pages, /docs and where to find the dashboard, load nothing.
+
+`api/__init__.py` puts the resources together. The version in the prefix is fixed.
 """
 
 from __future__ import annotations

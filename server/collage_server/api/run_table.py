@@ -1,4 +1,8 @@
-"""The table of runs, one page at a time, and the overview of one run: the first things that a reader sees."""
+"""The table of runs, one page at a time, and the overview of one run: the first things that a reader sees.
+
+`store/runs/run_table.py` has the SQL, `overview_keeper.py` the overviews. Messages are `wire/run_table.py`'s
+(`tests/server/test_table.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Runs: create or resume, list, change, delete."""
+"""Runs: create or resume, list, change, delete.
+
+`store/runs/run_store.py` and `run_changes.py` do it. Creating is idempotent, because agents send it twice; that is
+fixed.
+"""
 
 from __future__ import annotations
 

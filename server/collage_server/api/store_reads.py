@@ -1,4 +1,8 @@
-"""Reads what a question needs from the store: points of chosen layers, logged values, positions on an axis."""
+"""Reads what a question needs from the store: points of chosen layers, logged values, positions on an axis.
+
+`api/curves.py` and `api/layers.py` read through it, so that both find the same points for the same question
+(`tests/server/test_series.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """The parts of a run and its history: attempts, streams, their declared layers, events.
 
 Alertmanager's alerts become events of the runs that they are about.
+
+`store/journal/stream_store.py` keeps them. All may be sent twice with the same ids; that is fixed by the agent's
+protocol (`tests/server/test_attempts.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Tokens made and revoked, and sessions of people begun and ended, each with its entry in the audit log."""
+"""Tokens made and revoked, and sessions of people begun and ended, each with its entry in the audit log.
+
+Routes (`api/access.py`) and the command `token` call these, so that no way is without an entry. Secrets are stored
+as digests alone (`tests/server/test_tokens.py`).
+"""
 
 from __future__ import annotations
 

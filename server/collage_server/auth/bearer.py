@@ -1,4 +1,8 @@
-"""Who may ask for what: a bearer token's role and projects; without tokens only this machine, no foreign page."""
+"""Who may ask for what: a bearer token's role and projects; without tokens only this machine, no foreign page.
+
+Middleware asks it before each request; what a role may do is `roles.py`'s table, and who a token stands for
+`principals.py`'s. It fails closed (`tests/server/test_access.py`, `test_matrix.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Limits on each project, so that no project fills the server for all."""
+"""Limits on each project, so that no project fills the server for all.
+
+`create_app` makes one of the settings; the store checks runs and layers by it in the transaction that adds them
+(`tests/server/test_quotas.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Back-pressure: limits what is accepted, so that nothing waits for long. Beyond them agents keep their reports.
 
 It bounds request bodies that are read but not yet answered, and reports in the journal that wait to be sealed.
+
+`api/bodies.py` leases the bytes of bodies, the writer those of the journal. An agent that is refused keeps its
+reports and comes again, so bounds may change freely (`tests/server/test_bounds.py`).
 """
 
 from __future__ import annotations

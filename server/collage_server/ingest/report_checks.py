@@ -1,6 +1,9 @@
 """Decodes bodies, and checks their reports against the stream's declaration: bad ones are named, others kept.
 
 Streams that this process has seen are remembered, so that a report costs no query.
+
+`api/reports.py` calls it before the writer. Which reports are bad is fixed by the contract's `LIMITS` and `Report`;
+that a bad one never takes its neighbours along is tested in `tests/server/test_ingest.py`.
 """
 
 from __future__ import annotations

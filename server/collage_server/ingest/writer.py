@@ -2,6 +2,9 @@
 acknowledges them; and the server's counters.
 
 A dedicated thread, without lingering: an idle writer commits a lone report at once, a busy one groups what waits.
+
+`api/reports.py` hands it groups and waits for their outcome. Exactly once, in the order of streams, is the store's
+(`journal/report_journal.py`); how commits are grouped is free.
 """
 
 from __future__ import annotations

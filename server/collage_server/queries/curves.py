@@ -1,5 +1,8 @@
-"""Metrics and logged scalars over runs, merged to the requested number of points; and the values shown beside
-them."""
+"""Metrics and logged scalars over runs, merged to the requested number of points; and the values shown beside them.
+
+Pure: points in, answers out; `api/curves.py` and `export/` call it. Merging and finishing follow the catalogue's
+rules; the form of an answer is `wire.Series`' (`tests/server/test_series.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One sentence about a run: the problem, its size, since when and where. The reasons stand in its judgement."""
+"""One sentence about a run: the problem, its size, since when and where. The reasons stand in its judgement.
+
+Overviews and alerts quote it, lists and pages show it. Words are free, judgements are `collage_monitor.judgement`'s
+(`tests/server/test_headline.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A run and its newest measured step, the health of its streams, and alerts as its events."""
+"""A run and its newest measured step, the health of its streams, and alerts as its events.
+
+Pure: records of the store in, `wire.Run` and its neighbours out. Every route that shows a run makes it here, so
+that all agree.
+"""
 
 from __future__ import annotations
 

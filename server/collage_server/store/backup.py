@@ -1,6 +1,9 @@
 """Back-up and restore of an SQLite store while the server serves: one compact file, and archived files beside.
 
 Archived files never change: those of all back-ups in a folder stand once in its `archive`, under their own names.
+
+`collage-monitor backup` and `restore` call it. A back-up opens on a server of the same or a later version
+(`tests/server/life/test_backup.py`).
 """
 
 from __future__ import annotations

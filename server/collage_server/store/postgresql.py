@@ -1,4 +1,8 @@
-"""PostgreSQL: any number of servers on one database, nothing shared but it."""
+"""PostgreSQL: any number of servers on one database, nothing shared but it.
+
+It only says how PostgreSQL differs from `engine.Database`: connections, locks, claims. The same contract suite runs
+on both databases (`tests/server/store/contract.py`).
+"""
 
 from __future__ import annotations
 

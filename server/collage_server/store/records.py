@@ -1,4 +1,8 @@
-"""Questions to a store and its answers, whatever database is behind it."""
+"""Questions to a store and its answers, whatever database is behind it.
+
+`Store` and its parts take and give these; routes, ingest and queries know nothing else of the store. Add a field
+freely: these are values in one process, never stored or sent.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Row helpers shared in the store: conversions, sets of report numbers, existence checks, deletions."""
+"""Row helpers shared in the store: conversions, sets of report numbers, existence checks, deletions.
+
+Only modules of `store/` use it, and it knows no table but `run`.
+"""
 
 from __future__ import annotations
 

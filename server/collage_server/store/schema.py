@@ -1,4 +1,8 @@
-"""The tables of runs. Every unique key begins with run_id; columns are called as their fields on the wire."""
+"""The tables of runs. Every unique key begins with run_id; columns are called as their fields on the wire.
+
+It describes databases that exist: a change is a new step in `migrations/versions/`, held equal to these tables by
+`tests/server/store/test_migrations.py`.
+"""
 
 from __future__ import annotations
 

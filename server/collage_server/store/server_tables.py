@@ -1,4 +1,8 @@
-"""The tables of the server itself: tokens, audit log, incidents, leases."""
+"""The tables of the server itself: tokens, audit log, incidents, leases.
+
+It describes databases that exist: a change is a new step in `migrations/versions/`, held equal to these tables by
+`tests/server/store/test_migrations.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""SQLite: one file, one writer, durable commits."""
+"""SQLite: one file, one writer, durable commits.
+
+It only says how SQLite differs from `engine.Database`: one file, its lock, its space. The same contract suite runs
+on both databases (`tests/server/store/contract.py`).
+"""
 
 from __future__ import annotations
 

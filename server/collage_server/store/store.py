@@ -1,4 +1,8 @@
-"""The store on an SQL database: one object for each thing that changes together, on the same transactions."""
+"""The store on an SQL database: one object for each thing that changes together, on the same transactions.
+
+`SqliteStore` and `PostgresqlStore` derive from it; routes reach each part by its name (`store.runs`,
+`store.points`, …). The contract suite of `tests/server/store/contract.py` holds both to it.
+"""
 
 from __future__ import annotations
 

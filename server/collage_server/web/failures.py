@@ -1,4 +1,8 @@
-"""Every failure as an answer in the one JSON error shape."""
+"""Every failure as an answer in the one JSON error shape.
+
+The shape is `wire.ErrorAnswer`'s and fixed; `errors.py` has each error's status and code
+(`tests/server/test_errors.py`).
+"""
 
 from __future__ import annotations
 

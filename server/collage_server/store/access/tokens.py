@@ -1,4 +1,8 @@
-"""Tokens, the audit log, and which project owns a run, on an SQL database."""
+"""Tokens, the audit log, and which project owns a run, on an SQL database.
+
+`auth/` calls it; nothing else reads these tables. Secrets are digests here, and the audit log is only ever appended
+to (`tests/server/store/access_contract.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Totals and logged values out of archived files, put where a question keeps its numbers."""
+"""Totals and logged values out of archived files, put where a question keeps its numbers.
+
+`reading/` and `sealing/` ask it for the chunks whose rows name a file. Points from a file equal those from rows;
+that is fixed (`tests/server/store/test_archive_contents.py`).
+"""
 
 from __future__ import annotations
 

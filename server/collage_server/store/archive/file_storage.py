@@ -1,6 +1,9 @@
 """What keeps archived files: a folder, or a bucket with a local cache. Files are written once and never change.
 
 A file's path is relative, and says what it holds: see `collage_server.store.archive.paths`.
+
+All reading and writing of archived files goes through `ArchiveFiles`; a new kind of place implements the same
+methods as `Folder` and `Bucket` (`tests/server/store/test_archive_files.py`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 It takes each chunk's finest remaining level, and of that the points that no newer attempt hides. So every visible
 measured step is in exactly one row per layer, for any reader of the files together.
+
+`publishing.py` asks it.
 """
 
 from __future__ import annotations

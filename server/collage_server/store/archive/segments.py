@@ -2,6 +2,9 @@
 
 A mark in the archive ties it to one database: a server on another database would remove these files, because none
 of its rows names them.
+
+Which file holds which chunk is fixed in these rows alone; paths are only names
+(`tests/server/store/test_archive_faults.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Points of journal, sealed parts and coarse levels: joined without a seam, merged to coarser ones."""
+"""Points of journal, sealed parts and coarse levels: joined without a seam, merged to coarser ones.
+
+Pure; reading, sealing and exports all merge here, so that a coarse level equals what an answer would have merged.
+The rules are `collage_monitor.statistics.merge`'s (`tests/server/store/`).
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 `store.Store` derives from `Database`, and `SqliteStore` and `PostgresqlStore` from that: they say how it connects,
 how a transaction begins, and who may seal a run (a claim).
+
+Everything in `store/` takes its transactions here. A third database would be a third subclass, under the same
+contract suite (`tests/server/store/contract.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """A database's file and its folder: the space it takes, holds and gives back, the lock of the server that seals.
 
 A folder is refused where its disk is a network's.
+
+`sqlite.py` alone calls it (`tests/server/life/test_full_disk.py`).
 """
 
 from __future__ import annotations

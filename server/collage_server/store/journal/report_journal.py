@@ -1,4 +1,8 @@
-"""The journal: one packed row a report, inserted exactly once, read back as vectors and tables."""
+"""The journal: one packed row a report, inserted exactly once, read back as vectors and tables.
+
+The writer appends, `reading/unsealed.py` and sealing read. Exactly once per (stream, number) is fixed
+(`tests/server/store/laws.py`); the form of a row is `schema.report`'s, and another one needs a migration.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 An attempt that measures hides all that older ones logged from there on. An attempt's values under a name hide older
 attempts' values of that name, from its first one on; this follows from the values themselves.
+
+The snapshot and sealing read and pack them here. The packed form is fixed, because chunks hold it
+(`tests/server/store/sealed.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Reading points of runs: journal, sealed parts and coarse levels joined. Only requested columns are decoded.
 
 Several runs are read together: as many statements as one run takes, and one pass over their blobs.
+
+`snapshot.py` calls it for every question. An answer is the same before and after sealing, archiving or a cache,
+which is fixed (`tests/server/store/laws.py`); how it is read is free.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What to read of a run: the chunks to read with their levels, and the unsealed reports."""
+"""What to read of a run: the chunks to read with their levels, and the unsealed reports.
+
+`points.py` carries the plan out. The choice of a level is free as long as enough points are left
+(`Selection.points`); what is hidden is `run_view.py`'s.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""From journal rows to points: which rows are visible, and how their ranks are merged as shards, step by step."""
+"""From journal rows to points: which rows are visible, and how their ranks are merged as shards, step by step.
+
+`unsealed.py`, logged scalars and the comparison of replicas merge by it. Merging follows the catalogue's rules, and
+which launch hides which is fixed by `docs/reference/resume.md`.
+"""
 
 from __future__ import annotations
 

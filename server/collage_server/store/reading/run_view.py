@@ -1,4 +1,8 @@
-"""What reading and sealing know of a run: its streams, which attempts hide which, which reports are sealed."""
+"""What reading and sealing know of a run: its streams, which attempts hide which, which reports are sealed.
+
+One view a question and run, from the snapshot's transaction; the rest of `reading/` and sealing only look things up
+in it.
+"""
 
 from __future__ import annotations
 

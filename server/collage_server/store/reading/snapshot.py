@@ -1,4 +1,7 @@
-"""The snapshot: everything that a question reads comes from one read transaction."""
+"""The snapshot: everything that a question reads comes from one read transaction.
+
+Routes and background threads get one from `store.points.snapshot()`. All of one answer must come from one snapshot.
+"""
 
 from __future__ import annotations
 

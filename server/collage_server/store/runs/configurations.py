@@ -1,4 +1,8 @@
-"""Configurations of runs: whether two differ only in seeds, which entries differ, and an entry in SQL."""
+"""Configurations of runs: whether two differ only in seeds, which entries differ, and an entry in SQL.
+
+A configuration's digest is stored, so what counts as a seed is fixed for rows that exist; the table of runs groups
+by it (`tests/server/test_table.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Events of runs: each stored once, numbered in the order of commits, so that a cursor skips nothing."""
+"""Events of runs: each stored once, numbered in the order of commits, so that a cursor skips nothing.
+
+An event's text and `origin` are stored for good: the same origin is one event, so an origin's form is fixed; words
+of new events are free. `api/streams.py` reads them by a cursor (`tests/server/store/events.py`,
+`tests/server/test_events.py`).
+"""
 
 from __future__ import annotations
 

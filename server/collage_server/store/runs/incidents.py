@@ -1,4 +1,7 @@
-"""Incidents: alerts from when they fire until they end, each stored once whoever noticed; silences; leases."""
+"""Incidents: alerts from when they fire until they end, each stored once whoever noticed; silences; leases.
+
+`alerts/` fires and ends them, `api/incidents.py` shows and acknowledges them (`tests/server/store/incidents.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Running, not stale runs with the values of their gauges: few columns, no configuration, no tags."""
+"""Running, not stale runs with the values of their gauges: few columns, no configuration, no tags.
+
+`/metrics` and the alerts' rounds read them, a page at a time (`tests/server/test_exposition.py`).
+"""
 
 from __future__ import annotations
 

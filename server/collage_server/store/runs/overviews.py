@@ -1,4 +1,8 @@
-"""Overviews, one row per run: finds those outdated by new reports or by older code, and the values of filters."""
+"""Overviews, one row per run: finds those outdated by new reports or by older code, and the values of filters.
+
+`overview_keeper.py` fills it, the table of runs reads it. An overview made by other code is only out of date, so
+its form may change with the contract's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the streams of a run have reported last, read from `run_latest`."""
+"""What the streams of a run have reported last, read from `run_latest`.
+
+Ingest writes `run_latest` with each report; nothing here writes (`tests/server/store/ranks.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Changes of a run: it is created or resumed, renamed, tagged, ended, within its project's quotas."""
+"""Changes of a run: it is created or resumed, renamed, tagged, ended, within its project's quotas.
+
+`run_store.py` calls it inside a transaction. Any change raises `changed_at`, by which kept answers are found out of
+date.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs: create, resume, list, change, delete."""
+"""Runs: create, resume, list, change, delete.
+
+Routes ask `store.runs`. What a run's fields mean is `wire.Run`'s; how a list is read is free.
+"""
 
 from __future__ import annotations
 

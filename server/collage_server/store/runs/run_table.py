@@ -1,4 +1,8 @@
-"""The table of runs: pages of it, filtered and in order, of runs or of groups that open; saved views of it."""
+"""The table of runs: pages of it, filtered and in order, of runs or of groups that open; saved views of it.
+
+`api/run_table.py` asks it. Everything is one statement a page, on rows that are kept; nothing is evaluated here
+(`tests/server/test_table.py`).
+"""
 
 from __future__ import annotations
 

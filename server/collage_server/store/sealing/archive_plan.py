@@ -1,4 +1,8 @@
-"""The plan of a run's archived files: groups of chunks while it runs, and at its end the rest."""
+"""The plan of a run's archived files: groups of chunks while it runs, and at its end the rest.
+
+`archiving.py` carries it out. Sizes of groups are free; which chunks a file holds is stored in `segment`
+(`tests/server/store/test_archived.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A chunk's content at each level: a part's points of single steps, and the coarse ones of a whole chunk."""
+"""A chunk's content at each level: a part's points of single steps, and the coarse ones of a whole chunk.
+
+`seal.py` packs what is made here. Levels are those of `chunks/blobs.py`, and a level once stored is not made again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rows deleted in transactions so short that acknowledgements hardly wait."""
+"""Rows deleted in transactions so short that acknowledgements hardly wait.
+
+Retention, archiving and expiry delete through it.
+"""
 
 from __future__ import annotations
 
