@@ -31,6 +31,11 @@ OPTIMIZERS = {
 }
 
 
+COMPILED = ("CollageAdamW compiled",)
+"""Its bits are the eager step's, by day, too (tests/optim/test_compiled.py)."""
+AT_NIGHT = pytest.mark.nightly
+
+
 def run(make, watched: bool, scheduled: bool = False, **options):
     random.seed(1)
     np.random.seed(1)
@@ -73,7 +78,7 @@ def parts(name):
 
 
 @pytest.mark.drawn(by=parts)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=AT_NIGHT) if n in COMPILED else n for n in OPTIMIZERS])
 def test_fifty_steps_are_bit_identical_with_and_without_the_agent(name):
     make = OPTIMIZERS[name]
     assert_same(run(make, watched=False), run(make, watched=True, every=1, sample=512, oracle=True))

@@ -1,4 +1,5 @@
-"""Healthy trainings wake nobody, sick ones the right alert: a small part here, all of them in the nightly lane."""
+"""Healthy trainings wake nobody, sick ones the right alert: one here, resumes in
+`test_both_evaluations`, all of them in the nightly lane."""
 
 import pytest
 import torch
@@ -29,11 +30,6 @@ def check(kind, seed):
     else:
         assert loud(fired) == []
     return [name for name, _, _ in fired]
-
-
-@pytest.mark.parametrize("kind", ["plus, resumed", "residual dropped at a resume"])
-def test_a_resume_wakes_only_where_it_dropped_the_residuals(kind):
-    assert check(kind, seed=1).count("CollageResidualsOff") == (kind in SICK)
 
 
 def test_what_plain_bf16_loses_at_a_good_edq_wakes_by_default():

@@ -1,14 +1,13 @@
 """README and docs/how-to: the lines that adopt our optimizers train with them: in a loop, a Trainer, Lightning."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from collage_agent.optim import CollageAdamW
 
 from tests.docs.blocks import blocks
+from tests.forking import TRAINING, run_forked
 from tools.release import BEFORE, quick_start
 
 pytestmark = pytest.mark.slow
@@ -39,9 +38,7 @@ def test_the_readmes_first_lines_end_with_a_verdict(tmp_path):
     (tmp_path / "train.py").write_text(BEFORE + quick_start())
     kept = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
     environment = {**kept, "HOME": str(tmp_path), "COLLAGE_MODE": "offline"}
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_forked(TRAINING, "train.py", folder=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     assert "losing updates" in done.stdout
 

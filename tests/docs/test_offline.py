@@ -9,6 +9,7 @@ import pytest
 from collage_monitor.client import Client
 from tests.docs.blocks import blocks
 from tests.end_to_end.servers import KillableServer
+from tests.launching.forked import forked_python
 
 pytestmark = pytest.mark.slow
 PAGE = "how-to/offline-and-slurm.md"
@@ -24,7 +25,14 @@ for _ in range(30):
 
 
 @pytest.fixture
-def node(tmp_path):
+def python():
+    """What `python` is on the node."""
+    with forked_python() as path:
+        yield path
+
+
+@pytest.fixture
+def node(python, tmp_path):
     """A folder with a training and the programs that the page calls; SLURM's `srun` starts one task here."""
     (tmp_path / "train.py").write_text(TRAINING)
     programs = tmp_path / "bin"
@@ -32,7 +40,7 @@ def node(tmp_path):
     command = "from collage_monitor.command import main; main()"
     for name, words in {
         "srun": 'exec "$@"',
-        "python": f'exec {sys.executable} "$@"',
+        "python": f'exec {python} "$@"',
         "collage-monitor": f"exec {sys.executable} -c '{command}' \"$@\"",
     }.items():
         (programs / name).write_text(f"#!/bin/sh\n{words}\n")

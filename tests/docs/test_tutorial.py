@@ -1,24 +1,22 @@
 """docs/tutorials/sick-to-cured.md, followed to the letter: its files, its commands, and what they print."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.docs.blocks import blocks, outputs
+from tests.forking import TRAINING, command, run_forked
 
 pytestmark = pytest.mark.slow
 PAGE = "tutorials/sick-to-cured.md"
-COMMAND = "from collage_monitor.command import main; main()"
 
 
 def call(folder, line):
     """What a line of the page prints, with this environment's Python."""
     first, *rest = line.split()
-    words = [sys.executable, *rest] if first == "python" else [sys.executable, "-c", COMMAND, *rest]
+    words = rest if first == "python" else command(*rest)[1:]
     environment = {**os.environ, "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = run_forked(TRAINING, *words, folder=folder, environment=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from collage_monitor.environment import ATTACH
+from tests.launching.forked import forked_python
 from tests.launching.programs import launched, write
 
 pytestmark = pytest.mark.slow
@@ -114,10 +115,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-def found_by(folder, *arguments, **variables):
-    done = launched(
-        folder, sys.executable, "train.py", *arguments, watched=False, PYTHONPATH=str(folder), **variables
-    )
+@pytest.fixture(scope="module")
+def forked():
+    """Who looks whether the agent is imported really starts; others start forked, where it is."""
+    with forked_python() as path:
+        yield path
+
+
+def found_by(python, folder, *arguments, **variables):
+    done = launched(folder, python, "train.py", *arguments, watched=False, PYTHONPATH=str(folder), **variables)
     assert done.returncode == 0, done.stderr
     assert "Failed to load" not in done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
@@ -125,27 +131,27 @@ def found_by(folder, *arguments, **variables):
 
 
 def test_nobody_is_watched_who_has_not_asked(folder):
-    found, done = found_by(folder)
+    found, done = found_by(sys.executable, folder)
     assert found == {"agent": False}
     assert "collage" not in done.stderr
 
 
-def test_the_actor_is_watched_and_the_rollout_is_not(folder):
-    found, _ = found_by(folder, **{ATTACH: "1"}, COLLAGE_EVERY="1")
+def test_the_actor_is_watched_and_the_rollout_is_not(forked, folder):
+    found, _ = found_by(forked, folder, **{ATTACH: "1"}, COLLAGE_EVERY="1")
     assert found["name"] == "actor"
     assert found["layers"] == [["weight", "bias"]]
     assert found["health"] == ["losing updates"]
     assert found["steps"] == [5]
 
 
-def test_a_critic_in_the_same_process_has_its_role_before_its_layers(folder):
-    found, _ = found_by(folder, "critic", **{ATTACH: "1"}, COLLAGE_EVERY="1", COLLAGE_RUN_NAME="grpo")
+def test_a_critic_in_the_same_process_has_its_role_before_its_layers(forked, folder):
+    found, _ = found_by(forked, folder, "critic", **{ATTACH: "1"}, COLLAGE_EVERY="1", COLLAGE_RUN_NAME="grpo")
     assert found["name"] == "grpo-critic"
     assert found["layers"] == [["weight", "bias"], ["actor.weight", "actor.bias"]]
 
 
-def test_what_verl_logs_has_its_names(folder):
-    found_by(folder, **{ATTACH: "1"}, COLLAGE_EVERY="1")
+def test_what_verl_logs_has_its_names(forked, folder):
+    found_by(forked, folder, **{ATTACH: "1"}, COLLAGE_EVERY="1")
     kept = b"".join(path.read_bytes() for path in (folder / "data" / "spool").rglob("*") if path.is_file())
     for name in (b"rollout_probs_diff_mean", b"k3_kl", b"actor/pg_loss"):
         assert name in kept

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collage_monitor.environment import ATTACH
 from tests.forking import TRAINING, fork
+from tests.launching.programs import bootstrap
 
 __all__ = ["forked_python"]
 
@@ -77,11 +78,13 @@ def _run(client):
 
 
 def main(script, *arguments):
-    """What an interpreter does that finds our `sitecustomize` before it finds torch, and then the script."""
+    """What an interpreter does that finds PYTHONPATH, our `sitecustomize` in it and then torch; then the script."""
     from collage_agent.integrations.bootstrap import sitecustomize
 
-    if os.environ.get(ATTACH) == "1":
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(bootstrap()) in folders and os.environ.get(ATTACH) == "1":
         register_optimizer_step_pre_hook(sitecustomize._before_step)
+    sys.path[:0] = filter(None, folders)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 

@@ -17,7 +17,7 @@ from tests.parallel.models import MIXED, SPREAD, adamw, injected, replicated
 from tests.parallel.optimizers import stepped_shards as stepped_shards
 
 STEPS = 3
-IDENTITY_STEPS = 50
+IDENTITY_STEPS = 20
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -88,17 +88,17 @@ class Attention(nn.Module):
 
 
 def identity(folder):
-    """Fifty steps with and without the agent: losses, weights, states and random states of this rank."""
+    """Twenty steps with and without the agent: losses, weights, states and random states of this rank."""
     seen = {}
     for name in ("ddp", "fsdp2", "fsdp1 original", "fsdp1 flat", "zero"):
         for watched in (False, True):
             torch.manual_seed(5)
             model, optimizer = SPREAD[name](torch.bfloat16, Attention().to(torch.bfloat16))
-            seen[name, watched] = _fifty_steps(model, optimizer, watched)
+            seen[name, watched] = _steps(model, optimizer, watched)
     return seen
 
 
-def _fifty_steps(model, optimizer, watched):
+def _steps(model, optimizer, watched):
     torch.manual_seed(7 + distributed.get_rank())
     recorder = Recorder()
     if watched:

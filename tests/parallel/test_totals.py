@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -24,21 +25,21 @@ def alone_by_dtype():
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    return {count: launch("totals", count, tmp_path_factory.mktemp(f"totals{count}")) for count in (2, 4)}
+    return cache(lambda count: launch("totals", count, tmp_path_factory.mktemp(f"totals{count}")))
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.nightly), 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SPREAD)
 def test_totals_do_not_depend_on_how_the_model_is_spread(name, dtype, processes, seen, alone_by_dtype):
     if name == "fsdp2 hybrid" and processes == 2:
         processes = 4
-    assert_equal_totals([rank[name, dtype] for rank in seen[processes]], alone_by_dtype[dtype], STEPS)
+    assert_equal_totals([rank[name, dtype] for rank in seen(processes)], alone_by_dtype[dtype], STEPS)
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_precision_steps_full_shards_and_says_so(name, seen, alone_by_dtype):
-    ranks = [rank[f"mixed {name}", torch.float32] for rank in seen[2]]
+    ranks = [rank[f"mixed {name}", torch.float32] for rank in seen(4)]
     assert_equal_totals(ranks, alone_by_dtype[torch.float32], STEPS)
     for rank in ranks:
         assert rank["info"].dtype == "float32"
@@ -47,7 +48,7 @@ def test_mixed_precision_steps_full_shards_and_says_so(name, seen, alone_by_dtyp
 
 @pytest.mark.parametrize("name", SPREAD)
 def test_every_rank_announces_shards_of_whole_tensors(name, seen):
-    ranks = [rank[name, torch.bfloat16] for rank in seen[4]]
+    ranks = [rank[name, torch.bfloat16] for rank in seen(4)]
     announced: dict[str, dict[int, int]] = {}
     for rank in ranks:
         for layer in rank["layers"][-1]:
@@ -66,7 +67,7 @@ def test_every_rank_announces_shards_of_whole_tensors(name, seen):
 
 @pytest.mark.parametrize("name", SPREAD)
 def test_uneven_and_empty_shards_are_measured_as_far_as_they_go(name, seen):
-    for rank in seen[4]:
+    for rank in seen(4):
         told = rank[name, torch.bfloat16]
         assert told["info"].intent == "shadow"
         assert told["text"]

@@ -133,7 +133,9 @@ def test_sealing_late_reports_takes_no_more_than_sealing_others(store):
     assert store.journal.bytes_of("r1") == 0
 
 
-@pytest.mark.parametrize("sealed", [False, True], ids=["waiting", "sealed"])
+@pytest.mark.parametrize(
+    "sealed", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["waiting", "sealed"]
+)
 def test_of_many_layers_a_question_reads_some_at_a_time(store, sealed):
     """The overview, and the newest step with its worst layers, of 20,000 layers and 100 steps: 76 MiB of totals."""
     declare(store, "r1", layers=20_000, statistic_count=5)

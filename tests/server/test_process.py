@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 
@@ -15,21 +14,30 @@ import pytest
 from collage_server.store import SqliteStore
 
 from collage_monitor import wire
+from tests.forking import SERVER, command, fork, run_command
 from tests.server.samples import report, stream_create
 from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.slow
 
-SERVE = [sys.executable, "-c", "from collage_monitor.command import main; main()", "serve", "--json"]
+SERVES = ("serve", "--json")
+SERVE = command(*SERVES)
 
 
 @contextmanager
 def serving(folder, *flags, stderr=None, **settings):
-    """(process, client, ready line) of a server on a free port; `settings` reach it through its environment."""
+    """(process, client, ready line) of a server on a free port; `settings` reach it through its environment.
+
+    It starts forked; really, where its standard error is asked for.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
     environment |= {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
-    command = [*SERVE, "--dir", str(folder), "--port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+    words = ["--dir", str(folder), "--port", "0", *flags]
+    process = (
+        fork(SERVER, *SERVE[1:], *words, environment=environment)
+        if stderr is None
+        else subprocess.Popen([*SERVE, *words], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+    )
     output = process.stdout
     assert output is not None
     try:
@@ -114,13 +122,7 @@ def test_it_ends_cleanly_with_its_log_folded_into_the_database(tmp_path, number)
 
 
 def test_print_settings_masks_the_token(tmp_path):
-    done = subprocess.run(
-        [*SERVE, "--dir", str(tmp_path), "--print-settings"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=True,
-    )
+    done = run_command(SERVER, *SERVES, "--dir", tmp_path, "--print-settings")
     printed = json.loads(done.stdout)
     assert printed["token"] == "***"
     assert printed["port"] == 7420
@@ -128,8 +130,7 @@ def test_print_settings_masks_the_token(tmp_path):
 
 
 def test_a_missing_token_file_is_a_sentence(tmp_path):
-    command = [*SERVE, "--dir", str(tmp_path), "--token-file", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    done = run_command(SERVER, *SERVES, "--dir", tmp_path, "--token-file", tmp_path / "none")
     assert done.returncode != 0
     assert "cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
@@ -138,12 +139,7 @@ def test_a_missing_token_file_is_a_sentence(tmp_path):
 @pytest.mark.parametrize("flags", [[], ["--no-auth"]])
 def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path, flags):
     (tmp_path / "file").write_text("")
-    done = subprocess.run(
-        [*SERVE, "--dir", str(tmp_path / "file" / "data"), *flags],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
+    done = run_command(SERVER, *SERVES, "--dir", tmp_path / "file" / "data", *flags)
     assert done.returncode == 1
     assert f"{tmp_path / 'file' / 'data'}" in done.stderr
     assert "Traceback" not in done.stderr
@@ -155,12 +151,7 @@ def test_a_database_of_a_newer_server_is_refused_with_a_sentence(tmp_path):
     with store.writing() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     store.close()
-    done = subprocess.run(
-        [*SERVE, "--dir", str(tmp_path), "--no-auth", "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
+    done = run_command(SERVER, *SERVES, "--dir", tmp_path, "--no-auth", "--port", 0)
     assert done.returncode == 1
     assert "schema revision '9999', which this server does not know: a newer server made it" in done.stderr
     assert "Traceback" not in done.stderr

@@ -34,7 +34,7 @@ def cluster():
 def database(cluster):
     """The URL of a fresh database with this server's schema."""
     name = f"test_{next(_numbers)}"
-    cluster.execute(f"CREATE DATABASE {name} TEMPLATE migrated")
+    cluster.execute(f"CREATE DATABASE {name} TEMPLATE migrated STRATEGY file_copy")
     yield cluster.url(name)
     cluster.execute(f"DROP DATABASE {name} WITH (FORCE)")
 

@@ -100,7 +100,9 @@ class TestArchivedSealing(SealingContract):
 
 
 class TestArchivedLaws(LawsContract):
-    """The store's life, with files."""
+    """The store's life, with files: sealing as without, and twice as long."""
+
+    share_of_examples = 12
 
 
 class TestArchivedLife(LifeContract):
