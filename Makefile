@@ -4,8 +4,8 @@ TORCH_PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# Three times the cores of a small machine: most of what a worker does is to wait for servers, trainings and pages.
-WORKERS ?= 6
+# Twice the cores of a small machine: a worker also waits for servers, trainings and pages. Each collects all tests.
+WORKERS ?= 4
 export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import TORCH, run_forked
+from tests.forking import TRAINING, run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_the_example_trains_and_gives_its_verdict(example, tmp_path):
     environment = {**os.environ, "COLLAGE_MODE": "offline", "COLLAGE_DIR": str(tmp_path)}
     answer = run_forked(
-        TORCH, EXAMPLES / f"{example}.py", "--steps", "20", environment=environment, folder=tmp_path
+        TRAINING, EXAMPLES / f"{example}.py", "--steps", "20", environment=environment, folder=tmp_path
     )
     assert answer.returncode == 0, answer.stderr
     assert "AdamW, bfloat16, strategy plain, step 20: " in answer.stdout

@@ -99,7 +99,7 @@ def no_word(handle):
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(pairs=True)
+@pytest.mark.drawn
 @pytest.mark.parametrize(("rule", "source", "target"), ALL)
 def test_a_conversion_drops_nothing(rule, source, target, tmp_path):
     model, optimizer = of_source(rule, source)
@@ -212,7 +212,7 @@ def of_grid(grid):
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(pairs=True)
+@pytest.mark.drawn
 @pytest.mark.parametrize("every", [1, 3, 10])
 @pytest.mark.parametrize("target", ["light", "kahan", "split-master", "split-master-8bit", "master-weights"])
 @pytest.mark.parametrize("before", [12, 13])
@@ -306,7 +306,7 @@ DROPS = list(product(("all", "half", "a layer", "left out"), (False, True), KEPT
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(pairs=True)
+@pytest.mark.drawn
 @pytest.mark.parametrize(("dropped", "converted", "kept"), DROPS)
 def test_what_a_checkpoint_dropped_is_found_in_the_first_step(dropped, converted, kept):
     rule, strategy = kept

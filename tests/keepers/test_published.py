@@ -36,6 +36,7 @@ def judged(model, optimizer, steps=40, **options):
     return handle
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("seed", "width", "rate", "decay"), [(0, 24, 1e-5, 0.0), (1, 33, 1e-6, 0.1), (2, 48, 1e-4, 0.1)]
 )
@@ -150,6 +151,7 @@ def test_equal_shapes_at_once_have_an_exact_u(seed, rows, tall, rate):
         optimizer.zero_grad()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("rows", "tall", "seed"), [(2, 48, 0), (3, 20, 1)])
 @pytest.mark.parametrize(
     ("dtype", "rate", "health"), [(torch.float32, 1e-3, "healthy"), (BF16, 1e-5, "losing updates")]

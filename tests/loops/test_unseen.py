@@ -525,6 +525,7 @@ ORDINARY = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("make", [adamw, sgd, momentum])
 @pytest.mark.parametrize("loop", ORDINARY, ids=lambda loop: loop.__name__)
 def test_an_ordinary_loop_is_never_named(loop, make, caplog):

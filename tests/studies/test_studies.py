@@ -14,8 +14,8 @@ from tests.ports import free_port
 pytestmark = pytest.mark.slow
 
 STUDY = ("collage_monitor.command", "collage_studies.command", "collage_studies.pages")
-IN_EVERY_RUN = ("strategies", "accumulation")
-"""A training and a computation; the others run nightly."""
+IN_EVERY_RUN = ("strategies",)
+"""One that trains; the others run nightly."""
 LANES = [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly) for name in STUDY_NAMES]
 
 

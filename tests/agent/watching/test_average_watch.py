@@ -85,7 +85,7 @@ def trained(model, optimizer, steps, update, loss_of=mlp_loss):
         update()
 
 
-@pytest.mark.drawn(pairs=True)
+@pytest.mark.drawn
 @pytest.mark.parametrize("decay", [0.9, 0.99, 0.999, 0.9999])
 @pytest.mark.parametrize(("width", "seed"), [(70, 0), (33, 1), (128, 2)])
 @pytest.mark.parametrize(("dtype", "of"), [(BF16, BF16), (BF16, FP32), (FP32, BF16)])
