@@ -268,13 +268,11 @@ PAGES = {"/incidents": ".incident-table", "/incident?run=run-drop&alert=CollageE
 @IN_ONE_LOOK
 @LOOKS
 @pytest.mark.parametrize("path", PAGES)
-def test_pages_of_incidents_fit_and_can_be_used_by_everyone(
-    open_page, dashboard_url, client, path, scheme, contrasts_at
-):
+def test_pages_of_incidents_fit_and_can_be_used_by_everyone(open_page, dashboard_url, client, path, scheme, width):
     page = open_page(dashboard_url, scheme=scheme).page
     page.goto(dashboard_url + path)
     page.wait_for_selector(PAGES[path])
-    assert serious_violations(page, contrasts_at) == []
+    assert serious_violations(page, width) == []
 
 
 def test_an_incident_that_nobody_knows_says_what_is_kept(watched, client):

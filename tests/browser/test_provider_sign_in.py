@@ -75,16 +75,16 @@ def log_out(site):
 
 @IN_ONE_LOOK
 @LOOKS
-def test_everyone_can_sign_in(site, opened, scheme, contrasts_at):
+def test_everyone_can_sign_in(site, opened, scheme, width):
     page = opened.page
     page.emulate_media(color_scheme=scheme)
     page.goto(site[2])
     page.get_by_role("link", name="Sign in with localhost").wait_for()
     assert not page.get_by_label("Token").is_visible()
-    assert serious_violations(page, contrasts_at) == []
+    assert serious_violations(page, width) == []
     page.get_by_text("Sign in with a token").click()
     page.get_by_label("Token").wait_for()
-    assert serious_violations(page, contrasts_at) == []
+    assert serious_violations(page, width) == []
 
 
 def test_a_link_leads_to_the_provider_and_back_to_its_page_and_out_at_both(site, opened):

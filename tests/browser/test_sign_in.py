@@ -37,11 +37,11 @@ def reader(client):
 
 @IN_ONE_LOOK
 @LOOKS
-def test_everyone_can_sign_in(open_page, dashboard_url, scheme, contrasts_at):
+def test_everyone_can_sign_in(open_page, dashboard_url, scheme, width):
     page = open_page(dashboard_url, scheme=scheme).page
     page.goto(dashboard_url)
     page.get_by_label("Token").wait_for()
-    assert serious_violations(page, contrasts_at) == []
+    assert serious_violations(page, width) == []
 
 
 def test_a_link_leads_through_the_sign_in_to_its_page_and_out_again(open_page, dashboard_url, reader, client):
