@@ -23,6 +23,14 @@ def drawn(page, chart=0):
     page.wait_for_selector(f"#compare-chart-{chart} .scatterlayer .trace", state="attached")
 
 
+def open_comparison(watched, names=PICKED):
+    """Open the comparison of the named runs by its address."""
+    runs = "&".join(f"run=run-{name.replace(' ', '-')}" for name in names)
+    watched.page.goto(f"{watched.url}/compare?{runs}")
+    drawn(watched.page)
+    return watched.page
+
+
 def compare(page, url, names=PICKED):
     """From the table of runs to the comparison of the named ones."""
     page.goto(url)
@@ -45,7 +53,7 @@ def legend(page, chart):
     return names
 
 
-def test_the_runs_table_leads_to_curves_with_the_right_names(watched):
+def test_the_runs_table_leads_to_curves_with_the_right_names_and_numbers_and_back(watched):
     page = watched.page
     compare(page, watched.url)
     assert "/compare?run=run-plain" in page.url
@@ -58,24 +66,20 @@ def test_the_runs_table_leads_to_curves_with_the_right_names(watched):
     )
     assert curves["plain"] == pytest.approx(0.84, abs=0.02)
     assert curves["plus"] == pytest.approx(1.0, abs=1e-9)
-
-
-def test_numbers_and_table_say_the_same_and_nothing_is_healthy_by_edq_alone(watched):
-    page = watched.page
-    compare(page, watched.url)
     page.wait_for_selector(".number-card")
     assert page.locator(".number-card").count() == 4
     row = page.locator("#compare-table tr", has_text="Collage light")
     assert row.get_by_text("0.030").count() == 1
     light = page.locator(".verdict", has_text="light")
-    assert "exp_avg_sq stuck" in light.inner_text()
+    assert "exp_avg_sq stuck" in light.inner_text(), "nothing is healthy by EDQ alone"
     assert "does not decay" in light.get_attribute("title")
     assert page.locator(".verdict", has_text="plus").get_by_text("Updates arrive").count() == 1
+    page.go_back()
+    page.wait_for_selector("#runs-grid")
 
 
 def test_another_metric_stands_in_the_address_and_comes_back_from_it(watched):
-    page = watched.page
-    compare(page, watched.url)
+    page = open_comparison(watched)
     page.locator("#compare-metric").click()
     page.get_by_role("option", name="Weight norm").click()
     page.locator("#compare-axis").get_by_text("Tokens").click()
@@ -91,32 +95,10 @@ def test_another_metric_stands_in_the_address_and_comes_back_from_it(watched):
     assert page.locator("#compare-metric").input_value() == "Weight norm"
     assert page.locator("#compare-chart-3 .ytitle").text_content() == "Weight norm (weight)"
     assert page.locator("#compare-chart-3 .xtitle").text_content() == "tokens"
-    page.go_back()
-
-
-def test_the_back_button_restores_the_view_before(watched):
-    page = watched.page
-    compare(page, watched.url, PICKED[:2])
-    page.locator("#compare-axis").get_by_text("Tokens").click()
-    page.wait_for_function("document.querySelector('#compare-chart-0 .xtitle')?.textContent === 'tokens'")
-    page.go_back()
+    page.locator("#compare-axis").get_by_text("Step").click()
     page.wait_for_function("document.querySelector('#compare-chart-0 .xtitle')?.textContent === 'step'")
     page.go_back()
-    page.wait_for_selector("#runs-grid")
-
-
-def test_a_cell_of_the_heatmap_leads_to_its_layer(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain")
-    page.wait_for_selector("#run-panel .hm image")
-    page.wait_for_function("document.querySelectorAll('#run-panel .barlayer .point').length > 0")
-    area = page.locator("#run-panel .nsewdrag").first
-    box = area.bounding_box()
-    area.click(position={"x": box["width"] * 0.5, "y": box["height"] * 0.99})
-    page.wait_for_function("location.search.includes('layer=head.weight')")
-    assert "step=" in page.url
-    page.wait_for_function("document.querySelector('#run-layer').value === 'head.weight'")
-    page.wait_for_function("document.querySelector('#run-panel').textContent.includes('▸ head.weight')")
+    page.wait_for_function("document.querySelector('#compare-chart-0 .xtitle')?.textContent === 'tokens'")
 
 
 def test_every_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
@@ -199,31 +181,19 @@ def visible(page, chart):
     )
 
 
-def test_the_legend_hides_a_line_in_all_charts_and_shows_one_alone(watched):
-    page = watched.page
-    compare(page, watched.url, PICKED[:3])
+def test_the_legend_hides_a_line_in_all_charts_and_keeps_to_what_it_says(watched):
+    """Hidden lines were once remembered apart from the legend: after other pages it said that they are shown."""
+    page = open_comparison(watched, PICKED[:3])
     for chart in range(4):
         drawn(page, chart)
-    page.locator("#compare-legend .line", has_text="light").click()
+    light = page.locator("#compare-legend .line", has_text="light")
+    light.click()
     for chart in range(4):
         assert visible(page, chart) == ["plain", "plus"]
-    assert page.locator("#compare-legend .line", has_text="light").get_attribute("aria-pressed") == "false"
+    assert light.get_attribute("aria-pressed") == "false"
     page.locator("#compare-axis").get_by_text("Tokens").click()
     page.wait_for_function("document.querySelector('#compare-chart-0 .xtitle')?.textContent === 'tokens'")
     assert visible(page, 0) == ["plain", "plus"], "what is drawn anew keeps to it"
-    page.locator("#compare-legend .line", has_text="light").focus()
-    page.keyboard.press("Shift+Enter")
-    assert visible(page, 0) == ["light"]
-
-
-def test_the_legend_says_what_is_hidden_after_a_way_through_other_pages_and_other_runs(watched):
-    """Hidden lines were remembered apart from the legend: it said that they are shown."""
-    page = watched.page
-    compare(page, watched.url, PICKED[:3])
-    drawn(page, 0)
-    light = page.locator("#compare-legend .line", has_text="light")
-    light.click()
-    assert visible(page, 0) == ["plain", "plus"]
     page.locator(".mantine-MultiSelect-pill", has_text="plain").locator("button").click()
     page.wait_for_function("document.querySelectorAll('#compare-legend .line').length === 2")
     page.wait_for_function(
@@ -237,11 +207,13 @@ def test_the_legend_says_what_is_hidden_after_a_way_through_other_pages_and_othe
     drawn(page, 0)
     assert light.get_attribute("aria-pressed") == "true"
     assert "light" in visible(page, 0)
+    light.focus()
+    page.keyboard.press("Shift+Enter")
+    assert visible(page, 0) == ["light"]
 
 
 def test_two_strategies_are_held_against_each_other_in_a_sentence(watched):
-    page = watched.page
-    compare(page, watched.url)
+    page = open_comparison(watched)
     answer = page.locator("#compare-advice .answer .verdict")
     answer.get_by_text("Use Collage plus: the smallest that keeps its updates").wait_for()
     assert len(answer.inner_text().replace("✓", "").split()) <= 15
@@ -257,19 +229,3 @@ def test_two_strategies_are_held_against_each_other_in_a_sentence(watched):
     page.goto(address)
     said.wait_for()
     assert said.inner_text() == told
-
-
-def test_an_unknown_run_says_so(watched):
-    watched.page.goto(f"{watched.url}/run/never-existed")
-    watched.page.get_by_text("Nothing is stored under this address").wait_for()
-
-
-def test_without_a_server_the_page_says_how_to_start_one_and_recovers_by_itself(lonely, watched):
-    address, server = lonely
-    page = watched.page
-    page.goto(address)
-    page.get_by_text("The server does not answer").wait_for()
-    page.get_by_text("collage-monitor up", exact=True).wait_for()
-    with server:
-        page.get_by_text("No runs yet").wait_for()
-        page.get_by_text("make demo").wait_for()

@@ -86,10 +86,17 @@ class Keyboard:
 
 @pytest.fixture
 def keyboard(watched):
+    """A reader at the table of runs."""
     page = watched.page
     page.goto(watched.url)
     page.locator(".ag-row .run-cell a").first.wait_for()
     return Keyboard(page)
+
+
+def arrived(watched, address):
+    """A reader at another address."""
+    watched.page.goto(watched.url + address)
+    return Keyboard(watched.page)
 
 
 def search_has(page, text):
@@ -101,9 +108,11 @@ def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
     keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plain").press("Space")
     page.get_by_role("link", name="Compare 1 run").wait_for()
     keyboard.press(*["ArrowUp"] * MOST_ROWS)
+    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "light").press("Space")
+    keyboard.press(*["ArrowUp"] * MOST_ROWS)
     keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plus").press("Space")
-    page.get_by_role("link", name="Compare 2 runs").wait_for()
-    keyboard.reach("a", "Compare 2 runs", key="Shift+Tab").press("Enter")
+    page.get_by_role("link", name="Compare 3 runs").wait_for()
+    keyboard.reach("a", "Compare 3 runs", key="Shift+Tab").press("Enter")
     page.wait_for_selector("#compare-chart-0 .scatterlayer .trace", state="attached")
     keyboard.reach("#compare-legend .line", "plain").press("Enter")
     page.locator("#compare-legend .line[aria-pressed=false]", has_text="plain").wait_for()
@@ -111,15 +120,21 @@ def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
     keyboard.type("Weight norm")
     keyboard.press("ArrowDown", "Enter")
     search_has(page, "metric=param_norm")
+    keyboard.reach("input[aria-label='Strategy B']", key="Shift+Tab").press("ArrowDown")
+    page.get_by_role("option", name="Collage plus").wait_for()
+    keyboard.press("ArrowDown", "Enter")
+    search_has(page, "pair=")
+    keyboard.reach("#compare-axis input").press("ArrowRight")
+    search_has(page, "axis=tokens")
 
 
 @pytest.mark.parametrize(
     ("path", "chart"),
-    [("run/run-plain", "#run-stack"), ("compare?run=run-plain&run=run-plus", "#compare-chart-0")],
+    [("/run/run-plain", "#run-stack"), ("/compare?run=run-plain&run=run-plus", "#compare-chart-0")],
 )
-def test_curves_are_zoomed_moved_and_shown_whole(keyboard, path, chart):
+def test_curves_are_zoomed_moved_and_shown_whole(watched, path, chart):
+    keyboard = arrived(watched, path)
     page = keyboard.page
-    page.goto(page.url + path)
     page.wait_for_selector(f"{chart} .scatterlayer .trace", state="attached")
 
     def ends():
@@ -140,18 +155,6 @@ def test_curves_are_zoomed_moved_and_shown_whole(keyboard, path, chart):
     page.wait_for_function("!location.search.includes('from=')")
 
 
-def test_strategies_are_held_against_each_other(keyboard):
-    page = keyboard.page
-    page.goto(page.url + "compare?run=run-plain&run=run-light&run=run-plus")
-    page.locator("#compare-worth", has_text="worth").wait_for()
-    keyboard.reach("input[aria-label='Strategy B']").press("ArrowDown")
-    page.get_by_role("option", name="Collage plus").wait_for()
-    keyboard.press("ArrowDown", "Enter")
-    search_has(page, "pair=")
-    keyboard.reach("#compare-axis input").press("ArrowRight")
-    search_has(page, "axis=tokens")
-
-
 def test_a_run_is_opened_and_its_tabs_are_walked(keyboard):
     page = keyboard.page
     keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plain").press("Enter")
@@ -165,13 +168,15 @@ def test_a_run_is_opened_and_its_tabs_are_walked(keyboard):
         search_has(page, f"tab={tab}")
 
 
-def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(keyboard):
+def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(watched):
+    keyboard = arrived(watched, "/run/run-plain?tab=layers")
     page = keyboard.page
-    page.goto(page.url + "run/run-plain?tab=layers")
     page.wait_for_selector("#run-panel .hm image")
     page.locator(".layers-grid .ag-center-cols-container .ag-row").nth(3).wait_for()
-    keyboard.reach("[data-map]").press("ArrowDown", "ArrowLeft", "Enter")
-    search_has(page, "step=190")
+    keyboard.reach("[data-map]").press("ArrowDown", "ArrowDown", "ArrowLeft")
+    assert page.locator("#map-cell").inner_text().startswith("blocks.0.attention.output.weight, step 190: 0.")
+    keyboard.press("Enter")
+    search_has(page, "layer=blocks.0.attention.output.weight&step=190")
     card = page.locator("#run-layer-card")
     card.get_by_text("at step 190").wait_for()
     keyboard.into_rows(".layers-grid").down_to(".layers-grid", "head.weight").press("Enter")
@@ -237,9 +242,9 @@ def test_the_table_is_searched_filtered_and_sorted(keyboard):
     search_has(page, "sort=name")
 
 
-def test_a_view_is_saved_opened_and_deleted(keyboard, client):
+def test_a_view_is_saved_opened_and_deleted(watched, client):
+    keyboard = arrived(watched, "/?strategy=plus")
     page = keyboard.page
-    page.goto(page.url + "?strategy=plus")
     rows_are(page, "plus", "overflowed")
     keyboard.reach("summary", "Views").press("Enter")
     page.get_by_text("No view is saved yet").wait_for()
@@ -248,7 +253,7 @@ def test_a_view_is_saved_opened_and_deleted(keyboard, client):
     keyboard.reach("button", "Save this view").press("Enter")
     page.get_by_role("link", name="plus alone").wait_for()
     assert [view.name for view in client.views("demo")] == ["plus alone"]
-    page.goto(page.url.partition("?")[0])
+    page.goto(watched.url)
     rows_are(page, "plain", "light", "plus", "master-weights", "overflowed")
     keyboard.reach("summary", "Views").press("Enter")
     page.get_by_role("link", name="plus alone").wait_for()

@@ -209,9 +209,13 @@ def test_a_colour_means_the_same_in_runs_of_different_ranges(watched):
     assert (scales[0]["zmin"], scales[0]["zmax"], scales[0]["zauto"]) == (0.5, 1.5, False)
 
 
-def test_the_row_of_the_selected_layer_is_framed(watched):
+def test_who_types_into_curves_of_is_offered_layers_and_the_row_of_the_chosen_one_is_framed(watched):
     page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?layer=blocks.1.mlp.up.weight")
+    page.goto(f"{watched.url}/run/run-plain")
+    page.locator("#run-layer").click()
+    page.keyboard.type("1.mlp.up")
+    page.get_by_role("option", name="blocks.1.mlp.up.weight").click()
+    page.wait_for_function("location.search.includes('layer=blocks.1.mlp.up.weight')")
     label = page.locator("#run-panel .ytick", has_text="▸ blocks.1.mlp.up.weight")
     frame = page.locator("#run-panel .shapelayer path[data-index='0']").first
     row, framed, cells = boxes(label, frame, page.locator("#run-panel .hm image").first)
@@ -229,59 +233,32 @@ def seen(page, place):
     )
 
 
-def test_a_link_to_a_tab_arrives_at_it(watched):
+@pytest.mark.drawn(by=lambda **_: ["a tab"])
+@pytest.mark.parametrize("tab", ["layers", "curves", "norms", "states", "classes", "oracle", "about"])
+def test_a_link_to_a_tab_arrives_at_it(watched, tab):
     page = watched.page
-    page.goto(f"{watched.url}/run/run-plain")
-    page.wait_for_selector("#run-tab")
-    assert page.locator("#run-tab").bounding_box()["y"] > 600, "a link to the run shows its first screen"
-    for tab in ("layers", "curves", "norms", "states", "classes", "oracle", "about"):
-        page.goto(f"{watched.url}/run/run-plain?tab={tab}")
-        page.wait_for_function(
-            "document.querySelector('#run-tab')?.getBoundingClientRect().top < Math.max(300, innerHeight * 0.4)"
-        )
+    page.goto(f"{watched.url}/run/run-plain?tab={tab}")
+    page.wait_for_function(
+        "document.querySelector('#run-tab')?.getBoundingClientRect().top < Math.max(300, innerHeight * 0.4)"
+    )
 
 
 def test_a_click_in_the_heatmap_shows_its_layers_card_with_the_numbers_of_that_step(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain")
     page.wait_for_selector("#run-panel .hm image")
+    assert page.locator("#run-tab").bounding_box()["y"] > 600, "a link to the run shows its first screen"
     area = page.locator("#run-panel .nsewdrag").first
     box = area.bounding_box()
     area.click(position={"x": box["width"] * 0.99, "y": box["height"] * 0.99})
+    page.wait_for_function("location.search.includes('layer=head.weight')")
+    page.wait_for_function("document.querySelector('#run-layer').value === 'head.weight'")
+    page.wait_for_function("document.querySelector('#run-panel').textContent.includes('▸ head.weight')")
     seen(page, "#run-layer-card .layer-facts")
     assert "at step 200" in page.locator("#run-layer-card .layer-facts").inner_text()
     value = page.locator('#run-layer-card [data-metric="edq_ratio"] .value').inner_text()
     last = page.evaluate(f"{plot('heatmap', 'edq_ratio')}.data[0].z.at(-1).at(-1)")
     assert float(value) == pytest.approx(last, abs=1e-3)
-
-
-def test_the_keyboard_picks_a_cell_and_opens_and_ticks_runs(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab=layers")
-    page.wait_for_selector("#run-panel .hm image")
-    page.locator("[data-map]").focus()
-    for key in ("ArrowDown", "ArrowDown", "ArrowLeft"):
-        page.keyboard.press(key)
-    assert page.locator("#map-cell").inner_text().startswith("blocks.0.attention.output.weight, step 190: 0.")
-    page.keyboard.press("Enter")
-    page.wait_for_function("location.search.includes('layer=blocks.0.attention.output.weight&step=190')")
-    page.goto(watched.url)
-    name = "#runs-grid .ag-row[row-index='0'] .ag-cell[col-id='name']"
-    page.locator(name).focus()
-    page.keyboard.press("Space")
-    page.get_by_role("link", name="Compare 1 run").wait_for()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("Enter")
-    page.wait_for_function("location.pathname.startsWith('/run/')")
-
-
-def test_who_types_into_curves_of_is_offered_layers(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain")
-    page.locator("#run-layer").click()
-    page.keyboard.type("head")
-    page.get_by_role("option", name="head.weight").click()
-    page.wait_for_function("location.search.includes('layer=head.weight')")
 
 
 def test_filters_that_leave_nothing_are_cleared_by_a_button(watched):
