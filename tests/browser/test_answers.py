@@ -1,11 +1,10 @@
-"""What a page says first: where and since when, numbers that agree, curves with room, titles that say of what."""
+"""What a page says first: numbers that agree, curves with room, titles that say of what."""
 
 import re
 
 import pytest
 from collage_dashboard.figures.style import STRATEGY_COLOURS
 
-from tests.browser.test_incidents import DROP, Dropping
 from tests.dashboard.generated import GeneratedRun, demo_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -13,20 +12,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 @pytest.fixture(scope="module")
 def runs():
-    """The demo's, one that falls in the middle, and five more to compare."""
+    """The demo's, and five more to compare."""
     more = [GeneratedRun(f"seed {number}", "stochastic", run_id=f"run-seed-{number}") for number in range(5)]
-    return [*demo_runs(), Dropping("falls", "plus", steps=2 * DROP, run_id="run-falls"), *more]
-
-
-def test_a_fall_is_told_with_its_step_and_its_layers(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-falls")
-    page.locator(".answer .verdict", has_text=f"since step {DROP + 10}").wait_for()
-    page.get_by_text("Where, since when, and why").click()
-    page.locator(".answer").get_by_text(re.compile(rf"since step {DROP + 10}; .*changed then")).wait_for()
-    worst = page.get_by_role("region", name="Layers that lose the most")
-    worst.get_by_role("link").nth(4).wait_for()
-    assert worst.get_by_role("link").count() == 5
+    return [*demo_runs(), *more]
 
 
 def test_the_sentence_quotes_the_numbers_that_stand_beside_it(watched):
