@@ -19,6 +19,7 @@ LOOKS = pytest.mark.parametrize(("scheme", "width"), list(product(("light", "dar
 IN_ONE_LOOK = pytest.mark.drawn(by=lambda path="", **_: [path])
 """Each page by day in one look, drawn for it; in the others at night."""
 HOSTILE = ("a" * 300, '<img src=x onerror="alert(1)">' + "ß" * 40)
+LONG_NAMED = "run-hostile-0"
 NOT_FINITE = "not finite"
 LONG = "gpt2-medium_collage-light_bs256_lr6e-4_cosine-decay_openwebtext_2026-11-03_seed2"
 
@@ -52,7 +53,7 @@ def runs():
 
 PAGES = {
     "/": ".ag-row .run-cell",
-    "/run/run-hostile-0": "#run-panel .hm image",
+    f"/run/{LONG_NAMED}": "#run-panel .hm image",
     "/run/run-plain?tab=curves": "#run-panel .scatterlayer .trace",
     "/run/run-plain?layer=blocks.0.mlp.up.weight&rows=block": "#run-panel .barlayer .point",
     "/run/run-plain?tab=states": "#run-panel .scatterlayer .trace",
@@ -79,6 +80,10 @@ def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path,
     if PAGES[path].endswith((".trace", ".point", "image")):
         assert pale_inks(page) == set()
     assert serious_violations(page, width) == []
+    if path == f"/run/{LONG_NAMED}":
+        page.set_viewport_size({"width": 390, "height": 844})
+        answer = page.locator(".answer .verdict").bounding_box()
+        assert answer["y"] + answer["height"] < 844, "a long name leaves the answer on a phone's first screen"
 
 
 @IN_ONE_LOOK
@@ -165,15 +170,6 @@ def contrast(one, other):
         linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
         lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
     return (max(lights) + 0.05) / (min(lights) + 0.05)
-
-
-def test_a_long_name_leaves_the_answer_on_a_phones_first_screen(open_page, dashboard_url):
-    page = open_page(dashboard_url, width=390).page
-    page.goto(f"{dashboard_url}/run/run-hostile-0")
-    answer = page.locator(".answer .verdict")
-    answer.wait_for()
-    box = answer.bounding_box()
-    assert box["y"] + box["height"] < 844
 
 
 def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url):
