@@ -113,6 +113,11 @@ def serious_violations(page, width):
         page.set_viewport_size({"width": shown, "height": 900})
         page.wait_for_function(f"innerWidth === {shown} && document.documentElement.scrollWidth <= {shown}")
         assert page.locator("h1").count() == 1
+    return violations_now(page)
+
+
+def violations_now(page):
+    """What axe finds as the page is now."""
     if page.evaluate("typeof axe === 'undefined'"):
         page.evaluate(Axe().axe_script)
     options = {"resultTypes": ["violations"]}
