@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from collage_agent.transport import spool
 from collage_agent.transport.replay import send_spools
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -245,3 +246,5 @@ class Ended:
 
 
 TestDelivery = DeliveryMachine.TestCase
+# A life is long: half as many by day as a property of numbers has, at night as many.
+TestDelivery.settings = settings(max_examples=50 if settings().derandomize else settings().max_examples)
