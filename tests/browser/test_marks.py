@@ -1,4 +1,4 @@
-"""A click beside a mark of the curves asks what changed there, and so do keys; elsewhere at the step itself."""
+"""A click beside a mark of the curves asks what changed at the mark, and so do keys; elsewhere at the step."""
 
 import numpy as np
 import pytest

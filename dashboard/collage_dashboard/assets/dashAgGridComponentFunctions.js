@@ -1,9 +1,76 @@
 // Cells that are more than text. A run's name leads to its page without loading the application again.
 var dagcomponentfuncs = (window.dashAgGridComponentFunctions = window.dashAgGridComponentFunctions || {});
 
+// On a phone a row is a card: its name, then the other columns as labels with their values, two in a line.
+const PHONE = window.matchMedia("(max-width: 560px)");
+const WHOLE_LINE = ["strategy", "updated_at", "kind"];
+const IN_WORDS = ["health", "trend"];
+const CARD_LINE = 20;
+const watchedGrids = new WeakSet();
+
+function labelled(api, own) {
+  return api.getAllGridColumns().filter((column) => column !== own && !IN_WORDS.includes(column.getColId()));
+}
+
+function asCard(props, name) {
+  const { api, column, node } = props;
+  if (!watchedGrids.has(api)) setTimeout(() => watchGrid(api, column.getColId()), 0);
+  if (!PHONE.matches) return name;
+  const columns = labelled(api, column);
+  const verdict = api.getColumn("health") && dagcomponentfuncs.JudgementCell(props);
+  const pairs = columns.map((other) => {
+    const text = api.getCellValue({ rowNode: node, colKey: other, useFormatter: true });
+    const value = text === null || text === undefined || text === "" ? "–" : String(text).replace("\n", " · ");
+    return React.createElement(
+      "div",
+      { key: other.getColId(), className: WHOLE_LINE.includes(other.getColId()) ? "whole" : "", title: value },
+      React.createElement("span", { className: "quiet" }, other.getColDef().headerName),
+      React.createElement("span", null, value)
+    );
+  });
+  return React.createElement("div", { className: "row-card" }, name, verdict, React.createElement("div", { className: "pairs" }, pairs));
+}
+
+// The other columns go while the screen is narrow, and rows are as high as their cards.
+function watchGrid(api, own) {
+  if (watchedGrids.has(api) || api.isDestroyed()) return;
+  watchedGrids.add(api);
+  const usual = api.getGridOption("rowHeight");
+  let arranged = "";
+  const arrange = () => {
+    if (api.isDestroyed()) return PHONE.removeEventListener("change", arrange);
+    const column = api.getColumn(own);
+    const others = api.getAllGridColumns().filter((other) => other !== column).map((other) => other.getColId());
+    const wanted = PHONE.matches ? others.join() : "";
+    if (wanted === arranged) return;
+    arranged = wanted;
+    const { pinned = null, flex = null, width } = column.getColDef();
+    const first = PHONE.matches ? { colId: own, pinned: null, flex: 1 } : { colId: own, pinned, flex, width };
+    api.applyColumnState({ state: [first, ...others.map((colId) => ({ colId, hide: PHONE.matches }))] });
+    const columns = labelled(api, column);
+    const whole = columns.filter((other) => WHOLE_LINE.includes(other.getColId())).length;
+    const lines = whole + Math.ceil((columns.length - whole) / 2) + (api.getColumn("health") ? 3.2 : 1.2);
+    api.setGridOption("rowHeight", PHONE.matches ? CARD_LINE * lines + 16 : usual);
+    if (api.getGridOption("rowModelType") === "infinite") api.purgeInfiniteCache();
+    else api.resetRowHeights();
+    api.refreshCells({ force: true, columns: [own] });
+  };
+  PHONE.addEventListener("change", arrange);
+  api.addEventListener("gridColumnsChanged", arrange);
+  arrange();
+}
+
+dagcomponentfuncs.LayerCell = function (props) {
+  return props.data ? asCard(props, React.createElement("span", { className: "layer-cell", title: props.value }, props.value)) : null;
+};
+
 dagcomponentfuncs.RunCell = function (props) {
   const row = props.data;
   if (!row) return React.createElement("span", { className: "loading-cell" }, "…");
+  return asCard(props, runName(props, row));
+};
+
+function runName(props, row) {
   // The store alone knows what is picked: a copy beside it could lag behind, and a tick of it be lost.
   const wanted = row.picks || { [row.run_id]: row.name };
   const picked = () => (window.dash_component_api.getLayout("runs-picked") || { props: {} }).props.data || {};
@@ -51,7 +118,7 @@ dagcomponentfuncs.RunCell = function (props) {
           row.name
         )
   );
-};
+}
 
 dagcomponentfuncs.JudgementCell = function (props) {
   const row = props.data;

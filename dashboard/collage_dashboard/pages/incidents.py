@@ -260,15 +260,18 @@ def _day(date: Any, zone: tzinfo) -> str:
     return f"{date:%A}, {date.day} {date:%B %Y}{' (UTC)' if zone is UTC else ''}"
 
 
+_HEADS: Final = ("Alert", "Run", "Fired", "Lasted", "State", "Why")
+"""Of the columns; on a phone a row is a card, and each value has its label beside it."""
+
+
 def _table(
     title: str, days: Sequence[tuple[str, Sequence[wire.Incident]]], names: Mapping[str, str], more: bool
 ) -> dmc.Paper:
-    heads = ("Alert", "Run", "Fired", "Lasted", "State", "Why")
-    head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text, className="text") for text in heads]))
+    head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text, className="text") for text in _HEADS]))
     bodies = []
     for day, incidents in days:
         told = f"{day} · {len(incidents)}"
-        line = [html.Tr(html.Th(told, colSpan=len(heads), scope="rowgroup", className="text day"))]
+        line = [html.Tr(html.Th(told, colSpan=len(_HEADS), scope="rowgroup", className="text day"))]
         rows = [_row(incident, names) for incident in incidents]
         bodies.append(dmc.TableTbody([*(line if day else []), *rows]))
     note = f"The newest {_MOST} of each; `collage-monitor alerts` lists the others." if more else ""
@@ -305,4 +308,7 @@ def _row(incident: wire.Incident, names: Mapping[str, str]) -> dmc.TableTr:
         html.Div(badges(incident), className="badges"),
         html.Span(incident.text, title=incident.text),
     )
-    return dmc.TableTr([dmc.TableTd(cell, className="text") for cell in cells])
+    labelled = [{"data-label": head} for head in _HEADS]
+    return dmc.TableTr(
+        [dmc.TableTd(cell, className="text", **label) for cell, label in zip(cells, labelled, strict=True)]
+    )

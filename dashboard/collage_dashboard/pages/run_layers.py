@@ -224,7 +224,7 @@ def layer_table(run: wire.Run) -> dmc.Paper:
         "suppressHeaderFilterButton": True,
     }
     columns: list[dict[str, Any]] = [
-        _name("layer", "Layer", flex=1, minWidth=150),
+        _name("layer", "Layer", cellRenderer="LayerCell", flex=1, minWidth=150),
         _name("kind", "Kind", width=90),
         *(
             {
