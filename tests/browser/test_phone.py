@@ -34,13 +34,13 @@ SIDEWAYS = """place => [place, ...place.querySelectorAll("*")].flatMap((part) =>
 def arranged(page, cards=True):
     """Wait until the rows of the table of runs are as high as cards, or as lines."""
     rows = "[...document.querySelectorAll('#runs-grid .ag-center-cols-container .ag-row')]"
-    high = "row.offsetHeight > 36 && row.querySelector('.pairs')" if cards else "row.offsetHeight === 36"
+    high = "row.offsetHeight > 36 && row.querySelector('.row-values')" if cards else "row.offsetHeight === 36"
     page.wait_for_function(f"{rows}.length > 1 && {rows}.every((row) => {high})")
 
 
 def pairs(card):
     """The labels of a card, each with the value beside it."""
-    found = card.locator(".pairs > div").evaluate_all(
+    found = card.locator(".row-values > div").evaluate_all(
         "pairs => pairs.map((pair) => [...pair.children].map((part) => part.textContent))"
     )
     return dict(found)
@@ -50,7 +50,7 @@ def test_a_run_is_a_card(phone, dashboard_url):
     phone.goto(dashboard_url)
     arranged(phone)
     card = phone.locator("#runs-grid .ag-row", has=phone.get_by_role("link", name="plus", exact=True))
-    card.locator(".pairs > div").nth(13).wait_for()
+    card.locator(".row-values > div").nth(13).wait_for()
     card.locator(".verdict-cell", has_text="Healthy").wait_for()
     told = pairs(card)
     assert told["Strategy"] == "Collage plus · bfloat16"
@@ -109,7 +109,7 @@ def test_groups_and_chosen_columns_are_cards_too(phone, dashboard_url):
 def test_a_layer_is_a_card_that_shows_its_layer(phone, dashboard_url):
     phone.goto(f"{dashboard_url}/run/run-plain?tab=layers")
     card = phone.locator(".layers-grid .ag-row", has_text="blocks.0.mlp.up.weight")
-    card.locator(".pairs > div").nth(5).wait_for()
+    card.locator(".row-values > div").nth(5).wait_for()
     assert set(pairs(card)) == {"Kind", "Share of the loss", "Lost", "Since", "Margin", "EDQ"}
     assert phone.locator(".layers-grid").evaluate(SIDEWAYS) == []
     card.click()

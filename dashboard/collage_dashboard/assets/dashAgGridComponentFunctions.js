@@ -28,7 +28,7 @@ function asCard(props, name) {
       React.createElement("span", null, value)
     );
   });
-  return React.createElement("div", { className: "row-card" }, name, verdict, React.createElement("div", { className: "pairs" }, pairs));
+  return React.createElement("div", { className: "row-card" }, name, verdict, React.createElement("div", { className: "row-values" }, pairs));
 }
 
 // The other columns go while the screen is narrow, and rows are as high as their cards.
