@@ -1,9 +1,11 @@
 """What the dashboard costs and how soon it shows something, in Chromium, on a store of many runs.
 
-The store holds 60 runs of 2,000 steps × 100 layers and 5,000 small ones. Server and dashboard are processes of
-their own. The gate has five figures. For the server: its CPU for a page of the table of runs. For people: seconds
-until a page says something useful, and until a zoomed heatmap has finer data. For an open tab: the bytes that a
-tick carries, and its share of a core. Bytes and CPU do not depend on other work of the machine; seconds do.
+The store holds 60 runs of 2,000 steps × 100 layers, 5,000 small ones, and one each of 2,000 and 10,000 layers.
+Server and dashboard are processes of their own. The gate's figures: for the server, its CPU for a page of the table
+of runs. For people, seconds until a page says something useful (also over those of a bare Dash page, visited in
+turn), until the heatmap of a run of many layers is drawn, and until a zoomed one has finer data. For an open tab,
+the bytes that a tick carries, and its share of a core. Bytes and CPU do not depend on other work of the machine;
+seconds do.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from benchmarks._population import NOW, UnsyncedStore, evaluate, populate
 from benchmarks._serving import cpu_seconds
 from collage_monitor import wire
 from collage_monitor.client import Client
+from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.posting import post_run
 from tests.ports import command, free_port, running
 from tests.system import find_chromium
 
@@ -32,6 +36,14 @@ ROUNDS, GATE_ROUNDS = 7, 3
 TAB_SECONDS: Final = 30.0
 TABS: Final = 3
 _LIVE: Final = "large-0"
+_WIDE: Final = {"wide": (2_000, 2.0), "widest": (10_000, 4.0)}
+"""Runs of many layers, by name: how many, and the seconds in which they are to be seen."""
+_WIDE_STEPS: Final = 50
+_BARE: Final = """import sys, dash
+app = dash.Dash(serve_locally=True)
+app.layout = dash.html.Div("A page", id="bare")
+app.run(port=int(sys.argv[1]))"""
+"""The least that a Dash page can be."""
 _PAGES: Final = {
     "runs": ("/", ".run-cell"),
     "run": ("/run/large-1", ".number-card"),
@@ -47,10 +59,14 @@ def measure(options: Options) -> Generator[Figure, None, list[str]]:
         _populate(Path(folder), options.seed)
         filled = time.monotonic() - began
         with _running(Path(folder)) as (server, dashboard, address, url), sync_playwright() as playwright:
-            client = Client(address, (Path(folder) / "token").read_text().strip())
+            token = (Path(folder) / "token").read_text().strip()
+            client = Client(address, token)
             yield from _table_pages(client, server, rounds)
             browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
             yield from _paints(browser, url, rounds)
+            yield from wide_paints(browser, url, rounds)
+            yield beside_bare(browser, url, rounds, Path(folder))
+            yield grown_tick(browser, url, address, token, rounds)
             yield from _live_tab(browser, url, client, (server, dashboard))
             browser.close()
             client.close()
@@ -64,6 +80,12 @@ def _populate(folder: Path, seed: int) -> None:
     store = UnsyncedStore(folder / "collage.sqlite", stale_after_seconds=1e9)
     store.open()
     families = (("large", LARGE, STEPS, LAYERS), ("small", SMALL, 8, 0))
+    populate(
+        store,
+        [(name, 1, _WIDE_STEPS, layers) for name, (layers, _) in _WIDE.items()],
+        seed,
+        lambda store, _: evaluate(store),
+    )
     # Evaluated once, and copied with the rest.
     populate(store, families, seed, lambda store, _: evaluate(store))
     for name, runs, *_ in families:
@@ -131,6 +153,48 @@ def _paints(browser: Browser, url: str, rounds: int) -> list[Figure]:
         figures.append(Figure(f"first useful paint, {name}", "s", seconds, limit=2.0))
     zooms = tuple(_zoom(browser, url) for _ in range(rounds))
     return [*figures, Figure("heatmap zoomed, finer data shown", "s", zooms, limit=1.0)]
+
+
+def wide_paints(browser: Browser, url: str, rounds: int) -> Iterator[Figure]:
+    """Until the heatmap shows the layers of the runs that have many."""
+    for name, (layers, limit) in _WIDE.items():
+        seconds = tuple(_visit(browser, url, f"/run/{name}", "#run-panel .hm image") for _ in range(rounds))
+        yield Figure(f"{layers:,} layers shown", "s", seconds, limit=limit)
+
+
+def beside_bare(browser: Browser, url: str, rounds: int, folder: Path) -> Figure:
+    """The table of runs on the screen, over a Dash page of one line: visited in turn, each in a fresh context."""
+    port = free_port()  # type: ignore[no-untyped-call]
+    bare, ratios = f"http://127.0.0.1:{port}", []
+    with running([sys.executable, "-c", _BARE, str(port)], bare, folder / "bare.log"):
+        for _ in range(rounds):
+            least = _visit(browser, bare, "/", "#bare")
+            ratios.append(_visit(browser, url, "/", ".run-cell") / least)
+    return Figure("first screen over a bare Dash page's", "ratio", tuple(ratios), limit=3.0)
+
+
+def grown_tick(browser: Browser, url: str, address: str, token: str, rounds: int) -> Figure:
+    """The bytes, both ways, by which a run's open page takes in a new measured step."""
+    every, begun = 2, 300
+    live = GeneratedRun("growing", "plus", blocks=20, steps=400, every=every, state="running", run_id="growing")
+    post_run(address, live, token, begun)  # type: ignore[no-untyped-call]
+    page = _live_page(browser, url, live.run_id)
+    found: list[float] = []
+    last = "document.querySelector('#run-panel .js-plotly-plot').data[0].x.at(-1)"
+    for place in range(1, rounds + 1):
+        carried: list[int] = []
+
+        def carry(request: Any, carried: list[int] = carried) -> None:
+            carried.append(_bytes_of(request))
+
+        page.on("requestfinished", carry)
+        post_run(address, live, token, begun + place * every)  # type: ignore[no-untyped-call]
+        page.wait_for_function(f"{last} === {begun + place * every}")
+        _next_tick(page)
+        page.remove_listener("requestfinished", carry)
+        found.append(float(sum(carried)))
+    page.close()
+    return Figure("a new step of a live run, 102 layers, bodies both ways", "bytes", tuple(found))
 
 
 def _visit(browser: Browser, url: str, path: str, useful: str) -> float:
@@ -202,10 +266,10 @@ def _live_tab(browser: Browser, url: str, client: Client, processes: tuple[int, 
     ]
 
 
-def _live_page(browser: Browser, url: str) -> Page:
+def _live_page(browser: Browser, url: str, run_id: str = _LIVE) -> Page:
     """The live run's page, once it has settled."""
     page = browser.new_page()
-    page.goto(f"{url}/run/{_LIVE}")
+    page.goto(f"{url}/run/{run_id}")
     page.wait_for_selector("#run-panel .hm image")
     for _ in range(2):
         _next_tick(page)
