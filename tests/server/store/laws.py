@@ -381,12 +381,10 @@ def killed_after(store, transactions):
 class LawsContract:
     """Subclasses give the fixtures `store` and `reopen`."""
 
-    share_of_examples = 6
-    """One in so many of those that a property of numbers has: a life is long. At night no fewer than a sixth."""
-
     def test_readers_get_what_was_reported(self, store, reopen):
         machine = type("Machine", (StoreMachine,), {"store": store, "reopen": staticmethod(reopen)})
         profile = settings()
-        share = self.share_of_examples if profile.derandomize else 6
+        # Of those that a property of numbers has: a life is long.
+        share = 12 if profile.derandomize else 6
         bounded = settings(profile, max_examples=profile.max_examples // share, stateful_step_count=25)
         run_state_machine_as_test(machine, settings=bounded)

@@ -100,9 +100,7 @@ class TestArchivedSealing(SealingContract):
 
 
 class TestArchivedLaws(LawsContract):
-    """The store's life, with files: sealing as without, and twice as long."""
-
-    share_of_examples = 12
+    """The store's life, with files."""
 
 
 class TestArchivedLife(LifeContract):

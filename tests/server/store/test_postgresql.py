@@ -72,9 +72,7 @@ class TestPostgresqlSealed(SealedContract):
 
 
 class TestPostgresqlLaws(LawsContract):
-    """The store's life on PostgreSQL, where each takes five times as long: the same code but for the dialect."""
-
-    share_of_examples = 12
+    """The store's life on PostgreSQL."""
 
 
 class TestPostgresqlParts(PartsContract):
