@@ -240,6 +240,7 @@ def test_an_archive_of_before_there_were_marks_is_taken_over(store, opened):
     assert again.archiving.files.read_mark() is not None
 
 
+@pytest.mark.slow
 def test_a_bucket_has_a_mark_too(opened, tmp_path, bucket):
     (tmp_path / "stranger").mkdir()
     opened(put_migrated(tmp_path), Bucket(bucket, tmp_path / "cache", 2**20))
