@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "Array",
     "Definition",
     "HISTOGRAM_LABELS",
     "HISTOGRAM_OCTAVES",

@@ -27,6 +27,7 @@ __all__ = [
     "Forecast",
     "ForecastError",
     "GridRecord",
+    "LOST",
     "StrategyForecast",
     "forecast_strategies",
     "kinds_of",

@@ -37,13 +37,13 @@ __all__ = [
 Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-FEWEST_POINTS: Final = 24
+_FEWEST_POINTS: Final = 24
 """Points of a series that is looked at."""
-LEAST_JUMP: Final = 6.0
+_LEAST_JUMP: Final = 6.0
 """Jump over the median absolute jump, times 1.4826: the least that counts in one series."""
-LEAST_KNOWN_JUMP: Final = 4.0
+_LEAST_KNOWN_JUMP: Final = 4.0
 """The same in a layer, at a place where a change is known."""
-LIKELIHOOD_RATIO: Final = 1000.0
+_LIKELIHOOD_RATIO: Final = 1000.0
 """How many times likelier a ramp must be than a bend, with normal noise."""
 _WINDOW: Final = 12
 _FEWEST_BESIDE: Final = 6
@@ -118,16 +118,16 @@ def find_onset(
     times = np.asarray(steps, dtype=np.float64)
     known = np.isfinite(table).any(0)
     table, times = table[:, known], times[known]
-    if len(times) < FEWEST_POINTS:
+    if len(times) < _FEWEST_POINTS:
         return None
-    rows = np.flatnonzero(np.isfinite(table).sum(1) >= max(FEWEST_POINTS, 0.5 * len(times)))
+    rows = np.flatnonzero(np.isfinite(table).sum(1) >= max(_FEWEST_POINTS, 0.5 * len(times)))
     if not len(rows):
         return None
     times = (times - times[0]) / np.median(np.diff(times))
     series = np.array([_without_outliers(_filled(table[row], times)) for row in rows])
     kernel = _jump_kernel(times)
     # Among many series chance alone goes further.
-    threshold = LEAST_JUMP + 0.25 * np.log2(len(rows))
+    threshold = _LEAST_JUMP + 0.25 * np.log2(len(rows))
     found: dict[int, _Ramp] = {}
     for index in _promising(series, kernel):
         ramp = _ramp_at(int(np.abs(_jumps(series[index], kernel)).argmax()), series[index], times)
@@ -142,7 +142,7 @@ def find_onset(
         for index in range(len(rows))
         if index in together
         or (
-            _size(series[index], ramp, times, kernel) > LEAST_KNOWN_JUMP
+            _size(series[index], ramp, times, kernel) > _LEAST_KNOWN_JUMP
             and _difference(series[index], ramp) >= least
         )
     ]
@@ -315,7 +315,7 @@ def _ramp_at(place: int, values: Array, times: Array) -> _Ramp | None:
     best = int(squares.argmin())
     bends = np.maximum(times[near] - times[near.start + 1 : near.stop - 1, np.newaxis], 0.0)
     bent = float(_left_over(values[near], times[near], bends).min())
-    unlikely = LIKELIHOOD_RATIO ** (-2 / (near.stop - near.start))
+    unlikely = _LIKELIHOOD_RATIO ** (-2 / (near.stop - near.start))
     return ramps[best] if squares[best] <= unlikely * bent else None
 
 

@@ -17,9 +17,9 @@ from collage_monitor.seeds import Estimate, SeedValue, difference
 from collage_monitor.strategies import strategy_title
 from collage_monitor.strategy_results import StrategyResult, differences
 
-__all__ = ["NOTICEABLE_LOSS_SHARE", "Recommendation", "recommendation", "short_title", "signed", "worth"]
+__all__ = ["Recommendation", "recommendation", "short_title", "signed", "worth"]
 
-NOTICEABLE_LOSS_SHARE: Final = 0.005
+_NOTICEABLE_LOSS_SHARE: Final = 0.005
 """Of the reference's loss: between strategies whose gaps are below this, memory decides."""
 
 
@@ -39,7 +39,7 @@ class Recommendation:
 def recommendation(results: Sequence[StrategyResult], left_out: int = 0) -> Recommendation:
     """The strategy that needs the fewest bytes of those without a problem.
 
-    A problem is a verdict of one of its runs, or a loss above the reference's by more than `NOTICEABLE_LOSS_SHARE`
+    A problem is a verdict of one of its runs, or a loss above the reference's by more than `_NOTICEABLE_LOSS_SHARE`
     of it. A strategy is not recommended unless its runs are known to be healthy and differ only in their strategy.
 
     left_out: requested runs that are not among the results; the sentence says how many it covers.
@@ -211,12 +211,12 @@ def _against(result: StrategyResult, reference: StrategyResult | None) -> str | 
         return f"{share if len(result.runs) > 1 else ''}{words}"
     limit = _noticeable(reference)
     if result.gap is not None and limit is not None and result.gap.value > limit:
-        return f"its loss is more than {percent(NOTICEABLE_LOSS_SHARE)} above the reference's"
+        return f"its loss is more than {percent(_NOTICEABLE_LOSS_SHARE)} above the reference's"
     return None
 
 
 def _noticeable(reference: StrategyResult | None) -> float | None:
-    return NOTICEABLE_LOSS_SHARE * abs(reference.loss.value) if reference and reference.loss else None
+    return _NOTICEABLE_LOSS_SHARE * abs(reference.loss.value) if reference and reference.loss else None
 
 
 def _share(gap: Estimate, reference: StrategyResult | None) -> str:

@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["Guard", "raise_in_tests", "reraise_in_tests"]
 
-FAILURES_ALLOWED: Final = 3
+_FAILURES_ALLOWED: Final = 3
 _MOST_REFUSALS: Final = 20
 _LOGGER = logging.getLogger("collage_agent")
 _raising = False
@@ -52,7 +52,7 @@ class Guard:
             return
         self.reason = f"measuring fails, last {kind}: {error}"
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if out_of_memory or self.failures.total() >= FAILURES_ALLOWED:
+        if out_of_memory or self.failures.total() >= _FAILURES_ALLOWED:
             self.disabled = True
             self.reason = f"switched off after {self.failures.total()} failures, last {kind}: {error}"
             _LOGGER.error("measuring is %s", self.reason)

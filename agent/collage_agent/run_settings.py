@@ -201,11 +201,11 @@ def _read(name: str, kind: Any, value: Any, *, is_text: bool = True) -> Any:
     secret = name == "token" or (is_address and "@" in value)
     value = read_setting(name, value, kind, is_text=is_text, secret=secret)
     if name == "mirrors":
-        check_mirrors(value)
+        _check_mirrors(value)
     return value.rstrip("/") if is_address else value
 
 
-def check_mirrors(names: Iterable[str]) -> None:
+def _check_mirrors(names: Iterable[str]) -> None:
     """Look up each mirror and its requirements, without importing them.
 
     Raises:

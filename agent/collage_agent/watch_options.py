@@ -19,7 +19,7 @@ from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["Exclude", "WatchArguments", "WatchOptions", "shows_options"]
 
-MOST_WINDOWS: Final = 4
+_MOST_WINDOWS: Final = 4
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -128,8 +128,8 @@ def _compiled(patterns: Sequence[str]) -> tuple[re.Pattern[str], ...]:
 def _window_lengths(windows: Sequence[int]) -> None:
     for length in windows:
         _whole_number("windows", length, at_least=2, otherwise=" for each window, in steps")
-    if len(set(windows)) != len(windows) or len(windows) > MOST_WINDOWS:
-        raise ValueError(f"windows={windows!r}; pass at most {MOST_WINDOWS} different lengths, such as (8, 64)")
+    if len(set(windows)) != len(windows) or len(windows) > _MOST_WINDOWS:
+        raise ValueError(f"windows={windows!r}; pass at most {_MOST_WINDOWS} different lengths, such as (8, 64)")
 
 
 def _formats(casts: Sequence[str]) -> None:

@@ -54,11 +54,11 @@ def load(arithmetic: WideArithmetic, chunk: State, name: str, storage: StateStor
     """A fresh wide copy of the stored value of a name, weights and averages alike."""
     low = chunk.get(name + LOW_COMPONENT_SUFFIX)
     if storage.is_split and low is not None:
-        return load_split(arithmetic, chunk[name], low)
+        return _load_split(arithmetic, chunk[name], low)
     if storage is StateStorage.ROOT:
-        return load_root(arithmetic, chunk[name])
+        return _load_root(arithmetic, chunk[name])
     if storage is StateStorage.BLOCKS:
-        return load_blocks(arithmetic, chunk[name], chunk[name + SCALE_SUFFIX])
+        return _load_blocks(arithmetic, chunk[name], chunk[name + SCALE_SUFFIX])
     return arithmetic.load(chunk[name], low)
 
 
@@ -75,9 +75,9 @@ def store(
     if storage.is_split and low is not None:
         store_split(arithmetic, value, high, low, draws)
     elif storage is StateStorage.ROOT:
-        store_root(arithmetic, value, high, draws)
+        _store_root(arithmetic, value, high, draws)
     elif storage is StateStorage.BLOCKS:
-        store_blocks(arithmetic, value, high, chunk[name + SCALE_SUFFIX], draws)
+        _store_blocks(arithmetic, value, high, chunk[name + SCALE_SUFFIX], draws)
     elif draws is not None:
         round_at_random(arithmetic, value, high, draws)
     else:
@@ -88,7 +88,7 @@ def store(
             arithmetic.give_back(rest)
 
 
-def load_split(arithmetic: WideArithmetic, high: Tensor, low: Tensor) -> Tensor:
+def _load_split(arithmetic: WideArithmetic, high: Tensor, low: Tensor) -> Tensor:
     """The fp32 number of which `high`, bfloat16, holds the upper bits and `low`, int16 or int8, the ones below.
 
     Its bits are those of `high` · 2^16 + low, a byte shifted to follow them: `high` is the number rounded to
@@ -155,7 +155,7 @@ def _rounding(arithmetic: WideArithmetic, bits: Tensor, dropped: int, draws: Ran
     return bits
 
 
-def load_root(arithmetic: WideArithmetic, code: Tensor) -> Tensor:
+def _load_root(arithmetic: WideArithmetic, code: Tensor) -> Tensor:
     """v from the 16 bits of its root, in an int16 without a sign.
 
     The codes count the fp32 numbers √v · 2^-63, which reach from 2^-149 to 2^128 in v, as fp32 does: 1,024 to each
@@ -173,7 +173,7 @@ def load_root(arithmetic: WideArithmetic, code: Tensor) -> Tensor:
     return arithmetic.on(torch.mul, root, root)
 
 
-def store_root(arithmetic: WideArithmetic, value: Tensor, code: Tensor, draws: RandomBits | None = None) -> None:
+def _store_root(arithmetic: WideArithmetic, value: Tensor, code: Tensor, draws: RandomBits | None = None) -> None:
     """Keep v ≥ 0, fp32, by its root, rounded at random or to nearest.
 
     Relative step 2^-10 for roots from 2^-32 to 2^8, else 2^-8. NaN and infinity become the largest number, 2^128 (1
@@ -199,7 +199,7 @@ def _clamped(arithmetic: WideArithmetic, values: Tensor, low: int, high: int) ->
     return torch.clamp(values, low, high, out=arithmetic.take(values).view(values.dtype))
 
 
-def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor, block: int = BLOCK_ELEMENTS) -> Tensor:
+def _load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor, block: int = BLOCK_ELEMENTS) -> Tensor:
     """Values from 8-bit codes c [n] and their blocks' scales s [⌈n / block⌉]: sign(c) (c / 127)² s for int8.
 
     uint8 codes hold the root of an unsigned value: ((c / 255)² s)². Small values of a block keep more digits than
@@ -208,7 +208,7 @@ def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor, block: 
     """
     flat, elements = code.reshape(-1), code.numel()
     if elements % block:
-        value = load_blocks(WideArithmetic(), _padded(flat), scale)[:elements].view(code.shape)
+        value = _load_blocks(WideArithmetic(), _padded(flat), scale)[:elements].view(code.shape)
         return value if arithmetic.keeps_new_tensors else arithmetic.load(value)
     signed = code.dtype == torch.int8
     numbers = arithmetic.load(flat)
@@ -220,7 +220,7 @@ def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor, block: 
     return (squares if signed else squares.square_()).view(code.shape)
 
 
-def store_blocks(
+def _store_blocks(
     arithmetic: WideArithmetic, value: Tensor, code: Tensor, scale: Tensor, draws: RandomBits | None = None
 ) -> None:
     """Keep fp32 values in 8-bit codes, rounded at random or to nearest; sets the scales.
@@ -231,7 +231,7 @@ def store_blocks(
     if elements % BLOCK_ELEMENTS:
         whole = _padded(code.reshape(-1))
         longer = None if draws is None else draws.longer(whole)
-        store_blocks(WideArithmetic(), _padded(flat), whole, scale, longer)
+        _store_blocks(WideArithmetic(), _padded(flat), whole, scale, longer)
         code.copy_(whole[:elements].view(code.shape))
         return
     signed, levels = (True, 127.0) if code.dtype == torch.int8 else (False, 255.0)
@@ -381,11 +381,11 @@ def decoded(
         return None if found is None else sharded(found, *mesh, run_check=False)
     low, scale = state.get(name + LOW_COMPONENT_SUFFIX), state.get(name + SCALE_SUFFIX)
     if scale is not None:
-        return load_blocks(WideArithmetic(), first, scale, block)
+        return _load_blocks(WideArithmetic(), first, scale, block)
     if first.dtype == torch.int16:
-        return load_root(WideArithmetic(), first)
+        return _load_root(WideArithmetic(), first)
     if low is not None and not low.dtype.is_floating_point:
-        return load_split(WideArithmetic(), first, low)
+        return _load_split(WideArithmetic(), first, low)
     return None
 
 

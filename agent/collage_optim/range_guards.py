@@ -218,7 +218,7 @@ class UpdateGuard:
         moments: those of the rule, for counting the bytes of the advised strategies.
         """
         history, size = self._histories[number], displacement.abs()
-        lost = size.lt(stored_half_gap(strategy, weight, displacement)).logical_and_(size.isfinite())
+        lost = size.lt(_stored_half_gap(strategy, weight, displacement)).logical_and_(size.isfinite())
         sums = torch.stack((size.nan_to_num_(0.0, 0.0, 0.0).sum(), size.mul_(lost).sum()))
         falls = group["lr"] < history.looked_at
         since = self._steps - history.step
@@ -260,7 +260,7 @@ class UpdateGuard:
             )
 
 
-def stored_half_gap(strategy: StorageStrategy, weight: Tensor, direction: Tensor) -> Tensor:
+def _stored_half_gap(strategy: StorageStrategy, weight: Tensor, direction: Tensor) -> Tensor:
     """Half a gap of a strategy's stored weight, in the sign of `direction`: fp64, of the weight's shape.
 
     A pair's low component is at most half a gap of the weight, and has the weight's precision: it is taken as large

@@ -26,9 +26,17 @@ from collage_optim.strategies import (
 )
 from collage_optim.update_rules import Group, Moment
 
-__all__ = ["CONVERTED_FROM", "RESIDUALS_FROM", "convert", "load", "note_conversion", "take_over"]
+__all__ = [
+    "CONVERTED_FROM",
+    "OF_WRAPPERS",
+    "RESIDUALS_FROM",
+    "convert",
+    "load",
+    "note_conversion",
+    "take_over",
+]
 
-BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled", "on_external_write", "rule")
+_BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled", "on_external_write", "rule")
 """Group options that belong to this optimizer: a checkpoint does not change them."""
 
 RESIDUALS_FROM = "residuals_from"
@@ -110,7 +118,7 @@ def take_over(made: Optimizer, other: Optimizer) -> None:
 
 def _merged(built: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a group after loading, without its parameters."""
-    own = {key: value for key, value in built.items() if key in BUILT_IN_OPTIONS or key not in loaded}
+    own = {key: value for key, value in built.items() if key in _BUILT_IN_OPTIONS or key not in loaded}
     if loaded.get("seed") is None:
         own["seed"] = built.get("seed")
     return {**loaded, **own}
@@ -125,7 +133,7 @@ def _check_rule(optimizer: Optimizer, group: Mapping[str, Any], old: Mapping[str
             raise ValueError(
                 f"the checkpoint has {name}={old[name]!r}, {kind} has {group[name]!r}: it is of another update rule"
             )
-    own = set(optimizer.defaults).difference(BUILT_IN_OPTIONS, _OF_EVERY_RULE, TORCH_FORMS)
+    own = set(optimizer.defaults).difference(_BUILT_IN_OPTIONS, _OF_EVERY_RULE, TORCH_FORMS)
     missing = sorted(own.difference(old))
     if missing:
         raise ValueError(

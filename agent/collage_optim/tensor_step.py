@@ -172,7 +172,7 @@ def step_tensors(step: Step, members: list[Member]) -> None:
         if step.seeding is not None and hasattr(member.parameter, "to_local"):
             together = False
         if not together or not all(tensor.is_contiguous() for tensor in components.values()):
-            step_components(step, components, member.position, shard_number(member.parameter))
+            _step_components(step, components, member.position, shard_number(member.parameter))
             continue
         first = first if small else member.position
         small.append(_flat(components))
@@ -184,7 +184,7 @@ def step_tensors(step: Step, members: list[Member]) -> None:
         _step_together(step, small, first)
 
 
-def step_components(step: Step, components: State, position: int, shard: int) -> None:
+def _step_components(step: Step, components: State, position: int, shard: int) -> None:
     """Step one tensor's components, of one shape and any strides."""
     # What is not contiguous is stepped in a copy: flat memory would do if all layouts agreed, but they may differ.
     dense = {name: tensor.contiguous() for name, tensor in components.items()}

@@ -31,9 +31,9 @@ __all__ = [
     "tokens_a_step",
 ]
 
-SCHEDULE_END: Final = 0.1
+_SCHEDULE_END: Final = 0.1
 """Share of the run's largest learning rate, below which a schedule is at its end."""
-CHANGED: Final = 0.1
+_CHANGED: Final = 0.1
 """Relative difference that counts as a change."""
 
 
@@ -154,7 +154,7 @@ def text_of(value: float) -> str:
     return f"{value:,.0f}" if value == round(value) and abs(value) < 1e9 else f"{value:.4g}"
 
 
-def rose(evidence: IncidentEvidence, key: str, *, by: float = CHANGED) -> CauseVerdict:
+def rose(evidence: IncidentEvidence, key: str, *, by: float = _CHANGED) -> CauseVerdict:
     """Whether a value grew by more than this share."""
     both = evidence.both(key)
     if both is None:
@@ -188,7 +188,7 @@ def near_schedule_end(evidence: IncidentEvidence) -> CauseVerdict:
     if rate is None or not highest:
         return left_open("learning_rate was not logged")
     clause = f"learning_rate is {text_of(rate)}, {percent(rate / highest)} of the run's largest"
-    return supported(clause) if rate < SCHEDULE_END * highest else ruled_out(clause)
+    return supported(clause) if rate < _SCHEDULE_END * highest else ruled_out(clause)
 
 
 def tokens_a_step(evidence: IncidentEvidence) -> tuple[float, float] | None:

@@ -1,7 +1,7 @@
 """`tag`, `note` and `delete`: change a run by hand.
 
-Each is one request of `client.Client`, which the server writes to its audit log where it deletes. Names and options
-are users' scripts': `docs/command.md` holds them.
+Each is one request of `client.Client`; the server keeps a deletion in its audit log. Verbs and options are fixed,
+because scripts call them (`docs/command.md`, `tests/server/test_run_verbs.py`).
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from collage_monitor.judgement.words import Finding, percent, silence
 
 __all__ = ["doubts", "nothing_intended", "witnesses"]
 
-MEASURED_TOLERANCE: Final = 0.1
-HELD_BY_ALL: Final = 0.999
+_MEASURED_TOLERANCE: Final = 0.1
+_HELD_BY_ALL: Final = 0.999
 """Share of the elements: beyond it the ranks that report hold the whole model."""
 _WIDE: Final = re.compile("float(32|64)")
 _NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
@@ -66,17 +66,17 @@ def nothing_intended(case: Case) -> Finding:
 def _silent_ranks(case: Case) -> Iterator[Finding]:
     """The elements of silent ranks may be sick, unless other ranks hold copies of them."""
     silent = case.evidence.silent
-    if silent is not None and (silent.held is None or silent.held < HELD_BY_ALL):
+    if silent is not None and (silent.held is None or silent.held < _HELD_BY_ALL):
         text = f"{silence(silent)}: what the others hold is not known"
-        yield Finding("unknown", text, "elements", silent.held, HELD_BY_ALL)
+        yield Finding("unknown", text, "elements", silent.held, _HELD_BY_ALL)
 
 
 def _little_measured(case: Case) -> Iterator[Finding]:
     """Elements that were not measured may be sick."""
     measured = case.measured
-    if measured is not None and measured < 1 - MEASURED_TOLERANCE:
+    if measured is not None and measured < 1 - _MEASURED_TOLERANCE:
         text = f"what was intended is known of {percent(measured)} of the elements only"
-        yield Finding("unknown", text, "measured_ratio", measured, 1 - MEASURED_TOLERANCE)
+        yield Finding("unknown", text, "measured_ratio", measured, 1 - _MEASURED_TOLERANCE)
 
 
 def _wide_interval(case: Case) -> Iterator[Finding]:

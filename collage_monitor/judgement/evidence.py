@@ -19,6 +19,8 @@ from collage_monitor.wire import Number, WatchInfo
 __all__ = [
     "Evidence",
     "OF_LAYERS",
+    "RECENT_SHARE",
+    "RECENT_STEPS",
     "SilentRanks",
     "Values",
     "evidence_of",
@@ -50,7 +52,7 @@ RECENT_SHARE: Final = 0.05
 """Share of the run's Σ u² that it has at least."""
 
 
-SILENT_STEPS: Final = 8
+_SILENT_STEPS: Final = 8
 """Measured steps without a rank after which it counts as silent: of fewer, its reports may be on their way."""
 
 
@@ -154,7 +156,7 @@ def silent_ranks(
     begin = len(ranks)
     while begin and ranks[begin - 1] < expected[begin - 1]:
         begin -= 1
-    least = min(SILENT_STEPS, sum(measured)) if is_over else SILENT_STEPS
+    least = min(_SILENT_STEPS, sum(measured)) if is_over else _SILENT_STEPS
     if begin == len(ranks) or sum(measured[begin:]) < least:
         return None
     before = elements[begin - 1] if begin else whole

@@ -16,7 +16,7 @@ __all__ = ["Case", "EDQ_TOLERANCE", "LAYER_LOST", "LAYER_TOLERANCE", "LOST_TOLER
 
 EDQ_TOLERANCE: Final = 0.05
 LOST_TOLERANCE: Final = 0.05
-LONG_WINDOW: Final = 10
+_LONG_WINDOW: Final = 10
 """Steps: a window of fewer may hold the same roundings as one."""
 LAYER_LOST: Final = 0.5
 """Of a layer's updates, by their number and by their error: the most of them."""
@@ -72,7 +72,7 @@ class Case:
         Either alone would not do: large steps move each weight now and then though the small ones are lost.
         """
         window, moved = longest_window(self.model, "lost_window_ratio"), self.number("oracle_displacement_ratio")
-        if window is None or window[0] < LONG_WINDOW or window[1] > LOST_TOLERANCE:
+        if window is None or window[0] < _LONG_WINDOW or window[1] > LOST_TOLERANCE:
             return False
         return moved is not None and moved >= 1 - EDQ_TOLERANCE
 

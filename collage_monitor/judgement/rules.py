@@ -23,17 +23,17 @@ __all__ = [
     "findings_against",
 ]
 
-ERROR_TOLERANCE: Final = 0.05
+_ERROR_TOLERANCE: Final = 0.05
 STATE_TOLERANCE: Final = 0.1
 DECAY_TOLERANCE: Final = 0.5
 OWN_DECAY: Final = frozenset({"foreach", "for-loop"})
 """Implementations of a step that decay weights by an operation of its own."""
 ORACLE_TOLERANCE: Final = 0.05
-FILL_TOLERANCE: Final = 2.0
+_FILL_TOLERANCE: Final = 2.0
 _SMALL_EPS: Final = " (in float16 an eps below 3e-8 is 0: raise it, or keep the weights in float32)"
-DROPPED_TOLERANCE: Final = 0.4
+_DROPPED_TOLERANCE: Final = 0.4
 """Below a half, of which chance leaves some at 0. Updates of one size, as Lion's, add up to 0 now and then."""
-FEWEST_RESIDUALS: Final = 32
+_FEWEST_RESIDUALS: Final = 32
 """Elements of a layer that is asked by itself: of fewer all may have come to 0 so."""
 
 
@@ -114,7 +114,7 @@ def _loss(case: Case) -> Iterator[Finding]:
     if case.arrives_later:
         return
     lost, error = case.lost_where(at_random=False)
-    if lost is not None and lost > LOST_TOLERANCE and (error is None or error > ERROR_TOLERANCE):
+    if lost is not None and lost > LOST_TOLERANCE and (error is None or error > _ERROR_TOLERANCE):
         where = " of the layers that round to nearest" if case.differing else ""
         text = f"{percent(lost)} of the updates{where} are rounded away"
         yield Finding("losing updates", text, "lost_update_ratio", lost, LOST_TOLERANCE)
@@ -175,28 +175,30 @@ def _decay(case: Case) -> Iterator[Finding]:
 def _residual_fill(case: Case) -> Iterator[Finding]:
     """Rounding to nearest leaves a residual of at most half a gap, truncation one of up to a whole gap."""
     fill = case.number("residual_fill_ratio")
-    if fill is not None and fill > FILL_TOLERANCE:
+    if fill is not None and fill > _FILL_TOLERANCE:
         text = f"the residuals hold {fill:.3g} half gaps each, where what rounding leaves is at most one"
-        yield Finding("residuals are off", text, "residual_fill_ratio", fill, FILL_TOLERANCE)
+        yield Finding("residuals are off", text, "residual_fill_ratio", fill, _FILL_TOLERANCE)
 
 
 def _residuals_dropped(case: Case) -> Iterator[Finding]:
     """A residual carries part of one step to the next; if it is 0 again before that, this part never arrives."""
     key = "residual_dropped_ratio"
-    if (dropped := case.number(key) or 0.0) > DROPPED_TOLERANCE * (1 - case.idle):
+    if (dropped := case.number(key) or 0.0) > _DROPPED_TOLERANCE * (1 - case.idle):
         text = f"{percent(dropped)} of the residuals were 0 again before a step: what they kept was dropped"
-        yield Finding("residuals are off", text, key, dropped, DROPPED_TOLERANCE)
+        yield Finding("residuals are off", text, key, dropped, _DROPPED_TOLERANCE)
         return
-    large = [name for name in case.evidence.layers if (case.number("elements", name) or 0.0) >= FEWEST_RESIDUALS]
+    large = [name for name in case.evidence.layers if (case.number("elements", name) or 0.0) >= _FEWEST_RESIDUALS]
     shares = {name: case.number(key, name) or 0.0 for name in large}
     squares = {name: (case.number("intended_norm", name) or 0.0) ** 2 for name in shares}
-    emptied = sorted((name for name in shares if shares[name] > DROPPED_TOLERANCE), key=lambda name: -squares[name])
+    emptied = sorted(
+        (name for name in shares if shares[name] > _DROPPED_TOLERANCE), key=lambda name: -squares[name]
+    )
     if sum(squares[name] for name in emptied) > LAYER_TOLERANCE * sum(squares.values()):
         worst, others = emptied[0], len(emptied) - 1
         more = f" and of {others} more layers" if others > 1 else " and of another layer" if others else ""
         text = f"{percent(shares[worst])} of the residuals of {worst}{more} were 0 again before a step: what they "
         text += "kept was dropped"
-        yield Finding("residuals are off", text, key, shares[worst], DROPPED_TOLERANCE, worst)
+        yield Finding("residuals are off", text, key, shares[worst], _DROPPED_TOLERANCE, worst)
 
 
 def _residuals_empty(case: Case) -> Iterator[Finding]:
@@ -206,7 +208,7 @@ def _residuals_empty(case: Case) -> Iterator[Finding]:
     # Elements that are never stepped have a residual of 0.
     threshold = case.idle + 0.5 * (1 - case.idle)
     dropped = case.number("residual_dropped_ratio")
-    held = dropped is None or dropped > DROPPED_TOLERANCE * (1 - case.idle)
+    held = dropped is None or dropped > _DROPPED_TOLERANCE * (1 - case.idle)
     # None was there before a conversion, or before the first step that moves weights.
     if zero is None or zero <= threshold or case.one_step or not held:
         return

@@ -22,6 +22,7 @@ __all__ = [
     "Health",
     "Judgement",
     "NO_PROBLEM",
+    "STILL",
     "WORDS_VERSION",
     "judgement_of",
     "percent",
@@ -54,7 +55,7 @@ GRAVITY: Final[tuple[Health, ...]] = (
 """Bad words, the gravest first."""
 NO_PROBLEM: Final[frozenset[str]] = frozenset({"healthy", "unknown"})
 """The other words: nothing speaks against a run."""
-COPY_TOLERANCE: Final = 0.5
+_COPY_TOLERANCE: Final = 0.5
 STILL: Final = 0.9995
 """Share of its updates that a layer loses which does not move at all."""
 _NAMED: Final = 3
@@ -172,7 +173,7 @@ def _about_copies(case: Case) -> Iterator[str]:
     changed = labelled(case.model, "cast_changed_ratio")
     recoded = labelled(case.model, "cast_recoded_ratio")
     # Where scales follow the largest weight, each step moves every number a little: only codes tell what arrives.
-    hardly = {name: share for name, share in (changed | recoded).items() if share < COPY_TOLERANCE}
+    hardly = {name: share for name, share in (changed | recoded).items() if share < _COPY_TOLERANCE}
     if case.active and hardly:
         parts = [
             f"{percent(share)} of a {name} copy{' of the weights' if place == 0 else ''}"

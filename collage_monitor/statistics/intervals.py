@@ -18,11 +18,11 @@ import numpy as np
 
 from collage_monitor.definitions import Array, Definition, Interval, Statistic, active_elements, sums
 
-__all__ = ["ACTIVE", "DEFINITION", "MINIMUM_BLOCKS", "MOST_UNSEEN", "bounds", "needed_for", "student_quantile"]
+__all__ = ["DEFINITION", "MINIMUM_BLOCKS", "MOST_UNSEEN", "bounds", "needed_for", "student_quantile"]
 
 Totals = Mapping[str, Array]
 
-ACTIVE: Final = ("elements", "nonfinite", "idle", "lost", "distorted", "faithful")
+_ACTIVE: Final = ("elements", "nonfinite", "idle", "lost", "distorted", "faithful")
 """What the denominator "active" is made of: the arguments of `active_elements`."""
 MINIMUM_BLOCKS: Final = 20
 VARIANCES: Final = ("variance_numerator", "variance_denominator", "covariance", "variance_product_root")
@@ -80,14 +80,14 @@ DEFINITION = Definition(
 def needed_for(name: str, pair: Interval) -> list[str]:
     """Keys of the totals that `bounds` reads of the metric `name`."""
     variances = [f"{entry}/{name}" for entry in VARIANCES]
-    under = ACTIVE if pair.denominator == "active" else (pair.denominator,)
+    under = _ACTIVE if pair.denominator == "active" else (pair.denominator,)
     own = ("measured_steps",) if pair.share else (f"fourth_moment/{name}", "unseen_variance", _REFERENCE)
     return [pair.numerator, *under, *variances, *pair.sample, *own]
 
 
 def _denominator(totals: Totals, name: str) -> Array:
     if name == "active":
-        return active_elements(*(totals.get(part, np.asarray(np.nan)) for part in ACTIVE))
+        return active_elements(*(totals.get(part, np.asarray(np.nan)) for part in _ACTIVE))
     return totals[name]
 
 

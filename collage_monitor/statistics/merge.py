@@ -137,7 +137,7 @@ def _last(values: Array, missing: NDArray[np.bool_], bounds: NDArray[np.intp], a
     return np.where(newest < 0, np.nan, picked)
 
 
-def merge_width(counts: NDArray[np.int64], points: int) -> int:
+def _merge_width(counts: NDArray[np.int64], points: int) -> int:
     """Measured steps in each merged point, so that there are at most `points`."""
     size = max(-(-int(counts.sum()) // points), 1)
     # Frozen points are far coarser than asked: each stays one point, and does not coarsen the others.
@@ -154,5 +154,5 @@ def merge_starts(counts: NDArray[np.int64], points: int) -> NDArray[np.intp]:
     if not len(counts):
         return np.zeros(0, dtype=np.intp)
     before = np.cumsum(counts) - counts
-    merged = before // merge_width(counts, points)
+    merged = before // _merge_width(counts, points)
     return np.append(0, np.flatnonzero(merged[1:] != merged[:-1]) + 1)

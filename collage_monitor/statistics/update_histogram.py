@@ -14,7 +14,11 @@ import numpy as np
 
 from collage_monitor.definitions import HISTOGRAM_LABELS, HISTOGRAM_OCTAVES, Array, Definition, Metric, sums
 
-__all__ = ["DEFINITION", "histogram_counts", "histogram_quantile", "share_below_half_gap"]
+__all__ = [
+    "DEFINITION",
+    "histogram_counts",
+    "histogram_quantile",
+]
 
 _EDGES: Final = np.array([*HISTOGRAM_OCTAVES, HISTOGRAM_OCTAVES[-1] + 1], dtype=np.float64)
 _HALF_GAP_BINS: Final = 1 + HISTOGRAM_OCTAVES.index(-1)
@@ -53,7 +57,7 @@ def histogram_quantile(counts: Array, share: float) -> Array:
     return np.where(total > 0, value, np.nan)
 
 
-def share_below_half_gap(counts: Array) -> Array:
+def _share_below_half_gap(counts: Array) -> Array:
     """Share of the elements with |u| below half a gap: the octaves up to [2⁻², 2⁻¹) and the underflow."""
     counts = np.nan_to_num(counts, nan=0.0)
     total = counts.sum(axis=0)
@@ -88,7 +92,7 @@ DEFINITION = Definition(
             "Share of the updates that plain storage in this dtype would round away. "
             "Predicts nothing for pairs or master weights.",
             needs=("update_ulp_histogram",),
-            finish=share_below_half_gap,
+            finish=_share_below_half_gap,
             ideal=0.0,
         ),
         Metric(

@@ -16,6 +16,8 @@ from collage_monitor.wire.messages import Attempt, Layer, Name, Stream, WatchInf
 from collage_monitor.wire.number_encoding import Number
 
 __all__ = [
+    "AlertLabel",
+    "AlertText",
     "AlertmanagerAlert",
     "AlertmanagerAnswer",
     "AlertmanagerMessage",

@@ -18,12 +18,21 @@ from msgspec import Meta, Struct, field
 __all__ = [
     "Attempt",
     "AttemptCreate",
+    "Breach",
+    "Compared",
+    "Continuation",
+    "Conversion",
     "Fingerprint",
+    "Index",
     "LIMITS",
     "Layer",
+    "LossKind",
+    "Name",
     "Report",
     "ReportBatch",
     "ReportGap",
+    "ReportsOfStep",
+    "ResumeLoss",
     "RunCreate",
     "RunUpdate",
     "SignInFinish",
@@ -52,7 +61,7 @@ LIMITS: Final[Mapping[str, int]] = MappingProxyType(
 )
 """What one message may hold. The server answers more with 413 or 422 and names the limit."""
 
-Identifier = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*(?![\s\S])")]
+_Identifier = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*(?![\s\S])")]
 """The end is written as JSON Schema and Python both read it: Python's `$` also matches before a last line break."""
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Role = Annotated[
@@ -70,7 +79,7 @@ ReportsOfStep = Annotated[int, Meta(ge=1, le=100_000)]
 class RunCreate(Struct, kw_only=True, frozen=True):
     """Create a run, or resume it by `run_id`. The route names the project."""
 
-    run_id: Identifier
+    run_id: _Identifier
     name: Name | None = None
     group: Name | None = None
     tags: Annotated[list[Name], Meta(max_length=64)] = field(default_factory=list)
@@ -132,7 +141,7 @@ class AttemptCreate(Struct, kw_only=True, frozen=True):
     step, state and last sign of life are only those of the training.
     """
 
-    launch_id: Identifier
+    launch_id: _Identifier
     first_step: Index
     role: Role | None = None
 
@@ -340,8 +349,8 @@ class StreamCreate(Struct, kw_only=True, frozen=True):
     older ones.
     """
 
-    stream_id: Identifier
-    launch_id: Identifier
+    stream_id: _Identifier
+    launch_id: _Identifier
     rank: Index = 0
     world_size: Annotated[int, Meta(ge=1, le=2**31)] = 1
     process_id: Index = 0

@@ -27,7 +27,10 @@ from collage_dashboard.view import Page, View, read_address
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 
-__all__ = ["create_dashboard"]
+__all__ = [
+    "create_dashboard",
+    "render",
+]
 
 _MISSING: Final = Problem("No such page", "There is no page at this address.")
 _PAGES: Final[Mapping[Page, ModuleType]] = {

@@ -26,7 +26,6 @@ from collage_monitor.errors import CollageError, NotAuthorised
 from collage_monitor.judgement import CAVEATS
 
 __all__ = [
-    "AXIS_CHOICES",
     "Entry",
     "IDLE_MILLISECONDS",
     "LIVE_MILLISECONDS",
@@ -344,7 +343,7 @@ def _entry(entry: Entry, *, big: bool) -> html.Div:
 LIVE_MILLISECONDS: Final = 3000
 IDLE_MILLISECONDS: Final = 30_000
 """Between refreshes of what has ended: it may be resumed."""
-AXIS_CHOICES: Final = (("step", "Step"), ("tokens", "Tokens"), ("time", "Time"))
+_AXIS_CHOICES: Final = (("step", "Step"), ("tokens", "Tokens"), ("time", "Time"))
 
 
 def milliseconds_after(seconds: float) -> int:
@@ -363,7 +362,7 @@ def refresh_milliseconds(rows: Sequence[wire.RunRow], seconds: float) -> int:
 
 def axis_control(identifier: str, view: View) -> Any:
     """The x axis of the curves."""
-    data = [{"value": value, "label": label} for value, label in AXIS_CHOICES]
+    data = [{"value": value, "label": label} for value, label in _AXIS_CHOICES]
     return labelled("Axis", dmc.SegmentedControl(id=identifier, data=data, value=view.axis, size="xs"))
 
 

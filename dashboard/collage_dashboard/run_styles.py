@@ -10,7 +10,13 @@ from typing import Protocol
 from collage_dashboard.figures.style import DASHES, strategy_colour
 from collage_monitor.strategies import STRATEGIES, strategy_title
 
-__all__ = ["LineStyle", "is_stochastic", "strategy_title", "styles_of"]
+__all__ = [
+    "LineStyle",
+    "NamedRun",
+    "is_stochastic",
+    "strategy_title",
+    "styles_of",
+]
 
 _LABEL_CHARACTERS = 48
 

@@ -22,14 +22,22 @@ from collage_monitor.client import Client
 from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
 from collage_monitor.recent_failures import RecentFailures
 
-__all__ = ["ClientOfToken", "SignInsUnderWay", "forget_token", "install_sign_in", "token_of_session"]
+__all__ = [
+    "ClientOfToken",
+    "MOST_FAILURES",
+    "SignInsUnderWay",
+    "UNDER_WAY_SECONDS",
+    "forget_token",
+    "install_sign_in",
+    "token_of_session",
+]
 
 ClientOfToken = Callable[[str], Client]
 """Makes the client that speaks with a token."""
 
-LIFETIME: Final = timedelta(hours=12)
+_LIFETIME: Final = timedelta(hours=12)
 MOST_FAILURES: Final = 10
-FAILURE_SECONDS: Final = 60.0
+_FAILURE_SECONDS: Final = 60.0
 _MOST_SESSIONS: Final = 10_000
 _MOST_ADDRESSES: Final = 20_000
 _OPEN: Final = frozenset(
@@ -113,7 +121,7 @@ def install_sign_in(server: Flask, client_of: ClientOfToken, own_client: Callabl
     own_client: speaks with the dashboard's own token, to sign people in through the server's provider.
     """
     _install_sessions(server)
-    failures = RecentFailures(FAILURE_SECONDS, _MOST_ADDRESSES)
+    failures = RecentFailures(_FAILURE_SECONDS, _MOST_ADDRESSES)
     form_page = _FormPage(own_client)
     _install_provider(server, form_page, failures)
 
@@ -252,7 +260,7 @@ def _install_sessions(server: Flask) -> None:
         SESSION_CACHELIB=SimpleCache(threshold=_MOST_SESSIONS),
         SESSION_PERMANENT=False,
         SESSION_REFRESH_EACH_REQUEST=False,
-        PERMANENT_SESSION_LIFETIME=LIFETIME,
+        PERMANENT_SESSION_LIFETIME=_LIFETIME,
         SESSION_COOKIE_NAME="collage_session",
         SESSION_COOKIE_HTTPONLY=True,
         SESSION_COOKIE_SAMESITE="Strict",

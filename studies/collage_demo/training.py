@@ -37,6 +37,7 @@ __all__ = [
     "loss_of",
     "new_model",
     "new_model_and_optimizer",
+    "new_optimizer",
     "train",
     "validate",
     "without_residuals",

@@ -28,7 +28,13 @@ from collage_studies.studies.quality import LOST, STEP, WINDOW, Configuration, c
 from collage_studies.study import MarkdownTable, Record, Trial
 from collage_studies.summary import records_of
 
-__all__ = ["END", "START", "evidence", "replace_between_markers"]
+__all__ = [
+    "END",
+    "START",
+    "evidence",
+    "main",
+    "replace_between_markers",
+]
 
 START, END = "<!-- lost share -->", "<!-- end of lost share -->"
 _LOST_BOUND, _EDQ_BOUND = (alert(name).conditions[0].threshold for name in ("CollageUpdatesLost", "CollageEdqLow"))

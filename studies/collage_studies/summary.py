@@ -19,7 +19,12 @@ from collage_studies.repeats import compare_repeat, record_file, repeats_of
 from collage_studies.results import by_plan, gaps, mean_of, recipe_of
 from collage_studies.study import MarkdownTable, Record
 
-__all__ = ["records_of", "summary_text", "write_summary"]
+__all__ = [
+    "CLAIMS",
+    "records_of",
+    "summary_text",
+    "write_summary",
+]
 
 Records = Mapping[str, Sequence[Record]]
 """Records by study; empty for a study that has not been run whole."""

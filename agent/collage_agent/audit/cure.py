@@ -27,7 +27,7 @@ from collage_monitor.environment import CHECK_REPORT, CHECK_STEPS, CHECKPOINT, V
 from collage_monitor.errors import CollageError
 from collage_monitor.judgement import Advice, Lacking
 
-__all__ = ["Cure", "check_cure", "cure_checkpoint", "cured_path", "render_cure"]
+__all__ = ["Cure", "check_cure", "cure_checkpoint", "render_cure"]
 
 _LACKING: Final[dict[str, Lacking]] = {
     "learning-rate-lost": "weights",
@@ -69,7 +69,7 @@ class Cure(Struct, frozen=True):
         return self.cured and not self.strategy
 
 
-def cured_path(checkpoint: Path) -> Path:
+def _cured_path(checkpoint: Path) -> Path:
     """Where the converted checkpoint is written unless another place is named: beside the old one."""
     stem, suffix = (checkpoint.name, "") if checkpoint.is_dir() else (checkpoint.stem, checkpoint.suffix)
     return checkpoint.with_name(f"{stem}-cured{suffix}")
@@ -78,7 +78,7 @@ def cured_path(checkpoint: Path) -> Path:
 def cure_checkpoint(path: Path, strategy: str | None = None, output: Path | None = None) -> Cure:
     """Audit a checkpoint, and where weights or states are too narrow, write it as the advised strategy keeps it.
 
-    strategy: another one than is advised. output: where to write it; None: see `cured_path`.
+    strategy: another one than is advised. output: where to write it; None: see `_cured_path`.
 
     Raises:
         CheckpointError: nothing that can be read safely, or an output that is there already.
@@ -96,7 +96,7 @@ def cure_checkpoint(path: Path, strategy: str | None = None, output: Path | None
     if choice is None or choice.strategy is None:
         code = next((entry.code for entry in advice.choices), "") if advice is not None else ""
         return Cure(str(path), before, advice=text, code=code, failures=[f"there is nothing to convert to: {text}"])
-    target, output = strategy or choice.strategy, output or cured_path(path)
+    target, output = strategy or choice.strategy, output or _cured_path(path)
     check_output(output)
     converted = convert_checkpoint(path, target)
     converted.write(output)

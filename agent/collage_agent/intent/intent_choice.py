@@ -31,7 +31,13 @@ from collage_agent.intent.shadow import Shadow
 from collage_agent.intent.widening import Widening
 from collage_agent.sample.stored_parts import OURS, Composition
 
-__all__ = ["Intent", "IntentCache", "choose_intent", "fitting_class"]
+__all__ = [
+    "Intent",
+    "IntentCache",
+    "OwnRuleIntent",
+    "choose_intent",
+    "fitting_class",
+]
 
 _CLASSES: Final = (CollageAdamW, CollageAdam, CollageSGD, CollageLion)
 _STEPS_ALIKE: Final = 4

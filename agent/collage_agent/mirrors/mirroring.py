@@ -25,7 +25,15 @@ from collage_monitor.statistics import Totals, finished, merge_shards, metric_ke
 from collage_monitor.totals_table import Table
 from collage_monitor.wire import Incident
 
-__all__ = ["MeasuredTotals", "Mirror", "MirrorEvent", "MirrorRow", "MirroredRun", "Mirrors"]
+__all__ = [
+    "MeasuredTotals",
+    "Mirror",
+    "MirrorEvent",
+    "MirrorRow",
+    "MirroredRun",
+    "Mirrors",
+    "OnsetFinder",
+]
 
 _LOG = logging.getLogger("collage_agent")
 _SERIES: Final = (
@@ -188,7 +196,7 @@ class Mirrors:
         if not self._threads or not measured:
             return
         try:
-            row = row_of(measured)
+            row = _row_of(measured)
             self._step = row.step
             self._put(row)
             if (onset := self._onsets.take(row.step, row.values.get("edq_ratio", np.nan))) is not None:
@@ -324,7 +332,7 @@ class _MirrorThread(threading.Thread):
             _LOG.warning("mirror %s: given up after %d failures in a row", self.mirror_name, self._failures)
 
 
-def row_of(measured: Sequence[MeasuredTotals]) -> MirrorRow:
+def _row_of(measured: Sequence[MeasuredTotals]) -> MirrorRow:
     """The row of one measured step from the totals of its watches, in this process."""
     model = merge_shards([one.model for one in measured]) if len(measured) > 1 else measured[0].model
     values = {key: float(finished(key, model, ())) for key in _keys(model)}

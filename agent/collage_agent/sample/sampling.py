@@ -14,9 +14,14 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TensorSample", "block_elements", "draw"]
+__all__ = [
+    "MAXIMUM_BLOCK",
+    "TensorSample",
+    "block_elements",
+    "draw",
+]
 
-CACHE_LINE_BYTES: Final = 64
+_CACHE_LINE_BYTES: Final = 64
 MAXIMUM_BLOCK: Final = 32
 _PERMUTED_WHOLE: Final = 2**20
 _DRAWN_AT_ONCE: Final = 4096
@@ -69,7 +74,7 @@ def block_elements(itemsize: int, at_least: int = 1) -> int:
 
     At most MAXIMUM_BLOCK: a block's counts are packed into bytes.
     """
-    return min(max(CACHE_LINE_BYTES // itemsize, at_least), MAXIMUM_BLOCK)
+    return min(max(_CACHE_LINE_BYTES // itemsize, at_least), MAXIMUM_BLOCK)
 
 
 def draw(

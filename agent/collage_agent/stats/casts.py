@@ -19,7 +19,11 @@ from collage_agent.stats.step_view import Copies, StepView, StoredWeights, Sums,
 from collage_monitor.statistics.casts import route_pairs
 from collage_monitor.totals_table import Table
 
-__all__ = ["cast_block_sums", "is_wider", "measure", "route_block_sums"]
+__all__ = [
+    "cast_block_sums",
+    "is_wider",
+    "measure",
+]
 
 _SUMS: Final[tuple[str, ...]] = ("elements", "changed", "squared_sum", "effective_sum")
 _SIGNIFICANT_BITS: Final = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -30,7 +34,7 @@ def measure(step: StepView) -> Sums:
     if step.copies is None:
         return Sums()
     moved = cast_block_sums(step.copies, step.intended, step.excluded, step.block, "cast")
-    routes = route_block_sums(step.copies, step.excluded, step.block)
+    routes = _route_block_sums(step.copies, step.excluded, step.block)
     return Sums(moved if routes is None else {**moved, **routes})
 
 
@@ -59,7 +63,7 @@ def cast_block_sums(copies: Copies, intended: Tensor, excluded: Tensor, block: i
     return named(keys, torch.cat(found))
 
 
-def route_block_sums(copies: Copies, excluded: Tensor, block: int) -> Table[Tensor] | None:
+def _route_block_sums(copies: Copies, excluded: Tensor, block: int) -> Table[Tensor] | None:
     """Elements, and those whose codes differ between two routes to one format, after the step: fp64 [rows, blocks].
 
     None: no two of the copies are such routes. The rest is as for `cast_block_sums`.

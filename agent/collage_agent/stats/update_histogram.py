@@ -15,10 +15,10 @@ from collage_agent.stats.classes import active_elements
 from collage_agent.stats.step_view import StepView, Sums, named
 from collage_monitor.definitions import HISTOGRAM_LABELS, HISTOGRAM_OCTAVES
 
-__all__ = ["BINS", "KEYS", "binade_fields", "exponent_of", "measure", "ulp_octave_counts"]
+__all__ = ["KEYS", "binade_fields", "exponent_of", "measure", "ulp_octave_counts"]
 
 KEYS: Final = tuple(f"update_ulp_histogram/{label}" for label in HISTOGRAM_LABELS)
-BINS: Final = len(HISTOGRAM_LABELS)
+_BINS: Final = len(HISTOGRAM_LABELS)
 _FRACTION_BITS: Final = 52
 _FIELD: Final = 2**11 - 1
 _BIAS: Final = 1023
@@ -67,12 +67,12 @@ def ulp_octave_counts(
     field = intended.view(torch.int64).bitwise_right_shift(_FRACTION_BITS).to(torch.int32).bitwise_and_(_FIELD)
     octave = field.sub_(exponent)
     first = HISTOGRAM_OCTAVES[0] - 1
-    bins = octave.clamp_(first + shift, first + BINS - 1 + shift)
-    offsets = tensor_of_block.to(torch.int32) * BINS - (first + shift)
+    bins = octave.clamp_(first + shift, first + _BINS - 1 + shift)
+    offsets = tensor_of_block.to(torch.int32) * _BINS - (first + shift)
     bins.view(-1, block).add_(offsets.unsqueeze(1))
-    counts = torch.zeros(count * BINS, dtype=torch.float64, device=intended.device)
+    counts = torch.zeros(count * _BINS, dtype=torch.float64, device=intended.device)
     ones = torch.ones((), dtype=torch.float64, device=intended.device).expand(bins.numel())
-    return counts.index_add_(0, bins, ones).view(count, BINS).t()
+    return counts.index_add_(0, bins, ones).view(count, _BINS).t()
 
 
 def binade_fields(direction: Tensor, visible_parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -57,7 +57,10 @@ from collage_agent.step.totals import (
 from collage_monitor.definitions import Need
 from collage_monitor.totals_table import Axis, Table
 
-__all__ = ["Bucket"]
+__all__ = [
+    "Bucket",
+    "LOOK_EVERY",
+]
 
 _CHECKSUMS: Final = Axis(replicas.KEYS)
 LOOK_EVERY: Final = 10

@@ -33,9 +33,12 @@ from collage_agent.training.skipped_steps import loss_scaling
 from collage_agent.training.watched_parameters import WatchedParameter
 from collage_monitor.totals_table import Table
 
-__all__ = ["StepMeasurer"]
+__all__ = [
+    "StepMeasurer",
+    "buffer_bytes",
+]
 
-WINDOW_SAMPLE: Final = 2048
+_WINDOW_SAMPLE: Final = 2048
 _NO_STATE: Final[dict[str, Any]] = {}
 _NO_TENSORS: Final = frozenset({int, float, bool, str, TensorSample})
 
@@ -165,7 +168,7 @@ class StepMeasurer:
         if self.windows.is_open and self._weights_were_written():
             self.windows.discard()
         signature = self._signature_of(optimizer, closure=False)
-        cap = self.sample if self.sample == "all" else min(self.sample, WINDOW_SAMPLE)
+        cap = self.sample if self.sample == "all" else min(self.sample, _WINDOW_SAMPLE)
 
         def plan() -> list[Bucket]:
             planned = self._planner.plans(optimizer, signature, cap, ())

@@ -24,7 +24,7 @@ __all__ = ["MissedShares"]
 
 _LOOKS_KEPT: Final = 4
 _INTENDED: Final = "intended_squared_sum"
-SquareSums = tuple[Tensor, Tensor]
+_SquareSums = tuple[Tensor, Tensor]
 """Σ x² by block [blocks] of the sample; of whole tensors Σ x² and the largest x² [2, tensors]; fp64."""
 
 
@@ -43,7 +43,7 @@ class MissedShares:
         self.unseen: Tensor | None = None
         self._samples = samples
         self._layout = layout
-        self._gradients: list[SquareSums] = []
+        self._gradients: list[_SquareSums] = []
         self._past: deque[Tensor] = deque(maxlen=_LOOKS_KEPT)
 
     def begin(self, sampled: Tensor | None, gradients: Sequence[Tensor]) -> None:
@@ -80,7 +80,7 @@ class MissedShares:
 
     def _momentum_squares(
         self, layout: StateLayout, after: Mapping[str, Tensor], states: Sequence[Mapping[str, Any]]
-    ) -> list[SquareSums]:
+    ) -> list[_SquareSums]:
         """Covers states with a sign: momenta, to which steps may be proportional.
 
         Without a sign it is none: a second moment is large where steps are not.
@@ -96,7 +96,7 @@ class MissedShares:
             found.append((sampled * signed, whole * signed))
         return found
 
-    def _squares(self, sampled: Tensor, tensors: Sequence[Tensor]) -> SquareSums:
+    def _squares(self, sampled: Tensor, tensors: Sequence[Tensor]) -> _SquareSums:
         rows = sampled.to(torch.float64).unsqueeze(0)
         whole = self._layout.whole_squares(self._samples, tensors)
         return squared_block_sums(rows, self._layout.block)[0], whole

@@ -33,7 +33,6 @@ __all__ = [
     "Scratch",
     "TILE_SLOTS",
     "Tile",
-    "sum_components",
     "tiles_of",
     "view_of",
 ]
@@ -115,7 +114,7 @@ class KeptWeights:
         total = self.values[self.stored[0]]
         if len(self.stored) == 1:
             return total
-        return sum_components(self.values, self.stored, torch.empty_like(total, dtype=torch.float64))
+        return _sum_components(self.values, self.stored, torch.empty_like(total, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ class IntendedUpdate:
         intended: Tensor,
         scratch: Scratch | None = None,
     ) -> None:
-        sum_components(step.before, step.layout.before.stored, parameter)
+        _sum_components(step.before, step.layout.before.stored, parameter)
         _fill_gradient(step, gradient)
         shape = (3, len(step.layout.names), parameter.numel())
         self.states = parameter.new_empty(shape) if scratch is None else scratch.take("states", shape, parameter)
@@ -179,7 +178,7 @@ class IntendedUpdate:
                 state[average.name] = step.before[average.name].clone()
         rows = dict(zip(layout.names, exact, strict=True))
         for average in layout.averages:
-            state[average.name] = sum_components(step.before, average.components, rows[average.name])
+            state[average.name] = _sum_components(step.before, average.components, rows[average.name])
         torch.abs(exact, out=self.states[0])
         if not step.intent.displacement(step.group, state, parameter, gradient, intended):
             intended.zero_()
@@ -200,7 +199,7 @@ def _fill_gradient(step: ObservedStep, target: Tensor) -> None:
         target.div_(step.scale)
 
 
-def sum_components(values: Values, keys: Sequence[str], target: Tensor) -> Tensor:
+def _sum_components(values: Values, keys: Sequence[str], target: Tensor) -> Tensor:
     """The sum of the values under `keys`, written to `target` and returned."""
     target.copy_(values[keys[0]])
     for key in keys[1:]:

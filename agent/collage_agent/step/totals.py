@@ -37,7 +37,6 @@ from collage_monitor.metrics import METRICS, statistic
 from collage_monitor.totals_table import Axis, Table
 
 __all__ = [
-    "BASE_STATISTICS",
     "BlockTotals",
     "SIZE_ROWS",
     "SampleSizes",
@@ -68,7 +67,7 @@ def _ratios_of(keys: Collection[str]) -> dict[str, Interval]:
 
 
 _BASE: Final = (*edq.NORM_KEYS, *edq.EDQ_KEYS, *classes.KEYS, *update_histogram.KEYS)
-BASE_STATISTICS: Final = (*_FIXED, *_BASE, *interval_keys(_ratios_of(_BASE)), UNSEEN)
+_BASE_STATISTICS: Final = (*_FIXED, *_BASE, *interval_keys(_ratios_of(_BASE)), UNSEEN)
 """What every measured step of every optimizer reports, as NaN where it is missing."""
 
 
@@ -234,7 +233,7 @@ class TableUnion:
     """
 
     def __init__(self) -> None:
-        self.statistics = Axis(BASE_STATISTICS)
+        self.statistics = Axis(_BASE_STATISTICS)
         self.layers = Axis()
         self._places: dict[_Part, tuple[Tensor, Tensor]] = {}
 

@@ -23,9 +23,9 @@ from collage_agent.step.observed_step import KeptWeights
 from collage_agent.training.skipped_steps import loss_scaling
 from collage_monitor.totals_table import Axis, Table
 
-__all__ = ["CYCLE_WINDOWS", "WindowSchedule", "WindowSpan", "Windows"]
+__all__ = ["WindowSchedule", "WindowSpan", "Windows"]
 
-CYCLE_WINDOWS: Final = 4
+_CYCLE_WINDOWS: Final = 4
 """A window of k steps ends every 4·k steps, rounded up to measured ones: one step in four lies in a window."""
 
 
@@ -42,7 +42,7 @@ class WindowSchedule:
     """The windows of `lengths` steps, for steps measured every `every`; they share steps and end together."""
 
     def __init__(self, lengths: Sequence[int], every: int) -> None:
-        self._cycles = {length: every * -(-CYCLE_WINDOWS * length // every) for length in lengths}
+        self._cycles = {length: every * -(-_CYCLE_WINDOWS * length // every) for length in lengths}
 
     @property
     def cycle(self) -> int:

@@ -19,7 +19,7 @@ from collage_agent.training.shard import Piece, Shard
 
 __all__ = ["Partitions", "SubGroup", "is_stepped_by", "showing_only", "sub_groups"]
 
-Fragment = tuple[str, tuple[int, ...], int, int, str]
+_Fragment = tuple[str, tuple[int, ...], int, int, str]
 """Name, whole shape, start in the flat partition, elements there, and module type of one tensor."""
 
 
@@ -32,7 +32,7 @@ class SubGroup:
 
     group: int
     partition: Tensor
-    fragments: list[Fragment] = field(default_factory=list)
+    fragments: list[_Fragment] = field(default_factory=list)
     cast_from: dict[str, None] = field(default_factory=dict)
 
     def steps(self, optimizer: Optimizer) -> bool:
@@ -118,7 +118,7 @@ class Partitions:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, sub_group: SubGroup | None) -> None:
         """sub_group: the one partition that an optimizer of stage 3 shows at a time."""
-        self._fragments: dict[int, list[Fragment]] = {}
+        self._fragments: dict[int, list[_Fragment]] = {}
         self.cast_to: tuple[str, ...] = ()
         self._read(model, optimizer)
         if sub_group is not None:

@@ -44,7 +44,7 @@ __all__ = ["EVERY", "SAMPLE", "AverageWatch", "ModelWatch"]
 
 EVERY: Final = 10
 SAMPLE: Final = 1024
-THINNED: Final = 10
+_THINNED: Final = 10
 """After so many measured updates only each of so many is, where nobody asks for more."""
 
 
@@ -285,8 +285,8 @@ class AverageWatch:
         and the first of all."""
         assert self._meter is not None
         interval = self._every << (self._governor.doublings if self._governor is not None else 0)
-        if self._thins and self._updates > THINNED * interval:
-            interval *= THINNED
+        if self._thins and self._updates > _THINNED * interval:
+            interval *= _THINNED
         if self._updates == 0 or (self._updates + 2) % interval == 0:
             self._meter.before()
 

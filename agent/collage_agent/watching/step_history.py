@@ -23,7 +23,11 @@ from collage_monitor.judgement import recent_points
 from collage_monitor.metrics import split_key, statistic
 from collage_monitor.statistics import reduce_steps
 
-__all__ = ["PastTotals", "StepHistory"]
+__all__ = [
+    "MODEL",
+    "PastTotals",
+    "StepHistory",
+]
 
 Array = NDArray[np.float64]
 Rules = Mapping[str, Tensor]

@@ -27,7 +27,15 @@ from collage_dashboard.figures.style import (
 from collage_monitor import wire
 from collage_monitor.alerts import Condition
 
-__all__ = ["NamedCurve", "curves", "mark_events", "mark_steps", "shade_beyond", "smooth"]
+__all__ = [
+    "NamedCurve",
+    "SMALLEST_SPAN",
+    "curves",
+    "mark_events",
+    "mark_steps",
+    "shade_beyond",
+    "smooth",
+]
 
 SMALLEST_SPAN: Final = 0.01
 """A ratio's axis never shows less than this around its curves: rounding noise must not look like an event."""

@@ -17,11 +17,9 @@ __all__ = [
     "CLASS_COLOURS",
     "DASHES",
     "DIVERGING",
-    "FONT",
     "GRAPH_CONFIG",
     "INK",
     "MARKED",
-    "PALE",
     "REFERENCE",
     "SEQUENTIAL",
     "STRATEGY_COLOURS",
@@ -68,20 +66,20 @@ CLASS_COLOURS: Final = {
     "idle": "#B8B8B8",
     "nonfinite": "#CC79A7",
 }
-PALE: Final = "rgba(134,142,150,0.16)"
+_PALE: Final = "rgba(134,142,150,0.16)"
 """The colour of nothing to say: quiet on white and on near-black."""
 MARKED: Final = "#9C36B5"
 DIVERGING: Final = (
     (0.0, "#B2491A"),
     (0.25, "#D5804F"),
     (0.45, "#EBA985"),
-    (0.5, PALE),
+    (0.5, _PALE),
     (0.55, "#94BEDC"),
     (0.75, "#4E93C2"),
     (1.0, "#0B5C94"),
 )
 """Below the ideal, at it, above it. The middle is no colour of praise; a tenth of the way off nothing is pale."""
-SEQUENTIAL: Final = ((0.0, PALE), (0.35, "#E8A27C"), (0.7, "#C65F2B"), (1.0, "#7A2A08"))
+SEQUENTIAL: Final = ((0.0, _PALE), (0.35, "#E8A27C"), (0.7, "#C65F2B"), (1.0, "#7A2A08"))
 
 
 def strategy_colour(strategy: str | None, dtype: str | None = None) -> str:
@@ -97,10 +95,10 @@ def translucent(colour: str, opacity: float) -> str:
     return f"rgba({red},{green},{blue},{opacity:g})"
 
 
-FONT: Final = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+_FONT: Final = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 INK: Final = "#737C85"
 """Readable on white and on near-black."""
-GRID: Final = "rgba(128,136,144,0.18)"
+_GRID: Final = "rgba(128,136,144,0.18)"
 GRAPH_CONFIG: Final[Any] = {
     "displaylogo": False,
     "displayModeBar": "hover",
@@ -114,8 +112,8 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
     """An axis with a quiet grid; its numbers are written as all others are: 12,000."""
     return {
         "title": {"text": title, "font": {"size": 12}, "standoff": 8},
-        "gridcolor": GRID,
-        "linecolor": GRID,
+        "gridcolor": _GRID,
+        "linecolor": _GRID,
         "tickfont": {"size": 11},
         "zeroline": False,
         "automargin": True,
@@ -132,11 +130,11 @@ def base_figure(traces: list[Any], *, revision: str = "", height: int = 300, **l
             "template": "none",
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
-            "font": {"family": FONT, "size": 12, "color": INK},
+            "font": {"family": _FONT, "size": 12, "color": INK},
             "margin": {"l": 56, "r": 12, "t": 8, "b": 44},
             "height": height,
             "hoverlabel": {
-                "font": {"family": FONT, "size": 12, "color": "#F1F3F5"},
+                "font": {"family": _FONT, "size": 12, "color": "#F1F3F5"},
                 "bgcolor": "#2B3035",
                 "bordercolor": "#2B3035",
                 "align": "left",

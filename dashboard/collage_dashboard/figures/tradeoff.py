@@ -48,8 +48,8 @@ _PLACES: Final = (
     "top center",
     "bottom center",
 )
-Range = tuple[float, float]
-Box = tuple[float, float, float, float]
+_Range = tuple[float, float]
+_Box = tuple[float, float, float, float]
 """In pixels: left, bottom, right, top."""
 Place = str | tuple[float, float]
 """Of a label: a side of its point, or its middle, to which a line leads."""
@@ -177,7 +177,7 @@ def _hover(point: _Point) -> str:
     return "<br>".join([*lines, f"{runs} {'run' if runs == 1 else 'runs'}"])
 
 
-def _room(estimates: Sequence[Estimate]) -> Range:
+def _room(estimates: Sequence[Estimate]) -> _Range:
     """The ends of an axis with room beside its outermost points; a speck of a difference does not look large on it.
 
     Intervals count up to the reach of the points: two seeds' are so wide that nothing else could be seen. What goes
@@ -193,7 +193,7 @@ def _room(estimates: Sequence[Estimate]) -> Range:
     return min(low, middle - reach) - margin, max(high, middle + reach) + margin
 
 
-def _label_places(points: Sequence[_Point], across: Range, up: Range) -> list[Place | None]:
+def _label_places(points: Sequence[_Point], across: _Range, up: _Range) -> list[Place | None]:
     """The position of each point's label: beside its point or at the end of a line, so that none covers another
     label or a point, or seems to belong to another point if that can be avoided; None if the chart is full.
 
@@ -234,7 +234,7 @@ def _label_places(points: Sequence[_Point], across: Range, up: Range) -> list[Pl
     return found
 
 
-def _free_box(own: tuple[float, float], characters: int, taken: Sequence[Box]) -> Box | None:
+def _free_box(own: tuple[float, float], characters: int, taken: Sequence[_Box]) -> _Box | None:
     """The nearest place for a label that is free, in pixels."""
     width = characters * _LETTER_PIXELS
     lefts = range(0, max(int(_PLOT_PIXELS[0] - width), 0), _GRID_PIXELS)
@@ -251,7 +251,7 @@ def _is_nearest(own: Sequence[float], box: Sequence[float], centres: Sequence[Se
     return all(math.dist(own, middle) <= math.dist(other, middle) for other in apart)
 
 
-def _box(x: float, y: float, characters: int, place: str) -> Box:
+def _box(x: float, y: float, characters: int, place: str) -> _Box:
     """The rectangle of a label."""
     vertical, _, side = place.partition(" ")
     width, height = characters * _LETTER_PIXELS, _LINE_PIXELS
@@ -260,6 +260,6 @@ def _box(x: float, y: float, characters: int, place: str) -> Box:
     return left, bottom, left + width, bottom + height
 
 
-def _overlap(one: Box, other: Box) -> bool:
+def _overlap(one: _Box, other: _Box) -> bool:
     ends = ((one[0], other[2]), (other[0], one[2]), (one[1], other[3]), (other[1], one[3]))
     return all(begin < end - _TOUCH_PIXELS for begin, end in ends)

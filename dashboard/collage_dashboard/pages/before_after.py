@@ -34,7 +34,7 @@ __all__ = [
     "shown_style",
 ]
 
-ALWAYS: Final = ("learning_rate", "grad_norm", "param_norm", "half_ulp_margin", "clip_ratio")
+_ALWAYS: Final = ("learning_rate", "grad_norm", "param_norm", "half_ulp_margin", "clip_ratio")
 """Rows of the table that say so where they were not reported; others are left out then."""
 _GROWING: Final = frozenset({"tokens", "oracle_steps"})
 """Counts that grow at every step: that they did says nothing."""
@@ -91,7 +91,7 @@ def _values(before: Span | None, after: Span | None) -> list[Line]:
             if old is not None or new is not None:
                 change = "" if key in _GROWING else _difference(old, new, key=key)
                 rows.append((describe(key).title, value_text(key, old), value_text(key, new), change))
-            elif key in ALWAYS:
+            elif key in _ALWAYS:
                 rows.append((describe(key).title, "not reported", "not reported", ""))
     return rows
 

@@ -2,6 +2,9 @@
 
 The first screen comes from the server's stored overviews. All curves and the tables come from one request, and
 existing ones are not requested again; if runs are at unequal steps, that request gives the losses.
+
+It fetches and answers callbacks; content is `comparison_content.py`'s, `comparison_curves.py`'s and
+`strategies_content.py`'s. Links hold its address, so that is fixed in `view.py` (`tests/dashboard/test_pages.py`).
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from collage_monitor.errors import CollageError
 __all__ = [
     "COLUMNS",
     "Column",
+    "RECENT",
     "RunNames",
     "comparison_table",
     "curve_of",

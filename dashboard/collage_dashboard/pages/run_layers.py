@@ -33,7 +33,6 @@ from collage_monitor.metrics import METRICS, split_key
 __all__ = [
     "DEFAULT_METRIC",
     "layer_card",
-    "layer_keys",
     "layer_metrics",
     "layer_rows",
     "layer_table",
@@ -70,7 +69,7 @@ _MOST: Final = 20
 """As many metrics as one question may ask for."""
 
 
-def layer_keys(run: wire.Run) -> list[str]:
+def _layer_keys(run: wire.Run) -> list[str]:
     """The metrics of a layer that this run measures, at most as many as one request allows."""
     order = {name: place for place, name in enumerate(_SHOWN)}
     keys = [key for key in run.latest if split_key(key)[0] in order and split_key(key)[0] in METRICS]
@@ -85,7 +84,7 @@ def layer_card(view: View, run: wire.Run, reader: Reader, first_step: int | None
     """
     if view.layer is None:
         return None
-    run_id, keys = run.run_id, layer_keys(run)
+    run_id, keys = run.run_id, _layer_keys(run)
     begin, end = (first_step, None) if view.step is None else (view.step, view.step)
     try:
         layers, *found = reader.ask_together(

@@ -61,7 +61,7 @@ class WebhookTarget(Target):
             "meaning": entry.meaning if entry else None,
             "first_step": entry.first_step if entry else None,
             "runbook": f"docs/alerts.md#{incident.alert.lower()}" if entry else None,
-            "page": page_of(incident, self._dashboard_url),
+            "page": _page_of(incident, self._dashboard_url),
         }
 
 
@@ -129,7 +129,7 @@ def _title(incident: wire.Incident) -> str:
     return f"{incident.alert} {state} ({incident.severity}): {about}"
 
 
-def page_of(incident: wire.Incident, dashboard_url: str | None) -> str | None:
+def _page_of(incident: wire.Incident, dashboard_url: str | None) -> str | None:
     """The dashboard's address of the incident; None if the dashboard's address is not set."""
     return None if dashboard_url is None else f"{dashboard_url.rstrip('/')}/incident/{quote(incident.incident_id)}"
 
@@ -137,7 +137,7 @@ def page_of(incident: wire.Incident, dashboard_url: str | None) -> str | None:
 def _as_text(incident: wire.Incident, dashboard_url: str | None = None) -> str:
     entry = ALERTS.get(incident.alert)
     lines = [_title(incident), incident.text]
-    if page := page_of(incident, dashboard_url):
+    if page := _page_of(incident, dashboard_url):
         lines.append(page)
     if incident.project:
         about = {"project": incident.project, "run": incident.run_id, "step": incident.step}

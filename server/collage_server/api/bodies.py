@@ -25,7 +25,6 @@ __all__ = [
     "batch_in",
     "body_lease",
     "content_type_of",
-    "declared_size",
     "decompress",
     "message",
     "read_body",
@@ -61,7 +60,7 @@ def content_type_of(request: Request) -> str:
     return given
 
 
-def declared_size(request: Request, limit: int) -> int:
+def _declared_size(request: Request, limit: int) -> int:
     """The body's size as its header says it, the limit where it does not.
 
     Raises:
@@ -93,7 +92,7 @@ def body_lease(request: Request, app_state: AppState, content_type: str) -> Budg
         Busy: whole bodies that wait leave no room for it.
     """
     limit = _limit(content_type)
-    declared = declared_size(request, limit)
+    declared = _declared_size(request, limit)
     app_state.in_flight.admit(0 if _header(request, b"content-length", "") == "" else declared)
     state = request.scope["state"]
     holders = [f"token {state['principal'].actor}"]

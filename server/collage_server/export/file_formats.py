@@ -6,6 +6,9 @@ which counts the steps. It contains the stored totals, never ratios, so an impor
 
 CSV and Parquet: one wide table: one row per step for the model, one per step and layer, and on request one per step
 and rank. Parquet has a row group a batch of steps, and needs the extra `parquet` (pyarrow).
+
+`api/export.py` streams them, `step_batches.py` reads the run. Columns are added, never renamed: scripts read them
+by name (`tests/server/life/test_export.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +39,7 @@ __all__ = [
     "csv_bytes",
     "jsonl_bytes",
     "parquet_bytes",
-    "place_names",
     "read_rows",
-    "scalar_columns",
 ]
 
 _PLACES: Final = ("step", "first_step", "time", "ranks", "layer")
@@ -82,12 +83,12 @@ class TableRows:
         return TableRows(*places, self.layers[some], values, self.rank)
 
 
-def place_names(plan: ExportPlan) -> tuple[str, ...]:
+def _place_names(plan: ExportPlan) -> tuple[str, ...]:
     """The first columns; `layer` and `rank` are empty in the rows of the whole model, `rank` in those of layers."""
     return (*_PLACES, _RANK) if plan.ranks else _PLACES
 
 
-def scalar_columns(plan: ExportPlan) -> dict[str, str]:
+def _scalar_columns(plan: ExportPlan) -> dict[str, str]:
     """Logged name → column; a name that a metric or statistic has, too, is set apart as `logged/NAME`."""
     taken = {*_PLACES, _RANK, *_computed(plan)}
     return {name: f"logged/{name}" if name in taken else name for name in plan.scalars}
@@ -95,7 +96,7 @@ def scalar_columns(plan: ExportPlan) -> dict[str, str]:
 
 def column_names(plan: ExportPlan) -> list[str]:
     """All columns after the places: logged scalars, metrics with their intervals, statistics."""
-    return [*scalar_columns(plan).values(), *_computed(plan)]
+    return [*_scalar_columns(plan).values(), *_computed(plan)]
 
 
 def _computed(plan: ExportPlan) -> list[str]:
@@ -109,7 +110,7 @@ def _computed(plan: ExportPlan) -> list[str]:
 
 def read_rows(store: Store, plan: ExportPlan, cells: int) -> Iterator[TableRows]:
     """The table, about so many cells at a time: all ranks merged, then each of them over the same steps."""
-    scalars, computed = scalar_columns(plan), _computed(plan)
+    scalars, computed = _scalar_columns(plan), _computed(plan)
     names = [layer.name for layer in plan.layers]
     columns = max(len(scalars) + len(computed), 1)
 
@@ -199,7 +200,7 @@ def _finished(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
 def csv_bytes(store: Store, plan: ExportPlan) -> Generator[bytes, None, None]:
     """The export, some rows at a time; absent values are empty cells, non-finite ones as on the wire."""
     names = column_names(plan)
-    yield _text([[*place_names(plan), *names]])
+    yield _text([[*_place_names(plan), *names]])
     titles = {name: _text([[name]])[:-1] for name in ["", *(layer.name for layer in plan.layers)]}
     titles[""] = b""
     at_once = max(_CELLS_AT_ONCE // len(names), 1) if names else _CELLS_AT_ONCE
@@ -338,7 +339,7 @@ def parquet_bytes(store: Store, plan: ExportPlan) -> Generator[bytes, None, None
             "there, or ask for format=csv or format=jsonl",
             field="format",
         )
-    columns = len(place_names(plan)) + len(column_names(plan))
+    columns = len(_place_names(plan)) + len(column_names(plan))
     # The least in all: many columns of a few rows each are mostly what is said of them.
     rows = max(math.isqrt(_CHUNK_BYTES * plan.rows // _CELL_BYTES), _ROW_GROUP_CELLS // columns, 1)
     rows = min(rows, plan.batch_points * (1 + len(plan.layers)))

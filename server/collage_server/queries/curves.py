@@ -34,7 +34,6 @@ __all__ = [
     "metric_series",
     "run_summary",
     "scalar_series",
-    "stack_by_statistics",
 ]
 
 
@@ -51,7 +50,7 @@ class StackedPoints:
     points: Points
 
 
-def stack_by_statistics(points: Mapping[str, Points], metric: str | None = None) -> list[StackedPoints]:
+def _stack_by_statistics(points: Mapping[str, Points], metric: str | None = None) -> list[StackedPoints]:
     """The runs in groups of equal statistics; extremes are kept of `metric` alone."""
     groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for run_id, held in points.items():
@@ -120,7 +119,7 @@ def metric_series(
     Runs that reported the same statistics are finished in one pass; lists are made run by run, so that a caller
     can free one run's before the next is made.
     """
-    for group in stack_by_statistics(points, metric):
+    for group in _stack_by_statistics(points, metric):
         yield from _series_of(metric, group, count, positions, layer)
 
 
@@ -247,7 +246,7 @@ def merged_metrics(points: Mapping[str, Points]) -> dict[str, dict[str, Number |
     """By run, every metric that the model's totals can make, merged over all of its points."""
     found: dict[str, dict[str, Number | None]] = {run_id: {} for run_id in points}
     measured = {run_id: held for run_id, held in points.items() if len(held.steps)}
-    for group in stack_by_statistics(measured):
+    for group in _stack_by_statistics(measured):
         starts = np.array([place.start for place in group.places], dtype=np.intp)
         with np.errstate(divide="ignore", invalid="ignore"):
             table = finish_all(reduce_steps(group.points.totals, axis=0, starts=starts))

@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from collage_monitor.judgement import NO_PROBLEM, Evidence, Judgement, finite, loses_most, percent, silence
 
-__all__ = ["beyond_judgement", "headline", "layers_in_words"]
+__all__ = [
+    "beyond_judgement",
+    "headline",
+]
 
 _OF_RESIDUALS = "residual_zero_ratio"
 """Of updates that went into a residual that is dropped: the share lost counts them as arrived."""
@@ -117,8 +120,8 @@ def _where(evidence: Evidence, changed: Sequence[str]) -> str:
         return f"all {len(names)} layers {verb}" if len(found) == len(names) else f"nearly all layers {verb}"
     share = _share_of_elements(evidence, found)
     if len(found) <= _NAMED:
-        return f"{layers_in_words(found)} {verb}{f' ({share})' if share else ''}"
-    place = layers_in_words(found).removeprefix(f"{len(found)} layers").strip()
+        return f"{_layers_in_words(found)} {verb}{f' ({share})' if share else ''}"
+    place = _layers_in_words(found).removeprefix(f"{len(found)} layers").strip()
     told = ", ".join(filter(None, [place, share]))
     return f"{len(found)} of {len(names)} layers {verb}" + (f": {told}" if told else "")
 
@@ -131,7 +134,7 @@ def _share_of_elements(evidence: Evidence, layers: Sequence[str]) -> str:
     return f"{percent(sum(sizes[name] or 0.0 for name in layers) / whole)} of the elements"
 
 
-def layers_in_words(names: Sequence[str]) -> str:
+def _layers_in_words(names: Sequence[str]) -> str:
     """'layers 5 to 7 (attention)', or the names themselves where they are few, or how many they are."""
     if len(names) <= _NAMED:
         return " and ".join(names)

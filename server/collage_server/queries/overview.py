@@ -40,7 +40,7 @@ __all__ = [
     "overview",
 ]
 
-WORST: Final = 5
+_WORST: Final = 5
 _TREND_POINTS: Final = 32
 _POINTS_AROUND: Final = 12
 """Of a coarse history, on each side of a change: so much is read again."""
@@ -334,7 +334,7 @@ def _worst(layers: Points) -> list[wire.LayerLoss]:
             edq_ratio=wire.defined(float(edq[place])),
             lost_update_ratio=wire.defined(float(share[place])),
         )
-        for place in np.argsort(-lost)[:WORST].tolist()
+        for place in np.argsort(-lost)[:_WORST].tolist()
         if lost[place] > 0
     ]
 

@@ -18,10 +18,10 @@ from sqlalchemy import Connection, text
 from collage_server.errors import StoreUnusable
 from collage_server.store.server_tables import metadata
 
-__all__ = ["LAST_BEFORE", "check_revision", "current_revision", "head_revision", "migrate"]
+__all__ = ["check_revision", "current_revision", "head_revision", "migrate"]
 
 _SCRIPTS = Path(__file__).parent / "migrations"
-LAST_BEFORE: Final = "0015"
+_LAST_BEFORE: Final = "0015"
 """The last revision of the development before the baseline, which takes it over."""
 _BEFORE: Final = frozenset(f"{number:04}" for number in range(1, 15))
 
@@ -42,7 +42,7 @@ def migrate(connection: Connection) -> None:
         command.stamp(config, "head")
         return
     check_revision(current)
-    if current == LAST_BEFORE:
+    if current == _LAST_BEFORE:
         connection.execute(text("DELETE FROM alembic_version"))
     command.upgrade(config, "head")
 
@@ -56,9 +56,9 @@ def check_revision(revision: str, what: str = "the database") -> None:
     if revision in _BEFORE:
         raise StoreUnusable(
             f"{what} has schema revision {revision}, of the development before 0.1.0: bring it to revision "
-            f"{LAST_BEFORE} with a checkout whose migrations end there, then start this server"
+            f"{_LAST_BEFORE} with a checkout whose migrations end there, then start this server"
         )
-    if revision not in {LAST_BEFORE, *(entry.revision for entry in _scripts().walk_revisions())}:
+    if revision not in {_LAST_BEFORE, *(entry.revision for entry in _scripts().walk_revisions())}:
         raise StoreUnusable(
             f"{what} has schema revision {revision!r}, which this server does not know: a newer "
             "server made it; start that version or a later one"

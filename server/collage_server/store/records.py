@@ -23,8 +23,11 @@ from collage_server.store.row_helpers import from_json, int_array
 __all__ = [
     "CLOCK_SLACK_SECONDS",
     "CONNECTIONS",
+    "FloatArray",
     "GroupOutcome",
+    "GroupQuery",
     "IncidentQuery",
+    "IntArray",
     "LatestPoint",
     "NewEvent",
     "NewIncident",

@@ -27,7 +27,7 @@ __all__ = ["SERVER_TABLES", "act", "incident", "lease", "log_out", "metadata", "
 
 _ID = String(LONGEST_ID)
 _NAME = String(LONGEST_NAME)
-LONGEST_SUBJECT: Final = 255
+_LONGEST_SUBJECT: Final = 255
 """What OpenID Connect allows for the id of a person."""
 
 token: Final = Table(
@@ -43,8 +43,8 @@ token: Final = Table(
     Column("last_used_at", Double),
     Column("revoked_at", Double),
     Column("also", Text),
-    Column("subject", String(LONGEST_SUBJECT)),
-    Column("provider_session", String(LONGEST_SUBJECT)),
+    Column("subject", String(_LONGEST_SUBJECT)),
+    Column("provider_session", String(_LONGEST_SUBJECT)),
     Column("expires_at", Double),
     Column("idle_seconds", Double),
     UniqueConstraint("digest"),

@@ -42,10 +42,8 @@ __all__ = [
     "read_layer_data",
     "read_model_data",
     "read_point_rows",
-    "select_rows",
     "unpack_numbers",
     "unpack_points",
-    "unpack_totals",
 ]
 
 Chunks = Mapping[tuple[str, int], Sequence[int]]
@@ -124,7 +122,7 @@ def pack_totals(values: FloatArray) -> bytes:
     return _packed(np.ascontiguousarray(values, dtype=_FLOAT).tobytes())
 
 
-def unpack_totals(data: bytes, entries: int, points: int) -> FloatArray:
+def _unpack_totals(data: bytes, entries: int, points: int) -> FloatArray:
     """Totals [entries, points], whichever way they are stored."""
     return unpack_numbers(data, entries * points).view(_FLOAT).reshape(entries, points)
 
@@ -154,7 +152,7 @@ def unpack_numbers(data: bytes, numbers: int) -> NDArray[np.uint8]:
 
 def read_point_rows(connection: Connection, level: int, chunks: Chunks) -> PointRows:
     """The points of these chunks at a level."""
-    batches = select_rows(connection, "point_chunk", level, chunks, ("point_count", "points"))
+    batches = _select_rows(connection, "point_chunk", level, chunks, ("point_count", "points"))
     rows = sorted(itertools.chain.from_iterable(batches), key=itemgetter(0, 1, 2, 3))
     where: dict[Part, int] = {}
     owners: dict[tuple[str, int], slice] = {}
@@ -182,13 +180,13 @@ def read_model_data(
     """Totals [keys, points] of the model; NaN where a part lacks the key. `entries`: by run, key → entry."""
     values = np.full((len(keys), len(points.steps)), np.nan)
     columns = ("point_count", "entries", "data")
-    batches = select_rows(connection, "model_chunk", level, chunks, columns, "t.rank = :rank", {"rank": rank})
+    batches = _select_rows(connection, "model_chunk", level, chunks, columns, "t.rank = :rank", {"rank": rank})
     for row in itertools.chain.from_iterable(batches):
         start, count, known = points.where.get(row[:4]), row[4], entries[row[0]]
         if start is None:
             continue
         held = {entry: place for place, entry in enumerate(int_array(row[5]).tolist())}
-        array = unpack_totals(row[6], len(held), count)
+        array = _unpack_totals(row[6], len(held), count)
         for target, key in enumerate(keys):
             if known.get(key) in held:
                 values[target, start : start + count] = array[held[known[key]]]
@@ -270,7 +268,7 @@ def _layer_rows(
     widest = max(
         (size if sliced else layer + size for spans in extra.values() for _, layer, size in spans), default=0
     )
-    batches = select_rows(
+    batches = _select_rows(
         connection,
         "layer_chunk",
         level,
@@ -298,7 +296,7 @@ def _layer_rows(
             connection.info[BLOBS_OPENED] = connection.info.get(BLOBS_OPENED, 0) + opened
 
 
-def select_rows(
+def _select_rows(
     connection: Connection,
     table: str,
     level: int,

@@ -4,7 +4,8 @@ A column's key describes its chunks in the reader's snapshot. Sealing a late par
 key, so a stale column is never found. Without this cache a curve of 100,000 points costs 1.7 times the CPU of the
 whole question, 50 runs of 10,000 points 1.55 times.
 
-`reading/points.py` and `memory_budget.py` know it; its bound is the budget's. Emptying it changes no answer.
+`reading/snapshot.py` owns it within a share of the memory budget, `points.py` reads through it. Emptying it changes
+no answer, so keys and bounds are free.
 """
 
 from __future__ import annotations

@@ -30,7 +30,12 @@ from collage_server.store.row_helpers import among, contains, ranges_from_json, 
 from collage_server.store.runs.reported_state import newest_logged_steps
 from collage_server.store.runs.run_store import attempts_of_runs, rows_by_run
 
-__all__ = ["RunView", "RunViews", "chosen_layers", "is_known", "read_entries", "read_views"]
+__all__ = [
+    "RunView",
+    "RunViews",
+    "chosen_layers",
+    "is_known",
+]
 
 _MOST_NAMES: Final = 500
 """Of layers that a statement asks for one by one; for more, all of the run are read, and kept for the snapshot."""
@@ -171,7 +176,7 @@ class RunView:
     @cached_property
     def entries(self) -> Mapping[str, int]:
         """The number of each entry that chunks hold, by its key."""
-        return read_entries(self.connection, [self.run_id])[self.run_id]
+        return _read_entries(self.connection, [self.run_id])[self.run_id]
 
     @property
     def is_measured(self) -> bool:
@@ -280,10 +285,10 @@ class RunViews:
         """
         ids = list(dict.fromkeys(run_ids))
         unread = [run_id for run_id in ids if run_id not in self._views]
-        for run_id, view in (read_views(self._connection, unread, keys=()) if unread else {}).items():
+        for run_id, view in (_read_views(self._connection, unread, keys=()) if unread else {}).items():
             self._views[run_id], self._known[run_id] = view, set()
         lacking = [run_id for run_id in ids if not self._knows(run_id, keys)]
-        for run_id, entries in (read_entries(self._connection, lacking, keys) if lacking else {}).items():
+        for run_id, entries in (_read_entries(self._connection, lacking, keys) if lacking else {}).items():
             view, known = self._views[run_id], self._known[run_id]
             view.entries = dict(sorted({**view.entries, **entries}.items(), key=itemgetter(1)))
             self._known[run_id] = None if keys is None or known is None else known.union(keys)
@@ -300,7 +305,7 @@ class RunViews:
         return known is None or (keys is not None and known.issuperset(keys))
 
 
-def read_views(
+def _read_views(
     connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
 ) -> dict[str, RunView]:
     """Views of several runs, in the order given, in as many statements as one takes.
@@ -312,7 +317,7 @@ def read_views(
     """
     ids = list(dict.fromkeys(run_ids))
     views = {run_id: RunView(connection, run_id, rows) for run_id, rows in _read(connection, ids).items()}
-    entries = read_entries(connection, ids, keys)
+    entries = _read_entries(connection, ids, keys)
     for run_id, view in views.items():
         view.entries = entries[run_id]
     return views
@@ -357,7 +362,7 @@ def _attempts_with_files() -> Select[Any]:
     return attempts_of_runs().add_columns(lowest.scalar_subquery().label("archived"))
 
 
-def read_entries(
+def _read_entries(
     connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
 ) -> dict[str, dict[str, int]]:
     """What chunks hold of each run: key → entry, in the order of entries."""

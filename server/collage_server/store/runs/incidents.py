@@ -28,7 +28,7 @@ __all__ = ["IncidentStore", "alert_key", "incident_id_of"]
 
 _LOG: Final = logging.getLogger(__name__)
 _INCIDENT: Final = server_tables.incident
-SILENCED: Final = "CollageSilenced"
+_SILENCED: Final = "CollageSilenced"
 """The incident of a silence, open while it holds: of the server, so that no training takes it for its own."""
 _SILENCE_ID: Final = "silence_id"
 _TELLING: Final = frozenset({"run_id", "key", "state", "worst", "window", "outcome"})
@@ -181,7 +181,7 @@ class IncidentStore:
                 )
             connection.execute(insert(server_tables.silence).values(msgspec.structs.asdict(silence)))
         told = NewIncident(
-            alert=SILENCED,
+            alert=_SILENCED,
             severity="info",
             source="server",
             labels={_SILENCE_ID: silence.silence_id},
@@ -194,14 +194,14 @@ class IncidentStore:
     def end_silences(self, now: float) -> None:
         """End the incidents of silences that hold no more."""
         holding = {silence.silence_id for silence in self.silences(now)}
-        told = (_INCIDENT.c.alert == SILENCED, _INCIDENT.c.open_key.is_not(None))
+        told = (_INCIDENT.c.alert == _SILENCED, _INCIDENT.c.open_key.is_not(None))
         with self._database.reading() as connection:
             open_ones = [
                 from_json(text) for text in connection.execute(select(_INCIDENT.c.labels).where(*told)).scalars()
             ]
         for labels in open_ones:
             if labels.get(_SILENCE_ID) not in holding:
-                self.resolve(SILENCED, labels, "server", now)
+                self.resolve(_SILENCED, labels, "server", now)
 
     def silences(self, now: float) -> list[wire.Silence]:
         """Those that have not ended, newest first; none that a clock which was ahead has made in the future."""
@@ -229,7 +229,7 @@ class IncidentStore:
     def open_of_server(self) -> Iterator[tuple[str, dict[str, str], float, float | None]]:
         """Alert, labels, begin and value of this server's own incidents that have not ended."""
         columns = (_INCIDENT.c.alert, _INCIDENT.c.labels, _INCIDENT.c.started_at, _INCIDENT.c.value)
-        mine = (_INCIDENT.c.open_key.is_not(None), _INCIDENT.c.source == "server", _INCIDENT.c.alert != SILENCED)
+        mine = (_INCIDENT.c.open_key.is_not(None), _INCIDENT.c.source == "server", _INCIDENT.c.alert != _SILENCED)
         with self._database.reading() as connection:
             for row in connection.execute(select(*columns).where(*mine).execution_options(yield_per=_ROWS_AT_ONCE)):
                 yield row.alert, from_json(row.labels), row.started_at, row.value
@@ -338,7 +338,7 @@ def _incident(row: Row[Any], silences: Sequence[wire.Silence]) -> wire.Incident:
 
 
 def _covers(silence: wire.Silence, row: Row[Any]) -> bool:
-    if row.alert == SILENCED:
+    if row.alert == _SILENCED:
         return False
     asked = ((silence.alert, row.alert), (silence.project, row.project), (silence.run_id, row.run_id))
     return all(wanted is None or wanted == own for wanted, own in asked)

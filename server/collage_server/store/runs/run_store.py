@@ -42,7 +42,6 @@ __all__ = [
     "matching",
     "read_page",
     "read_records",
-    "read_run",
     "rows_by_run",
 ]
 
@@ -96,7 +95,7 @@ class RunStore:
             is_new = create_run(connection, project, create, now)
             if check is not None:
                 check_quotas(connection, project, check, runs=int(is_new), tags=len(create.tags))
-            return read_run(connection, create.run_id), is_new
+            return _read_run(connection, create.run_id), is_new
 
     def page(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
         """A page of runs, newest first."""
@@ -106,7 +105,7 @@ class RunStore:
     def get(self, run_id: str) -> RunRecord:
         """The record of a run."""
         with self._database.reading() as connection:
-            return read_run(connection, run_id)
+            return _read_run(connection, run_id)
 
     def revisions(self, run_ids: Sequence[str]) -> dict[str, RunRevision]:
         """The revision of each of these runs, in the order given."""
@@ -153,7 +152,7 @@ class RunStore:
             update_run(connection, run_id, update, now)
             if check is not None and counted is not None:
                 check_quotas(connection, counted, check, runs=0, tags=len(update.tags or ()))
-            return read_run(connection, run_id)
+            return _read_run(connection, run_id)
 
     def bring_back(self, now: float) -> int:
         """Set times later than `now` to `now`; returns the number of runs. Else they would count as live for days
@@ -195,7 +194,7 @@ class RunStore:
         self._begin_purge(run_id)
 
 
-def read_run(connection: Connection, run_id: str) -> RunRecord:
+def _read_run(connection: Connection, run_id: str) -> RunRecord:
     """One run with its tags, attempts, watch and newest numbers."""
     row = connection.execute(select(_RUN).where(_RUN.c.run_id == run_id)).first()
     if row is None:

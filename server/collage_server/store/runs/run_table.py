@@ -47,7 +47,7 @@ __all__ = ["GroupPage", "TablePage", "TableStore"]
 _RUN: Final = schema.run
 _OVERVIEW: Final = schema.run_overview
 _OF_RUN: Final = ("name", "project", "group", "strategy", "dtype", "created_at")
-LISTED: Final = 20
+_LISTED: Final = 20
 """Runs and names of a group that its row lists: as many as one comparison shows."""
 _OF_GROUP: Final = ("created_at", "group", "health", "last_step", *schema.OVERVIEW_NUMBERS)
 """What is read of each run of a group: little, for a group may have thousands."""
@@ -60,7 +60,7 @@ _NONE: Final = "\x1e"
 _NARROW: Final = f"INDEXED BY {schema.run_overview_narrow.name}"
 """SQLite would look up the unique key and then read each run's wide row: over thousands of runs twice the CPU."""
 
-TableRow = tuple[RunRecord, wire.Overview | None]
+_TableRow = tuple[RunRecord, wire.Overview | None]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class TablePage:
     `changed_at`: the newest change or report of any of the runs; None without runs.
     """
 
-    rows: list[TableRow]
+    rows: list[_TableRow]
     total: int
     live: dict[str, int]
     changed_at: float | None
@@ -82,7 +82,7 @@ class TablePage:
 class GroupPage:
     """A page of groups and of the runs of open ones, which follow their group; `total` counts both."""
 
-    rows: list[wire.RunGroup | TableRow]
+    rows: list[wire.RunGroup | _TableRow]
     total: int
 
 
@@ -125,7 +125,7 @@ class TableStore:
                     shown.append((found, max(query.offset - first, 0) - 1, min(end - first, place - first) - 1))
             wanted = [found for found, first, _ in shown if first < 0]
             groups = table.groups(connection, key, None if len(wanted) == len(counts) else wanted) if wanted else {}
-            rows: list[wire.RunGroup | TableRow] = []
+            rows: list[wire.RunGroup | _TableRow] = []
             for found, first, last in shown:
                 if first < 0:
                     rows.append(groups[found])
@@ -221,7 +221,7 @@ class _Table:
 
     def rows(
         self, connection: Connection, offset: int, limit: int, *conditions: ColumnElement[bool]
-    ) -> list[TableRow]:
+    ) -> list[_TableRow]:
         """Some of the runs, in order."""
         column = self._columns[self._query.sort]
         # What is not known stands last, whichever way; the newest of equals first.
@@ -390,7 +390,7 @@ def _worst(healths: Sequence[str | None], edq: Sequence[float | None]) -> int:
 
 
 def _newest(created: Sequence[float], ids: Sequence[str]) -> list[str]:
-    return [run_id for _, run_id in nlargest(LISTED, zip(created, ids, strict=True))]
+    return [run_id for _, run_id in nlargest(_LISTED, zip(created, ids, strict=True))]
 
 
 def _named(connection: Connection, ids: Sequence[str]) -> dict[str, Any]:
@@ -412,7 +412,7 @@ def _group(
         project=newest[0].project,
         strategy=newest[0].strategy,
         dtype=newest[0].dtype,
-        groups=sorted({name for name in of["group"] if name is not None})[:LISTED],
+        groups=sorted({name for name in of["group"] if name is not None})[:_LISTED],
         runs={run.run_id: run.name for run in newest},
         count=len(of["run_id"]),
         states=Counter(of["state"]),

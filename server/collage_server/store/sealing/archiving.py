@@ -7,6 +7,10 @@ A file is made from a snapshot without a claim, as parts of chunks never change.
 then a short transaction names it, if the chunks still have the parts that it holds. Then the rows that it replaces
 are deleted, in transactions as short as those of retention. A process that is killed in between leaves a file that
 no row names (`Archiving.sweep` removes it), or rows that are not read any more (the next round deletes them).
+
+`archiver.py` calls it. Sizes of files are free (`archive_plan.py`), their form is `archive/parquet.py`'s. That an
+answer does not change, wherever a process is killed, is fixed (`tests/server/store/test_archived.py`,
+`test_archive_faults.py`).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _INCIDENT: Final = server_tables.incident
 _EVENT: Final = schema.event
 _SILENCE: Final = server_tables.silence
 _SLICE_ROWS: Final = 500
-SealLateReports = Callable[[str], None]
+_SealLateReports = Callable[[str], None]
 """Seals every late report of the run; the caller holds the claim."""
 _BULKY: Final = (
     schema.report,
@@ -141,7 +141,7 @@ class Sealing:
 class Retention:
     """How data leaves the store. Every call takes short transactions, and may be cut off anywhere without harm."""
 
-    def __init__(self, database: Database, seal_late_reports: SealLateReports, deletion: SliceDeletion) -> None:
+    def __init__(self, database: Database, seal_late_reports: _SealLateReports, deletion: SliceDeletion) -> None:
         self._database = database
         self._seal_late_reports = seal_late_reports
         self._deleted: set[str] = set()
