@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, Final
@@ -48,11 +48,13 @@ def create_dashboard(
     *,
     allowed_hosts: frozenset[str] | None = None,
     sign_in: ClientOfToken | None = None,
+    embed_in: Sequence[str] = (),
 ) -> dash.Dash:
     """A dashboard that reads through the client that `client_factory` makes on first use.
 
     Every file that the browser loads comes from this process. `allowed_hosts` are the names under which it answers
-    (None: any); a callback must come from a page of its own. With `sign_in` nothing is shown before a person has
+    (None: any); a callback must come from a page of its own. `embed_in` are the origins whose pages may show it in
+    a frame. With `sign_in` nothing is shown before a person has
     shown a token, or signed in through the server's provider. A client made with that token then replaces the
     dashboard's own, which is used only for signing people in.
     """
@@ -70,7 +72,7 @@ def create_dashboard(
         meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
     )
     reader = Reader(client_factory)
-    install_guard(app.server, allowed_hosts)
+    install_guard(app.server, allowed_hosts, embed_in)
     if sign_in is not None:
         make = sign_in
         reader = Reader(lambda: make(token_of_session()), whose=token_of_session, on_unknown=forget_token)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 import signal
 import socket
 from contextlib import ExitStack, closing
@@ -28,6 +29,9 @@ __all__ = ["dashboard"]
 _THREADS = 8
 _NOT_HERE = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 _TIMEOUT_SECONDS = 20.0
+_NOTEBOOKS = ("http://localhost:*", "http://127.0.0.1:*")
+"""Pages of this machine, whichever port they have: they may show a dashboard that is for this machine alone."""
+_ORIGIN = re.compile(r"https?://[\w.*\[\]:-]+")
 
 
 @click.command("dashboard")
@@ -40,6 +44,14 @@ _TIMEOUT_SECONDS = 20.0
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token; read when needed.")
 @click.option(
     "--allowed-host", "allowed_hosts", multiple=True, help="Another host name under which browsers reach it."
+)
+@click.option(
+    "--embed-in",
+    multiple=True,
+    metavar="ORIGIN",
+    callback=lambda _context, _option, given: tuple(map(_origin, given)),
+    help="Origin whose pages may show it in a frame, https://wiki.example.org; pages of this machine may "
+    "where nobody signs in.",
 )
 @click.option(
     "--sign-in", is_flag=True, help="Require sign-in on this machine, too; beyond it, sign-in is always required."
@@ -55,6 +67,7 @@ def dashboard(
     token: str | None,
     token_file: Path | None,
     allowed_hosts: tuple[str, ...],
+    embed_in: tuple[str, ...],
     sign_in: bool,
     trusted_proxy: str | None,
     as_json: bool,
@@ -85,7 +98,9 @@ def dashboard(
     # Who comes through a proxy comes from beyond this machine.
     asked: ClientOfToken | None = client_of if beyond or trusted_proxy or sign_in else None
     names = frozenset(allowed_hosts) | LOOPBACK_HOSTS
-    app = create_dashboard(client, allowed_hosts=names, sign_in=asked)
+    app = create_dashboard(
+        client, allowed_hosts=names, sign_in=asked, embed_in=embed_in or (() if asked else _NOTEBOOKS)
+    )
     proxied = _behind(trusted_proxy) if trusted_proxy else {}
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     try:
@@ -110,6 +125,12 @@ def dashboard(
         for listening in sockets:
             stack.enter_context(closing(listening))
         create_server(app.server, sockets=sockets, threads=_THREADS, ident="collage-monitor", **proxied).run()
+
+
+def _origin(given: str) -> str:
+    if _ORIGIN.fullmatch(given) is None:
+        raise click.BadParameter(f"{given!r} is no origin: scheme, host and port alone, https://wiki.example.org")
+    return given
 
 
 def _end(_signal: int, _frame: FrameType | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from io import StringIO
 from itertools import chain
 from typing import Any, Final
@@ -15,6 +16,7 @@ from urllib.parse import urlencode
 
 import dash_mantine_components as dmc
 from dash import dcc, html
+from flask import has_request_context, request
 
 from collage_dashboard.descriptions import Description, describe, iso, when
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
@@ -34,6 +36,7 @@ __all__ = [
     "chart_card",
     "chart_note",
     "curve_keys",
+    "embed_note",
     "headline_line",
     "help_text",
     "labelled",
@@ -66,6 +69,7 @@ _JUDGEMENT_MARKS: Final = {"healthy": ("✓", "agrees"), "unknown": ("?", "unkno
 _HIDDEN: Final[dict[str, Any]] = {"aria-hidden": "true"}
 _BAD_MARK: Final = ("!", "disagrees")
 _ENTRIES_SHOWN: Final = 6
+_EMBEDDED_PIXELS: Final = 480
 
 
 @dataclass(frozen=True)
@@ -241,6 +245,23 @@ def report_link(run_ids: Sequence[str], left_out: int = 0) -> html.A:
     address = f"/report?{urlencode(pairs)}"
     return html.A(
         "Download report", href=address, download="", title="One HTML file, readable without server or network"
+    )
+
+
+def embed_note(address: str, parts: Mapping[str, str]) -> html.Details:
+    """The lines that show a page within another one, whole or in part.
+
+    address: the page's, from its root on. parts: what `embed` may be there (`assets/style.css`), and what that is.
+    """
+    root = request.url_root.rstrip("/") if has_request_context() else ""
+    address += "&" if "?" in address else "?"
+    lines = [
+        f'<iframe src="{escape(root + address)}embed={part}" title="{what}" '
+        f'width="100%" height="{_EMBEDDED_PIXELS}" style="border: 0"></iframe>'
+        for part, what in parts.items()
+    ]
+    return html.Details(
+        [html.Summary("This in a page of yours"), html.Pre("\n".join(lines), tabIndex="0")], className="pandas"
     )
 
 

@@ -42,6 +42,8 @@ DOCUMENT: Final = (
       const kept = localStorage.getItem("mantine-color-scheme-value") || "auto";
       const dark = kept === "auto" ? matchMedia("(prefers-color-scheme: dark)").matches : kept === "dark";
       document.documentElement.dataset.mantineColorScheme = dark ? "dark" : "light";
+      const part = new URLSearchParams(location.search).get("embed");
+      if (part) document.documentElement.dataset.embed = part;
     </script>
   </head>
   <body>

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -18,15 +19,17 @@ __all__ = ["install_compression", "install_guard"]
 _CONTENT: Final = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
-    "frame-ancestors 'none'; base-uri 'self'; form-action 'self'"
+    "base-uri 'self'; form-action 'self'"
 )
 """Where the browser may load what from: this process alone. Dash needs scripts and styles in the page itself."""
+_NOWHERE: Final = "'none'"
 
 
-def install_guard(server: Flask, allowed_hosts: frozenset[str] | None) -> None:
+def install_guard(server: Flask, allowed_hosts: frozenset[str] | None, embed_in: Sequence[str] = ()) -> None:
     """Refuse foreign Host names (a rebound DNS name reads a local page otherwise) and foreign Origins (403).
 
-    Every answer has headers that restrict what the browser may do with it.
+    Every answer has headers that restrict what the browser may do with it. `embed_in`: the origins whose pages may
+    show it in a frame; none: no page may, so that none can lead a reader's clicks astray.
     """
 
     @server.errorhandler(DependencyException)
@@ -49,9 +52,10 @@ def install_guard(server: Flask, allowed_hosts: frozenset[str] | None) -> None:
 
     Talisman(
         server,
-        content_security_policy=_CONTENT,
+        content_security_policy=f"{_CONTENT}; frame-ancestors {' '.join(embed_in) or _NOWHERE}",
         referrer_policy="no-referrer",
-        frame_options=DENY,
+        # The older header knows no origins; browsers go by the policy where both are there.
+        frame_options=None if embed_in else DENY,
         permissions_policy={},
         # A dashboard on loopback speaks plain HTTP; beyond it, the proxy before it decides.
         force_https=False,

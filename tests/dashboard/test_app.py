@@ -136,11 +136,22 @@ def test_every_answer_says_what_a_browser_may_do_with_it(http, path, host):
     assert answer.headers["Content-Security-Policy"] == (
         "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
         "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
-        "frame-ancestors 'none'; base-uri 'self'; form-action 'self'"
+        "base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
     )
     assert answer.headers["Referrer-Policy"] == "no-referrer"
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     assert "Strict-Transport-Security" not in answer.headers
+
+
+def test_it_is_shown_in_a_frame_by_the_named_origins_alone(server):
+    named = create_dashboard(server.client, embed_in=["https://wiki.example.org", "http://localhost:*"])
+    headers = named.server.test_client().get("/").headers
+    assert headers["Content-Security-Policy"].endswith(
+        "; frame-ancestors https://wiki.example.org http://localhost:*"
+    )
+    assert "X-Frame-Options" not in headers
+    alone = create_dashboard(server.client).server.test_client().get("/").headers
+    assert alone["X-Frame-Options"] == "DENY"
 
 
 def test_a_foreign_host_name_is_refused(http):

@@ -96,6 +96,23 @@ def test_a_port_in_use_is_a_sentence():
     assert "another --port" in result.stderr
 
 
+def test_pages_of_this_machine_may_show_it_where_nobody_signs_in(served):
+    CliRunner().invoke(command.dashboard, ["--token", "t"])
+    assert served["embed_in"] == ("http://localhost:*", "http://127.0.0.1:*")
+    CliRunner().invoke(command.dashboard, ["--token", "t", "--sign-in"])
+    assert served["embed_in"] == ()
+    CliRunner().invoke(command.dashboard, ["--token", "t", "--sign-in", "--embed-in", "https://wiki.example.org"])
+    assert served["embed_in"] == ("https://wiki.example.org",)
+
+
+@pytest.mark.parametrize("given", ["wiki.example.org", "*", "https://a.org/b", "https://a.org; script-src *"])
+def test_what_is_no_origin_is_refused(served, given):
+    refused = CliRunner().invoke(command.dashboard, ["--token", "t", "--embed-in", given])
+    assert refused.exit_code == 2
+    assert repr(given) in refused.output
+    assert served == {}
+
+
 def test_beyond_loopback_names_must_be_stated(served):
     refused = CliRunner().invoke(command.dashboard, ["--host", "0.0.0.0", "--token", "t"])
     assert refused.exit_code == 2

@@ -22,6 +22,7 @@ from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_up
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
     axis_control,
+    embed_note,
     limits_note,
     notice,
     page,
@@ -79,6 +80,8 @@ from collage_monitor.strategy_results import StrategyResult, results_of, run_res
 
 __all__ = ["CHARTS", "DEFAULT_METRIC", "figure", "layout", "register"]
 
+_PARTS: Final = {"page": "This comparison", "curves": "Its curves"}
+"""What of the page another one can show."""
 _PICKABLE_GROUPS: Final = 200
 """Runs, the newest, whose groups are offered."""
 _ANSWERED: Final = ("table", "advice", "strategies", "counterfactuals", "pair")
@@ -138,6 +141,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(id="compare-counterfactuals"),
             html.Div(id="compare-table"),
             pandas_note(reader, frame_of([row.run_id for row in rows])),
+            embed_note("".join(write_address(view)), _PARTS),
             limits_note(),
         ],
         f"Comparison of {len(view.runs)} {'run' if len(view.runs) == 1 else 'runs'}",

@@ -18,6 +18,7 @@ from dash import ALL, MATCH, ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
+    embed_note,
     limits_note,
     notice,
     page,
@@ -66,6 +67,9 @@ _CONTROLS: Final = (
     "run-smoothing",
     "run-at",
 )
+
+_PARTS: Final = {"page": "This run", "curves": "Its curves", "layers": "Its layers"}
+"""What of the page another one can show."""
 
 
 def layout(view: View, reader: Reader) -> html.Div:
@@ -136,6 +140,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                 [html.Div(panel(view, run), id="run-panel"), html.Div(id="run-layer-place")], className="beside"
             ),
             pandas_note(reader, frame_of([run_id])),
+            embed_note(pathname + search, _PARTS),
             limits_note(),
         ],
         run.name,
