@@ -54,7 +54,7 @@ def create_dashboard(
 
     Every file that the browser loads comes from this process. `allowed_hosts` are the names under which it answers
     (None: any); a callback must come from a page of its own. `embed_in` are the origins whose pages may show it in
-    a frame. With `sign_in` nothing is shown before a person has
+    a frame (none: no page). With `sign_in` nothing is shown before a person has
     shown a token, or signed in through the server's provider. A client made with that token then replaces the
     dashboard's own, which is used only for signing people in.
     """

@@ -159,9 +159,10 @@ def add_note(figure: go.Figure, text: str) -> go.Figure:
     )
 
 
-def digest(figure: go.Figure) -> str:
-    """What changes with the figure: one that is shown already need not travel again."""
-    return blake2b(str(figure.to_json()).encode(), digest_size=12).hexdigest()
+def digest(shown: Any) -> str:
+    """What changes with a figure, rows or a component: what is shown already need not travel again."""
+    written = shown.to_json() if isinstance(shown, go.Figure) else repr(shown)
+    return blake2b(str(written).encode(), digest_size=12).hexdigest()
 
 
 def with_subtitle(figure: go.Figure, text: str) -> go.Figure:

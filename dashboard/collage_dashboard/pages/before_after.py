@@ -7,7 +7,6 @@ that is typed, or by a link that holds it.
 from __future__ import annotations
 
 import math
-from hashlib import blake2b
 from typing import Any, Final
 
 import dash
@@ -16,6 +15,7 @@ from dash import ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import labelled, scrollable
 from collage_dashboard.descriptions import UNDEFINED, describe, number, value_text
+from collage_dashboard.figures.style import digest
 from collage_dashboard.incident_evidence import COMPARED_METRICS, read_before_after
 from collage_dashboard.pages.run_layers import run_of
 from collage_dashboard.server_reader import Reader
@@ -184,7 +184,7 @@ def register_change(app: dash.Dash, reader: Reader) -> None:
             card = _picked_change(view, run_of(record), reader)
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
-        found = {"at": at, "digest": blake2b(str(card).encode(), digest_size=12).hexdigest()}
+        found = {"at": at, "digest": digest(card)}
         if found == told:
             raise dash.exceptions.PreventUpdate
         return card, found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from typing import Any, Final
 
 import dash
@@ -22,6 +21,7 @@ from collage_dashboard.descriptions import (
     share_text,
     value_text,
 )
+from collage_dashboard.figures.style import digest
 from collage_dashboard.pages.run_marks import step_of_onset
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View, read_address
@@ -368,7 +368,7 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         # The page tells a digest of its rows: the rows themselves would be most of what a live page sends.
-        found = blake2b(repr(rows).encode(), digest_size=8).hexdigest()
+        found = digest(rows)
         if found == known:
             raise dash.exceptions.PreventUpdate
         most = f" The {_MOST_ROWS:,} that lose the most." if len(rows) == _MOST_ROWS else ""
