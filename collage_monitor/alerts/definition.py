@@ -114,7 +114,9 @@ class Alert:
     `expression`, one of which must hold. Only the first that holds for a run fires, so that one fault is one
     incident. The server evaluates these; an alert without any is left to Prometheus. A run is not judged in its
     first `warm_up_steps` nor in `settle_steps` after a resume. `on_by_default`: enabled whatever severity is asked
-    for. `scope` "server": it is about the server, not a run.
+    for. `scope` "server": it is about the server, not a run. While the norm of the newest intended update is below
+    `least_intended_share` of the run's usual one, as at the end of a schedule to zero, a run is not judged: what is
+    lost of it is nothing.
     """
 
     name: str
@@ -131,6 +133,7 @@ class Alert:
     checks: tuple[Check, ...] = ()
     keep_firing_seconds: float = 0.0
     settle_steps: int = 0
+    least_intended_share: float = 0.0
     on_by_default: bool = False
     scope: Literal["run", "server"] = "run"
 
@@ -184,17 +187,21 @@ def about_runs(
     warm_up_steps: int = 500,
     settle_steps: int = _SETTLE_STEPS,
     keep_firing_seconds: float = 600.0,
+    least_intended_share: float = 0.0,
     **texts: Any,
 ) -> Alert:
-    """An alert on each run that is beyond its warm-up and has settled after a resume."""
+    """An alert on each run that is beyond its warm-up, has settled after a resume and still intends something."""
     guards = " and on(run_id) collage_step > $warm_up" if warm_up_steps else ""
     guards += " unless on(run_id) collage_steps_since_resume < $settle" if settle_steps else ""
+    if least_intended_share:
+        guards += f" unless on(run_id) collage_intended_share < {least_intended_share:g}"
     return Alert(
         name=name,
         expression=_one_of(conditions, guarded=bool(guards)) + guards,
         window_seconds=window_seconds,
         warm_up_steps=warm_up_steps,
         settle_steps=settle_steps,
+        least_intended_share=least_intended_share,
         keep_firing_seconds=keep_firing_seconds,
         conditions=conditions,
         **texts,

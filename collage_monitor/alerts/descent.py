@@ -36,6 +36,9 @@ _GOOD = 0.9
 _LOST = 0.25
 """Of the trainings of docs/studies that round to nearest none lies between 0.16 and 0.28, and most of those beyond
 end above fp32: docs/false-alarms.md."""
+_INTENDED = 0.02
+"""Share of the usual update below which one step's loss is none: in the last 6 % of a cosine to zero, which
+hold less than a thousandth of all its rates."""
 _STOCHASTIC = "|".join(name for name, entry in STRATEGIES.items() if entry.stochastic)
 
 _CATCHES_UP_STEPS = 3000
@@ -167,6 +170,7 @@ ALERTS: Final = (
         Condition("collage_edq_ratio", "<", 0.9, "share of quantile", quantile=0.9, quantile_from=_GOOD),
         window_seconds=3600.0,
         for_seconds=300.0,
+        least_intended_share=_INTENDED,
         severity="warning",
         on_by_default=True,
         summary="the effective descent quality was good, and fell by more than a tenth within the hour",
@@ -190,6 +194,7 @@ ALERTS: Final = (
         "CollageEdqLow",
         Condition("collage_edq_ratio", "<", _GOOD),
         for_seconds=600.0,
+        least_intended_share=_INTENDED,
         severity="warning",
         on_by_default=True,
         summary="less than nine tenths of the intended descent reaches the weights",
@@ -238,6 +243,7 @@ ALERTS: Final = (
         Condition("collage_lost_window_ratio", ">", 0.5, "recent", labels=(("strategy", "=~", _STOCHASTIC),)),
         window_seconds=3600.0,
         for_seconds=600.0,
+        least_intended_share=_INTENDED,
         severity="warning",
         summary="over a window of steps more than half of the weights do not move",
         meaning=(
@@ -264,6 +270,7 @@ ALERTS: Final = (
             labels=(("worst", "=", "1"), ("strategy", "!~", _STOCHASTIC)),
         ),
         for_seconds=900.0,
+        least_intended_share=_INTENDED,
         severity="warning",
         summary="a layer stands still: none of its intended updates arrives",
         meaning=(
@@ -284,6 +291,7 @@ ALERTS: Final = (
         "CollageOracleDrift",
         Condition("collage_edq_oracle_ratio", ">", 0.25, "distance", labels=(("strategy", "!~", _STOCHASTIC),)),
         for_seconds=1800.0,
+        least_intended_share=_INTENDED,
         severity="warning",
         summary="steps differ by more than a quarter from those of an optimizer in fp64",
         meaning=(

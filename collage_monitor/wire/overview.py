@@ -38,7 +38,8 @@ class Overview(Struct, kw_only=True, frozen=True):
     their intervals. `headline` says in one sentence what is wrong, where and since when; `verdict` gives the
     reasons, `advice` what to try, "" where there is nothing, and `findings` the metrics that are held against the
     run, with their values. `since`: the first step with the present EDQ, null if it never changed; `changes`: all
-    abrupt changes, in order. `worst`: up to five layers. `trend`: EDQ over the whole run.
+    abrupt changes, in order. `worst`: up to five layers. `trend`: EDQ over the whole run. `intended_share`: the
+    norm of the newest intended update over the median of the run's; null where there is none.
     """
 
     run_id: str
@@ -51,6 +52,7 @@ class Overview(Struct, kw_only=True, frozen=True):
     verdict: str = ""
     advice: str = ""
     findings: dict[str, float] = field(default_factory=dict)
+    intended_share: float | None = None
     since: int | None = None
     changes: list[EdqChange] = field(default_factory=list)
     worst: list[LayerLoss] = field(default_factory=list)

@@ -65,6 +65,7 @@ RUN_GAUGES: Final = {
     "last_report_timestamp_seconds": "When the newest report was stored, in Unix time.",
     "reports_dropped": "Reports that the agents gave up, over all ranks.",
     "steps_since_resume": "Steps since the newest resume began; absent before a first one.",
+    "intended_share": "Norm of the newest intended update over the run's usual one; absent until one is known.",
     "unmeasured_seconds": "Age of a run of which no step was measured; absent for all others.",
     "replica_mismatches": "Layers and steps of the newest attempt at which replicas differ; absent where none do.",
 }
@@ -302,6 +303,7 @@ def _of_run(run: LiveRun, now: float) -> dict[str, float | None]:
         "last_report_timestamp_seconds": reported.last_report_at,
         "reports_dropped": reported.reports_dropped,
         "steps_since_resume": _steps_since_resume(reported),
+        "intended_share": run.intended_share,
         "unmeasured_seconds": now - run.created_at if run.point is None else None,
     }
 

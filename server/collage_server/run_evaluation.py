@@ -23,6 +23,7 @@ from collage_server.queries.overview import (
     begin_of_recent_past,
     edq_changes,
     find_silent_ranks,
+    intended_share,
     most_losing,
     overview,
 )
@@ -93,6 +94,7 @@ def evaluate(now: Snapshot, record: RunRecord, first_step: int | None = None) ->
             history=of_model,
             changes=edq_changes(of_model, by_layer, between),
             logged_losses=now.scalars([run_id], lost, Selection())[run_id] if lost else {},
+            intended_share=intended_share(recent),
             silent=find_silent_ranks(recent, record, lambda: now.layers(run_id)),
         ),
     )

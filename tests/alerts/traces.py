@@ -128,6 +128,9 @@ def traces(name):
     runs["young"] = _values(name, sick=bool(entry.warm_up_steps))
     runs["resumed"] = _values(name, sick=bool(entry.settle_steps))
     runs["skipping"] = _values(name, sick=False)
+    if entry.least_intended_share:
+        # A schedule has all but ended at the onset.
+        runs["fading"] = _values(name, sick=True)
     if case.poor:
         before, after = case.poor
         runs["poor"] = [after if value == case.sick else before for value in runs["sick"]]
@@ -146,6 +149,9 @@ def traces(name):
             # It resumes at the onset, and steps so slowly that it does not settle while something is wrong.
             since = [None] * onset + [1.0 + minute / 10 for minute in range(length - onset)]
             found.append(Trace("collage_steps_since_resume", own, since))
+        if entry.least_intended_share:
+            share = entry.least_intended_share * (0.9 if run_id == "fading" else 1.1)
+            found.append(Trace("collage_intended_share", own, [share] * length))
         if run_id == "skipping":
             # The loss scaler grows too large now and then: a step in five minutes is skipped, and says nothing.
             skips = [2.0 + minute // 5 for minute in range(length)]

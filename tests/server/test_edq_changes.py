@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collage_server.queries.overview import edq_changes
+from collage_server.queries.overview import edq_changes, intended_share
 from collage_server.store import Points
 
 from collage_monitor.statistics import statistics_for
@@ -55,3 +55,20 @@ def test_a_change_is_placed_within_the_finest_point_that_is_kept(fall, finer):
     [found] = edq_changes(kept(fall), NO_LAYERS, read if finer else None)
     width = finer or MERGED
     assert found.last_before < fall <= found.first_changed <= fall + width
+
+
+def test_the_newest_update_beside_the_usual_one():
+    points = kept(801)
+    assert intended_share(points) == 1.0
+    points.totals["intended_squared_sum"][-1] *= 0.01**2
+    assert intended_share(points) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("squares", [0.0, np.nan])
+def test_an_update_that_is_usually_0_or_not_known_has_no_share(squares):
+    points = kept(801)
+    points.totals["intended_squared_sum"][:-1] = squares
+    assert intended_share(points) == (None if squares == 0 else 1.0)
+    points.totals["intended_squared_sum"][-1] = np.nan
+    assert intended_share(points) is None
+    assert intended_share(NO_LAYERS) is None

@@ -27,6 +27,7 @@ _LOOK_BACK_SECONDS: Final = 300.0
 _TO_DEVIATION: Final = 1.349
 _ON: Final = "run_id"
 _STEPS: Final = ("collage_step", "collage_steps_since_resume")
+_INTENDED: Final = "collage_intended_share"
 _NAMES: Final = frozenset({"project", "run", "strategy"})
 """Labels that may change while it is the same run."""
 
@@ -143,7 +144,7 @@ class Evaluation:
         self._scale = time_scale
         self._active: dict[tuple[str, Labels], _Active] = {}
         self._history = _History()
-        self._longest: dict[str, float] = dict.fromkeys(_STEPS, 0.0)
+        self._longest: dict[str, float] = dict.fromkeys((*_STEPS, _INTENDED), 0.0)
         for entry in self._alerts:
             for condition in entry.conditions:
                 for name in (condition.series, *RECORDED.get(condition.series, ())):
@@ -187,6 +188,9 @@ class Evaluation:
         return held
 
     def _is_judged(self, alert: Alert, run_id: str) -> bool:
+        share = self._value_of_run(_INTENDED, run_id) if alert.least_intended_share else None
+        if share is not None and share < alert.least_intended_share:
+            return False
         if not alert.warm_up_steps and not alert.settle_steps:
             return True
         step, since_resume = (self._value_of_run(name, run_id) for name in _STEPS)

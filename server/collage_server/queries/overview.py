@@ -36,6 +36,7 @@ __all__ = [
     "edq_changes",
     "find_silent_ranks",
     "held_against",
+    "intended_share",
     "most_losing",
     "overview",
 ]
@@ -71,13 +72,15 @@ class OverviewPoints:
 
     model, layers: the recent past, merged into one point. history: EDQ's totals and the states' over the whole run,
     of the model. logged_losses: those not finite now.
-    silent: ranks that do not report any more. changes: `edq_changes` of the histories.
+    intended_share: as in `wire.Overview`. silent: ranks that do not report any more.
+    changes: `edq_changes` of the histories.
     """
 
     model: Points
     layers: Points
     history: Points
     logged_losses: Mapping[str, ScalarPoints] = field(default_factory=dict)
+    intended_share: float | None = None
     silent: SilentRanks | None = None
     changes: Sequence[Onset] = ()
 
@@ -87,6 +90,18 @@ def begin_of_recent_past(points: Points) -> int | None:
     squares = np.nan_to_num(points.totals.get("intended_squared_sum", np.zeros(len(points.steps))))
     taken = recent_points(points.counts.astype(float).tolist(), squares.tolist())
     return int(points.first_steps[-taken]) if taken and len(points.steps) else None
+
+
+def intended_share(points: Points) -> float | None:
+    """‖u‖ of the newest point's steps over the median of all, from the points of `measured_steps` and
+    `intended_squared_sum`, each the root mean square of its steps; None where either is not known or 0.
+
+    At the end of a schedule to zero it is next to nothing: what is lost then is nothing, too.
+    """
+    squares = points.totals.get("intended_squared_sum", np.full(len(points.steps), np.nan)) / points.counts
+    norms = np.sqrt(squares[np.isfinite(squares)])
+    usual = float(np.median(norms)) if len(norms) else 0.0
+    return float(norms[-1]) / usual if usual and np.isfinite(squares[-1]) else None
 
 
 def find_silent_ranks(
@@ -143,6 +158,7 @@ def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
         verdict=found.text,
         advice=found.advised,
         findings=held_against(found),
+        intended_share=points.intended_share,
         since=losing.since if losing.further is None else losing.further,
         changes=[
             wire.EdqChange(step=onset.first_changed, before=onset.before, after=onset.after)

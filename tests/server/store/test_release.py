@@ -107,8 +107,8 @@ def test_newest_steps_that_were_kept_without_their_time_are_written_anew(store, 
         connection.execute(text(f"INSERT INTO run_newest ({', '.join(row)}) VALUES (:{', :'.join(row)})"), row)
         for table in (schema.segment, schema.segment_gone, saved_view):
             table.drop(connection)
-        for column in ("configuration", "treated_as"):
-            connection.execute(text(f"ALTER TABLE run DROP COLUMN {column}"))
+        for of, column in (("run", "configuration"), ("run", "treated_as"), ("run_overview", "intended_share")):
+            connection.execute(text(f"ALTER TABLE {of} DROP COLUMN {column}"))
         connection.execute(text("UPDATE alembic_version SET version_num = 'r0003'"))
     engine.dispose()
     forward(store)

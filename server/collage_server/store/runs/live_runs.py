@@ -27,8 +27,10 @@ Place = tuple[float, str]
 
 
 class LiveRun(NamedTuple):
-    """A live run; `point` is its newest measured step, None where nothing is measured, and `findings` what the
-    judgement holds against it, by metric: both as the background has written them."""
+    """A live run; `point` is its newest measured step, None where nothing is measured, `findings` what the
+    judgement holds against it, by metric, and `intended_share` as in `wire.Overview`: all as the background has
+    written them.
+    """
 
     run_id: str
     project: str
@@ -38,6 +40,7 @@ class LiveRun(NamedTuple):
     reported: ReportedState
     point: NewestPoint | None
     findings: dict[str, float]
+    intended_share: float | None
 
     @property
     def is_silent(self) -> bool:
@@ -76,8 +79,9 @@ def read_live_runs(
             reported_state(connection, attempts_from(attempts[run_id]), latest[run_id]),
             None if point is None else decode_point(point),
             {} if findings is None else from_json(findings),
+            intended_share,
         )
-        for run_id, project, name, strategy, created_at, point, findings in rows
+        for run_id, project, name, strategy, created_at, point, findings, intended_share in rows
     ]
     return LiveRunPage(runs, (rows[-1].created_at, rows[-1].run_id) if len(rows) == limit else None)
 
@@ -91,7 +95,7 @@ def _page(*, some: bool, first: bool) -> Select[Any]:
     reported = exists().where(*training, latest.c.last_report_at >= stale_before)
     shown = (_RUN.c[name] for name in ("run_id", "project", "name", "strategy", "created_at"))
     statement = (
-        select(*shown, newest.c.point, overview.c.findings)
+        select(*shown, newest.c.point, overview.c.findings, overview.c.intended_share)
         .join(newest, newest.c.run_id == _RUN.c.run_id)
         .outerjoin(overview, overview.c.run_id == _RUN.c.run_id)
         .where(_RUN.c.state == "running", or_(_RUN.c.updated_at >= stale_before, reported))

@@ -92,6 +92,7 @@ class OverviewStore(DerivedRows):
                     last_step=record.last_step,
                     health=overview.health,
                     findings=to_json(overview.findings) if overview.findings else None,
+                    intended_share=_finite(overview.intended_share),
                     overview=to_json(overview),
                     made_by=made_by,
                     made_at=time.time(),
