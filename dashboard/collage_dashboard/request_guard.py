@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+import zlib
+from collections.abc import Iterable, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from dash.exceptions import DependencyException
 from flask import Flask, Response, request
 from flask_compress import Compress
 from flask_talisman import DENY, Talisman
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 __all__ = ["install_compression", "install_guard"]
 
@@ -63,6 +68,7 @@ def install_guard(server: Flask, allowed_hosts: frozenset[str] | None, embed_in:
     )
 
 
+_MOST_BYTES: Final = 16 * 2**20
 _FOR_GOOD: Final = "public, max-age=31536000, immutable"
 _VERSIONED: Final = ("/_dash-component-suites/", "/assets/")
 
@@ -81,8 +87,37 @@ class _CompressedFiles:
             self._kept[key] = value
 
 
+class _Unpacked:
+    """The application behind: a question that comes compressed, as `assets/flow.js` sends it, is unpacked for it.
+
+    400: it cannot be unpacked; 413: it is larger than any page asks, packed or not.
+    """
+
+    def __init__(self, application: WSGIApplication) -> None:
+        self._application = application
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ.get("HTTP_CONTENT_ENCODING") != "gzip":
+            return self._application(environ, start_response)
+        packed = environ["wsgi.input"].read(min(int(environ.get("CONTENT_LENGTH") or 0), _MOST_BYTES))
+        unpacking = zlib.decompressobj(wbits=31)
+        try:
+            body = unpacking.decompress(packed, _MOST_BYTES)
+        except zlib.error:
+            return Response("the question cannot be unpacked\n", 400)(environ, start_response)
+        if unpacking.unconsumed_tail or not unpacking.eof:
+            return Response("the question is too large, or cut\n", 413)(environ, start_response)
+        del environ["HTTP_CONTENT_ENCODING"]
+        environ |= {"wsgi.input": BytesIO(body), "CONTENT_LENGTH": str(len(body))}
+        return self._application(environ, start_response)
+
+
 def install_compression(server: Flask) -> None:
-    """Answers travel compressed. Scripts and styles, 4 MB, are compressed once, and kept for good by browsers."""
+    """Answers travel compressed, and questions may.
+
+    Scripts and styles, 4 MB, are compressed once, and kept for good by browsers.
+    """
+    server.wsgi_app = _Unpacked(server.wsgi_app)  # type: ignore[method-assign]
     server.config.update(
         COMPRESS_MIMETYPES=["text/html", "text/css", "text/javascript", "application/json", "image/svg+xml"],
         COMPRESS_ALGORITHM=["br", "gzip"],

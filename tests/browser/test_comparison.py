@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.browser.boxes import drag
+from tests.browser.questions import asks_for
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
 
@@ -109,7 +110,7 @@ def test_every_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
         drawn = "document.querySelectorAll('#run-panel .js-plotly-plot:has(.scatterlayer .trace)').length"
         page.wait_for_function(f"{drawn} === {figures}")
     for _ in range(2):
-        with page.expect_response(lambda answer: "run-revision.data" in (answer.request.post_data or "")):
+        with page.expect_response(asks_for("run-revision.data")):
             pass
     assert page.evaluate(drawn) == 4
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from collage_monitor.client import Client
+from tests.browser.questions import asks_for
 from tests.browser.test_comparison import tick
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
@@ -236,7 +237,7 @@ def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send, pa
     page.wait_for_selector(there, state="attached")
     sizes: list[int] = []
     while len(sizes) < 2:  # The evaluation in the background may still come in between.
-        with page.expect_response(lambda answer: idle in (answer.request.post_data or "")) as found:
+        with page.expect_response(asks_for(idle)) as found:
             pass
         spent = found.value.request.sizes()
         if found.value.status == 204:
@@ -323,6 +324,6 @@ def test_a_hidden_page_asks_nothing_until_it_is_seen_again(watched):
     page.on("request", lambda request: asked.append(request.url) if "_dash-update" in request.url else None)
     page.wait_for_function("collageFlow.isDue()")
     asked.clear()
-    with page.expect_response(lambda answer: "run-revision.data" in (answer.request.post_data or "")):
+    with page.expect_response(asks_for("run-revision.data")):
         assert asked == []
         page.evaluate("() => { window.isHidden = false; document.dispatchEvent(new Event('visibilitychange')) }")

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks._population import UnsyncedStore, copy_often, evaluate, seal_run, twenty
 from collage_monitor import wire
+from tests.browser.questions import question_of
 from tests.system import chromium
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -47,13 +48,12 @@ def listed(watched):
     page = watched.page
 
     def note(request):
-        if "/_dash-update-component" in request.url:
-            inputs = request.post_data_json["inputs"]
-            asked.extend(
-                given["value"]["startRow"]
-                for given in inputs
-                if given.get("id") == "runs-wanted" and given["value"]
-            )
+        question = question_of(request) or {"inputs": []}
+        asked.extend(
+            given["value"]["startRow"]
+            for given in question["inputs"]
+            if given.get("id") == "runs-wanted" and given["value"]
+        )
 
     page.on("request", note)
     page.goto(f"{watched.url}/?sort=name")

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.browser.boxes import boxes, drag
+from tests.browser.questions import question_of
 from tests.dashboard.generated import demo_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -126,7 +127,7 @@ def test_back_undoes_a_zoom_that_was_not_answered_yet(watched, axis):
     address, held = page.url, []
 
     def asks_for_the_zoom(request):
-        asked = request.post_data or ""
+        asked = str(question_of(request))
         return "run-answer" in asked and "from=20&to=60" not in asked
 
     def hold_the_zoom(route):

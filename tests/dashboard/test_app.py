@@ -1,5 +1,7 @@
 """The application as an object: no side effects at import, all files local, foreign hosts and origins refused."""
 
+import gzip
+import json
 import re
 import subprocess
 import sys
@@ -261,3 +263,17 @@ def test_answers_travel_compressed_and_files_with_a_version_are_kept_for_good(ht
 def test_the_address_leads_to_the_page(http):
     answer = http.post("/_dash-update-component", json=ROUTED).get_json()["response"]
     assert "run-tab" in str(answer["page"]["children"])
+
+
+def test_a_question_may_come_packed(server):
+    http = create_dashboard(server.client).server.test_client()
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+
+    def posted(body):
+        return http.post("/_dash-update-component", data=body, headers=headers)
+
+    packed = gzip.compress(json.dumps(ROUTED).encode())
+    assert posted(packed).get_json() == http.post("/_dash-update-component", json=ROUTED).get_json()
+    assert posted(b"no gzip").status_code == 400
+    assert posted(packed[:-9]).status_code == 413, "cut"
+    assert posted(gzip.compress(bytes(64 * 2**20))).status_code == 413, "a megabyte that unpacks to a thousand"

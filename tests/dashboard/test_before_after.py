@@ -100,11 +100,11 @@ def test_a_step_or_a_range_is_read_as_people_write_it(text, at):
 
 def test_what_changed_is_told_anew_for_other_steps_and_for_new_points_only(raised, server, reader):
     http = create_dashboard(server.client).server.test_client()
-    record = by_id(render(raised, reader), "run-record").data
+    revision = by_id(render(raised, reader), "run-revision").data
 
-    def tell(at, told, trigger="run-record"):
+    def tell(at, told, trigger="run-revision"):
         shown = {"pathname": "/run/run-raised", "search": f"?at={at}" if at else ""}
-        inputs = [("run-shown", "data", shown), ("run-record", "data", record)]
+        inputs = [("run-shown", "data", shown), ("run-revision", "data", revision)]
         outputs = [("run-change", "children"), ("run-change-told", "data")]
         asked = question(outputs, inputs, [("run-change-told", "data", told)])
         return answered(http, {**asked, "changedPropIds": [f"{trigger}.data"]})

@@ -20,8 +20,21 @@
     return { ...next, layout };
   }
 
+  // Of curves that have grown only the newest points come; an interval's outline grows in its middle.
+  function lengthened(part, current) {
+    const data = current.data.map((trace, place) => {
+      const [head, tail] = part.ends[place];
+      const put = (old, newer) => newer && [...old.slice(0, head), ...newer, ...old.slice(old.length - tail)];
+      const { size, ...others } = part.traces[place];
+      const points = Object.fromEntries(Object.entries(others).map(([name, newer]) => [name, put(trace[name], newer)]));
+      return { ...trace, ...points, ...(size && { marker: { ...trace.marker, size: put(trace.marker.size, size) } }) };
+    });
+    return { ...current, data };
+  }
+
   // Of a heatmap that has grown only the newest columns come.
   function grown(part, current) {
+    if (part.traces) return lengthened(part, current);
     const [before] = current.data;
     const cells = (name) => part[name] && { [name]: before[name].map((row, place) => [...row.slice(0, part.from), ...part[name][place]]) };
     const trace = { ...before, x: [...before.x.slice(0, part.from), ...part.x], ...cells("z"), ...cells("customdata") };

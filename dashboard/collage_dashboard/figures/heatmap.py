@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from typing import Any, Final
 
-import numpy as np
 import plotly.graph_objects as go
-from plotly.io.json import to_json_plotly
 
 from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, finite
 from collage_dashboard.figures.style import (
@@ -24,7 +21,7 @@ from collage_dashboard.figures.style import (
 )
 from collage_monitor import wire
 
-__all__ = ["REACH", "block_of", "heatmap", "newest_columns", "short_layer", "short_layers"]
+__all__ = ["REACH", "block_of", "heatmap", "short_layer", "short_layers"]
 
 ROW_PIXELS: Final = 18
 SMALLEST_HEIGHT: Final = 240
@@ -93,39 +90,6 @@ def heatmap(
         figure.add_shape(type="rect", line={"color": MARKED, "width": 2}, **ends)
     beyond = sum(value is not None and finite(value) is None for row in answer.values for value in row)
     return add_note(figure, f"{beyond} cells are not finite") if beyond else figure
-
-
-Told = dict[str, Any]
-_CELLS: Final = ("z", "customdata")
-
-
-def newest_columns(figure: go.Figure, known: Told | None) -> tuple[Told | None, Told]:
-    """The columns that a page lacks if it shows the heatmap described by `known`, and this one's description.
-
-    None instead of the columns if more has changed. They replace those from `from` on: the newest one there may
-    have been merged from fewer steps.
-    """
-    trace, frame = figure.data[0], figure.to_plotly_json()
-    held = {name: trace[name] for name in _CELLS if trace[name] is not None}
-    for name in ("x", *_CELLS):
-        frame["data"][0].pop(name, None)
-    columns = len(trace.x)
-    told: Told = {"frame": sha256(to_json_plotly(frame).encode()).hexdigest()[:16]}
-    told |= {"columns": columns, "settled": _hash(trace.x, held, columns - 1), "all": _hash(trace.x, held, columns)}
-    if known is None or known["frame"] != told["frame"] or not 1 < known["columns"] <= columns:
-        return None, told
-    first = known["columns"] - 1
-    if _hash(trace.x, held, first) != known["settled"]:
-        return None, told
-    cells = {name: [list(row[first:]) for row in rows] for name, rows in held.items()}
-    return {"from": first, "x": list(trace.x[first:]), **cells}, told
-
-
-def _hash(places: Sequence[Any], held: Mapping[str, Any], columns: int) -> str:
-    found = sha256(repr(list(places[:columns])).encode())
-    for rows in held.values():
-        found.update(np.array([row[:columns] for row in rows], dtype=np.float64).tobytes())
-    return found.hexdigest()[:16]
 
 
 def block_of(layer: str) -> str:

@@ -17,7 +17,6 @@ from collage_dashboard.components import labelled, scrollable
 from collage_dashboard.descriptions import UNDEFINED, describe, number, value_text
 from collage_dashboard.figures.style import digest
 from collage_dashboard.incident_evidence import COMPARED_METRICS, read_before_after
-from collage_dashboard.pages.run_layers import run_of
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View, read_address, read_steps, write_steps
 from collage_monitor import wire
@@ -170,18 +169,20 @@ def register_change(app: dash.Dash, reader: Reader) -> None:
         Output("run-change", "children"),
         Output("run-change-told", "data"),
         Input("run-shown", "data"),
-        Input("run-record", "data"),
+        Input("run-revision", "data"),
         State("run-change-told", "data"),
         prevent_initial_call=True,
     )
-    def tell_change(shown: dict[str, Any], record: str, told: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def tell_change(
+        shown: dict[str, Any], revision: dict[str, Any], told: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         """Draw the card again: for other steps, or where the run has reported something that changes it."""
         view = read_address(shown["pathname"], shown["search"])
         at = list(view.at) if view.at else None
-        if told["at"] == at and (at is None or dash.ctx.triggered_id == "run-shown"):
+        if revision["failed"] or (told["at"] == at and (at is None or dash.ctx.triggered_id == "run-shown")):
             raise dash.exceptions.PreventUpdate
         try:
-            card = _picked_change(view, run_of(record), reader)
+            card = _picked_change(view, reader.ask(lambda client: client.run(view.runs[0])), reader)
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         found = {"at": at, "digest": digest(card)}

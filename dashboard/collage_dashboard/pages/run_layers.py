@@ -336,17 +336,17 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
         Output("run-layer-place", "children"),
         Input("run-shown", "data"),
-        Input("run-revision", "data"),
-        State("run-record", "data"),
+        Input("run-judged", "data"),
     )
-    def tell_layer(shown: dict[str, Any], revision: dict[str, Any], record: str) -> Any:
+    def tell_layer(shown: dict[str, Any], judged: dict[str, Any]) -> Any:
         view = read_address(shown["pathname"], shown["search"])
-        if revision["failed"]:
+        if judged["failed"]:
             raise dash.exceptions.PreventUpdate
-        if view.tab == "about":
+        if view.tab == "about" or view.layer is None:
             return None
         try:
-            return layer_card(view, run_of(record), reader, revision["first"])
+            run = reader.ask(lambda client: client.run(view.runs[0]))
+            return layer_card(view, run, reader, judged["first"])
         except CollageError:
             raise dash.exceptions.PreventUpdate from None
 
@@ -354,17 +354,19 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         Output({"type": "run-layers", "index": MATCH}, "rowData"),
         Output({"type": "run-layers-note", "index": MATCH}, "children"),
         Output({"type": "run-layers-digest", "index": MATCH}, "data"),
-        Input("run-revision", "data"),
-        State("run-record", "data"),
-        State("run-kinds", "data"),
+        Input("run-judged", "data"),
         State({"type": "run-layers-digest", "index": MATCH}, "data"),
     )
-    def fill_table(revision: dict[str, Any], record: str, kinds: dict[str, str], known: Any) -> Any:
-        run = run_of(record)
-        if revision["failed"]:
+    def fill_table(judged: dict[str, Any], known: str | None) -> Any:
+        run_id = dash.ctx.outputs_list[0]["id"]["index"]
+        if judged["failed"]:
             raise dash.exceptions.PreventUpdate
         try:
-            rows = layer_rows(reader, run, revision["first"], kinds, revision["since"])
+            run, layers = reader.ask_together(
+                lambda client: client.run(run_id), lambda client: client.layers(run_id).layers
+            )
+            kinds = {layer.name: layer.module_type for layer in layers if layer.module_type}
+            rows = layer_rows(reader, run, judged["first"], kinds, judged["since"])
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         # The page tells a digest of its rows: the rows themselves would be most of what a live page sends.
@@ -372,7 +374,7 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         if found == known:
             raise dash.exceptions.PreventUpdate
         most = f" The {_MOST_ROWS:,} that lose the most." if len(rows) == _MOST_ROWS else ""
-        over = "Over the whole run" if revision["first"] is None else f"From step {revision['first']:,} on"
+        over = "Over the whole run" if judged["first"] is None else f"From step {judged['first']:,} on"
         return rows, f"{over}.{most} A click, or Enter, shows a layer's card and curves.", found
 
     app.clientside_callback(  # type: ignore[no-untyped-call]

@@ -8,7 +8,6 @@ from collage_dashboard.figures.heatmap import (
     REACH,
     SMALLEST_HEIGHT,
     block_of,
-    newest_columns,
     short_layer,
     short_layers,
 )
@@ -44,23 +43,6 @@ def test_a_loss_that_is_judged_as_one_is_no_longer_pale():
     red, _, blue = (int(clear[at : at + 2], 16) for at in (1, 3, 5))
     assert red - blue > 80
     assert math.isclose(trace.zmin + 0.45 * (trace.zmax - trace.zmin), 0.95)
-
-
-def test_of_a_heatmap_that_has_grown_only_the_newest_columns_are_sent():
-    """Each tick of a live page sent all of it."""
-    rows = [[1.0 - 0.01 * place * row for place in range(30)] for row in range(3)]
-    short = heatmap(heatmap_answer([row[:28] for row in rows]))
-    part, told = newest_columns(short, None)
-    assert part is None
-    assert newest_columns(short, told)[1] == told
-    grown = heatmap(heatmap_answer(rows))
-    part, after = newest_columns(grown, told)
-    assert part == {"from": 27, "x": [280, 290, 300], "z": [list(row[27:]) for row in grown.data[0].z]}
-    assert after != told
-    changed = heatmap(heatmap_answer([[0.5, *row[1:]] for row in rows]))
-    assert newest_columns(changed, told)[0] is None, "a late report changed what is there"
-    chosen = heatmap(heatmap_answer(rows), selected="layer.1")
-    assert newest_columns(chosen, told)[0] is None, "another layer is marked"
 
 
 def test_a_share_lost_is_drawn_in_percent_from_none_to_all():
