@@ -36,7 +36,7 @@ from collage_agent.training.watched_parameters import (
 )
 from collage_agent.watch_options import WatchOptions
 from collage_agent.watching.governor import Governor
-from collage_agent.watching.iterations import Iterations, inside_own_step
+from collage_agent.watching.iterations import Iterations, inside_own_step, makes_states_only
 from collage_agent.watching.resume_check import ResumeCheck
 from collage_agent.watching.saved_numbers import CheckpointComparison
 from collage_agent.watching.unseen_steps import NOTES, SeenBy, UnseenSteps
@@ -256,6 +256,8 @@ class OptimizerHooks:
             return None
         if self._depth and inside_own_step(optimizer):
             self._depth += 1
+            return None
+        if self._iterations is not None and self._iterations.step is None and makes_states_only(optimizer):
             return None
         if self._depth or self._missed_steps:
             # Left over from a step that raised; or steps were taken that nobody has seen.

@@ -14,9 +14,10 @@ from typing import Final
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["Iterations", "inside_own_step"]
+__all__ = ["Iterations", "inside_own_step", "makes_states_only"]
 
 _HOOKS_FILE: Final = torch_optimizer.__file__
+_LOADS_STATES: Final = "torch.distributed.checkpoint.state_dict"
 
 
 class Iterations:
@@ -88,3 +89,17 @@ def inside_own_step(optimizer: Optimizer) -> bool:
             steps += 1
         frame = frame.f_back
     return steps > 1
+
+
+def makes_states_only(optimizer: Optimizer) -> bool:
+    """Whether the calling hook runs in a step that torch takes by itself, at a rate of 0 and from gradients of 0, so
+    that `get_optimizer_state_dict` and `set_optimizer_state_dict` find states: it is none of the training.
+
+    It is taken only by an optimizer without any.
+    """
+    if optimizer.state:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _LOADS_STATES:
+        frame = frame.f_back
+    return frame is not None
