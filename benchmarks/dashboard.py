@@ -176,7 +176,7 @@ def beside_bare(browser: Browser, url: str, rounds: int, folder: Path) -> Figure
 
 def grown_tick(browser: Browser, url: str, address: str, token: str, rounds: int) -> Figure:
     """The bytes, both ways, of the largest of the ticks by which a run's open page takes in a new measured step:
-    its charts, and what is said of it, often a tick later."""
+    its charts, and its overview, often a tick later."""
     every, begun = 2, 300
     live = GeneratedRun("growing", "plus", blocks=20, steps=400, every=every, state="running", run_id="growing")
     post_run(address, live, token, begun)  # type: ignore[no-untyped-call]
@@ -300,7 +300,7 @@ def _is_tick(found: Request | Response) -> bool:
 
 
 def _until_idle(page: Page) -> None:
-    """Wait until two ticks in a row found nothing new: what is said of a step comes a moment after it."""
+    """Wait until two ticks in a row found nothing new: the overview comes a moment after the step."""
     idle = 0
     while idle < 2:
         with page.expect_response(_is_tick) as found:

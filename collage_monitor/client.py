@@ -1,7 +1,9 @@
 """The HTTP client: what dashboard, command line and notebooks use. Needs the extra `client` (httpx).
 
-One method a route, under the route's name; messages are `wire`'s, requests and errors `connection.py`'s. It is
-public: methods and arguments stand in `docs/api`.
+One method for each question or change; messages are `wire`'s, requests and errors `connection.py`'s. Incidents are
+the route `/events`. `frame`, `runs_frame` and `layers_frame` make tables of answers. Names and arguments are
+public: `docs/api/client.md` (`tests/docs/test_api.py`, `tests/contract/test_client.py`,
+`tests/server/test_frame.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """A connection to a server: a request, its answer, or an error that says what to do.
 
-`client.py` and the agent's `transport/http.py` both send through it; `refusals.py` makes errors of answers.
+`client.Client` adds the methods. The agent's `transport/http.py` has its own HTTP client and takes only `quoted`
+and `named_dashboard`. `refusals.py` makes errors of answers. Order of server and token, and errors, are fixed
+(`tests/contract/test_client.py`; `named_dashboard`: `tests/end_to_end/test_up.py`).
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 How weights are kept that way stands under the same name in the agent (`collage_agent.optim`, entry-point group
 `collage_agent.strategies`).
 
-Names are fixed: reports, checkpoints, filters and pages use them. An entry without its counterpart in
-`collage_optim/strategies.py` breaks `tests/agent/test_strategies.py`; titles, help and what `recommend` prefers may
-change.
+Names are fixed: reports, checkpoints, filters and pages use them. Each strategy of `collage_optim/strategies.py`
+needs an entry here (`tests/audit/test_findings.py`); an entry alone is only recognised. An entry needs a colour
+(`tests/dashboard/test_run_styles.py`) and a row in `docs/metrics.md` (`tests/docs/test_metrics.py`). What
+`recommend` names is held by `tests/optim/test_accumulation.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collage_monitor.definitions import Strategy
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 
-__all__ = ["STRATEGIES", "better", "catalogue_of", "recommend", "strategy", "strategy_title"]
+__all__ = ["STRATEGIES", "catalogue_of", "more_exact", "recommend", "strategy", "strategy_title"]
 
 
 _STRATEGIES = (
@@ -147,7 +148,7 @@ def recommend(
     return None
 
 
-def better(
+def more_exact(
     present: str | None,
     lacking: Literal["weights", "states"],
     *,

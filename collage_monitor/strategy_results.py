@@ -4,7 +4,7 @@ Losses are compared at a step that all runs have reached. Runs count as seeds of
 configuration agree. Otherwise each configuration has its own row, and none is compared with another's reference.
 
 The comparison's page, the report and `mcp` read it; `recommendation.py` judges by it. It reads overviews and curves
-and asks no server (`tests/dashboard/test_strategies.py`).
+and asks no server (`tests/dashboard/test_recommendation.py`).
 """
 
 from __future__ import annotations

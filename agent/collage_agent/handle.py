@@ -1,7 +1,8 @@
 """The handle that `watch` gives the user.
 
 It finds the optimizers, makes the parts of `watching/` that measure them, and joins them to the run. What a user
-may call on a `Watch` is fixed; how it is measured is not decided here.
+may call on a `Watch` is fixed; how it is measured is not decided here (`tests/agent/test_watch.py`; the documented
+methods: `tests/docs/test_api.py`).
 """
 
 from __future__ import annotations

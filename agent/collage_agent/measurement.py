@@ -2,7 +2,8 @@
 
 Nothing else passes between the two sides, which know nothing of each other (`lint-imports` holds them to that).
 `watching` fills a `Measurement` and gives it to a `Reporter`: a `Run`, or the caller's own. A run asks a watch, as
-a `StepSource`, where it stands. Rows and columns are found by name, so their order is free.
+a `StepSource`, where it stands. Rows and columns are found by name, so their first
+order is free; later layouts only append. Nothing blocks (`tests/agent/test_no_synchronisation.py`).
 """
 
 from __future__ import annotations

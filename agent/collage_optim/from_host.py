@@ -1,4 +1,9 @@
-"""What the host may do without waiting for a device: hand it numbers, and read those that it holds itself."""
+"""Numbers handed to a device without waiting for it, and which devices can be read without waiting.
+
+The optimizers, and the agent's `step/` and `watching/`, call it within a training step, so nothing here may
+synchronise (on a device: `tests/optim/test_cuda.py`, `tests/agent/test_cuda.py`).
+`tests/optim/test_external_writes.py` replaces `reads_at_once` to act as a device.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from collage_monitor.strategies import better
+from collage_monitor.strategies import more_exact
 from collage_optim.numerics.formats import format_of, gap_towards, round_to
 from collage_optim.strategies import STRATEGIES, StateStorage, StorageStrategy
 from collage_optim.update_rules import Moment
@@ -150,7 +150,7 @@ def _advised(
     these moments."""
     second = sum(moment.second for moment in moments)
     counts = len(moments) - second, second
-    found = better(
+    found = more_exact(
         strategy.name,
         lacking,
         float16=dtype == torch.float16,

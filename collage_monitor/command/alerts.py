@@ -1,7 +1,7 @@
 """`alerts`: list, acknowledge and silence incidents in the terminal.
 
-It asks `/incidents` and `/silences` through `client.Client`; whether something fires is the server's
-(`tests/alerts/test_listening.py`).
+It asks `/events` and `/silences` through `client.Client`; what fires is decided by the server's `alerts/`. Options
+are those of `docs/command.md`; the output is tested in `tests/alerts/test_listening.py`.
 """
 
 from __future__ import annotations

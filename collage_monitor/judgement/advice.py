@@ -2,6 +2,9 @@
 
 Whoever advises takes it from here: terminal, notebook, page, report and audit. Advice names only strategies that
 work with the trained weights and the rule, and that keep no part less exactly than now.
+
+Each advice is followed and measured (`tests/agent/watching/test_advice.py`, `test_all_advice.py`). `judge` calls
+`advice_of`, the audit `advice_for`, `recommendation.py` `most_exact`.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 from collage_monitor.judgement.words import Advice, Choice, Finding
-from collage_monitor.strategies import better, recommend
+from collage_monitor.strategies import more_exact, recommend
 from collage_monitor.wire import Trained, WatchInfo
 
 __all__ = ["Lacking", "advice_for", "advice_of", "most_exact"]
@@ -62,10 +65,10 @@ def advice_for(
     if lacking == "states" and wide_states:
         return None
     if not narrow:
-        return _of_wide_weights(trained, lacking)
+        return _for_fp32_weights(trained, lacking)
     if _unfit(trained):
-        return _wide_weights(trained, narrow, alone=alone)
-    named = better(
+        return _to_fp32_weights(trained, narrow, alone=alone)
+    named = more_exact(
         trained.strategy,
         lacking,
         float16="float16" in narrow,
@@ -128,7 +131,7 @@ def _bytes(trained: Trained, narrow: float | None) -> float | None:
     return (narrow * (elements - wide) + (8 + 4 * sum(_moments(trained))) * wide) / elements
 
 
-def _of_wide_weights(trained: Trained, lacking: Lacking) -> Advice | None:
+def _for_fp32_weights(trained: Trained, lacking: Lacking) -> Advice | None:
     """Nothing here keeps more than an fp32 weight; narrower states beside it can be as wide."""
     if set(trained.parameters) != {"float32"}:
         return None
@@ -142,7 +145,7 @@ def _of_wide_weights(trained: Trained, lacking: Lacking) -> Advice | None:
     return Advice(trained.optimizer, text, (choice,))
 
 
-def _wide_weights(trained: Trained, narrow: Sequence[str], *, alone: bool) -> Advice | None:
+def _to_fp32_weights(trained: Trained, narrow: Sequence[str], *, alone: bool) -> Advice | None:
     """fp32 weights keep what any rule makes of them, under autocast at the speed of 16 bits.
 
     Beside another optimizer only its own weights: that one's stay as it needs them.
@@ -173,12 +176,12 @@ def _of_one_dtype(trained: Sequence[Trained], told: list[Advice | None]) -> list
     if whole is None:
         return told
     return [
-        own if _unfit(entry) or not {*entry.parameters} & {*_NARROW} else _with_wide_weights(entry, whole)
+        own if _unfit(entry) or not {*entry.parameters} & {*_NARROW} else _to_fp32_with_others(entry, whole)
         for entry, own in pairs
     ]
 
 
-def _with_wide_weights(trained: Trained, whole: Advice) -> Advice:
+def _to_fp32_with_others(trained: Trained, whole: Advice) -> Advice:
     choice = Choice(whole.choices[0].code, 8.0 + 4 * sum(_moments(trained)))
     text = f"its weights become fp32 with those of {whole.optimizer}"
     if trained.optimizer == trained.fitting and trained.strategy != "plain":

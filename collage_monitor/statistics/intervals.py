@@ -7,6 +7,10 @@ JASA 22 (1927); Abramowitz and Stegun, 26.7.5.
 
 A ratio of sums of squares has tails. If few blocks hold most of Σ u² or most of the variance, or whole gradients
 show that the sample missed large values, no width can be trusted, and no interval is given.
+
+`finish.py` calls `needed_for` and `bounds`, `seeds.py` `student_quantile`; the sums are made by the agent's
+`stats/intervals.py`. Names are fixed; limits may change only if coverage holds (`tests/contract/test_intervals.py`,
+`tests/agent/test_laws.py`, `test_coverage.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ Totals = Mapping[str, Array]
 _ACTIVE: Final = ("elements", "nonfinite", "idle", "lost", "distorted", "faithful")
 """What the denominator "active" is made of: the arguments of `active_elements`."""
 MINIMUM_BLOCKS: Final = 20
-VARIANCES: Final = ("variance_numerator", "variance_denominator", "covariance", "variance_product_root")
+_VARIANCES: Final = ("variance_numerator", "variance_denominator", "covariance", "variance_product_root")
 _REFERENCE: Final = "variance_denominator/edq_ratio"
 """The variance of Σ u² on the sample that `unseen_variance` is about."""
 _NORMAL_QUANTILE = 1.959963984540054
@@ -79,7 +83,7 @@ DEFINITION = Definition(
 
 def needed_for(name: str, pair: Interval) -> list[str]:
     """Keys of the totals that `bounds` reads of the metric `name`."""
-    variances = [f"{entry}/{name}" for entry in VARIANCES]
+    variances = [f"{entry}/{name}" for entry in _VARIANCES]
     under = _ACTIVE if pair.denominator == "active" else (pair.denominator,)
     own = ("measured_steps",) if pair.share else (f"fourth_moment/{name}", "unseen_variance", _REFERENCE)
     return [pair.numerator, *under, *variances, *pair.sample, *own]

@@ -8,7 +8,7 @@ import pytest
 from collage_monitor.definitions import HISTOGRAM_OCTAVES, Strategy
 from collage_monitor.forecast import ForecastError, GridRecord, forecast_strategies, record_of
 from collage_monitor.schedule import parse_schedule, schedule_of
-from collage_monitor.strategies import STRATEGIES, better
+from collage_monitor.strategies import STRATEGIES, more_exact
 from collage_monitor.wire import Layer
 
 ELEMENTS = 4000
@@ -97,7 +97,7 @@ def test_a_strategy_of_another_package_is_foretold_by_what_it_keeps_a_weight_as(
     forecast = forecast_strategies(trained.record(schedule, range(10, 401, 10)), schedule, ["added", like])
     found, known = of(forecast, "added"), of(forecast, like)
     assert (found.onset, found.lost) == (known.onset, known.lost)
-    told = better("added", "weights")
+    told = more_exact("added", "weights")
     assert bool(told) == (weights != "fp32")
 
 

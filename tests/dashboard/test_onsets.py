@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from collage_dashboard.pages.run_content import draw
-from collage_dashboard.pages.run_layers import layer_rows
+from collage_dashboard.pages.run_layers import keys_of_layers, layer_rows
 from collage_dashboard.view import View
 
 from tests.dashboard.generated import GeneratedRun
@@ -66,7 +66,7 @@ def test_on_another_axis_the_mark_stands_at_the_point_that_holds_the_step(reader
 @pytest.mark.parametrize("since", [FALLS_AT, None])
 def test_the_table_of_layers_has_the_headlines_step(reader, falling, since):
     run = reader.ask(lambda client: client.run("run-falling"))
-    rows = layer_rows(reader, run, None, {}, since)
+    rows = layer_rows(reader, run.run_id, keys_of_layers(run), None, since)
     assert len(rows) == len(falling.layers)
     for row in rows:
         if since is None:
@@ -79,5 +79,5 @@ def test_a_layer_that_was_never_above_has_the_first_step(server, reader):
     server.runs["run-always"] = GeneratedRun("always", "plain", run_id="run-always", steps=16_000, every=EVERY)
     server.runs["run-always"].totals = lambda _: GeneratedRun.totals(server.runs["run-always"], 16_000)
     run = reader.ask(lambda client: client.run("run-always"))
-    rows = layer_rows(reader, run, None, {}, 5000)
+    rows = layer_rows(reader, run.run_id, keys_of_layers(run), None, 5000)
     assert {row["since"] for row in rows if row["edq_ratio"] < 0.9} == {EVERY}

@@ -17,7 +17,7 @@ from collage_dashboard.pages.incident_content import body
 from collage_dashboard.pages.run import _revision as run_revision
 from collage_dashboard.pages.run_about import about
 from collage_dashboard.pages.run_content import TABS, draw, head, panel, summary
-from collage_dashboard.pages.run_layers import layer_rows
+from collage_dashboard.pages.run_layers import keys_of_layers, layer_rows
 from collage_dashboard.pages.runs_content import compare_link, headline_of, rows
 from collage_dashboard.view import View, read_address
 
@@ -408,7 +408,7 @@ def test_the_layers_tab_asks_all_its_questions_at_the_same_time(server, reader):
     together = threading.Barrier(5)
     server.before_heatmap = lambda: together.wait(timeout=10)
     run = server.client().run("run-plain")
-    found = layer_rows(reader, run, None, {})
+    found = layer_rows(reader, run.run_id, keys_of_layers(run), None)
     assert len(found) == len(run_layers(server))
     assert together.n_waiting == 0
 

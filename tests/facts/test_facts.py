@@ -22,7 +22,7 @@ from collage_dashboard.pages.comparison_content import RECENT, comparison_table
 from collage_dashboard.pages.comparison_curves import LOSS, charted_metrics, read_curves, runs_with_throughput
 from collage_dashboard.pages.incident_content import body
 from collage_dashboard.pages.run_content import TABS
-from collage_dashboard.pages.run_layers import layer_card, layer_rows
+from collage_dashboard.pages.run_layers import keys_of_layers, layer_card, layer_rows
 from collage_dashboard.pages.runs_content import rows
 from collage_dashboard.pages.strategies_content import advice, pair_question, strategy_table
 from collage_dashboard.server_reader import Reader
@@ -208,7 +208,7 @@ def test_the_page_of_each_run(facts, tab):
 def test_each_row_of_the_table_of_layers(facts):
     for name, raw in facts.runs.items():
         run, steps = facts.client.run(raw.run_id), raw.recent
-        found = layer_rows(facts.reader, run, steps[0], {})
+        found = layer_rows(facts.reader, run.run_id, keys_of_layers(run), steps[0])
         assert sorted(row["layer"] for row in found) == sorted(raw.layers)
         for row in found:
             own = [row["layer"]]

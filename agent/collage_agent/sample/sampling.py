@@ -24,6 +24,7 @@ __all__ = [
 _CACHE_LINE_BYTES: Final = 64
 MAXIMUM_BLOCK: Final = 32
 _PERMUTED_WHOLE: Final = 2**20
+"""Up to so many blocks; this and the generator fix the draw: another value measures other blocks."""
 _DRAWN_AT_ONCE: Final = 4096
 
 
@@ -121,11 +122,12 @@ def _permutation_prefix(generator: np.random.Generator, population: int, count: 
     A large population is drawn with replacement and repeats are dropped: the order of first appearance is a
     uniformly random order too, and no table of the population is needed.
     """
-    if population <= _PERMUTED_WHOLE or 2 * count > population:
+    if population <= _PERMUTED_WHOLE:
         return generator.permutation(population)[:count].astype(np.int64)
     drawn = np.empty(0, dtype=np.int64)
     while len(drawn) < count:
-        more = generator.integers(0, population, size=_DRAWN_AT_ONCE, dtype=np.int64)
+        # However many are drawn at once, the generator gives the same numbers one after the other.
+        more = generator.integers(0, population, size=max(_DRAWN_AT_ONCE, len(drawn)), dtype=np.int64)
         candidates = np.concatenate([drawn, more])
         _, first = np.unique(candidates, return_index=True)
         drawn = candidates[np.sort(first)]

@@ -92,8 +92,9 @@ def inside_own_step(optimizer: Optimizer) -> bool:
 
 
 def makes_states_only(optimizer: Optimizer) -> bool:
-    """Whether the calling hook runs in a step that torch takes by itself, at a rate of 0 and from gradients of 0, so
-    that `get_optimizer_state_dict` and `set_optimizer_state_dict` find states: it is none of the training.
+    """Whether the calling hook runs in a step that torch takes by itself, at a rate of 0 and from gradients of 0.
+
+    By it `get_optimizer_state_dict` and `set_optimizer_state_dict` find states: it is none of the training.
 
     It is taken only by an optimizer without any.
     """

@@ -1,6 +1,8 @@
 """The parameters that an optimizer trains, and the bytes of its weights, states and gradients.
 
-Reports carry it as `bytes_per_parameter` and `wire.Trained`, whose meaning is fixed by `docs/metrics.md`.
+`assembly.py` reports `bytes_per_parameter` (`docs/metrics.md`, `tests/agent/test_strategies.py`);
+`watch_description.py` puts `wire.Trained` into the watch's description, and advice is made of it
+(`docs/api/http.md`, `tests/agent/watching/test_advice.py`).
 """
 
 from __future__ import annotations

@@ -314,6 +314,11 @@
         const text = given.toString();
         return text ? `?${text}` : "";
       },
+      // The layers' kinds stay with the page: sent back with each question, they would be most of it.
+      keepKinds: (kinds) => {
+        window.collageKinds = kinds || {};
+        return window.dash_clientside.no_update;
+      },
       showLayer: () => {
         if (performance.now() - pointedAt < 10000) setTimeout(() => reach("#run-layer-card"), 0);
         pointedAt = -Infinity;

@@ -1,6 +1,8 @@
 """Short curves of several metrics below each other on one x axis, one figure: zoom and pointer are shared.
 
-The figures that it is given are used up: their traces move into the stack.
+The figures that it is given are used up: their traces move into the stack. `pages/run_curves.py` draws with it.
+Heights are `stack_height`'s, and a row without a curve says why (`tests/dashboard/figures/test_marks.py`,
+`tests/dashboard/test_pages.py`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from collage_dashboard.components import (
     scale_control,
     smoothing_control,
 )
-from collage_dashboard.figures.style import digest
+from collage_dashboard.figures.growth import newest_part
 from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.comparison_content import (
     RunNames,
@@ -201,7 +201,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         State("compare-rows", "data"),
         State("compare-drawn", "data"),
     )
-    def draw(search: str | None, revision: dict[str, Any], kept: str, drawn: list[list[str]]) -> tuple[Any, ...]:
+    def draw(search: str | None, revision: dict[str, Any], kept: str, drawn: list[list[Any]]) -> tuple[Any, ...]:
         view = read_address("/compare", search)
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
@@ -231,14 +231,15 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
             else _tables_and_answer(view, rows, runs, results)
         )
         means = results if lines_of(view, rows) == "strategy" else ()
-        figures = {
-            place: with_zoom(draw_curves(found[metrics[place]], metrics[place], view, means), view)
-            for place in asked
-        }
-        now = [[wanted[place], digest(figures[place]) if place in asked else before[place][1]] for place in places]
-        now.append([wanted[-1], ""])
-        changed = [now[place][1] != before[place][1] for place in places]
-        return now, *shown, *(figures[place] if changed[place] else no_update for place in places)
+        now = [*before[:-1], [wanted[-1], ""]]
+        answers: list[Any] = [no_update] * len(places)
+        for place in asked:
+            figure = with_zoom(draw_curves(found[metrics[place]], metrics[place], view, means), view)
+            part, told = newest_part(figure, before[place][1])
+            now[place] = [wanted[place], told]
+            if told != before[place][1]:
+                answers[place] = figure if part is None else {"newest": part}
+        return now, *shown, *answers
 
     for place in places:
         app.clientside_callback(  # type: ignore[no-untyped-call]

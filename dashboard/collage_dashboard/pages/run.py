@@ -43,7 +43,7 @@ from collage_dashboard.pages.run_content import (
     worst_layers,
 )
 from collage_dashboard.pages.run_curves import curve_controls, curves_card
-from collage_dashboard.pages.run_layers import map_controls, map_style, register_layers
+from collage_dashboard.pages.run_layers import layer_stores, map_controls, map_style, register_layers
 from collage_dashboard.pages.run_marks import marks_in_words, marks_of
 from collage_dashboard.pages.run_navigation import register_navigation
 from collage_dashboard.server_reader import Problem, Reader, explain
@@ -90,6 +90,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Store(id="run-shown", data={"pathname": pathname, "search": search, "zooms": 0}),
             dcc.Store(id="run-revision", data={**_revision(row), "marks": marks}),
             dcc.Store(id="run-judged", data=_judged(row)),
+            *layer_stores(run, layers),
             dcc.Store(id="run-zoom"),
             dcc.Store(id="run-pick"),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
@@ -293,11 +294,10 @@ def _revision(row: wire.RunRow | None) -> dict[str, Any]:
 
 
 def _judged(row: wire.RunRow | None) -> dict[str, Any]:
-    """What changes with all that is said of the run; the first step with its present EDQ, and the first step of its
-    recent past.
+    """A revision that changes with the run's overview; the first step with its present EDQ, and the first step of
+    its recent past.
 
-    Charts change as soon as something is reported, what is said of them a moment later: apart, neither is asked for
-    twice.
+    Charts change as soon as something is reported, the overview a moment later: apart, neither is asked for twice.
     """
     said = row.overview if row else None
     if row is None or said is None:

@@ -43,7 +43,7 @@ from collage_dashboard.figures.histogram import PREDICTS
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
 from collage_dashboard.number_downloads import numbers_address
 from collage_dashboard.pages.run_about import about
-from collage_dashboard.pages.run_curves import draw_curve, draw_stack, series_between, stacked
+from collage_dashboard.pages.run_curves import draw_curve, draw_stack, series_between, stacked_metrics
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table
 from collage_dashboard.pages.run_marks import Marks
 from collage_dashboard.run_styles import strategy_title
@@ -320,7 +320,7 @@ def draw(
             drawn = _series(metric, view, reader, steps, colour, marks, strategy, since)
         else:
             drawn = _DRAWERS[kind](metric, view, reader, steps)
-        shown = {"stack": stacked(beside), "classes": tuple(CLASSES)}.get(kind, (metric,))
+        shown = {"stack": stacked_metrics(beside), "classes": tuple(CLASSES)}.get(kind, (metric,))
         numbers = numbers_address(view, shown, steps, by_layer=kind == "heatmap")
         return with_zoom(drawn, view, zoom_count).update_layout(meta={"numbers": numbers})
     except NotAuthorised:

@@ -1,7 +1,9 @@
 """The curves of a run's first screen: loss, EDQ, updates lost and learning rate on one axis, with what happened.
 
-`run.py` fetches and calls it; the figures are `figures/series.py`'s and `figures/stack.py`'s, marks are
-`run_marks.py`'s.
+`run.py` lays out the card and its controls. `run_content.py` draws it by `draw_stack`, and curves behind the tabs
+by `draw_curve`. `draw_stack` and `series_between` ask the server. Figures are `figures/series.py`'s and
+`figures/stack.py`'s, marks are `run_marks.py`'s (`tests/dashboard/test_pages.py`,
+`tests/browser/test_first_screen.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ __all__ = [
     "draw_curve",
     "draw_stack",
     "series_between",
-    "stacked",
+    "stacked_metrics",
 ]
 
 STACKED: Final = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
@@ -58,14 +60,14 @@ Answers = dict[str, wire.Series | str]
 """By metric its series, or why the server refused it."""
 
 
-def stacked(beside: Sequence[str]) -> tuple[str, ...]:
+def stacked_metrics(beside: Sequence[str]) -> tuple[str, ...]:
     """The charts of the stack, from top to bottom: last a few of the second writers' values."""
     return (*STACKED, *beside[:_MOST_BESIDE])
 
 
 def curves_card(controls: Any, marks: Marks, beside: Sequence[str]) -> dmc.Paper:
     """The card of the stacked curves, under the controls that act on all curves of the page."""
-    height = stack_height(len(stacked(beside)))
+    height = stack_height(len(stacked_metrics(beside)))
     figure = empty_figure("", height=height)
     graph = dcc.Graph(
         id={"type": "run-figure", **_CHART}, figure=figure, config=GRAPH_CONFIG, clear_on_unhover=True
@@ -119,13 +121,13 @@ def draw_stack(
     strategy: str | None,
     since: int | None,
 ) -> go.Figure:
-    """The stacked curves between `steps`; measured ones are of the view's layer. `beside`: as `stacked` has it.
-    `strategy`: that of the run; `since`: the onset that its headline names.
+    """The stacked curves between `steps`; measured ones are of the view's layer. `beside`: as `stacked_metrics` has
+    it. `strategy`: that of the run; `since`: the onset that its headline names.
 
     Raises:
         CollageError: the server does not answer, or refuses the token.
     """
-    keys = stacked(beside)
+    keys = stacked_metrics(beside)
     logged = [key for key in keys if key in beside or describe(key).scalar]
     measured = [key for key in keys if key not in logged]
     found: Answers = {}

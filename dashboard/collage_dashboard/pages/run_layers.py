@@ -34,7 +34,9 @@ __all__ = [
     "DEFAULT_METRIC",
     "layer_card",
     "layer_metrics",
+    "keys_of_layers",
     "layer_rows",
+    "layer_stores",
     "layer_table",
     "map_controls",
     "map_style",
@@ -225,7 +227,14 @@ def layer_table(run: wire.Run) -> dmc.Paper:
     }
     columns: list[dict[str, Any]] = [
         _name("layer", "Layer", cellRenderer="LayerCell", flex=1, minWidth=150),
-        _name("kind", "Kind", width=90),
+        {
+            "colId": "kind",
+            "headerName": "Kind",
+            "valueGetter": {"function": "kindOf(params)"},
+            "tooltipValueGetter": {"function": "kindOf(params)"},
+            "filter": "agTextColumnFilter",
+            "width": 90,
+        },
         *(
             {
                 "field": field,
@@ -263,22 +272,32 @@ def _name(field: str, title: str, **more: Any) -> dict[str, Any]:
     return {"field": field, "headerName": title, "tooltipField": field, "filter": "agTextColumnFilter", **more}
 
 
+def keys_of_layers(run: wire.Run) -> list[str]:
+    """The metrics of the table that this run measures."""
+    return [key for key in _OF_A_LAYER if key in run.latest]
+
+
+def layer_stores(run: wire.Run, layers: Sequence[wire.Layer]) -> list[dcc.Store]:
+    """What the table needs and the page knows: which metrics there are, and each kind, which stays there."""
+    kinds = {layer.name: layer.module_type for layer in layers if layer.module_type}
+    return [dcc.Store(id="run-layer-keys", data=keys_of_layers(run)), dcc.Store(id="run-kinds", data=kinds)]
+
+
 def layer_rows(
-    reader: Reader, run: wire.Run, first_step: int | None, kinds: Mapping[str, str], since: int | None = None
+    reader: Reader, run_id: str, keys: Sequence[str], first_step: int | None, since: int | None = None
 ) -> list[dict[str, Any]]:
     """A row a layer over the steps from `first_step` on, those first that lose the most; at most `_MOST_ROWS`.
 
-    kinds: module types by layer. since: the onset that the run's headline names.
+    keys: those of `keys_of_layers`. since: the onset that the run's headline names.
 
     Raises:
         CollageError: the server does not answer, or refuses.
     """
-    keys = [key for key in _OF_A_LAYER if key in run.latest]
     if "edq_ratio" not in keys:
         return []
     history, *merged = reader.ask_together(
-        lambda client: client.heatmap(run.run_id, "edq_ratio", points=_COLUMNS),
-        *(lambda client, key=key: client.heatmap(run.run_id, key, points=1, first_step=first_step) for key in keys),
+        lambda client: client.heatmap(run_id, "edq_ratio", points=_COLUMNS),
+        *(lambda client, key=key: client.heatmap(run_id, key, points=1, first_step=first_step) for key in keys),
     )
     values: dict[str, dict[str, float | None]] = {
         key: _by_layer(answer) for key, answer in zip(keys, merged, strict=True)
@@ -290,7 +309,6 @@ def layer_rows(
     return [
         {
             "layer": name,
-            "kind": kinds.get(name) or "–",
             "share": missing[name] / whole if whole else 0.0,
             "since": begins.get(name),
             **{key: values[key].get(name) for key in keys if key != "intended_norm"},
@@ -355,18 +373,17 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         Output({"type": "run-layers-note", "index": MATCH}, "children"),
         Output({"type": "run-layers-digest", "index": MATCH}, "data"),
         Input("run-judged", "data"),
+        State("run-layer-keys", "data"),
         State({"type": "run-layers-digest", "index": MATCH}, "data"),
     )
-    def fill_table(judged: dict[str, Any], known: str | None) -> Any:
+    def fill_table(judged: dict[str, Any], keys: list[str], known: str | None) -> Any:
         run_id = dash.ctx.outputs_list[0]["id"]["index"]
         if judged["failed"]:
             raise dash.exceptions.PreventUpdate
         try:
-            run, layers = reader.ask_together(
-                lambda client: client.run(run_id), lambda client: client.layers(run_id).layers
-            )
-            kinds = {layer.name: layer.module_type for layer in layers if layer.module_type}
-            rows = layer_rows(reader, run, judged["first"], kinds, judged["since"])
+            # When the page was opened, nothing may have been measured yet.
+            keys = keys or keys_of_layers(reader.ask(lambda client: client.run(run_id)))
+            rows = layer_rows(reader, run_id, keys, judged["first"], judged["since"])
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         # The page tells a digest of its rows: the rows themselves would be most of what a live page sends.
@@ -377,6 +394,9 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         over = "Over the whole run" if judged["first"] is None else f"From step {judged['first']:,} on"
         return rows, f"{over}.{most} A click, or Enter, shows a layer's card and curves.", found
 
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "keepKinds"), Output("run-worst", "id"), Input("run-kinds", "data")
+    )
     app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("flow", "showLayer"),
         Output("run-layer-place", "id"),

@@ -19,7 +19,7 @@ from collage_monitor import wire
 from collage_server.api.bodies import body_lease, message, read_body
 from collage_server.api.query_parameters import Id
 from collage_server.api.responses import answer, describes
-from collage_server.api.routing import resource
+from collage_server.api.routing import resource_router
 from collage_server.app_state import app_state_of
 from collage_server.auth import administration
 from collage_server.auth.bearer import audit_fields, principal_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["router"]
 
-router = resource("access")
+router = resource_router("access")
 _MOST_FIELDS: Final = 16
 _NOT_KEPT: Final = {"Cache-Control": "no-store"}
 

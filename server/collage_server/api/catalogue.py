@@ -13,11 +13,11 @@ from collage_monitor import wire
 from collage_monitor.metrics import METRICS, SCALARS, STATISTICS
 from collage_monitor.strategies import STRATEGIES
 from collage_server.api.responses import answer, describes
-from collage_server.api.routing import resource
+from collage_server.api.routing import resource_router
 
 __all__ = ["router"]
 
-router = resource("catalogues")
+router = resource_router("catalogues")
 
 
 @router.get("/metrics-catalogue", **describes(wire.Catalogue))

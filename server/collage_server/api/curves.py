@@ -27,7 +27,7 @@ from collage_monitor.statistics import statistics_for
 from collage_server.api import query_parameters
 from collage_server.api.cached_answers import Revisions, respond, revisions_of
 from collage_server.api.responses import describes
-from collage_server.api.routing import resource
+from collage_server.api.routing import resource_router
 from collage_server.api.store_reads import check_scalar_exists, points_of, positions_of, scalars_of
 from collage_server.app_state import AppState, app_state_of
 from collage_server.errors import Unprocessable
@@ -44,7 +44,7 @@ from collage_server.store import Points, RunRevision, ScalarPoints, Selection, S
 
 __all__ = ["router"]
 
-router = resource("reading")
+router = resource_router("reading")
 _CURSOR = "Follow one curve: empty at first, then that of the last answer."
 _DIGEST_BYTES = 16
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from collage_server.api.query_parameters import Id
 from collage_server.api.responses import describes
-from collage_server.api.routing import resource
+from collage_server.api.routing import resource_router
 from collage_server.app_state import AppState, app_state_of
 from collage_server.export.file_formats import csv_bytes, jsonl_bytes, parquet_bytes
 from collage_server.export.step_batches import ExportPlan, plan_export, take_memory
@@ -26,7 +26,7 @@ from collage_server.queries.run_answers import run_answer
 
 __all__ = ["router"]
 
-router = resource("reading")
+router = resource_router("reading")
 _MEDIA: Final = {
     "jsonl": "application/x-ndjson",
     "csv": "text/csv; charset=utf-8",

@@ -17,7 +17,7 @@ from collage_monitor import wire
 from collage_server.api.bodies import message
 from collage_server.api.query_parameters import Filter, Id
 from collage_server.api.responses import answer, describes
-from collage_server.api.routing import resource
+from collage_server.api.routing import resource_router
 from collage_server.app_state import app_state_of
 from collage_server.auth.bearer import principal_of
 from collage_server.errors import Forbidden, Unprocessable
@@ -25,7 +25,7 @@ from collage_server.store import IncidentQuery
 
 __all__ = ["router"]
 
-router = resource("alerts")
+router = resource_router("alerts")
 _MOST_OF_A_RUN = 1000
 
 

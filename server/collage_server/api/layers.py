@@ -1,7 +1,8 @@
 """Layers beside each other: a heatmap, the worst of them, and a histogram of updates against the grid.
 
 It checks the question, reads by `store_reads.py` and answers by `queries/layer_answers.py`. Routes and answers are
-the contract's (`docs/api/http.md`).
+the contract's (`docs/api/http.md`). The list of layers, `/runs/{run_id}/layers`, is in `streams.py`. Answers are
+tested in `tests/server/test_series.py`, refusals in `test_errors.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collage_monitor.statistics import statistics_for
 from collage_server.api import query_parameters
 from collage_server.api.cached_answers import respond
 from collage_server.api.responses import describes
-from collage_server.api.routing import resource
+from collage_server.api.routing import resource_router
 from collage_server.api.store_reads import measured_step, points_of, positions_of, worst_of
 from collage_server.app_state import app_state_of
 from collage_server.errors import Unprocessable
@@ -30,7 +31,7 @@ from collage_server.store import Selection
 
 __all__ = ["router"]
 
-router = resource("reading")
+router = resource_router("reading")
 _MOST_CELLS = 5_000_000
 _CELL_BYTES = 80
 """Of a cell: a float in a list, its text, and the arrays that it is made of."""

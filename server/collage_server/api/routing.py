@@ -1,8 +1,8 @@
-"""Routers of resources under the version's prefix; /openapi.json, which describes them, and the pages for people.
+"""Routers of resources under /api/v1, their description at /openapi.json, and the server's few pages for people.
 
-The pages, /docs and where to find the dashboard, load nothing.
-
-`api/__init__.py` puts the resources together. The version in the prefix is fixed.
+Every `api/` module with routes under /api/v1 but `reports.py` makes its router by `resource_router`; `app.py` calls
+`add_description`. The prefix is fixed. Pages load nothing (`tests/server/test_description.py`,
+`test_exposed.py`); `/` and `/runs/…` lead to the dashboard (`test_access.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from collage_server.api.query_parameters import refuse_unknown_parameters
 from collage_server.api.responses import schemas
 
-__all__ = ["PREFIX", "add_description", "resource"]
+__all__ = ["PREFIX", "add_description", "resource_router"]
 
 PREFIX: Final = "/api/v1"
 _PAGE_HEADERS: Final = {
@@ -46,7 +46,7 @@ On one machine <code>collage-monitor up</code> starts both.</p>
 <a href="/docs">the API</a>.</p></body></html>"""
 
 
-def resource(tag: str) -> APIRouter:
+def resource_router(tag: str) -> APIRouter:
     """A router for the routes of one resource, or of several that the description lists together."""
     return APIRouter(prefix=PREFIX, tags=[tag], dependencies=[Depends(refuse_unknown_parameters)])
 

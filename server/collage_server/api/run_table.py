@@ -19,7 +19,7 @@ from collage_monitor import wire
 from collage_server.api.bodies import message
 from collage_server.api.query_parameters import Filter, Id, TablePart
 from collage_server.api.responses import answer, describes
-from collage_server.api.routing import resource
+from collage_server.api.routing import resource_router
 from collage_server.app_state import app_state_of
 from collage_server.auth.bearer import principal_of
 from collage_server.overview_keeper import MADE_BY, keep_overview
@@ -29,7 +29,7 @@ from collage_server.store.runs.configurations import differing as differing_entr
 
 __all__ = ["router"]
 
-router = resource("runs")
+router = resource_router("runs")
 Project = Annotated[str, Path(min_length=1, max_length=512)]
 Entries = Annotated[
     list[Annotated[str, StringConstraints(max_length=512)]],

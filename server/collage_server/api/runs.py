@@ -1,4 +1,4 @@
-"""Runs: create or resume, list, change, delete.
+"""Runs: create or resume, read, ask where one stands, change, delete.
 
 `store/runs/run_store.py` and `run_changes.py` do it. Creating is idempotent, because agents send it twice; that is
 fixed.
@@ -16,21 +16,22 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.api.bodies import message
+from collage_server.api.cached_answers import respond
 from collage_server.api.query_parameters import Filter, Id, RunFilters
 from collage_server.api.responses import answer, describes
-from collage_server.api.routing import resource
+from collage_server.api.routing import resource_router
 from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.administration import new_audit_log_entry
 from collage_server.auth.bearer import audit_fields, principal_of
 from collage_server.auth.principals import Principal
 from collage_server.errors import Unprocessable
 from collage_server.newest_keeper import newest_points
-from collage_server.queries.run_answers import run_answer
+from collage_server.queries.run_answers import latest_answer, run_answer
 from collage_server.store import NewestPoint, RunQuery, RunRecord
 
 __all__ = ["router"]
 
-router = resource("runs")
+router = resource_router("runs")
 
 
 def _answer(app_state: AppState, record: RunRecord, reader: Principal) -> wire.Run:
@@ -132,3 +133,16 @@ def delete_run(request: Request, run_id: Id) -> Response:
     app_state.store.runs.delete(run_id, now, [entry])
     app_state.registry.forget_run(run_id)
     return answer(wire.Deleted(run_id=run_id))
+
+
+@router.get("/runs/{run_id}/latest", **describes(wire.Latest))
+def get_latest(request: Request, run_id: Id) -> Response:
+    """The model's metrics at the newest measured step, the newest scalars, the three worst layers by EDQ."""
+    store = app_state_of(request).store
+
+    def make() -> wire.Latest:
+        with store.points.snapshot() as snapshot:
+            records = snapshot.records([run_id])
+            return latest_answer(records[run_id], newest_points(snapshot, records, layers=True)[run_id])
+
+    return respond(request, [run_id], make)

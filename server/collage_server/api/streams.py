@@ -24,7 +24,7 @@ from collage_monitor.alerts import ALERTS, enabled_alerts
 from collage_server.api.bodies import message
 from collage_server.api.query_parameters import Id
 from collage_server.api.responses import answer, describes
-from collage_server.api.routing import resource
+from collage_server.api.routing import resource_router
 from collage_server.app_state import AppState, app_state_of
 from collage_server.auth.bearer import principal_of
 from collage_server.auth.principals import Principal
@@ -35,9 +35,9 @@ from collage_server.store import NewEvent
 
 __all__ = ["alerts_router", "attempts_router", "router"]
 
-attempts_router = resource("attempts")
-router = resource("streams")
-alerts_router = resource("alerts")
+attempts_router = resource_router("attempts")
+router = resource_router("streams")
+alerts_router = resource_router("alerts")
 
 
 @attempts_router.post("/runs/{run_id}/attempts", **describes(wire.Attempt, wire.AttemptCreate))

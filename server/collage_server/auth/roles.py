@@ -1,6 +1,8 @@
 """Which role may use which route: one table, held complete by a test and printed in docs/access.md.
 
 A route that is missing here does not exist for any token but an administrator's, so a new route fails closed.
+`bearer.py` asks it at each request. `tests/server/test_matrix.py` writes every expectation out again: change both,
+then print the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Storage: the only package that uses a database. This module lists the names that other packages use."""
 
-from collage_server.store.access.tokens import AccessStore, LogOut
+from collage_server.store.access.access_store import AccessStore, LogOut
 from collage_server.store.archive.file_storage import ArchiveFiles, archive_files
 from collage_server.store.archive.finished import FinishedRun, LatePoints, VisiblePart
 from collage_server.store.archive.parquet import OF_A_ROW, Footer, copy_points, write_points

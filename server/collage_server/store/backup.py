@@ -3,7 +3,7 @@
 Archived files never change: those of all back-ups in a folder stand once in its `archive`, under their own names.
 
 `collage-monitor backup` and `restore` call it. A back-up opens on a server of the same or a later version
-(`tests/server/life/test_backup.py`).
+(`tests/server/life/test_backup.py`; archived files: `tests/server/store/test_archive_faults.py`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def restore(file: Path, database: Path, *, archive: Path | None = None) -> Backu
     copied = 0 if archive is None else _copy_files(paths, file.parent / _ARCHIVE, archive)
     with _temporary_name(database) as part:
         shutil.copyfile(file, part)
-        _tell_of_the_hole(part, datetime.fromtimestamp(file.stat().st_mtime, UTC), time.time())
+        _mark_as_restored(part, datetime.fromtimestamp(file.stat().st_mtime, UTC), time.time())
     return replace(found, archived_files=len(paths), copied_files=copied)
 
 
@@ -137,8 +137,9 @@ def _copy_files(paths: list[str], source: Path, target: Path) -> int:
     return len(lacking)
 
 
-def _tell_of_the_hole(database: Path, made_at: datetime, now: float) -> None:
-    """An event of each run that was going on; the columns are those of every schema that can be restored."""
+def _mark_as_restored(database: Path, made_at: datetime, now: float) -> None:
+    """An event for each run that was going on, and no claim on the archive; the columns are those of every schema
+    that can be restored."""
     text = (
         f"the server's data were restored from a back-up made {made_at:%Y-%m-%d %H:%M} UTC: what was reported "
         "between then and the restore is missing where its sender no longer has it"

@@ -13,7 +13,7 @@ from typing import Final
 
 from collage_server.errors import Busy, StoreUnusable
 from collage_server.memory_budget import MemoryBudget
-from collage_server.store.access.tokens import AccessStore
+from collage_server.store.access.access_store import AccessStore
 from collage_server.store.archive.archive_reader import ArchiveReader
 from collage_server.store.archive.file_storage import ArchiveFiles
 from collage_server.store.archive.finished import FinishedRuns

@@ -10,6 +10,8 @@ import torch
 from collage_agent.sample.sampling import block_elements, draw
 from collage_agent.step.gather import BlockLayout, Staging
 
+ROWS_OF_FEW, ROWS_OF_MANY = [5308, 2686, 957, 9799], [906298, 233742, 125156, 481777]
+
 
 @pytest.mark.parametrize(("itemsize", "block"), [(1, 32), (2, 32), (4, 16)])
 def test_a_block_is_a_cache_line(itemsize, block):
@@ -178,3 +180,19 @@ def test_whole_tensors_are_looked_at_for_their_squares_and_the_largest(dtype):
     for index in (0, 2):
         assert float(total[index]) == pytest.approx(float(exact[index].sum()), rel=2.0**-7)
         assert largest[index] == exact[index].max()
+
+
+@pytest.mark.parametrize(
+    ("elements", "rows"), [(320_000, ROWS_OF_FEW), (32 * (2**20 + 3), ROWS_OF_MANY)], ids=["permuted", "drawn"]
+)
+def test_a_draw_is_the_same_in_every_version(elements, rows):
+    """Resumed runs and replicas of two versions look at the same elements."""
+    assert draw("w", elements, 2, 2048, seed=1).rows[:4].tolist() == rows
+
+
+def test_most_of_a_large_tensor_is_drawn_in_the_order_of_a_few():
+    """Beyond half of the blocks another method drew others: the governor could not halve such a sample."""
+    elements = 32 * (2**20 + 3)
+    most, few = draw("w", elements, 2, elements - 32 * 200_000), draw("w", elements, 2, elements // 4)
+    assert np.array_equal(most.rows[: len(few.rows)], few.rows)
+    assert len(np.unique(most.rows)) == len(most.rows)

@@ -18,7 +18,7 @@ from collage_server.auth.principals import Person, digest_of
 from collage_server.errors import BadRequest, NotFound, Unprocessable
 from collage_server.settings import Settings
 from collage_server.store import LogOut, ReportGroup, RunQuery
-from collage_server.store.access.tokens import append_to_audit_log
+from collage_server.store.access.access_store import append_to_audit_log
 from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
@@ -62,7 +62,7 @@ class AccessContract:
             digest_of(first.secret): first.token,
             digest_of(second.secret): second.token,
         }
-        assert store.access.tokens() == [second.token, first.token]
+        assert store.access.access_store() == [second.token, first.token]
         revoked = revoke_token(store.access, first.token.token_id, NOW + 2, "host")
         assert revoke_token(store.access, first.token.token_id, NOW + 9, "host") == revoked
         assert list(store.access.valid_tokens()) == [digest_of(second.secret)]
@@ -75,7 +75,7 @@ class AccessContract:
     def test_a_session_comes_back_as_it_was(self, store):
         session = begin(store, "ada", "s-1")
         assert store.access.valid_tokens() == {digest_of(session.secret): session.token}
-        assert store.access.tokens() == [session.token]
+        assert store.access.access_store() == [session.token]
         assert session.token.also == [wire.Grant(role="operate", projects=["p"])]
         assert (session.token.expires_at, session.token.idle_seconds) == (NOW + 43_200, 3_600)
 
@@ -85,13 +85,13 @@ class AccessContract:
         ended, running = begin(store, "ada"), begin(store, "bob")
         end_session(store.access, ended.token.token_id, NOW + 1)
         third = begin(store, "ada", now=NOW + 2)
-        assert {token.token_id for token in store.access.tokens()} == {
+        assert {token.token_id for token in store.access.access_store()} == {
             *kept,
             running.token.token_id,
             third.token.token_id,
         }
         fourth = begin(store, "ada", now=NOW + 43_201)
-        assert {token.token_id for token in store.access.tokens()} == {
+        assert {token.token_id for token in store.access.access_store()} == {
             *kept,
             third.token.token_id,
             fourth.token.token_id,
@@ -158,7 +158,7 @@ class AccessContract:
         made = [make(store).token.token_id for _ in range(2)]
         store.access.note_uses(dict.fromkeys(made, NOW + 5))
         store.access.note_uses({made[0]: NOW + 3, made[1]: NOW + 8, "gone": NOW})
-        found = {token.token_id: token.last_used_at for token in store.access.tokens()}
+        found = {token.token_id: token.last_used_at for token in store.access.access_store()}
         assert found == {made[0]: NOW + 5, made[1]: NOW + 8}
 
     def test_pages_of_the_audit_log_skip_nothing_at_equal_times(self, store):

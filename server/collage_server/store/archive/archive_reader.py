@@ -1,7 +1,8 @@
 """Totals and logged values out of archived files, put where a question keeps its numbers.
 
-`reading/` and `sealing/` ask it for the chunks whose rows name a file. Points from a file equal those from rows;
-that is fixed (`tests/server/store/test_archive_contents.py`).
+`reading/` and `sealing/` ask for chunks whose layers lie in files, `runs/reported_state.py` for last values. Points
+equal those from rows (`tests/server/store/test_archived.py`), but for sums rounded by `archive_bits`
+(`test_archive_contents.py`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Columns are `stream`, `name`, `step`, `time` (Unix seconds) and `value`: one row a step, the last word on it. A row
 group holds whole names, so that one is read without most others.
+
+`sealing/archiving.py` writes them, `archive_reader.py` reads them. Files never change, so columns, the order of
+series and `_ROWS_A_GROUP` are fixed (`tests/server/store/test_archived.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collage_server.store.records import FloatArray
 __all__ = ["read_logged", "write_logged"]
 
 _ROWS_A_GROUP: Final = 2**15
+"""Part of the format: `_placed` finds row groups by it, also those of files that exist."""
 _NUMBERS: Final = ("step", "time", "value")
 _SCHEMA: Final = pa.schema(
     [

@@ -1,4 +1,8 @@
-"""Limits on a stream's declaration of layers and statistics, and the storage of statistics unknown here."""
+"""Limits on a stream's declaration of layers and statistics, and the storage of statistics unknown here.
+
+`stream_store.py` calls it when a stream is registered; `run_view.py` asks what was dropped. The mark is stored, so
+it is fixed (`tests/server/store/contract.py`, `sealing.py`; over HTTP `tests/server/test_ingest.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
 from collage_server.errors import Unprocessable
 
-__all__ = ["UNKNOWN_MARK", "check_names", "stored_name", "unknown_statistics"]
+__all__ = ["UNKNOWN_MARK", "check_declaration", "stored_name", "unknown_statistics"]
 
 _MOST_ELEMENTS: Final = 2**53
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -23,7 +27,7 @@ UNKNOWN_MARK: Final = "?"
 """Stands before the stored name of a statistic that this server did not know: sealing drops its totals."""
 
 
-def check_names(create: wire.StreamCreate) -> None:
+def check_declaration(create: wire.StreamCreate) -> None:
     """Raise Unprocessable if the layers or statistics are too many, too large, too long or named twice."""
     for field, names in (
         ("layers", [layer.name for layer in create.layers]),

@@ -19,7 +19,12 @@ from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_str
 from collage_server.memory_budget import held_rows
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
-from collage_server.store.journal.declarations import UNKNOWN_MARK, check_names, stored_name, unknown_statistics
+from collage_server.store.journal.declarations import (
+    UNKNOWN_MARK,
+    check_declaration,
+    stored_name,
+    unknown_statistics,
+)
 from collage_server.store.journal.horizon import frozen_step
 from collage_server.store.records import IntArray, NewEvent, StreamRecord, stream_record
 from collage_server.store.row_helpers import (
@@ -139,7 +144,7 @@ def _next_number(connection: Connection, run_id: str, role: str | None) -> int:
 def _create_stream(connection: Connection, run_id: str, create: wire.StreamCreate, now: float) -> None:
     """Register a stream, or extend the one of this id."""
     require_run(connection, run_id, lock=True)
-    check_names(create)
+    check_declaration(create)
     table = schema.attempt
     attempt = _read_attempt(connection, table.c.run_id == run_id, table.c.launch_id == create.launch_id)
     if attempt is None:

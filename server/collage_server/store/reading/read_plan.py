@@ -1,7 +1,8 @@
 """What to read of a run: the chunks to read with their levels, and the unsealed reports.
 
 `points.py` carries the plan out. The choice of a level is free as long as enough points are left
-(`Selection.points`); what is hidden is `run_view.py`'s.
+(`Selection.points`); what is hidden is `run_view.py`'s. That enough points are left, and that answers do not depend
+on sealing, is held by `tests/server/test_axes.py`; frozen chunks by `tests/server/store/life.py`.
 """
 
 from __future__ import annotations

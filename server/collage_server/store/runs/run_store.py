@@ -20,7 +20,7 @@ from collage_monitor import wire
 from collage_server.errors import Unprocessable
 from collage_server.memory_budget import held_rows
 from collage_server.store import schema, server_tables
-from collage_server.store.access.tokens import append_to_audit_log
+from collage_server.store.access.access_store import append_to_audit_log
 from collage_server.store.engine.database import Database
 from collage_server.store.records import (
     CLOCK_SLACK_SECONDS,

@@ -1,7 +1,8 @@
 """Tokens, the audit log, and which project owns a run, on an SQL database.
 
-`auth/` calls it; nothing else reads these tables. Secrets are digests here, and the audit log is only ever appended
-to (`tests/server/store/access_contract.py`).
+`store.access`: `auth/`, `api/` and the command `token` ask it. Secrets are digests here. Entries of the audit log
+never change; only `sealing/retention.py` deletes, and old ones alone (`tests/server/store/access_contract.py`, run
+by `test_access.py`).
 """
 
 from __future__ import annotations
