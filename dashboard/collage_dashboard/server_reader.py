@@ -1,17 +1,20 @@
 """The one way to the server: a client made on first use, and every failure as a problem in plain words.
 
-`create_dashboard` makes one; pages read through it and show a `Problem` where it gives one. It keeps no data.
+`create_dashboard` makes one; pages read through it and show a `Problem` where it gives one. It keeps no data but,
+for seconds, what a page will ask for as soon as it is there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
-from cachetools import LRUCache
+from cachetools import LRUCache, TTLCache
+from flask import copy_current_request_context, has_request_context
 
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError, NotAuthorised, NotFound, ServerUnreachable, Unavailable
@@ -20,6 +23,7 @@ __all__ = ["Problem", "Reader", "explain"]
 
 _Answer = TypeVar("_Answer")
 _MOST_CLIENTS: Final = 64
+_MOST_AHEAD, _AHEAD_AT_ONCE, _AHEAD_SECONDS = 64, 4, 20.0
 _START: Final = "collage-monitor up"
 
 
@@ -52,6 +56,8 @@ class Reader:
         self._on_unknown = on_unknown
         self._lock = threading.Lock()
         self._clients: LRUCache[str, Client] = LRUCache(_MOST_CLIENTS)
+        self._ahead = ThreadPoolExecutor(_AHEAD_AT_ONCE, "ahead")
+        self._begun: TTLCache[tuple[str, Hashable], Future[Any]] = TTLCache(_MOST_AHEAD, _AHEAD_SECONDS)
 
     def ask(self, question: Callable[[Client], _Answer]) -> _Answer:
         """The answer to `question`.
@@ -82,6 +88,28 @@ class Reader:
             if error.status == 401:
                 self._on_unknown()
             raise
+
+    def begin(self, key: Hashable, make: Callable[[], _Answer]) -> None:
+        """Make in the background what the same user's page will ask for in a moment."""
+        if not has_request_context():
+            return
+        mine = (self._whose(), key)
+        with self._lock:
+            if mine not in self._begun:
+                self._begun[mine] = self._ahead.submit(copy_current_request_context(make))
+
+    def begun_or_now(self, key: Hashable, make: Callable[[], _Answer]) -> _Answer:
+        """What was begun under the key, once; made now if nothing was, or if it went wrong.
+
+        Raises:
+            CollageError: as `make` raises.
+        """
+        with self._lock:
+            begun = self._begun.pop((self._whose(), key), None)
+        if begun is not None:
+            with suppress(CollageError):
+                return cast(_Answer, begun.result())
+        return make()
 
     def _client_of(self, whose: str) -> Client:
         with self._lock:

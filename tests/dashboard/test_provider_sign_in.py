@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 from collage_dashboard import create_dashboard
+from collage_dashboard.server_reader import Reader
 from collage_dashboard.sign_in import MOST_FAILURES, UNDER_WAY_SECONDS, SignInsUnderWay
 
 from collage_monitor import wire
@@ -37,7 +38,9 @@ def provider(running):
 
 
 @pytest.fixture
-def api(provider, tmp_path):
+def api(provider, tmp_path, monkeypatch):
+    # The server is in this process and goes with the test: nobody may still draw a page's charts ahead.
+    monkeypatch.setattr(Reader, "begin", lambda *_: None)
     with guarded_server(tmp_path, **provider.settings()) as opened:
         provider.clock = opened.clock
         for project in ("mine", "theirs"):

@@ -12,11 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
+from numpy.typing import NDArray
 from plotly.io.json import to_json_plotly
 
 from collage_dashboard.figures.style import digest
 
-__all__ = ["Told", "newest_part"]
+__all__ = ["Told", "as_sent", "newest_part"]
 
 Told = dict[str, Any] | str
 """The description that a page keeps of a figure."""
@@ -39,31 +40,57 @@ def newest_part(figure: go.Figure, known: Told | None) -> tuple[_Part | None, To
     return None, digest(figure)
 
 
+def as_sent(figure: go.Figure) -> go.Figure | dict[str, Any]:
+    """The whole figure for the browser: a heatmap's cells as lists, null where there is none.
+
+    plotly's own way, of lists from the beginning, looks at each cell four times.
+    """
+    if {trace.type for trace in figure.data} != {"heatmap"}:
+        return figure
+    frame, held = _without_cells(figure)
+    frame["data"][0] |= {"x": list(figure.data[0].x), **{name: _listed(rows) for name, rows in held.items()}}
+    return frame
+
+
+def _without_cells(figure: go.Figure) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]]]:
+    """A heatmap's figure as plain values without columns, and its cells [rows, columns]."""
+    trace = figure.data[0]
+    held = {name: np.asarray(trace[name], dtype=np.float64) for name in _CELLS if trace[name] is not None}
+    rest = {name: trace[name] for name in trace if name not in ("x", *_CELLS) and trace[name] is not None}
+    frame = go.Figure(go.Heatmap(**rest), figure.layout).to_plotly_json()
+    return frame, held
+
+
+def _listed(rows: NDArray[np.float64]) -> list[list[float | None]]:
+    cells = rows.astype(object)
+    cells[np.isnan(rows)] = None
+    found: list[list[float | None]] = cells.tolist()
+    return found
+
+
 def _newest_columns(figure: go.Figure, known: dict[str, Any] | None) -> tuple[_Part | None, Told]:
-    trace, frame = figure.data[0], figure.to_plotly_json()
-    held = {name: trace[name] for name in _CELLS if trace[name] is not None}
-    for name in ("x", *_CELLS):
-        frame["data"][0].pop(name, None)
-    columns = len(trace.x)
+    frame, held = _without_cells(figure)
+    places = list(figure.data[0].x)
+    columns = len(places)
     told = {
         "frame": _hash([to_json_plotly(frame)]),
         "columns": columns,
-        "settled": _hash(_columns(trace.x, held, columns - 1)),
-        "all": _hash(_columns(trace.x, held, columns)),
+        "settled": _hash(_columns(places, held, columns - 1)),
+        "all": _hash(_columns(places, held, columns)),
     }
     if known is None or known["frame"] != told["frame"] or not 1 < known["columns"] <= columns:
         return None, told
     first = known["columns"] - 1
-    if _hash(_columns(trace.x, held, first)) != known["settled"]:
+    if _hash(_columns(places, held, first)) != known["settled"]:
         return None, told
-    cells = {name: [list(row[first:]) for row in rows] for name, rows in held.items()}
-    return {"from": first, "x": list(trace.x[first:]), **cells}, told
+    cells = {name: _listed(rows[:, first:]) for name, rows in held.items()}
+    return {"from": first, "x": places[first:], **cells}, told
 
 
-def _columns(places: Sequence[Any], held: Mapping[str, Any], columns: int) -> Iterator[str | bytes]:
-    yield repr(list(places[:columns]))
+def _columns(places: list[Any], held: Mapping[str, NDArray[np.float64]], columns: int) -> Iterator[str | bytes]:
+    yield repr(places[:columns])
     for rows in held.values():
-        yield np.array([row[:columns] for row in rows], dtype=np.float64).tobytes()
+        yield np.ascontiguousarray(rows[:, :columns]).tobytes()
 
 
 def _newest_points(figure: go.Figure, known: dict[str, Any] | None) -> tuple[_Part | None, Told]:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import plotly.graph_objects as go
+from numpy.typing import NDArray
 
 from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, finite
 from collage_dashboard.figures.style import (
@@ -40,21 +42,18 @@ def heatmap(
 
     A metric without an ideal is coloured by its logarithm. Undefined cells stay empty. `groups`, by layer: layers
     of one group stand together under its name, groups and layers in the answer's order. What a cell says on hover
-    is written in the browser, by `assets/figures.js`: here it would be as large as the heatmap once more.
+    is written in the browser, by `assets/figures.js`: here it would be as large as the heatmap once more. Cells are
+    float64 [rows, steps], NaN where there is none; `growth.as_sent` writes them for the browser.
     """
     description = describe(answer.metric)
     rows = _rows(answer.layers, groups)
     height = min(max(SMALLEST_HEIGHT, ROW_PIXELS * len(rows) + 90), LARGEST_HEIGHT)
     by_layer = dict(zip(answer.layers, answer.values, strict=True))
-    cells = [
-        [
-            None if (value := finite(entry)) is None else description.drawn_scale * value
-            for entry in by_layer.get(row, [None] * len(answer.steps))
-        ]
-        for row in rows
-    ]
-    known = [value for row in cells for value in row if value is not None]
-    if not known:
+    no_cell = [None] * len(answer.steps)
+    cells = np.array([by_layer.get(row, no_cell) for row in rows], dtype=np.float64)
+    beyond = int(np.isinf(cells).sum()) + sum(value == "NaN" for row in answer.values for value in row)
+    cells = description.drawn_scale * np.where(np.isfinite(cells), cells, np.nan)
+    if np.isnan(cells).all():
         return empty_figure("no layer has a value yet", height=SMALLEST_HEIGHT)
     logarithmic = _is_logarithmic(description)
     gap = 1 if len(answer.steps) <= 80 and len(rows) <= 60 else 0
@@ -67,7 +66,7 @@ def heatmap(
     trace = go.Heatmap(
         x=places,
         y=list(rows),
-        z=[[_height_of(value, logarithmic) for value in row] for row in cells],
+        z=_heights(cells, logarithmic),
         customdata=cells if logarithmic else None,
         hovertemplate=f"%{{y}}<br>{step} %{{x:,}}<br>%{{text}}<extra></extra>",
         meta={"form": form},
@@ -88,7 +87,6 @@ def heatmap(
         place = list(rows).index(selected)
         ends = {"x0": 0, "x1": 1, "xref": "x domain", "y0": place - 0.5, "y1": place + 0.5, "yref": "y"}
         figure.add_shape(type="rect", line={"color": MARKED, "width": 2}, **ends)
-    beyond = sum(value is not None and finite(value) is None for row in answer.values for value in row)
     return add_note(figure, f"{beyond} cells are not finite") if beyond else figure
 
 
@@ -140,11 +138,14 @@ def _is_logarithmic(description: Description) -> bool:
     return description.ideal is None and description.unit != "octaves"
 
 
-def _height_of(value: float | None, logarithmic: bool) -> float | None:
-    if value is None:
-        return None
-    height = math.log10(max(abs(value), _SMALLEST_NORM)) if logarithmic else value
-    return float(f"{height:.6g}")
+def _heights(cells: NDArray[np.float64], logarithmic: bool) -> NDArray[np.float64]:
+    """What is drawn of the cells, in six digits: more only take longer to send."""
+    heights = np.log10(np.maximum(np.abs(cells), _SMALLEST_NORM)) if logarithmic else cells
+    with np.errstate(divide="ignore"):
+        digits = 5 - np.floor(np.log10(np.abs(heights)))
+    scale = 10.0 ** np.clip(np.nan_to_num(np.abs(digits), posinf=0.0), 0, 300)
+    rounded = np.where(digits >= 0, np.round(heights * scale) / scale, np.round(heights / scale) * scale)
+    return np.where(heights == 0, 0.0, rounded)
 
 
 def _colours(description: Description) -> dict[str, Any]:

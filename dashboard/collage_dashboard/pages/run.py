@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
+import plotly.graph_objects as go
 from dash import ALL, MATCH, ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
@@ -25,7 +27,7 @@ from collage_dashboard.components import (
     refresh_milliseconds,
     report_link,
 )
-from collage_dashboard.figures.growth import Told, newest_part
+from collage_dashboard.figures.growth import Told, as_sent, newest_part
 from collage_dashboard.figures.style import ACCENT, digest, empty_figure, strategy_colour
 from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.before_after import (
@@ -73,6 +75,8 @@ def layout(view: View, reader: Reader) -> html.Div:
     )
     marks = _marks(events, row)
     pathname, search = write_address(view)
+    shown = {"pathname": pathname, "search": search, "zooms": 0}
+    revision = {**_revision(row), "marks": marks}
     tabs = dmc.Tabs(
         [
             dmc.TabsList([dmc.TabsTab(title, value=name) for name, title in TABS.items()]),
@@ -84,11 +88,11 @@ def layout(view: View, reader: Reader) -> html.Div:
         mt="lg",
         mb=14,
     )
-    return page(
+    frame = page(
         [
             dcc.Location(id="run-address", refresh=False, search=search),
-            dcc.Store(id="run-shown", data={"pathname": pathname, "search": search, "zooms": 0}),
-            dcc.Store(id="run-revision", data={**_revision(row), "marks": marks}),
+            dcc.Store(id="run-shown", data=shown),
+            dcc.Store(id="run-revision", data=revision),
             dcc.Store(id="run-judged", data=_judged(row)),
             *layer_stores(run, layers),
             dcc.Store(id="run-zoom"),
@@ -130,6 +134,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         ],
         run.name,
     )
+    return _draw_ahead(frame, reader, shown, revision)
 
 
 def register(app: dash.Dash, reader: Reader) -> None:
@@ -215,19 +220,9 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
         chart = dash.ctx.outputs_list[0]["id"]
-        view = read_address(shown["pathname"], shown["search"])
         try:
-            drawn = draw(
-                chart["kind"],
-                chart["metric"],
-                view,
-                reader,
-                revision["colour"],
-                marks=[*revision["marks"], *picked_marks(view)],
-                beside=revision["beside"],
-                since=revision["since"],
-                strategy=revision["strategy"],
-                zoom_count=shown["zooms"],
+            drawn = reader.begun_or_now(
+                _key(chart, shown, revision), partial(_drawn, reader, chart, shown, revision)
             )
         except CollageError as error:
             if known:
@@ -236,7 +231,7 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
         part, told = newest_part(drawn, known)
         if told == known:
             raise dash.exceptions.PreventUpdate
-        return drawn if part is None else {"newest": part}, told
+        return as_sent(drawn) if part is None else {"newest": part}, told
 
     app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("collage", "keepZoom"),
@@ -250,6 +245,35 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
         Output("run-panel", "id"),
         Input({"type": "run-figure", "kind": ALL, "metric": ALL}, "hoverData"),
         prevent_initial_call=True,
+    )
+
+
+def _draw_ahead(frame: html.Div, reader: Reader, shown: dict[str, Any], revision: dict[str, Any]) -> html.Div:
+    """The page's frame, while its charts are already drawn: the browser asks for them a second later."""
+    for part in frame._traverse():  # type: ignore[no-untyped-call]
+        chart = getattr(part, "id", None)
+        if isinstance(chart, dict) and chart["type"] == "run-answer":
+            reader.begin(_key(chart, shown, revision), partial(_drawn, reader, chart, shown, revision))
+    return frame
+
+
+def _key(chart: dict[str, str], shown: dict[str, Any], revision: dict[str, Any]) -> tuple[str, ...]:
+    return (chart["kind"], chart["metric"], digest((shown, revision["at"])))
+
+
+def _drawn(reader: Reader, chart: dict[str, str], shown: dict[str, Any], revision: dict[str, Any]) -> go.Figure:
+    view = read_address(shown["pathname"], shown["search"])
+    return draw(
+        chart["kind"],
+        chart["metric"],
+        view,
+        reader,
+        revision["colour"],
+        marks=[*revision["marks"], *picked_marks(view)],
+        beside=revision["beside"],
+        since=revision["since"],
+        strategy=revision["strategy"],
+        zoom_count=shown["zooms"],
     )
 
 

@@ -3,6 +3,7 @@
 import math
 
 from collage_dashboard.figures import heatmap
+from collage_dashboard.figures.growth import as_sent
 from collage_dashboard.figures.heatmap import (
     LARGEST_HEIGHT,
     REACH,
@@ -18,7 +19,7 @@ from tests.dashboard.figures.answers import heatmap_answer
 def test_cells_rows_and_hover():
     figure = heatmap(heatmap_answer([[1.0, 0.9], [None, 0.5]]))
     trace = figure.data[0]
-    assert [list(row) for row in trace.z] == [[1.0, 0.9], [None, 0.5]]
+    assert as_sent(figure)["data"][0]["z"] == [[1.0, 0.9], [None, 0.5]]
     assert list(trace.x) == [10, 20]
     assert list(trace.y) == ["layer.0", "layer.1"]
     assert trace.hovertemplate == "%{y}<br>step %{x:,}<br>%{text}<extra></extra>"
@@ -63,7 +64,7 @@ def test_layers_of_a_group_stand_together_under_its_name_in_the_answers_order():
     figure = heatmap(answer, selected="layer.2", groups={f"layer.{at}": f"<{'ab'[at % 2]}>" for at in range(4)})
     trace = figure.data[0]
     assert list(trace.y) == ["▾ <a>", "layer.0", "layer.2", "▾ <b>", "layer.1", "layer.3"]
-    assert [list(row) for row in trace.z] == [[None], [0.1], [0.3], [None], [0.2], [0.4]]
+    assert as_sent(figure)["data"][0]["z"] == [[None], [0.1], [0.3], [None], [0.2], [0.4]]
     assert list(figure.layout.yaxis.ticktext) == [
         "<b>&lt;a&gt;</b>",
         "0",
@@ -145,3 +146,9 @@ def test_long_names_are_cut_from_the_left():
     assert short_layer("a" * 100 + "weight").endswith("aweight")
     assert len(short_layer("a" * 100)) == 34
     assert short_layer("head.weight") == "head.weight"
+
+
+def test_cells_have_six_digits_however_large_they_are():
+    values = [[1.23456789e-12, -123456.789, 1.23456789e9, 0.0, 9.9999999]]
+    sent = as_sent(heatmap(heatmap_answer(values, "half_ulp_margin")))["data"][0]["z"]
+    assert sent == [[float(f"{value:.6g}") for value in values[0]]]
