@@ -1,8 +1,9 @@
 """A connection to a server: a request, its answer, or an error that says what to do.
 
 `client.Client` adds the methods. The agent's `transport/http.py` has its own HTTP client and takes only `quoted`
-and `named_dashboard`. `refusals.py` makes errors of answers. Order of server and token, and errors, are fixed
-(`tests/contract/test_client.py`; `named_dashboard`: `tests/end_to_end/test_up.py`).
+and `named_dashboard`; the verbs in `command/` take the same two. `refusals.py` makes errors of answers. Errors are
+fixed (`tests/contract/test_client.py`), and so is the order of server and token (`tests/server/test_frame.py`;
+`named_dashboard`: `tests/end_to_end/test_up.py`).
 """
 
 from __future__ import annotations

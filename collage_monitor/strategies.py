@@ -6,7 +6,8 @@ How weights are kept that way stands under the same name in the agent (`collage_
 Names are fixed: reports, checkpoints, filters and pages use them. Each strategy of `collage_optim/strategies.py`
 needs an entry here (`tests/audit/test_findings.py`); an entry alone is only recognised. An entry needs a colour
 (`tests/dashboard/test_run_styles.py`) and a row in `docs/metrics.md` (`tests/docs/test_metrics.py`). What
-`recommend` names is held by `tests/optim/test_accumulation.py`.
+`recommend` names is held by `tests/optim/test_accumulation.py`: the order of `_RECOMMENDED` was measured.
+`advice.py` asks `recommend` and `more_exact`, the optimizers' `range_guards.py` `more_exact`.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def more_exact(
 
 
 def strategy(name: str) -> Strategy:
-    """The catalogue entry called `name`.
+    """The catalogue entry called `name`, for scripts and tests.
 
     Raises:
         CatalogueError: no such strategy.

@@ -3,8 +3,8 @@
 Losses are compared at a step that all runs have reached. Runs count as seeds of one strategy if project and
 configuration agree. Otherwise each configuration has its own row, and none is compared with another's reference.
 
-The comparison's page, the report and `mcp` read it; `recommendation.py` judges by it. It reads overviews and curves
-and asks no server (`tests/dashboard/test_recommendation.py`).
+The comparison's page, the report and `mcp` call `run_results`, then `results_by_strategy`; `recommendation.py`
+judges by it. It reads overviews and curves and asks no server (`tests/dashboard/test_recommendation.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collage_monitor.judgement import NO_PROBLEM, finite
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_monitor.strategies import STRATEGIES, strategy_title
 
-__all__ = ["RunResult", "StrategyResult", "differences", "loss_name", "results_of", "run_results"]
+__all__ = ["RunResult", "StrategyResult", "differences", "loss_name", "results_by_strategy", "run_results"]
 
 _LAST_SHARE: Final = 0.1
 """Of the steps: a training loss, noisy from step to step, is its mean over this last part."""
@@ -201,7 +201,7 @@ def _over(overview: wire.Overview | None) -> tuple[int, int] | None:
     return overview.first_step, overview.last_step
 
 
-def results_of(runs: Sequence[RunResult]) -> list[StrategyResult]:
+def results_by_strategy(runs: Sequence[RunResult]) -> list[StrategyResult]:
     """The runs by strategy, dtype and configuration, cheapest in bytes first, each against its reference.
 
     The reference is plain storage in fp32 or wider, else fp32 master weights, among runs that differ only in the
@@ -211,15 +211,16 @@ def results_of(runs: Sequence[RunResult]) -> list[StrategyResult]:
     for run in runs:
         by_kind.setdefault((run.strategy, run.dtype), {}).setdefault(run.configuration, []).append(run)
     entries = _entries_of(runs)
-    kind = _reference(list(by_kind))
-    references = by_kind[kind] if kind else {}
+    reference_kind = _reference(list(by_kind))
+    references = by_kind[reference_kind] if reference_kind else {}
     results = []
-    for name, rows in by_kind.items():
-        apart = _told_apart({own: entries[own] for own in rows})
-        for own, seeds in rows.items():
+    for kind, by_configuration in by_kind.items():
+        is_reference = kind == reference_kind
+        apart = _told_apart({own: entries[own] for own in by_configuration})
+        for own, seeds in by_configuration.items():
             reference = next((other for other in references if _agree(entries[own], entries[other])), None)
-            theirs = () if reference is None or name == kind else _counted(references[reference])
-            results.append(_strategy_result(name, seeds, theirs, name == kind, apart[own], entries[own]))
+            theirs = () if reference is None or is_reference else _counted(references[reference])
+            results.append(_strategy_result(kind, seeds, theirs, is_reference, apart[own], entries[own]))
     return sorted(results, key=_cost)
 
 

@@ -1,8 +1,9 @@
 """The handle that `watch` gives the user.
 
-It finds the optimizers, makes the parts of `watching/` that measure them, and joins them to the run. What a user
-may call on a `Watch` is fixed; how it is measured is not decided here (`tests/agent/test_watch.py`; the documented
-methods: `tests/docs/test_api.py`).
+`session.py` makes it for a run, tests without one. It finds the optimizers, makes the parts of `watching/` that
+measure them, and gives what they measure to a `Reporter`. It knows no run: `session.py` joins the two. What a user
+may call on a `Watch` is fixed (`tests/agent/test_watch.py`; the documented methods: `tests/docs/test_api.py`).
+`look`, `join`, `parameters` and `compare_with_saved` are for the agent, `_last` is for tests.
 """
 
 from __future__ import annotations
@@ -143,9 +144,9 @@ class Watch:
     def look(self, *, on_host_only: bool = False) -> Layout | None:
         """Look whether something steps the weights unseen, and say so once; see `UnseenSteps`.
 
-        Returns a sentence for the run, None if there is nothing new. With on_host_only, which another thread than
-        the training's may pass, it looks at the host alone. That skips weights on a device and weights of several
-        ranks, whose memory the sharding may free at any time. Synchronises nothing.
+        Returns the new layout, which tells the run; None if there is nothing new. With on_host_only, which another
+        thread than the training's may pass, it looks at the host alone. That skips weights on a device and weights
+        of several ranks, whose memory the sharding may free at any time. Synchronises nothing.
         """
         if on_host_only and distributed.is_available() and distributed.is_initialized():
             return None

@@ -1,9 +1,12 @@
 """The interface between measuring and delivering: a measured step, the reporter that takes it, a watch's last step.
 
-Nothing else passes between the two sides, which know nothing of each other (`lint-imports` holds them to that).
+The two sides do not import each other (`lint-imports` holds them to that). Beside these types `session.py` passes
+`worker_cpu_seconds`, `last_step_shown` and the folder of saved numbers from the run to the watch. At its end a run
+prints its watches.
+
 `watching` fills a `Measurement` and gives it to a `Reporter`: a `Run`, or the caller's own. A run asks a watch, as
-a `StepSource`, where it stands. Rows and columns are found by name, so their first
-order is free; later layouts only append. Nothing blocks (`tests/agent/test_no_synchronisation.py`).
+a `StepSource`, where it stands. Rows and columns are found by name, so their first order is free; later layouts
+only append. Nothing but `Measurement.table` blocks (`tests/agent/test_no_synchronisation.py`).
 """
 
 from __future__ import annotations
@@ -73,4 +76,4 @@ class StepSource(Protocol):
         """Number of the last completed optimizer step; None before the first."""
 
     def look(self, *, on_host_only: bool = False) -> Layout | None:
-        """Check whether something steps the weights unseen; returns a sentence for the run then."""
+        """Check whether something steps the weights unseen; returns the layout that says so, if it is new."""

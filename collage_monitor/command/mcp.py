@@ -35,7 +35,7 @@ from collage_monitor.metrics import METRICS, is_metric, split_key
 from collage_monitor.onset import describe
 from collage_monitor.recommendation import recommendation
 from collage_monitor.run_evidence import read_evidence, read_history
-from collage_monitor.strategy_results import RunResult, loss_name, results_of, run_results
+from collage_monitor.strategy_results import RunResult, loss_name, results_by_strategy, run_results
 
 __all__ = ["ANSWER_BYTES", "RunQuestions", "create_server", "mcp"]
 
@@ -194,7 +194,7 @@ class RunQuestions:
             ids = runs or ([row.run_id for row in page.rows] if page else [])
             results, names, quoted = _read_results(client, ids)
             left_out = page.total - len(ids) if page else 0
-        said = recommendation(results_of(results), left_out)
+        said = recommendation(results_by_strategy(results), left_out)
         told = [*quoted, *names, *(one.name for one in results)]
         return "\n".join([_told(said.text, told), *(f"- {_told(reason, told)}." for reason in said.reasons)])
 

@@ -24,6 +24,7 @@ _LACKING: Final[dict[str, Lacking]] = {
     "decay is lost": "weights",
     "states are stuck": "states",
 }
+"""By the words of `words.py`; a health that is missing here gets no advice."""
 _NARROW: Final = ("bfloat16", "float16")
 _DENSE: Final = 'model.apply(lambda module: setattr(module, "sparse", False))'
 _ITS_WEIGHTS: Final = (

@@ -53,7 +53,7 @@ from collage_monitor.metrics import split_key
 from collage_monitor.recommendation import recommendation
 from collage_monitor.run_evidence import read_forecast
 from collage_monitor.schedule import RateSchedule
-from collage_monitor.strategy_results import StrategyResult, results_of, run_results
+from collage_monitor.strategy_results import StrategyResult, results_by_strategy, run_results
 
 __all__ = ["file_name", "install_report", "report"]
 
@@ -234,7 +234,7 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str], left_out: int) -> 
     metrics = (*charted_metrics(rows), DEFAULT_METRIC)
     answers = read_curves(reader, view, rows, metrics)
     runs = runs_with_throughput(reader, answers[metrics[LOSS]]) or ()
-    results = results_of(run_results(rows, runs))
+    results = results_by_strategy(run_results(rows, runs))
     by_run = lines_of(view, rows) == "run"
     styles = styles_of(runs) if by_run else strategy_styles(results)
     curves = [

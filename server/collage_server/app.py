@@ -28,7 +28,7 @@ from collage_server.alerts import AlertEvaluator, AlertRounds, Messenger, target
 from collage_server.alerts.condition_evaluation import Evaluation
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
-from collage_server.api.routing import add_description
+from collage_server.api.routing import add_description_and_pages
 from collage_server.app_state import AppState
 from collage_server.archiver import Archiver
 from collage_server.auth.bearer import AccessPolicy
@@ -99,7 +99,7 @@ def create_app(
     # A redirect would have no shape, and the name in Host for its address.
     app.router.redirect_slashes = False
     app.router.routes += [*api_routes(), *exposition.router.routes]
-    add_description(app, settings.dashboard_url)
+    add_description_and_pages(app, settings.dashboard_url)
     return app
 
 

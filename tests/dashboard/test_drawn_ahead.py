@@ -4,6 +4,7 @@ import pytest
 from collage_dashboard.server_reader import Reader
 from flask import Flask
 
+from collage_monitor.client import Client
 from collage_monitor.errors import ServerUnreachable
 
 
@@ -14,7 +15,7 @@ def asking():
 
 @pytest.fixture
 def reader(asking):
-    return Reader(lambda: None, whose=lambda: asking["user"])
+    return Reader(lambda: Client("http://127.0.0.1:9", "token"), whose=lambda: asking["user"])
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +25,11 @@ def request_context():
 
 
 def test_it_is_made_once(reader):
-    made = []
+    numbers = iter(range(9))
     for _ in range(2):
-        reader.begin("a chart", lambda: made.append("ahead") or "drawn ahead")
-    assert reader.begun_or_now("a chart", lambda: "drawn now") == "drawn ahead"
-    assert made == ["ahead"]
+        reader.begin("a chart", lambda: f"drawn ahead, {next(numbers)}")
+    assert reader.begun_or_now("a chart", lambda: "drawn now") == "drawn ahead, 0"
+    assert next(numbers) == 1
     assert reader.begun_or_now("a chart", lambda: "drawn now") == "drawn now"
     assert reader.begun_or_now("another chart", lambda: "drawn now") == "drawn now"
 

@@ -15,7 +15,7 @@ from collage_dashboard.pages.strategies_content import counterfactual_table, str
 from collage_dashboard.view import View, read_address
 
 from collage_monitor.judgement import percent
-from collage_monitor.strategy_results import results_of, run_results
+from collage_monitor.strategy_results import results_by_strategy, run_results
 from tests.dashboard.walk import components, text
 
 RUN = "run-plain"
@@ -70,7 +70,7 @@ def test_the_table_of_runs_says_what_its_numbers_are_over(field):
 
 
 def test_strategies_say_what_their_numbers_are_over_in_the_page_and_in_the_report(server, reader, row, share):
-    results = results_of(run_results([row]))
+    results = results_by_strategy(run_results([row]))
     table = text(strategy_table(results))
     assert percent(share) in table
     assert RECENT in table

@@ -7,7 +7,7 @@ import pytest
 from collage_monitor import wire
 from collage_monitor.judgement import advice_for
 from collage_monitor.recommendation import recommendation, signed, worth
-from collage_monitor.strategy_results import loss_name, results_of, run_results
+from collage_monitor.strategy_results import loss_name, results_by_strategy, run_results
 
 BYTES = {"plain": 8.0, "light": 10.0, "plus": 12.0, "split-master": 12.0, "master-weights": 16.0}
 STUCK = "Exp_avg_sq stuck since step 10."
@@ -96,7 +96,7 @@ DEMO = [
 
 
 def results(rows, runs=()):
-    return results_of(run_results(rows, runs))
+    return results_by_strategy(run_results(rows, runs))
 
 
 def found(rows, runs=()):

@@ -16,7 +16,7 @@ from collage_dashboard.view import View, read_address
 
 from collage_monitor.recommendation import recommendation
 from collage_monitor.seeds import Estimate
-from collage_monitor.strategy_results import StrategyResult, results_of, run_results
+from collage_monitor.strategy_results import StrategyResult, results_by_strategy, run_results
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.walk import by_id, components, text
 
@@ -58,7 +58,7 @@ def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, rea
 
 @pytest.mark.slow
 def test_the_pictures_have_a_point_a_strategy_in_its_colour_and_mark_the_chosen(rows):
-    results = results_of(run_results(rows))
+    results = results_by_strategy(run_results(rows))
     by_bytes, by_speed = cost_figures(results, recommendation(results))
     assert [trace.name for trace in by_bytes.data] == [
         "Collage plus",
@@ -164,7 +164,7 @@ def test_intervals_over_seeds_are_drawn_and_do_not_squeeze_the_points():
 
     found = [row("float32", seed, 2.0 + seed / 10, 100.0 * seed) for seed in (1, 2)]
     found += [row("bfloat16", seed, 2.5 + seed / 9, 110.0 * seed) for seed in (1, 2)]
-    results = results_of(run_results(found))
+    results = results_by_strategy(run_results(found))
     _, by_speed = cost_figures(results, recommendation(results))
     bars = {trace.name: trace.error_y.array for trace in by_speed.data}
     assert bars["Plain · bfloat16"][0] == pytest.approx(12.706 * (1 / 90) / 2, rel=1e-3)
@@ -181,7 +181,7 @@ def test_seeds_make_a_curve_a_strategy_unless_the_reader_wants_each_run(server, 
     assert lines_of(View(page="compare"), found) == "strategy"
     assert lines_of(read_address("/compare", "?lines=run"), found) == "run"
     compared = server.client().compare(ids, ["edq_ratio", "validation_loss"])
-    drawn = figure(compared, 0.0, results=results_of(run_results(found, compared.runs)))
+    drawn = figure(compared, 0.0, results=results_by_strategy(run_results(found, compared.runs)))
     curves = [trace.name for trace in drawn.data if trace.showlegend is not False]
     assert curves == ["Plain · bfloat16 (2 runs)", "Plain · float32 (2 runs)"]
     assert any("95 % interval" in trace.name for trace in drawn.data)

@@ -38,7 +38,7 @@ from collage_monitor.client import Client
 from collage_monitor.judgement import CAVEATS
 from collage_monitor.metrics import METRICS
 from collage_monitor.recommendation import recommendation, short_title
-from collage_monitor.strategy_results import results_of, run_results
+from collage_monitor.strategy_results import results_by_strategy, run_results
 from tests.facts import clauses_of_pages
 from tests.facts.clauses import CLAUSES, PERCENT, About, assert_share, assert_shown, check_text
 from tests.facts.comparing import strategies_of
@@ -274,7 +274,7 @@ def test_a_comparison_as_it_opens_and_with_its_curves(facts, which):
     metrics = charted_metrics(found)
     runs = runs_with_throughput(facts.reader, read_curves(facts.reader, view, found, metrics)[metrics[LOSS]])
     assert runs is not None
-    results = results_of(run_results(found, runs))
+    results = results_by_strategy(run_results(found, runs))
     told = (
         advice(recommendation(results), view, results),
         strategy_table(results),

@@ -242,7 +242,7 @@ def test_an_old_copy_is_not_trusted_when_the_database_is_away(store):
     async def scenario():
         secret = created.secret.encode()
         assert await directory.principal(secret) is not None
-        store.valid_tokens = lambda: 1 / 0
+        store.unrevoked_tokens = lambda: 1 / 0
         elapsed.now += 2.0
         assert await directory.principal(secret) is not None
         elapsed.now += 3.0
@@ -256,13 +256,13 @@ def test_an_old_copy_is_not_trusted_when_the_database_is_away(store):
 def test_a_token_made_elsewhere_is_known_soon_and_guesses_cost_few_reads(store):
     elapsed, reads = Elapsed(), []
     directory = TokenDirectory(store, None, clock=lambda: 1.0, monotonic=elapsed)
-    valid = store.valid_tokens
+    valid = store.unrevoked_tokens
 
     def counted():
         reads.append(1)
         return valid()
 
-    store.valid_tokens = counted
+    store.unrevoked_tokens = counted
 
     async def scenario():
         for _ in range(100):
@@ -280,7 +280,7 @@ def test_a_token_made_elsewhere_is_known_soon_and_guesses_cost_few_reads(store):
 def test_a_change_here_is_in_force_although_an_older_read_was_under_way(store):
     created = made(store)
     directory = TokenDirectory(store, None, clock=lambda: 1.0, monotonic=Elapsed())
-    valid = store.valid_tokens
+    valid = store.unrevoked_tokens
 
     async def scenario():
         loop = asyncio.get_running_loop()
@@ -292,7 +292,7 @@ def test_a_change_here_is_in_force_although_an_older_read_was_under_way(store):
             asyncio.run_coroutine_threadsafe(go.wait(), loop).result(PATIENCE_SECONDS)
             return found
 
-        store.valid_tokens = slow
+        store.unrevoked_tokens = slow
         asking = asyncio.create_task(directory.principal(created.secret.encode()))
         await read.wait()
         revoke_token(store, created.token.token_id, 2.0, "host")

@@ -2,6 +2,7 @@
 
 A draw is fixed by the run's seed: the same tensors give the same blocks in every process and version, because
 replicas are compared and resumed runs continue (`tests/agent/sample/test_sampling.py`).
+`step/bucket_planner.py` and `step/average_meter.py` draw. `touched_rows.py` makes samples by itself.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ __all__ = [
 _CACHE_LINE_BYTES: Final = 64
 MAXIMUM_BLOCK: Final = 32
 _PERMUTED_WHOLE: Final = 2**20
-"""Up to so many blocks; this and the generator fix the draw: another value measures other blocks."""
+"""Up to so many blocks. This, the generator and the size of a block fix the draw: another value measures others."""
 _DRAWN_AT_ONCE: Final = 4096
+"""Free: it changes no draw."""
 
 
 @dataclass(frozen=True)

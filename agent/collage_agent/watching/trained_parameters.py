@@ -2,7 +2,8 @@
 
 `assembly.py` reports `bytes_per_parameter` (`docs/metrics.md`, `tests/agent/test_strategies.py`);
 `watch_description.py` puts `wire.Trained` into the watch's description, and advice is made of it
-(`docs/api/http.md`, `tests/agent/watching/test_advice.py`).
+(`docs/api/http.md`, `tests/agent/watching/test_advice.py`). Bytes are counted twice on purpose:
+`bytes_per_parameter` as they lie in memory, `float32_bytes` as they would be with weights in fp32.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from collage_agent.sample.stored_parts import PLAIN_TENSORS
 from collage_agent.training.watched_parameters import WatchedParameter
 from collage_monitor import wire
 
-__all__ = ["bytes_per_parameter", "trained"]
+__all__ = ["bytes_per_parameter", "describe_trained"]
 
 _SCALAR: Final = torch.Size([])
 
 
-def trained(
+def describe_trained(
     optimizer: Optimizer,
     watched: Sequence[Sequence[WatchedParameter]],
     strategy: str,
@@ -38,9 +39,10 @@ def trained(
     sparse: Collection[str],
 ) -> wire.Trained:
     """The parameters that an optimizer trains, for advice. strategy: the observed one. fitting, sparse: see
-    `describe`.
+    `watch_description.describe`.
 
-    watched: by how it is kept (`form_of`). Bytes are counted from the states that there are. No synchronisation.
+    watched: by how it is kept (`stored_parts.form_of`). Bytes are counted from the states that there are. No
+    synchronisation.
     """
     if not optimizer.param_groups:  # Somebody took them all away.
         fitting = None

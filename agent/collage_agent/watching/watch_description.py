@@ -29,7 +29,7 @@ from collage_agent.sample.stored_parts import OURS, PLAIN, Composition, elementw
 from collage_agent.step.rotation import ELEMENTS_A_STEP, is_whole, too_large
 from collage_agent.training.watched_parameters import WatchedParameter
 from collage_agent.watch_options import WatchOptions
-from collage_agent.watching.trained_parameters import trained
+from collage_agent.watching.trained_parameters import describe_trained
 from collage_monitor import wire
 from collage_monitor.strategies import STRATEGIES
 
@@ -122,7 +122,9 @@ def describe(
             layer_rounds_at_random=_layer_rounds_at_random(watched, intents),
         ),
         conversion=_conversion(optimizer),
-        trained=[trained(optimizer, alike, _observed_strategy(optimizer, kinds, intents), fitting, sparse)],
+        trained=[
+            describe_trained(optimizer, alike, _observed_strategy(optimizer, kinds, intents), fitting, sparse)
+        ],
     )
 
 

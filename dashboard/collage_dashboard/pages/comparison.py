@@ -76,7 +76,7 @@ from collage_dashboard.zoom import with_zoom, zoomed
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
 from collage_monitor.recommendation import recommendation, short_title, worth
-from collage_monitor.strategy_results import StrategyResult, results_of, run_results
+from collage_monitor.strategy_results import StrategyResult, results_by_strategy, run_results
 
 __all__ = ["CHARTS", "DEFAULT_METRIC", "figure", "layout", "register"]
 
@@ -104,7 +104,7 @@ def layout(view: View, reader: Reader) -> html.Div:
     rows = _rows(reader, view.runs)
     search = write_address(view)[1]
     shown_numbers, shown_judgements, shown_legend = _first_screen(view, rows)
-    results = results_of(run_results(rows))
+    results = results_by_strategy(run_results(rows))
     said = recommendation(results, view.left_out)
     return page(
         [
@@ -224,7 +224,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
                 runs = runs_with_throughput(reader, of_all[metrics[LOSS]])
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
-        results = results_of(run_results(rows, runs or ()))
+        results = results_by_strategy(run_results(rows, runs or ()))
         shown = (
             [no_update] * (len(_ANSWERED) + len(COSTS))
             if runs is None
@@ -276,7 +276,7 @@ def _register_pair(app: dash.Dash, reader: Reader) -> None:
     def hold_against(pair: list[str], kept: str, shown: str) -> tuple[Any, Any]:
         """The two strategies that were chosen, by their losses at a step that all runs have reached."""
         before, rows = read_address("/compare", shown), _rows_from_json(kept)
-        known = results_of(run_results(rows))
+        known = results_by_strategy(run_results(rows))
         # What the page has just put there is no choice of its reader.
         if len(known) < 2 or [short_title(one, known) for one in pair_of(before, known)] == pair:
             raise dash.exceptions.PreventUpdate
@@ -288,7 +288,7 @@ def _register_pair(app: dash.Dash, reader: Reader) -> None:
             runs = runs_with_throughput(reader, read_curves(reader, view, rows, [metric])[metric])
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
-        results = results_of(run_results(rows, runs or ()))
+        results = results_by_strategy(run_results(rows, runs or ()))
         wanted = write_address(replace(before, pair=tuple(pair)))[1]
         return worth(*pair_of(view, results), results), no_update if wanted == shown else wanted
 
@@ -406,7 +406,9 @@ def _first_screen(view: View, rows: Sequence[wire.RunRow]) -> tuple[Any, Any, An
     overviews = _overviews(rows)
     by_run = lines_of(view, rows) == "run"
     styles = (
-        styles_of([RunNames(row) for row in rows]) if by_run else strategy_styles(results_of(run_results(rows)))
+        styles_of([RunNames(row) for row in rows])
+        if by_run
+        else strategy_styles(results_by_strategy(run_results(rows)))
     )
     return number_cards(rows, overviews), judgement_lines(rows, overviews), legend(styles)
 

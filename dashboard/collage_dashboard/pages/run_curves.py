@@ -3,7 +3,8 @@
 `run.py` lays out the card and its controls. `run_content.py` draws it by `draw_stack`, and curves behind the tabs
 by `draw_curve`. `draw_stack` and `series_between` ask the server. Figures are `figures/series.py`'s and
 `figures/stack.py`'s, marks are `run_marks.py`'s (`tests/dashboard/test_pages.py`,
-`tests/browser/test_first_screen.py`).
+`tests/browser/test_first_screen.py`). Ids are fixed: callbacks of `run.py` and `run_navigation.py`,
+`assets/figures.js` and tests find parts by them. `beside`: names that second writers log.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Routers of resources under /api/v1, their description at /openapi.json, and the server's few pages for people.
 
 Every `api/` module with routes under /api/v1 but `reports.py` makes its router by `resource_router`; `app.py` calls
-`add_description`. The prefix is fixed. Pages load nothing (`tests/server/test_description.py`,
+`add_description_and_pages`. The prefix is fixed. Pages load nothing (`tests/server/test_description.py`,
 `test_exposed.py`); `/` and `/runs/…` lead to the dashboard (`test_access.py`).
 """
 
@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from collage_server.api.query_parameters import refuse_unknown_parameters
 from collage_server.api.responses import schemas
 
-__all__ = ["PREFIX", "add_description", "resource_router"]
+__all__ = ["PREFIX", "add_description_and_pages", "resource_router"]
 
 PREFIX: Final = "/api/v1"
 _PAGE_HEADERS: Final = {
@@ -51,7 +51,7 @@ def resource_router(tag: str) -> APIRouter:
     return APIRouter(prefix=PREFIX, tags=[tag], dependencies=[Depends(refuse_unknown_parameters)])
 
 
-def add_description(app: FastAPI, dashboard_url: str | None = None) -> None:
+def add_description_and_pages(app: FastAPI, dashboard_url: str | None = None) -> None:
     """Describe messages and answers by the wire's own schemas, and serve the page of routes.
 
     dashboard_url: where the addresses of pages lead; None: to a page that says how to start a dashboard.

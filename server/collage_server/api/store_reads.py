@@ -1,6 +1,6 @@
 """Reads what a question needs from the store: points of chosen layers, logged values, positions on an axis.
 
-`api/curves.py` and `api/layers.py` read through it, so that both find the same points for the same question
+`api/curves.py` and `api/layer_answers.py` read through it, so that both find the same points for the same question
 (`tests/server/test_series.py`).
 """
 

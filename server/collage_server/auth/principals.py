@@ -203,7 +203,7 @@ class TokenDirectory:
     async def _read(self) -> None:
         began, changes = self._monotonic(), self._changes
         try:
-            tokens = await asyncio.to_thread(self._store.valid_tokens)
+            tokens = await asyncio.to_thread(self._store.unrevoked_tokens)
         except Exception as error:
             _LOG.warning("the tokens cannot be read: %s", error)
             return

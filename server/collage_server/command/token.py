@@ -97,7 +97,7 @@ class _HostTokens:
             secret = file.read_text(encoding="ascii").strip()
         except (FileNotFoundError, UnicodeDecodeError):
             return False
-        known = self._store.valid_tokens().get(digest_of(secret))
+        known = self._store.unrevoked_tokens().get(digest_of(secret))
         return known is not None and known.role == role
 
     def revoke(self, token_id: str) -> wire.Token:

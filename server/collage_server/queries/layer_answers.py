@@ -1,7 +1,7 @@
 """Layers beside each other: a heatmap, the worst of them, and a merged histogram.
 
-Pure: points in, answers out; `api/layers.py` and the newest step's worst layers come from here. The form of an
-answer is the contract's (`tests/server/test_series.py`).
+Pure: points in, answers out; `api/layer_answers.py` and the newest step's worst layers come from here. The form of
+an answer is the contract's (`tests/server/test_series.py`).
 """
 
 from __future__ import annotations

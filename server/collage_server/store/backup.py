@@ -2,8 +2,9 @@
 
 Archived files never change: those of all back-ups in a folder stand once in its `archive`, under their own names.
 
-`collage-monitor backup` and `restore` call it. A back-up opens on a server of the same or a later version
-(`tests/server/life/test_backup.py`; archived files: `tests/server/store/test_archive_faults.py`).
+`command/backup.py` calls it; `archive/file_storage.py` takes `sync`. A back-up opens on a server of the same or a
+later version (`tests/server/life/test_backup.py`; archived files: `tests/server/store/test_archive_faults.py`,
+copied: `tests/server/life/test_large_backup.py`, by night).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Final
 from collage_server.errors import StoreUnusable
 from collage_server.store.migrate import check_revision
 
-__all__ = ["Backup", "back_up", "inspect", "restore", "sync"]
+__all__ = ["Backup", "back_up", "restore", "sync"]
 
 _ARCHIVE: Final = "archive"
 """The folder beside back-ups that holds their archived files."""
@@ -65,13 +66,13 @@ def back_up(database: Path, target: Path, *, archive: Path | None = None, timeou
                 connection.execute("VACUUM INTO ?", (str(part),))
         except sqlite3.Error as error:
             raise StoreUnusable(f"{database} cannot be copied to {target}: {error}") from error
-        found = inspect(part)
+        found = read_backup(part)
         paths = _archived_files(part)
         copied = 0 if archive is None else _copy_files(paths, archive, target.parent / _ARCHIVE)
     return replace(found, file=str(target), archived_files=len(paths), copied_files=copied)
 
 
-def inspect(file: Path) -> Backup:
+def read_backup(file: Path) -> Backup:
     """Read a whole back-up.
 
     Raises:
@@ -103,7 +104,7 @@ def restore(file: Path, database: Path, *, archive: Path | None = None) -> Backu
     Raises:
         StoreUnusable: the back-up is not whole, an archived file is missing, or a database is there already.
     """
-    found, paths = inspect(file), _archived_files(file)
+    found, paths = read_backup(file), _archived_files(file)
     database.parent.mkdir(parents=True, exist_ok=True)
     for neighbour in (database, *(database.with_name(database.name + end) for end in ("-wal", "-shm", "-journal"))):
         _require_free(neighbour)

@@ -58,14 +58,14 @@ class AccessContract:
 
     def test_tokens_are_found_by_digest_until_revoked(self, store):
         first, second = make(store, "ingest", ["p", "q"]), make(store, "admin", now=NOW + 1)
-        assert store.access.valid_tokens() == {
+        assert store.access.unrevoked_tokens() == {
             digest_of(first.secret): first.token,
             digest_of(second.secret): second.token,
         }
-        assert store.access.access_store() == [second.token, first.token]
+        assert store.access.tokens() == [second.token, first.token]
         revoked = revoke_token(store.access, first.token.token_id, NOW + 2, "host")
         assert revoke_token(store.access, first.token.token_id, NOW + 9, "host") == revoked
-        assert list(store.access.valid_tokens()) == [digest_of(second.secret)]
+        assert list(store.access.unrevoked_tokens()) == [digest_of(second.secret)]
         assert [entry.action for entry in store.access.audit_log(None, 10).acts] == [
             "token.revoke",
             "token.create",
@@ -74,8 +74,8 @@ class AccessContract:
 
     def test_a_session_comes_back_as_it_was(self, store):
         session = begin(store, "ada", "s-1")
-        assert store.access.valid_tokens() == {digest_of(session.secret): session.token}
-        assert store.access.access_store() == [session.token]
+        assert store.access.unrevoked_tokens() == {digest_of(session.secret): session.token}
+        assert store.access.tokens() == [session.token]
         assert session.token.also == [wire.Grant(role="operate", projects=["p"])]
         assert (session.token.expires_at, session.token.idle_seconds) == (NOW + 43_200, 3_600)
 
@@ -85,13 +85,13 @@ class AccessContract:
         ended, running = begin(store, "ada"), begin(store, "bob")
         end_session(store.access, ended.token.token_id, NOW + 1)
         third = begin(store, "ada", now=NOW + 2)
-        assert {token.token_id for token in store.access.access_store()} == {
+        assert {token.token_id for token in store.access.tokens()} == {
             *kept,
             running.token.token_id,
             third.token.token_id,
         }
         fourth = begin(store, "ada", now=NOW + 43_201)
-        assert {token.token_id for token in store.access.access_store()} == {
+        assert {token.token_id for token in store.access.tokens()} == {
             *kept,
             third.token.token_id,
             fourth.token.token_id,
@@ -105,7 +105,7 @@ class AccessContract:
         make(store)
 
         def left():
-            valid = {token.token_id for token in store.access.valid_tokens().values()}
+            valid = {token.token_id for token in store.access.unrevoked_tokens().values()}
             return {name for name, token_id in sessions.items() if token_id in valid}
 
         for subject, provider_session, expected in (
@@ -121,7 +121,7 @@ class AccessContract:
         ended = [entry for entry in store.access.audit_log(None, 100).acts if entry.action == "session.end"]
         assert {entry.subject for entry in ended} == set(sessions.values()) - {sessions["bob-1"]}
         assert {entry.actor for entry in ended} == {"oidc-provider"}
-        assert len(store.access.valid_tokens()) == 2
+        assert len(store.access.unrevoked_tokens()) == 2
 
     def test_a_log_out_token_counts_once_until_it_expires(self, store):
         log_out = LogOut(digest_of("one"), NOW + 60, "ada", None)
@@ -130,10 +130,10 @@ class AccessContract:
         for now in (NOW, NOW + 59):
             with pytest.raises(BadRequest):
                 end_sessions(store.access, log_out, now)
-        assert list(store.access.valid_tokens()) == [digest_of(session.secret)]
+        assert list(store.access.unrevoked_tokens()) == [digest_of(session.secret)]
         other = LogOut(digest_of("two"), NOW + 60, "ada", None)
         end_sessions(store.access, other, NOW + 59)
-        assert store.access.valid_tokens() == {}
+        assert store.access.unrevoked_tokens() == {}
         end_sessions(store.access, log_out, NOW + 60)
 
     def test_one_log_out_token_at_several_servers_counts_once(self, store):
@@ -158,7 +158,7 @@ class AccessContract:
         made = [make(store).token.token_id for _ in range(2)]
         store.access.note_uses(dict.fromkeys(made, NOW + 5))
         store.access.note_uses({made[0]: NOW + 3, made[1]: NOW + 8, "gone": NOW})
-        found = {token.token_id: token.last_used_at for token in store.access.access_store()}
+        found = {token.token_id: token.last_used_at for token in store.access.tokens()}
         assert found == {made[0]: NOW + 5, made[1]: NOW + 8}
 
     def test_pages_of_the_audit_log_skip_nothing_at_equal_times(self, store):

@@ -9,12 +9,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from collage_server.store import Selection, SqliteStore
-from collage_server.store.archive import archive_reader
+from collage_server.store.archive import archive_reader, logged_values
 from collage_server.store.archive.file_storage import Folder
+from collage_server.store.archive.logged_values import read_logged, write_logged
 from collage_server.store.archive.parquet import (
     Contents,
     Footer,
     HeldPart,
+    LoggedSeries,
     Rows,
     read_footer,
     read_layers,
@@ -156,7 +158,7 @@ def test_footers_in_memory_are_bounded_by_what_they_take(written, tmp_path, monk
             add_segment(connection, Segment("r", 1, 1, chunk, chunk, f"{chunk}.parquet", 1, data))
     reader = archive_reader.ArchiveReader(None)
     with store.reading() as connection:
-        assert len(reader.find(connection, 1, {("r", 1): range(20)})) == 20
+        assert len(reader.find_segments(connection, 1, {("r", 1): range(20)})) == 20
     assert len(reader._footers) == 4
     store.close()
 
@@ -206,3 +208,22 @@ def test_answers_of_rounded_sums_are_as_close_as_it_says(tmp_path, bits, error):
     assert {file["bits"] for file in said if file["parts"]} == {bits}
     for store in stores:
         store.close()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 2**15])
+def test_logged_values_are_found_however_many_rows_a_group_had_when_they_were_written(tmp_path, monkeypatch, rows):
+    """Files outlive the number: one that was read by today's would give a series the values of another."""
+    sizes = {"loss": 5, "learning_rate": 3, "grad_norm": 12, "tokens": 1}
+    series = tuple(LoggedSeries("s", name, count) for name, count in sizes.items())
+    tables = [np.arange(3.0 * held.values).reshape(3, -1) + 100 * place for place, held in enumerate(series)]
+    file = tmp_path / "logged.parquet"
+    with monkeypatch.context() as then:
+        then.setattr(logged_values, "_ROWS_A_GROUP", rows)
+        write_logged(file, Contents(run_id="r", attempt=1, level=1, series=series), tables)
+    footer = read_footer(file)
+    for wanted in (series, series[2:3]):
+        with pyarrow.OSFile(str(file)) as source:
+            found = list(read_logged(source, Footer.of(footer), wanted))
+        assert [held for held, _ in found] == list(wanted)
+        for held, table in found:
+            assert np.array_equal(table, tables[series.index(held)])

@@ -2,7 +2,7 @@
 
 `store.access`: `auth/`, `api/` and the command `token` ask it. Secrets are digests here. Entries of the audit log
 never change; only `sealing/retention.py` deletes, and old ones alone (`tests/server/store/access_contract.py`, run
-by `test_access.py`).
+by `test_access.py`). `run_store.py` appends the entry of a deletion in the deletion's own transaction.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class AccessStore:
         with self._reading() as connection:
             return [_token(row) for row in connection.execute(statement)]
 
-    def valid_tokens(self) -> dict[bytes, wire.Token]:
+    def unrevoked_tokens(self) -> dict[bytes, wire.Token]:
         """The tokens that are not revoked, by their secret's SHA-256."""
         statement = select(TOKEN).where(TOKEN.c.revoked_at.is_(None))
         with self._reading() as connection:

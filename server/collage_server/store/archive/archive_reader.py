@@ -3,6 +3,9 @@
 `reading/` and `sealing/` ask for chunks whose layers lie in files, `runs/reported_state.py` for last values. Points
 equal those from rows (`tests/server/store/test_archived.py`), but for sums rounded by `archive_bits`
 (`test_archive_contents.py`).
+
+Formats are `parquet.py`'s and `logged_values.py`'s. Fixed here: footers are kept for good, and what is in no file
+(`uncovered`) must be read from rows.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class ArchiveReader:
         self._footers: LRUCache[str, Footer] = LRUCache(_KEPT_BYTES, getsizeof=lambda footer: footer.memory_bytes)
         self._lock = Lock()
 
-    def find(self, connection: Connection, level: int, chunks: Chunks) -> list[FoundSegment]:
+    def find_segments(self, connection: Connection, level: int, chunks: Chunks) -> list[FoundSegment]:
         """Files at a level (`model_level`: of the model) that hold some of these chunks."""
         runs = sorted({run_id for run_id, _ in chunks})
         rows = connection.execute(_segments_of_runs(), {"run_ids": runs, "level": level}).all()

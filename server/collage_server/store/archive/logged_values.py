@@ -3,14 +3,14 @@
 Columns are `stream`, `name`, `step`, `time` (Unix seconds) and `value`: one row a step, the last word on it. A row
 group holds whole names, so that one is read without most others.
 
-`sealing/archiving.py` writes them, `archive_reader.py` reads them. Files never change, so columns, the order of
-series and `_ROWS_A_GROUP` are fixed (`tests/server/store/test_archived.py`).
+`sealing/archiving.py` writes them, `archive_reader.py` reads them. Files never change, so columns and the order of
+series are fixed (`tests/server/store/test_archived.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +24,7 @@ from collage_server.store.records import FloatArray
 __all__ = ["read_logged", "write_logged"]
 
 _ROWS_A_GROUP: Final = 2**15
-"""Part of the format: `_placed` finds row groups by it, also those of files that exist."""
+"""At least; free: who reads goes by what the file says of its groups."""
 _NUMBERS: Final = ("step", "time", "value")
 _SCHEMA: Final = pa.schema(
     [
@@ -51,7 +51,7 @@ def write_logged(file: Path, contents: Contents, tables: Iterable[FloatArray]) -
     ) as writer:
         writer.add_key_value_metadata(metadata_of(contents))
         waiting = iter(tables)
-        for _, members in groupby(_placed(contents), lambda place: place[1]):
+        for _, members in groupby(_placed(contents, repeat(_ROWS_A_GROUP)), lambda place: place[1]):
             series = [held for held, *_ in members]
             steps, times, values = np.concatenate([next(waiting) for _ in series], axis=1)
             columns = [
@@ -70,12 +70,14 @@ def _repeated(words: Sequence[str], series: Sequence[LoggedSeries]) -> pa.Array:
     return pa.DictionaryArray.from_arrays(indices, pa.array(list(words), pa.string())).dictionary_decode()
 
 
-def _placed(contents: Contents) -> Iterator[tuple[LoggedSeries, int, int]]:
-    """Each series with its row group, and the first of its rows in that."""
+def _placed(contents: Contents, rows: Iterable[int]) -> Iterator[tuple[LoggedSeries, int, int]]:
+    """Each series with its row group, and the first of its rows in that. rows: after which each group is full."""
     group = row = 0
+    full = iter(rows)
+    most = next(full)
     for series in contents.series:
-        if row >= _ROWS_A_GROUP:
-            group, row = group + 1, 0
+        if row >= most:
+            group, row, most = group + 1, 0, next(full)
         yield series, group, row
         row += series.values
 
@@ -85,7 +87,8 @@ def read_logged(
 ) -> Iterator[tuple[LoggedSeries, FloatArray]]:
     """[3][values] steps, times and values of some of the series."""
     file = pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=False)
-    places = (place for place in _placed(footer.contents) if place[0] in wanted)
+    rows = (footer.metadata.row_group(group).num_rows for group in range(footer.metadata.num_row_groups))
+    places = (place for place in _placed(footer.contents, rows) if place[0] in wanted)
     for group, members in groupby(places, lambda place: place[1]):
         table = file.read_row_group(group, columns=list(_NUMBERS), use_threads=False)
         numbers = np.stack([table.column(name).to_numpy().astype(np.float64) for name in _NUMBERS])

@@ -337,7 +337,7 @@ def _model_data(
     archived = {
         owner: held for owner, held in chunks.items() if held and owner[1] in views[owner[0]].archived_whole
     }
-    files = archive.find(connection, model_level(level), archived) if archived else []
+    files = archive.find_segments(connection, model_level(level), archived) if archived else []
     left = uncovered(chunks, points, files) if files else chunks
     found = []
     for rank in ranks:
@@ -395,7 +395,7 @@ def sealed_layers(
     points = read_point_rows(connection, level, chunks)
     entries = _entries(views)
     archived = {owner: held for owner, held in chunks.items() if held and owner[1] in views[owner[0]].archived}
-    files = archive.find(connection, level, archived) if archived else []
+    files = archive.find_segments(connection, level, archived) if archived else []
     left = uncovered(chunks, points, files) if files else chunks
     values = read_layer_data(connection, level, left, points, entries, keys, positions, neighbours=neighbours)
     if files:

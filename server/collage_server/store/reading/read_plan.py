@@ -2,7 +2,11 @@
 
 `points.py` carries the plan out. The choice of a level is free as long as enough points are left
 (`Selection.points`); what is hidden is `run_view.py`'s. That enough points are left, and that answers do not depend
-on sealing, is held by `tests/server/test_axes.py`; frozen chunks by `tests/server/store/life.py`.
+on sealing, is held by `tests/server/test_axes.py`; frozen chunks by `tests/server/store/life.py`, run by
+`test_life_sqlite.py` and others.
+
+A point of level n merges n measured points. A frozen chunk has lost level 1 to retention. A late report is
+unsealed, though its chunk is sealed.
 """
 
 from __future__ import annotations

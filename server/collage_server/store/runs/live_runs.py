@@ -1,6 +1,8 @@
 """Running, not stale runs with the values of their gauges: few columns, no configuration, no tags.
 
-`/metrics` and the alerts' rounds read them, a page at a time (`tests/server/test_exposition.py`).
+`exposition.py` takes them by `Snapshot.live_runs`, for `/metrics` and the alerts' rounds. Fixed: the order and
+`Place` belong together, statements do not grow with runs, no whole record is read
+(`tests/server/test_exposition.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ Place = tuple[float, str]
 
 class LiveRun(NamedTuple):
     """A live run; `point` is its newest measured step, None where nothing is measured, `findings` what the
-    judgement holds against it, by metric, and `intended_share` as in `wire.Overview`: all as the background has
-    written them.
+    judgement holds against it, by metric, and `intended_share` as in `wire.Overview`: all as `newest_keeper.py`
+    and `overview_keeper.py` have written them.
     """
 
     run_id: str
@@ -68,7 +70,7 @@ def read_live_runs(
         given["projects"] = sorted(projects)
     if after is not None:
         given["created_at"], given["run_id"] = after
-    rows = connection.execute(_page(some=projects is not None, first=after is None), given).all()
+    rows = connection.execute(_page(of_some_projects=projects is not None, is_first=after is None), given).all()
     ids = [row.run_id for row in rows]
     latest, attempts = (
         rows_by_run(connection, statement, ids) for statement in (latest_of_runs(), attempts_of_runs())
@@ -87,8 +89,8 @@ def read_live_runs(
 
 
 @cache
-def _page(*, some: bool, first: bool) -> Select[Any]:
-    """Of `some` projects, or of all; the `first` page, or one that goes on after a run."""
+def _page(*, of_some_projects: bool, is_first: bool) -> Select[Any]:
+    """The statement of a page, of some projects or of all: the first, or one that goes on after a run."""
     newest, overview, latest = schema.run_newest, schema.run_overview, schema.run_latest
     stale_before: BindParameter[float] = bindparam("stale_before")
     training = (latest.c.run_id == _RUN.c.run_id, latest.c.attempt > 0)
@@ -102,9 +104,9 @@ def _page(*, some: bool, first: bool) -> Select[Any]:
         .order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc())
         .limit(bindparam("limit"))
     )
-    if some:
+    if of_some_projects:
         statement = statement.where(among(_RUN.c.project, "projects"))
-    if not first:
+    if not is_first:
         after = tuple_(bindparam("created_at", type_=Double), bindparam("run_id", type_=String))
         statement = statement.where(tuple_(_RUN.c.created_at, _RUN.c.run_id) < after)
     return statement

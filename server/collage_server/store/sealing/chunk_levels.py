@@ -134,7 +134,7 @@ def _widest(view: RunView, plan: SealPlan, part: ChunkLevel, archive: ArchiveRea
     )
     own = max((values.shape[1] for values in part.layers.values()), default=0)
     held = {(view.run_id, plan.attempt): [plan.chunk]}
-    files = archive.find(view.connection, LEVELS[0], held)
+    files = archive.find_segments(view.connection, LEVELS[0], held)
     archived = max((file.footer.contents.layers for file in files), default=0)
     return max(own, archived, view.connection.execute(stored).scalar() or 0)
 

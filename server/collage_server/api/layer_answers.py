@@ -1,13 +1,14 @@
 """Layers beside each other: a heatmap, the worst of them, and a histogram of updates against the grid.
 
-It checks the question, reads by `store_reads.py` and answers by `queries/layer_answers.py`. Routes and answers are
-the contract's (`docs/api/http.md`). The list of layers, `/runs/{run_id}/layers`, is in `streams.py`. Answers are
-tested in `tests/server/test_series.py`, refusals in `test_errors.py`.
+It checks the question, reads by `store_reads.py` (a heatmap from the snapshot) and answers by
+`queries/layer_answers.py`. Routes and answers are the contract's (`docs/api/http.md`). The list of layers,
+`/runs/{run_id}/layers`, is in `streams.py`. Answers are tested in `tests/server/test_series.py`, refusals in
+`test_errors.py`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import numpy as np
@@ -32,9 +33,11 @@ from collage_server.store import Selection
 __all__ = ["router"]
 
 router = resource_router("reading")
-_MOST_CELLS = 5_000_000
-_CELL_BYTES = 80
-"""Of a cell: a float in a list, its text, and the arrays that it is made of."""
+_MOST_CELLS: Final = 5_000_000
+"""Of a heatmap; more is refused."""
+_CELL_BYTES: Final = 80
+"""Of a cell in memory: a float in a list, its text, and the arrays that it is made of
+(`tests/server/test_memory_budget.py`)."""
 
 
 @router.get("/runs/{run_id}/heatmap", **describes(wire.Heatmap))
