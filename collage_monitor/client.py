@@ -1,8 +1,9 @@
-"""The HTTP client: what dashboard, command line and notebooks use. Needs the extra `client` (httpx).
+"""The HTTP client of dashboard, command line, notebooks and `alert_listener.py`. Needs the extra `client` (httpx).
 
-One method for each question or change; messages are `wire`'s, requests and errors `connection.py`'s. Incidents are
-the route `/events`. `frame`, `runs_frame` and `layers_frame` make tables of answers. Names and arguments are
-public: `docs/api/client.md` (`tests/docs/test_api.py`, `tests/contract/test_client.py`,
+A method for each question or change that one of them needs; other routes (sign-in, audit log, silences) go by
+`Connection.send`. Messages are `wire`'s, errors `connection.py`'s, and requests, too, but for the stream of
+`export`. Incidents are the route `/events`. `frame`, `runs_frame` and `layers_frame` make tables of answers. Names
+and arguments are public: `docs/api/client.md` (`tests/docs/test_api.py`, `tests/contract/test_client.py`,
 `tests/server/test_frame.py`).
 """
 

@@ -4,9 +4,10 @@ The two sides do not import each other (`lint-imports` holds them to that). Besi
 `worker_cpu_seconds`, `last_step_shown` and the folder of saved numbers from the run to the watch. At its end a run
 prints its watches.
 
-`watching` fills a `Measurement` and gives it to a `Reporter`: a `Run`, or the caller's own. A run asks a watch, as
-a `StepSource`, where it stands. Rows and columns are found by name, so their first order is free; later layouts
-only append. Nothing but `Measurement.table` blocks (`tests/agent/test_no_synchronisation.py`).
+`watching` fills a `Measurement` and gives it to a `Reporter`: `session.py`'s, which passes it to `Run.measured`, or
+a test's own. A run asks a watch, as a `StepSource`, where it stands. Rows and columns are found by name, so their
+first order is free; later layouts only append. Nothing but `Measurement.table` blocks
+(`tests/agent/test_no_synchronisation.py`).
 """
 
 from __future__ import annotations

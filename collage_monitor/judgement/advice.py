@@ -3,8 +3,8 @@
 Whoever advises takes it from here: terminal, notebook, page, report and audit. Advice names only strategies that
 work with the trained weights and the rule, and that keep no part less exactly than now.
 
-Each advice is followed and measured (`tests/agent/watching/test_advice.py`, `test_all_advice.py`). `judge` calls
-`advice_of`, the audit `advice_for`, `recommendation.py` `most_exact`.
+Each advice is followed and measured (`tests/agent/watching/test_advice.py`, `test_all_advice.py`; that on averages:
+`test_average_watch.py`). `judge` calls `advice_of`, the audit `advice_for`, `recommendation.py` `most_exact`.
 """
 
 from __future__ import annotations

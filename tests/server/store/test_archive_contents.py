@@ -227,3 +227,14 @@ def test_logged_values_are_found_however_many_rows_a_group_had_when_they_were_wr
         assert [held for held, _ in found] == list(wanted)
         for held, table in found:
             assert np.array_equal(table, tables[series.index(held)])
+
+
+def test_the_columns_of_logged_values_are_those_of_files_that_exist():
+    columns = [(field.name, str(field.type)) for field in logged_values._SCHEMA]
+    assert columns == [
+        ("stream", "string"),
+        ("name", "string"),
+        ("step", "int64"),
+        ("time", "double"),
+        ("value", "double"),
+    ]

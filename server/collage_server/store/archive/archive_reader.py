@@ -4,7 +4,8 @@
 equal those from rows (`tests/server/store/test_archived.py`), but for sums rounded by `archive_bits`
 (`test_archive_contents.py`).
 
-Formats are `parquet.py`'s and `logged_values.py`'s. Fixed here: footers are kept for good, and what is in no file
+Formats are `parquet.py`'s and `logged_values.py`'s. Fixed here: a footer never changes, so one in memory is not
+asked for again until it is evicted (`_KEPT_BYTES`, free: `test_archive_contents.py`), and what is in no file
 (`uncovered`) must be read from rows.
 """
 

@@ -4,7 +4,8 @@ Columns are `stream`, `name`, `step`, `time` (Unix seconds) and `value`: one row
 group holds whole names, so that one is read without most others.
 
 `sealing/archiving.py` writes them, `archive_reader.py` reads them. Files never change, so columns and the order of
-series are fixed (`tests/server/store/test_archived.py`).
+series are fixed, and values come back whatever the size of a row group
+(`tests/server/store/test_archive_contents.py`); the store's contract holds over files (`test_archived.py`).
 """
 
 from __future__ import annotations
