@@ -36,9 +36,9 @@ _GOOD = 0.9
 _LOST = 0.25
 """Of the trainings of docs/studies that round to nearest none lies between 0.16 and 0.28, and most of those beyond
 end above fp32: docs/false-alarms.md."""
-_INTENDED = 0.02
-"""Share of the usual update below which one step's loss is none: in the last 6 % of a cosine to zero, which
-hold less than a thousandth of all its rates."""
+_INTENDED = 0.1
+"""Share of the usual update of the run's last fifth below which one step's loss is none: in the last 6 % of a
+cosine to zero, which hold less than a thousandth of all its rates. A rate lowered for good is usual soon."""
 _STOCHASTIC = "|".join(name for name, entry in STRATEGIES.items() if entry.stochastic)
 
 _CATCHES_UP_STEPS = 3000

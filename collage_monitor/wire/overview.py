@@ -39,7 +39,7 @@ class Overview(Struct, kw_only=True, frozen=True):
     reasons, `advice` what to try, "" where there is nothing, and `findings` the metrics that are held against the
     run, with their values. `since`: the first step with the present EDQ, null if it never changed; `changes`: all
     abrupt changes, in order. `worst`: up to five layers. `trend`: EDQ over the whole run. `intended_share`: the
-    norm of the newest intended update over the median of the run's; null where there is none.
+    norm of the newest intended update over the usual one of the run's last fifth; null where there is none.
     """
 
     run_id: str

@@ -97,7 +97,7 @@ def _section(entry: Alert) -> Iterator[str]:
         yield f"- A run is not judged in the {entry.settle_steps} steps after a resume."
     if entry.least_intended_share:
         share = f"{100 * entry.least_intended_share:g} %"
-        yield f"- Nor is it judged while its intended updates are below {share} of the usual size."
+        yield f"- Nor is it judged while its intended updates are below {share} of what is usual in its last fifth."
     if not entry.conditions:
         yield "- Prometheus alone evaluates it; the server does not."
     yield from ("", "Other causes:", "")

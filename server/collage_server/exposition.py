@@ -65,7 +65,7 @@ RUN_GAUGES: Final = {
     "last_report_timestamp_seconds": "When the newest report was stored, in Unix time.",
     "reports_dropped": "Reports that the agents gave up, over all ranks.",
     "steps_since_resume": "Steps since the newest resume began; absent before a first one.",
-    "intended_share": "Norm of the newest intended update over the run's usual one; absent until one is known.",
+    "intended_share": "Newest intended update's norm over the usual one of the run's last fifth; absent at first.",
     "unmeasured_seconds": "Age of a run of which no step was measured; absent for all others.",
     "replica_mismatches": "Layers and steps of the newest attempt at which replicas differ; absent where none do.",
 }

@@ -62,6 +62,8 @@ def test_the_newest_update_beside_the_usual_one():
     assert intended_share(points) == 1.0
     points.totals["intended_squared_sum"][-1] *= 0.01**2
     assert intended_share(points) == pytest.approx(0.01)
+    points.totals["intended_squared_sum"][-30:] = 0.01**2 * MERGED
+    assert intended_share(points) == pytest.approx(1.0), "the rate was lowered for good"
 
 
 @pytest.mark.parametrize("squares", [0.0, np.nan])

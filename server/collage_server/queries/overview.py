@@ -63,6 +63,8 @@ _SHOWN: Final = frozenset(
     }
 )
 """Metrics that pages show as numbers; each with its interval and labels."""
+_LEAST_RECENT: Final = 8
+"""Points, of a run of few."""
 _STATE: Final = "state_decrement_ratio"
 
 
@@ -93,14 +95,17 @@ def begin_of_recent_past(points: Points) -> int | None:
 
 
 def intended_share(points: Points) -> float | None:
-    """‖u‖ of the newest point's steps over the median of all, from the points of `measured_steps` and
-    `intended_squared_sum`, each the root mean square of its steps; None where either is not known or 0.
+    """‖u‖ of the newest point's steps over the 90th percentile of the run's last fifth, from the points of
+    `measured_steps` and `intended_squared_sum`, each the root mean square of its steps; None where either is not
+    known or 0.
 
-    At the end of a schedule to zero it is next to nothing: what is lost then is nothing, too.
+    At the end of a schedule to zero it is next to nothing: what is lost then is nothing, too. A rate that was
+    lowered for good is the usual one a fifth of the run later.
     """
     squares = points.totals.get("intended_squared_sum", np.full(len(points.steps), np.nan)) / points.counts
-    norms = np.sqrt(squares[np.isfinite(squares)])
-    usual = float(np.median(norms)) if len(norms) else 0.0
+    recent = squares[-max(len(squares) // 5, _LEAST_RECENT) :]
+    norms = np.sqrt(recent[np.isfinite(recent)])
+    usual = float(np.percentile(norms, 90)) if len(norms) else 0.0
     return float(norms[-1]) / usual if usual and np.isfinite(squares[-1]) else None
 
 
