@@ -115,8 +115,8 @@ class Alert:
     incident. The server evaluates these; an alert without any is left to Prometheus. A run is not judged in its
     first `warm_up_steps` nor in `settle_steps` after a resume. `on_by_default`: enabled whatever severity is asked
     for. `scope` "server": it is about the server, not a run. While the norm of the newest intended update is below
-    `least_intended_share` of that usual in its last fifth, as at the end of a schedule to zero, a run is not judged: what is
-    lost of it is nothing.
+    `least_intended_share` of that usual in its last fifth, as at the end of a schedule to zero, a run is not
+    judged: what is lost of it is nothing.
     """
 
     name: str
