@@ -1,7 +1,7 @@
 """The one way to the server: a client made on first use, and every failure as a problem in plain words.
 
-`create_dashboard` makes one; pages read through it and show a `Problem` where it gives one. It keeps no data but,
-for seconds, what a page will ask for as soon as it is there.
+`create_dashboard` makes one; pages read through it and show a `Problem` where it gives one. It keeps no data but
+what a page will ask for as soon as it is there: a few, none of them used after some seconds.
 """
 
 from __future__ import annotations

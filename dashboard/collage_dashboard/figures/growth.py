@@ -17,12 +17,21 @@ from plotly.io.json import to_json_plotly
 
 from collage_dashboard.figures.style import digest
 
-__all__ = ["Told", "as_sent", "newest_part"]
+__all__ = ["Told", "answer_for", "as_sent", "newest_part"]
 
 Told = dict[str, Any] | str
 """The description that a page keeps of a figure."""
 _Part = dict[str, Any]
 _CELLS: Final = ("z", "customdata")
+
+
+def answer_for(figure: go.Figure, known: Told | None) -> tuple[Any, Told]:
+    """What to send a page that shows the figure described by `known`, and the description of what it shows then.
+
+    It is the whole figure, or {"newest": what it lacks}, as `assets/figures.js` takes it.
+    """
+    part, told = newest_part(figure, known)
+    return as_sent(figure) if part is None else {"newest": part}, told
 
 
 def newest_part(figure: go.Figure, known: Told | None) -> tuple[_Part | None, Told]:

@@ -32,7 +32,7 @@ from collage_dashboard.components import (
     scale_control,
     smoothing_control,
 )
-from collage_dashboard.figures.growth import newest_part
+from collage_dashboard.figures.growth import answer_for
 from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.comparison_content import (
     RunNames,
@@ -235,10 +235,10 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         answers: list[Any] = [no_update] * len(places)
         for place in asked:
             figure = with_zoom(draw_curves(found[metrics[place]], metrics[place], view, means), view)
-            part, told = newest_part(figure, before[place][1])
+            answer, told = answer_for(figure, before[place][1])
             now[place] = [wanted[place], told]
             if told != before[place][1]:
-                answers[place] = figure if part is None else {"newest": part}
+                answers[place] = answer
         return now, *shown, *answers
 
     for place in places:

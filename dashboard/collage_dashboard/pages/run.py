@@ -27,7 +27,7 @@ from collage_dashboard.components import (
     refresh_milliseconds,
     report_link,
 )
-from collage_dashboard.figures.growth import Told, as_sent, newest_part
+from collage_dashboard.figures.growth import Told, answer_for
 from collage_dashboard.figures.style import ACCENT, digest, empty_figure, strategy_colour
 from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.before_after import (
@@ -228,10 +228,10 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
             if known:
                 raise dash.exceptions.PreventUpdate from None
             return empty_figure(explain(error).title), no_update
-        part, told = newest_part(drawn, known)
+        answer, told = answer_for(drawn, known)
         if told == known:
             raise dash.exceptions.PreventUpdate
-        return as_sent(drawn) if part is None else {"newest": part}, told
+        return answer, told
 
     app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("collage", "keepZoom"),
