@@ -53,6 +53,8 @@ _MOST_BLOBS_OPENED: Final = 4096
 _CURSORS: Final = "cursors"
 """Where a connection's `info` holds those of its statements that are still in use."""
 _PRAGMAS: Final = (
+    # Debian's SQLite would write zeros over all that is deleted: each journal row and chunk a second time.
+    "secure_delete = OFF",
     "synchronous = FULL",
     "foreign_keys = ON",
     "temp_store = MEMORY",

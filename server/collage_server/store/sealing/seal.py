@@ -12,11 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import cache
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, bindparam, delete, func, insert, select, update
 
 from collage_server.errors import Busy, Gone
 from collage_server.memory_budget import hold, released_afterwards
@@ -238,8 +240,8 @@ def _write(run_id: str, writing: Transaction, built: _PartContents, limits: Seal
 
 
 def _insert(connection: Connection, blob_rows: Iterable[_BlobRow]) -> None:
-    for table, values in blob_rows:
-        connection.execute(insert(table), values)
+    for table, rows in groupby(blob_rows, itemgetter(0)):
+        connection.execute(insert(table), [values for _, values in rows])
 
 
 def _slices(blob_rows: Iterable[_BlobRow], limits: SealLimits) -> Iterator[list[_BlobRow]]:
@@ -256,10 +258,15 @@ def _slices(blob_rows: Iterable[_BlobRow], limits: SealLimits) -> Iterator[list[
         yield held
 
 
+@cache
+def _held_run() -> Select[Any]:
+    run_id = schema.run.c.run_id
+    return select(run_id).where(run_id == bindparam("run")).with_for_update(read=True)
+
+
 def _require(connection: Connection, run_id: str) -> None:
     """The run must still be there, and stay as long as this transaction lasts."""
-    mine = select(schema.run.c.run_id).where(schema.run.c.run_id == run_id).with_for_update(read=True)
-    if connection.execute(mine).first() is None:
+    if connection.execute(_held_run(), {"run": run_id}).first() is None:
         raise Gone(f"run {run_id!r} was deleted while it was being sealed", field="run_id")
 
 
