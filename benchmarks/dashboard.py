@@ -3,9 +3,9 @@
 The store holds 60 runs of 2,000 steps × 100 layers, 5,000 small ones, and one each of 2,000 and 10,000 layers.
 Server and dashboard are processes of their own. The gate's figures: for the server, its CPU for a page of the table
 of runs. For people, seconds until a page says something useful (also over those of a bare Dash page, visited in
-turn), until the heatmap of a run of many layers is drawn, and until a zoomed one has finer data. For an open tab,
-the bytes that a tick carries, and its share of a core. Bytes and CPU do not depend on other work of the machine;
-seconds do.
+turn), until the heatmap of a run of many layers is drawn (over those of a Dash page of that heatmap alone), and
+until a zoomed one has finer data. For an open tab, the bytes that a tick carries, and its share of a core. Bytes
+and CPU do not depend on other work of the machine; seconds do.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from operator import truediv
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,14 +38,22 @@ ROUNDS, GATE_ROUNDS = 7, 3
 TAB_SECONDS: Final = 30.0
 TABS: Final = 3
 _LIVE: Final = "large-0"
-_WIDE: Final = {"wide": (2_000, 2.0), "widest": (10_000, 4.0)}
-"""Runs of many layers, by name: how many, and the seconds in which they are to be seen."""
+_WIDE: Final = {"wide": 2_000, "widest": 10_000}
+"""Runs of many layers, by name."""
 _WIDE_STEPS: Final = 50
 _BARE: Final = """import sys, dash
 app = dash.Dash(serve_locally=True)
 app.layout = dash.html.Div("A page", id="bare")
 app.run(port=int(sys.argv[1]))"""
 """The least that a Dash page can be."""
+_BARE_HEATMAP: Final = """import sys, dash, numpy, plotly.graph_objects as go
+layers, steps = int(sys.argv[2]), int(sys.argv[3])
+cells = numpy.random.default_rng(0).random((layers, steps)).round(6).tolist()
+drawn = go.Heatmap(x=list(range(steps)), y=[f"layer.{i}" for i in range(layers)], z=cells)
+app = dash.Dash(serve_locally=True)
+app.layout = dash.dcc.Graph(figure=go.Figure(drawn, {"height": 900}))
+app.run(port=int(sys.argv[1]))"""
+"""The least that shows so many layers: a Dash page of a heatmap and nothing else."""
 _PAGES: Final = {
     "runs": ("/", ".run-cell"),
     "run": ("/run/large-1", ".number-card"),
@@ -65,7 +74,7 @@ def measure(options: Options) -> Generator[Figure, None, list[str]]:
             yield from _table_pages(client, server, rounds)
             browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
             yield from _paints(browser, url, rounds)
-            yield from wide_paints(browser, url, rounds)
+            yield from wide_paints(browser, url, rounds, Path(folder))
             yield beside_bare(browser, url, rounds, Path(folder))
             yield grown_tick(browser, url, address, token, rounds)
             yield from _live_tab(browser, url, client, (server, dashboard))
@@ -83,7 +92,7 @@ def _populate(folder: Path, seed: int) -> None:
     families = (("large", LARGE, STEPS, LAYERS), ("small", SMALL, 8, 0))
     populate(
         store,
-        [(name, 1, _WIDE_STEPS, layers) for name, (layers, _) in _WIDE.items()],
+        [(name, 1, _WIDE_STEPS, layers) for name, layers in _WIDE.items()],
         seed,
         lambda store, _: evaluate(store),
     )
@@ -156,11 +165,23 @@ def _paints(browser: Browser, url: str, rounds: int) -> list[Figure]:
     return [*figures, Figure("heatmap zoomed, finer data shown", "s", zooms, limit=1.0)]
 
 
-def wide_paints(browser: Browser, url: str, rounds: int) -> Iterator[Figure]:
-    """Until the heatmap shows the layers of the runs that have many."""
-    for name, (layers, limit) in _WIDE.items():
-        seconds = tuple(_visit(browser, url, f"/run/{name}", "#run-panel .hm image") for _ in range(rounds))
-        yield Figure(f"{layers:,} layers shown", "s", seconds, limit=limit)
+def wide_paints(browser: Browser, url: str, rounds: int, folder: Path) -> Iterator[Figure]:
+    """Until the heatmap shows the layers of the runs that have many, beside a Dash page of such a heatmap alone.
+
+    Seconds are those of the machine: most pass while its browser starts React, Dash and Plotly.
+    """
+    for name, layers in _WIDE.items():
+        port = free_port()  # type: ignore[no-untyped-call]
+        bare, least, ours = f"http://127.0.0.1:{port}", [], []
+        script = [sys.executable, "-c", _BARE_HEATMAP, str(port), str(layers), str(_WIDE_STEPS)]
+        with running(script, bare, folder / f"{name}.log"):
+            for _ in range(rounds):
+                least.append(_visit(browser, bare, "/", ".hm image"))
+                ours.append(_visit(browser, url, f"/run/{name}", "#run-panel .hm image"))
+        ratios = tuple(map(truediv, ours, least))
+        yield Figure(f"{layers:,} layers shown / a Dash page of their heatmap alone", "ratio", ratios, limit=2.0)
+        yield Figure(f"{layers:,} layers shown", "s", tuple(ours))
+        yield Figure(f"a Dash page of the heatmap of {layers:,} layers alone", "s", tuple(least))
 
 
 def beside_bare(browser: Browser, url: str, rounds: int, folder: Path) -> Figure:

@@ -131,7 +131,7 @@ class Run:
                 self._guard.caught("starting to deliver", error)
                 self._pipeline = None
         if settings.mode == "offline" and self._reports_run_state and CHECK_REPORT not in os.environ:
-            _say(f"offline: reports are kept in {self._spool_folder}. {_HOW_TO_VIEW}")
+            _say(f"offline: reports are kept in {self._spool_folder}. {_TO_VIEW}")
 
     @property
     def run_id(self) -> str:
@@ -168,10 +168,12 @@ class Run:
     @property
     def address(self) -> str:
         """Where the run can be looked at: the dashboard's page where `collage-monitor up` runs, else the API."""
-        found = local_server()
-        if found is not None and found.server_url == self.settings.address:
-            return f"{found.dashboard_url}/run/{self.run_id}"
-        return f"{self.settings.address}/api/v1/runs/{self.run_id}"
+        return self._page() or f"{self.settings.address}/api/v1/runs/{self.run_id}"
+
+    def _page(self) -> str | None:
+        if (found := local_server()) is None or found.server_url != self.settings.address:
+            return None
+        return f"{found.dashboard_url}/run/{self.run_id}"
 
     @property
     def reports_made(self) -> int:
@@ -328,7 +330,8 @@ class Run:
         name, project = html.escape(self.name), html.escape(self.project)
         if not self.reports_sent:
             return f"run {name} of project {project}: nothing was sent yet"
-        return f'run <a href="{html.escape(self.address)}">{name}</a> of project {project}'
+        link = f'run <a href="{html.escape(self.address)}">{name}</a> of project {project}'
+        return link + (_CURVES.format(html.escape(page)) if (page := self._page()) else "")
 
     def _put(self, item: Item) -> None:
         if self._pipeline is not None and not self._finished:
@@ -406,7 +409,7 @@ class Run:
         if isinstance(error, NotFound):
             _say(f"{error}. Reports wait in {self._spool_folder}; what is left there `collage-monitor sync` sends.")
         elif self._reports_run_state:
-            _say(f"{error}. Reports are kept in {self._spool_folder} until it takes them. {_HOW_TO_VIEW}")
+            _say(f"{error}. Reports are kept in {self._spool_folder} until it takes them. {_TO_VIEW}")
         else:
             _LOG.warning("%s; reports are kept in %s", error, self._spool_folder)
 
@@ -416,11 +419,8 @@ class Run:
         if self._pipeline is None:
             return
         if waiting := self.reports_spooled:
-            # `preflight` reads its own, and removes their folder.
-            if CHECK_REPORT not in os.environ:
-                _say(
-                    f"{waiting} reports of run {self.name} wait in {self._spool_folder}. {_HOW_TO_VIEW}", sys.stdout
-                )
+            if CHECK_REPORT not in os.environ:  # `preflight` reads its own, and removes their folder.
+                _say(f"{waiting} reports of run {self.name} wait in {self._spool_folder}. {_TO_VIEW}", sys.stdout)
         elif self.reports_sent:
             _say(f"run {self.name}{self._where_to_look()}", sys.stdout)
         else:
@@ -433,7 +433,8 @@ class Run:
             _say("reports given up: " + ", ".join(f"{count} ({reason})" for reason, count in dropped.items()))
 
 
-_HOW_TO_VIEW = "`collage-monitor up` starts a server, `collage-monitor sync` sends it what is left there."
+_CURVES = '<iframe src="{}?embed=curves" title="its curves" width="100%" height="480" style="border: 0"></iframe>'
+_TO_VIEW = "`collage-monitor up` starts a server, `collage-monitor sync` sends it what is left there."
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:
@@ -442,9 +443,8 @@ def _say(text: str, stream: TextIO | None = None) -> None:
 
 
 def _write(text: str, stream: TextIO) -> None:
-    """A closed terminal is no reason to fail."""
     try:
         stream.write(text)
         stream.flush()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError):  # A closed terminal is no reason to fail.
         _LOG.info("%s", text)

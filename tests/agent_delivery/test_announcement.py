@@ -39,6 +39,7 @@ def test_finish_prints_the_page_where_a_dashboard_answers(tmp_path, server, monk
             run.log({"loss": 1.0})
             run.finish()
             assert run.address == f"{dashboard.url}/run/{run.run_id}"
+            assert f'<iframe src="{run.address}?embed=curves"' in run._repr_html_()
         assert f"run baseline: {dashboard.url}/run/{run.run_id}\n" in capsys.readouterr().out
     finally:
         dashboard.close()
@@ -51,3 +52,4 @@ def test_a_run_shows_itself_in_a_notebook(tmp_path):
     shown = run._repr_html_()
     assert "&lt;b&gt;" in shown
     assert f'href="http://example.org:1/api/v1/runs/{run.run_id}"' in shown
+    assert "iframe" not in shown
