@@ -106,6 +106,20 @@ def test_groups_and_chosen_columns_are_cards_too(phone, dashboard_url):
     assert phone.locator("#runs-grid").evaluate(SIDEWAYS) == []
 
 
+def test_cards_are_sorted(phone, dashboard_url):
+    phone.goto(dashboard_url)
+    arranged(phone)
+    phone.get_by_text("Filters", exact=True).click()
+    phone.get_by_role("textbox", name="Order of the runs").click()
+    phone.get_by_role("option", name="Lowest EDQ first").click()
+    first = "#runs-grid .ag-row[row-index='0'] .run-cell"
+    phone.locator(first, has_text="plain").wait_for()
+    phone.wait_for_function("location.search === '?sort=edq_ratio'")
+    phone.get_by_role("textbox", name="Order of the runs").click()
+    phone.get_by_role("option", name="By name").click()
+    phone.locator(first, has_text="fp32 reference").wait_for()
+
+
 def test_a_layer_is_a_card_that_shows_its_layer(phone, dashboard_url):
     phone.goto(f"{dashboard_url}/run/run-plain?tab=layers")
     card = phone.locator(".layers-grid .ag-row", has_text="blocks.0.mlp.up.weight")

@@ -4,6 +4,7 @@
 (function () {
   const SAYS_AFTER = 1000;
   const HEATMAP = '[id*=\'"kind":"heatmap"\']';
+  const NEWEST = "-updated_at"; // The table's order, unless another one is chosen.
   const SETTLES_AFTER = 60; // An answer may lead to a further question at once.
   const asked = new Map();
   const ask = window.fetch.bind(window);
@@ -191,8 +192,18 @@
     return given.toString();
   }
 
+  // The address of the same table in another order.
+  function sortedBy(wanted, search) {
+    const given = new URLSearchParams(search || "");
+    if ((given.get("sort") || NEWEST) === wanted) return window.dash_clientside.no_update;
+    if (wanted === NEWEST) given.delete("sort");
+    else given.set("sort", wanted);
+    const text = given.toString();
+    return text ? `?${text}` : "";
+  }
+
   function sortOf(search) {
-    const sort = new URLSearchParams(search || "").get("sort") || "-updated_at";
+    const sort = new URLSearchParams(search || "").get("sort") || NEWEST;
     return { colId: sort.replace(/^-/, ""), sort: sort.startsWith("-") ? "desc" : "asc" };
   }
 
@@ -202,7 +213,7 @@
     // What is sorted by a column that is not shown stays so.
     const asked = sortOf(window.location.search);
     const isShown = window.dash_ag_grid.getApi("runs-grid").getColumn(asked.colId);
-    return isShown ? "-updated_at" : (asked.sort === "desc" ? "-" : "") + asked.colId;
+    return isShown ? NEWEST : (asked.sort === "desc" ? "-" : "") + asked.colId;
   }
 
   function usualColumns() {
@@ -235,6 +246,7 @@
   document.addEventListener("mouseover", tellSentence);
 
   let filtered = null;
+  let ordered = null;
   let sorted = null;
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     flow: {
@@ -251,10 +263,13 @@
           const filters = filtersOf(search);
           const sort = sortOf(search);
           const now = grid.getColumnState().find((column) => column.sort) || {};
-          if (grid.getColumn(sort.colId) && (now.colId !== sort.colId || now.sort !== sort.sort)) {
+          const isShown = grid.getColumn(sort.colId);
+          const before = ordered;
+          ordered = sort.colId + sort.sort;
+          if (isShown && (now.colId !== sort.colId || now.sort !== sort.sort)) {
             filtered = filters;
             grid.applyColumnState({ state: [sort], defaultState: { sort: null } });
-          } else if (filtered !== null && filtered !== filters) {
+          } else if (filtered !== null && (filtered !== filters || (!isShown && before !== ordered))) {
             filtered = filters;
             grid.purgeInfiniteCache();
           } else if (revision) {
@@ -307,13 +322,9 @@
         // Asked again in the same order, the grid was not sorted by its reader: the address may be ahead of it.
         if (wanted === sorted) return no;
         sorted = wanted;
-        const given = new URLSearchParams(search || "");
-        if ((given.get("sort") || "-updated_at") === wanted) return no;
-        if (wanted === "-updated_at") given.delete("sort");
-        else given.set("sort", wanted);
-        const text = given.toString();
-        return text ? `?${text}` : "";
+        return sortedBy(wanted, search);
       },
+      chooseSort: (wanted, search) => sortedBy(wanted || NEWEST, search),
       // The layers' kinds stay with the page: sent back with each question, they would be most of it.
       keepKinds: (kinds) => {
         window.collageKinds = kinds || {};

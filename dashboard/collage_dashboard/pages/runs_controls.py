@@ -28,6 +28,14 @@ _AT_ONCE: Final = 100
 _MOST_NAMED: Final = 3
 _STATES: Final = ("running", "finished", "failed", "stale")
 _LABELS: Final = {"health": "Verdict"}
+_ORDERS: Final = {
+    "-updated_at": "Newest first",
+    "-health": "Problems first",
+    "edq_ratio": "Lowest EDQ first",
+    "-lost_update_ratio": "Most lost updates first",
+    "loss": "Lowest loss first",
+    "name": "By name",
+}
 SELECTS: Final = (*FILTERS, "archived", "by")
 """What is chosen of lists, in the order of `showChoices` in assets/flow.js."""
 
@@ -37,7 +45,8 @@ def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
     selects = [_filter_select(name, view, filters) for name in FILTERS]
     is_set = any(getattr(view, name) for name in (*SELECTS, "where"))
     button = dmc.Chip("Filters", checked=is_set, size="sm", color="blue.8", className="show-filters")
-    return html.Div([button, *selects, _archived_select(view), _grouping(view), _where(view)], className="filters")
+    further = (_archived_select(view), _grouping(view), _order(view), _where(view))
+    return html.Div([button, *selects, *further], className="filters")
 
 
 def _filter_select(name: str, view: View, filters: wire.RunFilters) -> Any:
@@ -117,6 +126,20 @@ def _grouping(view: View) -> dmc.Select:
         size="xs",
         className="filter",
         **{"aria-label": "Group runs that differ by seed"},
+    )
+
+
+def _order(view: View) -> dmc.Select:
+    """For a phone, whose cards have no headers to sort by."""
+    return dmc.Select(
+        id="runs-sort",
+        data=[{"value": value, "label": label} for value, label in _ORDERS.items()],
+        value=view.sort if view.sort in _ORDERS else None,
+        placeholder="Sort by",
+        clearable=True,
+        size="xs",
+        className="filter for-phones",
+        **{"aria-label": "Order of the runs"},
     )
 
 
@@ -334,6 +357,14 @@ def _register_choices(app: dash.Dash) -> None:
         view = with_columns(replace(before, **asked, **chosen), wanted_columns or USUAL)
         wanted = write_address(view)[1]
         return no_update if wanted == (search or "") else wanted
+
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "chooseSort"),
+        Output("runs-address", "search", allow_duplicate=True),
+        Input("runs-sort", "value"),
+        State("runs-address", "search"),
+        prevent_initial_call=True,
+    )
 
     @app.callback(
         Output("runs-grid", "columnDefs"),
