@@ -16,7 +16,9 @@ import torch
 from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageOptimizer, CollageSGD, known_strategy
 from collage_optim.arithmetic import WideArithmetic, shared_workspace
 from collage_optim.tensor_step import local_part, longest_chunk
+from collage_optim.update_rules import AdamRule, UpdateRule
 from torch import Tensor
+from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.before_after import BeforeAfter, WholeTensor
@@ -79,7 +81,10 @@ class _ExactArithmetic(WideArithmetic):
 
 
 class OwnRuleIntent:
-    """u from `exact_displacement` of a CollageOptimizer; same calls as `Shadow`, no clone and no self-test."""
+    """u from the rule of a CollageOptimizer; same calls as `Shadow`, no clone and no self-test.
+
+    It is that of `exact_displacement`: to the bit, or within fp64's rounding of Adam's by torch's fused kernel.
+    """
 
     kind: Final = "rule"
     composition: Final = OURS
@@ -104,10 +109,12 @@ class OwnRuleIntent:
         Synchronises only if `step` is a tensor on a device.
         """
         step = int(state.get("step", 0)) + 1
-        if self._kind is None or not out.is_cpu or len(out) > longest_chunk(HOST):
-            intended, after = self._displacement(group, state, parameter, gradient, step)
-            state.update(after)
-            out.copy_(intended)
+        if self._kind is None or not out.is_cpu:
+            self._write_new(group, state, parameter, gradient, step, out)
+        elif _is_fused(self._kind.rule_of(group), group):
+            _write_fused(group, state, parameter, gradient, step, out)
+        elif len(out) > longest_chunk(HOST):
+            self._write_new(group, state, parameter, gradient, step, out)
         else:
             # In the optimizer's own scratch: new memory for each operation costs more than the operations.
             workspace = shared_workspace(HOST, torch.float64, longest_chunk(HOST))
@@ -116,6 +123,53 @@ class OwnRuleIntent:
             out.copy_(self._kind.exact_step(group, state, parameter, gradient, step, arithmetic))
         state["step"] = step
         return True
+
+    def _write_new(
+        self,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        parameter: Tensor,
+        gradient: Tensor,
+        step: int,
+        out: Tensor,
+    ) -> None:
+        intended, after = self._displacement(group, state, parameter, gradient, step)
+        state.update(after)
+        out.copy_(intended)
+
+
+def _is_fused(rule: UpdateRule, group: dict[str, Any]) -> bool:
+    """Whether torch's fused kernel of Adam makes the rule's step, in a pass over fp64 numbers on the host."""
+    return type(rule) is AdamRule and (rule.decoupled or not group["weight_decay"])
+
+
+def _write_fused(
+    group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, step: int, out: Tensor
+) -> None:
+    """Adam's step from a weight of 0, so that no digit of u is lost, and decoupled decay."""
+    amsgrad = bool(group["amsgrad"])
+    for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])):
+        if name not in state:
+            state[name] = torch.zeros_like(parameter)
+    beta1, beta2 = map(float, group["betas"])
+    lr = float(group["lr"])
+    adam(
+        [out.zero_()],
+        [gradient],
+        [state["exp_avg"]],
+        [state["exp_avg_sq"]],
+        [state["max_exp_avg_sq"]] if amsgrad else [],
+        [torch.tensor(step - 1.0, dtype=torch.float32, device="cpu")],
+        fused=True,
+        amsgrad=amsgrad,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=0.0,
+        eps=float(group["eps"]),
+        maximize=group["maximize"],
+    )
+    out.sub_(parameter, alpha=lr * float(group["weight_decay"]))
 
 
 class IntentCache:

@@ -32,8 +32,20 @@ class RemainderCode:
     unsigned: bool = False
     outwards: bool = True
 
+    def appends_bits(self, weight: torch.dtype) -> bool:
+        """Whether θ is an fp32 number, that of p's bits and k's."""
+        return weight == torch.bfloat16 and self.outwards and self.units in (2**8, 2**16)
+
+    def joined(self, weight: Tensor, counts: Tensor) -> Tensor:
+        """θ, fp32 of the same shape, new: the bits of p, bfloat16, lengthened by the counts, 8 to 32 bits."""
+        value = weight.to(torch.float32)
+        value.view(torch.int32).add_(counts, alpha=2**16 // self.units)
+        return value
+
     def residual(self, weight: Tensor, integers: Tensor) -> Tensor:
-        """r = θ − p, fp64 of the same shape, exact for units that are powers of two; NaN where p is not finite.
+        """r = θ − p of the same shape, exact for units that are powers of two; NaN where p is not finite.
+
+        fp64, or fp32 where that holds it.
 
         weight: bfloat16 or float16; integers: 8 or 16 bits, signed or not, of which the bits count; floats are
         counts that were cast. No synchronisation.
@@ -47,16 +59,14 @@ class RemainderCode:
         if not self.outwards:
             away = torch.zeros((), dtype=torch.int32, device=weight.device)
             return gap_outwards(weight, away).mul_(counts).div_(self.units)
-        value = weight.to(torch.float32)
         if weight.is_cpu and weight.dtype == torch.bfloat16:
-            # The counts lengthen the bits. That fails only below zero itself, and where p is not finite.
-            joined = value.view(torch.int32).add(counts, alpha=2**16 // self.units).view(torch.float32)
-            found = joined.to(torch.float64).sub_(value)
+            # That fails only below zero itself, and where p is not finite.
+            found = self.joined(weight, counts).sub_(weight)
             if math.isfinite(found.sum().numpy()):
                 return found
         gap = gap_outwards(weight, counts.bitwise_right_shift(31))
         # Away from zero is upwards for one sign and downwards for the other.
-        return gap.mul_(torch.where(value.signbit(), -counts, counts)).div_(self.units)
+        return gap.mul_(torch.where(weight.signbit(), -counts, counts)).div_(self.units)
 
 
 SIGNED_BITS: Final = RemainderCode("the signed remainder of rounding to nearest, 16 bits", 2**16)

@@ -91,10 +91,24 @@ class Composition:
         setattr(parameter, self.gradient, gradient)
 
     def residual_of(self, weight: Tensor, value: Tensor) -> Tensor:
-        """r = θ − p, fp64 of the same shape, from p and what the residual's key holds. No synchronisation."""
+        """r = θ − p of the same shape, from p and what the residual's key holds. No synchronisation.
+
+        fp64, or fp32 where that holds it.
+        """
         if self.code is None or not self.holds_counts(value.dtype):
             return value.to(torch.float64) * self.sign
-        return self.code_in(value.dtype).residual(weight, value).mul_(self.sign)
+        found = self.code_in(value.dtype).residual(weight, value)
+        return found if self.sign > 0 else found.neg_()
+
+    def rounds_once(self, weight: torch.dtype, residual: torch.dtype) -> bool:
+        """Whether torch's cast of p + r from fp64 to p's dtype, which goes through fp32, rounds as one step would.
+
+        It does for an fp32 number, and for the sum of two numbers of a 16-bit dtype: fp32 has twice their digits
+        and two more (Figueroa, "When is double rounding innocuous?", 1995).
+        """
+        if self.code is None or not self.holds_counts(residual):
+            return residual == weight
+        return self.sign > 0 and self.code_in(residual).appends_bits(weight)
 
     def code_in(self, integers: torch.dtype) -> RemainderCode:
         """What these integers mean: ours keep one byte under the same key as two. Only where there is a code."""

@@ -14,6 +14,7 @@ from collage_optim.numerics.cast_formats import CastCodes, CastRoute, coded, rou
 from torch import Tensor
 
 from collage_agent.stats.block_sums import block_sums, flag_counts
+from collage_agent.stats.edq import squared_block_sums
 from collage_agent.stats.nonfinite import nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.step_view import Copies, StepView, StoredWeights, Sums, named
 from collage_monitor.statistics.casts import route_pairs
@@ -33,23 +34,27 @@ def measure(step: StepView) -> Sums:
     """The updates that reached the copies; nothing if weights are kept no wider than their copies."""
     if step.copies is None:
         return Sums()
-    moved = cast_block_sums(step.copies, step.intended, step.excluded, step.block, "cast")
+    squares = step.squares["intended"]
+    moved = cast_block_sums(step.copies, step.intended, squares, step.excluded, step.block, "cast")
     routes = _route_block_sums(step.copies, step.excluded, step.block)
     return Sums(moved if routes is None else {**moved, **routes})
 
 
-def cast_block_sums(copies: Copies, intended: Tensor, excluded: Tensor, block: int, name: str) -> Table[Tensor]:
+def cast_block_sums(
+    copies: Copies, intended: Tensor, squares: Tensor, excluded: Tensor, block: int, name: str
+) -> Table[Tensor]:
     """Elements, those whose copy changed, Σ u² and Σ u·c by block, for each format: fp64 [rows, blocks].
 
     For a format with scales, also the elements whose code changed, and those whose block's or tile's scale changed.
-    u = intended: fp64 [slots]; `excluded` uint8 [slots]: elements that enter no sum, nor does one whose copy is not
-    finite. Keys are `name`_…/FORMAT. NaN in the blocks of a tensor whose copy is not known. No synchronisation.
+    u = intended: fp64 [slots], 0 where excluded, and squares its Σ u², fp64 [blocks]; `excluded` uint8 [slots]:
+    elements that enter no sum, nor does one whose copy is not finite. Keys are `name`_…/FORMAT. NaN in the blocks
+    of a tensor whose copy is not known. No synchronisation.
     """
     keys, found = [], []
     for key, nan_where_unknown in copies.nan_where_unknown.items():
         route = route_of(key)
         now, then = _codes(copies.after, route), _codes(copies.before, route)
-        moved = [now.values().to(torch.float64).sub_(then.values())]
+        moved = [now.values().to(torch.float64).sub_(then.values().to(torch.float64))]
         parts = _SUMS
         if now.scales is not None and then.scales is not None:
             moved.append(now.numbers.sub(then.numbers))
@@ -57,7 +62,7 @@ def cast_block_sums(copies: Copies, intended: Tensor, excluded: Tensor, block: i
             if route.last.block > 1:
                 moved.append(now.scales.sub(then.scales).expand(-1, len(intended) // len(now.scales)).reshape(-1))
                 parts = (*parts, "rescaled")
-        sums, counts = _sums_and_counts(intended, moved, excluded, block)
+        sums, counts = _sums_and_counts(intended, squares, moved, excluded, block)
         found.append(torch.cat((counts[:2], sums, counts[2:])).mul_(nan_where_unknown))
         keys += [f"{name}_{part}/{key}" for part in parts]
     return named(keys, torch.cat(found))
@@ -85,19 +90,19 @@ def _route_block_sums(copies: Copies, excluded: Tensor, block: int) -> Table[Ten
 
 
 def _sums_and_counts(
-    intended: Tensor, moved: Sequence[Tensor], excluded: Tensor, block: int
+    intended: Tensor, squares: Tensor, moved: Sequence[Tensor], excluded: Tensor, block: int
 ) -> tuple[Tensor, Tensor]:
     """Σ u² and Σ u·c by block, fp64 [2, blocks]; elements, then those where each of `moved` is not 0: [·, blocks].
 
     The first of `moved` is c. An element where it is not finite counts as excluded.
     """
     change, missing = moved[0], excluded
-    rows = torch.stack((intended * intended, intended * change))
-    sums = block_sums(rows, block)
+    sums = torch.stack((squares, block_sums(intended * change, block)))
     if not (on_host(sums) and sum_is_finite(sums)):
         missing = nonfinite(change).bitwise_or_(excluded)
+        rows = torch.stack((intended, change))
         zero_excluded(rows, missing)
-        sums = block_sums(rows, block)
+        sums = torch.stack((squared_block_sums(rows[:1], block)[0], block_sums(rows[0] * rows[1], block)))
     flags = torch.empty(1 + len(moved), len(intended), dtype=torch.bool, device=intended.device)
     torch.logical_not(missing, out=flags[0])
     for values, flag in zip(moved, flags[1:], strict=True):
@@ -111,7 +116,10 @@ def is_wider(dtypes: Sequence[torch.dtype], route: CastRoute) -> bool:
 
 
 def _codes(weights: StoredWeights, route: CastRoute) -> CastCodes:
-    largest, tile = weights.largest, route.last.tile
+    largest, tile, values = weights.largest, route.last.tile, weights.values
+    first = (*route.before, route.last)[0].dtype
+    if first is not None and first == weights.rounds_once_to:
+        values = values.to(first)
     if largest is None:
-        return coded(weights.values, route)
-    return coded(weights.values, route, tensor=largest.tensor, tile=largest.tiles[tile] if tile else None)
+        return coded(values, route)
+    return coded(values, route, tensor=largest.tensor, tile=largest.tiles[tile] if tile else None)

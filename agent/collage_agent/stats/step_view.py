@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final
 
 import torch
@@ -68,11 +68,13 @@ class LargestWeights:
 class StoredWeights:
     """θ of sampled elements at one moment: [slots], in a dtype that holds it exactly.
 
-    largest: None where no copy has a scale that depends on more than a block.
+    largest: None where no copy has a scale that depends on more than a block. rounds_once_to: a dtype to which
+    torch's own cast of the values rounds once; None: none is known.
     """
 
     values: Tensor
     largest: LargestWeights | None = None
+    rounds_once_to: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,11 @@ class StepView:
     decay: float | Tensor | None
     scales: Tensor | None
     copies: Copies | None
+
+    @cached_property
+    def registered_in_fp32(self) -> Tensor:
+        """`registered` in fp32, which holds it."""
+        return self.registered.to(torch.float32)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def measure(step: StepView) -> Sums:
         return Sums(by_tensor=named(KEYS, step.block_elements.new_zeros(len(KEYS), step.tensors)))
     dtype = step.registered.dtype
     counts = ulp_octave_counts(
-        step.intended, step.registered, dtype, step.tensor_of_block, step.tensors, step.block
+        step.intended, step.registered_in_fp32, dtype, step.tensor_of_block, step.tensors, step.block
     )
     # u = 0 was counted as underflow.
     counts[0].index_add_(0, step.tensor_of_block, active_elements(step.classes).sub_(step.block))

@@ -138,7 +138,7 @@ class Bucket:
         self._before, self._after = GatheredSample.pair(self.layout, intent.composition)
         self._states: StateLayout | None = None
         self._step_layout: StepLayout | None = None
-        self._formats: dict[str, Tensor] = {}
+        self._formats: list[dict[str, Tensor]] = []
         self._hyperparameters: dict[str, Any] = {}
         self._scalars: dict[str, Any] = {}
         self._decay: float | Tensor | None = None
@@ -236,9 +236,9 @@ class Bucket:
         assert self._states is not None
         layout = StepLayout(self._states, self._states)
         found = torch.empty(self.layout.slots, dtype=torch.float64, device=self.layout.device)
-        for tile in self._tiles:
+        for number, tile in enumerate(self._tiles):
             intended = found[tile.slots]
-            step = self._observed_step(tile, layout, scale, is_taken=False)
+            step = self._observed_step(number, layout, scale, is_taken=False)
             IntendedUpdate(step, torch.empty_like(intended), torch.empty_like(intended), intended)
         return found
 
@@ -328,7 +328,8 @@ class Bucket:
         if known is None or known.before is not self._states or known.after is not after:
             known = self._step_layout = StepLayout(self._states, after)
             of_stored = [self._after.values[key].dtype for key in after.stored]
-            self._formats = self._formats_below(of_stored)
+            formats = self._formats_below(of_stored).items()
+            self._formats = [{key: of[tile.tensor_of_block] for key, of in formats} for tile in self._tiles]
         return known
 
     def _formats_below(self, dtypes: Sequence[torch.dtype]) -> dict[str, Tensor]:
@@ -348,7 +349,7 @@ class Bucket:
         largest = self._largest, self.largest_weights(optimizer)
         found = []
         for number, tile in enumerate(self._tiles):
-            step = self._observed_step(tile, layout, scale, scales, largest)
+            step = self._observed_step(number, layout, scale, scales, largest)
             view = view_of(step, self._scratch)
             found.append(measure_tile(view))
             self._remember(view, tile)
@@ -359,7 +360,7 @@ class Bucket:
 
     def _observed_step(
         self,
-        tile: Tile,
+        number: int,
         layout: StepLayout,
         scale: Tensor | None,
         scales: Tensor | None = None,
@@ -367,8 +368,8 @@ class Bucket:
         *,
         is_taken: bool = True,
     ) -> ObservedStep:
-        """The data of a tile; `is_taken`: with the values after the step, not only those before it."""
-        before, after = self._before.values, self._after.values
+        """The data of tile `number`; `is_taken`: with the values after the step, not only those before it."""
+        tile, before, after = self._tiles[number], self._before.values, self._after.values
         keys = (*layout.before.keys, GRADIENT) if self.knows_gradient else layout.before.keys
         return ObservedStep(
             before={key: before[key][tile.slots] for key in keys},
@@ -383,7 +384,7 @@ class Bucket:
             block=self.layout.block,
             tensors=len(self.members),
             scales=None if scales is None else scales[tile.blocks],
-            formats={key: of[tile.tensor_of_block] for key, of in self._formats.items()} if is_taken else {},
+            formats=self._formats[number] if is_taken else {},
             largest=largest,
             held=None if self._held is None else self._held[tile.slots],
             launch=self._launch,

@@ -78,6 +78,7 @@ class StateLayout:
     scalars: tuple[str, ...]
     stored: tuple[str, ...]
     averages: tuple[Average, ...]
+    rounds_once_to: torch.dtype | None
 
     @classmethod
     def of(cls, parameter: Tensor, state: Mapping[str, Any], composition: Composition) -> StateLayout:
@@ -86,6 +87,7 @@ class StateLayout:
         keys = (PARAMETER, *elementwise)
         parts_of_weight = tuple(stored_parts.stored_parameter(keys, composition))
         kept = {key: _kept(state, key, composition) for key in elementwise}
+        parts = {part for entry in kept.values() for part in entry.parts}
         averages = tuple(
             Average(
                 name,
@@ -99,9 +101,10 @@ class StateLayout:
             _form_of(state),
             tuple(entry for key, entry in kept.items() if key in parts_of_weight),
             tuple(entry for key, entry in kept.items() if key not in parts_of_weight),
-            tuple(key for key in state if key not in elementwise),
+            tuple(key for key in state if key not in elementwise and key not in parts),
             parts_of_weight,
             averages,
+            _rounds_once_to(parameter.dtype, [kept[key].dtype for key in parts_of_weight[1:]], composition),
         )
 
     def fits(self, state: Mapping[str, Any]) -> bool:
@@ -161,6 +164,12 @@ class StepLayout:
     def is_visible(self) -> bool:
         """Whether the registered parameter is all that is stored: then eᵛ is e."""
         return self.after.stored == (PARAMETER,)
+
+
+def _rounds_once_to(
+    weight: torch.dtype, residuals: Sequence[torch.dtype], composition: Composition
+) -> torch.dtype | None:
+    return weight if any(composition.rounds_once(weight, residual) for residual in residuals) else None
 
 
 def _form_of(state: Mapping[str, Any]) -> tuple[object, ...]:

@@ -148,6 +148,22 @@ class ObservedStep:
     adjacent: bool
     launch: tuple[bool | Tensor, bool | Tensor] | None
 
+    @cached_property
+    def visible_parameter(self) -> Tensor:
+        """θᵛ before the step, fp64 [slots]."""
+        return self.before[PARAMETER].to(torch.float64)
+
+    @cached_property
+    def residual(self) -> Tensor | None:
+        """r before the step, fp64 [slots], 0 where it did not exist yet; None: the weight is not kept as a sum."""
+        layout = self.layout.after
+        if not layout.is_sum:
+            return None
+        kept = self.before.get(layout.stored[1])
+        if kept is None:
+            return torch.zeros_like(self.before[PARAMETER], dtype=torch.float64)
+        return kept.to(torch.float64)
+
 
 class IntendedUpdate:
     """u, and the moving averages before the step and after it in exact arithmetic. Synchronises nothing.
@@ -164,7 +180,10 @@ class IntendedUpdate:
         intended: Tensor,
         scratch: Scratch | None = None,
     ) -> None:
-        _sum_components(step.before, step.layout.before.stored, parameter)
+        if step.residual is not None and step.layout.before.is_sum:
+            torch.add(step.visible_parameter, step.residual, out=parameter)
+        else:
+            _sum_components(step.before, step.layout.before.stored, parameter)
         _fill_gradient(step, gradient)
         shape = (3, len(step.layout.names), parameter.numel())
         self.states = parameter.new_empty(shape) if scratch is None else scratch.take("states", shape, parameter)
@@ -217,7 +236,7 @@ def view_of(step: ObservedStep, scratch: Scratch) -> StepView:
     parameter, effective = row["parameter"], row["effective"]
     visible = row.setdefault("visible", effective)
     update = IntendedUpdate(step, parameter, row["gradient"], row["intended"], scratch)
-    visible_parameter = parameter if layout.is_visible else registered.to(torch.float64)
+    visible_parameter = parameter if layout.is_visible else step.visible_parameter
     visible.copy_(step.after[PARAMETER]).sub_(visible_parameter)
     if not layout.is_visible:
         _fill_effective(step, parameter, visible, effective)
@@ -243,7 +262,7 @@ def view_of(step: ObservedStep, scratch: Scratch) -> StepView:
         products=products,
         averages=_averages_of(step, update),
         visible_parameter=visible_parameter,
-        residual=_residual_of(step),
+        residual=step.residual,
         residual_after=step.after[layout.after.stored[1]] if layout.after.is_sum else None,
         adjacent=step.adjacent,
         held=_held_by(step, update, row["intended"], registered) if layout.after.is_sum else None,
@@ -283,14 +302,11 @@ def _vacant(step: ObservedStep) -> Tensor:
 
 
 def _fill_effective(step: ObservedStep, parameter: Tensor, visible: Tensor, effective: Tensor) -> None:
-    layout = step.layout.after
-    if not layout.is_sum:
-        effective.copy_(step.after[layout.stored[0]]).sub_(parameter)
-        return
-    effective.copy_(visible)
-    for key in layout.stored[1:]:
-        change = step.after[key].to(torch.float64, copy=True)
-        effective.add_(change.sub_(step.before[key]) if key in step.before else change)
+    change = effective.copy_(step.after[step.layout.after.stored[-1]])
+    if step.residual is None:
+        change.sub_(parameter)
+    else:
+        change.sub_(step.residual).add_(visible)
 
 
 def _averages_of(step: ObservedStep, update: IntendedUpdate) -> MovingAverages:
@@ -326,24 +342,15 @@ def _of_one_size(updates: Tensor) -> Tensor:
     return sizes.amax().le(_ABOUT * sizes.masked_fill(sizes.eq(0), torch.inf).amin())
 
 
-def _residual_of(step: ObservedStep) -> Tensor | None:
-    """r before the step, fp64 [slots], 0 where it did not exist yet; None: the weight is not kept as a sum."""
-    layout = step.layout.after
-    if not layout.is_sum:
-        return None
-    kept = step.before.get(layout.stored[1])
-    if kept is None:
-        return torch.zeros_like(step.before[PARAMETER], dtype=torch.float64)
-    return kept.to(torch.float64)
-
-
 def _copies_of(step: ObservedStep, parameter: Tensor | None) -> Copies:
     """The copies of the tile's weights, before and after; `parameter`: θ before, where all of it is finite."""
     layout = step.layout
     before, after = KeptWeights(step.before, layout.before.stored), KeptWeights(step.after, layout.after.stored)
     start = before.total() if parameter is None or len(before.stored) == 1 else parameter
     ends = [
-        StoredWeights(values, None if found is None else found.of(step.tile.blocks))
-        for values, found in zip((start, after.total()), step.largest, strict=True)
+        StoredWeights(values, None if found is None else found.of(step.tile.blocks), state.rounds_once_to)
+        for values, found, state in zip(
+            (start, after.total()), step.largest, (layout.before, layout.after), strict=True
+        )
     ]
     return Copies(ends[0], ends[1], step.formats)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.sample.stored_parts import PARAMETER
 from collage_agent.stats.casts import cast_block_sums
+from collage_agent.stats.edq import squared_block_sums
 from collage_agent.stats.nonfinite import nonfinite
 from collage_agent.stats.several_steps import window_block_sums
 from collage_agent.stats.step_view import LargestWeights
@@ -165,7 +166,8 @@ class Windows:
                 found.append((window, bucket, window_block_sums(intended, effective, visible, block)))
                 copies = bucket.copies(start, after, (window.largest[index], largest))
                 if copies is not None:
-                    sums = cast_block_sums(copies, intended, bucket.vacant(), block, "cast_window")
+                    squares = squared_block_sums(intended.unsqueeze(0), block)[0]
+                    sums = cast_block_sums(copies, intended, squares, bucket.vacant(), block, "cast_window")
                     found.append((window, bucket, sums))
         return [window.totals(bucket, sums) for window, bucket, sums in found]
 

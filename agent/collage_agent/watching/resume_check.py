@@ -233,7 +233,8 @@ def _sums(kept: _Kept) -> Iterator[tuple[int, Tensor, Tensor]]:
         if isinstance(master, Tensor):
             yield id(entry.parameter), shown, _sample(local_part(master)).double()
         elif isinstance(residual, Tensor) and not is_quantised(local_part(residual)):
-            yield id(entry.parameter), shown, own.residual_of(shown, _sample(local_part(residual))).add_(shown)
+            beside = own.residual_of(shown, _sample(local_part(residual)))
+            yield id(entry.parameter), shown, shown.double().add_(beside)
 
 
 def _leaves_nothing(before: Mapping[int, Tensor], kept: _Kept) -> bool:

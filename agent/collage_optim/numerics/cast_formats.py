@@ -160,8 +160,7 @@ def round_to_grid(values: Tensor, bits: int, smallest: float) -> tuple[Tensor, T
     """
     gap = values.view(torch.int64).bitwise_and(_EXPONENT).view(torch.float64)
     gap.clamp_(min=smallest).mul_(2.0 ** (1 - bits))
-    large = gap * _ROUNDS_TO_WHOLE
-    return large.add(values).sub_(large), gap
+    return values.add(gap, alpha=_ROUNDS_TO_WHOLE).sub_(gap, alpha=_ROUNDS_TO_WHOLE), gap
 
 
 def _saturated(values: Tensor, kind: CastFormat) -> Tensor:
