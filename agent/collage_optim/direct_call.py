@@ -25,7 +25,7 @@ _Code = Callable[..., object]
 class DirectCall:
     """`step(components, packed, numbers)` compiled on a CPU for vectors of any one length.
 
-    The first call for each format of the gradient, and each of a single element, goes through the compiler. It shows
+    Calls of a single element go through the compiler, and the first one for each format of the gradient. It shows
     which of our tensors is which input of the compiled code; where that is not plain, all calls go through the
     compiler.
     """
