@@ -22,9 +22,14 @@ from collage_optim.random_numbers import RandomBits, RandomSource, Seeding
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
 from collage_optim.update_rules import Moment, UpdateRule
 
-__all__ = ["Step", "advance_in_storage", "advance_in_wide"]
+__all__ = ["Advance", "Run", "Step", "advance_in_storage", "advance_in_wide"]
 
 _NOT_MOMENTS = ("parameter", "gradient", PARAMETER_LOW)
+
+
+Run = Callable[[], object]
+Advance = Callable[[State, Mapping[str, Scalar], RandomSource | None], Run]
+"""Prepares a compiled step of these components; calling the result makes it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Step:
     scalars: Mapping[str, Scalar]
     workspace: Workspace
     seeding: Seeding | None = None
-    compiled: Callable[[State, Mapping[str, Scalar], RandomSource | None], None] | None = None
+    compiled: Advance | None = None
 
 
 def advance_in_wide(
@@ -138,7 +143,7 @@ def _store_at_random(
         integer_codes.round_at_random(arithmetic, rest, chunk[PARAMETER_LOW], draws)
     elif storage is StateStorage.SPLIT_24:
         rounded = integer_codes.round_sum_at_random(arithmetic, total, error, draws, 8)
-        integer_codes.store_split(arithmetic, rounded, parameter, chunk[PARAMETER_LOW])
+        integer_codes.store_split(arithmetic, rounded, parameter, chunk[PARAMETER_LOW], storage)
     elif parameter.dtype != torch.float16:
         parameter.copy_(integer_codes.round_sum_at_random(arithmetic, total, error, draws, 16))
     else:

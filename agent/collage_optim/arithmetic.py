@@ -106,6 +106,10 @@ INDEX_FACTOR = 0x9E3779B1
 """Odd, 2^32 over the golden ratio: multiples of it are far apart."""
 
 
+_ONE_TWICE = 2 * 0x3F800000
+"""A power of two's bits and its inverse's, added: fp32 exponents are counted from that of 1."""
+
+
 def _scaled_indices(elements: int, device: torch.device, apart: int = 1) -> Tensor:
     """0, 1, … times `apart` times INDEX_FACTOR, the lower 32 bits."""
     return torch.arange(elements, dtype=torch.int32, device=device).mul_(signed(apart * INDEX_FACTOR))
@@ -252,6 +256,13 @@ class WideArithmetic:
 
     def quotient(self, a: Tensor, b: Tensor) -> Tensor:
         return a / b if self._workspace is None else torch.div(a, b, out=b)
+
+    def over_power(self, a: Tensor, power: Tensor) -> Tensor:
+        """a / power, a result itself, used up; fp32 powers of two from 2^-126 to 2^126."""
+        if self._workspace is None and power.dtype == torch.float32:
+            # The inverse is exact, and the product too: a compiled step waits for its divisions.
+            return a * (_ONE_TWICE - power.view(torch.int32)).view(torch.float32)
+        return self.on(torch.div, a, power)
 
     def total(self, a: Tensor, b: Tensor) -> Tensor:
         """a + b."""

@@ -17,8 +17,9 @@ from typing import cast
 import torch
 
 from collage_optim import cpu_vectors, integer_codes
-from collage_optim.advance import Step, advance_in_wide
+from collage_optim.advance import Advance, Run, Step, advance_in_wide
 from collage_optim.arithmetic import Scalar, State, WideArithmetic, Workspace
+from collage_optim.direct_call import DirectCall
 from collage_optim.from_host import from_host
 from collage_optim.random_numbers import RandomSource, Seeding
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
@@ -45,8 +46,7 @@ _CUDA_OPTIONS: Options = {
     "eager_numerics.disable_ftz": True,
 }
 
-Advance = Callable[[State, Mapping[str, Scalar], RandomSource | None], None]
-_Packed = Callable[[State, torch.Tensor, torch.Tensor | None], None]
+_Packed = Callable[[State, torch.Tensor, torch.Tensor | None], Run]
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,14 @@ def _compile(structure: Structure, root: torch.dtype) -> Advance:
     # The compiler counts recompilations by code object: each structure gets its own, or the ninth would be refused.
     code = advance.__code__.replace(co_name=f"advance_{structure.strategy.name.replace('-', '_')}")
     own = FunctionType(code, advance.__globals__, code.co_name, advance.__defaults__, advance.__closure__)
-    whole: _Packed = torch.compile(
-        own, dynamic=True, fullgraph=True, options=compiler_options(structure.device_type)
-    )
+    options = compiler_options(structure.device_type)
+    whole: _Packed
+    if structure.device_type == "cpu":
+        whole = DirectCall(own, options)
+    else:
+        whole = functools.partial(
+            functools.partial, torch.compile(own, dynamic=True, fullgraph=True, options=options)
+        )
     stepped = functools.partial(_advance, whole)
     if not _is_stepped_in_words(structure):
         return stepped
@@ -184,9 +189,9 @@ def _is_cut(structure: Structure, name: str) -> bool:
     return storage.is_split or (at_random and storage is StateStorage.SINGLE)
 
 
-def _advance(whole: _Packed, components: State, scalars: Mapping[str, Scalar], source: RandomSource | None) -> None:
+def _advance(whole: _Packed, components: State, scalars: Mapping[str, Scalar], source: RandomSource | None) -> Run:
     numbers = None if source is None else from_host(source.numbers(), components["parameter"].device)
-    whole(components, torch.as_tensor(scalars["packed"]), numbers)
+    return whole(components, torch.as_tensor(scalars["packed"]), numbers)
 
 
 def _advance_in_words(
@@ -196,24 +201,42 @@ def _advance_in_words(
     components: State,
     scalars: Mapping[str, Scalar],
     source: RandomSource | None,
-) -> None:
-    """Step whole words compiled, and the few elements behind them eagerly."""
+) -> Run:
+    """Whole words are stepped compiled, and the few elements behind them eagerly."""
     elements = components["parameter"].numel()
     # A single word the compiler takes for a constant size, and would compile once more.
     within = elements - elements % cpu_vectors.ELEMENTS if elements >= 2 * cpu_vectors.ELEMENTS else 0
+    runs: list[Run] = []
     if within:
         whole = components
         if within < elements:
             whole = {name: tensor[:within] for name, tensor in components.items()}
-        own = cpu_vectors.words(whole)
-        stepped(own, scalars, source)
-        for name, tensor in whole.items():
-            if own[name].data_ptr() != tensor.data_ptr() and name != "gradient":
-                tensor.copy_(own[name].view(tensor.dtype))
+        if all(map(cpu_vectors.begins_at_a_word, whole.values())):
+            runs.append(stepped(cpu_vectors.words(whole), scalars, source))
+        else:
+            # Later: copies of all tensors at a time would take the memory of a second model.
+            runs.append(functools.partial(_advance_copies, stepped, whole, scalars, source))
     if within < elements:
         rest = {name: tensor[within:] for name, tensor in components.items()}
         named = dict(zip(scalar_names, torch.as_tensor(scalars["packed"]).unbind(), strict=True))
-        advance_in_wide(step, WideArithmetic(), rest, named, source and source.from_element(within))
+        behind = source and source.from_element(within)
+        runs.append(functools.partial(advance_in_wide, step, WideArithmetic(), rest, named, behind))
+    return runs[0] if len(runs) == 1 else functools.partial(_all, runs)
+
+
+def _advance_copies(
+    stepped: Advance, components: State, scalars: Mapping[str, Scalar], source: RandomSource | None
+) -> None:
+    own = cpu_vectors.words(components)
+    stepped(own, scalars, source)()
+    for name, tensor in components.items():
+        if own[name].data_ptr() != tensor.data_ptr() and name != "gradient":
+            tensor.copy_(own[name].view(tensor.dtype))
+
+
+def _all(runs: list[Run]) -> None:
+    for run in runs:
+        run()
 
 
 def _step(structure: Structure, scalars: Mapping[str, Scalar]) -> Step:
@@ -265,7 +288,7 @@ def _difference_from_eager(structure: Structure, advance: Advance) -> str | None
     with torch.no_grad():
         step_tensors(_step(structure, numbers), [Member(0, eager["parameter"], eager["gradient"], eager)])
         device = eager["parameter"].device
-        advance(compiled, packed_scalars(numbers, torch.float32, device), source)
+        advance(compiled, packed_scalars(numbers, torch.float32, device), source)()
     low = compiled.get(PARAMETER_LOW)
     if low is not None and int((low != 0).sum()) < TESTED_ELEMENTS // 2:
         return "the compiler folds the low component to zero"

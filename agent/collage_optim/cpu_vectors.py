@@ -23,7 +23,7 @@ from torch import Tensor
 
 from collage_optim.arithmetic import State
 
-__all__ = ["ELEMENTS", "casts_in_registers", "packed", "unpacked", "words"]
+__all__ = ["ELEMENTS", "begins_at_a_word", "casts_in_registers", "packed", "unpacked", "words"]
 
 _COMPILING: Final = threading.RLock()
 _CAST: Final = {torch.float32: "float", torch.int32: "int32_t"}
@@ -42,33 +42,45 @@ def words(components: State) -> State:
         if tensor.dtype not in _PACKED:
             found[name] = tensor.view(-1, ELEMENTS)
             continue
-        width = tensor.element_size()
-        aligned = tensor if tensor.storage_offset() * width % _ALIGNMENT_BYTES == 0 else tensor.clone()
-        found[name] = aligned.view(torch.int32 if width == 1 else torch.int64)
+        aligned = tensor if begins_at_a_word(tensor) else tensor.clone()
+        found[name] = aligned.view(torch.int32 if tensor.element_size() == 1 else torch.int64)
     return found
 
 
+def begins_at_a_word(tensor: Tensor) -> bool:
+    """Whether a vector can be viewed as words; those that never are can."""
+    return tensor.dtype not in _PACKED or tensor.storage_offset() * tensor.element_size() % _ALIGNMENT_BYTES == 0
+
+
 def unpacked(word: Tensor, place: int, dtype: torch.dtype) -> Tensor:
-    """The element of `dtype` in this place of each word, 0 to 3: bfloat16 as fp32, int16 as int32, int8 as such; of
-    rows as it is.
+    """The element of `dtype` in this place of each word, 0 to 3: bfloat16 as fp32, integers as int32; of rows as it
+    is.
     """
     if word.dim() == 2:
         return word[:, place]
     if dtype == torch.int8:
-        return (word << 24 - 8 * place >> 24).to(torch.int8)
-    upper = (word >> 16 * place).to(torch.int32) << 16
-    return upper >> 16 if dtype == torch.int16 else upper.view(torch.float32)
+        return word << 24 - 8 * place >> 24
+    # Two at a time: lanes of 64 bits take several instructions to narrow.
+    two = (word if place < 2 else word >> 32).to(torch.int32)
+    if dtype == torch.int16:
+        return two >> 16 if place % 2 else two << 16 >> 16
+    return (two & -0x10000 if place % 2 else two << 16).view(torch.float32)
 
 
 def packed(elements: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The words of these elements, as `unpacked` returns them: an integer's lower bits, an fp32's upper ones."""
-    if dtype == torch.bfloat16:
-        elements = [element.to(torch.float32).view(torch.int32) >> 16 for element in elements]
-    first, second, third, fourth = (element.to(torch.int32) for element in elements)
     if dtype == torch.int8:
+        first, second, third, fourth = elements
         return first & 0xFF | (second & 0xFF) << 8 | (third & 0xFF) << 16 | fourth << 24
-    lower, upper = first & 0xFFFF | second << 16, third & 0xFFFF | fourth << 16
-    return lower.to(torch.int64) & 0xFFFFFFFF | upper.to(torch.int64) << 32
+    lower, upper = (_two(elements[place], elements[place + 1], dtype).to(torch.int64) for place in (0, 2))
+    return lower & 0xFFFFFFFF | upper << 32
+
+
+def _two(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.int16:
+        return first & 0xFFFF | second << 16
+    first, second = (element.to(torch.float32).view(torch.int32) for element in (first, second))
+    return first >> 16 & 0xFFFF | second
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def load(arithmetic: WideArithmetic, chunk: State, name: str, storage: StateStor
     """A fresh wide copy of the stored value of a name, weights and averages alike."""
     low = chunk.get(name + LOW_COMPONENT_SUFFIX)
     if storage.is_split and low is not None:
-        return _load_split(arithmetic, chunk[name], low)
+        return _load_split(arithmetic, chunk[name], low, storage)
     if storage is StateStorage.ROOT:
         return _load_root(arithmetic, chunk[name])
     if storage is StateStorage.BLOCKS:
@@ -73,7 +73,7 @@ def store(
     """Keep a wide value, used up: rounded to nearest, or at random with the numbers that are drawn."""
     high, low = chunk[name], chunk.get(name + LOW_COMPONENT_SUFFIX)
     if storage.is_split and low is not None:
-        store_split(arithmetic, value, high, low, draws)
+        store_split(arithmetic, value, high, low, storage, draws)
     elif storage is StateStorage.ROOT:
         _store_root(arithmetic, value, high, draws)
     elif storage is StateStorage.BLOCKS:
@@ -88,8 +88,8 @@ def store(
             arithmetic.give_back(rest)
 
 
-def _load_split(arithmetic: WideArithmetic, high: Tensor, low: Tensor) -> Tensor:
-    """The fp32 number of which `high`, bfloat16, holds the upper bits and `low`, int16 or int8, the ones below.
+def _load_split(arithmetic: WideArithmetic, high: Tensor, low: Tensor, storage: StateStorage) -> Tensor:
+    """The fp32 number of which `high`, bfloat16, holds the upper bits and `low`, integers, the 16 or 8 ones below.
 
     Its bits are those of `high` · 2^16 + low, a byte shifted to follow them: `high` is the number rounded to
     nearest, ties away from zero, and `low` signed. For int16 exactly what TransformerEngine's FusedAdam keeps
@@ -97,22 +97,27 @@ def _load_split(arithmetic: WideArithmetic, high: Tensor, low: Tensor) -> Tensor
     """
     value = arithmetic.load(high)
     rest = arithmetic.integers(low)
-    joined = functools.partial(torch.add, alpha=0x100 if low.dtype == torch.int8 else 1)
+    joined = functools.partial(torch.add, alpha=0x100 if storage is StateStorage.SPLIT_24 else 1)
     bits = arithmetic.on(joined, value.view(torch.int32), rest)
     arithmetic.give_back(rest)
     return bits.view(torch.float32)
 
 
 def store_split(
-    arithmetic: WideArithmetic, value: Tensor, high: Tensor, low: Tensor, draws: RandomBits | None = None
+    arithmetic: WideArithmetic,
+    value: Tensor,
+    high: Tensor,
+    low: Tensor,
+    storage: StateStorage,
+    draws: RandomBits | None = None,
 ) -> None:
-    """Keep an fp32 value, used up: all of its bits for an int16 `low`, 24 of them, rounded, for an int8 one.
+    """Keep an fp32 value, used up: all of its bits, or 24 of them, rounded, as SPLIT_24.
 
     `high` is infinite from 7f7f8000 on, and for a NaN of the lower 15 bits alone; it is 0 for NaNs from ffff8000 on
-    (`_below_wrap`). An int16 `low` completes each of them to the value.
+    (`_below_wrap`). A `low` of 16 bits completes each of them to the value.
     """
     bits = _below_wrap(arithmetic, value.view(torch.int32), 0x8100)
-    if low.dtype == torch.int8:
+    if storage is StateStorage.SPLIT_24:
         bits = _rounding(arithmetic, bits, 8, draws)
         byte = arithmetic.fresh(torch.bitwise_right_shift, bits, 8)
         low.copy_(byte)
@@ -288,7 +293,7 @@ def move_at_random(arithmetic: WideArithmetic, value: Tensor, displacement: Tens
     smallest = math.frexp(_SMALLEST_GAP)[1] + 126 + _MANTISSA_BITS << _MANTISSA_BITS
     gap = arithmetic.on(torch.clamp_min, gap, smallest)
     gap = arithmetic.on(torch.sub, gap, _MANTISSA_BITS << _MANTISSA_BITS).view(torch.float32)
-    number = arithmetic.on(torch.div, displacement, gap)
+    number = arithmetic.over_power(displacement, gap)
     drawn = draws.take(16)
     chance = arithmetic.load(drawn)
     arithmetic.give_back(drawn)
@@ -385,7 +390,8 @@ def decoded(
     if first.dtype == torch.int16:
         return _load_root(WideArithmetic(), first)
     if low is not None and not low.dtype.is_floating_point:
-        return _load_split(WideArithmetic(), first, low)
+        storage = StateStorage.SPLIT_24 if low.dtype == torch.int8 else StateStorage.SPLIT
+        return _load_split(WideArithmetic(), first, low, storage)
     return None
 
 

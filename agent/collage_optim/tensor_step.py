@@ -7,6 +7,7 @@ depend on it (`tests/optim/test_tensor_step.py`).
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from collage_optim import integer_codes
-from collage_optim.advance import Step, advance_in_storage, advance_in_wide
+from collage_optim.advance import Run, Step, advance_in_storage, advance_in_wide
 from collage_optim.arithmetic import State, WideArithmetic
-from collage_optim.random_numbers import shard_number
+from collage_optim.random_numbers import RandomSource, shard_number
 from collage_optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
@@ -155,6 +156,9 @@ def step_tensors(step: Step, members: list[Member]) -> None:
     1.4 times as long on a CPU. The bits are the same, because elements never mix. Tensors stepped together share
     the random numbers of one tensor. Blocks, and shards, which draw other numbers than replicas, must not be mixed
     and are stepped one by one.
+
+    On a CPU all large tensors are prepared before the first is stepped. A step sweeps the caches, and what Python
+    does between two steps then takes several times as long.
     """
     if not members:
         return
@@ -163,6 +167,7 @@ def step_tensors(step: Step, members: list[Member]) -> None:
     together_elements = _CPU_TOGETHER_ELEMENTS if on_cpu else _DEVICE_TOGETHER_ELEMENTS
     names = ["parameter", "gradient", *component_names(step.strategy, step.moments)]
     small: list[State] = []
+    prepared: list[Run] = []
     gathered = first = 0
     mixed = step.seeding is None or StateStorage.BLOCKS not in step.strategy.storages
     for member in members:
@@ -172,7 +177,11 @@ def step_tensors(step: Step, members: list[Member]) -> None:
         if step.seeding is not None and hasattr(member.parameter, "to_local"):
             together = False
         if not together or not all(tensor.is_contiguous() for tensor in components.values()):
-            _step_components(step, components, member.position, shard_number(member.parameter))
+            run = _prepared_components(step, components, member.position, shard_number(member.parameter))
+            if run is not None and on_cpu:
+                prepared.append(run)
+            elif run is not None:
+                run()
             continue
         first = first if small else member.position
         small.append(_flat(components))
@@ -182,16 +191,22 @@ def step_tensors(step: Step, members: list[Member]) -> None:
             small, gathered = [], 0
     if small:
         _step_together(step, small, first)
+    for run in prepared:
+        run()
 
 
-def _step_components(step: Step, components: State, position: int, shard: int) -> None:
-    """Step one tensor's components, of one shape and any strides."""
+def _prepared_components(step: Step, components: State, position: int, shard: int) -> Run | None:
+    """The step of one tensor's components, of one shape and any strides; None if it had to be made at once."""
     # What is not contiguous is stepped in a copy: flat memory would do if all layouts agreed, but they may differ.
     dense = {name: tensor.contiguous() for name, tensor in components.items()}
-    _step_flat(step, _flat(dense), position, shard)
+    run = _prepared_flat(step, _flat(dense), position, shard)
+    if all(dense[name] is tensor for name, tensor in components.items()):
+        return run
+    run()
     for name, tensor in components.items():
         if dense[name] is not tensor and name != "gradient":
             tensor.copy_(dense[name])
+    return None
 
 
 def _flat(components: State) -> State:
@@ -204,19 +219,21 @@ def _step_together(step: Step, parts: list[State], position: int) -> None:
     alone = len(parts) == 1
     joined = parts[0] if alone else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     sizes = [part["parameter"].numel() for part in parts]
-    _step_flat(step, joined, position, 0)
+    _prepared_flat(step, joined, position, 0)()
     for name, tensor in joined.items():
         if name != "gradient" and not alone:
             torch._foreach_copy_([part[name] for part in parts], list(torch.split(tensor, sizes)))
 
 
-def _step_flat(step: Step, flat: State, position: int, shard: int) -> None:
-    """Step flat vectors of one length, compiled as a whole or chunk by chunk."""
-    elements = flat["parameter"].numel()
+def _prepared_flat(step: Step, flat: State, position: int, shard: int) -> Run:
+    """The step of flat vectors of one length, compiled as a whole or chunk by chunk."""
     source = None if step.seeding is None else step.seeding.at(position, shard)
-    if step.compiled is not None and elements:
-        step.compiled(flat, step.scalars, source)
-        return
+    if step.compiled is not None and flat["parameter"].numel():
+        return step.compiled(flat, step.scalars, source)
+    return partial(_step_in_chunks, step, flat, source)
+
+
+def _step_in_chunks(step: Step, flat: State, source: RandomSource | None) -> None:
     first = 0
     for chunk in chunks(flat, chunk_elements(flat["parameter"].device, step.storage_arithmetic)):
         own, length = None if source is None else source.from_element(first), chunk["parameter"].numel()

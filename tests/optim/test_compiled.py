@@ -13,6 +13,7 @@ from collage_optim import (
     CollageSGD,
     compiled,
     cpu_vectors,
+    direct_call,
 )
 from collage_optim.advance import advance_in_wide
 from collage_optim.arithmetic import WideArithmetic
@@ -120,6 +121,31 @@ def test_same_bits_between_words():
     assert_same_bits(*optimizers)
 
 
+def added(components, packed, numbers):
+    components["parameter"].add_(components["gradient"]).mul_(packed[0])
+
+
+def test_later_calls_go_past_the_checks_of_the_compiler(monkeypatch):
+    """Not with a gradient of another format, and not for a single element, which the compiler takes for fixed."""
+    call, packed = direct_call.DirectCall(added, compiled.compiler_options("cpu")), torch.tensor([2.0])
+    checked, through = call._checked, []
+    monkeypatch.setattr(call, "_checked", lambda *given: (through.append(1), checked(*given)))
+    forms = [
+        (40, torch.float32),
+        (70, torch.float32),
+        (40, torch.bfloat16),
+        (70, torch.bfloat16),
+        (1, torch.float32),
+    ]
+    for elements, dtype in forms:
+        weight, gradient = torch.linspace(-1, 1, elements), torch.ones(elements, dtype=dtype)
+        expected = (weight + 1) * 2
+        call({"parameter": weight, "gradient": gradient}, packed, None)()
+        assert torch.equal(weight, expected)
+        through.append(0)
+    assert through == [1, 0, 0, 1, 0, 0, 1, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_gradient_of_another_format_is_not_read_as_words(dtype):
     gradient, weight = torch.randn(40).to(dtype), torch.randn(40).to(torch.bfloat16)
@@ -175,8 +201,8 @@ def folding(advance):
     """A step whose low component is always zero, as a compiler leaves it that folds the casts."""
 
     def folded(components, scalars, source):
-        advance(components, scalars, source)
-        components["parameter_low"].zero_()
+        run = advance(components, scalars, source)
+        return lambda: (run(), components["parameter_low"].zero_())
 
     return folded
 
@@ -188,7 +214,7 @@ def uncompiled(structure, root):
 
     def advance(components, scalars, source):
         own = dict(zip(structure.scalar_names, scalars["packed"].unbind(), strict=True))
-        advance_in_wide(step, wide, components, own, source)
+        return lambda: advance_in_wide(step, wide, components, own, source)
 
     return advance
 
@@ -208,8 +234,8 @@ def test_self_test_notices_a_wrong_state(monkeypatch):
         advance = uncompiled(structure, root)
 
         def changed(components, scalars, source):
-            advance(components, scalars, source)
-            components["exp_avg_sq"][5] *= 1.5
+            run = advance(components, scalars, source)
+            return lambda: (run(), components["exp_avg_sq"][5].mul_(1.5))
 
         return changed
 

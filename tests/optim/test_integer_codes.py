@@ -29,7 +29,8 @@ def any_numbers(count=200_000):
 
 def split(value, dtype):
     high, low = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=dtype)
-    integer_codes.store_split(WIDE, value, high, low)
+    storage = StateStorage.SPLIT_24 if dtype == torch.int8 else StateStorage.SPLIT
+    integer_codes.store_split(WIDE, value, high, low, storage)
     return high, low
 
 
