@@ -87,6 +87,7 @@ BORROWED = [  # module, attribute, why
     ("torch._inductor.codegen.cpp", "CppVecOverrides.to_dtype_bitcast", "casts in registers"),
     ("torch._inductor.codegen.cpp", "CppVecKernel._get_num_vectors", "the same"),
     ("torch._inductor.virtualized", "_V.kernel", "the same"),
+    ("torch._inductor", "compile", "compiled code called directly"),
 ]
 BORROWERS = [
     ("collage_server.web.protocol", "BoundedProtocol"),
