@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 from collage_server.app import create_app
 from collage_server.settings import Settings
@@ -88,8 +90,24 @@ def settings(tmp_path):
     return Settings(folder=tmp_path, no_auth=True)
 
 
-@pytest.fixture
-def server(settings, clock):
+@contextmanager
+def running(settings, clock):
     app = create_app(settings, clock=clock)
     with TestClient(app, base_url="http://127.0.0.1") as client:
         yield Server(client, clock, app)
+
+
+@pytest.fixture
+def server(settings, clock):
+    with running(settings, clock) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A server with one run, for all tests of a module that only ask."""
+    folder = tmp_path_factory.mktemp("filled")
+    put_migrated(folder)
+    with running(Settings(folder=folder, no_auth=True), Clock()) as server:
+        server.filled()
+        yield server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,18 +32,16 @@ def edq_ratio(**more):
     return total("intended_effective_sum", **more) / total("intended_squared_sum", **more)
 
 
-def test_a_point_a_step(server):
-    server.filled()
-    series = server.series("edq_ratio")
+def test_a_point_a_step(filled):
+    series = filled.series("edq_ratio")
     assert series.steps == series.first_steps == list(STEPS)
     assert series.values == pytest.approx([edq_ratio(steps=[step]) for step in STEPS])
     assert series.ranks == [1] * 5
     assert all(low < value < high for low, value, high in zip(series.low, series.values, series.high, strict=True))
 
 
-def test_one_point_merges_the_whole_run(server):
-    server.filled()
-    series = server.series("edq_ratio", points=1)
+def test_one_point_merges_the_whole_run(filled):
+    series = filled.series("edq_ratio", points=1)
     assert (series.first_steps, series.steps) == ([10], [50])
     assert series.values == pytest.approx([edq_ratio()])
     single = [edq_ratio(steps=[step]) for step in STEPS]
@@ -50,61 +49,55 @@ def test_one_point_merges_the_whole_run(server):
     assert series.maximum == pytest.approx([max(single)])
 
 
-def test_norms_are_root_mean_squares_over_steps(server):
-    server.filled()
-    series = server.series("intended_norm", points=1)
+def test_norms_are_root_mean_squares_over_steps(filled):
+    series = filled.series("intended_norm", points=1)
     assert series.values == pytest.approx([math.sqrt(total("intended_squared_sum") / len(STEPS))])
 
 
-def test_a_layer_and_a_pattern(server):
-    server.filled()
-    one = server.series("edq_ratio", layer=LAYERS[1], points=1)
+def test_a_layer_and_a_pattern(filled):
+    one = filled.series("edq_ratio", layer=LAYERS[1], points=1)
     assert one.values == pytest.approx([edq_ratio(layers=1)])
-    both = server.series("edq_ratio", pattern="blocks.*", points=1)
+    both = filled.series("edq_ratio", pattern="blocks.*", points=1)
     assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3))])
 
 
 @pytest.mark.slow
-def test_by_module_type(server):
-    server.filled()
-    linear = server.series("edq_ratio", module_type="Linear", points=1)
+def test_by_module_type(filled):
+    linear = filled.series("edq_ratio", module_type="Linear", points=1)
     assert linear.values == pytest.approx([edq_ratio(layers=slice(1, 3))])
     assert linear.layer == "Linear"
-    both = server.series("edq_ratio", module_type="Linear", pattern="*.1.*", points=1)
+    both = filled.series("edq_ratio", module_type="Linear", pattern="*.1.*", points=1)
     assert both.values == pytest.approx([edq_ratio(layers=2)])
-    heatmap = server.get("/runs/r1/heatmap?metric=edq_ratio&module_type=Linear&points=2", wire.Heatmap)
+    heatmap = filled.get("/runs/r1/heatmap?metric=edq_ratio&module_type=Linear&points=2", wire.Heatmap)
     assert heatmap.layers == LAYERS[1:]
     assert [row[-1] for row in heatmap.values] == pytest.approx(
         [edq_ratio(steps=[40, 50], layers=1), edq_ratio(steps=[40, 50], layers=2)]
     )
-    worst = server.get("/runs/r1/worst?module_type=Embedding", list[wire.WorstLayer])
+    worst = filled.get("/runs/r1/worst?module_type=Embedding", list[wire.WorstLayer])
     assert [entry.layer for entry in worst] == [LAYERS[0]]
 
 
-def test_a_module_type_that_is_not_there(server):
-    server.filled()
+def test_a_module_type_that_is_not_there(filled):
     for route in ("series?metric=edq_ratio", "heatmap?metric=edq_ratio", "worst?k=1"):
-        error = server.get(f"/runs/r1/{route}&module_type=LayerNorm", status=404)
+        error = filled.get(f"/runs/r1/{route}&module_type=LayerNorm", status=404)
         assert error.field == "module_type"
         assert "Embedding, Linear" in error.message
     assert (
-        server.get("/runs/r1/series?metric=edq_ratio&layer=x&module_type=Linear", status=422).field == "module_type"
+        filled.get("/runs/r1/series?metric=edq_ratio&layer=x&module_type=Linear", status=422).field == "module_type"
     )
-    assert server.get("/runs/r1/series?metric=loss&module_type=Linear", status=422).field == "layer"
+    assert filled.get("/runs/r1/series?metric=loss&module_type=Linear", status=422).field == "layer"
     none = "/runs/r1/series?metric=edq_ratio&module_type=Linear&pattern=embedding*"
-    assert server.get(none, status=404).field == "pattern"
+    assert filled.get(none, status=404).field == "pattern"
 
 
-def test_from_and_to_are_inclusive(server):
-    server.filled()
-    series = server.send("GET", "/runs/r1/series?metric=edq_ratio&from=20&to=40", kind=wire.Series)
+def test_from_and_to_are_inclusive(filled):
+    series = filled.send("GET", "/runs/r1/series?metric=edq_ratio&from=20&to=40", kind=wire.Series)
     assert series.steps == [20, 30, 40]
 
 
-def test_axes(server):
-    server.filled()
-    assert server.series("edq_ratio", axis="time").positions == [0.0, 10.0, 20.0, 30.0, 40.0]
-    assert server.series("edq_ratio", axis="tokens").positions == [1000.0, 2000.0, 3000.0, 4000.0, 5000.0]
+def test_axes(filled):
+    assert filled.series("edq_ratio", axis="time").positions == [0.0, 10.0, 20.0, 30.0, 40.0]
+    assert filled.series("edq_ratio", axis="tokens").positions == [1000.0, 2000.0, 3000.0, 4000.0, 5000.0]
 
 
 def test_tokens_are_the_newest_logged_at_or_before_the_step(server):
@@ -116,10 +109,9 @@ def test_tokens_are_the_newest_logged_at_or_before_the_step(server):
     assert server.series("edq_ratio", axis="tokens").positions == [None, 64.0, 64.0, 128.0, 128.0]
 
 
-def test_undefined_is_null(server):
-    server.filled()
-    assert server.series("edq_oracle_ratio").values == [None] * 5
-    assert server.series("edq_oracle_ratio").low is None
+def test_undefined_is_null(filled):
+    assert filled.series("edq_oracle_ratio").values == [None] * 5
+    assert filled.series("edq_oracle_ratio").low is None
 
 
 def test_zero_denominator_is_null(server):
@@ -160,24 +152,22 @@ def test_a_logged_name_that_begins_as_a_metric_does_is_a_scalar(server):
         assert (refused.field, unknown.partition("/")[0] in refused.message) == ("metric", True)
 
 
-def test_scalar_buckets_are_means_with_extremes(server):
-    server.filled()
-    series = server.series("loss", points=2)
+def test_scalar_buckets_are_means_with_extremes(filled):
+    series = filled.series("loss", points=2)
     logged = [4.0 - 0.01 * step for step in STEPS]
     assert series.values == pytest.approx([sum(logged[:3]) / 3, sum(logged[3:]) / 2])
     assert series.minimum == pytest.approx([logged[2], logged[4]])
     assert series.maximum == pytest.approx([logged[0], logged[3]])
 
 
-def test_heatmap(server):
-    server.filled()
-    answer = server.get("/runs/r1/heatmap?metric=edq_ratio&points=2", wire.Heatmap)
+def test_heatmap(filled):
+    answer = filled.get("/runs/r1/heatmap?metric=edq_ratio&points=2", wire.Heatmap)
     assert answer.layers == LAYERS
     assert answer.steps == [30, 50]
     for index, row in enumerate(answer.values):
         expected = [edq_ratio(steps=steps, layers=index) for steps in ([10, 20, 30], [40, 50])]
         assert row == pytest.approx(expected)
-    worst = server.get("/runs/r1/heatmap?metric=edq_ratio&order=worst", wire.Heatmap)
+    worst = filled.get("/runs/r1/heatmap?metric=edq_ratio&order=worst", wire.Heatmap)
     assert worst.layers == LAYERS[::-1]
 
 
@@ -238,12 +228,11 @@ def test_histograms_of_layers_ranks_and_steps(server):
     assert server.get("/runs/r1/histogram?pattern=blocks.*", wire.Histogram).layer == "blocks.*"
 
 
-def test_histogram(server):
-    server.filled()
-    whole = server.get("/runs/r1/histogram", wire.Histogram)
+def test_histogram(filled):
+    whole = filled.get("/runs/r1/histogram", wire.Histogram)
     counts = dict(zip(whole.labels, whole.counts, strict=True))
     assert (counts["-3"], counts["0"], counts["overflow"]) == (10.0 * 3 * 5, 110.0 * 3 * 5, 0.0)
-    at = server.get(f"/runs/r1/histogram?step=35&layer={LAYERS[0]}", wire.Histogram)
+    at = filled.get(f"/runs/r1/histogram?step=35&layer={LAYERS[0]}", wire.Histogram)
     assert (at.first_step, at.step, sum(at.counts)) == (30, 30, 120.0)
 
 
@@ -270,14 +259,13 @@ def test_mean_scalars_are_of_the_last_twenty(server):
     assert answer.runs[0].mean_scalars["loss"] == sum(range(30, 50)) / 20
 
 
-def test_latest_names_the_worst_layers(server):
-    server.filled()
-    answer = server.get("/runs/r1/latest", wire.Latest)
+def test_latest_names_the_worst_layers(filled):
+    answer = filled.get("/runs/r1/latest", wire.Latest)
     assert answer.step == 50
     assert answer.model["edq_ratio"] == pytest.approx(edq_ratio(steps=[50]))
     assert [entry.layer for entry in answer.worst] == LAYERS[::-1]
     assert answer.scalars["loss"].step == 50
-    top = server.get("/runs/r1/worst?metric=lost_update_ratio&k=1", list[wire.WorstLayer])
+    top = filled.get("/runs/r1/worst?metric=lost_update_ratio&k=1", list[wire.WorstLayer])
     assert [entry.layer for entry in top] == [LAYERS[2]]
 
 
@@ -430,23 +418,21 @@ def test_many_names_of_layers_are_looked_up_once_a_question(server, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(pairs=True)
 @pytest.mark.parametrize("together", [50, 4096])
-@pytest.mark.parametrize("more", [{"pattern": "blocks.*"}, {"module_type": "Linear"}, {"pattern": "*"}])
-@pytest.mark.parametrize("metric", ["edq_ratio", "intended_norm"])
-def test_layers_together_keep_extremes_and_interval_when_they_are_sealed(
-    server, monkeypatch, together, more, metric
-):
+def test_layers_together_keep_extremes_and_interval_when_they_are_sealed(server, monkeypatch, together):
     monkeypatch.setattr(store_reads, "_STEPS_AT_ONCE", together)
     server.app.state.collage.store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
-    ranges: list[dict[str, int]] = [{}, {"from": 9, "to": 120}]
-    before = [server.series(metric, points=4, **more, **some) for some in ranges]
+    layers: list[dict[str, Any]] = [{"pattern": "blocks.*"}, {"module_type": "Linear"}, {"pattern": "*"}]
+    ranges: list[dict[str, Any]] = [{}, {"from": 9, "to": 120}]
+    metrics = ("edq_ratio", "intended_norm")
+    asked = [{"metric": metric, **more, **some} for metric in metrics for more in layers for some in ranges]
+    before = [server.series(points=4, **question) for question in asked]
     while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
         pass
     server.reports([report(4 * LIMITS.points, 4 * LIMITS.points, measured=False)])
-    for held, some in zip(before, ranges, strict=True):
-        after = server.series(metric, points=4, **more, **some)
+    for held, question in zip(before, asked, strict=True):
+        after = server.series(points=4, **question)
         assert max(held.maximum) > min(held.minimum)
         for name, values in msgspec.structs.asdict(held).items():
             assert getattr(after, name) == (
@@ -497,10 +483,9 @@ def test_runs_compared_together_are_what_each_is_alone(server):
     assert "lost_update_ratio" not in merged["r4"]
 
 
-def test_a_scalar_has_no_layers_in_a_comparison(server):
-    server.filled()
+def test_a_scalar_has_no_layers_in_a_comparison(filled):
     for more in (f"layer={LAYERS[0]}", "pattern=*", "module_type=Linear"):
-        assert server.get(f"/compare?run=r1&metric=loss&{more}", status=422).field == "layer"
-    [run] = server.get("/compare?run=r1&metric=loss&from=20&to=40", wire.Comparison).runs
+        assert filled.get(f"/compare?run=r1&metric=loss&{more}", status=422).field == "layer"
+    [run] = filled.get("/compare?run=r1&metric=loss&from=20&to=40", wire.Comparison).runs
     assert run.series.steps == [20, 30, 40]
-    assert server.get("/compare?run=r1&metric=edq_ratio&rank=7", status=404).field == "rank"
+    assert filled.get("/compare?run=r1&metric=edq_ratio&rank=7", status=404).field == "rank"

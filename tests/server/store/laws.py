@@ -381,10 +381,12 @@ def killed_after(store, transactions):
 class LawsContract:
     """Subclasses give the fixtures `store` and `reopen`."""
 
+    lives = 8
+    """That are led by day: each is long."""
+
     def test_readers_get_what_was_reported(self, store, reopen):
         machine = type("Machine", (StoreMachine,), {"store": store, "reopen": staticmethod(reopen)})
         profile = settings()
-        # Of those that a property of numbers has: a life is long.
-        share = 12 if profile.derandomize else 6
-        bounded = settings(profile, max_examples=profile.max_examples // share, stateful_step_count=25)
+        lives = self.lives if profile.derandomize else profile.max_examples // 6
+        bounded = settings(profile, max_examples=lives, stateful_step_count=25)
         run_state_machine_as_test(machine, settings=bounded)

@@ -1,4 +1,7 @@
-"""The store's contract where all that is sealed becomes archived files at once, and what archiving alone does."""
+"""The store's contract where all that is sealed becomes archived files at once, and what archiving alone does.
+
+What hardly seals or is read of files in a bucket by day (`test_archived_elsewhere`) is left to the night.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from tests.server.store.sealing import SealingContract
 from tests.server.store.second_writers import SecondWritersContract
 
 pytestmark = pytest.mark.slow
+
+_nightly = pytest.mark.nightly
 
 
 class ArchivingSealing:
@@ -60,7 +65,7 @@ def archive_at_once(monkeypatch):
     monkeypatch.setattr(archiving, "is_over", lambda *_: True)
 
 
-@pytest.fixture(params=[pytest.param("in groups", marks=pytest.mark.nightly), "at once"])
+@pytest.fixture(params=[pytest.param("in groups", marks=_nightly), "at once"])
 def store(tmp_path, request, monkeypatch):
     monkeypatch.setattr(archive_plan, "_CHUNKS", {1: 2, 16: 2})
     if request.param == "at once":
@@ -75,10 +80,12 @@ def reopen(store):
     yield from reopening(store, lambda: opened(store.path))
 
 
+@_nightly
 class TestArchived(StoreContract):
     """Reports, runs and what is read of them."""
 
 
+@_nightly
 class TestArchivedParts(PartsContract):
     """Reports of a step in several parts."""
 
@@ -87,11 +94,19 @@ class TestArchivedRanks(RanksContract):
     """Ranks merged."""
 
 
+@_nightly
 class TestArchivedReplicas(ReplicasContract):
     """Replicas compared."""
 
 
-class TestArchivedSealed(SealedContract):
+class WithoutRows(SealedContract):
+    """Logged values of runs that ended stand in files here: they are read whole."""
+
+    test_the_newest_scalars_are_read_from_the_last_parts = None
+
+
+@_nightly
+class TestArchivedSealed(WithoutRows):
     """What stands in chunks."""
 
 
@@ -102,6 +117,8 @@ class TestArchivedSealing(SealingContract):
 class TestArchivedLaws(LawsContract):
     """The store's life, with files."""
 
+    lives = 4
+
 
 class TestArchivedLife(LifeContract):
     """Retention and deletion."""
@@ -111,11 +128,10 @@ class TestArchivedSecondWriters(SecondWritersContract):
     """Who logs beside the training."""
 
 
-# Totals of the model and logged values of runs that ended stand in files here: they are read whole, no row is left
-# to be weighed, and what is stopped half-way through rows `test_archive_faults` stops with files.
+# Totals of the model stand in files here: no row is left to be weighed, and what is stopped half-way through rows
+# `test_archive_faults` stops with files.
 for contract, name in (
     (TestArchivedSealing, "test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers"),
-    (TestArchivedSealed, "test_the_newest_scalars_are_read_from_the_last_parts"),
     (TestArchivedLife, "test_an_interrupted_drop_is_finished"),
     (TestArchivedLife, "test_a_deleted_run_is_invisible_at_once_and_its_rows_go_in_slices"),
 ):

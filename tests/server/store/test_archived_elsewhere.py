@@ -1,7 +1,7 @@
 """The contract with archived files in a bucket, and with PostgreSQL beside either; `test_archived` has the rest.
 
-On every run PostgreSQL with a bucket, in groups, and the classes that read, take late parts, retain and delete; at
-night everything everywhere.
+On every run PostgreSQL with a bucket, in groups, and the classes that read and take late parts; at night everything
+everywhere.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TestArchivedParts(PartsContract):
     """Reports of a step in several parts."""
 
 
-class TestArchivedSealed(test_archived.TestArchivedSealed):
+class TestArchivedSealed(test_archived.WithoutRows):
     """What stands in chunks."""
 
 
@@ -88,6 +88,7 @@ class TestArchivedSealing(test_archived.TestArchivedSealing):
     """From the journal to chunks."""
 
 
+@_nightly
 class TestArchivedLife(test_archived.TestArchivedLife):
     """Retention and deletion."""
 
