@@ -302,6 +302,7 @@ def launched_on_two_ranks(store):
     return reported
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("archived_before", [False, True])
 @pytest.mark.parametrize("published_before", [False, True])
 def test_what_a_rank_sent_late_is_in_the_same_rows(store, archived_before, published_before):
