@@ -22,7 +22,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 15.0
+SECONDS = 30.0
 FINDING = "collage_finding"
 
 
@@ -47,7 +47,7 @@ def rounds(server, work, seconds, *, alive=True):
     """Rounds of the evaluation for so long; a run that is alive logs once a minute."""
     for place in range(round(seconds / SECONDS)):
         server.clock.now += SECONDS
-        if alive and place % 4 == 0:
+        if alive and place % 2 == 0:
             seq = 1000 + int(server.clock.now - 1_700_000_000)
             server.reports([report(seq, 2000, measured=False, scalars={"loss": 3.0})])
         work.do_due_work()
@@ -81,7 +81,7 @@ def low(server):
 
 def test_it_fires_with_its_reason_and_ends_when_the_run_does(low):
     work = evaluator(low, "CollageEdqLow")
-    rounds(low, work, 9.75 * 60)
+    rounds(low, work, 9.5 * 60)
     assert incidents(low) == []
     rounds(low, work, 60)
     (fired,) = incidents(low, run="r1", state="firing")

@@ -54,6 +54,7 @@ class Training:
     batch: int = 64
     seconds_a_step: float = 6.0
     ranks: int = 1
+    steps: int = STEPS
     dtype: torch.dtype = torch.bfloat16
     rate: Callable[[int], float] = field(default=lambda step: 1.0)
     scale: Callable[[int], float] = field(default=lambda step: 1.0)
@@ -172,7 +173,7 @@ def train_rank(training, seed, wrapped=lambda model: model):
     if training.first_loss:
         _steps(training, model, teacher, training.optimizer(model.parameters()), range(1, training.first_loss))
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        for last in filter(None, (training.resume_at, STEPS)):
+        for last in filter(None, (training.resume_at, training.steps)):
             optimizer = training.optimizer(model.parameters())
             if state is not None:
                 training.on_resume(state)

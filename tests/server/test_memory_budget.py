@@ -39,15 +39,6 @@ def budget():
     return MemoryBudget(512 * MIB, 128 * MIB)
 
 
-def test_the_parts_of_512_mib(budget):
-    assert (budget.body_bytes, budget.cache_bytes, budget.working_bytes) == (64 * MIB, 64 * MIB, 256 * MIB)
-    assert [budget.share(owner) for owner in ("answers", "evaluations", "sealing")] == [
-        128 * MIB,
-        192 * MIB,
-        128 * MIB,
-    ]
-
-
 def test_without_a_lease_nobody_is_charged(budget):
     hold(10**12)
     assert list(held_rows((row, 10**12) for row in range(3))) == [0, 1, 2]

@@ -49,11 +49,6 @@ def test_one_point_merges_the_whole_run(filled):
     assert series.maximum == pytest.approx([max(single)])
 
 
-def test_norms_are_root_mean_squares_over_steps(filled):
-    series = filled.series("intended_norm", points=1)
-    assert series.values == pytest.approx([math.sqrt(total("intended_squared_sum") / len(STEPS))])
-
-
 def test_a_layer_and_a_pattern(filled):
     one = filled.series("edq_ratio", layer=LAYERS[1], points=1)
     assert one.values == pytest.approx([edq_ratio(layers=1)])
@@ -88,16 +83,6 @@ def test_a_module_type_that_is_not_there(filled):
     assert filled.get("/runs/r1/series?metric=loss&module_type=Linear", status=422).field == "layer"
     none = "/runs/r1/series?metric=edq_ratio&module_type=Linear&pattern=embedding*"
     assert filled.get(none, status=404).field == "pattern"
-
-
-def test_from_and_to_are_inclusive(filled):
-    series = filled.send("GET", "/runs/r1/series?metric=edq_ratio&from=20&to=40", kind=wire.Series)
-    assert series.steps == [20, 30, 40]
-
-
-def test_axes(filled):
-    assert filled.series("edq_ratio", axis="time").positions == [0.0, 10.0, 20.0, 30.0, 40.0]
-    assert filled.series("edq_ratio", axis="tokens").positions == [1000.0, 2000.0, 3000.0, 4000.0, 5000.0]
 
 
 def test_tokens_are_the_newest_logged_at_or_before_the_step(server):
@@ -286,17 +271,6 @@ def test_two_ranks_are_one_process(server):
     assert layer.values == pytest.approx([math.sqrt(squares / len(STEPS))])
 
 
-def test_a_partial_step_says_so_and_is_not_the_latest(server):
-    server.run()
-    server.attempt()
-    for rank in range(2):
-        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
-    server.reports([report(i, step) for i, step in enumerate(STEPS)], "s0")
-    server.reports([report(i, step, rank=1) for i, step in enumerate([10, 20])], "s1")
-    assert server.series("edq_ratio").ranks == [2, 2, 1, 1, 1]
-    assert server.get("/runs/r1/latest", wire.Latest).step == 20
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_a_point_lacks_ranks_of_its_own_attempt_only(server, before, after):
@@ -324,17 +298,6 @@ def test_a_point_lacks_ranks_of_its_own_attempt_only(server, before, after):
     assert beside.expected_ranks == series.expected_ranks
 
 
-def test_replicas_are_taken_once(server):
-    server.run()
-    server.attempt()
-    for rank in range(2):
-        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2, replica=rank)
-        server.reports([report(0, 10)], f"s{rank}")
-    server.reports([report(1, 20)], "s1")
-    assert server.series("elements").values == [3.0 * 128] * 2
-    assert server.series("elements", layer=LAYERS[0]).values == [128.0] * 2
-
-
 def test_replicas_beside_shards_of_one_rank(server):
     server.run()
     server.attempt()
@@ -360,18 +323,6 @@ def test_reports_of_one_step_merge(server):
     assert server.series("edq_ratio").values == pytest.approx([edq_ratio(steps=[10])])
     assert server.series("edq_ratio").ranks == [1]
     assert server.get("/runs/r1/latest", wire.Latest).model["elements"] == 3.0 * 128
-
-
-def test_nan_is_not_reported(server):
-    server.run()
-    server.attempt()
-    server.stream()
-    values = block(10)
-    values[STATISTICS.index("lost"), 0] = np.nan
-    server.reports([report(0, 10, values=values)])
-    expected = total("lost", steps=[10], layers=slice(1, 3))
-    assert server.series("lost").values == [expected]
-    assert server.series("lost", layer=LAYERS[0]).values == [None]
 
 
 @pytest.mark.slow

@@ -381,12 +381,12 @@ def killed_after(store, transactions):
 class LawsContract:
     """Subclasses give the fixtures `store` and `reopen`."""
 
-    lives = 8
-    """That are led by day: each is long."""
+    lives, length = 8, 16
+    """By day; at night lives are many and longer."""
 
     def test_readers_get_what_was_reported(self, store, reopen):
         machine = type("Machine", (StoreMachine,), {"store": store, "reopen": staticmethod(reopen)})
         profile = settings()
-        lives = self.lives if profile.derandomize else profile.max_examples // 6
-        bounded = settings(profile, max_examples=lives, stateful_step_count=25)
+        lives, length = (self.lives, self.length) if profile.derandomize else (profile.max_examples // 6, 25)
+        bounded = settings(profile, max_examples=lives, stateful_step_count=length)
         run_state_machine_as_test(machine, settings=bounded)

@@ -117,7 +117,7 @@ class TestArchivedSealing(SealingContract):
 class TestArchivedLaws(LawsContract):
     """The store's life, with files."""
 
-    lives = 4
+    lives, length = 6, 12
 
 
 class TestArchivedLife(LifeContract):

@@ -74,7 +74,7 @@ class TestPostgresqlSealed(SealedContract):
 class TestPostgresqlLaws(LawsContract):
     """The store's life on PostgreSQL."""
 
-    lives = 4
+    lives, length = 6, 12
 
 
 class TestPostgresqlParts(PartsContract):

@@ -279,11 +279,6 @@ def test_no_empty_database_takes_the_place_of_one_that_is_gone(tmp_path, lost):
     opened(path).close()
 
 
-def test_the_file_survives_a_second_opening(store):
-    store.close()
-    opened(store.path).close()
-
-
 @pytest.mark.slow
 def test_of_two_servers_on_one_file_one_seals_at_a_time(store):
     other = opened(store.path)
