@@ -5,8 +5,9 @@ is: a deadline only keeps what will never happen from waiting for ever.
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["PATIENCE_SECONDS", "until"]
+__all__ = ["PATIENCE_SECONDS", "at_once", "until"]
 
 PATIENCE_SECONDS = 300.0
 """How long a test waits for what should happen at once: a program that compiles took 240 beside four busy loops."""
@@ -30,3 +31,9 @@ def until(condition, what="it"):
         time.sleep(pause)
         pause = min(_LONGEST_PAUSE_SECONDS, _LONGER * pause)
     return answer
+
+
+def at_once(*calls):
+    """What the calls return, each in a thread of its own; raises what one of them raises."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [called.result() for called in [threads.submit(call) for call in calls]]

@@ -34,7 +34,7 @@ from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import SealingContract
 from tests.server.store.seen import rows, seal_all, seen, unchanged
-from tests.waiting import PATIENCE_SECONDS, until
+from tests.waiting import PATIENCE_SECONDS, at_once, until
 
 pytestmark = pytest.mark.slow
 
@@ -139,20 +139,7 @@ def test_a_newer_schema_is_refused_with_a_sentence(store, database):
 
 
 def test_servers_migrating_at_once_do_it_once(empty_database):
-    errors = []
-
-    def migrate():
-        try:
-            PostgresqlStore(empty_database, stale_after_seconds=600.0).migrate()
-        except StoreUnusable as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=migrate) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    at_once(*[PostgresqlStore(empty_database, stale_after_seconds=600.0).migrate for _ in range(4)])
     opened(empty_database).close()
 
 
@@ -194,24 +181,22 @@ def test_so_is_a_database_that_does_not_wait_for_its_log(database, execute):
         opened(database)
 
 
-def test_two_servers_take_the_same_reports_and_store_each_once(store, database):
+@pytest.fixture
+def other(database):
+    """Another server on the same database."""
     other = opened(database)
+    yield other
+    other.close()
+
+
+def test_two_servers_take_the_same_reports_and_store_each_once(store, other):
     stream = StoreContract.fill(store)
-    accepted = []
 
     def send(server, order):
-        for seq in order:
-            outcome = server.journal.append([ReportGroup(stream, [report(seq, seq + 1)])], NOW)[0]
-            accepted.append(outcome.accepted)
+        groups = ([ReportGroup(stream, [report(seq, seq + 1)])] for seq in order)
+        return sum(server.journal.append(group, NOW)[0].accepted for group in groups)
 
-    threads = [
-        threading.Thread(target=send, args=(store, range(60))),
-        threading.Thread(target=send, args=(other, range(59, -1, -1))),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    accepted = at_once(lambda: send(store, range(60)), lambda: send(other, range(59, -1, -1)))
     assert sum(accepted) == 60
     for server in (store, other):
         [known] = server.streams.of_run("r1")
@@ -219,77 +204,49 @@ def test_two_servers_take_the_same_reports_and_store_each_once(store, database):
         assert latest_point(server, "r1").step == 60
         assert server.runs.get("r1").scalars["loss"].step == 60
     unchanged(seen(store), seen(other))
-    other.close()
 
 
-def test_two_servers_creating_the_same_things_make_one_of_each(store, database):
-    servers = [store, opened(database)]
-    attempts, errors = [], []
+def test_two_servers_creating_the_same_things_make_one_of_each(store, other):
+    def create(server, own):
+        for i in range(10):
+            server.runs.create("p", wire.RunCreate(run_id=f"r{i}"), NOW)
+            for launch in (own, "shared"):
+                server.streams.create_attempt(f"r{i}", wire.AttemptCreate(launch_id=launch, first_step=1), NOW)
 
-    def create(server, launch):
-        try:
-            for i in range(10):
-                server.runs.create("p", wire.RunCreate(run_id=f"r{i}"), NOW)
-                create = wire.AttemptCreate(launch_id=launch, first_step=1)
-                attempts.append((i, launch, server.streams.create_attempt(f"r{i}", create, NOW).attempt))
-                server.streams.create_attempt(f"r{i}", wire.AttemptCreate(launch_id="shared", first_step=1), NOW)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=create, args=(server, f"launch-{number}")) for number, server in enumerate(servers)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    at_once(lambda: create(store, "launch-0"), lambda: create(other, "launch-1"))
     for i in range(10):
-        numbers = [attempt.attempt for attempt in store.runs.get(f"r{i}").attempts]
-        assert numbers == [1, 2, 3]
-    servers[1].close()
+        assert [attempt.attempt for attempt in store.runs.get(f"r{i}").attempts] == [1, 2, 3]
 
 
-def test_two_servers_that_evaluate_a_run_at_once_keep_one_overview(store, database):
+def test_two_servers_that_evaluate_a_run_at_once_keep_one_overview(store, other):
     StoreContract.fill(store)
-    servers = [store, opened(database)]
     (due,) = store.overviews.due(10)
-    record, errors = store.runs.get("r1"), []
-    together = threading.Barrier(2)
+    record, together = store.runs.get("r1"), threading.Barrier(2)
 
     def put(server):
         try:
             for _ in range(50):
                 together.wait(PATIENCE_SECONDS)
                 server.overviews.put(due, record, wire.Overview(run_id="r1", headline="as it is"))
-        except Exception as error:
-            errors.append(error)
+        except Exception:
             together.abort()
+            raise
 
-    threads = [threading.Thread(target=put, args=(server,)) for server in servers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    at_once(lambda: put(store), lambda: put(other))
     assert store.overviews.of("r1").headline == "as it is"
-    servers[1].close()
 
 
-def test_only_one_server_seals_a_run_at_a_time(store, database):
-    other = opened(database)
+def test_only_one_server_seals_a_run_at_a_time(store, other):
     stream = StoreContract.fill(store)
     StoreContract.append(store, stream, *(report(i, i + 1) for i in range(40)))
     with store._claim("r1") as mine:
         assert mine
         assert not other.sealing.seal("r1", NOW)
     assert other.sealing.seal("r1", NOW)
-    other.close()
 
 
-def test_a_sealer_that_loses_its_claim_makes_nothing_visible(store, database, cluster, monkeypatch):
+def test_a_sealer_that_loses_its_claim_makes_nothing_visible(store, other, cluster, monkeypatch):
     """Another server may have begun to seal the same reports."""
-    other = opened(database)
     StoreContract.append(store, StoreContract.fill(store), *(report(i, i + 1) for i in range(40)))
     before = seen(store)
     writing = store.writing
@@ -309,12 +266,10 @@ def test_a_sealer_that_loses_its_claim_makes_nothing_visible(store, database, cl
     assert rows(store, schema.point_chunk) == 0
     assert seal_all(other) == 1
     unchanged(before, seen(store))
-    other.close()
 
 
-def test_a_claim_outlasts_the_time_that_a_transaction_may_idle(store, database, cluster):
+def test_a_claim_outlasts_the_time_that_a_transaction_may_idle(store, other, cluster):
     StoreContract.fill(store)
-    other = opened(database)
     cluster.execute(f"ALTER DATABASE {store.engine.url.database} SET idle_in_transaction_session_timeout = '1s'")
     other.engine.dispose()
     with other._claim("r1") as mine, other.engine.connect() as later:
@@ -329,7 +284,6 @@ def test_a_claim_outlasts_the_time_that_a_transaction_may_idle(store, database, 
         with store._claim("r1") as theirs:
             assert not theirs
         other._require_claim()
-    other.close()
 
 
 def test_a_session_that_only_reads_is_let_go(store, cluster, caplog):
@@ -353,19 +307,16 @@ def test_a_session_that_only_reads_is_let_go(store, cluster, caplog):
         wrong()
 
 
-def test_a_run_can_be_deleted_while_another_server_seals_it(store, database):
+def test_a_run_can_be_deleted_while_another_server_seals_it(store, other):
     """The sealer holds its claim and then wants the run; the deletion holds the run: it must not want the claim."""
-    other = opened(database)
     StoreContract.fill(store)
     with store._claim("r1"):
         other.runs.delete("r1", NOW)
     with pytest.raises(Gone):
         store.sealing.seal("r1", NOW)
-    other.close()
 
 
-def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, database):
-    other = opened(database)
+def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, other):
     stream = StoreContract.fill(store)
     done = threading.Event()
 
@@ -373,21 +324,20 @@ def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, database
         while not done.is_set():
             server.sealing.seal("r1", NOW)
 
-    sealers = [threading.Thread(target=seal, args=(server,)) for server in (store, other)]
-    for thread in sealers:
-        thread.start()
-    for start in range(0, 200, 10):
-        server = store if start % 20 else other
-        server.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(start, start + 10)])], NOW)
-    done.set()
-    for thread in sealers:
-        thread.join()
+    def send():
+        try:
+            for start in range(0, 200, 10):
+                reports = [report(i, i + 1) for i in range(start, start + 10)]
+                (store if start % 20 else other).journal.append([ReportGroup(stream, reports)], NOW)
+        finally:
+            done.set()
+
+    at_once(send, lambda: seal(store), lambda: seal(other))
     seal_all(store)
     assert store.streams.of_run("r1")[0].reports == 200
     assert model_points(store, "r1", ["lost"], ALL).steps.tolist() == list(range(1, 201))
     again = other.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(200)])], NOW)[0]
     assert (again.accepted, again.duplicates) == (0, 200)
-    other.close()
 
 
 def test_a_commit_that_finds_its_connection_lost_gives_up_the_idle_ones_too(store, cluster, caplog):
