@@ -168,14 +168,6 @@ def test_another_server_takes_over_what_fires_and_fires_it_no_second_time(low):
     assert [entry.state for entry in incidents(low)] == ["resolved"]
 
 
-def test_a_stalled_run_is_told(low):
-    work = evaluator(low, "CollageRunStalled")
-    rounds(low, work, 4.5 * 60, alive=False)
-    assert incidents(low) == []
-    rounds(low, work, 60, alive=False)
-    assert [entry.alert for entry in incidents(low, state="firing")] == ["CollageRunStalled"]
-
-
 def test_what_alertmanager_sends_stands_beside_it_once(low):
     labels = {"alertname": "CollageEdqLow", "run_id": "r1", "severity": "warning", "job": "collage"}
 

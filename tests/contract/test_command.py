@@ -18,13 +18,6 @@ from collage_monitor.errors import NotAuthorised, ServerUnreachable
 pytestmark = pytest.mark.slow
 
 
-def test_every_verb_is_offered_with_its_help():
-    result = CliRunner().invoke(root, ["--help"])
-    assert result.exit_code == 0
-    for verb in ("up", "list", "show", "serve", "dashboard", "demo"):
-        assert f"  {verb} " in result.output
-
-
 _REQUIRED = {
     "nothing": [],
     "client": ["httpx"],

@@ -90,11 +90,6 @@ def test_a_part_without_anything_may_come_first():
     np.testing.assert_array_equal(merge_shards([{}, {"lost": np.array([1.0, 2.0])}])["lost"], [1.0, 2.0])
 
 
-def test_nothing_to_merge_is_an_error():
-    with pytest.raises(ValueError, match="at least one part"):
-        merge_shards([])
-
-
 def variances(aa, bb, ab):
     return {
         "variance_numerator/edq_ratio": np.array([aa]),

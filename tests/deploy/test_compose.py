@@ -40,15 +40,6 @@ def test_every_image_is_pinned_by_its_digest():
     assert [image for image in images if not PINNED.fullmatch(image)] == []
 
 
-def test_the_image_installs_beside_the_python_of_its_base():
-    """Debian's refuses (PEP 668); `make containers` builds on it, from a checkout made under umask 077."""
-    text = (ROOT / "Dockerfile").read_text()
-    environment = re.findall(r"python3 -m venv (\S+)", text)
-    assert re.findall(r"(\S+) install .*constraints\.txt", text) == [f"{environment[0]}/bin/pip"]
-    assert f"ENV PATH={DOCKERFILE['WORKDIR']}/{environment[0]}/bin:$PATH" in text
-    assert text.index("chmod -R a+rX .") < text.index("USER 10001")
-
-
 @pytest.mark.parametrize("arguments", MADE_BY_HAND)
 def test_the_page_s_commands_make_tokens(arguments, tmp_path):
     done = run_command(SERVER, *arguments.split(), "--dir", tmp_path)
@@ -114,14 +105,6 @@ def test_every_service_has_a_bound_of_memory():
 def test_the_network_is_named_once_and_can_be_another():
     text = (ROOT / "docker-compose.yml").read_text()
     assert text.count("172.30.74") == text.count("${COLLAGE_NETWORK:-172.30.74}") == 5
-
-
-def test_what_is_pinned_is_asked_about_every_week():
-    asked = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text())["updates"]
-    assert {entry["package-ecosystem"] for entry in asked} == {"docker", "docker-compose", "pip", "github-actions"}
-    assert {entry["schedule"]["interval"] for entry in asked} == {"weekly"}
-    jobs = yaml.safe_load((ROOT / ".github/workflows/audit.yml").read_text())["jobs"]
-    assert any("pip_audit" in step.get("run", "") for step in jobs["pip-audit"]["steps"])
 
 
 def test_server_and_dashboard_believe_the_proxy_s_address_and_no_other():

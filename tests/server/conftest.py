@@ -62,10 +62,22 @@ class Server:
     def stream(self, run_id="r1", **more):
         return self.post(f"/runs/{run_id}/streams", stream_create(**more), wire.Stream)
 
+    def ranks(self, count):
+        """A run of so many ranks, a stream each."""
+        self.run()
+        self.attempt()
+        for rank in range(count):
+            self.stream(stream_id=f"s{rank}", rank=rank, world_size=count)
+
     def reports(self, reports, stream_id="s0", status=200):
         batch = wire.ReportBatch(reports=list(reports))
         path = f"/streams/{stream_id}/reports"
         return self.post(path, batch, wire.BatchAnswer, status, encode=wire.encode_batch)
+
+    def seal(self, run_id="r1", **more):
+        """All that is due of a run."""
+        while self.app.state.collage.store.sealing.seal(run_id, self.clock(), **more):
+            pass
 
     def series(self, metric, run_id="r1", **query):
         asked = "&".join(f"{name}={value}" for name, value in {"metric": metric, **query}.items())
@@ -91,10 +103,11 @@ def settings(tmp_path):
 
 
 @contextmanager
-def running(settings, clock):
-    app = create_app(settings, clock=clock)
+def running(settings, clock=None, **more):
+    """A `Server` on these settings; without a clock its times are the database's."""
+    app = create_app(settings, clock=clock, **more)
     with TestClient(app, base_url="http://127.0.0.1") as client:
-        yield Server(client, clock, app)
+        yield Server(client, clock or Clock(), app)
 
 
 @pytest.fixture

@@ -11,9 +11,7 @@ from tests.server.samples import report
 
 
 def resumed(server, first_step, steps):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     server.reports([report(i, step) for i, step in enumerate(range(10, 110, 10))])
     server.attempt(launch_id="launch-2", first_step=first_step)
     server.stream(stream_id="s1", launch_id="launch-2")
@@ -52,16 +50,14 @@ def logs_only(server, points, attempt=2, first_step=None, first_seq=0):
     server.reports(sent, f"s{attempt - 1}")
 
 
-def seal_all(server):
-    store = server.app.state.collage.store
-    server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
-    while store.sealing.seal("r1", server.clock.now):
-        pass
-
-
 def logged(server, name, **query):
     series = server.series(name, points=5000, **query)
     return dict(zip(series.steps, series.values, strict=True))
+
+
+def seal_all(server):
+    server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    server.seal()
 
 
 @pytest.mark.parametrize("sealed", [False, True])

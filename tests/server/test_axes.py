@@ -15,17 +15,10 @@ pytestmark = pytest.mark.slow
 STEPS = range(1, 601)
 
 
-def seal(server, run_id="r1"):
-    while server.app.state.collage.store.sealing.seal(run_id, server.clock()):
-        pass
-
-
 def fill(server):
     """A run of 600 measured steps on two ranks, one second a step."""
-    server.run()
-    server.attempt()
+    server.ranks(2)
     for rank in range(2):
-        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
         reports = [report(step - 1, step, rank=rank, scalars=scalars_of(step, rank)) for step in STEPS]
         server.reports(reports, f"s{rank}")
 
@@ -62,7 +55,7 @@ def sealed(tmp_path_factory):
     with running(Settings(folder=folder, no_auth=True, seal_interval_seconds=1e6), Clock()) as server:
         fill(server)
         before = every_answer(server)
-        seal(server)
+        server.seal()
         yield server, before
 
 
@@ -111,13 +104,11 @@ def extremes(series, single):
 
 def test_extremes_are_those_of_single_steps_or_unknown(server):
     fill(server)
-    metrics, parts = (
-        ("edq_ratio", "edq_cosine", "grad_norm"),
-        ({}, {"layer": "blocks.1.weight"}, {"pattern": "blocks.*"}),
-    )
+    metrics = ("edq_ratio", "edq_cosine", "grad_norm")
+    parts: list[dict[str, str]] = [{}, {"layer": "blocks.1.weight"}, {"pattern": "blocks.*"}]
     asked = [{"metric": metric, **part} for metric in metrics for part in parts]
     single = [dict(zip(STEPS, server.series(**question).values, strict=True)) for question in asked]
-    seal(server)
+    server.seal()
     for question, values in zip(asked, single, strict=True):
         for low, high, lowest, highest in extremes(server.series(**question, points=7), values):
             assert (low, high) == (lowest, highest), question
@@ -133,7 +124,7 @@ def test_the_only_layer_is_the_model_at_every_level(server):
     server.attempt()
     server.stream(layers=[layer(LAYERS[0])])
     server.reports([report(step - 1, step, values=block(step, step % 5, layers=1)) for step in STEPS])
-    seal(server)
+    server.seal()
     for points in (1000, 100, 7, 1):
         model, only = (server.series("edq_ratio", points=points, **more) for more in ({}, {"layer": LAYERS[0]}))
         assert None not in model.low

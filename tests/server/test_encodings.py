@@ -24,9 +24,7 @@ GZIP = {"Content-Encoding": "gzip"}
 
 @pytest.mark.slow
 def test_reports_arrive_as_if_plain(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     body = wire.encode_batch(wire.ReportBatch(reports=[report(i, i + 1) for i in range(50)]))
     answer = server.post("/streams/s0/reports", gzip.compress(body), wire.BatchAnswer, headers=GZIP)
     assert (answer.accepted, answer.duplicates) == (50, 0)

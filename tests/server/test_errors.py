@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from collage_monitor import wire
 from tests.server.guarded import OWN
-from tests.server.samples import STATISTICS, block, layer, report, stream_create
+from tests.server.samples import STATISTICS, block, report
 
 JSON = {"Content-Type": wire.JSON}
 OPEN = {"/healthz", "/readyz", "/docs"}
@@ -226,7 +226,7 @@ def changed(**fields):
     return msgspec.structs.replace(report(1, 20), **fields)
 
 
-BAD_REPORTS = [
+BAD_REPORTS: list[tuple[dict[str, Any], str, str]] = [
     ({"statistics": b"1234567"}, "bad_size", "statistics"),
     ({"model": b""}, "bad_size", "model"),
     ({"model": None}, "missing", "model"),
@@ -243,9 +243,7 @@ BAD_REPORTS = [
 
 
 def test_a_bad_report_is_named_and_its_neighbours_are_kept(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     sent = [report(0, 10)]
     for fields, _, _ in BAD_REPORTS:
         sent += [changed(seq=len(sent), **fields), report(len(sent) + 1, 10 * len(sent) + 20)]
@@ -261,9 +259,7 @@ def test_a_bad_report_is_named_and_its_neighbours_are_kept(server):
 @pytest.mark.slow
 @pytest.mark.parametrize("content_type", [wire.MSGPACK, wire.JSON])
 def test_so_is_one_that_cannot_be_decoded(server, content_type):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     sent = [report(0, 10), *(changed(seq=place) for place in range(1, 7)), report(7, 30)]
     if content_type == wire.MSGPACK:
         sent += [changed(seq=8, step=40, model=b"short123"), report(9, 50)]
@@ -284,10 +280,6 @@ def test_so_is_one_that_cannot_be_decoded(server, content_type):
     assert f'collage_server_reports_total{{outcome="rejected"}} {len(answer.rejected)}.0' in server.get("/metrics")
 
 
-def test_reports_to_an_unknown_stream(server):
-    assert server.reports([report(0, 10)], "zz", status=404).field == "stream_id"
-
-
 def test_reports_to_a_deleted_run_are_410(server):
     server.filled()
     server.send("DELETE", "/runs/r1", kind=wire.Deleted)
@@ -296,18 +288,14 @@ def test_reports_to_a_deleted_run_are_410(server):
 
 
 def test_a_batch_with_too_many_reports(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     limit = wire.LIMITS["reports_per_batch"]
     many = [report(i, i, measured=False, scalars={}) for i in range(limit + 1)]
     assert server.reports(many, status=413).limit == limit
 
 
 def test_json_reports_with_strings_for_non_finite_numbers(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     values = block(10)
     values[STATISTICS.index("lost"), 0] = np.nan
     batch = wire.ReportBatch(reports=[report(0, 10, values=values, scalars={"loss": float("inf")})])
@@ -319,12 +307,6 @@ def test_json_reports_with_strings_for_non_finite_numbers(server):
     assert server.series("loss").values == ["Infinity"]
     bare = b'{"reports": [{"seq": 1, "step": 2, "time": NaN}]}'
     assert server.post("/streams/s0/reports", bare, status=400, headers=JSON).field == "body"
-
-
-def test_a_stream_that_contradicts_itself_is_409(server):
-    server.filled()
-    again = stream_create(layers=[layer("other")])
-    assert server.post("/runs/r1/streams", again, status=409).field == "layers"
 
 
 def test_the_clients_request_id_comes_back_when_sane(server):

@@ -411,13 +411,3 @@ def test_many_runs_are_all_shown(server, monkeypatch):
         server.filled(f"r{i}", f"s{i}", steps=[10])
     text = server.get("/metrics")
     assert all(f'run_id="r{i}"' in text for i in range(5))
-
-
-def test_outcomes_are_counted(server):
-    server.filled()
-    server.reports([report(0, 10), report(9, 90, values=None), report(1, 20)])
-    server.reports([report(20, 200, time=float("nan"))])
-    text = server.get("/metrics")
-    assert 'collage_server_reports_total{outcome="accepted"} 6.0' in text
-    assert 'collage_server_reports_total{outcome="duplicate"} 2.0' in text
-    assert 'collage_server_reports_total{outcome="rejected"} 1.0' in text

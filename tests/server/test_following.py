@@ -46,10 +46,7 @@ class Follower:
 @pytest.fixture
 def two(server):
     server.app.state.collage.store.sealing.limits = LIMITS
-    server.run()
-    server.attempt()
-    for rank in range(2):
-        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
+    server.ranks(2)
     return server
 
 
@@ -58,18 +55,13 @@ def send(server, steps, rank, first_seq=None):
     server.reports([report(seq, step, rank=rank) for seq, step in zip(seqs, steps, strict=False)], f"s{rank}")
 
 
-def seal(server):
-    while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
-        pass
-
-
 def test_all_of_it_comes_once(two):
     readers = [Follower(two, question) for question in QUESTIONS]
     for start in range(1, 101, 7):
         for rank in range(2):
             send(two, range(start, start + 7), rank)
         if start % 3 == 0:
-            seal(two)
+            two.seal()
         for reader in readers:
             reader.look()
             assert reader.look() == 0, "nothing new"
@@ -125,7 +117,7 @@ def test_a_run_that_is_over_waits_for_no_rank(two, looks):
     if looks[1]:
         reader.look()
         assert two.get("/runs/r1/latest", wire.Latest).step == 15
-    seal(two)
+    two.seal()
     reader.look()
     whole = two.series("edq_ratio", points=10_000)
     assert (reader.steps, reader.values, reader.begun) == (whole.steps, whole.values, 1)
@@ -137,7 +129,7 @@ def test_so_does_a_newer_attempt(two, question):
     reader = Follower(two, question)
     for rank in range(2):
         send(two, range(1, 41), rank)
-    seal(two)
+    two.seal()
     reader.look()
     two.attempt(launch_id="launch-2", first_step=21)
     two.stream(stream_id="s2", launch_id="launch-2")

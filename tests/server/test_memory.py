@@ -12,17 +12,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from collage_server.app import create_app
 from collage_server.errors import TooLarge
 from collage_server.ingest.report_checks import decoded_batch
 from collage_server.settings import FixedLimits, Settings
 from collage_server.store import ReportGroup, Selection, SqliteStore
 from collage_server.store.reading.report_merging import decode_layers
 from collage_server.store.sealing.seal_plan import SealLimits
-from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.conftest import NOW, Clock, Server
+from tests.server.conftest import NOW, running
 from tests.server.holding import holding
 from tests.server.samples import LAYERS, STATISTICS, report, stream_create
 
@@ -102,18 +100,14 @@ def test_of_a_long_journal_what_is_not_asked_for_stands_in_memory_once(store):
 
 def test_a_run_whose_scalars_fill_the_journal_is_told_to_wait(tmp_path):
     """Two megabytes on the wire are more than the bound once they are read."""
-    app = create_app(
+    with running(
         Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=1e6),
         limits=FixedLimits(journal_run_bytes=2**22),
-    )
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        server = Server(client, Clock(), app)
-        server.run()
-        server.attempt()
-        server.stream()
-        app.state.collage.sealer.stop(10.0)
+    ) as server:
+        server.filled(steps=())
+        server.app.state.collage.sealer.stop(10.0)
         bodies = [wire.encode_batch(wire.ReportBatch(reports=logged(250, first))) for first in (0, 250, 500)]
-        post = partial(client.post, "/api/v1/streams/s0/reports", headers=MSGPACK)
+        post = partial(server.client.post, "/api/v1/streams/s0/reports", headers=MSGPACK)
         answers = [post(content=body) for body in bodies]
     assert sum(map(len, bodies)) < 2**21
     assert [answer.status_code for answer in answers] == [200, 429, 429]
@@ -163,16 +157,12 @@ def test_what_is_refused_of_a_large_body_is_numbered_as_it_was_sent(server):
 
 
 def test_a_body_in_flight_holds_what_its_scalars_take_as_objects(tmp_path):
-    app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=2**22))
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        server = Server(client, Clock(), app)
-        server.run()
-        server.attempt()
-        server.stream()
+    with running(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=2**22)) as server:
+        server.filled(steps=())
         small, large = (wire.encode_batch(wire.ReportBatch(reports=logged(count))) for count in (50, 350))
         assert len(large) < 2**20
-        post = partial(client.post, "/api/v1/streams/s0/reports", headers=MSGPACK)
-        with holding(app.state.collage.in_flight, 2**10):
+        post = partial(server.client.post, "/api/v1/streams/s0/reports", headers=MSGPACK)
+        with holding(server.app.state.collage.in_flight, 2**10):
             assert [post(content=body).status_code for body in (small, large)] == [200, 503]
         assert post(content=large).json()["accepted"] == 300
 

@@ -24,10 +24,9 @@ from collage_server.run_evaluation import evaluate, evaluate_what_fits
 from collage_server.settings import Settings, SettingsError
 from collage_server.store import NewEvent
 from collage_server.store.runs import incidents
-from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.conftest import NOW, Clock, Server
+from tests.server.conftest import NOW, Clock, running
 from tests.server.samples import report
 from tests.waiting import until
 
@@ -191,11 +190,10 @@ def test_by_default_it_is_half_of_what_there_is_within_bounds(tmp_path):
 @pytest.fixture
 def small(tmp_path):
     """A server with the least memory."""
-    app = create_app(
+    with running(
         Settings(folder=tmp_path, no_auth=True, memory="256M", seal_interval_seconds=1e6), clock=Clock()
-    )
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        yield Server(client, Clock(), app)
+    ) as server:
+        yield server
 
 
 def declared(layers, statistics):

@@ -128,19 +128,6 @@ def test_an_administrator_sees_sessions_and_ends_one(guarded, provider):
     assert status(guarded, session.secret) == 401
 
 
-def test_sessions_that_are_over_go_and_tokens_stay(guarded, provider):
-    revoked, kept = guarded.token("read")[1].token_id, guarded.token("read")[1].token_id
-    guarded.ask("DELETE", f"/api/v1/tokens/{revoked}")
-    first, second = signed_in(guarded, provider), signed_in(guarded, provider)
-    guarded.ask("POST", "/api/v1/sign-out", first.secret)
-    third = signed_in(guarded, provider)
-    listed = {token["token_id"] for token in tokens(guarded)}
-    assert listed == {revoked, kept, second.token.token_id, third.token.token_id}
-    guarded.clock.now += SESSION_SECONDS
-    fourth = signed_in(guarded, provider)
-    assert {token["token_id"] for token in tokens(guarded)} == {revoked, kept, fourth.token.token_id}
-
-
 def test_who_signed_in_and_how_it_ended_stands_in_the_audit_log(guarded, provider):
     dashboard, token = guarded.token("read", name="dashboard")
     guarded.clock.now += 1

@@ -86,9 +86,7 @@ def test_a_module_type_that_is_not_there(filled):
 
 
 def test_tokens_are_the_newest_logged_at_or_before_the_step(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     logged = {20: {"tokens": 64.0}, 40: {"tokens": 128.0}}
     server.reports([report(i, step, scalars=logged.get(step, {})) for i, step in enumerate(STEPS)])
     assert server.series("edq_ratio", axis="tokens").positions == [None, 64.0, 64.0, 128.0, 128.0]
@@ -100,9 +98,7 @@ def test_undefined_is_null(filled):
 
 
 def test_zero_denominator_is_null(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     values = block(10)
     values[STATISTICS.index("intended_squared_sum")] = 0.0
     server.reports([report(0, 10, values=values)])
@@ -110,9 +106,7 @@ def test_zero_denominator_is_null(server):
 
 
 def test_logged_scalars_keep_non_finite_values(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     values = [1.0, float("nan"), float("inf"), float("-inf")]
     server.reports([report(i, i + 1, scalars={"loss": value}, measured=False) for i, value in enumerate(values)])
     assert server.series("loss").values == [1.0, "NaN", "Infinity", "-Infinity"]
@@ -236,9 +230,7 @@ def test_compare_merges_over_everything(server):
 
 
 def test_mean_scalars_are_of_the_last_twenty(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     server.reports([report(i, i + 1, measured=False, scalars={"loss": float(i)}) for i in range(50)])
     answer = server.get("/compare?run=r1&metric=loss", wire.Comparison)
     assert answer.runs[0].mean_scalars["loss"] == sum(range(30, 50)) / 20
@@ -255,10 +247,8 @@ def test_latest_names_the_worst_layers(filled):
 
 
 def test_two_ranks_are_one_process(server):
-    server.run()
-    server.attempt()
+    server.ranks(2)
     for rank in range(2):
-        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
         server.reports([report(i, step, rank=rank) for i, step in enumerate(STEPS)], f"s{rank}")
     merged = server.series("edq_ratio", points=1)
     assert merged.values == pytest.approx([edq_ratio(ranks=(0, 1))])
@@ -312,9 +302,7 @@ def test_replicas_beside_shards_of_one_rank(server):
 
 def test_reports_of_one_step_merge(server):
     """Two watched optimizers in one process, each with its own layers."""
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     first, second = block(10), block(10)
     first[:, 1:] = np.nan
     second[:, :1] = np.nan
@@ -331,8 +319,7 @@ def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
     store = server.app.state.collage.store
     store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
-    while store.sealing.seal("r1", server.clock.now):
-        pass
+    server.seal()
     lost = server.series("lost_update_ratio", layer=LAYERS[1], points=4)
     assert lost.minimum == lost.maximum == pytest.approx(lost.values)
     both = server.series("edq_ratio", pattern="blocks.*", points=4)
@@ -343,8 +330,7 @@ def test_layers_of_very_many_steps_are_merged_without_reading_each_step(server, 
     """60,000 steps of 20,000 layers kept a server busy for more than five minutes."""
     server.app.state.collage.store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
-    while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
-        pass
+    server.seal()
     each = server.series("edq_ratio", pattern="blocks.*", points=1)
     monkeypatch.setattr(store_reads, "_MOST_NUMBERS", 100)
     monkeypatch.setattr(store_reads, "_NUMBERS_AT_ONCE", 100)
@@ -379,8 +365,7 @@ def test_layers_together_keep_extremes_and_interval_when_they_are_sealed(server,
     metrics = ("edq_ratio", "intended_norm")
     asked = [{"metric": metric, **more, **some} for metric in metrics for more in layers for some in ranges]
     before = [server.series(points=4, **question) for question in asked]
-    while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
-        pass
+    server.seal()
     server.reports([report(4 * LIMITS.points, 4 * LIMITS.points, measured=False)])
     for held, question in zip(before, asked, strict=True):
         after = server.series(points=4, **question)

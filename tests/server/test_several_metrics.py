@@ -15,8 +15,7 @@ def test_several_metrics_are_answered_together_as_each_alone(server, monkeypatch
     steps = range(1, 70)
     server.filled("r1", "s1", steps=steps)
     server.filled("r2", "s2", steps=steps)
-    while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
-        pass
+    server.seal()
     for chosen in ("", "&layer=blocks.0.weight", "&points=2", "&rank=0", "&axis=tokens&from=20"):
         check(server, [metric for metric in SEVERAL if metric != "loss" or "layer" not in chosen], chosen)
 

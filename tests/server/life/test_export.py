@@ -81,8 +81,7 @@ def test_sealed_and_unsealed_steps_stand_in_one_export(server, clock):
     before = lines_of(server)[1]
     store = server.app.state.collage.store
     server.client.patch("/api/v1/runs/r1", json={"state": "finished"})
-    while store.sealing.seal("r1", clock()):
-        pass
+    server.seal()
     assert not store.journal.runs()
     after = lines_of(server)[1]
     assert after[1:] == before[1:]
@@ -125,8 +124,7 @@ def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, seale
         server.reports([report(i, step, rank=rank) for i, step in enumerate(steps)], f"s{rank}")
     if sealed:
         server.client.patch("/api/v1/runs/r1", json={"state": "finished"})
-        while server.app.state.collage.store.sealing.seal("r1", clock()):
-            pass
+        server.seal()
     expected = {(step, rank): model_of(block(step, rank)).tolist() for step in (10, 20, 30) for rank in (0, 3)}
     del expected[20, 3]
     lines = lines_of(server, "?ranks=true")[1]

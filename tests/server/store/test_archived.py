@@ -5,6 +5,8 @@ What hardly seals or is read of files in a bucket by day (`test_archived_elsewhe
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from collage_server.store import SqliteStore
 from collage_server.store.archive.file_storage import Folder
@@ -80,59 +82,25 @@ def reopen(store):
     yield from reopening(store, lambda: opened(store.path))
 
 
-@_nightly
-class TestArchived(StoreContract):
-    """Reports, runs and what is read of them."""
+class FromFiles:
+    """Of the contracts, what asks about rows that are files here; `test_archive_faults` stops halfway there."""
+
+    test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers: Any = None
+    test_the_newest_scalars_are_read_from_the_last_parts: Any = None
+    test_an_interrupted_drop_is_finished: Any = None
+    test_a_deleted_run_is_invisible_at_once_and_its_rows_go_in_slices: Any = None
+
+
+class TestArchived(FromFiles, SealingContract, RanksContract, LifeContract, SecondWritersContract):
+    """Sealing, ranks merged, retention and deletion, and who logs beside the training."""
 
 
 @_nightly
-class TestArchivedParts(PartsContract):
-    """Reports of a step in several parts."""
-
-
-class TestArchivedRanks(RanksContract):
-    """Ranks merged."""
-
-
-@_nightly
-class TestArchivedReplicas(ReplicasContract):
-    """Replicas compared."""
-
-
-class WithoutRows(SealedContract):
-    """Logged values of runs that ended stand in files here: they are read whole."""
-
-    test_the_newest_scalars_are_read_from_the_last_parts = None
-
-
-@_nightly
-class TestArchivedSealed(WithoutRows):
-    """What stands in chunks."""
-
-
-class TestArchivedSealing(SealingContract):
-    """From the journal to chunks."""
+class TestArchivedRest(FromFiles, StoreContract, PartsContract, ReplicasContract, SealedContract):
+    """What stands in chunks, and what hardly seals."""
 
 
 class TestArchivedLaws(LawsContract):
     """The store's life, with files."""
 
     lives, length = 6, 12
-
-
-class TestArchivedLife(LifeContract):
-    """Retention and deletion."""
-
-
-class TestArchivedSecondWriters(SecondWritersContract):
-    """Who logs beside the training."""
-
-
-# Totals of the model stand in files here: no row is left to be weighed, and what is stopped half-way through rows
-# `test_archive_faults` stops with files.
-for contract, name in (
-    (TestArchivedSealing, "test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers"),
-    (TestArchivedLife, "test_an_interrupted_drop_is_finished"),
-    (TestArchivedLife, "test_a_deleted_run_is_invisible_at_once_and_its_rows_go_in_slices"),
-):
-    setattr(contract, name, None)

@@ -27,14 +27,16 @@ from tests.server.store.contract import LIMITS, NOW, StoreContract, reopening
 from tests.server.store.events import EventsContract
 from tests.server.store.incidents import IncidentsContract
 from tests.server.store.laws import LawsContract
+from tests.server.store.life import LifeContract
 from tests.server.store.parts import PartsContract
 from tests.server.store.postgresql import SETTINGS, Cluster, programs_or_skip
 from tests.server.store.ranks import RanksContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import SealingContract
+from tests.server.store.second_writers import SecondWritersContract
 from tests.server.store.seen import rows, seal_all, seen, unchanged
-from tests.waiting import PATIENCE_SECONDS, at_once, until
+from tests.waiting import PATIENCE_SECONDS, at_once, beside, until
 
 pytestmark = pytest.mark.slow
 
@@ -59,42 +61,25 @@ def reopen(store, database):
     yield from reopening(store, lambda: opened(database))
 
 
-class TestPostgresql(StoreContract):
+class TestPostgresql(
+    StoreContract,
+    SealingContract,
+    SealedContract,
+    PartsContract,
+    RanksContract,
+    EventsContract,
+    IncidentsContract,
+    ReplicasContract,
+    LifeContract,
+    SecondWritersContract,
+):
     """The contract on PostgreSQL."""
-
-
-class TestPostgresqlSealing(SealingContract):
-    """Sealing on PostgreSQL."""
-
-
-class TestPostgresqlSealed(SealedContract):
-    """Sealed runs on PostgreSQL."""
 
 
 class TestPostgresqlLaws(LawsContract):
     """The store's life on PostgreSQL."""
 
     lives, length = 6, 12
-
-
-class TestPostgresqlParts(PartsContract):
-    """Parts of steps on PostgreSQL."""
-
-
-class TestPostgresqlRanks(RanksContract):
-    """Ranks on PostgreSQL."""
-
-
-class TestPostgresqlEvents(EventsContract):
-    """What happened to a run, on PostgreSQL."""
-
-
-class TestPostgresqlIncidents(IncidentsContract):
-    """Incidents on PostgreSQL."""
-
-
-class TestPostgresqlReplicas(ReplicasContract):
-    """Replicas compared, on PostgreSQL."""
 
 
 def test_the_migrated_schema_is_that_of_the_code(store):
@@ -318,21 +303,10 @@ def test_a_run_can_be_deleted_while_another_server_seals_it(store, other):
 
 def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, other):
     stream = StoreContract.fill(store)
-    done = threading.Event()
-
-    def seal(server):
-        while not done.is_set():
-            server.sealing.seal("r1", NOW)
-
-    def send():
-        try:
-            for start in range(0, 200, 10):
-                reports = [report(i, i + 1) for i in range(start, start + 10)]
-                (store if start % 20 else other).journal.append([ReportGroup(stream, reports)], NOW)
-        finally:
-            done.set()
-
-    at_once(send, lambda: seal(store), lambda: seal(other))
+    with beside(lambda: store.sealing.seal("r1", NOW)), beside(lambda: other.sealing.seal("r1", NOW)):
+        for start in range(0, 200, 10):
+            reports = [report(i, i + 1) for i in range(start, start + 10)]
+            (store if start % 20 else other).journal.append([ReportGroup(stream, reports)], NOW)
     seal_all(store)
     assert store.streams.of_run("r1")[0].reports == 200
     assert model_points(store, "r1", ["lost"], ALL).steps.tolist() == list(range(1, 201))
