@@ -10,10 +10,12 @@ from collage_server.settings import Settings
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
+from tests.server.compiled import share_compiled_statements
 from tests.server.migrated import put_migrated
 from tests.server.samples import report, stream_create
 
 NOW = 1_700_000_000.0
+share_compiled_statements()
 
 
 class Clock:

@@ -103,4 +103,4 @@ class TestArchivedRest(FromFiles, StoreContract, PartsContract, ReplicasContract
 class TestArchivedLaws(LawsContract):
     """The store's life, with files."""
 
-    lives, length = 6, 12
+    lives = 6

@@ -79,7 +79,7 @@ class TestPostgresql(
 class TestPostgresqlLaws(LawsContract):
     """The store's life on PostgreSQL."""
 
-    lives, length = 6, 12
+    lives = 6
 
 
 def test_the_migrated_schema_is_that_of_the_code(store):
