@@ -4,9 +4,12 @@ A busy machine may take a hundred times as long as a quiet one, so nothing here 
 is: a deadline only keeps what will never happen from waiting for ever.
 """
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
-__all__ = ["PATIENCE_SECONDS", "until"]
+__all__ = ["PATIENCE_SECONDS", "at_once", "beside", "until"]
 
 PATIENCE_SECONDS = 300.0
 """How long a test waits for what should happen at once: a program that compiles took 240 beside four busy loops."""
@@ -30,3 +33,27 @@ def until(condition, what="it"):
         time.sleep(pause)
         pause = min(_LONGEST_PAUSE_SECONDS, _LONGER * pause)
     return answer
+
+
+def at_once(*calls):
+    """What the calls return, each in a thread of its own; raises what one of them raises."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [called.result() for called in [threads.submit(call) for call in calls]]
+
+
+@contextmanager
+def beside(call):
+    """Meanwhile the call is made again and again, in a thread of its own; raises what it raises."""
+    done = threading.Event()
+
+    def again():
+        while not done.is_set():
+            call()
+
+    with ThreadPoolExecutor(1) as thread:
+        called = thread.submit(again)
+        try:
+            yield
+        finally:
+            done.set()
+        called.result()

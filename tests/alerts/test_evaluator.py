@@ -22,7 +22,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 15.0
+SECONDS = 30.0
 FINDING = "collage_finding"
 
 
@@ -47,7 +47,7 @@ def rounds(server, work, seconds, *, alive=True):
     """Rounds of the evaluation for so long; a run that is alive logs once a minute."""
     for place in range(round(seconds / SECONDS)):
         server.clock.now += SECONDS
-        if alive and place % 4 == 0:
+        if alive and place % 2 == 0:
             seq = 1000 + int(server.clock.now - 1_700_000_000)
             server.reports([report(seq, 2000, measured=False, scalars={"loss": 3.0})])
         work.do_due_work()
@@ -81,7 +81,7 @@ def low(server):
 
 def test_it_fires_with_its_reason_and_ends_when_the_run_does(low):
     work = evaluator(low, "CollageEdqLow")
-    rounds(low, work, 9.75 * 60)
+    rounds(low, work, 9.5 * 60)
     assert incidents(low) == []
     rounds(low, work, 60)
     (fired,) = incidents(low, run="r1", state="firing")
@@ -166,14 +166,6 @@ def test_another_server_takes_over_what_fires_and_fires_it_no_second_time(low):
     low.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
     rounds(low, second, 11 * 60, alive=False)
     assert [entry.state for entry in incidents(low)] == ["resolved"]
-
-
-def test_a_stalled_run_is_told(low):
-    work = evaluator(low, "CollageRunStalled")
-    rounds(low, work, 4.5 * 60, alive=False)
-    assert incidents(low) == []
-    rounds(low, work, 60, alive=False)
-    assert [entry.alert for entry in incidents(low, state="firing")] == ["CollageRunStalled"]
 
 
 def test_what_alertmanager_sends_stands_beside_it_once(low):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 
 import collage_agent as collage
@@ -24,10 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def clean(tmp_path, monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("COLLAGE_"):
-            monkeypatch.delenv(name)
+def clean():
     yield
     if _SESSION.run is not None:
         _SESSION.run.finish(seconds=1.0)

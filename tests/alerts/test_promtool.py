@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from collage_server.alerts.condition_evaluation import quantile
 
-from collage_monitor.alerts import ALERTS
 from tests.alerts.promtool import promtool
 from tests.alerts.traces import unit_tests
 from tests.server.samples import report
@@ -28,13 +27,6 @@ FOLDER = Path(__file__).parents[2] / "server" / "prometheus"
 )
 def test_promtool_is_content(arguments):
     promtool(*arguments, folder=FOLDER)
-
-
-def test_every_alert_has_its_cases():
-    text = (FOLDER / "collage.rules.test.yml").read_text()
-    for name in ALERTS:
-        assert f'name: "{name} fires' in text
-        assert f'alertname="{name}"' in text
 
 
 def test_the_committed_cases_are_those_of_the_traces():

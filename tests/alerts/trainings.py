@@ -25,16 +25,14 @@ import torch
 from collage_agent.transport import MemoryTransport
 from collage_optim import CollageAdamW
 from collage_server.alerts import AlertEvaluator
-from collage_server.app import create_app
 from collage_server.overview_keeper import keep_overview
 from collage_server.settings import Settings
-from starlette.testclient import TestClient
 from torch import distributed
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from tests.parallel.launch import launch
-from tests.server.conftest import NOW, Clock, Server
+from tests.server.conftest import NOW, Clock, running
 from tests.server.reads import current_samples
 from tests.waiting import PATIENCE_SECONDS
 
@@ -54,6 +52,7 @@ class Training:
     batch: int = 64
     seconds_a_step: float = 6.0
     ranks: int = 1
+    steps: int = STEPS
     dtype: torch.dtype = torch.bfloat16
     rate: Callable[[int], float] = field(default=lambda step: 1.0)
     scale: Callable[[int], float] = field(default=lambda step: 1.0)
@@ -172,7 +171,7 @@ def train_rank(training, seed, wrapped=lambda model: model):
     if training.first_loss:
         _steps(training, model, teacher, training.optimizer(model.parameters()), range(1, training.first_loss))
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        for last in filter(None, (training.resume_at, STEPS)):
+        for last in filter(None, (training.resume_at, training.steps)):
             optimizer = training.optimizer(model.parameters())
             if state is not None:
                 training.on_resume(state)
@@ -231,10 +230,8 @@ def incidents_of(
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock(began)
         settings = Settings(folder=Path(folder), no_auth=True, alerts="off", seal_interval_seconds=3600)
-        app = create_app(settings, clock=clock)
-        with TestClient(app, base_url="http://127.0.0.1") as client:
-            server = Server(client, clock, app)
-            app.state.collage.overviews.stop(PATIENCE_SECONDS)
+        with running(settings, clock=clock) as server:
+            server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
             _replay(server, trace, seconds_a_step, round_seconds, looked_at)
             return server.get("/events?limit=1000", wire.IncidentPage).events[::-1]
 

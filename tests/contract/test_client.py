@@ -6,7 +6,6 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
-from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import (
     CollageError,
@@ -96,16 +95,6 @@ def test_queries_leave_out_what_was_not_asked():
     assert dict(seen[0].url.params) == {"metric": "loss", "points": "1000", "axis": "step", "from": "0"}
 
 
-def test_events():
-    event = {"event": 4, "time": 1.5, "kind": "attempt", "text": "t", "attempt": 1, "step": 7}
-    client, seen = client_of(httpx.Response(200, json={"run_id": "r", "events": [event], "cursor": 4}))
-    assert client.events("r", cursor=3).events[0].step == 7
-    assert (seen[0].url.path, dict(seen[0].url.params)) == (
-        "/api/v1/runs/r/events",
-        {"cursor": "3", "limit": "1000"},
-    )
-
-
 def test_all_runs_follow_the_cursor():
     def answer(request):
         cursor = request.url.params.get("cursor")
@@ -115,14 +104,6 @@ def test_all_runs_follow_the_cursor():
     assert len(list(client.all_runs(project="p"))) == 2
     assert [request.url.params.get("cursor") for request in seen] == [None, "next"]
     assert all(request.url.params["project"] == "p" for request in seen)
-
-
-def test_updates_and_deletion():
-    client, seen = client_of(httpx.Response(200, json=RUN))
-    client.update_run("r", wire.RunUpdate(state="finished"))
-    assert (seen[0].method, seen[0].headers["Content-Type"]) == ("PATCH", "application/json")
-    client, seen = client_of(httpx.Response(200, json={"run_id": "r"}))
-    assert client.delete_run("r").run_id == "r"
 
 
 @pytest.mark.parametrize(

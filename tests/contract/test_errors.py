@@ -16,7 +16,3 @@ def test_the_drawn_tree_is_the_real_one():
             assert issubclass(found, getattr(errors, ancestors[depth - 1]))
     names = {line.lstrip(" ├└─").split()[0] for line in drawn}
     assert names == set(errors.__all__)
-
-
-def test_catalogue_errors_read_as_sentences():
-    assert str(errors.CatalogueError("no such metric")) == "no such metric"

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from collage_monitor.client import Client
 from collage_monitor.command import server
 from collage_monitor.command.transfer import export, import_run
-from collage_monitor.errors import CollageError, NotFound, ServerUnreachable
+from collage_monitor.errors import CollageError, ServerUnreachable
 from collage_monitor.importing import ImportRefusal
 from tests.contract.test_client import RUN
 
@@ -77,14 +77,6 @@ def test_a_stream_that_breaks_off_leaves_no_file(served, tmp_path):
     assert "run the export again" in str(result.exception)
     assert (tmp_path / "r1.jsonl").read_text() == "older"
     assert [path.name for path in tmp_path.iterdir()] == ["r1.jsonl"]
-
-
-def test_a_refusal_is_the_server_s_sentence(served, tmp_path):
-    served(httpx.Response(404, json={"error": {"code": "not_found", "message": "no run 'r1'"}}))
-    result = CliRunner().invoke(export, ["r1"])
-    assert isinstance(result.exception, NotFound)
-    assert str(result.exception) == "no run 'r1'"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unwritable_place_and_an_unknown_ending(served):

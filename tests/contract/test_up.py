@@ -28,34 +28,31 @@ def test_a_port_in_use_is_named(tmp_path, option):
             pytest.fail("services started")
 
 
-def test_both_services_answer_and_end(tmp_path):
-    with Services(tmp_path, free_port(), free_port()) as services:
-        services.start_dashboard()
-        processes = list(services._processes)
-        assert [process.poll() for process in processes] == [None, None]
-        processes[1].kill()
-        with pytest.raises(click.ClickException, match="dashboard ended with status -9"):
-            services.watch()
-    assert all(process.poll() is not None for process in processes)
-
-
-def test_the_server_is_announced_before_the_dashboard_answers(tmp_path, monkeypatch):
+def test_both_services_answer_and_end_and_the_server_is_announced_once_they_do(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     port, page = free_port(), free_port()
-    announced, wait_for = {}, Services._wait_for
+    announced, processes, wait_for, watch = {}, [], Services._wait_for, Services.watch
 
     def asked(services, address):
         wait_for(services, address)
         announced[address] = local_server()
 
-    def interrupted(_services):
+    def killed(services):
+        processes.extend(services._processes)
+        assert [process.poll() for process in processes] == [None, None]
+        processes[1].kill()
+        with pytest.raises(click.ClickException, match="dashboard ended with status -9"):
+            watch(services)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(Services, "_wait_for", asked)
-    monkeypatch.setattr(Services, "watch", interrupted)
+    monkeypatch.setattr(Services, "watch", killed)
     arguments = ["--dir", str(tmp_path / "data"), "--port", str(port), "--dashboard-port", str(page)]
-    assert CliRunner().invoke(up, arguments).exit_code == 0
+    result = CliRunner().invoke(up, arguments)
+    assert result.exit_code == 0, result.output
+    assert len(processes) == 2
+    assert all(process.poll() is not None for process in processes)
     assert announced[f"http://127.0.0.1:{port}"] is None
     found = announced[f"http://127.0.0.1:{page}"]
     assert found is not None

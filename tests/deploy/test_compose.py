@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.ports import command
+from tests.forking import SERVER, run_command
 from tests.system import require
 from tests.waiting import PATIENCE_SECONDS
 
@@ -40,24 +40,9 @@ def test_every_image_is_pinned_by_its_digest():
     assert [image for image in images if not PINNED.fullmatch(image)] == []
 
 
-def test_the_image_installs_beside_the_python_of_its_base():
-    """Debian's refuses (PEP 668); `make containers` builds on it, from a checkout made under umask 077."""
-    text = (ROOT / "Dockerfile").read_text()
-    environment = re.findall(r"python3 -m venv (\S+)", text)
-    assert re.findall(r"(\S+) install .*constraints\.txt", text) == [f"{environment[0]}/bin/pip"]
-    assert f"ENV PATH={DOCKERFILE['WORKDIR']}/{environment[0]}/bin:$PATH" in text
-    assert text.index("chmod -R a+rX .") < text.index("USER 10001")
-
-
 @pytest.mark.parametrize("arguments", MADE_BY_HAND)
 def test_the_page_s_commands_make_tokens(arguments, tmp_path):
-    done = subprocess.run(
-        command(*arguments.split(), "--dir", tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_SECONDS,
-    )
+    done = run_command(SERVER, *arguments.split(), "--dir", tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -122,18 +107,6 @@ def test_the_network_is_named_once_and_can_be_another():
     assert text.count("172.30.74") == text.count("${COLLAGE_NETWORK:-172.30.74}") == 5
 
 
-def test_the_alerts_of_the_server_are_one_setting():
-    assert SERVICES["server"]["environment"]["COLLAGE_SERVER_ALERTS"] == "${COLLAGE_ALERTS:-default}"
-
-
-def test_what_is_pinned_is_asked_about_every_week():
-    asked = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text())["updates"]
-    assert {entry["package-ecosystem"] for entry in asked} == {"docker", "docker-compose", "pip", "github-actions"}
-    assert {entry["schedule"]["interval"] for entry in asked} == {"weekly"}
-    jobs = yaml.safe_load((ROOT / ".github/workflows/audit.yml").read_text())["jobs"]
-    assert any("pip_audit" in step.get("run", "") for step in jobs["pip-audit"]["steps"])
-
-
 def test_server_and_dashboard_believe_the_proxy_s_address_and_no_other():
     address = SERVICES["proxy"]["networks"]["services"]["ipv4_address"]
     assert SERVICES["server"]["environment"]["COLLAGE_SERVER_TRUSTED_PROXIES"] == address
@@ -170,19 +143,6 @@ def test_amtool_is_content_and_prometheus_finds_it():
     assert done.returncode == 0, done.stdout + done.stderr
     told = yaml.safe_load((ROOT / "server/prometheus/prometheus.yml").read_text())
     assert told["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] == ["alertmanager:9093"]
-
-
-def test_grafana_shows_what_an_operator_looks_at():
-    shown = {name for query in grafana_queries() for name in names_of(query)}
-    assert shown >= {
-        f"collage_server_{name}"
-        for name in (
-            *("memory_bytes", "memory_limit_bytes", "evaluations_cut_total", "alerts_lease_held"),
-            *("alerts_evaluated_timestamp_seconds", "oldest_unsealed_timestamp_seconds", "journal_bytes"),
-            *("sealer_round_timestamp_seconds", "archived_bytes", "archive_away_seconds"),
-            *("clock_skew_seconds", "disk_left_ratio"),
-        )
-    }
 
 
 @pytest.mark.prometheus

@@ -42,17 +42,6 @@ def test_what_is_not_valid_is_found():
         kubernetes_validate.validate(wrong, NEWEST, strict=True)
 
 
-def test_all_that_a_cluster_needs_is_there():
-    assert {found["kind"] for found in OBJECTS} == {
-        "Deployment",
-        "Ingress",
-        "Job",
-        "NetworkPolicy",
-        "PodDisruptionBudget",
-        "Service",
-    }
-
-
 def test_the_commands_take_their_arguments(monkeypatch):
     monkeypatch.setenv("COLLAGE_SERVER_DATABASE", "postgresql://collage@database/collage")
     for container in containers():

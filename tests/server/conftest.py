@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 from collage_server.app import create_app
 from collage_server.settings import Settings
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
+from tests.server.compiled import share_compiled_statements
 from tests.server.migrated import put_migrated
 from tests.server.samples import report, stream_create
 
 NOW = 1_700_000_000.0
+share_compiled_statements()
 
 
 class Clock:
@@ -60,10 +64,22 @@ class Server:
     def stream(self, run_id="r1", **more):
         return self.post(f"/runs/{run_id}/streams", stream_create(**more), wire.Stream)
 
+    def ranks(self, count):
+        """A run of so many ranks, a stream each."""
+        self.run()
+        self.attempt()
+        for rank in range(count):
+            self.stream(stream_id=f"s{rank}", rank=rank, world_size=count)
+
     def reports(self, reports, stream_id="s0", status=200):
         batch = wire.ReportBatch(reports=list(reports))
         path = f"/streams/{stream_id}/reports"
         return self.post(path, batch, wire.BatchAnswer, status, encode=wire.encode_batch)
+
+    def seal(self, run_id="r1", **more):
+        """All that is due of a run."""
+        while self.app.state.collage.store.sealing.seal(run_id, self.clock(), **more):
+            pass
 
     def series(self, metric, run_id="r1", **query):
         asked = "&".join(f"{name}={value}" for name, value in {"metric": metric, **query}.items())
@@ -88,8 +104,25 @@ def settings(tmp_path):
     return Settings(folder=tmp_path, no_auth=True)
 
 
+@contextmanager
+def running(settings, clock=None, **more):
+    """A `Server` on these settings; without a clock its times are the database's."""
+    app = create_app(settings, clock=clock, **more)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        yield Server(client, clock or Clock(), app)
+
+
 @pytest.fixture
 def server(settings, clock):
-    app = create_app(settings, clock=clock)
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        yield Server(client, clock, app)
+    with running(settings, clock) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A server with one run, for all tests of a module that only ask."""
+    folder = tmp_path_factory.mktemp("filled")
+    put_migrated(folder)
+    with running(Settings(folder=folder, no_auth=True), Clock()) as server:
+        server.filled()
+        yield server

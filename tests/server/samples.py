@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from collage_monitor import wire
@@ -79,17 +81,23 @@ def report(seq, step, *, rank=0, values=None, measured=True, scalars=None, time=
     when = 1_700_000_000.0 + step if time is None else time
     if not measured:
         return wire.Report(seq=seq, step=step, time=when, scalars=given)
-    values = block(step, rank) if values is None else values
-    return wire.Report(
-        seq=seq,
-        step=step,
-        time=when,
-        scalars=given,
-        statistic_count=values.shape[0],
-        layer_count=values.shape[1],
-        statistics=wire.array_to_bytes(values),
-        model=wire.array_to_bytes(model_of(values)),
-    )
+    totals = _totals(step, rank) if values is None else _totals_of(values)
+    return wire.Report(seq=seq, step=step, time=when, scalars=given, **totals)
+
+
+@cache
+def _totals(step, rank):
+    """To merge the layers takes longest of a test of many reports."""
+    return _totals_of(block(step, rank))
+
+
+def _totals_of(values):
+    return {
+        "statistic_count": values.shape[0],
+        "layer_count": values.shape[1],
+        "statistics": wire.array_to_bytes(values),
+        "model": wire.array_to_bytes(model_of(values)),
+    }
 
 
 def watch(strategy="plain", **more):

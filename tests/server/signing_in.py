@@ -25,12 +25,17 @@ def running():
         yield provider
 
 
+def anew(provider):
+    """Honest, with its two people."""
+    provider.begin_anew()
+    provider.person("ada", ["team-a", "everyone"])
+    provider.person("root", ["admins", "team-a"])
+    return provider
+
+
 @pytest.fixture
 def provider(running):
-    running.begin_anew()
-    running.person("ada", ["team-a", "everyone"])
-    running.person("root", ["admins", "team-a"])
-    return running
+    return anew(running)
 
 
 @contextmanager
@@ -48,9 +53,21 @@ def guarded(provider, tmp_path):
 
 @pytest.fixture(scope="module")
 def attacked(running, tmp_path_factory):
-    """One server that all forgeries are sent to."""
-    with server_of(running, tmp_path_factory.mktemp("attacked")) as opened:
+    """One server that all forgeries are sent to; who is honest gets in before and after them.
+
+    `running.earlier` is an ID token that was good in another sign-in of the same person.
+    """
+    with server_of(anew(running), tmp_path_factory.mktemp("attacked")) as opened:
+
+        def remember(claims):
+            running.earlier = running.signed(claims)
+            return running.earlier
+
+        running.forge = remember
+        signed_in(opened, running)
         yield opened
+        running.clock = opened.clock
+        signed_in(opened, anew(running))
 
 
 def begin(guarded):
@@ -89,16 +106,8 @@ def tokens(guarded):
 
 @pytest.fixture
 def target(attacked, provider):
-    """The attacked server, and an ID token that was good a moment ago, in another sign-in of the same person."""
+    """The attacked server, on whose clock the provider dates its tokens."""
     provider.clock = attacked.clock
-
-    def remember(claims):
-        provider.earlier = provider.signed(claims)
-        return provider.earlier
-
-    provider.forge = remember
-    signed_in(attacked, provider)
-    provider.forge = provider.signed
     return attacked
 
 

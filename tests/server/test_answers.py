@@ -25,8 +25,6 @@ PATHS = (
     "/compare?run=r1&run=r2&metric=edq_ratio",
 )
 
-READERS = ("model_points", "layer_points", "points_of", "compared", "scalar_points", "scalars_of", "latest")
-
 
 def fetch(server, path, etag=None):
     headers = {"If-None-Match": etag} if etag else {}
@@ -154,8 +152,7 @@ def test_so_do_layers_a_strategy_and_retention(server, clock):
     server.stream("r1", stream_id="s1", watch=watch("kahan"))
     answers.append(fetch(server, path))
     store = server.app.state.collage.store
-    while store.sealing.seal("r1", clock.now):
-        pass
+    server.seal()
     answers.append(fetch(server, path))
     assert store.retention.expire("r1", {1: clock.now + 1e9})
     answers.append(fetch(server, path))
@@ -171,8 +168,7 @@ def test_and_coarse_points_that_retention_drops(server, clock):
     server.app.state.collage.store.sealing.limits = LIMITS
     server.filled("r1", "s1", steps=range(1, 81))
     store = server.app.state.collage.store
-    while store.sealing.seal("r1", clock.now):
-        pass
+    server.seal()
     path, answers = "/runs/r1/series?metric=edq_ratio&points=1000", []
     for level in (1, 16):
         assert store.retention.expire("r1", {level: clock.now + 1e9})
@@ -208,8 +204,7 @@ def test_a_page_of_the_list_reads_its_runs_together(server):
         server.filled(f"r{place}", f"s{place}")
     for place in range(12):
         server.send("PATCH", f"/runs/r{place}", wire.RunUpdate(state="finished"))
-        while store.sealing.seal(f"r{place}", server.clock()):
-            pass
+        server.seal(f"r{place}")
 
     def asked(limit):
         with statements_on(store.engine) as statements:
@@ -230,8 +225,7 @@ def test_chunks_of_one_run_or_of_many_are_the_same_statement(server):
     names = [f"r{place}" for place in range(5)]
     for name in names:
         server.filled(name, f"s-{name}")
-        while app_state.store.sealing.seal(name, server.clock(), journal_full=True):
-            pass
+        server.seal(name, journal_full=True)
     kinds = []
     for count in (1, 2, 5):
         with statements_on(app_state.store.engine) as statements:
@@ -239,13 +233,6 @@ def test_chunks_of_one_run_or_of_many_are_the_same_statement(server):
         kinds.append({statement for statement in statements if statement.startswith("WITH w")})
     assert kinds[0]
     assert kinds[0] == kinds[1] == kinds[2]
-
-
-def test_errors_are_not_kept(server):
-    server.filled("r1", "s1")
-    path = "/runs/r1/series?metric=edq_ratio&layer=head.weight"
-    assert fetch(server, path).status_code == 404
-    assert fetch(server, path).status_code == 404
 
 
 def test_the_cache_drops_the_least_recently_used_beyond_its_bytes():

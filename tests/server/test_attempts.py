@@ -11,9 +11,7 @@ from tests.server.samples import report
 
 
 def resumed(server, first_step, steps):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     server.reports([report(i, step) for i, step in enumerate(range(10, 110, 10))])
     server.attempt(launch_id="launch-2", first_step=first_step)
     server.stream(stream_id="s1", launch_id="launch-2")
@@ -33,44 +31,10 @@ def test_a_resume_hides_what_came_after_it(server):
     assert [attempt.first_step for attempt in run.attempts] == [1, 55]
 
 
-def test_a_resume_with_other_steps_never_mixes(server):
-    resumed(server, 55, [57, 64])
-    assert server.series("lost").steps == [10, 20, 30, 40, 50, 57, 64]
-    assert server.get("/runs/r1/latest", wire.Latest).step == 64
-
-
 def test_before_its_first_report_the_newest_visible_step_is_the_latest(server):
     resumed(server, 55, [])
     assert server.get("/runs/r1/latest", wire.Latest).step == 50
     assert server.series("edq_ratio").steps == [10, 20, 30, 40, 50]
-
-
-def test_a_third_attempt_hides_both(server):
-    resumed(server, 55, [60, 70])
-    server.attempt(launch_id="launch-3", first_step=30)
-    server.stream(stream_id="s2", launch_id="launch-3")
-    server.reports([report(0, 30, rank=7)], "s2")
-    assert server.series("lost").steps == [10, 20, 30]
-    assert server.series("lost").values == [60.0, 60.0, 480.0]
-
-
-def test_the_same_launch_is_the_same_attempt_and_keeps_the_lowest_first_step(server):
-    server.run()
-    assert server.attempt(first_step=12).attempt == 1
-    again = server.attempt(first_step=10)
-    assert (again.attempt, again.first_step) == (1, 10)
-    assert server.attempt(launch_id="launch-2", first_step=20).attempt == 2
-
-
-def test_two_processes_on_one_rank_are_not_merged(server):
-    server.run()
-    server.attempt()
-    server.stream(stream_id="s0", process_id=1)
-    server.stream(stream_id="s1", process_id=2)
-    server.reports([report(0, 10)], "s0")
-    server.reports([report(0, 10), report(1, 20)], "s1")
-    assert server.series("elements").values == [384.0, 384.0]
-    assert len(server.get("/runs/r1/streams", wire.StreamList).streams) == 2
 
 
 def logs_only(server, points, attempt=2, first_step=None, first_seq=0):
@@ -86,16 +50,14 @@ def logs_only(server, points, attempt=2, first_step=None, first_seq=0):
     server.reports(sent, f"s{attempt - 1}")
 
 
-def seal_all(server):
-    store = server.app.state.collage.store
-    server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
-    while store.sealing.seal("r1", server.clock.now):
-        pass
-
-
 def logged(server, name, **query):
     series = server.series(name, points=5000, **query)
     return dict(zip(series.steps, series.values, strict=True))
+
+
+def seal_all(server):
+    server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    server.seal()
 
 
 @pytest.mark.parametrize("sealed", [False, True])

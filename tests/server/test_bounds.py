@@ -6,17 +6,15 @@ import sqlite3
 from contextlib import closing, contextmanager
 
 import pytest
-from collage_server.app import create_app
 from collage_server.errors import JournalFull
 from collage_server.ingest.backpressure import JournalBounds
 from collage_server.settings import FixedLimits, Settings
 from collage_server.store import SqliteStore, records
 from collage_server.store.records import report_bytes
 from msgspec.structs import replace
-from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.conftest import Clock, Server
+from tests.server.conftest import running
 from tests.server.samples import report
 
 
@@ -90,31 +88,29 @@ def sent(client, batch):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sealing_is_due_whenever_the_bound_is_reached(tmp_path, kind, ranks):
     """Whoever is waited for: of two ranks one never reports; what was refused comes in after a look."""
-    app = create_app(Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=1e6), limits=SMALL)
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        server = Server(client, Clock(), app)
+    with running(Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=1e6), limits=SMALL) as server:
         server.run()
         server.attempt()
         for rank in range(ranks):
             server.stream(stream_id=f"s{rank}", rank=rank, world_size=ranks)
-        sealer = app.state.collage.sealer
+        sealer = server.app.state.collage.sealer
         sealer.stop(10.0)
         refused = 0
         for seq in range(60):
             batch = wire.encode_batch(wire.ReportBatch(reports=[SENT[kind](seq)]))
-            answer = sent(client, batch)
+            answer = sent(server.client, batch)
             if answer.status_code == 429:
                 refused += 1
                 assert answer.headers["retry-after"] == "2"
                 assert answer.json()["error"]["code"] == "journal_full"
                 sealer.stopping.clear()
                 sealer.do_due_work()
-                answer = sent(client, batch)
+                answer = sent(server.client, batch)
             assert answer.status_code == 200, answer.text
         assert refused > 1
-        stored = app.state.collage.store.streams.of_run("r1")[0]
+        stored = server.app.state.collage.store.streams.of_run("r1")[0]
         assert (stored.reports, stored.missing) == (60, 0)
-        assert app.state.collage.store.journal.bytes_of("r1") <= 20_000
+        assert server.app.state.collage.store.journal.bytes_of("r1") <= 20_000
 
 
 @pytest.fixture
@@ -126,14 +122,10 @@ def bounded(tmp_path):
         seal_interval_seconds=1e6,
     )
     store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0, busy_timeout_seconds=0.05)
-    app = create_app(chosen, store=store, limits=SMALL)
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        server = Server(client, Clock(), app)
-        server.run()
-        server.attempt()
-        server.stream()
-        app.state.collage.sealer.stop(10.0)
-        app.state.collage.maintenance.stop(10.0)
+    with running(chosen, store=store, limits=SMALL) as server:
+        server.filled(steps=())
+        server.app.state.collage.sealer.stop(10.0)
+        server.app.state.collage.maintenance.stop(10.0)
         yield server
 
 

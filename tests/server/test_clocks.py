@@ -22,7 +22,7 @@ from collage_server.store.runs.newest_points import NewestStore
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.conftest import NOW, Clock, Server
+from tests.server.conftest import NOW, Clock, Server, running
 from tests.server.migrated import put_migrated
 from tests.server.store.incidents import LOW
 
@@ -46,12 +46,11 @@ def store(tmp_path):
     found.close()
 
 
-class TestLease:
-    @pytest.mark.parametrize("off", [AHEAD, BEHIND])
-    def test_lease_of_alerts_and_of_messages(self, store, off):
-        for name in ("alerts", "messages"):
-            assert store.incidents.take_lease(name, "killed", NOW + off, 60.0)
-            assert store.incidents.take_lease(name, "restarted", NOW, 60.0)
+@pytest.mark.parametrize("off", [AHEAD, BEHIND])
+def test_lease_of_alerts_and_of_messages(store, off):
+    for name in ("alerts", "messages"):
+        assert store.incidents.take_lease(name, "killed", NOW + off, 60.0)
+        assert store.incidents.take_lease(name, "restarted", NOW, 60.0)
 
 
 def silence(made_at):
@@ -125,9 +124,7 @@ def test_a_server_brings_signs_of_life_back_when_it_starts(tmp_path, caplog):
     put_migrated(tmp_path)
     for off, shown in ((AHEAD, True), (0.0, True), (STALE + 1, False)):
         clock = Clock(NOW + off)
-        app = create_app(Settings(folder=tmp_path, no_auth=True), clock=clock)
-        with TestClient(app, base_url="http://127.0.0.1") as client:
-            server = Server(client, clock, app)
+        with running(Settings(folder=tmp_path, no_auth=True), clock=clock) as server:
             if off == AHEAD:
                 server.filled()
             assert ('run_id="r1"' in server.get("/metrics")) == shown
@@ -204,7 +201,7 @@ def test_the_clock_of_a_database_goes_on_whatever_becomes_of_the_machine_s(store
 
 
 KINDS = {
-    "lease of alerts, of messages": TestLease,
+    "lease of alerts, of messages": test_lease_of_alerts_and_of_messages,
     "silence": test_silence,
     "session of a person": test_session_of_a_person,
     "log-out token of a provider": test_log_out_token_of_a_provider,

@@ -24,9 +24,7 @@ GZIP = {"Content-Encoding": "gzip"}
 
 @pytest.mark.slow
 def test_reports_arrive_as_if_plain(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     body = wire.encode_batch(wire.ReportBatch(reports=[report(i, i + 1) for i in range(50)]))
     answer = server.post("/streams/s0/reports", gzip.compress(body), wire.BatchAnswer, headers=GZIP)
     assert (answer.accepted, answer.duplicates) == (50, 0)
@@ -40,20 +38,19 @@ def test_other_messages_too(server):
     assert run.notes == "n" * 10_000
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b + b"x", lambda b: b"", lambda b: b"x" * 40])
-def test_damaged_bodies_are_400(server, damage):
-    body = damage(gzip.compress(bytes(range(256)) * 40))
-    error = server.post("/streams/s0/reports", body, status=400, headers=GZIP)
-    assert error.field == "body"
-    assert "gzip" in error.message
+def test_damaged_bodies_are_400(server):
+    whole = gzip.compress(bytes(range(256)) * 40)
+    for body in (whole[:-1], whole + b"x", b"", b"x" * 40):
+        error = server.post("/streams/s0/reports", body, status=400, headers=GZIP)
+        assert error.field == "body"
+        assert "gzip" in error.message
 
 
-@pytest.mark.parametrize("header", ["br", "zstd", "gzip, gzip", "deflate", ""])
-def test_other_encodings_are_415(server, header):
-    headers = {"Content-Encoding": header}
-    error = server.post("/streams/s0/reports", b"x", status=415, headers=headers)
-    assert error.field == "Content-Encoding"
-    assert "send gzip" in error.message
+def test_other_encodings_are_415(server):
+    for header in ("br", "zstd", "gzip, gzip", "deflate", ""):
+        error = server.post("/streams/s0/reports", b"x", status=415, headers={"Content-Encoding": header})
+        assert error.field == "Content-Encoding"
+        assert "send gzip" in error.message
 
 
 def bomb(megabytes):
@@ -64,9 +61,9 @@ def bomb(megabytes):
 
 
 @pytest.mark.slow
-def test_a_gigabyte_behind_a_small_body_is_413_and_costs_little_memory():
-    body = bomb(1024)
-    assert len(body) < 2 * MIB
+def test_a_quarter_of_a_gigabyte_behind_a_small_body_is_413_and_costs_little_memory():
+    body = bomb(256)
+    assert len(body) < MIB // 2
     tracemalloc.start()
     try:
         with pytest.raises(TooLarge) as caught:

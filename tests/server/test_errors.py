@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from collage_monitor import wire
 from tests.server.guarded import OWN
-from tests.server.samples import STATISTICS, block, layer, report, stream_create
+from tests.server.samples import STATISTICS, block, report
 
 JSON = {"Content-Type": wire.JSON}
 OPEN = {"/healthz", "/readyz", "/docs"}
@@ -82,12 +82,12 @@ def test_without_a_token_every_route_but_the_open_ones_is_401(tmp_path):
             assert response.headers["www-authenticate"] == "Bearer"
 
 
-@pytest.mark.parametrize("path", ["/api/v1/nope", "/api", "/api/v2/runs", "/nope", "/api/v1/runs/r1/series/x"])
-def test_an_unknown_path_is_404_in_the_shape_never_html(server, path):
-    response = server.client.get(path)
-    assert response.status_code == 404
-    assert response.headers["content-type"] == wire.JSON
-    assert path in shape(response)["message"]
+def test_an_unknown_path_is_404_in_the_shape_never_html(server):
+    for path in ("/api/v1/nope", "/api", "/api/v2/runs", "/nope", "/api/v1/runs/r1/series/x"):
+        response = server.client.get(path)
+        assert response.status_code == 404
+        assert response.headers["content-type"] == wire.JSON
+        assert path in shape(response)["message"]
 
 
 def test_a_wrong_method_is_405_in_the_shape(server):
@@ -151,9 +151,8 @@ def test_a_bug_is_500_in_the_shape_without_its_text(settings, clock, monkeypatch
         ("/compare?run=r1&metric=zz", 422, "metric"),
     ],
 )
-def test_bad_questions(server, path, status, field):
-    server.filled()
-    error = server.get(path, status=status)
+def test_bad_questions(filled, path, status, field):
+    error = filled.get(path, status=status)
     assert error.field == field
     assert error.message
 
@@ -166,9 +165,8 @@ def test_an_id_that_is_too_long_is_named_with_its_bound(server):
     assert error.message == "stream_id: String should have at most 64 characters"
 
 
-def test_a_reserved_scalar_that_nobody_logged_is_an_empty_series(server):
-    server.filled()
-    assert server.series("validation_loss").values == []
+def test_a_reserved_scalar_that_nobody_logged_is_an_empty_series(filled):
+    assert filled.series("validation_loss").values == []
 
 
 @pytest.mark.parametrize(
@@ -189,26 +187,25 @@ def test_a_reserved_scalar_that_nobody_logged_is_an_empty_series(server):
         (b"[" * 100_000, 400, "body"),
     ],
 )
-def test_bad_runs(server, body, status, field):
-    error = server.post("/projects/p/runs", body, status=status, headers=JSON)
+def test_bad_runs(filled, body, status, field):
+    error = filled.post("/projects/p/runs", body, status=status, headers=JSON)
     assert error.field == field
-    assert server.get("/runs", wire.RunPage).runs == []
+    assert [run.run_id for run in filled.get("/runs", wire.RunPage).runs] == ["r1"]
 
 
-def test_a_config_that_json_cannot_hold_is_named(server):
-    body = msgspec.msgpack.encode({"run_id": "r", "config": {"x": {(1, 2): 3}}})
-    assert server.post("/projects/p/runs", body, status=422).field == "config"
+def test_a_config_that_json_cannot_hold_or_beyond_its_limit_is_named(filled):
+    for config, status, limit in (
+        ({(1, 2): 3}, 422, None),
+        ("a" * wire.LIMITS["config_bytes"], 413, wire.LIMITS["config_bytes"]),
+    ):
+        body = msgspec.msgpack.encode({"run_id": "r", "config": {"x": config}})
+        error = filled.post("/projects/p/runs", body, status=status)
+        assert (error.field, error.limit) == ("config", limit)
 
 
-def test_a_config_beyond_its_limit(server):
-    body = msgspec.msgpack.encode({"run_id": "r", "config": {"x": "a" * wire.LIMITS["config_bytes"]}})
-    error = server.post("/projects/p/runs", body, status=413)
-    assert (error.field, error.limit) == ("config", wire.LIMITS["config_bytes"])
-
-
-def test_other_content_types_and_encodings_are_415(server):
+def test_other_content_types_and_encodings_are_415(filled):
     for headers in ({"Content-Type": "text/plain"}, {"Content-Encoding": "br"}):
-        assert server.post("/projects/p/runs", b"{}", status=415, headers=headers).code == "unsupported_media_type"
+        assert filled.post("/projects/p/runs", b"{}", status=415, headers=headers).code == "unsupported_media_type"
 
 
 def test_a_body_beyond_its_limit_is_413_whether_or_not_it_says_so(tmp_path, monkeypatch):
@@ -229,78 +226,58 @@ def changed(**fields):
     return msgspec.structs.replace(report(1, 20), **fields)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("bad", "code", "field"),
-    [
-        (changed(statistics=b"1234567"), "bad_size", "statistics"),
-        (changed(model=b""), "bad_size", "model"),
-        (changed(model=None), "missing", "model"),
-        (changed(statistic_count=0, model=b"", statistics=None), "missing", "statistic_count"),
-        (changed(statistic_count=len(STATISTICS) + 1), "undeclared", "statistic_count"),
-        (changed(layer_count=4), "undeclared", "layer_count"),
-        (changed(statistics=None, model=None, statistic_count=2**40), "undeclared", "statistic_count"),
-        (changed(time=float("nan")), "bad_value", "time"),
-        (changed(time=float("inf")), "bad_value", "time"),
-        (changed(scalars=too_many_scalars()), "too_many", "scalars"),
-        (changed(scalars={"": 1.0}), "bad_name", "scalars"),
-        (changed(scalars={"x" * 513: 1.0}), "bad_name", "scalars"),
-    ],
-)
-def test_a_bad_report_is_named_and_its_neighbours_are_kept(server, bad, code, field):
-    server.run()
-    server.attempt()
-    server.stream()
-    answer = server.reports([report(0, 10), bad, report(2, 30)])
-    assert (answer.accepted, answer.duplicates) == (2, 0)
-    [rejected] = answer.rejected
-    assert (rejected.index, rejected.seq, rejected.code, rejected.field) == (1, 1, code, field)
-    assert server.series("edq_ratio").steps == [10, 30]
+BAD_REPORTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"statistics": b"1234567"}, "bad_size", "statistics"),
+    ({"model": b""}, "bad_size", "model"),
+    ({"model": None}, "missing", "model"),
+    ({"statistic_count": 0, "model": b"", "statistics": None}, "missing", "statistic_count"),
+    ({"statistic_count": len(STATISTICS) + 1}, "undeclared", "statistic_count"),
+    ({"layer_count": 4}, "undeclared", "layer_count"),
+    ({"statistics": None, "model": None, "statistic_count": 2**40}, "undeclared", "statistic_count"),
+    ({"time": float("nan")}, "bad_value", "time"),
+    ({"time": float("inf")}, "bad_value", "time"),
+    ({"scalars": too_many_scalars()}, "too_many", "scalars"),
+    ({"scalars": {"": 1.0}}, "bad_name", "scalars"),
+    ({"scalars": {"x" * 513: 1.0}}, "bad_name", "scalars"),
+]
+
+
+def test_a_bad_report_is_named_and_its_neighbours_are_kept(server):
+    server.filled(steps=())
+    sent = [report(0, 10)]
+    for fields, _, _ in BAD_REPORTS:
+        sent += [changed(seq=len(sent), **fields), report(len(sent) + 1, 10 * len(sent) + 20)]
+    answer = server.reports(sent)
+    assert (answer.accepted, answer.duplicates) == (len(BAD_REPORTS) + 1, 0)
+    named = [(entry.index, entry.seq, entry.code, entry.field) for entry in answer.rejected]
+    assert named == [
+        (place, place, code, field) for place, (_, code, field) in zip(range(1, 99, 2), BAD_REPORTS, strict=False)
+    ]
+    assert server.series("edq_ratio").steps == [made.step for made in sent[::2]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content_type", [wire.MSGPACK, wire.JSON])
-@pytest.mark.parametrize(
-    ("field", "value", "seq"),
-    [
-        ("step", -1, 1),
-        ("step", "x", 1),
-        ("seq", -3, None),
-        ("time", [1], 1),
-        ("scalars", {"loss": {}}, 1),
-        ("model", 7, 1),
-    ],
-)
-def test_so_is_one_that_cannot_be_decoded(server, content_type, field, value, seq):
-    server.run()
-    server.attempt()
-    server.stream()
-    reports = [
-        report(0, 10),
-        report(1, 20),
-        report(2, 30),
-        changed(seq=3, step=40, model=b"short123"),
-        report(4, 50),
-    ]
-    sent = wire.encode_batch(wire.ReportBatch(reports=reports), wire.MSGPACK)
-    module: Any = msgspec.msgpack
-    if content_type == wire.JSON:
-        sent, module = wire.encode_batch(wire.ReportBatch(reports=reports[:3]), wire.JSON), msgspec.json
-    batch = module.decode(sent)
-    batch["reports"][1][field] = value
+def test_so_is_one_that_cannot_be_decoded(server, content_type):
+    server.filled(steps=())
+    sent = [report(0, 10), *(changed(seq=place) for place in range(1, 7)), report(7, 30)]
+    if content_type == wire.MSGPACK:
+        sent += [changed(seq=8, step=40, model=b"short123"), report(9, 50)]
+    module: Any = msgspec.json if content_type == wire.JSON else msgspec.msgpack
+    batch = module.decode(wire.encode_batch(wire.ReportBatch(reports=sent), content_type))
+    wrong = [("step", -1), ("step", "x"), ("seq", -3), ("time", [1]), ("scalars", {"loss": {}}), ("model", 7)]
+    for place, (field, value) in enumerate(wrong, 1):
+        batch["reports"][place][field] = value
     answer = server.post(
         "/streams/s0/reports", module.encode(batch), wire.BatchAnswer, headers={"Content-Type": content_type}
     )
-    first, *others = answer.rejected
-    assert (first.index, first.seq, first.code) == (1, seq, "unreadable")
-    assert first.field.startswith(field)
-    assert [(entry.index, entry.code) for entry in others] == ([] if module is msgspec.json else [(3, "bad_size")])
-    assert answer.accepted == len(reports) - 2 if module is msgspec.msgpack else 2
+    unreadable, others = answer.rejected[: len(wrong)], answer.rejected[len(wrong) :]
+    for place, (entry, (field, _)) in enumerate(zip(unreadable, wrong, strict=True), 1):
+        assert (entry.index, entry.seq, entry.code) == (place, None if field == "seq" else place, "unreadable")
+        assert entry.field.startswith(field)
+    assert [(entry.index, entry.code) for entry in others] == ([] if module is msgspec.json else [(8, "bad_size")])
+    assert answer.accepted == len(sent) - len(answer.rejected)
     assert f'collage_server_reports_total{{outcome="rejected"}} {len(answer.rejected)}.0' in server.get("/metrics")
-
-
-def test_reports_to_an_unknown_stream(server):
-    assert server.reports([report(0, 10)], "zz", status=404).field == "stream_id"
 
 
 def test_reports_to_a_deleted_run_are_410(server):
@@ -311,18 +288,14 @@ def test_reports_to_a_deleted_run_are_410(server):
 
 
 def test_a_batch_with_too_many_reports(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     limit = wire.LIMITS["reports_per_batch"]
     many = [report(i, i, measured=False, scalars={}) for i in range(limit + 1)]
     assert server.reports(many, status=413).limit == limit
 
 
 def test_json_reports_with_strings_for_non_finite_numbers(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     values = block(10)
     values[STATISTICS.index("lost"), 0] = np.nan
     batch = wire.ReportBatch(reports=[report(0, 10, values=values, scalars={"loss": float("inf")})])
@@ -336,12 +309,6 @@ def test_json_reports_with_strings_for_non_finite_numbers(server):
     assert server.post("/streams/s0/reports", bare, status=400, headers=JSON).field == "body"
 
 
-def test_a_stream_that_contradicts_itself_is_409(server):
-    server.filled()
-    again = stream_create(layers=[layer("other")])
-    assert server.post("/runs/r1/streams", again, status=409).field == "layers"
-
-
 def test_the_clients_request_id_comes_back_when_sane(server):
     response = server.client.get("/api/v1/nope", headers={"X-Request-Id": "abc-123"})
     assert shape(response)["request_id"] == "abc-123"
@@ -349,20 +316,15 @@ def test_the_clients_request_id_comes_back_when_sane(server):
     assert shape(response)["request_id"] != "a b\tc" * 30
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("query", "field"),
-    [
+def test_no_parameter_of_a_question_is_left_out(filled):
+    for query, field in (
         ("metric=loss&axis=step&axis=time", "axis"),
         ("metric=edq_ratio&pattern=a*&pattern=b*", "pattern"),
         ("metric=loss&patern=a*", "patern"),
-    ],
-)
-def test_no_parameter_of_a_question_is_left_out(server, query, field):
-    server.filled()
-    assert server.get(f"/runs/r1/series?{query}", status=422).field == field
-    assert server.get(f"/compare?run=r1&{query}", status=422).field == field
-    server.get("/compare?run=r1&run=r1&metric=loss", wire.Comparison)
+    ):
+        assert filled.get(f"/runs/r1/series?{query}", status=422).field == field
+        assert filled.get(f"/compare?run=r1&{query}", status=422).field == field
+    filled.get("/compare?run=r1&run=r1&metric=loss", wire.Comparison)
 
 
 def test_an_id_that_another_project_has_is_a_conflict_that_says_what_can_be_done(server):

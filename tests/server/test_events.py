@@ -65,18 +65,6 @@ def test_a_timeline_from_launch_to_alert(server):
     assert found.cursor == 3
 
 
-def test_the_cursor_asks_for_what_came_later(server):
-    server.filled()
-    assert [event.event for event in page(server, limit=1).events] == [1]
-    assert page(server, cursor=1) == wire.EventPage(run_id="r1", events=[], cursor=1)
-    server.attempt(launch_id="launch-2", first_step=40)
-    later = page(server, cursor=1)
-    assert [(event.kind, event.step) for event in later.events] == [("attempt", 40)]
-    assert later.cursor == 2
-    assert server.get("/runs/r1/events?cursor=-1", status=422).field == "cursor"
-    assert server.get("/runs/zz/events", status=404).field == "run_id"
-
-
 def test_the_newest_and_those_up_to_a_time_come_without_all_that_is_older(server):
     server.filled()
     for minute in range(1, 6):
@@ -95,18 +83,6 @@ def test_the_newest_and_those_up_to_a_time_come_without_all_that_is_older(server
         found = server.get(f"/runs/r1/events?{query}", wire.EventPage)
         assert ([event.event for event in found.events], found.left_out, found.cursor) == (events, left_out, cursor)
     assert server.get("/runs/r1/events?until=nan", status=422).field == "until"
-
-
-def test_an_alert_is_kept_once_a_state(server):
-    server.filled()
-    answers = [notify(server), notify(server), notify(server, "resolved"), notify(server, run_id="unknown")]
-    assert [(entry.stored, entry.known, entry.ignored) for entry in answers] == [
-        (1, 0, 0),
-        (0, 1, 0),
-        (1, 0, 0),
-        (0, 0, 1),
-    ]
-    assert [event.kind for event in page(server).events] == ["attempt", "alert", "alert_resolved"]
 
 
 def test_a_notification_that_is_none(server):

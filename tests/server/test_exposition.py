@@ -11,7 +11,7 @@ import pytest
 from collage_server.alerts.condition_evaluation import Evaluation
 from collage_server.disk_guard import DiskGuard
 from collage_server.errors import Busy, Gone
-from collage_server.exposition import MODEL_GAUGES, exposition, samples
+from collage_server.exposition import exposition, samples
 from collage_server.newest_keeper import newest_points
 from collage_server.store import schema
 from collage_server.store.reading import snapshot
@@ -24,7 +24,6 @@ from sqlalchemy.exc import OperationalError
 
 from collage_monitor import wire
 from collage_monitor.alerts import enabled_alerts
-from collage_monitor.metrics import METRICS
 from tests.server.samples import LAYERS, block, layer, report, watch
 from tests.server.statements import statements_on
 from tests.waiting import PATIENCE_SECONDS
@@ -60,25 +59,11 @@ def test_the_page_is_exactly_this(server, monkeypatch):
 def test_durations_of_commits_come_in_buckets(server):
     server.filled()
     _, _, page = server.get("/metrics").partition("# TYPE collage_server_commit_seconds histogram\n")
-    bounds = [
-        "0.0005",
-        "0.001",
-        "0.0025",
-        "0.005",
-        "0.01",
-        "0.025",
-        "0.05",
-        "0.1",
-        "0.25",
-        "0.5",
-        "1.0",
-        "2.5",
-        "+Inf",
-    ]
-    buckets = [f'collage_server_commit_seconds_bucket{{le="{bound}"}}' for bound in bounds]
-    names = [line.rpartition(" ")[0] for line in page.partition("#")[0].splitlines()]
-    assert names == [*buckets, "collage_server_commit_seconds_count", "collage_server_commit_seconds_sum"]
-    counts = [float(line.rpartition(" ")[2]) for line in page.splitlines()[: len(bounds) + 1]]
+    lines = page.partition("#")[0].splitlines()
+    assert lines[-3].startswith('collage_server_commit_seconds_bucket{le="+Inf"}')
+    assert lines[-2].startswith("collage_server_commit_seconds_count ")
+    assert lines[-1].startswith("collage_server_commit_seconds_sum ")
+    counts = [float(line.rpartition(" ")[2]) for line in lines[:-1]]
     assert counts == sorted(counts)
     assert counts[-2] == counts[-1] > 0
 
@@ -426,18 +411,3 @@ def test_many_runs_are_all_shown(server, monkeypatch):
         server.filled(f"r{i}", f"s{i}", steps=[10])
     text = server.get("/metrics")
     assert all(f'run_id="r{i}"' in text for i in range(5))
-
-
-def test_the_catalogue_and_the_page_agree_on_what_is_exposed():
-    exposed = {name for name, entry in METRICS.items() if entry.exposed}
-    assert exposed == {*MODEL_GAUGES, "state_decrement_ratio"}
-
-
-def test_outcomes_are_counted(server):
-    server.filled()
-    server.reports([report(0, 10), report(9, 90, values=None), report(1, 20)])
-    server.reports([report(20, 200, time=float("nan"))])
-    text = server.get("/metrics")
-    assert 'collage_server_reports_total{outcome="accepted"} 6.0' in text
-    assert 'collage_server_reports_total{outcome="duplicate"} 2.0' in text
-    assert 'collage_server_reports_total{outcome="rejected"} 1.0' in text

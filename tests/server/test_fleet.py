@@ -39,11 +39,6 @@ def in_dialect(sql, engine):
     return sql
 
 
-def test_the_page_asks_ten_questions():
-    assert len(QUESTIONS) == len(ANSWERS) == 10
-    assert set(DIALECTS) == {"Spark", "Polars", "ClickHouse"}
-
-
 @pytest.mark.parametrize("number", range(10), ids=TITLES)
 def test_duckdb_gives_the_api_s_numbers(answered, number):
     table, answers = answered

@@ -255,9 +255,7 @@ def test_a_body_that_stops_arriving_gives_its_room_back(tmp_path, monkeypatch):
 
 def filled(client):
     server = Server(client, Clock(), None)
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
 
 
 def post(client, *reports):
@@ -272,9 +270,7 @@ def test_questions_leave_connections_for_reports(server):
 @pytest.mark.slow
 def test_concurrent_duplicates_are_stored_once_and_counted(server):
     """Eight clients send overlapping batches of the same forty reports; every report is stored exactly once."""
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     batches = [range(start, start + 10) for start in range(0, 35, 5)] * 4
     with ThreadPoolExecutor(8) as pool:
         sent = pool.map(lambda batch: server.reports([report(i, i + 1) for i in batch]), batches)
@@ -336,9 +332,7 @@ def test_totals_past_the_raw_horizon_are_named_counted_and_not_stored(server):
 def test_names_without_end_are_refused_and_what_is_known_goes_on(server, monkeypatch):
     """Every commit of a stream carries all names that it has logged: a name a step would slow everybody down."""
     monkeypatch.setattr("collage_server.store.journal.report_journal._NAMES", 5)
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     answer = server.reports([report(i, i + 1, scalars={f"loss/{i}": 1.0}) for i in range(7)])
     assert (answer.accepted, answer.duplicates) == (5, 0)
     assert [(entry.index, entry.code) for entry in answer.rejected] == [
@@ -384,8 +378,7 @@ def test_an_unknown_statistic_is_left_out_and_holds_up_nothing(server, sealed):
     if sealed:
         store = server.app.state.collage.store
         server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
-        while store.sealing.seal("r1", server.clock.now):
-            pass
+        server.seal()
         assert store.journal.runs() == []
     assert server.series("lost").values == [60.0, 60.0]
     assert server.get("/runs/r1/latest", wire.Latest).step == 20

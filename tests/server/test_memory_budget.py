@@ -24,10 +24,9 @@ from collage_server.run_evaluation import evaluate, evaluate_what_fits
 from collage_server.settings import Settings, SettingsError
 from collage_server.store import NewEvent
 from collage_server.store.runs import incidents
-from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.conftest import NOW, Clock, Server
+from tests.server.conftest import NOW, Clock, running
 from tests.server.samples import report
 from tests.waiting import until
 
@@ -37,15 +36,6 @@ MIB = 2**20
 @pytest.fixture
 def budget():
     return MemoryBudget(512 * MIB, 128 * MIB)
-
-
-def test_the_parts_of_512_mib(budget):
-    assert (budget.body_bytes, budget.cache_bytes, budget.working_bytes) == (64 * MIB, 64 * MIB, 256 * MIB)
-    assert [budget.share(owner) for owner in ("answers", "evaluations", "sealing")] == [
-        128 * MIB,
-        192 * MIB,
-        128 * MIB,
-    ]
 
 
 def test_without_a_lease_nobody_is_charged(budget):
@@ -200,11 +190,10 @@ def test_by_default_it_is_half_of_what_there_is_within_bounds(tmp_path):
 @pytest.fixture
 def small(tmp_path):
     """A server with the least memory."""
-    app = create_app(
+    with running(
         Settings(folder=tmp_path, no_auth=True, memory="256M", seal_interval_seconds=1e6), clock=Clock()
-    )
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        yield Server(client, Clock(), app)
+    ) as server:
+        yield server
 
 
 def declared(layers, statistics):
@@ -243,29 +232,29 @@ def test_memory_is_shown_by_owner(server):
 
 
 def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(server, caplog):
-    """8,000 reports take 48 MiB; there are 18."""
+    """4,000 reports take 24 MiB; there are 9."""
     _warn_of_a_cut.cache_clear()
     app_state = server.app.state.collage
     for thread in (app_state.sealer, app_state.overviews, app_state.newest):
         thread.stop(10.0)
     server.filled(steps=range(0))
-    for first in range(0, 8000, 2000):
+    for first in range(0, 4000, 2000):
         server.reports([report(seq, seq + 1) for seq in range(first, first + 2000)])
     store, memory_budget = app_state.store, app_state.memory
     with store.points.snapshot() as snapshot:
         whole = evaluate(snapshot, snapshot.records(["r1"])["r1"])
-    memory_budget.working_bytes = 24 * MIB
+    memory_budget.working_bytes = 12 * MIB
     with memory_budget.lease("evaluations"), store.points.snapshot() as snapshot:
         found, begin = evaluate_what_fits(snapshot, snapshot.records(["r1"])["r1"])
     assert begin is not None
-    assert 4000 < begin < 8000
-    assert whole.last_step == found.last_step == 8000
+    assert 2000 < begin < 4000
+    assert whole.last_step == found.last_step == 4000
     assert memory_budget.held["evaluations"] == 0
     caplog.set_level(logging.WARNING, "collage_server.overview_keeper")
     app_state.overviews.start()
     until(lambda: "does not fit into --memory" in caplog.text, "a line that says so")
     until(lambda: 'evaluations_cut_total{evaluation="overview"} 1' in server.get("/metrics"), "the counter")
-    server.reports([report(8000, 8001)])
+    server.reports([report(4000, 4001)])
     until(lambda: 'evaluations_cut_total{evaluation="overview"} 2' in server.get("/metrics"), "another cut")
     assert caplog.text.count("does not fit into --memory") == 1, "once an hour a run"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import threading
 from contextlib import contextmanager
 
@@ -28,18 +27,19 @@ SERVE = command(*SERVES)
 def serving(folder, *flags, stderr=None, **settings):
     """(process, client, ready line) of a server on a free port; `settings` reach it through its environment.
 
-    It starts forked; really, where its standard error is asked for.
+    stderr: an open file for its standard error, which is told at its end otherwise.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
     environment |= {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
     words = ["--dir", str(folder), "--port", "0", *flags]
-    process = (
-        fork(SERVER, *SERVE[1:], *words, environment=environment)
-        if stderr is None
-        else subprocess.Popen([*SERVE, *words], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
-    )
-    output = process.stdout
-    assert output is not None
+    if stderr is None:
+        process = fork(SERVER, *SERVE[1:], *words, environment=environment)
+        output = process.stdout
+    else:
+        read, write = os.pipe()
+        output = os.fdopen(read)
+        with os.fdopen(write, "w") as theirs:
+            process = fork(SERVER, *SERVE[1:], *words, environment=environment, output=(theirs, stderr))
     try:
         ready = json.loads(output.readline())
         with httpx.Client(base_url=ready["server_url"], timeout=PATIENCE_SECONDS, trust_env=False) as client:

@@ -98,22 +98,23 @@ def test_roles_by_group_and_project(guarded, provider, groups, seen, deletes):
         (["*"], "has a role"),
     ],
 )
-def test_without_a_group_that_has_a_role_nobody_gets_in_and_is_told_why(guarded, provider, groups, said):
+def test_without_a_group_that_has_a_role_nobody_gets_in_and_is_told_why(target, provider, groups, said):
+    before = tokens(target)
     provider.person("eve", groups)
-    answer = answered(guarded, provider, "eve")
+    answer = answered(target, provider, "eve")
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "sign_in_refused")
     assert f"Eve may not sign in here: {said}" in answer.text or said in answer.text
-    assert tokens(guarded) == []
+    assert tokens(target) == before
 
 
 @pytest.mark.parametrize(
     ("name", "shown"),
     [("A\x00d\ud800a\n", "Ada"), ("\x00 ", "Lovelace"), (7, "Lovelace"), ("x" * 300, "x" * 200)],
 )
-def test_a_name_that_cannot_be_shown_is_none(guarded, provider, name, shown):
+def test_a_name_that_cannot_be_shown_is_none(target, provider, name, shown):
     other = {"name": name, "preferred_username": "Lovelace"}
     provider.forge = lambda claims: provider.signed(claims | other)
-    assert signed_in(guarded, provider).token.name == shown
+    assert signed_in(target, provider).token.name == shown
 
 
 def test_a_claim_of_another_name_and_a_role_for_everybody(provider, tmp_path):
@@ -210,8 +211,6 @@ def test_no_forged_token_opens_a_session(target, provider, name):
     assert len(made) == 1
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "sign_in_refused")
     assert tokens(target) == before
-    provider.forge = provider.signed
-    assert answered(target, provider, "ada").status_code == 201
 
 
 @pytest.mark.parametrize(
@@ -225,10 +224,10 @@ def test_no_forged_token_opens_a_session(target, provider, name):
         lambda p, c: p.signed(c, alg="PS256"),
     ],
 )
-def test_what_is_at_the_edge_of_good_is_good(guarded, provider, good):
+def test_what_is_at_the_edge_of_good_is_good(target, provider, good):
     """Or the refusals above would prove little."""
     provider.forge = lambda claims: good(provider, claims)
-    signed_in(guarded, provider)
+    signed_in(target, provider)
 
 
 def test_a_code_counts_once_and_with_its_own_verifier_and_nonce_alone(guarded, provider):

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,13 +20,14 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from collage_monitor import wire
+from tests.forking import fork
 from tests.server import fleet
 from tests.server.reads import layer_points
 from tests.server.samples import report, stream_create, watch
 from tests.server.store.contract import NOW
 from tests.server.store.seen import ALL
-from tests.waiting import PATIENCE_SECONDS
 
+PUBLISHER = ("collage_server.publishing", "collage_server.store")
 PUBLISHES = """
 import sys, time
 from pathlib import Path
@@ -150,14 +149,11 @@ def test_several_processes_that_publish_at_once_make_one_table(store, files, tmp
         fleet.fill(store, more)
         fleet.archive_all(store, more)
         start = tmp_path / f"start-{len(more)}"
-        others = [
-            subprocess.Popen([sys.executable, "-c", PUBLISHES, str(tmp_path), str(start)], stderr=subprocess.PIPE)
-            for _ in range(3)
-        ]
+        others = [fork(PUBLISHER, "-c", PUBLISHES, tmp_path, start) for _ in range(3)]
         start.touch()
         for other in others:
-            _, said = other.communicate(timeout=PATIENCE_SECONDS)
-            assert other.returncode == 0, said.decode()[-2000:]
+            _, said = other.communicate()
+            assert other.returncode == 0, said[-2000:]
         if more:
             store.runs.delete("plain-4", NOW)
     done = publish(store, "p")
@@ -306,6 +302,7 @@ def launched_on_two_ranks(store):
     return reported
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("archived_before", [False, True])
 @pytest.mark.parametrize("published_before", [False, True])
 def test_what_a_rank_sent_late_is_in_the_same_rows(store, archived_before, published_before):

@@ -3,14 +3,12 @@
 import csv
 import io
 import json
-from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from collage_server.publishing import publish
 
-from collage_monitor import command
 from collage_monitor.command.query import open_fleet, query
 from collage_monitor.errors import CollageError
 from collage_monitor.statistics import finish_all, reduce_steps
@@ -101,20 +99,3 @@ def test_what_is_not_there_is_said_with_what_to_do(archive, tmp_path):
             open_fleet(folder, projects)
     with pytest.raises(CollageError, match="the query failed"):
         CliRunner().invoke(query, ["select x", "--archive", archive], catch_exceptions=False)
-
-
-@pytest.mark.parametrize(("verb", "missing"), [("query", "duckdb"), ("archive", "deltalake")])
-def test_an_absent_engine_is_named_with_the_line_that_installs_it(verb, missing, monkeypatch):
-    monkeypatch.setattr(EntryPoint, "load", _absent(missing))
-    entry = EntryPoint(verb, f"collage_monitor.command.{verb}:{verb}", command.VERBS)
-    result = CliRunner().invoke(command._load(entry), ["select 1"])
-    assert result.exit_code == 1
-    assert f"needs {missing}" in result.output
-    assert f"pip install 'collage-monitor[{verb}]'" in result.output
-
-
-def _absent(missing):
-    def load(_):
-        raise ModuleNotFoundError(name=missing)
-
-    return load

@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
-from collage_server.app import create_app
 from collage_server.background import Sealer
 from collage_server.errors import Busy, Gone
 from collage_server.ingest.backpressure import JournalBounds
 from collage_server.settings import Settings
-from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.conftest import Clock, Server
+from tests.server.conftest import running
 from tests.waiting import PATIENCE_SECONDS, until
 
 
@@ -116,13 +114,11 @@ def test_a_database_that_is_away_is_one_line_and_no_traceback(caplog):
 
 @pytest.mark.slow
 def test_a_running_server_seals_a_finished_run(tmp_path):
-    app = create_app(Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=0.01))
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        server = Server(client, Clock(), app)
+    with running(Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=0.01)) as server:
         server.filled()
         before = [server.get(path) for path in paths()]
         server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
-        store = app.state.collage.store
+        store = server.app.state.collage.store
         until(lambda: store.journal.runs() == [], "an empty journal")
         assert [server.get(path) for path in paths()] == before
 

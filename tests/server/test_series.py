@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,18 +32,16 @@ def edq_ratio(**more):
     return total("intended_effective_sum", **more) / total("intended_squared_sum", **more)
 
 
-def test_a_point_a_step(server):
-    server.filled()
-    series = server.series("edq_ratio")
+def test_a_point_a_step(filled):
+    series = filled.series("edq_ratio")
     assert series.steps == series.first_steps == list(STEPS)
     assert series.values == pytest.approx([edq_ratio(steps=[step]) for step in STEPS])
     assert series.ranks == [1] * 5
     assert all(low < value < high for low, value, high in zip(series.low, series.values, series.high, strict=True))
 
 
-def test_one_point_merges_the_whole_run(server):
-    server.filled()
-    series = server.series("edq_ratio", points=1)
+def test_one_point_merges_the_whole_run(filled):
+    series = filled.series("edq_ratio", points=1)
     assert (series.first_steps, series.steps) == ([10], [50])
     assert series.values == pytest.approx([edq_ratio()])
     single = [edq_ratio(steps=[step]) for step in STEPS]
@@ -50,82 +49,56 @@ def test_one_point_merges_the_whole_run(server):
     assert series.maximum == pytest.approx([max(single)])
 
 
-def test_norms_are_root_mean_squares_over_steps(server):
-    server.filled()
-    series = server.series("intended_norm", points=1)
-    assert series.values == pytest.approx([math.sqrt(total("intended_squared_sum") / len(STEPS))])
-
-
-def test_a_layer_and_a_pattern(server):
-    server.filled()
-    one = server.series("edq_ratio", layer=LAYERS[1], points=1)
+def test_a_layer_and_a_pattern(filled):
+    one = filled.series("edq_ratio", layer=LAYERS[1], points=1)
     assert one.values == pytest.approx([edq_ratio(layers=1)])
-    both = server.series("edq_ratio", pattern="blocks.*", points=1)
+    both = filled.series("edq_ratio", pattern="blocks.*", points=1)
     assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3))])
 
 
 @pytest.mark.slow
-def test_by_module_type(server):
-    server.filled()
-    linear = server.series("edq_ratio", module_type="Linear", points=1)
+def test_by_module_type(filled):
+    linear = filled.series("edq_ratio", module_type="Linear", points=1)
     assert linear.values == pytest.approx([edq_ratio(layers=slice(1, 3))])
     assert linear.layer == "Linear"
-    both = server.series("edq_ratio", module_type="Linear", pattern="*.1.*", points=1)
+    both = filled.series("edq_ratio", module_type="Linear", pattern="*.1.*", points=1)
     assert both.values == pytest.approx([edq_ratio(layers=2)])
-    heatmap = server.get("/runs/r1/heatmap?metric=edq_ratio&module_type=Linear&points=2", wire.Heatmap)
+    heatmap = filled.get("/runs/r1/heatmap?metric=edq_ratio&module_type=Linear&points=2", wire.Heatmap)
     assert heatmap.layers == LAYERS[1:]
     assert [row[-1] for row in heatmap.values] == pytest.approx(
         [edq_ratio(steps=[40, 50], layers=1), edq_ratio(steps=[40, 50], layers=2)]
     )
-    worst = server.get("/runs/r1/worst?module_type=Embedding", list[wire.WorstLayer])
+    worst = filled.get("/runs/r1/worst?module_type=Embedding", list[wire.WorstLayer])
     assert [entry.layer for entry in worst] == [LAYERS[0]]
 
 
-def test_a_module_type_that_is_not_there(server):
-    server.filled()
+def test_a_module_type_that_is_not_there(filled):
     for route in ("series?metric=edq_ratio", "heatmap?metric=edq_ratio", "worst?k=1"):
-        error = server.get(f"/runs/r1/{route}&module_type=LayerNorm", status=404)
+        error = filled.get(f"/runs/r1/{route}&module_type=LayerNorm", status=404)
         assert error.field == "module_type"
         assert "Embedding, Linear" in error.message
     assert (
-        server.get("/runs/r1/series?metric=edq_ratio&layer=x&module_type=Linear", status=422).field == "module_type"
+        filled.get("/runs/r1/series?metric=edq_ratio&layer=x&module_type=Linear", status=422).field == "module_type"
     )
-    assert server.get("/runs/r1/series?metric=loss&module_type=Linear", status=422).field == "layer"
+    assert filled.get("/runs/r1/series?metric=loss&module_type=Linear", status=422).field == "layer"
     none = "/runs/r1/series?metric=edq_ratio&module_type=Linear&pattern=embedding*"
-    assert server.get(none, status=404).field == "pattern"
-
-
-def test_from_and_to_are_inclusive(server):
-    server.filled()
-    series = server.send("GET", "/runs/r1/series?metric=edq_ratio&from=20&to=40", kind=wire.Series)
-    assert series.steps == [20, 30, 40]
-
-
-def test_axes(server):
-    server.filled()
-    assert server.series("edq_ratio", axis="time").positions == [0.0, 10.0, 20.0, 30.0, 40.0]
-    assert server.series("edq_ratio", axis="tokens").positions == [1000.0, 2000.0, 3000.0, 4000.0, 5000.0]
+    assert filled.get(none, status=404).field == "pattern"
 
 
 def test_tokens_are_the_newest_logged_at_or_before_the_step(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     logged = {20: {"tokens": 64.0}, 40: {"tokens": 128.0}}
     server.reports([report(i, step, scalars=logged.get(step, {})) for i, step in enumerate(STEPS)])
     assert server.series("edq_ratio", axis="tokens").positions == [None, 64.0, 64.0, 128.0, 128.0]
 
 
-def test_undefined_is_null(server):
-    server.filled()
-    assert server.series("edq_oracle_ratio").values == [None] * 5
-    assert server.series("edq_oracle_ratio").low is None
+def test_undefined_is_null(filled):
+    assert filled.series("edq_oracle_ratio").values == [None] * 5
+    assert filled.series("edq_oracle_ratio").low is None
 
 
 def test_zero_denominator_is_null(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     values = block(10)
     values[STATISTICS.index("intended_squared_sum")] = 0.0
     server.reports([report(0, 10, values=values)])
@@ -133,9 +106,7 @@ def test_zero_denominator_is_null(server):
 
 
 def test_logged_scalars_keep_non_finite_values(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     values = [1.0, float("nan"), float("inf"), float("-inf")]
     server.reports([report(i, i + 1, scalars={"loss": value}, measured=False) for i, value in enumerate(values)])
     assert server.series("loss").values == [1.0, "NaN", "Infinity", "-Infinity"]
@@ -160,24 +131,22 @@ def test_a_logged_name_that_begins_as_a_metric_does_is_a_scalar(server):
         assert (refused.field, unknown.partition("/")[0] in refused.message) == ("metric", True)
 
 
-def test_scalar_buckets_are_means_with_extremes(server):
-    server.filled()
-    series = server.series("loss", points=2)
+def test_scalar_buckets_are_means_with_extremes(filled):
+    series = filled.series("loss", points=2)
     logged = [4.0 - 0.01 * step for step in STEPS]
     assert series.values == pytest.approx([sum(logged[:3]) / 3, sum(logged[3:]) / 2])
     assert series.minimum == pytest.approx([logged[2], logged[4]])
     assert series.maximum == pytest.approx([logged[0], logged[3]])
 
 
-def test_heatmap(server):
-    server.filled()
-    answer = server.get("/runs/r1/heatmap?metric=edq_ratio&points=2", wire.Heatmap)
+def test_heatmap(filled):
+    answer = filled.get("/runs/r1/heatmap?metric=edq_ratio&points=2", wire.Heatmap)
     assert answer.layers == LAYERS
     assert answer.steps == [30, 50]
     for index, row in enumerate(answer.values):
         expected = [edq_ratio(steps=steps, layers=index) for steps in ([10, 20, 30], [40, 50])]
         assert row == pytest.approx(expected)
-    worst = server.get("/runs/r1/heatmap?metric=edq_ratio&order=worst", wire.Heatmap)
+    worst = filled.get("/runs/r1/heatmap?metric=edq_ratio&order=worst", wire.Heatmap)
     assert worst.layers == LAYERS[::-1]
 
 
@@ -238,12 +207,11 @@ def test_histograms_of_layers_ranks_and_steps(server):
     assert server.get("/runs/r1/histogram?pattern=blocks.*", wire.Histogram).layer == "blocks.*"
 
 
-def test_histogram(server):
-    server.filled()
-    whole = server.get("/runs/r1/histogram", wire.Histogram)
+def test_histogram(filled):
+    whole = filled.get("/runs/r1/histogram", wire.Histogram)
     counts = dict(zip(whole.labels, whole.counts, strict=True))
     assert (counts["-3"], counts["0"], counts["overflow"]) == (10.0 * 3 * 5, 110.0 * 3 * 5, 0.0)
-    at = server.get(f"/runs/r1/histogram?step=35&layer={LAYERS[0]}", wire.Histogram)
+    at = filled.get(f"/runs/r1/histogram?step=35&layer={LAYERS[0]}", wire.Histogram)
     assert (at.first_step, at.step, sum(at.counts)) == (30, 30, 120.0)
 
 
@@ -262,30 +230,25 @@ def test_compare_merges_over_everything(server):
 
 
 def test_mean_scalars_are_of_the_last_twenty(server):
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     server.reports([report(i, i + 1, measured=False, scalars={"loss": float(i)}) for i in range(50)])
     answer = server.get("/compare?run=r1&metric=loss", wire.Comparison)
     assert answer.runs[0].mean_scalars["loss"] == sum(range(30, 50)) / 20
 
 
-def test_latest_names_the_worst_layers(server):
-    server.filled()
-    answer = server.get("/runs/r1/latest", wire.Latest)
+def test_latest_names_the_worst_layers(filled):
+    answer = filled.get("/runs/r1/latest", wire.Latest)
     assert answer.step == 50
     assert answer.model["edq_ratio"] == pytest.approx(edq_ratio(steps=[50]))
     assert [entry.layer for entry in answer.worst] == LAYERS[::-1]
     assert answer.scalars["loss"].step == 50
-    top = server.get("/runs/r1/worst?metric=lost_update_ratio&k=1", list[wire.WorstLayer])
+    top = filled.get("/runs/r1/worst?metric=lost_update_ratio&k=1", list[wire.WorstLayer])
     assert [entry.layer for entry in top] == [LAYERS[2]]
 
 
 def test_two_ranks_are_one_process(server):
-    server.run()
-    server.attempt()
+    server.ranks(2)
     for rank in range(2):
-        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
         server.reports([report(i, step, rank=rank) for i, step in enumerate(STEPS)], f"s{rank}")
     merged = server.series("edq_ratio", points=1)
     assert merged.values == pytest.approx([edq_ratio(ranks=(0, 1))])
@@ -296,17 +259,6 @@ def test_two_ranks_are_one_process(server):
     layer = server.series("grad_norm", layer=LAYERS[1], points=1)
     squares = total("gradient_squared_sum", ranks=(0, 1), layers=1)
     assert layer.values == pytest.approx([math.sqrt(squares / len(STEPS))])
-
-
-def test_a_partial_step_says_so_and_is_not_the_latest(server):
-    server.run()
-    server.attempt()
-    for rank in range(2):
-        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
-    server.reports([report(i, step) for i, step in enumerate(STEPS)], "s0")
-    server.reports([report(i, step, rank=1) for i, step in enumerate([10, 20])], "s1")
-    assert server.series("edq_ratio").ranks == [2, 2, 1, 1, 1]
-    assert server.get("/runs/r1/latest", wire.Latest).step == 20
 
 
 @pytest.mark.slow
@@ -336,17 +288,6 @@ def test_a_point_lacks_ranks_of_its_own_attempt_only(server, before, after):
     assert beside.expected_ranks == series.expected_ranks
 
 
-def test_replicas_are_taken_once(server):
-    server.run()
-    server.attempt()
-    for rank in range(2):
-        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2, replica=rank)
-        server.reports([report(0, 10)], f"s{rank}")
-    server.reports([report(1, 20)], "s1")
-    assert server.series("elements").values == [3.0 * 128] * 2
-    assert server.series("elements", layer=LAYERS[0]).values == [128.0] * 2
-
-
 def test_replicas_beside_shards_of_one_rank(server):
     server.run()
     server.attempt()
@@ -361,9 +302,7 @@ def test_replicas_beside_shards_of_one_rank(server):
 
 def test_reports_of_one_step_merge(server):
     """Two watched optimizers in one process, each with its own layers."""
-    server.run()
-    server.attempt()
-    server.stream()
+    server.filled(steps=())
     first, second = block(10), block(10)
     first[:, 1:] = np.nan
     second[:, :1] = np.nan
@@ -374,26 +313,13 @@ def test_reports_of_one_step_merge(server):
     assert server.get("/runs/r1/latest", wire.Latest).model["elements"] == 3.0 * 128
 
 
-def test_nan_is_not_reported(server):
-    server.run()
-    server.attempt()
-    server.stream()
-    values = block(10)
-    values[STATISTICS.index("lost"), 0] = np.nan
-    server.reports([report(0, 10, values=values)])
-    expected = total("lost", steps=[10], layers=slice(1, 3))
-    assert server.series("lost").values == [expected]
-    assert server.series("lost", layer=LAYERS[0]).values == [None]
-
-
 @pytest.mark.slow
 def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
     """Long runs answer from coarse levels: a layer's extremes are those over its single steps."""
     store = server.app.state.collage.store
     store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
-    while store.sealing.seal("r1", server.clock.now):
-        pass
+    server.seal()
     lost = server.series("lost_update_ratio", layer=LAYERS[1], points=4)
     assert lost.minimum == lost.maximum == pytest.approx(lost.values)
     both = server.series("edq_ratio", pattern="blocks.*", points=4)
@@ -404,8 +330,7 @@ def test_layers_of_very_many_steps_are_merged_without_reading_each_step(server, 
     """60,000 steps of 20,000 layers kept a server busy for more than five minutes."""
     server.app.state.collage.store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
-    while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
-        pass
+    server.seal()
     each = server.series("edq_ratio", pattern="blocks.*", points=1)
     monkeypatch.setattr(store_reads, "_MOST_NUMBERS", 100)
     monkeypatch.setattr(store_reads, "_NUMBERS_AT_ONCE", 100)
@@ -430,23 +355,20 @@ def test_many_names_of_layers_are_looked_up_once_a_question(server, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(pairs=True)
 @pytest.mark.parametrize("together", [50, 4096])
-@pytest.mark.parametrize("more", [{"pattern": "blocks.*"}, {"module_type": "Linear"}, {"pattern": "*"}])
-@pytest.mark.parametrize("metric", ["edq_ratio", "intended_norm"])
-def test_layers_together_keep_extremes_and_interval_when_they_are_sealed(
-    server, monkeypatch, together, more, metric
-):
+def test_layers_together_keep_extremes_and_interval_when_they_are_sealed(server, monkeypatch, together):
     monkeypatch.setattr(store_reads, "_STEPS_AT_ONCE", together)
     server.app.state.collage.store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
-    ranges: list[dict[str, int]] = [{}, {"from": 9, "to": 120}]
-    before = [server.series(metric, points=4, **more, **some) for some in ranges]
-    while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
-        pass
+    layers: list[dict[str, Any]] = [{"pattern": "blocks.*"}, {"module_type": "Linear"}, {"pattern": "*"}]
+    ranges: list[dict[str, Any]] = [{}, {"from": 9, "to": 120}]
+    metrics = ("edq_ratio", "intended_norm")
+    asked = [{"metric": metric, **more, **some} for metric in metrics for more in layers for some in ranges]
+    before = [server.series(points=4, **question) for question in asked]
+    server.seal()
     server.reports([report(4 * LIMITS.points, 4 * LIMITS.points, measured=False)])
-    for held, some in zip(before, ranges, strict=True):
-        after = server.series(metric, points=4, **more, **some)
+    for held, question in zip(before, asked, strict=True):
+        after = server.series(points=4, **question)
         assert max(held.maximum) > min(held.minimum)
         for name, values in msgspec.structs.asdict(held).items():
             assert getattr(after, name) == (
@@ -497,10 +419,9 @@ def test_runs_compared_together_are_what_each_is_alone(server):
     assert "lost_update_ratio" not in merged["r4"]
 
 
-def test_a_scalar_has_no_layers_in_a_comparison(server):
-    server.filled()
+def test_a_scalar_has_no_layers_in_a_comparison(filled):
     for more in (f"layer={LAYERS[0]}", "pattern=*", "module_type=Linear"):
-        assert server.get(f"/compare?run=r1&metric=loss&{more}", status=422).field == "layer"
-    [run] = server.get("/compare?run=r1&metric=loss&from=20&to=40", wire.Comparison).runs
+        assert filled.get(f"/compare?run=r1&metric=loss&{more}", status=422).field == "layer"
+    [run] = filled.get("/compare?run=r1&metric=loss&from=20&to=40", wire.Comparison).runs
     assert run.series.steps == [20, 30, 40]
-    assert server.get("/compare?run=r1&metric=edq_ratio&rank=7", status=404).field == "rank"
+    assert filled.get("/compare?run=r1&metric=edq_ratio&rank=7", status=404).field == "rank"

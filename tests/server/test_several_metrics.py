@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from collage_monitor import wire
 from tests.server.store.contract import LIMITS
@@ -11,16 +10,17 @@ from tests.server.store.contract import LIMITS
 SEVERAL = ["edq_ratio", "loss", "grad_norm", "state_decrement_ratio/exp_avg_sq"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chosen", ["", "&layer=blocks.0.weight", "&points=2", "&rank=0", "&axis=tokens&from=20"])
-def test_several_metrics_are_answered_together_as_each_alone(server, monkeypatch, chosen):
+def test_several_metrics_are_answered_together_as_each_alone(server, monkeypatch):
     monkeypatch.setattr(server.app.state.collage.store.sealing, "limits", LIMITS)
     steps = range(1, 70)
     server.filled("r1", "s1", steps=steps)
     server.filled("r2", "s2", steps=steps)
-    while server.app.state.collage.store.sealing.seal("r1", server.clock.now):
-        pass
-    metrics = [metric for metric in SEVERAL if metric != "loss" or "layer" not in chosen]
+    server.seal()
+    for chosen in ("", "&layer=blocks.0.weight", "&points=2", "&rank=0", "&axis=tokens&from=20"):
+        check(server, [metric for metric in SEVERAL if metric != "loss" or "layer" not in chosen], chosen)
+
+
+def check(server, metrics, chosen):
     asked = "&".join(f"metric={metric}" for metric in metrics)
     alone = {metric: server.get(f"/runs/r1/series?metric={metric}{chosen}", wire.Series) for metric in metrics}
     together = server.get(f"/runs/r1/series?{asked}{chosen}", wire.Series)
@@ -35,8 +35,7 @@ def test_several_metrics_are_answered_together_as_each_alone(server, monkeypatch
     assert compared.runs[0].series.more.keys() == set(others)
 
 
-def test_an_answer_about_one_metric_says_nothing_of_more(server):
-    server.filled()
-    assert b'"more"' not in server.get("/runs/r1/series?metric=edq_ratio").encode()
-    refused = server.get("/runs/r1/series?metric=edq_ratio&metric=loss&cursor=", status=422)
+def test_an_answer_about_one_metric_says_nothing_of_more(filled):
+    assert b'"more"' not in filled.get("/runs/r1/series?metric=edq_ratio").encode()
+    refused = filled.get("/runs/r1/series?metric=edq_ratio&metric=loss&cursor=", status=422)
     assert (refused.code, refused.field) == ("unprocessable", "metric")

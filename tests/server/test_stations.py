@@ -36,8 +36,7 @@ def test_a_report_passes_its_stations_on_the_way_in(traced):
 def test_a_heatmap_passes_its_stations(traced, clock):
     server, called = traced
     server.filled()
-    while server.app.state.collage.store.sealing.seal("r1", clock.now, journal_full=True):
-        pass
+    server.seal(journal_full=True)
     server.reports([report(9, step=60)])
     called.clear()
     server.send("GET", "/runs/r1/heatmap?metric=edq_ratio")

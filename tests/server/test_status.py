@@ -7,12 +7,12 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from benchmarks._serving import serving
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command.status import _of_numbers, status
 from collage_monitor.local import ensure_token, token_path
 from tests.ports import command, free_port, running
+from tests.server.test_process import serving
 from tests.waiting import until
 
 
@@ -26,8 +26,9 @@ def told(address, *arguments):
 
 @pytest.mark.slow
 def test_a_server_that_is_well_and_one_that_is_gone(tmp_path):
-    with serving(tmp_path, alert_interval_seconds=0.2, seal_interval_seconds=0.2) as (_, port):
-        address = f"http://127.0.0.1:{port}"
+    quick = {"alert_interval_seconds": 0.2, "seal_interval_seconds": 0.2}
+    with serving(tmp_path, "--no-auth", **quick) as (_, _, ready):
+        address = ready["server_url"]
         until(lambda: told(address)[2]["alerts"][0], "a round of alerts")
         code, healthy, checks = told(address)
         assert (code, healthy) == (0, True)
@@ -45,8 +46,8 @@ def test_a_server_that_is_well_and_one_that_is_gone(tmp_path):
 
 @pytest.mark.slow
 def test_a_server_that_only_reads_is_not_well(tmp_path):
-    with serving(tmp_path, disk_budget_bytes=1) as (_, port):
-        code, healthy, checks = told(f"http://127.0.0.1:{port}")
+    with serving(tmp_path, "--no-auth", disk_budget_bytes=1) as (_, _, ready):
+        code, healthy, checks = told(ready["server_url"])
     assert (code, healthy) == (1, False)
     assert "read-only: the data takes" in checks["server"][1]
     assert checks["disk"] == (False, "0% of the room is left")

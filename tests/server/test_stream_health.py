@@ -24,17 +24,8 @@ def send(server, reports=(), gaps=(), stream_id="s0", status=200):
 
 @pytest.fixture
 def two(server):
-    server.run()
-    server.attempt()
-    for rank in range(2):
-        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
+    server.ranks(2)
     return server
-
-
-def test_nothing_reported_yet(two):
-    stream = streams(two)["s0"]
-    assert (stream.given_up, stream.missing, stream.lag_steps) == (0, 0, None)
-    assert stream.clock_skew_seconds is None
 
 
 def test_missing_until_it_comes_or_is_given_up(two):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from urllib.parse import quote
 
 import msgspec
@@ -257,30 +258,17 @@ def test_the_thread_evaluates_by_itself_what_was_reported_since(server):
     until(lambda: server.get("/runs/r1/overview", wire.Overview).last_step == 50, "the overview of the last step")
 
 
-def test_a_loss_that_is_not_finite_is_told_with_its_first_step(server, evaluate):
-    server.run()
-    server.attempt()
-    server.stream(stream_id="s1")
-    values = [2.0, float("nan"), 2.0, float("inf"), float("nan")]
-    server.reports([report(i, 10 * (i + 1), scalars={"loss": loss}) for i, loss in enumerate(values)], "s1")
+@pytest.mark.parametrize(
+    ("values", "measured", "since"), [([2.0, nan, 2.0, inf, nan], True, 40), ([2.0, nan], False, 20)]
+)
+def test_a_loss_that_is_not_finite_is_told_with_its_first_step(server, evaluate, values, measured, since):
+    server.filled(steps=())
+    logged = [{"loss": loss} for loss in values]
+    server.reports([report(i, 10 * i + 10, measured=measured, scalars=told) for i, told in enumerate(logged)])
     evaluate()
     found = server.get("/runs/r1/overview", wire.Overview)
     assert found.health == "not finite"
-    assert "Loss is not finite since step 40" in found.headline
-
-
-def test_so_is_one_of_a_run_that_measured_nothing(server, evaluate):
-    server.run()
-    server.attempt()
-    server.stream(stream_id="s1")
-    values = [2.0, float("nan")]
-    server.reports(
-        [report(i, 10 * (i + 1), measured=False, scalars={"loss": loss}) for i, loss in enumerate(values)], "s1"
-    )
-    evaluate()
-    found = server.get("/runs/r1/overview", wire.Overview)
-    assert found.health == "not finite"
-    assert "Loss is not finite since step 20" in found.headline
+    assert f"Loss is not finite since step {since}" in found.headline
 
 
 @pytest.mark.slow

@@ -19,10 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def call(monkeypatch):
-    for name in ("COLLAGE_TOKEN", "COLLAGE_SERVER_URL", "COLLAGE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-
+def call():
     def call(*arguments, code=0):
         result = CliRunner().invoke(token, [str(part) for part in arguments])
         assert result.exit_code == code, (result.output, result.exception)

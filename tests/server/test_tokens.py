@@ -43,10 +43,6 @@ def test_the_secret_is_shown_once_and_stored_nowhere(guarded, tmp_path):
     assert not [p for p in tmp_path.iterdir() if secret.encode() in p.read_bytes()]
 
 
-def test_two_tokens_never_share_a_secret(guarded):
-    assert len({guarded.token("read")[0] for _ in range(5)}) == 5
-
-
 @pytest.mark.slow
 def test_a_revoked_token_is_refused_at_once_and_stays_listed(guarded):
     secret, token = guarded.token("read", ["p"])
@@ -58,11 +54,6 @@ def test_a_revoked_token_is_refused_at_once_and_stays_listed(guarded):
     assert guarded.ask("GET", "/api/v1/runs", secret).status_code == 401
     assert listed(guarded)[token.token_id].revoked_at == guarded.clock.now
     assert [entry.action for entry in guarded.audit_log()] == ["token.revoke", "token.create"]
-
-
-def test_an_unknown_token_to_revoke_is_404(guarded):
-    answer = guarded.ask("DELETE", "/api/v1/tokens/none")
-    assert (answer.status_code, answer.json()["error"]["field"]) == (404, "token_id")
 
 
 @pytest.mark.parametrize(
@@ -98,20 +89,6 @@ def test_who_did_what_stands_in_the_audit_log(guarded):
     assert (deleted.request_id, deleted.time) == ("req-7", guarded.clock.now)
     assert (created.actor, created.action, created.subject) == ("server-token", "token.create", token.token_id)
     assert created.details == {"name": "night shift", "role": "operate", "projects": ["p"]}
-
-
-def test_the_audit_log_comes_in_pages_that_skip_nothing(guarded):
-    made = [guarded.token("read")[1].token_id for _ in range(5)]
-    seen, cursor = [], None
-    while True:
-        path = "/api/v1/audit?limit=2" + (f"&cursor={cursor}" if cursor else "")
-        page = wire.decode_message(guarded.ask("GET", path).content, wire.AuditLogPage, wire.JSON)
-        seen += [entry.subject for entry in page.acts]
-        cursor = page.cursor
-        if cursor is None:
-            break
-    assert sorted(seen) == sorted(made)
-    assert guarded.ask("GET", "/api/v1/audit?cursor=zz").status_code == 422
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Honest senders beside every hostile one at once, in short."""
+"""Honest senders beside every hostile one at once, in short; by day `tests/server` has each kind alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import pytest
 
 from tests.torture.hostile import run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
-@pytest.mark.parametrize("seconds", [5.0, pytest.param(20.0, marks=pytest.mark.nightly)])
-def test_hostile_senders_cost_nobody_a_report_and_no_memory(seconds, tmp_path):
-    seen, lost = run(seconds, 5, tmp_path)
+def test_hostile_senders_cost_nobody_a_report_and_no_memory(tmp_path):
+    seen, lost = run(20.0, 5, tmp_path)
     assert lost == 0
     assert sum(seen.tally.acknowledged.values()) > 0
     assert set(seen.tally.statuses) <= {200, 429, 503}

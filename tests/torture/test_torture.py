@@ -22,7 +22,9 @@ SHORT = {
 ARCHIVES = ("sqlite, archive", "postgresql, bucket")
 
 
-@pytest.mark.parametrize("lane", SHORT)
+@pytest.mark.parametrize(
+    "lane", [pytest.param(lane, marks=pytest.mark.nightly) if "disk" in lane else lane for lane in SHORT]
+)
 def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_half_seen(lane):
     if lane.startswith("postgresql"):
         programs_or_skip()

@@ -54,17 +54,6 @@ def post_reports(client, count, first=0):
         send(client, "/streams/s0/reports", wire.ReportBatch(reports=[report(seq, seq + 1)]), wire.encode_batch)
 
 
-def test_sqlite_synchronises_its_log_before_every_answer(tmp_path):
-    with traced_server(tmp_path) as (client, file, _):
-        prepare(client)
-        post_reports(client, COUNT)
-        calls = parse(settled(file))
-    pairs = requests(calls, ROUTE)
-    assert len(pairs) == COUNT
-    for asked, answered in pairs:
-        assert synced_before(calls, LOG, asked.end, answered.begin), (asked, answered)
-
-
 def test_postgresql_synchronises_its_log_before_every_answer(tmp_path):
     """Two traces, of the server and of the cluster, on one clock."""
     programs = programs_or_skip()
@@ -98,6 +87,14 @@ def killed(tmp_path_factory):
         calls = parse(settled(file))
         os.kill(server, signal.SIGKILL)
     return folder, calls
+
+
+def test_sqlite_synchronises_its_log_before_every_answer(killed):
+    _, calls = killed
+    pairs = requests(calls, ROUTE)
+    assert len(pairs) == COUNT
+    for asked, answered in pairs:
+        assert synced_before(calls, LOG, asked.end, answered.begin), (asked, answered)
 
 
 @contextmanager

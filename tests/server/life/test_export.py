@@ -81,8 +81,7 @@ def test_sealed_and_unsealed_steps_stand_in_one_export(server, clock):
     before = lines_of(server)[1]
     store = server.app.state.collage.store
     server.client.patch("/api/v1/runs/r1", json={"state": "finished"})
-    while store.sealing.seal("r1", clock()):
-        pass
+    server.seal()
     assert not store.journal.runs()
     after = lines_of(server)[1]
     assert after[1:] == before[1:]
@@ -114,28 +113,6 @@ def test_csv_tells_absent_from_not_a_number_and_a_logged_name_from_a_metric(fill
     assert {row["loss"] for row in rows if row["layer"]} == {""}
 
 
-def test_what_a_newer_attempt_hides_is_not_exported(server):
-    server.filled(steps=range(10, 60, 10))
-    server.attempt(launch_id="launch-2", first_step=31)
-    server.stream(stream_id="s1", launch_id="launch-2")
-    server.reports([report(0, 40, scalars={"loss": 9.0})], "s1")
-    steps = [line for line in lines_of(server)[1] if line["kind"] == "step"]
-    assert [line["step"] for line in steps] == [10, 20, 30, 40]
-    assert steps[-1]["scalars"] == {"loss": 9.0}
-
-
-def test_ranks_are_merged(server):
-    server.run()
-    server.attempt()
-    for rank in (0, 1):
-        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
-        server.reports([report(0, 10, rank=rank)], f"s{rank}")
-    step = next(line for line in lines_of(server)[1] if line["kind"] == "step")
-    assert step["ranks"] == 2
-    at = STATISTICS.index("lost")
-    assert step["layers"]["lost"] == (block(10)[at] + block(10, 1)[at]).tolist()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sealed", [False, True])
 def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, sealed):
@@ -147,8 +124,7 @@ def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, seale
         server.reports([report(i, step, rank=rank) for i, step in enumerate(steps)], f"s{rank}")
     if sealed:
         server.client.patch("/api/v1/runs/r1", json={"state": "finished"})
-        while server.app.state.collage.store.sealing.seal("r1", clock()):
-            pass
+        server.seal()
     expected = {(step, rank): model_of(block(step, rank)).tolist() for step in (10, 20, 30) for rank in (0, 3)}
     del expected[20, 3]
     lines = lines_of(server, "?ranks=true")[1]

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from benchmarks._population import LARGE, batches
 from collage_monitor import wire
-from tests.server.conftest import NOW, Clock, Server
+from tests.server.conftest import NOW, Clock, Server, running
 from tests.server.life.test_maintenance import Disk, guard_of
 from tests.server.samples import report
 from tests.system import lacking
@@ -111,9 +111,7 @@ def test_a_server_starts_on_a_full_disk_and_deletes(disk, small):
     small.filled(steps=range(1, 11))
     small.client.__exit__(None, None, None)
     disk.fill(0)
-    app = create_app(small.app.state.collage.settings, clock=small.clock)
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        again = Server(client, small.clock, app)
+    with running(small.app.state.collage.settings, clock=small.clock) as again:
         assert again.get("/readyz", wire.Health).status.startswith("read-only")
         again.send("DELETE", "/runs/r1")
     small.client.__enter__()

@@ -6,16 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from collage_server.app import create_app
 from collage_server.background import Maintenance
 from collage_server.disk_guard import DiskGuard
 from collage_server.errors import Busy
 from collage_server.settings import Settings, SettingsError
-from collage_server.store import Selection, Sizes
-from starlette.testclient import TestClient
+from collage_server.store import Selection, Sizes, SqliteStore
 
 from collage_monitor import wire
-from tests.server.conftest import NOW, Clock, Server
+from tests.server.conftest import NOW, Clock, running
+from tests.server.migrated import put_migrated
 from tests.server.reads import model_points
 from tests.server.samples import report
 
@@ -122,15 +121,12 @@ def test_nothing_acknowledged_is_lost_when_the_budget_is_reached(server):
 def test_retention_by_settings(tmp_path):
     clock = Clock()
     settings = Settings(folder=tmp_path, no_auth=True, retention_raw_days=30, retention_coarse_days=365)
-    app = create_app(settings, clock=clock)
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        server = Server(client, clock, app)
+    with running(settings, clock=clock) as server:
         server.filled(steps=range(1, 601))
-        app_state = app.state.collage
+        app_state = server.app.state.collage
         # The newest chunk keeps its points, so it must have begun.
         app_state.store.sealing.limits = replace(app_state.store.sealing.limits, part_bytes=1)
-        while app_state.store.sealing.seal("r1", clock()):
-            pass
+        server.seal()
 
         def counts():
             return model_points(app_state.store, "r1", ["lost"], Selection()).counts.tolist()
@@ -156,13 +152,11 @@ def test_retention_by_settings(tmp_path):
 def test_the_audit_log_is_kept_for_good_or_as_long_as_its_setting_says(tmp_path, days, kept):
     clock = Clock()
     settings = Settings(folder=tmp_path, no_auth=True, retention_event_days=1, retention_audit_days=days)
-    app = create_app(settings, clock=clock)
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        server = Server(client, clock, app)
+    with running(settings, clock=clock) as server:
         for name in ("first", "second"):
             server.post("/tokens", wire.TokenCreate(name=name, role="read", projects=None), status=201)
             clock.now += 20 * DAY
-        app.state.collage.maintenance.once()
+        server.app.state.collage.maintenance.once()
         entries = server.get("/audit", wire.AuditLogPage).acts
         assert [entry.details["name"] for entry in entries] == kept
 
@@ -180,141 +174,84 @@ def test_settings_of_retention_are_checked(tmp_path):
     assert Settings(folder=tmp_path, no_auth=True).retention_days == {}
 
 
-class Life:
-    """A life of data that fails first."""
-
-    def __init__(self):
-        self.purges: list[Any] = [ValueError("broken"), True, True, False]
-
-    def sealed_runs(self):
-        return []
-
-    def expire(self, _run_id, _before):
-        return 0
-
-    def purge(self, slices):
-        outcome = self.purges.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-
-class NoEvents:
-    """Events that nobody reads."""
-
-    def add(self, run_id, events, now):
-        return 0
-
-    def read(self, run_id, after, limit):
-        return []
-
-
-class NoSilences:
-    def end_silences(self, _):
-        pass
-
-
-class NoReports:
-    def oldest_time(self):
-        return None
-
-
-class Worn(Disk):
-    """A store with such a life."""
-
-    def __init__(self):
-        super().__init__()
-        self.journal = NoReports()
-        self.retention = Life()
-        self.events = NoEvents()
-        self.expiry = self.retention
-        self.incidents = NoSilences()
-
-    def release_space(self):
-        return False
-
-    def checkpoint_log(self, *, read_only=False):
-        pass
-
-    def keep_room(self):
-        pass
-
-
-def test_a_round_that_fails_is_logged_and_the_next_one_works(caplog):
-    store = Worn()
-    maintenance = maintenance_of(store, days={})
-    maintenance.attempt(maintenance.once)
-    assert "maintenance failed" in caplog.text
-    maintenance.once()
-    assert store.retention.purges == []
-
-
-def maintenance_of(store, **more):
-    return Maintenance(store, guard_of(store), clock=Clock(), **more)
-
-
-class Watched(Worn):
-    """A store that counts the looks at it; its purge takes six slices."""
-
-    def __init__(self):
-        super().__init__()
-        self.retention.purges = [True] * 5 + [False]
-        self.looks = 0
-
-    def sizes(self):
-        self.looks += 1
-        return super().sizes()
-
-
-def test_the_disk_is_watched_while_a_round_is_long():
-    store = Watched()
-    maintenance_of(store, days={}, disk_seconds=0.0).once()
-    assert store.looks == 5
-
-
 def test_a_database_file_that_is_gone_takes_no_more_reports(tmp_path):
     """It would be written to until the server ends, and acknowledged."""
-    app = create_app(Settings(folder=tmp_path, no_auth=True), clock=Clock())
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        server = Server(client, Clock(), app)
+    with running(Settings(folder=tmp_path, no_auth=True), clock=Clock()) as server:
         server.filled()
         (tmp_path / "collage.sqlite").rename(tmp_path / "moved")
-        app.state.collage.guard.check_sizes()
+        server.app.state.collage.guard.check_sizes()
         assert "put it back" in server.reports([report(9, 90)], status=503).message
-        with app.state.collage.store.reading(), pytest.raises(Busy), app.state.collage.store.reading():
+        with (
+            server.app.state.collage.store.reading(),
+            pytest.raises(Busy),
+            server.app.state.collage.store.reading(),
+        ):
             pytest.fail("a database was made anew")
-        store = app.state.collage.store
+        store = server.app.state.collage.store
         store._longest_log = 0
         before = sorted(tmp_path.iterdir())
         store.checkpoint_log()
         assert not store.release_space()
         assert sorted(tmp_path.iterdir()) == before, "upkeep leaves the log to the file that it belongs to"
         (tmp_path / "moved").rename(tmp_path / "collage.sqlite")
-        app.state.collage.guard.check_sizes()
+        server.app.state.collage.guard.check_sizes()
         assert server.reports([report(9, 90)]).accepted == 1
 
 
-class Poisoned(Life):
-    """A life in which one run's data cannot be judged."""
+@pytest.fixture
+def store(tmp_path):
+    store = SqliteStore(put_migrated(tmp_path), stale_after_seconds=600.0)
+    store.open()
+    yield store
+    store.close()
 
-    def __init__(self):
-        super().__init__()
-        self.purges = [False]
-        self.expired: list[str] = []
 
-    def sealed_runs(self):
-        return ["a", "b"]
+def purging(store, monkeypatch, *outcomes):
+    """Let purges end so, one after the other; the list of those to come."""
+    left = list(outcomes)
 
-    def expire(self, run_id, _before):
+    def purge(_):
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(store.retention, "purge", purge)
+    return left
+
+
+def maintenance_of(store, **more):
+    return Maintenance(store, guard_of(store), clock=Clock(), **more)
+
+
+def test_a_round_that_fails_is_logged_and_the_next_one_works(store, monkeypatch, caplog):
+    left = purging(store, monkeypatch, ValueError("broken"), True, True, False)
+    maintenance = maintenance_of(store, days={})
+    maintenance.attempt(maintenance.once)
+    assert "maintenance failed" in caplog.text
+    maintenance.once()
+    assert left == []
+
+
+def test_the_disk_is_watched_while_a_round_is_long(store, monkeypatch):
+    purging(store, monkeypatch, *[True] * 5, False)
+    looks, sizes = iter(range(100)), store.sizes
+    monkeypatch.setattr(store, "sizes", lambda: (next(looks), sizes())[1])
+    maintenance_of(store, days={}, disk_seconds=0.0).once()
+    assert next(looks) == 5
+
+
+def test_a_run_whose_retention_fails_holds_up_no_other_and_no_purge(store, monkeypatch, caplog):
+    def expire(run_id, _):
         if run_id == "a":
             raise ValueError("a statistic of a newer server")
-        self.expired.append(run_id)
+        expired.append(run_id)
         return 0
 
-
-def test_a_run_whose_retention_fails_holds_up_no_other_and_no_purge(caplog):
-    store = Worn()
-    store.retention = life = Poisoned()
+    expired: list[str] = []
+    left = purging(store, monkeypatch, False)
+    monkeypatch.setattr(store.retention, "sealed_runs", lambda: ["a", "b"])
+    monkeypatch.setattr(store.retention, "expire", expire)
     maintenance_of(store, days={1: 1.0}).once()
-    assert (life.expired, life.purges) == (["b"], [])
+    assert (expired, left) == (["b"], [])
     assert "retention of run a failed" in caplog.text

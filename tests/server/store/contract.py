@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +20,7 @@ from collage_server.store.sealing.seal_plan import SealLimits
 from collage_monitor import metrics, wire
 from tests.server.reads import latest_point, layer_points, model_points, scalar_points
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create, watch
+from tests.waiting import beside
 
 NOW = 1_700_000_000.0
 LIMITS = SealLimits(points=32, part_points=32, part_bytes=1, late_rows=4, slice_rows=3, delete_rows=5)
@@ -405,21 +405,11 @@ class StoreContract:
 
     def test_readers_see_whole_commits_while_a_writer_commits(self, store):
         stream = self.fill(store)
-        torn, done = [], threading.Event()
-
-        def read():
-            while not done.is_set():
-                points = model_points(store, "r1", ("lost",), ALL)
-                if len(points.steps) % 5:
-                    torn.append(len(points.steps))
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        for batch in range(20):
-            self.append(store, stream, *(report(5 * batch + i, 5 * batch + i + 1) for i in range(5)))
-        done.set()
-        reader.join()
-        assert torn == []
+        torn = []
+        with beside(lambda: torn.append(len(model_points(store, "r1", ("lost",), ALL).steps) % 5)):
+            for batch in range(20):
+                self.append(store, stream, *(report(5 * batch + i, 5 * batch + i + 1) for i in range(5)))
+        assert not any(torn)
         assert store.streams.of_run("r1")[0].reports == 100
 
     def test_a_statistic_that_is_new_in_the_catalogue_needs_no_migration(self, store, reopen, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 
 import msgspec
 import pytest
@@ -13,6 +13,7 @@ from collage_server.store.runs.events import add_events
 from collage_monitor import wire
 from tests.server.samples import report, stream_create
 from tests.server.store.contract import NOW, StoreContract
+from tests.waiting import at_once
 
 
 def told(store, run_id="r1", after=0):
@@ -161,9 +162,5 @@ class EventsContract:
             for i in range(10):
                 store.events.add("r1", [NewEvent(origin=f"{number}/{i}", kind="alert", text="t")], NOW)
 
-        threads = [threading.Thread(target=tell, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(*[partial(tell, number) for number in range(4)])
         assert [event for event, _, _ in told(store)] == list(range(1, 42))

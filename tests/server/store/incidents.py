@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
+from functools import partial
 
 import pytest
 from collage_server.errors import NotFound, Unprocessable
@@ -12,6 +12,7 @@ from collage_server.store.runs.incidents import incident_id_of
 
 from collage_monitor import wire
 from tests.server.store.contract import NOW, StoreContract
+from tests.waiting import at_once
 
 LABELS = {"project": "p", "run": "old name", "run_id": "r1", "strategy": "plain"}
 LOW = NewIncident(
@@ -58,19 +59,8 @@ class IncidentsContract:
 
     def test_many_who_notice_at_once_store_it_once(self, store):
         StoreContract.fill(store)
-        outcomes = []
-        threads = [
-            threading.Thread(
-                target=lambda at=at: outcomes.append(
-                    store.incidents.fire(dataclasses.replace(LOW, started_at=NOW + at), NOW)
-                )
-            )
-            for at in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        same = [dataclasses.replace(LOW, started_at=NOW + at) for at in range(8)]
+        outcomes = at_once(*[partial(store.incidents.fire, incident, NOW) for incident in same])
         assert sorted(outcomes) == [False] * 7 + [True]
 
     def test_filters_and_pages(self, store):

@@ -1,6 +1,11 @@
-"""The store's contract where all that is sealed becomes archived files at once, and what archiving alone does."""
+"""The store's contract where all that is sealed becomes archived files at once, and what archiving alone does.
+
+What hardly seals or is read of files in a bucket by day (`test_archived_elsewhere`) is left to the night.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from collage_server.store import SqliteStore
@@ -19,6 +24,8 @@ from tests.server.store.sealing import SealingContract
 from tests.server.store.second_writers import SecondWritersContract
 
 pytestmark = pytest.mark.slow
+
+_nightly = pytest.mark.nightly
 
 
 class ArchivingSealing:
@@ -60,7 +67,7 @@ def archive_at_once(monkeypatch):
     monkeypatch.setattr(archiving, "is_over", lambda *_: True)
 
 
-@pytest.fixture(params=[pytest.param("in groups", marks=pytest.mark.nightly), "at once"])
+@pytest.fixture(params=[pytest.param("in groups", marks=_nightly), "at once"])
 def store(tmp_path, request, monkeypatch):
     monkeypatch.setattr(archive_plan, "_CHUNKS", {1: 2, 16: 2})
     if request.param == "at once":
@@ -75,48 +82,25 @@ def reopen(store):
     yield from reopening(store, lambda: opened(store.path))
 
 
-class TestArchived(StoreContract):
-    """Reports, runs and what is read of them."""
+class FromFiles:
+    """Of the contracts, what asks about rows that are files here; `test_archive_faults` stops halfway there."""
+
+    test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers: Any = None
+    test_the_newest_scalars_are_read_from_the_last_parts: Any = None
+    test_an_interrupted_drop_is_finished: Any = None
+    test_a_deleted_run_is_invisible_at_once_and_its_rows_go_in_slices: Any = None
 
 
-class TestArchivedParts(PartsContract):
-    """Reports of a step in several parts."""
+class TestArchived(FromFiles, SealingContract, RanksContract, LifeContract, SecondWritersContract):
+    """Sealing, ranks merged, retention and deletion, and who logs beside the training."""
 
 
-class TestArchivedRanks(RanksContract):
-    """Ranks merged."""
-
-
-class TestArchivedReplicas(ReplicasContract):
-    """Replicas compared."""
-
-
-class TestArchivedSealed(SealedContract):
-    """What stands in chunks."""
-
-
-class TestArchivedSealing(SealingContract):
-    """From the journal to chunks."""
+@_nightly
+class TestArchivedRest(FromFiles, StoreContract, PartsContract, ReplicasContract, SealedContract):
+    """What stands in chunks, and what hardly seals."""
 
 
 class TestArchivedLaws(LawsContract):
     """The store's life, with files."""
 
-
-class TestArchivedLife(LifeContract):
-    """Retention and deletion."""
-
-
-class TestArchivedSecondWriters(SecondWritersContract):
-    """Who logs beside the training."""
-
-
-# Totals of the model and logged values of runs that ended stand in files here: they are read whole, no row is left
-# to be weighed, and what is stopped half-way through rows `test_archive_faults` stops with files.
-for contract, name in (
-    (TestArchivedSealing, "test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers"),
-    (TestArchivedSealed, "test_the_newest_scalars_are_read_from_the_last_parts"),
-    (TestArchivedLife, "test_an_interrupted_drop_is_finished"),
-    (TestArchivedLife, "test_a_deleted_run_is_invisible_at_once_and_its_rows_go_in_slices"),
-):
-    setattr(contract, name, None)
+    lives = 6

@@ -1,7 +1,7 @@
 """The contract with archived files in a bucket, and with PostgreSQL beside either; `test_archived` has the rest.
 
-On every run PostgreSQL with a bucket, in groups, and the classes that read, take late parts, retain and delete; at
-night everything everywhere.
+On every run PostgreSQL with a bucket, in groups, and the classes that read and take late parts; at night everything
+everywhere.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from collage_server.store.sealing import archive_plan
 from tests.server.migrated import put_migrated
 from tests.server.store import test_archived
 from tests.server.store.contract import LIMITS, StoreContract, reopening
+from tests.server.store.life import LifeContract
 from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
 from tests.server.store.replicas import ReplicasContract
+from tests.server.store.sealed import SealedContract
+from tests.server.store.sealing import SealingContract
 
 pytestmark = pytest.mark.slow
 
@@ -75,33 +78,12 @@ def reopen(store, opened):
     yield from reopening(store, opened)
 
 
-class TestArchivedParts(PartsContract):
-    """Reports of a step in several parts."""
-
-
-class TestArchivedSealed(test_archived.TestArchivedSealed):
-    """What stands in chunks."""
+class TestArchivedElsewhere(test_archived.FromFiles, PartsContract, SealedContract):
+    """Reports of a step in several parts, and what stands in chunks."""
 
 
 @_nightly
-class TestArchivedSealing(test_archived.TestArchivedSealing):
-    """From the journal to chunks."""
-
-
-class TestArchivedLife(test_archived.TestArchivedLife):
-    """Retention and deletion."""
-
-
-@_nightly
-class TestArchived(StoreContract):
-    """Reports, runs and what is read of them."""
-
-
-@_nightly
-class TestArchivedRanks(RanksContract):
-    """Ranks merged."""
-
-
-@_nightly
-class TestArchivedReplicas(ReplicasContract):
-    """Replicas compared."""
+class TestArchivedElsewhereRest(
+    test_archived.FromFiles, StoreContract, SealingContract, LifeContract, RanksContract, ReplicasContract
+):
+    """Everything else."""

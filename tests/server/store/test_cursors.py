@@ -18,7 +18,7 @@ from tests.server.test_following import Follower
 
 pytestmark = pytest.mark.slow
 
-STEPS = 150
+STEPS = 80
 
 
 def send(servers, rank):

@@ -15,12 +15,8 @@ pytestmark = pytest.mark.slow
 __all__ = ["reopen", "store"]
 
 
-class TestSqliteLife(LifeContract):
-    """The contract on SQLite."""
-
-
-class TestSqliteSecondWriters(SecondWritersContract):
-    """Who logs beside the training, on SQLite."""
+class TestSqliteLife(LifeContract, SecondWritersContract):
+    """The contract on SQLite, and who logs beside the training."""
 
 
 def file_bytes(store):

@@ -27,14 +27,16 @@ from tests.server.store.contract import LIMITS, NOW, StoreContract, reopening
 from tests.server.store.events import EventsContract
 from tests.server.store.incidents import IncidentsContract
 from tests.server.store.laws import LawsContract
+from tests.server.store.life import LifeContract
 from tests.server.store.parts import PartsContract
 from tests.server.store.postgresql import SETTINGS, Cluster, programs_or_skip
 from tests.server.store.ranks import RanksContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import SealingContract
+from tests.server.store.second_writers import SecondWritersContract
 from tests.server.store.seen import rows, seal_all, seen, unchanged
-from tests.waiting import PATIENCE_SECONDS, until
+from tests.waiting import PATIENCE_SECONDS, at_once, beside, until
 
 pytestmark = pytest.mark.slow
 
@@ -59,40 +61,25 @@ def reopen(store, database):
     yield from reopening(store, lambda: opened(database))
 
 
-class TestPostgresql(StoreContract):
+class TestPostgresql(
+    StoreContract,
+    SealingContract,
+    SealedContract,
+    PartsContract,
+    RanksContract,
+    EventsContract,
+    IncidentsContract,
+    ReplicasContract,
+    LifeContract,
+    SecondWritersContract,
+):
     """The contract on PostgreSQL."""
-
-
-class TestPostgresqlSealing(SealingContract):
-    """Sealing on PostgreSQL."""
-
-
-class TestPostgresqlSealed(SealedContract):
-    """Sealed runs on PostgreSQL."""
 
 
 class TestPostgresqlLaws(LawsContract):
     """The store's life on PostgreSQL."""
 
-
-class TestPostgresqlParts(PartsContract):
-    """Parts of steps on PostgreSQL."""
-
-
-class TestPostgresqlRanks(RanksContract):
-    """Ranks on PostgreSQL."""
-
-
-class TestPostgresqlEvents(EventsContract):
-    """What happened to a run, on PostgreSQL."""
-
-
-class TestPostgresqlIncidents(IncidentsContract):
-    """Incidents on PostgreSQL."""
-
-
-class TestPostgresqlReplicas(ReplicasContract):
-    """Replicas compared, on PostgreSQL."""
+    lives = 6
 
 
 def test_the_migrated_schema_is_that_of_the_code(store):
@@ -137,20 +124,7 @@ def test_a_newer_schema_is_refused_with_a_sentence(store, database):
 
 
 def test_servers_migrating_at_once_do_it_once(empty_database):
-    errors = []
-
-    def migrate():
-        try:
-            PostgresqlStore(empty_database, stale_after_seconds=600.0).migrate()
-        except StoreUnusable as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=migrate) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    at_once(*[PostgresqlStore(empty_database, stale_after_seconds=600.0).migrate for _ in range(4)])
     opened(empty_database).close()
 
 
@@ -169,16 +143,14 @@ def test_text_that_it_cannot_hold_is_refused(store):
         store.runs.create("p", wire.RunCreate(run_id="r1", name="a\0b"), NOW)
 
 
-@pytest.mark.parametrize("setting", ["fsync=off", "synchronous_commit=off"])
-def test_a_cluster_that_may_lose_what_it_acknowledged_is_refused(setting):
+def test_a_cluster_that_may_lose_what_it_acknowledged_is_refused():
     programs = programs_or_skip()
     with tempfile.TemporaryDirectory() as folder:
-        cluster = Cluster(folder, programs, ("listen_addresses=", "shared_buffers=16MB", setting))
+        cluster = Cluster(folder, programs, ("listen_addresses=", "shared_buffers=16MB", "fsync=off"))
         cluster.create()
         cluster.start()
         try:
-            name = setting.partition("=")[0]
-            with pytest.raises(StoreUnusable, match=f"{name} = off"):
+            with pytest.raises(StoreUnusable, match="fsync = off"):
                 opened(cluster.url("postgres"))
             store = PostgresqlStore(cluster.url("postgres"), stale_after_seconds=600.0, unsafe=True)
             store.migrate()
@@ -188,24 +160,28 @@ def test_a_cluster_that_may_lose_what_it_acknowledged_is_refused(setting):
             cluster.stop()
 
 
-def test_two_servers_take_the_same_reports_and_store_each_once(store, database):
+def test_so_is_a_database_that_does_not_wait_for_its_log(database, execute):
+    execute(f"ALTER DATABASE {database.partition('@/')[2].partition('?')[0]} SET synchronous_commit = off")
+    with pytest.raises(StoreUnusable, match="synchronous_commit = off"):
+        opened(database)
+
+
+@pytest.fixture
+def other(database):
+    """Another server on the same database."""
     other = opened(database)
+    yield other
+    other.close()
+
+
+def test_two_servers_take_the_same_reports_and_store_each_once(store, other):
     stream = StoreContract.fill(store)
-    accepted = []
 
     def send(server, order):
-        for seq in order:
-            outcome = server.journal.append([ReportGroup(stream, [report(seq, seq + 1)])], NOW)[0]
-            accepted.append(outcome.accepted)
+        groups = ([ReportGroup(stream, [report(seq, seq + 1)])] for seq in order)
+        return sum(server.journal.append(group, NOW)[0].accepted for group in groups)
 
-    threads = [
-        threading.Thread(target=send, args=(store, range(60))),
-        threading.Thread(target=send, args=(other, range(59, -1, -1))),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    accepted = at_once(lambda: send(store, range(60)), lambda: send(other, range(59, -1, -1)))
     assert sum(accepted) == 60
     for server in (store, other):
         [known] = server.streams.of_run("r1")
@@ -213,77 +189,49 @@ def test_two_servers_take_the_same_reports_and_store_each_once(store, database):
         assert latest_point(server, "r1").step == 60
         assert server.runs.get("r1").scalars["loss"].step == 60
     unchanged(seen(store), seen(other))
-    other.close()
 
 
-def test_two_servers_creating_the_same_things_make_one_of_each(store, database):
-    servers = [store, opened(database)]
-    attempts, errors = [], []
+def test_two_servers_creating_the_same_things_make_one_of_each(store, other):
+    def create(server, own):
+        for i in range(10):
+            server.runs.create("p", wire.RunCreate(run_id=f"r{i}"), NOW)
+            for launch in (own, "shared"):
+                server.streams.create_attempt(f"r{i}", wire.AttemptCreate(launch_id=launch, first_step=1), NOW)
 
-    def create(server, launch):
-        try:
-            for i in range(10):
-                server.runs.create("p", wire.RunCreate(run_id=f"r{i}"), NOW)
-                create = wire.AttemptCreate(launch_id=launch, first_step=1)
-                attempts.append((i, launch, server.streams.create_attempt(f"r{i}", create, NOW).attempt))
-                server.streams.create_attempt(f"r{i}", wire.AttemptCreate(launch_id="shared", first_step=1), NOW)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=create, args=(server, f"launch-{number}")) for number, server in enumerate(servers)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    at_once(lambda: create(store, "launch-0"), lambda: create(other, "launch-1"))
     for i in range(10):
-        numbers = [attempt.attempt for attempt in store.runs.get(f"r{i}").attempts]
-        assert numbers == [1, 2, 3]
-    servers[1].close()
+        assert [attempt.attempt for attempt in store.runs.get(f"r{i}").attempts] == [1, 2, 3]
 
 
-def test_two_servers_that_evaluate_a_run_at_once_keep_one_overview(store, database):
+def test_two_servers_that_evaluate_a_run_at_once_keep_one_overview(store, other):
     StoreContract.fill(store)
-    servers = [store, opened(database)]
     (due,) = store.overviews.due(10)
-    record, errors = store.runs.get("r1"), []
-    together = threading.Barrier(2)
+    record, together = store.runs.get("r1"), threading.Barrier(2)
 
     def put(server):
         try:
             for _ in range(50):
                 together.wait(PATIENCE_SECONDS)
                 server.overviews.put(due, record, wire.Overview(run_id="r1", headline="as it is"))
-        except Exception as error:
-            errors.append(error)
+        except Exception:
             together.abort()
+            raise
 
-    threads = [threading.Thread(target=put, args=(server,)) for server in servers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    at_once(lambda: put(store), lambda: put(other))
     assert store.overviews.of("r1").headline == "as it is"
-    servers[1].close()
 
 
-def test_only_one_server_seals_a_run_at_a_time(store, database):
-    other = opened(database)
+def test_only_one_server_seals_a_run_at_a_time(store, other):
     stream = StoreContract.fill(store)
     StoreContract.append(store, stream, *(report(i, i + 1) for i in range(40)))
     with store._claim("r1") as mine:
         assert mine
         assert not other.sealing.seal("r1", NOW)
     assert other.sealing.seal("r1", NOW)
-    other.close()
 
 
-def test_a_sealer_that_loses_its_claim_makes_nothing_visible(store, database, cluster, monkeypatch):
+def test_a_sealer_that_loses_its_claim_makes_nothing_visible(store, other, cluster, monkeypatch):
     """Another server may have begun to seal the same reports."""
-    other = opened(database)
     StoreContract.append(store, StoreContract.fill(store), *(report(i, i + 1) for i in range(40)))
     before = seen(store)
     writing = store.writing
@@ -303,12 +251,10 @@ def test_a_sealer_that_loses_its_claim_makes_nothing_visible(store, database, cl
     assert rows(store, schema.point_chunk) == 0
     assert seal_all(other) == 1
     unchanged(before, seen(store))
-    other.close()
 
 
-def test_a_claim_outlasts_the_time_that_a_transaction_may_idle(store, database, cluster):
+def test_a_claim_outlasts_the_time_that_a_transaction_may_idle(store, other, cluster):
     StoreContract.fill(store)
-    other = opened(database)
     cluster.execute(f"ALTER DATABASE {store.engine.url.database} SET idle_in_transaction_session_timeout = '1s'")
     other.engine.dispose()
     with other._claim("r1") as mine, other.engine.connect() as later:
@@ -323,7 +269,6 @@ def test_a_claim_outlasts_the_time_that_a_transaction_may_idle(store, database, 
         with store._claim("r1") as theirs:
             assert not theirs
         other._require_claim()
-    other.close()
 
 
 def test_a_session_that_only_reads_is_let_go(store, cluster, caplog):
@@ -347,41 +292,26 @@ def test_a_session_that_only_reads_is_let_go(store, cluster, caplog):
         wrong()
 
 
-def test_a_run_can_be_deleted_while_another_server_seals_it(store, database):
+def test_a_run_can_be_deleted_while_another_server_seals_it(store, other):
     """The sealer holds its claim and then wants the run; the deletion holds the run: it must not want the claim."""
-    other = opened(database)
     StoreContract.fill(store)
     with store._claim("r1"):
         other.runs.delete("r1", NOW)
     with pytest.raises(Gone):
         store.sealing.seal("r1", NOW)
-    other.close()
 
 
-def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, database):
-    other = opened(database)
+def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, other):
     stream = StoreContract.fill(store)
-    done = threading.Event()
-
-    def seal(server):
-        while not done.is_set():
-            server.sealing.seal("r1", NOW)
-
-    sealers = [threading.Thread(target=seal, args=(server,)) for server in (store, other)]
-    for thread in sealers:
-        thread.start()
-    for start in range(0, 200, 10):
-        server = store if start % 20 else other
-        server.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(start, start + 10)])], NOW)
-    done.set()
-    for thread in sealers:
-        thread.join()
+    with beside(lambda: store.sealing.seal("r1", NOW)), beside(lambda: other.sealing.seal("r1", NOW)):
+        for start in range(0, 200, 10):
+            reports = [report(i, i + 1) for i in range(start, start + 10)]
+            (store if start % 20 else other).journal.append([ReportGroup(stream, reports)], NOW)
     seal_all(store)
     assert store.streams.of_run("r1")[0].reports == 200
     assert model_points(store, "r1", ["lost"], ALL).steps.tolist() == list(range(1, 201))
     again = other.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(200)])], NOW)[0]
     assert (again.accepted, again.duplicates) == (0, 200)
-    other.close()
 
 
 def test_a_commit_that_finds_its_connection_lost_gives_up_the_idle_ones_too(store, cluster, caplog):
@@ -423,62 +353,21 @@ def test_reports_are_taken_in_two_round_trips(store, tmp_path):
     assert [side for side, _ in itertools.groupby(sides)] == ["F", "B"] * 2
 
 
-def test_the_emptied_journal_s_space_is_used_again():
+def test_the_emptied_journal_s_space_is_used_again(store):
     """Whenever autovacuum comes round: what is sealed would else take its space twice, and a third time."""
-    programs = programs_or_skip()
-    with tempfile.TemporaryDirectory() as folder:
-        cluster = Cluster(folder, programs, (*SETTINGS, "autovacuum=off"))
-        cluster.create()
-        cluster.start()
-        store = PostgresqlStore(cluster.url("postgres"), stale_after_seconds=600.0, limits=LIMITS)
-        store.migrate()
-        store.open()
-        try:
-            stream = StoreContract.fill(store)
-            sizes = []
-            for start in range(0, 5 * 320, 320):
-                values = np.random.default_rng(start).random((len(STATISTICS), len(LAYERS)))
-                StoreContract.append(
-                    store, stream, *(report(i, i + 1, values=values) for i in range(start, start + 320))
-                )
-                assert seal_all(store)
-                assert not store.journal.runs()
-                store.release_space()
-                with store.reading() as connection:
-                    sizes.append(connection.execute(text("SELECT pg_total_relation_size('report')")).scalar_one())
-            assert max(sizes[2:]) <= sizes[1], sizes
-        finally:
-            store.close()
-            cluster.stop()
-
-
-def test_what_was_acknowledged_survives_a_killed_cluster():
-    programs = programs_or_skip()
-    with tempfile.TemporaryDirectory() as folder:
-        cluster = Cluster(folder, programs)
-        cluster.create()
-        cluster.start()
-        store = PostgresqlStore(cluster.url("postgres"), stale_after_seconds=600.0, limits=LIMITS)
-        store.migrate()
-        store.open()
-        try:
-            stream = StoreContract.fill(store)
-            accepted = sum(StoreContract.append(store, stream, report(i, i + 1)).accepted for i in range(20))
-            cluster.kill()
-            with pytest.raises(Busy):
-                StoreContract.append(store, stream, report(20, 21))
-            cluster.start()
-            for _ in range(20):
-                try:
-                    accepted += StoreContract.append(store, stream, report(20, 21)).accepted
-                    break
-                except Busy:
-                    continue
-            assert accepted == 21
-            assert store.streams.of_run("r1")[0].reports == 21
-        finally:
-            store.close()
-            cluster.stop()
+    with store.writing() as connection:
+        connection.execute(text("ALTER TABLE report SET (autovacuum_enabled = off)"))
+    stream = StoreContract.fill(store)
+    values = np.random.default_rng(0).random((len(STATISTICS), len(LAYERS)))
+    sizes = []
+    for start in range(0, 4 * 160, 160):
+        StoreContract.append(store, stream, *(report(i, i + 1, values=values) for i in range(start, start + 160)))
+        assert seal_all(store)
+        assert not store.journal.runs()
+        store.release_space()
+        with store.reading() as connection:
+            sizes.append(connection.execute(text("SELECT pg_total_relation_size('report')")).scalar_one())
+    assert max(sizes[2:]) <= sizes[1], sizes
 
 
 def test_a_cluster_that_recovers_is_waited_for(caplog):

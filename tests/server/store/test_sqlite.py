@@ -98,44 +98,17 @@ def test_rows_that_nobody_reads_to_their_end_do_not_keep_their_snapshot(store):
             next(unread)
 
 
-class TestSqlite(StoreContract):
+class TestSqlite(StoreContract, EventsContract, IncidentsContract, ReplicasContract):
     """The contract on SQLite."""
 
 
 @pytest.mark.slow
-class TestSqliteSealing(SealingContract):
-    """Sealing on SQLite."""
-
-
-@pytest.mark.slow
-class TestSqliteSealed(SealedContract):
-    """Sealed runs on SQLite."""
+class TestSqliteSealing(SealingContract, SealedContract, PartsContract, RanksContract):
+    """Sealing and sealed runs on SQLite."""
 
 
 class TestSqliteLaws(LawsContract):
     """The store's life on SQLite."""
-
-
-@pytest.mark.slow
-class TestSqliteParts(PartsContract):
-    """Parts of steps on SQLite."""
-
-
-@pytest.mark.slow
-class TestSqliteRanks(RanksContract):
-    """Ranks on SQLite."""
-
-
-class TestSqliteEvents(EventsContract):
-    """What happened to a run, on SQLite."""
-
-
-class TestSqliteIncidents(IncidentsContract):
-    """Incidents on SQLite."""
-
-
-class TestSqliteReplicas(ReplicasContract):
-    """Replicas compared, on SQLite."""
 
 
 def test_page_settings_are_in_force(store):
@@ -277,11 +250,6 @@ def test_no_empty_database_takes_the_place_of_one_that_is_gone(tmp_path, lost):
     path.unlink()
     path.with_name("collage.db-was-here").unlink()
     opened(path).close()
-
-
-def test_the_file_survives_a_second_opening(store):
-    store.close()
-    opened(store.path).close()
 
 
 @pytest.mark.slow
