@@ -16,7 +16,7 @@ BYTES = {"plain": 8, "light": 10, "plus": 12, "master-weights": 16}
 
 
 def watched(strategy, steps=30, **options):
-    model = small_gpt()
+    model = small_gpt(layers=1)
     optimizer = CollageAdamW(model.parameters(), lr=2e-4, weight_decay=0.1, strategy=strategy, **options)
     handle = watch(model, optimizer, every=10, oracle=True, budget=None)
     train(model, optimizer, steps, gpt_loss)
@@ -24,6 +24,7 @@ def watched(strategy, steps=30, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
 @pytest.mark.parametrize("strategy", BYTES)
 def test_edq_and_decrements_tell_the_strategies_apart(strategy, arithmetic):

@@ -42,6 +42,7 @@ def fail(model, optimizer, step, written=0):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("written", [0, 3])
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_step_after_one_that_raised_is_measured_as_if_it_had_not_been(name, written):

@@ -64,7 +64,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_steps_within_the_backward_pass_report_what_the_plain_loop_does(name):
-    plain, model = small_gpt(), small_gpt()
+    plain, model = small_gpt(layers=1), small_gpt(layers=1)
     expected, found = Recorder(), Recorder()
     optimizer = MAKERS[name](plain.parameters())
     watch(plain, optimizer, every=2, sample=512, budget=None, oracle=True, reporter=expected)
@@ -179,15 +179,15 @@ def test_a_run_is_resumed_behind_the_longest_state():
     assert handle.step == 4
 
 
-def test_twenty_steps_are_bit_identical_with_and_without_the_agent():
+def test_ten_steps_are_bit_identical_with_and_without_the_agent():
     losses, models = [], []
     for watched in (False, True):
-        model = small_gpt()
+        model = small_gpt(layers=1)
         optimizers = in_backward(model, MAKERS["AdamW"])
         if watched:
             watch(model, optimizers, every=1, sample=256, oracle=True, budget=None)
         found = []
-        for step in range(20):
+        for step in range(10):
             loss = gpt_loss(model, step)
             loss.backward()
             found.append(float(loss.detach()))
@@ -223,12 +223,6 @@ def test_parameters_that_no_module_knows_keep_names_of_their_own():
         parameter.grad = torch.ones(3)
         optimizer.step()
     assert set(handle.summary()["layers"]) == {"group0.0", "optimizer1.group0.0"}
-
-
-@pytest.mark.parametrize("given", [[], "adam", [1, 2], {}, None])
-def test_what_is_no_optimizer_is_refused(given):
-    with pytest.raises(TypeError, match=r"pass the torch\.optim\.Optimizer that trains it, or several"):
-        watch(mlp(), given)
 
 
 def test_a_parameter_of_two_optimizers_is_refused():

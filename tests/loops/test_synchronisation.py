@@ -46,7 +46,7 @@ def train(model, optimizer, steps=STEPS, scaler=None, loss_of=gpt_loss):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_measured_steps_read_nothing_back(name):
-    model = small_gpt()
+    model = small_gpt(layers=1)
     optimizer = MAKERS[name](model.parameters())
     handle = watch(model, optimizer, every=2, sample=512, oracle=True, windows=(2,), budget=None)
     with reading_is_forbidden(COUNTERS):
@@ -59,7 +59,7 @@ def test_measured_steps_read_nothing_back(name):
 
 
 def test_steps_within_the_backward_pass_read_nothing_back():
-    model = small_gpt()
+    model = small_gpt(layers=1)
     optimizers = {parameter: torch.optim.AdamW([parameter], lr=1e-3) for parameter in model.parameters()}
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda own: optimizers[own].step())
@@ -73,7 +73,7 @@ def test_steps_within_the_backward_pass_read_nothing_back():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_loss_scaler_s_verdict_is_not_read(fused):
-    model = small_gpt(dtype=torch.float32)
+    model = small_gpt(dtype=torch.float32, layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     handle = watch(model, optimizer, every=1, oracle=True, budget=None)

@@ -188,22 +188,6 @@ def test_swapping_an_average_in_and_out_leaves_no_trace(strategy, arithmetic, ex
 
 
 @pytest.mark.parametrize("strategy", KEEPING)
-def test_an_average_that_stays_is_adopted(strategy):
-    members, optimizer = trained(strategy, 0)
-    model, average = averaged(members)
-    for step in range(1, 9):
-        give_gradients(members, step=step)
-        optimizer.step()
-        average.update_parameters(model)
-    before = [member.detach().clone() for member in members]
-    by_copy(members, [value.detach() for value in average.module])
-    written = [member.detach().clone() for member in members]
-    step_without_moving(optimizer, members)
-    assert optimizer.external_writes == len(members)
-    assert_adopted(optimizer, members, before, written)
-
-
-@pytest.mark.parametrize("strategy", KEEPING)
 def test_weights_that_are_masked_at_every_step_keep_the_residuals_of_the_others(strategy):
     """From the second mask on, elements are compared with what the step left."""
     members, optimizer = trained(strategy, 0)
@@ -258,6 +242,7 @@ def test_raise_names_the_weight_before_anything_moves(strategy):
         CollageAdamW(parameters(), on_external_write="ignore")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("order", ["weights first", "states first", "in place"])
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_a_checkpoint_is_no_write(strategy, order, caplog):

@@ -17,6 +17,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("source", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_expected_value_is_the_number(dtype, source):
@@ -211,6 +212,7 @@ def test_noise_is_the_hash_that_it_was(stream):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("share", [1e-7, 5e-8])
 @pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
 def test_one_number_moves_in_the_mean_below_the_resolution_of_fp32(share, arithmetic):
@@ -219,6 +221,7 @@ def test_one_number_moves_in_the_mean_below_the_resolution_of_fp32(share, arithm
     assert float(1.5 - after.double().mean()) == pytest.approx(64 * 1.5 * share, rel=0.25)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("share", [1e-7, 5e-8, 1e-8])
 @pytest.mark.parametrize("strategy", ["light-stochastic", "split-master", "split-24bit-8bit"])
 def test_two_components_move_in_the_mean_below_the_resolution_of_fp32(strategy, share):
@@ -277,6 +280,7 @@ def test_updates_far_below_half_an_ulp_arrive_in_the_mean(arithmetic):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("strategy", "arithmetic"),
     [

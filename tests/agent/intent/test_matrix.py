@@ -18,7 +18,9 @@ STEPPED = [(entry, dtype) for entry, dtype in CASES if not entry.closure]
 STEPPED_IDS = [name for name, (entry, _) in zip(IDS, CASES, strict=True) if not entry.closure]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.drawn,
+    pytest.mark.drawn(
+        by=lambda entry, dtype: (entry.library, entry.kind, entry.strategy, entry.sparse, entry.matrices, dtype)
+    ),
     pytest.mark.filterwarnings("ignore:Parameter .foreach. is deprecated:DeprecationWarning"),
 ]
 

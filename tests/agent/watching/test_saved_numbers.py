@@ -68,6 +68,7 @@ class Job:
         return info.continuation, found, info
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("seed", "width", "every"), [(0, 40, 1), (1, 300, 10)])
 def test_what_came_back_bit_for_bit_is_said_so(tmp_path, kind, seed, width, every):
@@ -113,6 +114,7 @@ def gone(model, optimizer):
         state["exp_avg"] = torch.zeros_like(state["exp_avg_sq"])
 
 
+@pytest.mark.drawn(by=lambda spoil, kind, **_: (spoil, kind))
 @pytest.mark.parametrize(
     ("spoil", "weights", "states", "far"),
     [
