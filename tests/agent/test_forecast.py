@@ -15,7 +15,7 @@ from collage_monitor.schedule import parse_schedule
 from collage_monitor.statistics import finish, reduce_shards
 from tests.agent.training import mlp, train
 
-STEPS, WATCHED, EVERY = 1200, 240, 5
+STEPS, WATCHED, EVERY = 1200, 240, 8
 SCHEDULES = {
     "cosine": f"cosine:1e-2:60:{STEPS}",
     "linear": f"linear:1e-2:60:{STEPS}",

@@ -49,7 +49,7 @@ def windows():
 
 def trainer_for(folder, callbacks, **options):
     set_seed(11)
-    size = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+    size = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
     # Dropout stays on: it would show a random state that the agent moved.
     model = GPT2LMHeadModel(GPT2Config(**size, eos_token_id=0, bos_token_id=0, loss_type="ForCausalLM"))
     data = windows()
@@ -70,7 +70,14 @@ def trained(folder, callback=None, **options):
     return recorded(trainer.model, getattr(optimizer, "optimizer", optimizer), losses.values)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, {"bf16": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"bf16": True}, marks=pytest.mark.nightly),
+    ],
+)
 def test_training_is_bit_identical_with_and_without_the_callback(tmp_path, options):
     without = trained(tmp_path, **options)
     callback = CollageCallback(run_options={"mode": "offline"}, every=2, sample=512, oracle=True)

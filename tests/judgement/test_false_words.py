@@ -27,7 +27,7 @@ PLAIN = replace(
     schedule="constant",
     frozen=False,
     resume="",
-    steps=60,
+    steps=30,
     every=5,
     sample="all",
     oracle=False,
@@ -65,7 +65,7 @@ def test_a_third_of_the_updates_lost_is_not_healthy(training):
 
 def test_the_recent_past_is_judged_and_not_the_last_step():
     """A learning rate that falls to 0 ended "losing updates, EDQ 0.17": that of one step."""
-    falling = replace(PLAIN, lr=0.03, optimizer="adam", decay=0.0, schedule="linear to 0", steps=60, every=1)
+    falling = replace(PLAIN, lr=0.03, optimizer="adam", decay=0.0, schedule="linear to 0", every=1)
     evidence, truth = run(falling)
     assert truth.edq() == pytest.approx(1.0, abs=0.02)
     said = judge(evidence)

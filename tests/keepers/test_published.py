@@ -166,7 +166,7 @@ def test_equal_shapes_at_once_have_an_exact_u(seed, rows, tall, rate):
 def test_equal_shapes_at_once_are_judged(dtype, rate, health, rows, tall, seed):
     model, optimizer = stacked(seed, rows, tall, rate, dtype)
     handle = watch(model, optimizer, every=1, sample="all", budget=None, layers=r"square|tall")
-    for step in range(24):
+    for step in range(12):
         tokens = torch.randint(0, 40, (8, 12), generator=torch.Generator().manual_seed(step))
         (model(tokens).float() - 1.0).square().mean().backward()
         optimizer.step()

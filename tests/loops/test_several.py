@@ -16,7 +16,7 @@ from torch import nn
 
 from collage_monitor.wire import StreamCreate
 from tests.agent.test_watch import Recorder
-from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
+from tests.agent.training import mlp, mlp_loss, train
 
 pytestmark = pytest.mark.slow
 
@@ -64,15 +64,15 @@ MAKERS = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_steps_within_the_backward_pass_report_what_the_plain_loop_does(name):
-    plain, model = small_gpt(layers=1), small_gpt(layers=1)
+    plain, model = mlp(), mlp()
     expected, found = Recorder(), Recorder()
     optimizer = MAKERS[name](plain.parameters())
     watch(plain, optimizer, every=2, sample=512, budget=None, oracle=True, reporter=expected)
-    train(plain, optimizer, 6, gpt_loss)
+    train(plain, optimizer, 6)
     optimizers = in_backward(model, MAKERS[name])
     handle = watch(model, optimizers, every=2, sample=512, budget=None, oracle=True, reporter=found)
     for step in range(6):
-        gpt_loss(model, step).backward()
+        mlp_loss(model, step).backward()
         assert handle.step == step + 1
     assert [measurement.step for measurement in found.measurements] == [1, 2, 4, 6]
     for mine, theirs in zip(found.measurements, expected.measurements, strict=True):
@@ -182,13 +182,13 @@ def test_a_run_is_resumed_behind_the_longest_state():
 def test_ten_steps_are_bit_identical_with_and_without_the_agent():
     losses, models = [], []
     for watched in (False, True):
-        model = small_gpt(layers=1)
+        model = mlp()
         optimizers = in_backward(model, MAKERS["AdamW"])
         if watched:
             watch(model, optimizers, every=1, sample=256, oracle=True, budget=None)
         found = []
         for step in range(10):
-            loss = gpt_loss(model, step)
+            loss = mlp_loss(model, step)
             loss.backward()
             found.append(float(loss.detach()))
         losses.append(found)

@@ -55,7 +55,7 @@ def fp64_roots(monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["plus", *(pytest.param(s, marks=pytest.mark.nightly) for s in BY_WORDS)])
 def test_same_bits(strategy):
-    """And compiled once: the self-test's code is the one that steps. Split-master's by day: between words."""
+    """And compiled once: the self-test's code is the one that steps."""
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert_same_bits(*eager_and_compiled(CollageAdamW, strategy=strategy))
 
@@ -64,6 +64,7 @@ def doubled(x):
     return (x.view(torch.int32) + 0x800000).view(torch.float32)
 
 
+@pytest.mark.nightly
 def test_casts_stay_in_registers_while_our_step_is_compiled():
     """torch's compiler has private names that this leans on; what a user compiles is left as it is."""
     x, written = torch.rand(1000), []
@@ -78,7 +79,8 @@ def test_casts_stay_in_registers_while_our_step_is_compiled():
     assert written == [[False, vectors], [vectors, False]]
 
 
-@pytest.mark.parametrize("strategy", [BY_WORDS[0], pytest.param(BY_WORDS[1], marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", BY_WORDS)
 def test_between_words_and_numbers_that_are_not_finite_stay_where_they_are(strategy):
     """A weight that does not begin at a word of four elements, and one shorter than a word. NaN of both signs,
     infinities, the largest number, 1e21; a NaN has many forms in bits: as values, the eager step's."""

@@ -17,15 +17,13 @@ from tests.waiting import PATIENCE_SECONDS
 
 PLATFORM = (platform.system(), platform.machine())
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(PLATFORM != ("Linux", "x86_64"), reason="Triton is published for Linux on x86-64"),
 ]
 
-AT_NIGHT = pytest.mark.nightly
 
-
-@pytest.mark.parametrize("strategy", ["plus", *(pytest.param(s, marks=AT_NIGHT) for s in BY_WORDS)])
-@pytest.mark.parametrize("major", [8, pytest.param(9, marks=AT_NIGHT)], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("strategy", ["plus", *BY_WORDS])
+@pytest.mark.parametrize("major", [8, 9], ids=["sm_80", "sm_90"])
 def test_each_component_is_moved_once_and_rounded_as_in_eager_steps(major, strategy, tmp_path):
     command = [sys.executable, "-m", "tests.optim.triton_code", tmp_path, str(major), strategy]
     apart = Path(sys.prefix, "triton")

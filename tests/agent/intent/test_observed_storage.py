@@ -50,6 +50,7 @@ NONE = {
 
 
 @pytest.mark.filterwarnings("ignore:Parameter .foreach. is deprecated:DeprecationWarning")
+@pytest.mark.drawn
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", RESIDUALS)
 def test_a_residual_is_found_with_its_sign(name, dtype):
@@ -59,6 +60,7 @@ def test_a_residual_is_found_with_its_sign(name, dtype):
     assert found.stochastic is False
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", NONE)
 def test_moving_averages_are_no_residuals(name, dtype):
@@ -95,7 +97,7 @@ def test_stored_and_visible_are_told_apart(name):
 
 
 def test_stored_sums_equal_a_look_at_the_whole_stored_weight():
-    model = small_gpt()
+    model = small_gpt(layers=1)
     optimizer = optimizers.Subtracting(model.parameters(), lr=1e-3)
     handle = watch(model, optimizer, every=1, sample="all")
     train(model, optimizer, 3, gpt_loss)

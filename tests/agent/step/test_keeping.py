@@ -49,7 +49,7 @@ def test_coupled_decay_is_undefined():
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", ["all", 256])
 def test_residuals_of_a_pair_equal_the_exact_ones(sample):
-    model = mlp()
+    model = mlp(width=40)
     optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="light")
     handle = watch(model, optimizer, every=1, sample=sample, budget=None)
     train(model, optimizer, 1)

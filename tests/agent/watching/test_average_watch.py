@@ -140,7 +140,7 @@ def test_unmeasured_updates_are_carried_along():
     [pytest.param(0.99, marks=pytest.mark.nightly), 0.999, pytest.param(0.9999, marks=pytest.mark.nightly)],
 )
 def test_a_bf16_average_that_stands_still_is_told_and_an_fp32_one_is_healthy(decay):
-    model = small_gpt()
+    model = small_gpt(layers=1)
     optimizer = adamw(model)
     narrow = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
     wide = AveragedModel(model, avg_fn=get_ema_avg_fn(decay)).float()
