@@ -167,30 +167,6 @@ def test_fused_loss_scaling_is_undone_and_a_skipped_step_is_not_reported():
     assert handle.summary()["model"]["oracle_displacement_ratio"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_a_closure_evaluated_repeatedly_leaves_only_what_changed_and_says_so():
-    model = mlp(dtype=torch.float32)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    handle = watch(model, optimizer, every=1, oracle=True)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = mlp_loss(model, 0)
-        loss.backward()
-        return loss
-
-    for _ in range(4):
-        optimizer.step(closure)
-    values = handle.summary()["model"]
-    assert values["effective_norm"] > 0
-    assert values["unchanged_ratio"] < 1
-    for key in ("edq_ratio", "lost_update_ratio", "grad_norm", "intended_norm"):
-        assert values.get(key) is None
-    assert not any(key.startswith(("state_zero", "decay", "residual")) for key in values)
-    assert handle.info.intent == "before-after"
-    assert "closure" in handle.info.intent_reason
-    assert "unknown" in str(handle)
-
-
 def test_an_optimizer_whose_tensors_act_on_each_other_is_measured_before_and_after():
     model = mlp()
     optimizer = pytorch_optimizer.Prodigy(model.parameters(), lr=1.0)

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from collage_monitor.strategies import STRATEGIES as CATALOGUE
-from tests.audit.checkpoints import saved, trained
+from tests.audit.checkpoints import trained
 from tests.keepers import replicas
 
 REPLICAS = {
@@ -221,17 +221,6 @@ def test_states_that_lack_for_some_parameters_are_named(tmp_path):
     audit = audited(tmp_path, model, optimizer, change=lambda weights, states: states.pop(1))
     (finding,) = [finding for finding in audit.findings if finding.code == "no-state"]
     assert finding.layers == ["0.bias"]
-
-
-def test_momentum_alone_is_not_judged_by_the_learning_rate(tmp_path):
-    audit = audited(tmp_path, *trained(lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)))
-    assert audit.total is None
-    assert any("not of the learning rate's size" in note for note in audit.notes)
-
-
-def test_saved_files_are_used_by_the_command_as_they_are(tmp_path):
-    path = saved(tmp_path / "a.pt", *trained(adamw), epoch=1)
-    assert audit_checkpoint(path).elements == 24 * 40 + 40 + 40 + 40 + 40 * 24 + 24
 
 
 def remainders(key):

@@ -12,7 +12,7 @@ from collage_agent.transport import MemoryTransport
 from collage_optim import CollageAdamW, CollageSGD
 
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt
-from tests.loops.readers import AGENT, ReadBack, reading_is_forbidden, waiting_is_forbidden
+from tests.loops.readers import AGENT, ReadBack, reading_is_forbidden
 
 pytestmark = pytest.mark.slow
 
@@ -116,25 +116,3 @@ def test_a_reader_would_be_caught(read, monkeypatch):
     monkeypatch.setattr(StepMeasurer, "before", curious)
     with reading_is_forbidden(COUNTERS), pytest.raises(ReadBack):
         train(model, optimizer, 1, loss_of=mlp_loss)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["AdamW foreach", "AdamW fused", "SGD", "CollageAdamW"])
-def test_no_step_synchronises_a_device(name):
-    model = small_gpt().cuda()
-    optimizer = MAKERS[name](model.parameters())
-    tokens = torch.randint(0, 256, (4, 32), device="cuda")
-
-    def step():
-        model(tokens).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    handle = watch(model, optimizer, every=1, sample=512, oracle=True, budget=None)
-    # The first steps make states and plans, and with them copies from the host.
-    for _ in range(3):
-        step()
-    with waiting_is_forbidden():
-        for _ in range(5):
-            step()
-    assert handle.summary()["step"] == 8
