@@ -16,7 +16,7 @@ from tests.agent.training import gpt_loss, small_gpt, train
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+STEPS = 12
 OPTIMIZERS = {
     "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, foreach=False),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, foreach=True),

@@ -53,7 +53,10 @@ def test_an_overshoot_does_not_hide_what_is_lost_nor_layers_that_stand_still():
 
 @pytest.mark.parametrize(
     "training",
-    [replace(PLAIN, lr=3e-4), replace(PLAIN, optimizer="sgd", lr=0.012, momentum=0.9, decay=0.0)],
+    [
+        pytest.param(replace(PLAIN, lr=3e-4), marks=pytest.mark.nightly),
+        replace(PLAIN, optimizer="sgd", lr=0.012, momentum=0.9, decay=0.0),
+    ],
     ids=["AdamW, lr 3e-4", "SGD, clipped"],
 )
 def test_a_third_of_the_updates_lost_is_not_healthy(training):
@@ -117,7 +120,10 @@ def test_shares_count_only_what_has_an_intended_update():
     assert "0.1 % of the elements" in str(handle)
 
 
-@pytest.mark.parametrize(("dtype", "word"), [(torch.bfloat16, "unknown"), (torch.float32, "healthy")])
+@pytest.mark.parametrize(
+    ("dtype", "word"),
+    [(torch.bfloat16, "unknown"), pytest.param(torch.float32, "healthy", marks=pytest.mark.nightly)],
+)
 def test_second_moments_kept_by_row_and_column_that_stand_still_are_not_healthy(dtype, word):
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False).to(dtype)

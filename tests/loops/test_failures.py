@@ -117,6 +117,7 @@ def test_of_several_optimizers_the_one_that_raised_starts_anew():
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(by=lambda name: (name == "plus",))
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_copy_in_mid_run_goes_its_own_way_and_the_watch_stays(name):
     """As for an evaluation by fine-tuning, or an average of weights: within a window, the oracle running."""

@@ -179,24 +179,6 @@ def test_a_run_is_resumed_behind_the_longest_state():
     assert handle.step == 4
 
 
-def test_ten_steps_are_bit_identical_with_and_without_the_agent():
-    losses, models = [], []
-    for watched in (False, True):
-        model = mlp()
-        optimizers = in_backward(model, MAKERS["AdamW"])
-        if watched:
-            watch(model, optimizers, every=1, sample=256, oracle=True, budget=None)
-        found = []
-        for step in range(10):
-            loss = mlp_loss(model, step)
-            loss.backward()
-            found.append(float(loss.detach()))
-        losses.append(found)
-        models.append(model)
-    assert losses[0] == losses[1]
-    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
-
-
 def test_skipped_steps_of_several_are_counted_once():
     model = mlp(dtype=torch.float32)
     optimizers = [torch.optim.AdamW(model[index].parameters(), lr=1e-3) for index in (0, 2)]

@@ -44,6 +44,7 @@ def train(model, optimizer, steps=STEPS, scaler=None, loss_of=gpt_loss):
             scaler.update()
 
 
+@pytest.mark.drawn(by=lambda name: ("Collage" in name, name in ("whole tensors", "AdamW tensor rate") and name))
 @pytest.mark.parametrize("name", MAKERS)
 def test_measured_steps_read_nothing_back(name):
     model = small_gpt(layers=1)

@@ -14,7 +14,7 @@ from tests.reference.streams import STREAMS, Course, Courses
 
 pytestmark = pytest.mark.slow
 
-ELEMENTS = 2048
+ELEMENTS = 512
 
 
 def errors(stream, strategy, arithmetic, beta2=0.999, steps=1000):

@@ -172,7 +172,7 @@ def test_a_sample_counts_whole_blocks_of_the_formats(name, shape):
 
 def test_a_sync_is_forecast_in_the_bytes_that_a_count_by_hand_finds():
     torch.manual_seed(2)
-    model = nn.Linear(128, 256, bias=False)
+    model = nn.Linear(128, 128, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     handle = watch(model, optimizer, every=1, sample="all", casts=CASTS, windows=(2,))
     ends = []

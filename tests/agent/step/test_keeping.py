@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
-import optimi
 import pytest
 import torch
 from collage_agent.handle import watch
@@ -13,7 +10,6 @@ from collage_optim import CollageAdamW
 from collage_monitor.metrics import HISTOGRAM_LABELS
 from tests.agent.step.test_measurer import totals_of
 from tests.agent.training import gpt_loss, mlp, small_gpt, train
-from tests.keepers import replicas
 from tests.reference import diagnostics
 from tests.reference.expansions import LAYOUTS
 
@@ -96,50 +92,6 @@ def test_a_residual_that_is_zero_again_was_dropped():
     assert layers["2.weight"]["residual_dropped_ratio"] < 0.05
     train(model, optimizer, 1, start=6)
     assert handle.summary()["model"]["residual_dropped_ratio"] < 0.02
-
-
-def ours(strategy):
-    return lambda parameters: CollageAdamW(parameters, lr=1e-3, betas=(0.9, 0.95), strategy=strategy)
-
-
-RESIDUALS = {
-    **{name: ours(name) for name in ("light", "plus", "kahan", "split-master")},
-    "optimi's Kahan": lambda parameters: optimi.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), kahan_sum=True),
-    "TransformerEngine's remainder": lambda parameters: replicas.Rounded(parameters, lr=1e-3),
-    "FlashOptim's fraction": lambda parameters: replicas.Fraction16(parameters, lr=1e-3),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.drawn
-@pytest.mark.parametrize("loaded", ["before the watch", "after it"])
-@pytest.mark.parametrize("faithful", [True, False], ids=["faithful", "dropped"])
-@pytest.mark.parametrize("name", RESIDUALS)
-def test_the_first_step_after_a_resume_is_measured_and_shows_what_the_checkpoint_dropped(name, faithful, loaded):
-    model = mlp()
-    optimizer = RESIDUALS[name](model.parameters())
-    handle = watch(model, optimizer, every=10, sample="all", budget=None)
-    train(model, optimizer, 12)
-    assert handle.summary()["step"] == 10
-    seen = handle.info.fingerprint
-    assert seen is not None
-    handle.remove()
-    checkpoint = copy.deepcopy(optimizer.state_dict())
-    for state in checkpoint["state"].values() if not faithful else ():
-        state[seen.residual].zero_()
-    resumed = RESIDUALS[name](model.parameters())
-    if loaded == "before the watch":
-        resumed.load_state_dict(checkpoint)
-    handle = watch(model, resumed, every=10, sample="all", budget=None)
-    if loaded == "after it":
-        resumed.load_state_dict(checkpoint)
-    train(model, resumed, 5, start=12)
-    values, judgement = handle.summary(), handle.judgement()
-    assert values["step"] == 13
-    assert (values["model"]["residual_dropped_ratio"] > 0.9) is not faithful
-    assert (judgement.health == "residuals are off") is not faithful
-    train(model, resumed, 5, start=17)
-    assert handle.summary()["step"] == 20
 
 
 def test_a_residual_that_is_not_finite_is_counted_and_left_out():

@@ -93,7 +93,7 @@ def test_sampled_totals_estimate_the_whole_without_bias_and_intervals_cover_it()
     """Mean over many draws of the sampled total of Σ u·e and of the lost elements: within 4 standard errors."""
     model = mlp(width=130)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    handles = [watch(model, optimizer, every=4, sample=1024, seed=seed, budget=None) for seed in range(60)]
+    handles = [watch(model, optimizer, every=4, sample=1024, seed=seed, budget=None) for seed in range(40)]
     reference = watch(model, optimizer, every=4, sample="all")
     train(model, optimizer, 4)
     whole = totals_of(reference)["2.weight"]
@@ -107,7 +107,7 @@ def test_sampled_totals_estimate_the_whole_without_bias_and_intervals_cover_it()
     found = [handle.summary()["layers"]["2.weight"] for handle in handles]
     for key in ("edq_ratio", "lost_update_ratio"):
         assert truth[f"{key}_low"] == truth[key] == truth[f"{key}_high"]
-        assert sum(own[f"{key}_low"] <= truth[key] <= own[f"{key}_high"] for own in found) >= 51
+        assert sum(own[f"{key}_low"] <= truth[key] <= own[f"{key}_high"] for own in found) >= 34
 
 
 def test_a_parameter_without_gradient_is_not_reported_and_one_that_joins_later_is():

@@ -248,7 +248,7 @@ def hold_to_advice(case: Case, before: Trained) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.drawn(by=lambda case: (case.told, case.dtype, case.sparse, case.unknown))
+@pytest.mark.drawn(by=lambda case: (case.told[0], case.unknown))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_is_advised_is_built_healthy_no_worse_and_as_large_as_told(case):
     model = model_of(case)
@@ -287,8 +287,7 @@ def stepped(model, optimizers):
     return handle.judgement(), [counted(optimizer) for optimizer in optimizers]
 
 
-@pytest.mark.drawn(by=lambda other: (other in ("light", "master-weights"),))
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", [pytest.param(o, marks=[pytest.mark.nightly] * (o != "light")) for o in OTHERS])
 def test_fp32_weights_of_a_sharded_model_are_those_of_each_of_its_optimizers(other, one_rank):
     """fully_shard wants one dtype: what one optimizer needs the other gets, and pays for."""
     case = replace(SHARDED, rows=OTHERS[other])

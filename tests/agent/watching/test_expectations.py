@@ -38,7 +38,7 @@ def broken(training, **expected):
 RESUMED = pytest.mark.parametrize("taken", [0, 3], ids=["fresh", "resumed"])
 
 
-@pytest.mark.drawn(by=lambda way, taken: (way.seen, taken))
+@pytest.mark.drawn(by=lambda way, taken: (keeps_float32(way, way.dtypes[0]), taken))
 @RESUMED
 @pytest.mark.parametrize("way", WAYS, ids=[f"{way.who}, {way.name}" for way in WAYS])
 def test_what_is_kept_is_known_at_the_first_step(way, taken):

@@ -141,7 +141,7 @@ def test_what_differs_is_named_and_how_far(tmp_path, spoil, weights, states, far
     assert "step 6" in str(found)
 
 
-@pytest.mark.parametrize("spoil", [one_bit, scaled])
+@pytest.mark.parametrize("spoil", [one_bit, pytest.param(scaled, marks=pytest.mark.nightly)])
 def test_a_change_on_purpose_is_no_illness(tmp_path, spoil):
     job = Job(tmp_path, "AdamW")
     job.launch(0, 20, every=1)
