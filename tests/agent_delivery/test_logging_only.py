@@ -30,14 +30,6 @@ def test_what_is_logged_at_steps_is_sent_while_the_run_goes_on(tmp_path):
     assert len(of_kind(transport, AttemptCreate)) == 1
 
 
-def test_what_is_logged_at_steps_is_on_disk_while_the_run_goes_on(tmp_path):
-    run = make_run(tmp_path, mode="offline")
-    for step in range(1, 101):
-        run.log({"loss": 1.0}, step=step)
-    until(lambda: run.reports_spooled == 100)
-    run.finish()
-
-
 def test_many_steps_in_no_time_are_all_sent(tmp_path):
     transport = MemoryTransport()
     run = make_run(tmp_path, transport, limits=type(QUICK)())

@@ -5,13 +5,12 @@ The other trackers' own stores are read back by `tests/doors`, each in an enviro
 
 import threading
 from collections import Counter
-from pathlib import Path
 
 import collage_agent as collage
 import pytest
 from collage_agent.mirrors import mirroring
 from collage_agent.mirrors.mirroring import MirroredRun, MirrorEvent, Mirrors, OnsetFinder
-from collage_agent.run_settings import Settings, read_settings
+from collage_agent.run_settings import read_settings
 from collage_agent.transport import MemoryTransport
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
@@ -241,7 +240,3 @@ def incident(step):
         started_at=1.0,
         step=step,
     )
-
-
-def test_settings_keep_no_mirror_by_default():
-    assert Settings(folder=Path()).mirrors == ()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_agent import current_run, finish, init
+from collage_agent import current_run
 from collage_agent.integrations.transformers import CollageCallback
 from collage_agent.transport import MemoryTransport
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -109,15 +109,6 @@ def test_steps_go_on_after_a_resume(tmp_path):
     again = CollageCallback(run_options={"transport": transport}, every=4)
     trainer_for(tmp_path, [again], max_steps=16).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert steps_of(transport) == [9, 12, 16]
-
-
-def test_a_run_of_the_training_is_used_and_left_open(tmp_path):
-    transport = MemoryTransport()
-    mine = init("mine", transport=transport)
-    trained(tmp_path, CollageCallback("other", every=8))
-    assert current_run() is mine
-    finish()
-    assert steps_of(transport) == [1, 8, 16, 24]
 
 
 def test_a_wrong_option_is_refused_where_it_is_written():

@@ -161,7 +161,11 @@ def test_equal_shapes_at_once_have_an_exact_u(seed, rows, tall, rate):
 @pytest.mark.drawn(by=lambda dtype, **_: (dtype,))
 @pytest.mark.parametrize(("rows", "tall", "seed"), [(2, 48, 0), (3, 20, 1)])
 @pytest.mark.parametrize(
-    ("dtype", "rate", "health"), [(torch.float32, 1e-3, "healthy"), (BF16, 1e-5, "losing updates")]
+    ("dtype", "rate", "health"),
+    [
+        (BF16, 1e-5, "losing updates"),
+        pytest.param(torch.float32, 1e-3, "healthy", marks=pytest.mark.nightly),
+    ],
 )
 def test_equal_shapes_at_once_are_judged(dtype, rate, health, rows, tall, seed):
     model, optimizer = stacked(seed, rows, tall, rate, dtype)

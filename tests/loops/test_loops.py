@@ -71,17 +71,6 @@ def test_steps_that_a_loss_scaler_skips_are_counted(fused):
         assert handle.step == 4
 
 
-def test_a_scaler_that_is_switched_off_counts_nothing():
-    model = mlp(dtype=torch.float32)
-    optimizer = adamw(model)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    handle = watch(model, optimizer, every=1)
-    scaler.scale(mlp_loss(model, 0)).backward()
-    scaler.step(optimizer)
-    assert handle.step == 1
-    assert "skipped_steps" not in handle.summary()["model"]
-
-
 def test_skipped_steps_travel_with_the_reports(tmp_path):
     transport = MemoryTransport()
     with collage.init("loops", transport=transport, dir=tmp_path):

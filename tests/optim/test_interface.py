@@ -146,9 +146,10 @@ def test_step_hooks_fire_once():
     assert calls == ["before", "after"]
 
 
-def test_empty_parameters_are_stepped():
+@pytest.mark.parametrize("strategy", ["plus", "stochastic"])
+def test_empty_parameters_are_stepped(strategy):
     empty = torch.nn.Parameter(torch.zeros(0, 4, dtype=torch.bfloat16))
-    optimizer = CollageAdamW([empty])
+    optimizer = CollageAdamW([empty], strategy=strategy)
     train(optimizer, [empty], 2)
     assert optimizer.stored_parameter(empty).shape == (0, 4)
 

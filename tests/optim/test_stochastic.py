@@ -11,7 +11,7 @@ from collage_optim.numerics import neighbour, round_to, stochastic_round
 from collage_optim.random_numbers import RandomBits, Seeding, mixed_seed
 
 from collage_monitor.strategies import STRATEGIES as CATALOGUE
-from tests.optim.models import assert_same_bits, give_gradients, parameters, train
+from tests.optim.models import assert_same_bits, parameters, train
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -277,11 +277,3 @@ def test_second_moment_decays_in_the_mean(strategy, arithmetic):
         optimizer.step()
     left = stored_value(optimizer.state[member], "exp_avg_sq").mean() / before
     assert left == pytest.approx(0.999**300, rel=0.01)
-
-
-def test_empty_tensors_draw_nothing():
-    empty = torch.nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))
-    optimizer = CollageAdamW([empty], strategy="stochastic")
-    give_gradients([empty], step=1)
-    optimizer.step()
-    assert empty.numel() == 0

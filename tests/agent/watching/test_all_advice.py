@@ -93,7 +93,7 @@ def case_of(kind: str, dtype: str, gradients: str, size: str) -> Case:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.drawn(by=lambda kind, dtype, gradients, size: (dtype, gradients, size))
+@pytest.mark.drawn(by=lambda kind, dtype, gradients, size: (gradients, size))
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("gradients", ["dense", "sparse"])
 @pytest.mark.parametrize("dtype", DTYPES)

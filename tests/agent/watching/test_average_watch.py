@@ -377,6 +377,7 @@ def test_an_average_that_is_loaded_starts_anew():
     assert handle.summary()["model"]["average_updates"] == 1
 
 
+@pytest.mark.drawn(by=lambda kind: (kind.partition(",")[0],))
 @pytest.mark.parametrize("kind", averaged_models())
 def test_training_and_average_are_bit_identical(kind):
     def run(watched):
