@@ -19,7 +19,13 @@ STEPPED_IDS = [name for name, (entry, _) in zip(IDS, CASES, strict=True) if not 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.drawn(
-        by=lambda entry, dtype: (entry.library, entry.kind, entry.strategy, entry.sparse, entry.matrices, dtype)
+        by=lambda entry, dtype: (
+            entry.library,
+            (entry.kind, entry.strategy if dtype == BF16 else "plain"),
+            entry.sparse,
+            entry.matrices,
+            dtype,
+        )
     ),
     pytest.mark.filterwarnings("ignore:Parameter .foreach. is deprecated:DeprecationWarning"),
 ]
