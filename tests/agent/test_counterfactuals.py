@@ -19,7 +19,7 @@ KEPT = "counterfactual_kept_sum"
 
 @pytest.mark.slow
 def test_an_fp32_run_says_what_16_bits_would_have_kept():
-    model = mlp(dtype=torch.float32)
+    model = mlp(dtype=torch.float32, width=24)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     handle = watch(model, optimizer, every=1, sample="all", first_step=98)
     for step in range(3):

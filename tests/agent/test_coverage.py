@@ -43,6 +43,7 @@ def check(single: Coverage, merged: Coverage, rare: tuple[Coverage, Coverage], a
         assert rare[1].share(metric) >= 0.93, seen
 
 
+@pytest.mark.nightly
 def test_intervals_of_a_byte_gpt_and_of_an_embedding_of_rare_rows():
     check(*plain(50, 2048, 4), embedding(50, 4096, 4), at_least=2000)
 

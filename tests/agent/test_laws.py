@@ -23,6 +23,7 @@ def check(found: dict[str, Held], law: str, tolerance: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(by=lambda law: (law in ORDINARY, "student" in law, "row" in law))
 @pytest.mark.parametrize("law", LAWS)
 def test_intervals_of_each_law(law):
     check(held(law, "SGD", 64, 250, range(4)), law, tolerance=0.02)

@@ -32,6 +32,7 @@ class Listening(TorchDispatchMode):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, CollageAdamW], ids=["AdamW", "SGD", "ours"])
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "as on a device"])
 def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.agent.step.test_measurer import totals_of
 
-ROWS, WIDTH = 5_000, 50
+ROWS, WIDTH = 2_000, 50
 OPTIMIZERS = {
     "SparseAdam": lambda p: torch.optim.SparseAdam(p, lr=1e-3),
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-3),

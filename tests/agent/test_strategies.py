@@ -8,7 +8,6 @@ import pytest
 import torch
 from collage_agent.handle import watch
 from collage_optim import CollageAdamW
-from torch import nn
 
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
 
@@ -16,7 +15,7 @@ BYTES = {"plain": 8, "light": 10, "plus": 12, "master-weights": 16}
 
 
 def watched(strategy, steps=30, **options):
-    model = small_gpt()
+    model = small_gpt(layers=1)
     optimizer = CollageAdamW(model.parameters(), lr=2e-4, weight_decay=0.1, strategy=strategy, **options)
     handle = watch(model, optimizer, every=10, oracle=True, budget=None)
     train(model, optimizer, steps, gpt_loss)
@@ -24,6 +23,7 @@ def watched(strategy, steps=30, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
 @pytest.mark.parametrize("strategy", BYTES)
 def test_edq_and_decrements_tell_the_strategies_apart(strategy, arithmetic):
@@ -47,7 +47,7 @@ def test_edq_and_decrements_tell_the_strategies_apart(strategy, arithmetic):
     assert measurement.scalars["bytes_per_parameter"] == pytest.approx(BYTES[strategy])
 
 
-@pytest.mark.parametrize("strategy", BYTES)
+@pytest.mark.parametrize("strategy", [*BYTES, "kahan"])
 def test_stored_sums_equal_a_look_at_the_whole_stored_weight(strategy):
     model = mlp()
     optimizer = CollageAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, strategy=strategy)
@@ -126,39 +126,3 @@ def test_what_kahan_loses_is_the_same_however_it_is_measured():
         train(model, optimizer, 5)
         lost.append(handle.summary()["model"]["lost_update_ratio"])
     assert lost[0] == lost[1] < 0.01
-
-
-@pytest.mark.slow
-def test_lost_updates_of_kahan_are_those_of_the_stored_weight():
-    """At default settings, against every element counted in fp64; the visible weight loses far more of them."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)).bfloat16()
-    optimizer = CollageAdamW(model.parameters(), lr=3e-5, strategy="kahan")
-    handle = watch(model, optimizer)
-    intended = lost = visibly = 0
-    for step in range(1, 21):
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(step)
-        model(torch.randn(8, 256, generator=generator).bfloat16()).square().mean().backward()
-        kept = [(optimizer.stored_parameter(p), p.detach().clone()) for p in model.parameters()]
-        moments = [
-            {key: optimizer.state[p][key].double().clone() for key in ("exp_avg", "exp_avg_sq")} if step > 1 else {}
-            for p in model.parameters()
-        ]
-        gradients = [p.grad.double() for p in model.parameters()]
-        optimizer.step()
-    for p, (before, visible), moment, gradient in zip(model.parameters(), kept, moments, gradients, strict=True):
-        first = 0.9 * moment["exp_avg"] + 0.1 * gradient
-        second = 0.999 * moment["exp_avg_sq"] + 0.001 * gradient**2
-        unbiased = (second / (1 - 0.999**20)).sqrt() + 1e-8
-        u = -3e-5 * (first / (1 - 0.9**20) / unbiased + 0.01 * before)
-        active = u != 0
-        intended += int(active.sum())
-        lost += int((active & (optimizer.stored_parameter(p) == before)).sum())
-        visibly += int((active & (p == visible)).sum())
-    values = handle.summary()["model"]
-    assert handle.summary()["step"] == 20
-    assert values["lost_update_ratio_low"] <= lost / intended <= values["lost_update_ratio_high"]
-    assert values["lost_update_ratio_low"] < values["lost_update_ratio"] < values["lost_update_ratio_high"]
-    assert values["lost_visible_ratio_low"] <= visibly / intended <= values["lost_visible_ratio_high"]
-    assert values["lost_update_ratio"] < 0.25 < visibly / intended

@@ -120,6 +120,7 @@ def went_back(training, how):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(by=lambda how: ("nothing" in how,))
 @pytest.mark.parametrize("how", ["removed", "a new optimizer", "everything new", "everything new, nothing removed"])
 def test_totals_after_going_back_are_those_of_a_run_that_did_not(application, how):
     collage.init("p", run_id="straight", transport=application)

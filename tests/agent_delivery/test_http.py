@@ -100,17 +100,6 @@ def test_a_refused_report_is_dropped_and_counted(tmp_path, server, status, caplo
     assert caplog.text.count("as the script says") == 1
 
 
-def test_a_batch_that_is_too_large_goes_in_halves(tmp_path, server):
-    run = make_run(tmp_path, server_url=server.url)
-    run.started(1)
-    until(lambda: len(server.requests) == 3)
-    server.script = [413, 413]
-    log_steps(run, 1, 8)
-    run.finish()
-    assert sorted(server.steps()) == list(range(1, 9))
-    assert run.reports_dropped == {}
-
-
 def test_a_server_that_lost_the_stream_is_told_again_and_the_log_tells_once(tmp_path, server, caplog):
     run = make_run(tmp_path, server_url=server.url)
     run.started(1)

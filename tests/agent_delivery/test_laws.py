@@ -246,5 +246,5 @@ class Ended:
 
 
 TestDelivery = DeliveryMachine.TestCase
-# A life is long: half as many by day as a property of numbers has, at night as many.
-TestDelivery.settings = settings(max_examples=50 if settings().derandomize else settings().max_examples)
+# A life is long: a fifth as many by day as a property of numbers has, at night as many.
+TestDelivery.settings = settings(max_examples=20 if settings().derandomize else settings().max_examples)

@@ -1,7 +1,5 @@
 """Runs that only log, and what is logged beside a watch: nothing waits for the end of the run."""
 
-import os
-
 import pytest
 import torch
 from collage_agent.transport import MemoryTransport
@@ -32,14 +30,6 @@ def test_what_is_logged_at_steps_is_sent_while_the_run_goes_on(tmp_path):
     assert len(of_kind(transport, AttemptCreate)) == 1
 
 
-def test_what_is_logged_at_steps_is_on_disk_while_the_run_goes_on(tmp_path):
-    run = make_run(tmp_path, mode="offline")
-    for step in range(1, 101):
-        run.log({"loss": 1.0}, step=step)
-    until(lambda: run.reports_spooled == 100)
-    run.finish()
-
-
 def test_many_steps_in_no_time_are_all_sent(tmp_path):
     transport = MemoryTransport()
     run = make_run(tmp_path, transport, limits=type(QUICK)())
@@ -48,17 +38,6 @@ def test_many_steps_in_no_time_are_all_sent(tmp_path):
     run.finish()
     assert run.reports_dropped == {}
     assert [step for step, _ in told(transport)] == list(range(1, 3001))
-
-
-def test_counted_steps_are_sent_from_the_second_on(tmp_path):
-    transport = MemoryTransport()
-    run = make_run(tmp_path, transport)
-    run.log({"loss": 3.0})
-    run.log({"loss": 2.0})
-    until(lambda: [step for step, _ in told(transport)] == [1, 2])
-    run.log({"loss": 1.0})
-    until(lambda: len(transport.reports) == 3)
-    run.finish()
 
 
 def test_steps_that_go_backwards_stay_in_one_attempt(tmp_path):
@@ -149,21 +128,3 @@ def test_what_waited_does_not_set_the_clock_back(tmp_path, monkeypatch):
     until(lambda: len(transport.reports) == 2)
     run.finish()
     assert [report.time for report in transport.reports] == [200.0, 300.0, 300.0]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_forked_child_that_only_logs_has_a_stream_of_its_own(tmp_path):
-    run = make_run(tmp_path, mode="offline")
-    run.log({"loss": 1.0}, step=1)
-    until(lambda: run.reports_spooled == 1)
-    child = os.fork()
-    if child == 0:
-        run.begin_in_child_process()
-        run.log({"child": 1.0}, step=2)
-        run.stop(5.0)
-        os._exit(0 if run.reports_spooled == 1 else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    run.finish()
-    assert len(list((tmp_path / "spool" / run.run_id).glob("*.spool"))) == 2

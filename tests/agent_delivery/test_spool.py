@@ -77,20 +77,6 @@ def test_a_torn_end_costs_the_last_record_only(tmp_path, cut, caplog):
     assert not path.exists()
 
 
-def test_damage_is_noticed_by_the_checksum(tmp_path, caplog):
-    path = spool_path(tmp_path, "run", "stream")
-    spool = SpoolFile(path)
-    spool.append(reports(0))
-    spool.append(reports(1))
-    spool.close()
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 0xFF
-    path.write_bytes(content)
-    (found,) = abandoned_spools(tmp_path, tmp_path)
-    assert read_all(found) == [reports(0)]
-    found.close()
-
-
 def test_a_strange_file_is_left_alone(tmp_path):
     path = spool_path(tmp_path, "run", "stream")
     path.parent.mkdir(parents=True)

@@ -297,6 +297,7 @@ def states_of(saved):
 """
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("loses", ["none", "1"])
 @pytest.mark.parametrize("spread", ["replicas", "shards"])
 def test_two_ranks_prove_it_and_each_is_heard(spread, loses, python, tmp_path, monkeypatch):

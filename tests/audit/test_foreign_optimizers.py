@@ -109,13 +109,6 @@ def test_sgd_without_momentum_keeps_no_state_and_is_not_judged_by_the_learning_r
     assert any("not of the learning rate's size" in note for note in audit.notes)
 
 
-def test_an_optimizer_whose_states_are_all_gone_is_told_as_that(tmp_path):
-    audit = audited(tmp_path, *trained(adamw), change=lambda weights, states: states.clear())
-    (finding,) = [finding for finding in audit.findings if finding.severity == "note"]
-    assert finding.code == "no-state"
-    assert len(finding.layers) == 6
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_8bit_states_of_bitsandbytes_are_read(tmp_path):
     def make(model):

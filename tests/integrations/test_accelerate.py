@@ -64,7 +64,12 @@ def trained(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulated": 4}, {"mixed_precision": "bf16", "dtype": torch.float32}, {"make": torch.optim.SGD}],
+    [
+        {"accumulated": 4},
+        {"mixed_precision": "bf16", "dtype": torch.float32},
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"make": torch.optim.SGD}, marks=pytest.mark.nightly),
+    ],
 )
 def test_training_is_bit_identical_with_and_without_the_agent(options):
     _, without = trained(watched=False, **options)

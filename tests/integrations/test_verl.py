@@ -1,13 +1,13 @@
 """verl's plugin, in processes of their own, with a replica of verl 0.9.1's loader, workers and tracking."""
 
 import json
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from collage_monitor.environment import ATTACH
+from tests.forking import TORCH, run_forked
 from tests.launching.forked import forked_python
 from tests.launching.programs import launched, write
 
@@ -117,13 +117,18 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def forked():
-    """Who looks whether the agent is imported really starts; others start forked, where it is."""
+    """Who looks whether the agent is imported starts where it is not."""
     with forked_python() as path:
         yield path
 
 
 def found_by(python, folder, *arguments, **variables):
-    done = launched(folder, python, "train.py", *arguments, watched=False, PYTHONPATH=str(folder), **variables)
+    return found_in(
+        launched(folder, python, "train.py", *arguments, watched=False, PYTHONPATH=str(folder), **variables)
+    )
+
+
+def found_in(done):
     assert done.returncode == 0, done.stderr
     assert "Failed to load" not in done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
@@ -131,7 +136,8 @@ def found_by(python, folder, *arguments, **variables):
 
 
 def test_nobody_is_watched_who_has_not_asked(folder):
-    found, done = found_by(sys.executable, folder)
+    program = f"import sys; sys.path.insert(0, {str(folder)!r})\n{TRAINING}"
+    found, done = found_in(run_forked(TORCH, "-c", program, folder=folder))
     assert found == {"agent": False}
     assert "collage" not in done.stderr
 

@@ -12,8 +12,8 @@ from tests.judgement.truth import Whole
 
 pytestmark = pytest.mark.slow
 
-FEW = (1, 2, 41, 49, 1029)
-"""Sick and healthy, of every kind of model, quick to run. In 1029 a window of stochastic rounding, 1.087 by chance,
+FEW = (49, 1029)
+"""Sick and healthy, quick to run. In 1029 a window of stochastic rounding, 1.087 by chance,
 was judged by the noise of single steps: "steps are off"."""
 
 

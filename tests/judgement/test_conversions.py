@@ -115,7 +115,7 @@ def test_a_conversion_drops_nothing(rule, source, target, tmp_path):
     no_word(handle)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(by=lambda strategy, every: (strategy in ("light", "plus", "full"), every))
 @pytest.mark.parametrize("every", [1, 2, 10])
 @pytest.mark.parametrize("strategy", ["light", "plus", "kahan", "split-master", "full"])
 def test_a_warm_up_from_a_rate_of_0_drops_nothing(strategy, every):
@@ -212,7 +212,7 @@ def of_grid(grid):
 
 
 @pytest.mark.slow
-@pytest.mark.drawn
+@pytest.mark.drawn(by=lambda grid, rate, before, target, every: (grid, before, every))
 @pytest.mark.parametrize("every", [1, 3, 10])
 @pytest.mark.parametrize("target", ["light", "kahan", "split-master", "split-master-8bit", "master-weights"])
 @pytest.mark.parametrize("before", [12, 13])
@@ -253,6 +253,7 @@ def test_what_was_dropped_beside_updates_of_a_power_of_two_is_found(strategy, dr
     assert bool(handle.info.resume_losses) == (dropped == "all")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("count", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("target", ["light", "split-master"])

@@ -61,7 +61,7 @@ def test_terminal_notebook_and_server_say_the_same(served, monkeypatch, make):
     model = mlp()
     optimizer = make(model)
     handle = collage.watch(model, optimizer, every=1, sample=512, oracle=True, budget=None)
-    train(model, optimizer, 50)
+    train(model, optimizer, 30)
     here, evidence = handle.judgement(), handle.evidence()
     assert here.health == "losing updates", here.text
     run.finish(seconds=PATIENCE_SECONDS)

@@ -74,7 +74,7 @@ def of_rank(made, seq, step, share):
     )
 
 
-ALL, HALF = range(10, 1001, 10), range(10, 500, 10)
+ALL, HALF = range(20, 1001, 20), range(20, 500, 20)
 
 
 def test_two_of_four_ranks_fall_silent_and_what_they_hold_is_not_known(served):
@@ -100,7 +100,7 @@ def test_ranks_that_never_spoke_are_missed_where_the_others_hold_no_copies(serve
     server, client = served
     found = train(server, {0: ALL, 1: ALL}, replicas=replicas)
     assert found.health == ("healthy" if replicas else "unknown")
-    assert "2 of 4 ranks report since step 10" in found.headline
+    assert "2 of 4 ranks report since step 20" in found.headline
     assert judge(read_evidence(client, "r1")).text == found.verdict
 
 

@@ -40,6 +40,7 @@ def unexplained(optimizer):
     return choose_intent(optimizer)[0].unexplained
 
 
+@pytest.mark.drawn(by=lambda name: (FAITHFUL[name][2], "appended" in name, "int8" in name))
 @pytest.mark.parametrize("name", FAITHFUL)
 def test_a_faithful_keeping_loses_nothing(name):
     kind, key, dtype = FAITHFUL[name]
@@ -65,6 +66,7 @@ class Shortened:
         super().move(parameter, gradient / (1 + gradient.double().norm()).to(gradient.dtype), group)  # type: ignore[misc]
 
 
+@pytest.mark.drawn(by=lambda name: (FAITHFUL[name][2], "int8" in name))
 @pytest.mark.parametrize("name", FAITHFUL)
 def test_whole_tensors_in_rotation_are_decoded_too(name):
     kind, _, dtype = FAITHFUL[name]

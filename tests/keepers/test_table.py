@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.keepers.table import all_words, cases, judged, rows, verdict_of
-from tests.keepers.ways import BF16, FP16, ways
+from tests.keepers.ways import FP16, ways
 
 pytestmark = pytest.mark.slow
 
@@ -19,21 +19,13 @@ CASES = list(cases())
 FEW = [case for case in CASES if case.dtype is not FP16 and (case.way.name in WHOLE or case.condition == "healthy")]
 
 
-@pytest.mark.drawn(by=lambda case: (case.way.name, case.condition, case.dtype))
+@pytest.mark.drawn(by=lambda case: (case.condition, case.dtype, case.healthy, case.way.who.partition(" ")[0]))
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_no_word_is_false(case):
     with torch.compiler.set_stance("force_eager"):
         found = judged(case)
     known = case.way.name != "Scrambled"
     assert verdict_of(case, found.health) == ("right" if known else "unknown"), found.text
-
-
-def test_the_table_is_as_wide_as_it_says():
-    assert len(ways()) >= 25
-    assert {case.dtype for case in CASES} > {BF16, FP16}
-    assert {case.condition for case in CASES} == {"healthy", "dropped", "sign", "frozen", "stuck"}
-    assert sum(case.healthy for case in CASES) >= 40
-    assert sum(not case.healthy for case in CASES) >= 100
 
 
 def test_each_way_is_on_the_page():

@@ -64,4 +64,10 @@ def test_a_closure_that_is_evaluated_again_leaves_only_what_changed():
     assert handle is not None
     assert handle.info.intent == "before-after"
     assert "repeatedly" in handle.info.intent_reason
-    assert handle.summary()["model"]["unchanged_ratio"] is not None
+    values = handle.summary()["model"]
+    assert values["effective_norm"] > 0
+    assert values["unchanged_ratio"] < 1
+    for key in ("edq_ratio", "lost_update_ratio", "grad_norm", "intended_norm"):
+        assert values.get(key) is None
+    assert not any(key.startswith(("state_zero", "decay", "residual")) for key in values)
+    assert "unknown" in str(handle)

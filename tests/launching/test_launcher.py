@@ -18,7 +18,7 @@ from torch import nn
 from collage_monitor.command.run import run
 from collage_monitor.environment import ATTACH, launch_variables
 from tests import forking
-from tests.forking import command, fork, run_command
+from tests.forking import TORCH, command, fork, run_command, run_forked
 from tests.launching.forked import forked_python
 from tests.launching.programs import TRAINING, bootstrap, launched, python, write
 
@@ -41,7 +41,7 @@ def digest_of(answer):
 def unwatched(tmp_path_factory):
     """The training as it is without us, once."""
     folder = tmp_path_factory.mktemp("unwatched")
-    return launched(folder, *python(write(folder, TRAINING)), watched=False)
+    return run_forked(TORCH, write(folder, TRAINING), folder=folder)
 
 
 def test_a_program_is_watched_and_its_training_is_bit_identical(unwatched, tmp_path):
@@ -111,19 +111,16 @@ def test_a_program_without_torch_notices_nothing(tmp_path):
     assert watched.stderr == ""
 
 
-def test_torch_without_an_optimizer_does_not_load_the_agent(tmp_path):
-    program = "import sys, torch; print('collage_agent' in sys.modules, type(torch.__spec__.loader).__name__)"
-    answer = launched(tmp_path, *python("-c", program))
-    assert answer.stdout == "False SourceFileLoader\n"
-
-
-def test_the_sites_own_customization_still_runs(tmp_path):
+def test_torch_without_an_optimizer_loads_no_agent_and_the_sites_own_customization_still_runs(tmp_path):
     own = tmp_path / "own"
     own.mkdir()
     write(own, "import builtins; builtins.customized = 'yes'", "sitecustomize.py")
-    program = "import sitecustomize, torch; print(customized, sitecustomize.__file__)"
+    program = (
+        "import sitecustomize, sys, torch; print(customized, sitecustomize.__file__); "
+        "print('collage_agent' in sys.modules, type(torch.__spec__.loader).__name__)"
+    )
     answer = launched(tmp_path, *python("-c", program), PYTHONPATH=str(own))
-    assert answer.stdout.split() == ["yes", str(own / "sitecustomize.py")]
+    assert answer.stdout.split() == ["yes", str(own / "sitecustomize.py"), "False", "SourceFileLoader"]
 
 
 def test_an_interpreter_without_the_agent_trains_unwatched_and_says_so(tmp_path):
@@ -179,11 +176,7 @@ def test_a_script_that_cannot_be_executed_says_how_to_start_it(tmp_path):
 def test_the_bootstrap_folder_comes_first_and_once():
     environment = launch_variables({"PYTHONPATH": f"{bootstrap()}{os.pathsep}/mine"})
     assert environment["PYTHONPATH"] == f"{bootstrap()}{os.pathsep}/mine"
-    assert environment_keys() == {"PYTHONPATH", ATTACH}
-
-
-def environment_keys():
-    return set(launch_variables({}))
+    assert launch_variables({}).keys() == {"PYTHONPATH", ATTACH}
 
 
 def test_launching_costs_no_torch():

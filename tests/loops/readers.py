@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,19 +25,6 @@ _VALUE = torch.Tensor.item
 
 class ReadBack(AssertionError):
     """The agent read a value that a device may still be computing."""
-
-
-@contextmanager
-def waiting_is_forbidden():
-    """Inside, whatever waits for a CUDA device raises, whoever it is."""
-    with warnings.catch_warnings():
-        # Once in a process CUDA says that it does not find every wait.
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @contextmanager

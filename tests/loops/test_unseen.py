@@ -134,6 +134,7 @@ def test_another_thread_leaves_the_weights_of_several_ranks_alone():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.drawn(by=lambda kind: (REPLAYED[kind][0], "ranks" in REPLAYED[kind][2]))
 @pytest.mark.parametrize("kind", REPLAYED)
 def test_replays_between_before_and_after_are_measured_as_steps_are(kind):
     make, dtype, options = REPLAYED[kind]

@@ -55,6 +55,7 @@ def test_the_agent_and_the_contract_name_the_same_formats():
     assert tuple(CAST_FORMATS) == tuple(FORMATS) == tuple(casts.ELEMENTS)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ROUTES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_copies_are_the_nearest_numbers(name, dtype):
@@ -107,6 +108,7 @@ FIELD = {
 """Codes changed by an update of size ≤ 1e-6 and ≤ 1e-5, and those that differ by the route over bf16."""
 
 
+@pytest.mark.nightly
 def test_the_shares_of_codes_of_normal_weights_are_those_of_the_field():
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(1024, 1024, generator=generator) * 0.02

@@ -14,11 +14,11 @@ from tests.reference.streams import STREAMS, Course, Courses
 
 pytestmark = pytest.mark.slow
 
-ELEMENTS = 2048
+ELEMENTS = 512
 
 
 def errors(stream, strategy, arithmetic, beta2=0.999, steps=1000):
-    """(displacement error, second moment's error, sum of v over the exact sum), relative, in the 2-norm."""
+    """(displacement error, second moment's error), relative, in the 2-norm."""
     parameter = torch.nn.Parameter(STREAMS[stream].start(ELEMENTS))
     origin = parameter.detach().double()
     options: dict[str, Any] = {**STREAMS[stream].options, "betas": (0.9, beta2)}
@@ -34,57 +34,35 @@ def errors(stream, strategy, arithmetic, beta2=0.999, steps=1000):
     return (
         float((moved - exact).norm() / exact.norm()),
         float((second - reference.second).norm() / reference.second.norm()),
-        float(second.sum() / reference.second.sum()),
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("stream", ["noisy", "falling"])
-def test_plus_accumulates_faithfully(stream):
-    displacement, second, _ = errors(stream, "plus", "fp32")
-    assert displacement <= 3e-3
-    assert second <= 1e-4
+@pytest.mark.parametrize(
+    ("strategy", "arithmetic", "displacement", "second"),
+    [
+        ("plus", "fp32", 3e-3, 1e-4),
+        ("plus", "storage", 3e-3, 2e-3),
+        # In 12 bytes; what remains is of the moments' 24 bits.
+        ("split-master", "fp32", 2e-4, 4e-4),
+        ("master-weights", "fp32", 2e-5, 2e-5),
+    ],
+)
+def test_a_faithful_keeping_accumulates_faithfully(strategy, arithmetic, displacement, second, stream):
+    moved, average = errors(stream, strategy, arithmetic)
+    assert moved <= displacement
+    assert average <= second
 
 
-@pytest.mark.parametrize("stream", ["noisy", "falling"])
-def test_split_master_accumulates_like_fp32(stream):
-    """In 12 bytes; what remains is of the moments' 24 bits."""
-    displacement, second, _ = errors(stream, "split-master", "fp32")
-    assert displacement <= 2e-4
-    assert second <= 4e-4
-
-
-@pytest.mark.parametrize("stream", ["noisy", "falling"])
-def test_plus_in_storage_arithmetic_accumulates_faithfully(stream):
-    displacement, second, _ = errors(stream, "plus", "storage")
-    assert displacement <= 3e-3
-    assert second <= 2e-3
-
-
-@pytest.mark.parametrize("stream", ["noisy", "falling"])
-def test_master_weights_are_the_best_there_is(stream):
-    displacement, second, _ = errors(stream, "master-weights", "fp32")
-    assert displacement <= 2e-5
-    assert second <= 2e-5
-
-
-def test_second_moment_of_light_cannot_decay_at_0_999():
-    _, _, light = errors("falling", "light", "storage")
-    _, _, plus = errors("falling", "plus", "storage")
-    assert light > 1.2
-    assert plus == pytest.approx(1, abs=2e-3)
-
-
-def test_plain_loses_what_light_keeps():
-    plain, _, _ = errors("noisy", "plain", "fp32", beta2=0.95)
-    light, _, _ = errors("noisy", "light", "fp32", beta2=0.95)
-    assert plain > 0.3
-    assert light < 5e-3
+def test_light_keeps_what_plain_loses():
+    assert errors("noisy", "light", "fp32", beta2=0.95)[0] < 5e-3
 
 
 @pytest.mark.parametrize(("strategy", "decays"), [("plain", False), ("light", False), ("plus", True)])
 @pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
 def test_decay_of_the_second_moment_alone(strategy, decays, arithmetic):
-    """One gradient, then none: 1,000 steps at 0.999 leave 0.368 of v, or all of it where it can only grow."""
+    """One gradient, then none: 200 steps at 0.999 leave 0.819 of v, or all of it where it can only grow."""
     parameter = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
     optimizer = CollageAdamW([parameter], strategy=strategy, arithmetic=arithmetic, lr=0.0)
     parameter.grad = torch.logspace(-3, 0, 64).bfloat16()
@@ -92,10 +70,10 @@ def test_decay_of_the_second_moment_alone(strategy, decays, arithmetic):
     state = optimizer.state[parameter]
     before = state["exp_avg_sq"].double()
     parameter.grad = torch.zeros_like(parameter)
-    for _ in range(1000):
+    for _ in range(200):
         optimizer.step()
     left = state["exp_avg_sq"].double() / before
-    expected = 0.999**1000 if decays else 1.0
+    expected = 0.999**200 if decays else 1.0
     torch.testing.assert_close(left, torch.full_like(left, expected), rtol=1e-2, atol=0)
 
 
@@ -127,10 +105,15 @@ WITHIN = {
 """After 300 steps; `benchmarks.accumulation` runs 10,000 of more courses."""
 
 
-def test_split_strategies_accumulate_faithfully_in_short_courses():
+@pytest.fixture(scope="module")
+def measured():
+    """(rows, bytes a parameter by strategy)."""
+    return measure(Courses(CHOSEN, 128, 300), 0.999, list(STRATEGIES))
+
+
+def test_split_strategies_accumulate_faithfully_in_short_courses(measured):
     """Fine-tuning, a cosine to zero, heavy tails and sparse gradients among them."""
-    results, _ = measure(Courses(CHOSEN, 128, 300), 0.999, [*WITHIN, "plus", "light-stochastic"])
-    errors = {(row.strategy, row.course): row.error for row in results}
+    errors = {(row.strategy, row.course): row.error for row in measured[0]}
     for strategy, limits in WITHIN.items():
         for course, limit in zip(CHOSEN, limits, strict=True):
             assert errors[strategy, course.name] <= limit, (strategy, course.name)
@@ -139,9 +122,9 @@ def test_split_strategies_accumulate_faithfully_in_short_courses():
         assert errors["split-master-16bit", course.name] < errors["light-stochastic", course.name]
 
 
-def test_recommended_by_bytes_are_the_most_exact_that_fit():
+def test_recommended_by_bytes_are_the_most_exact_that_fit(measured):
     """Among all of ours of as many bytes or fewer; what is better without a clear cause would be a surprise."""
-    results, sizes = measure(Courses(CHOSEN, 128, 300), 0.999, list(STRATEGIES))
+    results, sizes = measured
     worst = {strategy: max(row.error for row in results if row.strategy == strategy) for strategy in STRATEGIES}
     for allowed in (16, 12, 10, 8):
         chosen = recommend(allowed)

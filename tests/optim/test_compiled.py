@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.optim.models import assert_same_bits, give_gradients, parameters
 
 pytestmark = pytest.mark.slow
 
+BY_WORDS = ("split-master", "split-master-16bit")
 SHAPES = ((300, 70), (30, 50), (7,), (1,), (10_007,))
 
 
@@ -53,11 +55,9 @@ def fp64_roots(monkeypatch):
     monkeypatch.setattr(compiled, "_rounds_roots_correctly", lambda device_type: False)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["plus", pytest.param("split-master", marks=pytest.mark.nightly), "split-master-16bit"]
-)
+@pytest.mark.parametrize("strategy", ["plus", *(pytest.param(s, marks=pytest.mark.nightly) for s in BY_WORDS)])
 def test_same_bits(strategy):
-    """And compiled once: the self-test's code is the one that steps. Split-master's by day: between words."""
+    """And compiled once: the self-test's code is the one that steps."""
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert_same_bits(*eager_and_compiled(CollageAdamW, strategy=strategy))
 
@@ -66,6 +66,7 @@ def doubled(x):
     return (x.view(torch.int32) + 0x800000).view(torch.float32)
 
 
+@pytest.mark.nightly
 def test_casts_stay_in_registers_while_our_step_is_compiled():
     """torch's compiler has private names that this leans on; what a user compiles is left as it is."""
     x, written = torch.rand(1000), []
@@ -80,45 +81,30 @@ def test_casts_stay_in_registers_while_our_step_is_compiled():
     assert written == [[False, vectors], [vectors, False]]
 
 
-@pytest.mark.parametrize("strategy", ["split-master", "split-master-16bit"])
-def test_numbers_that_are_not_finite_stay_where_they_are(strategy):
-    """NaN of both signs, infinities, the largest number, 1e21; a NaN has many forms in bits: as values, the eager
-    step's."""
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", BY_WORDS)
+def test_between_words_and_numbers_that_are_not_finite_stay_where_they_are(strategy):
+    """A weight that does not begin at a word of four elements, and one shorter than a word. NaN of both signs,
+    infinities, the largest number, 1e21; a NaN has many forms in bits: as values, the eager step's."""
     found = []
     for form in (False, True):
-        weight = torch.nn.Parameter(torch.linspace(-1, 1, 4_003).to(torch.bfloat16))
-        optimizer = CollageAdamW([weight], strategy=strategy, seed=7, compiled=form)
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 4_004).to(torch.bfloat16)[1:])
+        short = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        groups = [{"params": [weight]}, {"params": [short]}]
+        optimizer = CollageAdamW(groups, strategy=strategy, seed=7, compiled=form)
         for step in range(4):
-            weight.grad = torch.randn(4_003, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+            give_gradients([weight, short], step=step, scale=1.0)
             if step == 1:
-                for part in (weight.grad[:6], weight.grad[-6:]):  # In whole words, and behind them.
+                gradient: Any = weight.grad
+                for part in (gradient[:6], gradient[-6:]):  # In whole words, and behind them.
                     part.view(torch.int16)[:] = torch.tensor([0x7FC0, -1, 0x7F80, -128, 0x7F7F, 0x6258])
             optimizer.step()
-        state = optimizer.state[weight]
-        averages = [stored_value(state, name) for name in ("exp_avg", "exp_avg_sq")]
-        found.append([optimizer.stored_parameter(weight), *averages])
-    for eager, own in zip(*found, strict=True):
-        assert not eager.isfinite().all() or eager.max() > 1e37
-        torch.testing.assert_close(own, eager, rtol=0, atol=0, equal_nan=True)
-
-
-def test_same_bits_between_words():
-    """A weight that does not begin at a word of four elements, and one shorter than a word."""
-
-    def made():
-        between = torch.linspace(-1, 1, 20_002).to(torch.bfloat16)[1:]
-        return [torch.nn.Parameter(between), torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
-
-    first, second = made(), made()
-    optimizers = []
-    for own, form in ((first, False), (second, True)):
-        groups = [{"params": [parameter]} for parameter in own]
-        optimizers.append(CollageAdamW(groups, strategy="split-master", seed=7, compiled=form))
-    for step in range(5):
-        give_gradients(first, second, step=step)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same_bits(*optimizers)
+        for own in (weight, short):
+            averages = [stored_value(optimizer.state[own], name) for name in ("exp_avg", "exp_avg_sq")]
+            found.append([optimizer.stored_parameter(own), *averages])
+    assert not any(part.isfinite().all() and part.max() <= 1e37 for part in found[0])
+    for eager, compiled_ones in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(compiled_ones, eager, rtol=0, atol=0, equal_nan=True)
 
 
 def added(components, packed, numbers):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from collage_optim import STRATEGIES, CollageAdamW, numerics
 
-from tests.loops.readers import waiting_is_forbidden
 from tests.numerics.bits import finite_patterns, from_bits, to_hexadecimal
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
 
@@ -79,13 +78,3 @@ def test_plain_in_storage_arithmetic_is_torch_on_the_device():
         reference.step()
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
-
-
-def test_no_synchronisation_in_a_step():
-    members = [torch.nn.Parameter(member.detach().cuda()) for member in parameters()]
-    optimizer = CollageAdamW(members, strategy="plus")
-    for member in members:
-        member.grad = torch.full_like(member, 1e-2)
-    optimizer.step()
-    with waiting_is_forbidden():
-        optimizer.step()

@@ -16,6 +16,7 @@ from tests.agent.test_no_synchronisation import Listening
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
 
 KEEPING = [name for name, strategy in STRATEGIES.items() if strategy.parameter_state is not None]
+BY_STORAGE = pytest.mark.drawn(by=lambda strategy, **others: (STRATEGIES[strategy].parameter, *others.values()))
 SHAPES = ((40, 410), (7,), (3, 5, 2, 4))
 
 
@@ -104,6 +105,7 @@ def test_a_write_survives_and_what_was_kept_beside_the_old_weight_goes(strategy,
     assert len(said(caplog)) == keeps
 
 
+@BY_STORAGE
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_the_same_memory_read_in_another_order_is_a_write(strategy):
     """Neither the version nor the address nor any bit in memory changes, but nearly all elements do."""
@@ -162,11 +164,11 @@ def by_swapping(members, values):
         member.grad = gradient
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("arithmetic", "exchange"),
     [("storage", by_copy), *(("fp32", exchange) for exchange in (by_copy, by_data, by_rebinding, by_swapping))],
 )
+@BY_STORAGE
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_swapping_an_average_in_and_out_leaves_no_trace(strategy, arithmetic, exchange, caplog):
     if arithmetic == "storage" and STRATEGIES[strategy].is_coded:
@@ -187,22 +189,7 @@ def test_swapping_an_average_in_and_out_leaves_no_trace(strategy, arithmetic, ex
     assert said(caplog) == []
 
 
-@pytest.mark.parametrize("strategy", KEEPING)
-def test_an_average_that_stays_is_adopted(strategy):
-    members, optimizer = trained(strategy, 0)
-    model, average = averaged(members)
-    for step in range(1, 9):
-        give_gradients(members, step=step)
-        optimizer.step()
-        average.update_parameters(model)
-    before = [member.detach().clone() for member in members]
-    by_copy(members, [value.detach() for value in average.module])
-    written = [member.detach().clone() for member in members]
-    step_without_moving(optimizer, members)
-    assert optimizer.external_writes == len(members)
-    assert_adopted(optimizer, members, before, written)
-
-
+@BY_STORAGE
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_weights_that_are_masked_at_every_step_keep_the_residuals_of_the_others(strategy):
     """From the second mask on, elements are compared with what the step left."""
@@ -228,6 +215,7 @@ def test_weights_that_are_masked_at_every_step_keep_the_residuals_of_the_others(
             assert torch.equal(optimizer.stored_parameter(member), expected)
 
 
+@BY_STORAGE
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_one_row_that_is_set_to_zero_costs_the_others_nothing(strategy):
     members, optimizer = trained(strategy)
@@ -242,6 +230,7 @@ def test_one_row_that_is_set_to_zero_costs_the_others_nothing(strategy):
     assert optimizer.external_writes == 1
 
 
+@BY_STORAGE
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_raise_names_the_weight_before_anything_moves(strategy):
     members, optimizer = trained(strategy, on_external_write="raise")
@@ -259,6 +248,7 @@ def test_raise_names_the_weight_before_anything_moves(strategy):
 
 
 @pytest.mark.parametrize("order", ["weights first", "states first", "in place"])
+@BY_STORAGE
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_a_checkpoint_is_no_write(strategy, order, caplog):
     """Loaded in either order, or into the tensors themselves, as torch.distributed.checkpoint does."""
@@ -294,6 +284,7 @@ def test_a_resumed_head_made_anew_before_the_first_step_is_adopted():
     assert resumed.external_writes == 1
 
 
+@BY_STORAGE
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_copies_and_frozen_weights(strategy):
     """A weight without a gradient is looked at when it steps again; a copy of the optimizer looks anew."""
@@ -311,6 +302,7 @@ def test_copies_and_frozen_weights(strategy):
         assert not own.stored_parameter(own.param_groups[0]["params"][0]).any()
 
 
+@BY_STORAGE
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_memory_that_a_weight_leaves_is_freed_between_steps(strategy):
     """Whoever moves weights elsewhere between two steps does so for their memory."""
@@ -355,7 +347,7 @@ class TestDevices:
             then(value)
         self.coming.clear()
 
-    @pytest.mark.drawn
+    @BY_STORAGE
     @pytest.mark.parametrize(
         "write", [write for write in WRITES if not write.startswith(".data.") and "+=" not in write]
     )
@@ -377,6 +369,7 @@ class TestDevices:
         self.read()
         assert optimizer.external_writes == len(members)
 
+    @BY_STORAGE
     @pytest.mark.parametrize("strategy", KEEPING)
     def test_data_is_told_too_late(self, strategy, caplog):
         members, optimizer = trained(strategy)
@@ -389,6 +382,7 @@ class TestDevices:
         assert len(said(caplog)) == 1
         assert "through .data" in said(caplog)[0]
 
+    @BY_STORAGE
     @pytest.mark.parametrize("strategy", KEEPING)
     def test_swap_and_restore(self, strategy):
         (members, optimizer), (others, undisturbed) = trained(strategy), trained(strategy)

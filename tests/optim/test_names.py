@@ -1,10 +1,10 @@
 """Where the optimizers are found: a package that stands on torch, offered by the agent under its own name too."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
+
+from tests.forking import TORCH, run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def test_the_agent_offers_the_same_objects(name):
 
 def test_the_optimizers_load_neither_agent_nor_web():
     code = LOADED.format(package="collage_optim", watched=WATCHED)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_forked(TORCH, "-c", code)
     catalogue = ["definitions", "errors", "extensions", "strategies"]
     loaded = ["collage_monitor", *(f"collage_monitor.{name}" for name in catalogue)]
     assert (done.returncode, done.stdout.split()) == (0, loaded), done.stderr

@@ -18,6 +18,7 @@ def adapted(**options):
     return peft.get_peft_model(base, config, autocast_adapter_dtype=False)
 
 
+@pytest.mark.drawn(by=lambda strategy: (STRATEGIES[strategy].parameter,))
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_adapters_keep_what_is_beside_them_through_a_merge(strategy):
     """Merging and unmerging write to the frozen weights alone."""
@@ -34,6 +35,7 @@ def test_adapters_keep_what_is_beside_them_through_a_merge(strategy):
     assert optimizer.external_writes == 0
 
 
+@pytest.mark.drawn(by=lambda strategy: (STRATEGIES[strategy].parameter,))
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_a_merge_into_trained_weights_survives(strategy):
     """peft adds to `.data`, which leaves no version behind."""

@@ -39,6 +39,7 @@ def related(source, target):
     return source.partition(",")[0] == target.partition(",")[0]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("target", OURS)
 @pytest.mark.parametrize(
     "source", [*((name, OURS) for name in OURS), *((name, TORCH) for name in TORCH)], ids=lambda of: str(of[0])
@@ -70,6 +71,7 @@ def test_a_refusal_says_what_was_found_and_what_is_needed():
         CollageAdamW(members).load_state_dict(saved)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("source", [CollageAdamW, torch.optim.AdamW])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_state_of_another_shape_is_refused(strategy, source):
@@ -127,6 +129,7 @@ def assert_nothing_moves(optimizer, members, kind, words):
         assert torch.equal(value, after[key]), key
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_another_dtype_after_construction(strategy, dtype):
@@ -166,6 +169,7 @@ def test_a_half_precision_model_goes_on_through_a_checkpoint(strategy):
         torch.testing.assert_close(resumed.stored_parameter(member).half(), member.detach(), rtol=2**-9, atol=1e-6)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("target", STRATEGIES)
 @pytest.mark.parametrize("source", STRATEGIES)
 def test_another_strategy_after_construction_is_adopted_as_a_checkpoint_would_be(source, target):

@@ -8,7 +8,10 @@ from collage_optim import STRATEGIES, CollageAdam, CollageAdamW, CollageLion, Co
 
 from tests.optim.models import assert_same_bits
 
-pytestmark = [pytest.mark.slow, pytest.mark.drawn(pairs=True)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.drawn(by=lambda rule, strategy, dtype, arithmetic: (rule, (strategy, arithmetic), dtype)),
+]
 
 RULES = {
     "AdamW": (CollageAdamW, {"lr": 3e-3}),

@@ -6,38 +6,17 @@ import pytest
 import torch
 from collage_optim import STRATEGIES, CollageAdamW, tensor_step
 from collage_optim.numerics import grow, multiply_expansions, split
-from collage_optim.tensor_step import chunk_elements
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
 from tests.reference.stored import reference_value
 
 NEAREST = [name for name, strategy in STRATEGIES.items() if not strategy.stochastic]
-LONG = chunk_elements(torch.device("cpu")) + 4099
 
 
 def stepped(members, steps=3, **options):
     optimizer = CollageAdamW(members, lr=1e-2, **options)
     train(optimizer, members, steps)
     return optimizer
-
-
-@pytest.mark.parametrize(
-    ("strategy", "arithmetic"),
-    [(name, "fp32") for name in NEAREST] + [(name, "storage") for name in NEAREST if not STRATEGIES[name].is_coded],
-)
-def test_chunks_do_not_show(strategy, arithmetic):
-    """A tensor longer than a chunk steps as its two halves do, each shorter than one."""
-    (whole,) = parameters(shapes=((LONG,),))
-    cut = LONG // 2
-    halves = [torch.nn.Parameter(part.clone()) for part in (whole.detach()[:cut], whole.detach()[cut:])]
-    options = {"strategy": strategy, "arithmetic": arithmetic}
-    one, other = CollageAdamW([whole], **options), CollageAdamW(halves, **options)
-    for step in range(3):
-        give_gradients([whole], step=step)
-        halves[0].grad, halves[1].grad = whole.grad[:cut].clone(), whole.grad[cut:].clone()
-        one.step()
-        other.step()
-    assert torch.equal(one.stored_parameter(whole), torch.cat([other.stored_parameter(half) for half in halves]))
 
 
 @pytest.mark.parametrize("strategy", NEAREST)
@@ -126,11 +105,17 @@ def test_not_a_number_stays_where_it_is():
     assert torch.isnan(member.detach()).nonzero().tolist() == [[7]]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_another_length_of_chunks_gives_the_same_bits(strategy, monkeypatch):
+@pytest.mark.parametrize(
+    ("strategy", "arithmetic"),
+    [
+        *((name, "fp32") for name in STRATEGIES),
+        *((name, "storage") for name in NEAREST if not STRATEGIES[name].is_coded),
+    ],
+)
+def test_another_length_of_chunks_gives_the_same_bits(strategy, arithmetic, monkeypatch):
     """Random numbers and blocks go by element, not by chunk."""
     sets = parameters(shapes=((5000,), (37, 53))), parameters(shapes=((5000,), (37, 53)))
-    optimizers = [CollageAdamW(members, strategy=strategy, seed=3) for members in sets]
+    optimizers = [CollageAdamW(members, strategy=strategy, arithmetic=arithmetic, seed=3) for members in sets]
     train(optimizers[0], sets[0], 3)
     monkeypatch.setattr(tensor_step, "_CPU_CHUNK_ELEMENTS", 700)
     train(optimizers[1], sets[1], 3)

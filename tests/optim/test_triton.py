@@ -12,33 +12,25 @@ import pytest
 import torch
 from collage_optim import CollageAdamW
 
+from tests.optim.test_compiled import BY_WORDS
 from tests.waiting import PATIENCE_SECONDS
 
 PLATFORM = (platform.system(), platform.machine())
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(PLATFORM != ("Linux", "x86_64"), reason="Triton is published for Linux on x86-64"),
 ]
 
-STRATEGIES = ("plus", "split-master", "split-master-16bit")
 
-
-@pytest.fixture(scope="module", params=[8, pytest.param(9, marks=pytest.mark.nightly)], ids=["sm_80", "sm_90"])
-def compiled_ahead(request, tmp_path_factory):
-    """A generation of devices, and the folder of what was compiled for it."""
-    folder = tmp_path_factory.mktemp("kernels")
-    command = [sys.executable, "-m", "tests.optim.triton_code", folder, str(request.param), *STRATEGIES]
+@pytest.mark.parametrize("strategy", ["plus", *BY_WORDS])
+@pytest.mark.parametrize("major", [8, 9], ids=["sm_80", "sm_90"])
+def test_each_component_is_moved_once_and_rounded_as_in_eager_steps(major, strategy, tmp_path):
+    command = [sys.executable, "-m", "tests.optim.triton_code", tmp_path, str(major), strategy]
     apart = Path(sys.prefix, "triton")
     assert apart.is_dir(), "Triton lies apart from the other packages: make .venv/.stamp-dev puts it there"
     paths = os.pathsep.join(filter(None, (str(apart), os.environ.get("PYTHONPATH"))))
     subprocess.run(command, check=True, timeout=PATIENCE_SECONDS, env={**os.environ, "PYTHONPATH": paths})
-    return request.param, folder
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_component_is_moved_once_and_rounded_as_in_eager_steps(compiled_ahead, strategy):
-    major, folder = compiled_ahead
-    kernels = json.loads((folder / f"{strategy}.json").read_text(encoding="utf-8"))
+    kernels = json.loads((tmp_path / f"{strategy}.json").read_text(encoding="utf-8"))
     weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     optimizer = CollageAdamW([weight], strategy=strategy, seed=1)

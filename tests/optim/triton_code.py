@@ -4,7 +4,7 @@ The step is traced on the host, its graph moved to a CUDA device that exists in 
 the code. Triton compiles that to PTX and, with the assembler that it brings along, to machine code. This is done in
 a process of its own, because the compiler remembers whether there was a device:
 
-    python -m tests.optim.triton_code FOLDER MAJOR STRATEGY...
+    python -m tests.optim.triton_code FOLDER MAJOR STRATEGY
 
 writes FOLDER/STRATEGY.json, one entry a kernel.
 """
@@ -172,8 +172,7 @@ def _compiled(name, source, major, folder):
 
 
 if __name__ == "__main__":
-    target, major_given, *strategies = sys.argv[1:]
-    for strategy_given in strategies:
-        made_kernels = kernels(strategy_given, int(major_given), Path(target))
-        entries = json.dumps([asdict(kernel) for kernel in made_kernels])
-        (Path(target) / f"{strategy_given}.json").write_text(entries, encoding="utf-8")
+    target, major_given, strategy_given = sys.argv[1:]
+    made_kernels = kernels(strategy_given, int(major_given), Path(target))
+    entries = json.dumps([asdict(kernel) for kernel in made_kernels])
+    (Path(target) / f"{strategy_given}.json").write_text(entries, encoding="utf-8")

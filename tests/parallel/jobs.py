@@ -17,7 +17,7 @@ from tests.parallel.models import MIXED, SPREAD, adamw, injected, replicated
 from tests.parallel.optimizers import stepped_shards as stepped_shards
 
 STEPS = 3
-IDENTITY_STEPS = 20
+IDENTITY_STEPS = 10
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
 
 def identity(folder):
-    """Twenty steps with and without the agent: losses, weights, states and random states of this rank."""
+    """Some steps with and without the agent: losses, weights, states and random states of this rank."""
     seen = {}
     for name in ("ddp", "fsdp2", "fsdp1 original", "fsdp1 flat", "zero"):
         for watched in (False, True):

@@ -22,6 +22,7 @@ def ranks(tmp_path_factory):
     return launch("bursts.spread", 2, tmp_path_factory.mktemp("bursts"))
 
 
+@pytest.mark.drawn(by=lambda case: case)
 @pytest.mark.parametrize("case", bursts.CASES, ids=lambda case: " ".join(map(str, case)))
 def test_what_takes_several_steps_adds_up_over_the_ranks(case, ranks, alone):
     assert_equal_totals([rank[case] for rank in ranks], alone[case[1:]], bursts.STEPS)

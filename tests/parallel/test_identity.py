@@ -19,7 +19,7 @@ def seen(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_twenty_steps_are_bit_identical_with_and_without_the_agent(name, seen):
+def test_steps_are_bit_identical_with_and_without_the_agent(name, seen):
     for rank in seen:
         plain, watched = rank[name, False], rank[name, True]
         assert len(plain["losses"]) == IDENTITY_STEPS

@@ -26,6 +26,7 @@ def nearest_parts(value, finite, parts):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_an_expansion_of_eight_bit_floats_in_exact_rationals(dtype, parts):
@@ -65,7 +66,7 @@ def test_a_pair_of_bfloat16_is_the_number_and_what_it_lacks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_rounding_at_random_is_right_in_the_mean(parts):
     weights = numbers(50)
     hold = expansion(E4M3, parts, torch.Generator().manual_seed(1))

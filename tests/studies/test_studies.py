@@ -49,10 +49,6 @@ def test_a_study_runs_through_agent_server_and_page(name, tmp_path):
     assert "dashboard" not in said, "nothing was missing, and yet a server was started"
 
 
-def test_names_are_those_of_the_modules():
-    assert [study_named(name).name for name in STUDY_NAMES] == list(STUDY_NAMES)
-
-
 @pytest.mark.parametrize("name", STUDY_NAMES)
 def test_trials_have_names_of_their_own_and_quick_ones_are_few(name):
     study = study_named(name)

@@ -70,6 +70,7 @@ def judged(of, seed, width, steps=60, **options):
     return handle
 
 
+@pytest.mark.drawn(by=lambda of, seed, **_: (of, seed))
 @pytest.mark.parametrize(("seed", "width", "rate", "decay"), [(0, 24, 1e-3, 0.0), (1, 90, 1e-4, 0.1)])
 @pytest.mark.parametrize(
     ("of", "betas", "ratio"),
@@ -89,6 +90,7 @@ def test_what_decays_by_another_beta_is_told(of, betas, ratio, seed, width, rate
     assert handle.judgement().health == expected, handle.judgement().text
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("seed", "width"), [(0, 24), (1, 90)])
 @pytest.mark.parametrize("of", [as_said, debiased, by_step])
 def test_what_decays_as_said_or_by_the_step_is_not_accused(of, seed, width):
@@ -98,6 +100,7 @@ def test_what_decays_as_said_or_by_the_step_is_not_accused(of, seed, width):
 SHADOWED = [entry for entry in CONFIGURATIONS if entry.kind == "shadow" and torch.float32 in entry.dtypes]
 
 
+@pytest.mark.drawn(by=lambda entry: (entry.library,))
 @pytest.mark.parametrize("entry", SHADOWED, ids=[entry.title for entry in SHADOWED])
 def test_no_published_optimizer_is_accused(entry):
     optimizer = entry.make(model(entry, torch.float32).parameters())
@@ -105,6 +108,7 @@ def test_no_published_optimizer_is_accused(entry):
         assert not decays_otherwise(optimizer, group, run_selftest(optimizer, group))
 
 
+@pytest.mark.nightly
 def test_no_optimizer_of_a_large_collection_is_accused():
     accused, tried = [], 0
     for name in pytorch_optimizer.get_supported_optimizers():

@@ -21,23 +21,12 @@ def parameters():
 
 ELEMENTWISE = {
     "SparseAdam": lambda p: torch.optim.SparseAdam(p),
-    "SGD": lambda p: torch.optim.SGD(p, 1e-2),
-    "SGD fused": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, fused=True),
-    "AdamW": lambda p: torch.optim.AdamW(p),
     "AdamW rate 0": lambda p: torch.optim.AdamW(p, lr=0.0),
     "AdamW rate 1e-8": lambda p: torch.optim.AdamW(p, lr=1e-8),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
     "AdamW capturable": lambda p: torch.optim.AdamW(p, capturable=True),
-    "Adam amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
-    "NAdam": lambda p: torch.optim.NAdam(p),
-    "RAdam": lambda p: torch.optim.RAdam(p),
-    "Adamax": lambda p: torch.optim.Adamax(p),
-    "Adagrad": lambda p: torch.optim.Adagrad(p),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
-    "ASGD": lambda p: torch.optim.ASGD(p),
     "Rprop": lambda p: torch.optim.Rprop(p),
 }
+"""Those that are as usual: tests/agent/intent/test_matrix.py."""
 
 
 class Normalised(torch.optim.Optimizer):
@@ -146,6 +135,7 @@ def test_the_test_leaves_parameters_state_hooks_and_random_numbers_alone():
     assert all(parameter.grad is None for parameter in own)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("rate", [1e-5, 1e-4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["torchao AdamW8bit", "bitsandbytes AdamW", "bitsandbytes AdamW8bit"])

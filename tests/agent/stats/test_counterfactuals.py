@@ -15,6 +15,7 @@ NAMES = ("squared", "plain", "light", "stochastic", "fp8", "variance")
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("size", [1e-4, 3e-3, 0.1])
 @pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16])
 def test_every_method_equals_the_exact_one(size, stored):

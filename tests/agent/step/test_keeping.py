@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
-import optimi
 import pytest
 import torch
 from collage_agent.handle import watch
@@ -12,13 +9,13 @@ from collage_optim import CollageAdamW
 
 from collage_monitor.metrics import HISTOGRAM_LABELS
 from tests.agent.step.test_measurer import totals_of
-from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
-from tests.keepers import replicas
+from tests.agent.training import gpt_loss, mlp, small_gpt, train
 from tests.reference import diagnostics
 from tests.reference.expansions import LAYOUTS
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("lr", [1e-3, 0.2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_decay_of_a_step_equals_the_exact_sums(dtype, lr):
@@ -48,7 +45,7 @@ def test_coupled_decay_is_undefined():
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", ["all", 256])
 def test_residuals_of_a_pair_equal_the_exact_ones(sample):
-    model = mlp()
+    model = mlp(width=40)
     optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="light")
     handle = watch(model, optimizer, every=1, sample=sample, budget=None)
     train(model, optimizer, 1)
@@ -97,60 +94,6 @@ def test_a_residual_that_is_zero_again_was_dropped():
     assert handle.summary()["model"]["residual_dropped_ratio"] < 0.02
 
 
-def ours(strategy):
-    return lambda parameters: CollageAdamW(parameters, lr=1e-3, betas=(0.9, 0.95), strategy=strategy)
-
-
-RESIDUALS = {
-    **{name: ours(name) for name in ("light", "plus", "kahan", "split-master")},
-    "optimi's Kahan": lambda parameters: optimi.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), kahan_sum=True),
-    "TransformerEngine's remainder": lambda parameters: replicas.Rounded(parameters, lr=1e-3),
-    "FlashOptim's fraction": lambda parameters: replicas.Fraction16(parameters, lr=1e-3),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.drawn(pairs=True)
-@pytest.mark.parametrize("loaded", ["before the watch", "after it"])
-@pytest.mark.parametrize("faithful", [True, False], ids=["faithful", "dropped"])
-@pytest.mark.parametrize("name", RESIDUALS)
-def test_the_first_step_after_a_resume_is_measured_and_shows_what_the_checkpoint_dropped(name, faithful, loaded):
-    model = mlp()
-    optimizer = RESIDUALS[name](model.parameters())
-    handle = watch(model, optimizer, every=10, sample="all", budget=None)
-    train(model, optimizer, 12)
-    assert handle.summary()["step"] == 10
-    seen = handle.info.fingerprint
-    assert seen is not None
-    handle.remove()
-    checkpoint = copy.deepcopy(optimizer.state_dict())
-    for state in checkpoint["state"].values() if not faithful else ():
-        state[seen.residual].zero_()
-    resumed = RESIDUALS[name](model.parameters())
-    if loaded == "before the watch":
-        resumed.load_state_dict(checkpoint)
-    handle = watch(model, resumed, every=10, sample="all", budget=None)
-    if loaded == "after it":
-        resumed.load_state_dict(checkpoint)
-    train(model, resumed, 5, start=12)
-    values, judgement = handle.summary(), handle.judgement()
-    assert values["step"] == 13
-    assert (values["model"]["residual_dropped_ratio"] > 0.9) is not faithful
-    assert (judgement.health == "residuals are off") is not faithful
-    train(model, resumed, 5, start=17)
-    assert handle.summary()["step"] == 20
-
-
-def test_a_fresh_start_measures_its_first_step_and_those_that_every_names():
-    model = mlp()
-    optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="light")
-    handle = watch(model, optimizer, every=10)
-    train(model, optimizer, 9)
-    assert handle.summary()["step"] == 1
-    train(model, optimizer, 1, start=9)
-    assert handle.summary()["step"] == 10
-
-
 def test_a_residual_that_is_not_finite_is_counted_and_left_out():
     model = mlp()
     optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="light")
@@ -167,7 +110,7 @@ def test_a_residual_that_is_not_finite_is_counted_and_left_out():
 
 @pytest.mark.slow
 def test_states_that_underflow_are_counted_where_the_gradient_is_not_zero():
-    model = small_gpt()
+    model = small_gpt(layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999))
     handle = watch(model, optimizer, every=1, sample="all")
     train(model, optimizer, 3, gpt_loss)
@@ -187,19 +130,3 @@ def test_states_that_underflow_are_counted_where_the_gradient_is_not_zero():
             assert totals[f"state_zero/{state}"] == zero
     values = handle.summary()["layers"]["position.weight"]
     assert values["state_zero_ratio/exp_avg_sq"] > values["state_zero_ratio/exp_avg"] == 0.0
-
-
-def test_what_changed_only_knows_nothing_of_states():
-    model = mlp()
-    optimizer = torch.optim.LBFGS(model.float().parameters(), lr=1e-2, max_iter=2)
-    handle = watch(model, optimizer, every=1, sample="all")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = mlp_loss(model, 0)
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
-    assert not any(key.startswith(("state_zero", "decay", "residual")) for key in handle.summary()["model"])

@@ -13,24 +13,12 @@ from tests.reference import diagnostics
 from tests.reference.intended import full_precision_update
 
 OPTIMIZERS = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, foreach=False),
-    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, foreach=True),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, fused=True),
-    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
     "AdamW lr tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), foreach=False),
     "AdamW maximize": lambda p: torch.optim.AdamW(p, lr=1e-3, maximize=True),
-    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.01),
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, fused=True),
     "SGD nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.9),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
+"""u itself, of every optimizer: tests/agent/intent/test_matrix.py."""
 
 
 def step_with_reference(model, optimizer, step):
@@ -101,11 +89,11 @@ def test_classes_and_histogram_of_whole_tensors_equal_the_exact_counts():
 
 
 @pytest.mark.slow
-def test_sampled_totals_estimate_the_whole_without_bias():
+def test_sampled_totals_estimate_the_whole_without_bias_and_intervals_cover_it():
     """Mean over many draws of the sampled total of Σ u·e and of the lost elements: within 4 standard errors."""
-    model, whole = mlp(width=130), []
+    model = mlp(width=130)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    handles = [watch(model, optimizer, every=4, sample=1024, seed=seed, budget=None) for seed in range(60)]
+    handles = [watch(model, optimizer, every=4, sample=1024, seed=seed, budget=None) for seed in range(40)]
     reference = watch(model, optimizer, every=4, sample="all")
     train(model, optimizer, 4)
     whole = totals_of(reference)["2.weight"]
@@ -115,23 +103,11 @@ def test_sampled_totals_estimate_the_whole_without_bias():
         values = torch.tensor([float(totals[key]) for totals in sampled], dtype=torch.float64)
         standard_error = float(values.std()) / len(values) ** 0.5
         assert abs(float(values.mean()) - whole[key]) < 4 * standard_error
-
-
-@pytest.mark.slow
-def test_intervals_cover_the_value_of_the_whole_tensors():
-    model = mlp(width=130)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    handles = [watch(model, optimizer, every=4, sample=1024, seed=seed, budget=None) for seed in range(60)]
-    reference = watch(model, optimizer, every=4, sample="all")
-    train(model, optimizer, 4)
     truth = reference.summary()["layers"]["2.weight"]
+    found = [handle.summary()["layers"]["2.weight"] for handle in handles]
     for key in ("edq_ratio", "lost_update_ratio"):
         assert truth[f"{key}_low"] == truth[key] == truth[f"{key}_high"]
-        inside = 0
-        for handle in handles:
-            values = handle.summary()["layers"]["2.weight"]
-            inside += values[f"{key}_low"] <= truth[key] <= values[f"{key}_high"]
-        assert inside >= 51
+        assert sum(own[f"{key}_low"] <= truth[key] <= own[f"{key}_high"] for own in found) >= 34
 
 
 def test_a_parameter_without_gradient_is_not_reported_and_one_that_joins_later_is():

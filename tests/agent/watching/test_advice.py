@@ -18,6 +18,8 @@ from collage_monitor.judgement import Judgement
 from collage_monitor.judgement.words import Choice
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STEPS = 80
+"""Five windows of 16 steps."""
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -78,7 +80,7 @@ class Case:
     size: tuple[int, int, int] = (60, 16, 48)
     """Tokens, width and hidden width."""
     sample: Any = "all"
-    window: int = 64
+    window: int = 16
 
 
 T = torch.optim
@@ -119,7 +121,7 @@ CASES = (
     Case("ours, plain", ours(CollageAdamW, "plain", lr=1e-4), IN_12_AND_8),
     Case("ours, kahan", ours(CollageAdamW, "kahan", lr=3e-4), ("split-master", "split-master-16bit")),
     Case("ours, light", ours(CollageAdamW, "light", lr=3e-4), ("split-master", "split-master-16bit")),
-    Case("ours, plus", ours(CollageAdamW, "plus", lr=1e-7), ("split-master",)),
+    Case("ours, plus", ours(CollageAdamW, "plus", lr=3e-8), ("split-master",)),
     Case("ours, fp32-states", ours(CollageAdam, "fp32-states", lr=1e-4), ("split-master",)),
     Case("our Lion, plain", ours(CollageLion, "plain", lr=1e-5), WITHOUT_SECOND),
     Case("our Lion, plain fp16", ours(CollageLion, "plain", lr=1e-6), ("master-weights",), FP16),
@@ -176,7 +178,7 @@ class Trained:
     judgement: Judgement
 
 
-def train(case: Case, model: Any, optimizers: Sequence[Any], steps: int) -> Trained:
+def train(case: Case, model: Any, optimizers: Sequence[Any]) -> Trained:
     """Trains under the agent, with fp64 optimizers of the same rule fed the same gradients beside it."""
     windows = (case.window,)
     handle = watch(
@@ -189,7 +191,7 @@ def train(case: Case, model: Any, optimizers: Sequence[Any], steps: int) -> Trai
     for group in (group for twin in twins for group in twin.param_groups if isinstance(group.get("eps"), tuple)):
         # torch's Adafactor takes what is None from the dtype of the weights.
         group["eps"] = tuple(torch.finfo(parameters[0].dtype).eps if own is None else own for own in group["eps"])
-    for step in range(steps):
+    for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         drawn = torch.randint(0, tokens, (64,), generator=generator)
         given = drawn
@@ -231,12 +233,12 @@ def applied(case: Case, choices: dict[str, Choice]) -> tuple[Any, list[Any]]:
     return model, optimizers
 
 
-def hold_to_advice(case: Case, before: Trained, steps: int) -> None:
+def hold_to_advice(case: Case, before: Trained) -> None:
     """What was advised is done: the first choice of each optimizer, then the second, and so on."""
     advice = before.judgement.advice
     for place in range(max((len(entry.choices) for entry in advice), default=0)):
         choices = {entry.optimizer: entry.choices[min(place, len(entry.choices) - 1)] for entry in advice}
-        after = train(case, *applied(case, choices), steps)
+        after = train(case, *applied(case, choices))
         allowed = ("healthy", "unknown") if case.unknown else ("healthy",)
         assert after.judgement.health in allowed, after.judgement
         for name, choice in choices.items():
@@ -246,16 +248,14 @@ def hold_to_advice(case: Case, before: Trained, steps: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.drawn(
-    by=lambda case: (case.told, case.dtype, case.sparse, case.norm, case.matrices, case.embedding, case.unknown)
-)
+@pytest.mark.drawn(by=lambda case: (case.told[0], case.unknown))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_is_advised_is_built_healthy_no_worse_and_as_large_as_told(case):
     model = model_of(case)
-    before = train(case, model, optimizers_of(case, list(model.parameters())), 200)
+    before = train(case, model, optimizers_of(case, list(model.parameters())))
     [advice] = before.judgement.advice
     assert tuple(choice.strategy for choice in advice.choices) == case.told, before.judgement
-    hold_to_advice(case, before, 200)
+    hold_to_advice(case, before)
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def one_rank():
     distributed.destroy_process_group()
 
 
-SHARDED = Case("two optimizers", lambda p: SignedMomentum(p, lr=1e-4), window=16)
+SHARDED = Case("two optimizers", lambda p: SignedMomentum(p, lr=1e-4))
 OTHERS = {
     "torch's": lambda p: T.AdamW(p, lr=1e-4),
     "plain": ours(CollageAdamW, "plain", lr=1e-4),
@@ -275,9 +275,9 @@ OTHERS = {
 
 
 def stepped(model, optimizers):
-    """What is said after 80 steps, and the bytes a parameter of each optimizer."""
+    """What is said after the steps, and the bytes a parameter of each optimizer."""
     handle = watch(model, optimizers, every=10, sample="all", windows=(16,), budget=None, casts=())
-    for step in range(80):
+    for step in range(STEPS):
         drawn = torch.randint(0, 60, (64,), generator=torch.Generator().manual_seed(step))
         model.zero_grad()
         nn.functional.cross_entropy(model(drawn).float(), drawn % 5).backward()
@@ -287,7 +287,7 @@ def stepped(model, optimizers):
     return handle.judgement(), [counted(optimizer) for optimizer in optimizers]
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", [pytest.param(o, marks=[pytest.mark.nightly] * (o != "light")) for o in OTHERS])
 def test_fp32_weights_of_a_sharded_model_are_those_of_each_of_its_optimizers(other, one_rank):
     """fully_shard wants one dtype: what one optimizer needs the other gets, and pays for."""
     case = replace(SHARDED, rows=OTHERS[other])

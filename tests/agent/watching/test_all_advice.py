@@ -28,9 +28,6 @@ from tests.agent.watching.test_advice import (
     train,
 )
 
-STEPS = 80
-"""Five windows of 16 steps."""
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -92,12 +89,11 @@ def case_of(kind: str, dtype: str, gradients: str, size: str) -> Case:
         rows=make(SPARSE_ADAM) if sparse and weights not in own.sparse else None,
         size=SIZES[size],
         sample=2048 if size == "sampled" else "all",
-        window=16,
     )
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.drawn
+@pytest.mark.drawn(by=lambda kind, dtype, gradients, size: (gradients, size))
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("gradients", ["dense", "sparse"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,10 +101,10 @@ def case_of(kind: str, dtype: str, gradients: str, size: str) -> Case:
 def test_every_advice_is_good(kind, dtype, gradients, size):
     case = case_of(kind, dtype, gradients, size)
     model = model_of(case)
-    before = train(case, model, optimizers_of(case, list(model.parameters())), STEPS)
+    before = train(case, model, optimizers_of(case, list(model.parameters())))
     if before.judgement.health == "healthy":
         assert before.judgement.advice == ()
         assert min(before.shares.values()) > 0.9, before
     elif not case.unknown:
         assert any(entry.choices for entry in before.judgement.advice), before
-    hold_to_advice(case, before, STEPS)
+    hold_to_advice(case, before)

@@ -208,7 +208,7 @@ WHOLE = [
 ]
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(by=lambda way, dtype, form, count: (way.who, form, count))
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("count", [1, 2, 5, 40])
 @pytest.mark.parametrize(

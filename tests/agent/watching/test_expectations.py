@@ -38,7 +38,7 @@ def broken(training, **expected):
 RESUMED = pytest.mark.parametrize("taken", [0, 3], ids=["fresh", "resumed"])
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(by=lambda way, taken: (keeps_float32(way, way.dtypes[0]), taken))
 @RESUMED
 @pytest.mark.parametrize("way", WAYS, ids=[f"{way.who}, {way.name}" for way in WAYS])
 def test_what_is_kept_is_known_at_the_first_step(way, taken):
@@ -74,7 +74,7 @@ def narrowest_average(way, optimizer):
     return min(found)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(by=lambda way, dtype, taken: (way.seen, dtype, taken))
 @RESUMED
 @pytest.mark.parametrize(("way", "dtype"), KEPT, ids=[f"{way.who}, {way.name}, {dtype}" for way, dtype in KEPT])
 def test_each_expectation_of_each_way_is_judged_right_at_the_first_step(way, dtype, taken):

@@ -52,6 +52,7 @@ def take_a_tensor_out(optimizer):
     del optimizer.param_groups[1]["params"][1]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("freeze", [pop, pop_the_last, take_tensors_out, take_a_tensor_out])
 def test_what_is_taken_out_of_the_optimizer_is_no_longer_reported(freeze, every):

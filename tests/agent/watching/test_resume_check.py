@@ -64,7 +64,7 @@ class Saved:
 ALL = [(way, dtype) for way in ways() for dtype in way.dtypes]
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(by=lambda way, dtype, count: (way.who.partition(" ")[0], way.seen, dtype, count))
 @pytest.mark.parametrize("count", [1, 2, STEPS, 40])
 @pytest.mark.parametrize(("way", "dtype"), ALL, ids=[f"{named(way)}, {str(dtype)[6:]}" for way, dtype in ALL])
 def test_a_resume_that_lost_nothing_is_not_accused(way, dtype, count):
@@ -137,6 +137,7 @@ LOSSES = [
 LOST = [f"{name}, {kind} {place}" for place, (name, _, kind) in enumerate(LOSSES)]
 
 
+@pytest.mark.drawn(by=lambda name, lose, kind: (kind, "Collage" in name))
 @pytest.mark.parametrize(("name", "lose", "kind"), LOSSES, ids=LOST)
 def test_what_is_lost_is_known_at_the_first_step(name, lose, kind):
     saved = Saved(found(name), found(name).dtypes[0], 20)

@@ -68,6 +68,7 @@ class Job:
         return info.continuation, found, info
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("seed", "width", "every"), [(0, 40, 1), (1, 300, 10)])
 def test_what_came_back_bit_for_bit_is_said_so(tmp_path, kind, seed, width, every):
@@ -113,6 +114,7 @@ def gone(model, optimizer):
         state["exp_avg"] = torch.zeros_like(state["exp_avg_sq"])
 
 
+@pytest.mark.drawn(by=lambda spoil, kind, **_: (spoil, kind))
 @pytest.mark.parametrize(
     ("spoil", "weights", "states", "far"),
     [
@@ -139,7 +141,7 @@ def test_what_differs_is_named_and_how_far(tmp_path, spoil, weights, states, far
     assert "step 6" in str(found)
 
 
-@pytest.mark.parametrize("spoil", [one_bit, scaled])
+@pytest.mark.parametrize("spoil", [one_bit, pytest.param(scaled, marks=pytest.mark.nightly)])
 def test_a_change_on_purpose_is_no_illness(tmp_path, spoil):
     job = Job(tmp_path, "AdamW")
     job.launch(0, 20, every=1)

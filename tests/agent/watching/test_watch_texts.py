@@ -188,6 +188,7 @@ NEAREST, AT_RANDOM = {"strategy": "plain", "lr": 1e-5}, {"strategy": "split-mast
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("of_one", [True, False], ids=["groups", "optimizers"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_groups_and_optimizers_that_round_otherwise_are_told_apart(of_one, turned):
