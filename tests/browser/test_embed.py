@@ -49,7 +49,7 @@ def embedded(watched, elsewhere, path, part):
 @pytest.mark.parametrize(
     ("path", "part", "chart"),
     [
-        ("/run/run-plus", "curves", ".chart-card .js-plotly-plot .main-svg"),
+        pytest.param("/run/run-plus", "curves", ".chart-card .js-plotly-plot .main-svg", marks=pytest.mark.nightly),
         ("/run/run-plus", "layers", ".beside .js-plotly-plot .main-svg"),
         ("/compare?run=run-plus&run=run-light", "curves", ".charts .js-plotly-plot .main-svg"),
     ],

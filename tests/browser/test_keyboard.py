@@ -130,7 +130,10 @@ def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
 
 @pytest.mark.parametrize(
     ("path", "chart"),
-    [("/run/run-plain", "#run-stack"), ("/compare?run=run-plain&run=run-plus", "#compare-chart-0")],
+    [
+        ("/run/run-plain", "#run-stack"),
+        pytest.param("/compare?run=run-plain&run=run-plus", "#compare-chart-0", marks=pytest.mark.nightly),
+    ],
 )
 def test_curves_are_zoomed_moved_and_shown_whole(watched, path, chart):
     keyboard = arrived(watched, path)
@@ -155,6 +158,7 @@ def test_curves_are_zoomed_moved_and_shown_whole(watched, path, chart):
     page.wait_for_function("!location.search.includes('from=')")
 
 
+@pytest.mark.nightly
 def test_a_run_is_opened_and_its_tabs_are_walked(keyboard):
     page = keyboard.page
     keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plain").press("Enter")
@@ -194,6 +198,7 @@ def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(watched):
     )
 
 
+@pytest.mark.nightly
 def test_incidents_are_filtered_opened_and_acknowledged(keyboard, client):
     page = keyboard.page
     keyboard.reach("a.nav", "Incidents").press("Enter")
@@ -222,6 +227,7 @@ def rows_are(page, *names):
     until(lambda: sorted(links.all_text_contents()) == sorted(names), f"the rows {names}")
 
 
+@pytest.mark.nightly
 def test_the_table_is_searched_filtered_and_sorted(keyboard):
     page = keyboard.page
     keyboard.reach("#runs-strategy")
@@ -242,8 +248,8 @@ def test_the_table_is_searched_filtered_and_sorted(keyboard):
     search_has(page, "sort=name")
 
 
-def test_a_view_is_saved_opened_and_deleted(watched, client):
-    keyboard = arrived(watched, "/?strategy=plus")
+def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(watched, client):
+    keyboard = arrived(watched, "/?strategy=plus&where=last_step+%3E+1&column=health&column=last_step")
     page = keyboard.page
     rows_are(page, "plus", "overflowed")
     keyboard.reach("summary", "Views").press("Enter")
@@ -252,17 +258,22 @@ def test_a_view_is_saved_opened_and_deleted(watched, client):
     keyboard.type("plus alone")
     keyboard.reach("button", "Save this view").press("Enter")
     page.get_by_role("link", name="plus alone").wait_for()
-    assert [view.name for view in client.views("demo")] == ["plus alone"]
+    [view] = client.views("demo")
+    assert (view.name, "last_step" in view.search) == ("plus alone", True)
     page.goto(watched.url)
     rows_are(page, "plain", "light", "plus", "master-weights", "overflowed")
     keyboard.reach("summary", "Views").press("Enter")
     page.get_by_role("link", name="plus alone").wait_for()
     keyboard.reach("a", "plus alone").press("Enter")
     rows_are(page, "plus", "overflowed")
+    page.locator(".filters").get_by_text("last_step > 1").wait_for()
+    assert page.locator(".ag-header-cell[col-id='loss']").count() == 0
     keyboard.reach("button", "Delete the view plus alone").press("Enter")
     page.get_by_text("No view is saved yet").wait_for()
+    assert client.views() == []
 
 
+@pytest.mark.nightly
 def test_picked_runs_are_pinned_tagged_and_let_go(keyboard, client):
     page = keyboard.page
     keyboard.into_rows("#runs-grid").down_to("#runs-grid", "light").press("Space")
