@@ -120,6 +120,7 @@ def test_a_healthy_loop_that_really_starts_passes_and_is_ended_after_its_steps(t
     assert found["runs"][0]["forecast"] is None
 
 
+@pytest.mark.nightly
 def test_a_trainer_of_hugging_face_passes_and_is_ended(python, tmp_path, capfd):
     _, of = flown(python, tmp_path, TRAINER, "--fail-if", "losing-updates", steps=24)
     assert {own["status"] for own in of.values()} == {"passed"}
