@@ -187,8 +187,9 @@ def test_runs_are_checked_on_a_server_and_on_disk(server, tmp_path):
     offline = [run_id, "--offline", "--dir", str(tmp_path / "left")]
     for where in (online, offline):
         junit = tmp_path / "junit.xml"
-        asked = ["--json", "--junit", str(junit), "--schedule", SCHEDULE, *where]
-        passing = CliRunner().invoke(check, [*asked, "--fail-if", "edq<-10", "--fail-if", "forecast-onset<0"])
+        asked = ["--json", "--junit", str(junit), *where]
+        foretold = ["--schedule", SCHEDULE, "--fail-if", "forecast-onset<0"]
+        passing = CliRunner().invoke(check, [*asked, *foretold, "--fail-if", "edq<-10"])
         assert passing.exit_code == 0, passing.output
         (run,) = json.loads(passing.stdout)["runs"]
         assert len(run["forecast"]["strategies"]) == 5
