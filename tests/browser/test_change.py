@@ -5,7 +5,6 @@ import re
 import msgspec
 import pytest
 
-from collage_monitor import wire
 from collage_monitor.client import Client
 from tests.browser.boxes import drag
 from tests.dashboard.generated import GeneratedRun
@@ -17,7 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 FELL_AT = 310
 CURVES = "#run-stack .nsewdrag"
 STACK = "document.querySelector('#run-stack .js-plotly-plot')"
-NOTE = "<b>cooling</b> failed"
 FALLEN = ("blocks.1.attention.qkv.weight", "blocks.1.attention.output.weight")
 
 
@@ -85,23 +83,6 @@ def test_a_layer_says_what_it_is_and_its_histogram_what_changed_and_layers_are_g
     page.wait_for_function(f"{rows}?.some((name) => name.startsWith('▾'))")
     groups = [name for name in page.evaluate(rows) if name.startswith("▾")]
     assert sorted(groups) == ["▾ Embedding", "▾ LayerNorm", "▾ Linear"]
-
-
-def test_what_happened_is_marked_in_every_curve(watched, server_url):
-    address, token_file = server_url
-    with Client(address, token_file.read_text().strip()) as client:
-        client.note("run-falling", wire.NoteCreate(text=NOTE, step=FELL_AT))
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-falling?tab=curves&axis=tokens")
-    page.locator("#run-marks", has_text=f"note by server-token: {NOTE} at step {FELL_AT}").wait_for()
-    charts = "[...document.querySelectorAll('#run-panel .js-plotly-plot')].filter(p => p.data.length)"
-    marks = f"{charts}.map(p => (p.layout.shapes || []).filter(s => s.yref === 'y domain').map(s => s.x0))"
-    page.wait_for_function(f"{charts}.length === 7 && {marks}.every(at => at.length === 1)")
-    assert {at for [at] in page.evaluate(marks)} <= {2048 * FELL_AT, 2048 * 350}, "where the axis has that step"
-    handle = page.locator("#run-panel .annotation-text", has_text="▾").first
-    handle.scroll_into_view_if_needed()
-    handle.hover()
-    page.locator(".hoverlayer", has_text="server-token").first.wait_for()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 from collage_monitor.client import Client
 from collage_monitor.seeds import mean_over_seeds
 from tests.browser.test_comparison import tick
-from tests.browser.test_layout import LOOKS, serious_violations
+from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until
 
@@ -104,17 +104,6 @@ def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
     first_row(page, "Plain · bfloat16 · 1 run")
     page.get_by_role("button", name="1 run of Plain · bfloat16", expanded=True).click()
     page.get_by_role("link", name="plain-seed1").wait_for(state="detached")
-
-
-@pytest.mark.nightly
-@LOOKS
-def test_groups_can_be_used_by_everyone(open_page, dashboard_url, scheme, width):
-    page = open_page(dashboard_url, width=1280, scheme=scheme).page
-    page.goto(f"{dashboard_url}/?q=seed&by=strategy&sort=loss")
-    page.get_by_role("button", name="3 runs of Collage plus · bfloat16", expanded=False).click()
-    page.get_by_role("link", name="plus-seed2").wait_for()
-    page.get_by_role("button", name="3 runs of Collage plus · bfloat16", expanded=True).wait_for()
-    assert serious_violations(page, width) == []
 
 
 def test_what_was_picked_survives_search_pages_and_grouping(watched):

@@ -158,20 +158,6 @@ def test_curves_are_zoomed_moved_and_shown_whole(watched, path, chart):
     page.wait_for_function("!location.search.includes('from=')")
 
 
-@pytest.mark.nightly
-def test_a_run_is_opened_and_its_tabs_are_walked(keyboard):
-    page = keyboard.page
-    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plain").press("Enter")
-    page.wait_for_function("location.pathname === '/run/run-plain'")
-    page.locator(".answer .verdict").wait_for()
-    keyboard.reach("summary", "Where, since when, and why").press("Enter")
-    page.locator(".answer .reasons", has_text="Loses").first.wait_for()
-    keyboard.reach("[role=tab]", "Layers")
-    for tab in ("curves", "norms", "states", "classes", "oracle", "about"):
-        keyboard.press("ArrowRight", "Enter")
-        search_has(page, f"tab={tab}")
-
-
 def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(watched):
     keyboard = arrived(watched, "/run/run-plain?tab=layers")
     page = keyboard.page
@@ -271,17 +257,3 @@ def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(watched,
     keyboard.reach("button", "Delete the view plus alone").press("Enter")
     page.get_by_text("No view is saved yet").wait_for()
     assert client.views() == []
-
-
-@pytest.mark.nightly
-def test_picked_runs_are_pinned_tagged_and_let_go(keyboard, client):
-    page = keyboard.page
-    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "light").press("Space")
-    keyboard.reach("button", "Baseline", key="Shift+Tab").press("Enter")
-    page.get_by_text("Baseline: light").wait_for()
-    keyboard.reach("input[aria-label='Tags to add']")
-    keyboard.type("kept")
-    keyboard.reach("button", "Tag").press("Enter")
-    until(lambda: client.run("run-light").tags == ["test", "kept"], "the tag is kept")
-    keyboard.reach("button", "Let go of light").press("Enter")
-    page.wait_for_function("!document.querySelector('.ag-floating-top .ag-row')")

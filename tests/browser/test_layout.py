@@ -253,22 +253,6 @@ def overlap(one, other, touching=3):
     )
 
 
-def test_layers_are_grouped_and_sorted_as_the_address_says(open_page, dashboard_url):
-    page = open_page(dashboard_url).page
-    page.goto(f"{dashboard_url}/run/run-plain?order=worst&layer=blocks.0.mlp.up.weight")
-    rows = "document.querySelector('#run-panel .js-plotly-plot')?.data[0]?.y"
-    page.wait_for_function(f"{rows}?.at(-1) === 'embedding.weight'")
-    page.locator("#run-rows").get_by_text("By block").click()
-    page.wait_for_function("location.search.includes('rows=block')")
-    page.wait_for_function(f"{rows}[0] === '▾ head' && {rows}[2] === '▾ blocks.1' && {rows}[8] === '▾ blocks.0'")
-    page.locator("#run-panel .ytick", has_text="▸ blocks.0.mlp.up.weight").wait_for()
-    page.go_back()
-    worst = page.get_by_role("region", name="Layers that lose the most").get_by_role("link")
-    worst.nth(4).wait_for()
-    same = f"worst => JSON.stringify({rows}?.slice(0, 5)) === JSON.stringify(worst)"
-    page.wait_for_function(same, arg=worst.all_inner_texts())
-
-
 def test_a_zoom_reads_finer_data_and_stands_in_the_address(open_page, dashboard_url):
     page = open_page(dashboard_url).page
     page.goto(f"{dashboard_url}/run/run-plain")
