@@ -1,18 +1,21 @@
-"""A run that falls at a step: the table's sentence and its page's name that step and the layers that fell."""
+"""A run that falls at a step: sentences and marks name it and the layers that fell, and a click asks about it."""
 
 import re
 
 import msgspec
 import pytest
 
-from collage_monitor import wire
 from collage_monitor.client import Client
+from tests.browser.boxes import drag
 from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.test_before_after import RAISED_AT, Raised
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 FELL_AT = 310
-NOTE = "<b>cooling</b> failed"
+CURVES = "#run-stack .nsewdrag"
+STACK = "document.querySelector('#run-stack .js-plotly-plot')"
 FALLEN = ("blocks.1.attention.qkv.weight", "blocks.1.attention.output.weight")
 
 
@@ -38,7 +41,8 @@ class Falling(GeneratedRun):
 
 @pytest.fixture(scope="module")
 def runs():
-    return [Falling("falling", "plus", run_id="run-falling", steps=600)]
+    raised = Raised("raised", "plus", run_id="run-raised", steps=2 * RAISED_AT)
+    return [Falling("falling", "plus", run_id="run-falling", steps=600), raised]
 
 
 def test_the_sentence_names_the_step_and_the_layers(watched):
@@ -56,19 +60,7 @@ def test_the_sentence_names_the_step_and_the_layers(watched):
     assert worst.first.inner_text() in FALLEN
 
 
-def test_the_heatmap_is_grouped_by_module_type(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-falling")
-    page.wait_for_selector("#run-panel .hm image")
-    page.locator("#run-rows").get_by_text("By module type").click()
-    page.wait_for_function("location.search.includes('rows=type')")
-    rows = "document.querySelector('#run-panel .js-plotly-plot')?.data[0]?.y"
-    page.wait_for_function(f"{rows}?.some((name) => name.startsWith('▾'))")
-    groups = [name for name in page.evaluate(rows) if name.startswith("▾")]
-    assert sorted(groups) == ["▾ Embedding", "▾ LayerNorm", "▾ Linear"]
-
-
-def test_a_layer_says_what_it_is_and_its_histogram_what_changed(watched):
+def test_a_layer_says_what_it_is_and_its_histogram_what_changed_and_layers_are_grouped_by_type(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-falling?layer={FALLEN[0]}")
     card = page.locator("#run-layer-card")
@@ -85,21 +77,135 @@ def test_a_layer_says_what_it_is_and_its_histogram_what_changed(watched):
     page.get_by_role("tab", name="Elements").click()
     page.locator('#run-panel [id*=\'"kind":"classes"\'] .gtitle', has_text=FALLEN[0]).wait_for()
     page.go_back()
-    page.go_back()
+    page.locator("#run-rows").get_by_text("By module type").click()
+    page.wait_for_function("location.search.includes('rows=type')")
+    rows = "document.querySelector('#run-panel .js-plotly-plot')?.data[0]?.y"
+    page.wait_for_function(f"{rows}?.some((name) => name.startsWith('▾'))")
+    groups = [name for name in page.evaluate(rows) if name.startswith("▾")]
+    assert sorted(groups) == ["▾ Embedding", "▾ LayerNorm", "▾ Linear"]
 
 
-def test_what_happened_is_marked_in_every_curve(watched, server_url):
+@pytest.fixture
+def marked(watched, server_url):
+    """The run's page, its onset marked."""
     address, token_file = server_url
     with Client(address, token_file.read_text().strip()) as client:
-        client.note("run-falling", wire.NoteCreate(text=NOTE, step=FELL_AT))
+        until(lambda: [change.step for change in client.overview("run-falling").changes] == [FELL_AT], "the onset")
+    watched.page.goto(f"{watched.url}/run/run-falling")
+    watched.page.wait_for_function(f"{STACK}?.layout.shapes?.some(shape => shape.x0 === {FELL_AT})")
+    return watched.page
+
+
+def click_beside(page, pixels):
+    """Click so many pixels to the right of the onset's line in the topmost curve."""
+    area = page.locator("#run-stack .nsewdrag").first
+    at = page.evaluate(f"{STACK}._fullLayout.xaxis.d2p({FELL_AT})")
+    area.click(position={"x": at + pixels, "y": area.bounding_box()["height"] / 2})
+
+
+def asked_about(page, step):
+    """Wait until the page asks what changed at the step."""
+    page.wait_for_function("step => new URLSearchParams(location.search).get('at') === String(step)", arg=step)
+
+
+@pytest.mark.parametrize("pixels", [5, *(pytest.param(off, marks=pytest.mark.nightly) for off in (0, -5))])
+def test_a_click_beside_a_mark_asks_about_the_mark(marked, pixels):
+    """Two measured steps are so near together that one cannot aim between them."""
+    page = marked
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.wait_for_function(f"{STACK}._fullLayout.width < 400")
+    click_beside(page, pixels)
+    asked_about(page, FELL_AT)
+
+
+def test_a_click_further_away_asks_about_the_step_itself_and_keys_about_the_marks(marked):
+    page = marked
+    click_beside(page, 40)
+    page.wait_for_function("new URLSearchParams(location.search).has('at')")
+    assert f"at={FELL_AT}" not in page.url
+    place = page.locator("#run-stack [data-curves], #run-stack[data-curves]").first
+    assert "n and p ask what changed at the next and the previous mark" in place.get_attribute("aria-label")
+    place.focus()
+    page.keyboard.press("n")
+    asked_about(page, FELL_AT)
+    page.locator("#run-change", has_text="Before, steps").wait_for()
+    page.keyboard.press("p")
+    asked_about(page, FELL_AT)
+
+
+READY = f"{STACK}?.data?.length > 3"
+
+
+def rows(page, title):
+    """The rows that changed, of the card of this title."""
+    card = page.get_by_role("region", name=title)
+    card.wait_for()
+    return [row.split("\t") for row in card.locator("table").first.locator("tbody tr").all_inner_texts()]
+
+
+def field(page):
+    """Where a step or a range is typed."""
+    return page.get_by_label("What changed at this step, or in this range of steps")
+
+
+def test_a_link_arrives_at_what_changed_and_a_typed_step_or_range_stands_in_the_address(watched):
     page = watched.page
-    page.goto(f"{watched.url}/run/run-falling?tab=curves&axis=tokens")
-    page.locator("#run-marks", has_text=f"note by server-token: {NOTE} at step {FELL_AT}").wait_for()
-    charts = "[...document.querySelectorAll('#run-panel .js-plotly-plot')].filter(p => p.data.length)"
-    marks = f"{charts}.map(p => (p.layout.shapes || []).filter(s => s.yref === 'y domain').map(s => s.x0))"
-    page.wait_for_function(f"{charts}.length === 7 && {marks}.every(at => at.length === 1)")
-    assert {at for [at] in page.evaluate(marks)} <= {2048 * FELL_AT, 2048 * 350}, "where the axis has that step"
-    handle = page.locator("#run-panel .annotation-text", has_text="▾").first
-    handle.scroll_into_view_if_needed()
-    handle.hover()
-    page.locator(".hoverlayer", has_text="server-token").first.wait_for()
+    page.goto(f"{watched.url}/run/run-raised?at=1200")
+    page.get_by_role("region", name="What changed at step 1,200").wait_for()
+    page.wait_for_function(
+        "document.querySelector('#run-change')?.getBoundingClientRect().bottom <= window.innerHeight + 1"
+    )
+    page.wait_for_function(READY)
+    field(page).focus()
+    page.keyboard.press("Control+a")
+    page.keyboard.type("now")
+    page.keyboard.press("Enter")
+    page.get_by_text("Give a step, such as 800, or a range of steps, such as 800-900").wait_for()
+    page.keyboard.press("Control+a")
+    page.keyboard.type("800")
+    page.keyboard.press("Enter")
+    [row] = rows(page, "What changed at step 800")
+    assert (row[0], row[3]) == ("Learning rate", "× 3.00")
+    assert "at=800" in page.url
+    page.keyboard.press("Control+a")
+    page.keyboard.type("400-600")
+    page.keyboard.press("Enter")
+    page.get_by_role("region", name="What changed in steps 400 to 600").get_by_text("Nothing that was").wait_for()
+    marks = "document.querySelector('#run-stack .js-plotly-plot').layout.shapes?.map((shape) => shape.x0)"
+    page.wait_for_function(f"{marks}?.includes(400) && {marks}.includes(600)")
+    page.go_back()
+    page.get_by_role("region", name="What changed at step 800").wait_for()
+    assert field(page).input_value() == "800"
+    page.get_by_role("button", name="Close").click()
+    page.wait_for_function("!document.querySelector('#run-change > *') && !location.search.includes('at=')")
+    assert field(page).input_value() == ""
+
+
+def test_a_click_on_a_curve_asks_there_and_a_double_click_shows_all_steps_and_asks_nothing(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-raised?from=400&to=1200")
+    page.wait_for_function(READY)
+    curve = page.locator(CURVES).nth(1)
+    curve.dblclick()
+    page.wait_for_function("!location.search.includes('from=')")
+    box = curve.bounding_box()
+    curve.click(position={"x": box["width"] / 2, "y": box["height"] / 2})
+    page.wait_for_function("location.search.includes('at=')")
+    at = int(page.url.rpartition("at=")[2])
+    assert abs(at - RAISED_AT) <= 40
+    page.get_by_role("region", name=f"What changed at step {at}").wait_for()
+    page.go_back()
+    page.wait_for_function("!location.search.includes('at=')")
+
+
+def test_the_steps_that_a_zoom_shows_are_held_against_as_many_before(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-raised")
+    page.wait_for_function(READY)
+    button = page.get_by_role("button", name="What changed in the steps shown")
+    assert not button.is_visible()
+    drag(page.locator(CURVES).first, (0.55, 0.5), (0.9, 0.5))
+    button.click()
+    page.wait_for_function("location.search.includes('at=')")
+    said = {row[0]: row[3] for row in rows(page, "What changed in steps")}
+    assert said["Learning rate"].startswith("×")

@@ -12,13 +12,17 @@ import pytest
 from collage_monitor.client import Client
 from tests.browser.test_comparison import compare, legend
 from tests.demo.test_summary import NAMES
+from tests.forking import SERVICES, run_forked
+from tests.launching.forked import forked_python
 from tests.ports import command, free_port, interruptible
 from tests.system import chromium
 from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+STEPS = 10
+"""Two measured ones, the first and the last."""
+BYTES = {"plain": 8, "light": 10, "plus": 12, "master-weights": 16}
 DRAWN = ("plain float32", "plain bfloat16", "light bfloat16", "plus bfloat16", "master-weights bfloat16")
 
 
@@ -29,18 +33,13 @@ def arguments_for(folder, steps):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """(process, its summary, the folder of its data) of a demo that ended by itself."""
+    """(process, its summary, the folder of its data) of a demo that ended by itself. What it starts is forked."""
     folder = tmp_path_factory.mktemp("demo")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
-    process = subprocess.run(
-        arguments_for(folder, STEPS),
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=folder,
-        timeout=4 * PATIENCE_SECONDS,
-        check=False,
-    )
+    with forked_python() as python:
+        _, run, code, *arguments = arguments_for(folder, STEPS)
+        code = f"import sys; sys.executable = {python!r}; {code}"
+        process = run_forked(SERVICES, run, code, *arguments, environment=environment, folder=folder)
     assert process.returncode == 0, process.stdout + process.stderr
     return process, json.loads((folder / "summary.json").read_text()), folder / "data"
 
@@ -53,8 +52,9 @@ def server_url(finished, served):
         yield found
 
 
-def test_five_lines_with_every_number_measured(finished):
-    _, lines, _ = finished
+def test_five_lines_with_every_number_measured_and_every_report_stored_once(finished):
+    process, lines, _ = finished
+    assert f"step {STEPS}/{STEPS}" in process.stdout
     assert [(line["strategy"], line["dtype"]) for line in lines] == [
         ("plain", "float32"),
         ("plain", "bfloat16"),
@@ -67,25 +67,10 @@ def test_five_lines_with_every_number_measured(finished):
         assert line["steps"] == STEPS
         undefined = {name for name, value in line.items() if value is None}
         assert not undefined, line
-
-
-def test_everything_sent_is_stored_once(finished):
-    for line in finished[1]:
         assert line["reports_sent"] == line["reports_stored"] >= STEPS
-
-
-def test_bytes_are_those_of_the_strategies(finished):
-    expected = {"plain": 8, "light": 10, "plus": 12, "master-weights": 16}
-    for line in finished[1]:
-        size = 16 if line["dtype"] == "float32" else expected[line["strategy"]]
+        size = 16 if line["dtype"] == "float32" else BYTES[line["strategy"]]
         assert line["bytes_per_parameter"] == pytest.approx(size, rel=0.02)
-
-
-def test_the_comparison_and_its_address_are_printed(finished):
-    process, lines, _ = finished
-    assert f"step {STEPS}/{STEPS}" in process.stdout
-    assert all(line["run_id"] in process.stdout for line in lines)
-    assert "master-weights" in process.stdout
+        assert line["run_id"] in process.stdout
 
 
 @pytest.mark.browser

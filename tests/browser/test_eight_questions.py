@@ -125,7 +125,7 @@ def test_which_learning_rate(asker):
     assert float(said[2]) == OF_RATES["rate 3e-4"] - OF_RATES["rate 1e-3"]
 
 
-def test_which_layer_first(asker, runs):
+def test_which_layer_first_and_a_picture_for_others(asker, runs):
     run = next(run for run in runs if run.name == "plain 1")
     asker.click(asker.page.get_by_role("link", name="plain 1", exact=True))
     row = asker.page.locator(".layers-grid .ag-row[row-index='0'] [col-id='layer']")
@@ -133,15 +133,33 @@ def test_which_layer_first(asker, runs):
     sent = [run.totals(step) for step in run.measured]
     lost = sum(totals["intended_squared_sum"] - totals["intended_effective_sum"] for totals in sent)
     assert row.inner_text() == run.layers[int(np.argmax(lost))].name
+    page = asker.page
+    page.wait_for_selector("#run-stack .scatterlayer .trace", state="attached")
+    with page.expect_download() as download:
+        asker.click(page.get_by_role("button", name="Curves of the run as PNG"))
+    assert download.value.suggested_filename.startswith("collage-plain-1")
+    with Image.open(download.value.path()) as picture:
+        assert picture.format == "PNG"
+        assert min(picture.size) >= 300
 
 
-def test_is_kahan_worth_its_two_bytes(asker):
+def test_is_kahan_worth_its_two_bytes_and_does_it_hold_over_seeds(asker):
     asker.group("kahan")
     worth = "Kahan is worth its 2 bytes more than Plain: its loss is lower by"
     said = asker.answer("#compare-worth", rf"{worth} (\S+) \(95 %: (\S+) to (\S+), 3 pairs\)")
     gap, half, _ = mean([kahan - plain for plain, kahan in OF_KAHAN.values()])
     told = [float(number) for number in said.groups()]
     assert told == pytest.approx([abs(gap), abs(gap) - half, abs(gap) + half], rel=2e-2)
+    for strategy, place in (("Plain", 0), ("Kahan", 1)):
+        row = asker.page.locator("#compare-strategies tr", has_text=f"{strategy} · bfloat16 (3 runs)")
+        row.locator(".detail").first.wait_for()
+        middle, _, spread = mean([losses[place] for losses in OF_KAHAN.values()])
+        asker.page.get_by_role("columnheader", name="Loss", exact=True).wait_for()
+        heads = asker.page.locator("#compare-strategies th").all_inner_texts()
+        cell = row.locator("td").nth(heads.index("Loss"))
+        value, off = re.findall(r"[\d.]+", cell.inner_text())
+        assert float(value) == pytest.approx(middle, abs=6e-3)
+        assert float(off) == pytest.approx(spread, abs=6e-3)
 
 
 def test_what_changed_at_800(asker):
@@ -161,38 +179,12 @@ def test_what_changed_at_800(asker):
     assert cells[3] == f"× {after / before:.2f}"
 
 
-def test_does_it_hold_over_seeds(asker):
-    asker.group("kahan")
-    for strategy, place in (("Plain", 0), ("Kahan", 1)):
-        row = asker.page.locator("#compare-strategies tr", has_text=f"{strategy} · bfloat16 (3 runs)")
-        row.locator(".detail").first.wait_for()
-        middle, _, spread = mean([losses[place] for losses in OF_KAHAN.values()])
-        asker.page.get_by_role("columnheader", name="Loss", exact=True).wait_for()
-        heads = asker.page.locator("#compare-strategies th").all_inner_texts()
-        cell = row.locator("td").nth(heads.index("Loss"))
-        value, off = re.findall(r"[\d.]+", cell.inner_text())
-        assert float(value) == pytest.approx(middle, abs=6e-3)
-        assert float(off) == pytest.approx(spread, abs=6e-3)
-
-
 def test_what_happened_in_the_night(asker):
     asker.click(asker.page.locator(".bar").get_by_role("link", name="Incidents"))
     said = asker.answer(".headline", r"(\d+) incidents? open\. (\d+) fired in the last 12 hours")
     assert int(said[1]) >= 1
     asker.click(asker.page.get_by_role("link", name="CollageResidualsOff").first)
     asker.answer(".answer", r"At the resume at step 300, 97\.7 % of the residuals were dropped\.")
-
-
-def test_a_picture_for_others(asker):
-    asker.click(asker.page.get_by_role("link", name="plain 1", exact=True))
-    page = asker.page
-    page.wait_for_selector("#run-stack .scatterlayer .trace", state="attached")
-    with page.expect_download() as download:
-        asker.click(page.get_by_role("button", name="Curves of the run as PNG"))
-    assert download.value.suggested_filename.startswith("collage-plain-1")
-    with Image.open(download.value.path()) as picture:
-        assert picture.format == "PNG"
-        assert min(picture.size) >= 300
 
 
 def test_numbers_into_pandas(asker, server_url, runs):

@@ -49,21 +49,20 @@ def embedded(watched, elsewhere, path, part):
 @pytest.mark.parametrize(
     ("path", "part", "chart"),
     [
-        ("/run/run-plus", "curves", ".chart-card .js-plotly-plot .main-svg"),
+        pytest.param("/run/run-plus", "curves", ".chart-card .js-plotly-plot .main-svg", marks=pytest.mark.nightly),
         ("/run/run-plus", "layers", ".beside .js-plotly-plot .main-svg"),
         ("/compare?run=run-plus&run=run-light", "curves", ".charts .js-plotly-plot .main-svg"),
+        ("/run/run-plus", "page", ".chart-card .js-plotly-plot .main-svg"),
     ],
 )
-def test_a_part_stands_alone(watched, elsewhere, path, part, chart):
+def test_a_part_stands_alone_and_a_whole_page_without_what_leads_elsewhere(watched, elsewhere, path, part, chart):
     frame = embedded(watched, elsewhere, path, part)
     frame.locator(chart).first.wait_for()
-    for other in ("h1", ".bar", ".crumbs", ".pandas", "#run-summary", "#compare-strategies"):
+    for other in (".bar", ".crumbs", ".pandas"):
+        assert frame.locator(other).locator("visible=true").count() == 0, other
+    if part == "page":
+        frame.locator("h1").wait_for()
+        return
+    for other in ("h1", "#run-summary", "#compare-strategies"):
         assert frame.locator(other).locator("visible=true").count() == 0, other
     assert frame.locator(".beside").locator("visible=true").count() == (part == "layers")
-
-
-def test_a_run_is_shown_without_what_leads_elsewhere(watched, elsewhere):
-    frame = embedded(watched, elsewhere, "/run/run-plus", "page")
-    frame.locator("h1").wait_for()
-    frame.locator(".chart-card .js-plotly-plot .main-svg").first.wait_for()
-    assert frame.locator(".bar, .crumbs, .pandas").locator("visible=true").count() == 0

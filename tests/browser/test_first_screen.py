@@ -71,20 +71,7 @@ def test_the_curves_of_the_first_screen_follow_the_address_and_their_controls(op
     assert page.locator("#run-stack .xtitle").text_content() == "tokens"
 
 
-def test_a_zoom_of_the_first_screen_is_that_of_the_charts_below(opened):
-    page = opened("run-plain", "?tab=norms")
-    drag(page.locator("#run-stack .nsewdrag").last, (0.3, 0.2), (0.6, 0.6))
-    page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
-    ends = [int(end) for end in re.findall(r"(?:from|to)=(\d+)", page.url)]
-    below = "[...document.querySelectorAll('#run-panel .js-plotly-plot')].filter(p => p.data.length)"
-    page.wait_for_function(
-        f"ends => [{STACK}, ...{below}].every(p => '' + p._fullLayout.xaxis.range === '' + ends)", arg=ends
-    )
-    page.go_back()
-    page.wait_for_function(f"[{STACK}, ...{below}].every(p => p._fullLayout.xaxis.range[1] > 195)")
-
-
-def test_the_first_screens_curves_are_pointed_at_together_and_saved(opened):
+def test_the_first_screens_curves_are_pointed_at_together_and_saved_and_a_zoom_is_that_of_the_charts_below(opened):
     page = opened("run-plain", "?tab=norms")
     page.locator("#run-stack .nsewdrag").first.hover()
     page.wait_for_function(f"{STACK}.querySelectorAll('.hoverlayer .hovertext').length === 4")
@@ -100,6 +87,16 @@ def test_the_first_screens_curves_are_pointed_at_together_and_saved(opened):
     assert picture.value.suggested_filename == "collage-plain-curves-of-the-run.png"
     page.locator("#run-stack .annotation-text", has_text="EDQ").hover()
     page.locator("#run-stack .hoverlayer", has_text="Share of the intended descent").wait_for()
+
+    drag(page.locator("#run-stack .nsewdrag").last, (0.3, 0.2), (0.6, 0.6))
+    page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
+    ends = [int(end) for end in re.findall(r"(?:from|to)=(\d+)", page.url)]
+    below = "[...document.querySelectorAll('#run-panel .js-plotly-plot')].filter(p => p.data.length)"
+    page.wait_for_function(
+        f"ends => [{STACK}, ...{below}].every(p => '' + p._fullLayout.xaxis.range === '' + ends)", arg=ends
+    )
+    page.go_back()
+    page.wait_for_function(f"[{STACK}, ...{below}].every(p => p._fullLayout.xaxis.range[1] > 195)")
 
 
 @pytest.fixture(scope="module")

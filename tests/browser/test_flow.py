@@ -1,9 +1,7 @@
 """How data flows to a page: a slow server, one that goes away and comes back, and what a tick may cost."""
 
-import re
 import threading
 from contextlib import contextmanager
-from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -11,7 +9,6 @@ import pytest
 
 from collage_monitor.client import Client
 from tests.browser.questions import asks_for
-from tests.browser.test_comparison import tick
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
 from tests.system import chromium
@@ -19,8 +16,6 @@ from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
-FILES = re.compile(r"/assets/.*\.(js|css)\?|/_dash-component-suites/.*\.(js|css)$")
-VERSIONED = re.compile(r"\?m=|\.v\d+_\d+_\d+m\d+\.")
 SLOW_SECONDS = 6.0
 """Longer than a page waits between two refreshes."""
 
@@ -165,32 +160,6 @@ def test_an_error_goes_away_by_itself_when_the_server_is_back(watched, between):
     page.get_by_text("The server does not answer").wait_for(state="detached")
 
 
-def test_one_run_that_is_gone_spoils_no_comparison(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/compare?run=run-plain&run=never-existed&run=run-plus")
-    page.get_by_text("never-existed: nothing is stored").wait_for()
-    page.wait_for_selector("#compare-chart-0 .scatterlayer .trace")
-    assert page.locator("#compare-legend .run-label").all_text_contents() == ["plain", "plus"]
-
-
-def test_what_was_picked_survives_a_search_and_the_way_back(watched, send):
-    page = watched.page
-    send(GeneratedRun("elsewhere", "stochastic", run_id="run-elsewhere"))
-    page.goto(watched.url)
-    page.wait_for_function("document.title === 'Runs · Collage Monitor'")
-    tick(page, "plain")
-    page.get_by_label("Search names, projects, tags and ids").fill("elsewhere")
-    page.get_by_role("link", name="plain", exact=True).wait_for(state="detached")
-    tick(page, "elsewhere")
-    page.get_by_role("link", name="Compare 2 runs").click()
-    page.wait_for_function("document.title === 'Comparison of 2 runs · Collage Monitor'")
-    page.go_back()
-    page.get_by_role("link", name="Compare 2 runs").wait_for()
-    page.get_by_role("checkbox", name="Pick elsewhere to compare", checked=True).wait_for()
-    page.get_by_label("Search names, projects, tags and ids").fill("demo")  # The project's name.
-    page.get_by_role("link", name="light", exact=True).wait_for()
-
-
 def test_a_tick_that_follows_another_change_at_once_keeps_it(watched):
     page = watched.page
     page.goto(watched.url)
@@ -206,19 +175,6 @@ def test_a_tick_that_follows_another_change_at_once_keeps_it(watched):
     assert link.get_attribute("href").endswith("?run=run-plain&run=run-plus")
 
 
-def test_sort_and_filter_stand_in_the_address_and_are_the_servers(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/?state=finished&sort=edq_ratio")
-    first_is_plain = "document.querySelector('.ag-row[row-index=\"0\"] .run-cell a')?.textContent === 'plain'"
-    page.wait_for_function(first_is_plain)
-    assert "stochastic, live" not in page.locator(".ag-row .run-cell a").all_text_contents()
-    page.locator(".ag-header-cell-text", has_text="Run").first.click()
-    page.wait_for_function("location.search.includes('sort=name')")
-    page.go_back()
-    page.wait_for_function("location.search.includes('sort=edq_ratio')")
-    page.wait_for_function(first_is_plain)
-
-
 LIVE_PAGES = {
     "/run/run-ticking": ("#run-panel .hm image", "..run-revision.data"),
     "/?q=ticking": (".run-cell a", "..runs-revision.data"),
@@ -226,7 +182,9 @@ LIVE_PAGES = {
 }
 
 
-@pytest.mark.parametrize("path", LIVE_PAGES)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.nightly] * path.startswith("/compare")) for path in LIVE_PAGES]
+)
 def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send, path):
     there, idle = LIVE_PAGES[path]
     page = watched.page
@@ -257,28 +215,6 @@ def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send, pa
     assert sum(changed) <= 50_000
 
 
-def test_files_of_a_page_travel_compressed_and_are_kept_for_good_under_a_hash(open_page, dashboard_url):
-    watched = open_page(dashboard_url, cached=False)
-    page, files = watched.page, {}
-    page.on("response", lambda answer: files.update({answer.url: answer}) if FILES.search(answer.url) else None)
-    page.goto(f"{watched.url}/run/run-plain")
-    page.wait_for_selector("#run-panel .hm image")
-    own = [address for address in files if "/assets/" in address]
-    assert len(own) >= 5
-    assert len(files) > len(own) + 5
-    for address, answer in files.items():
-        headers = answer.all_headers()
-        assert headers["content-encoding"] in {"br", "gzip"}, address
-        if VERSIONED.search(address):
-            assert "immutable" in headers["cache-control"], address
-        else:  # What scripts load later has no version in its name.
-            assert headers["etag"], address
-    for address in own:
-        content = blake2b(files[address].body(), digest_size=8).hexdigest()
-        assert address.endswith(f"?m={content}")
-    assert sum(answer.request.sizes()["responseBodySize"] for answer in files.values()) < 2_500_000
-
-
 def test_a_paused_page_stays_as_it_is_until_it_goes_on(watched, send):
     page = watched.page
     send(GeneratedRun("paused", "plus", state="running", run_id="run-paused"), 100)
@@ -297,24 +233,6 @@ def test_a_paused_page_stays_as_it_is_until_it_goes_on(watched, send):
     assert button.get_attribute("aria-pressed") == "false"
 
 
-def test_the_search_follows_the_way_back(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/?sort=name")
-    page.get_by_role("link", name="plain", exact=True).wait_for()
-    box = page.get_by_label("Search names, projects, tags and ids")
-    for word in ("plus", "light"):
-        box.fill(word)
-        page.wait_for_function("word => location.search.includes(`q=${word}`)", arg=word)
-    page.get_by_role("link", name="light", exact=True).wait_for()
-    page.go_back()
-    page.get_by_role("link", name="plus", exact=True).wait_for()
-    page.wait_for_function("document.querySelector('#runs-query').value === 'plus'")
-    page.go_back()
-    page.get_by_role("link", name="plain", exact=True).wait_for()
-    page.wait_for_function("document.querySelector('#runs-query').value === ''")
-    assert "q=" not in page.url
-
-
 def test_a_hidden_page_asks_nothing_until_it_is_seen_again(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-live")
@@ -327,3 +245,27 @@ def test_a_hidden_page_asks_nothing_until_it_is_seen_again(watched):
     with page.expect_response(asks_for("run-revision.data")):
         assert asked == []
         page.evaluate("() => { window.isHidden = false; document.dispatchEvent(new Event('visibilitychange')) }")
+
+
+def test_filter_sort_and_search_stand_in_the_address_and_follow_the_way_back(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/?state=finished&sort=edq_ratio")
+    first = "document.querySelector('.ag-row[row-index=\"0\"] .run-cell a')?.textContent"
+    page.wait_for_function(f"{first} === 'plain'")
+    assert "stochastic, live" not in page.locator(".ag-row .run-cell a").all_text_contents()
+    page.locator(".ag-header-cell-text", has_text="Run").first.click()
+    page.wait_for_function("location.search.includes('sort=name')")
+    page.wait_for_function(f"{first} === 'fp32 reference'")
+    box = page.get_by_label("Search names, projects, tags and ids")
+    for word in ("plus", "light"):
+        box.fill(word)
+        page.wait_for_function("word => location.search.includes(`q=${word}`)", arg=word)
+        page.wait_for_function(f"word => {first} === word", arg=word)
+    for word, name in (("plus", "plus"), ("", "fp32 reference")):
+        page.go_back()
+        page.wait_for_function(f"name => {first} === name", arg=name)
+        page.wait_for_function("word => document.querySelector('#runs-query').value === word", arg=word)
+    assert "q=" not in page.url
+    page.go_back()
+    page.wait_for_function("location.search.includes('sort=edq_ratio')")
+    page.wait_for_function(f"{first} === 'plain'")

@@ -5,7 +5,7 @@ import pytest
 from collage_monitor.client import Client
 from collage_monitor.seeds import mean_over_seeds
 from tests.browser.test_comparison import tick
-from tests.browser.test_layout import IN_ONE_LOOK, LOOKS, serious_violations
+from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until
 
@@ -76,11 +76,17 @@ def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
     loss = mean_over_seeds([LOSSES["plus"] + 0.25 * seed for seed in range(SEEDS)]) or pytest.fail("no mean")
     cell = page.locator('.ag-row[row-index="0"] .ag-cell[col-id="loss"]')
     assert cell.text_content().replace("\u00a0", " ") == f"{loss.value:.3f} ± {loss.spread:.2f}"
+    choose_grouping(page, "By configuration")
+    first_row(page, "plus-seed2 and 2 more · 3 runs")
+    page.go_back()
+    first_row(page, "Collage plus · bfloat16 · 3 runs")
+    page.wait_for_function("document.querySelector('#runs-by').value === 'By strategy'")
 
     page.get_by_role("button", name="3 runs of Plain · bfloat16").click()
     page.get_by_role("link", name="plain-seed2").wait_for()
     page.wait_for_function("location.search.includes('open=')")
     assert names(page)[1:] == ["Plain · bfloat16 · 3 runs", "plain-seed0", "plain-seed1", "plain-seed2"]
+    assert serious_violations(page, 1440) == []
 
     page.locator(".ag-header-cell-text", has_text="EDQ").first.click()
     first_row(page, "Plain · bfloat16 · 3 runs")
@@ -98,28 +104,6 @@ def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
     first_row(page, "Plain · bfloat16 · 1 run")
     page.get_by_role("button", name="1 run of Plain · bfloat16", expanded=True).click()
     page.get_by_role("link", name="plain-seed1").wait_for(state="detached")
-
-
-@IN_ONE_LOOK
-@LOOKS
-def test_groups_can_be_used_by_everyone(open_page, dashboard_url, scheme, width):
-    page = open_page(dashboard_url, width=1280, scheme=scheme).page
-    page.goto(f"{dashboard_url}/?q=seed&by=strategy&sort=loss")
-    page.get_by_role("button", name="3 runs of Collage plus · bfloat16", expanded=False).click()
-    page.get_by_role("link", name="plus-seed2").wait_for()
-    page.get_by_role("button", name="3 runs of Collage plus · bfloat16", expanded=True).wait_for()
-    assert serious_violations(page, width) == []
-
-
-def test_back_leads_to_the_grouping_that_was_chosen_before(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/?q=seed&by=strategy&sort=loss")
-    first_row(page, "Collage plus · bfloat16 · 3 runs")
-    choose_grouping(page, "By configuration")
-    first_row(page, "plus-seed2 and 2 more · 3 runs")
-    page.go_back()
-    first_row(page, "Collage plus · bfloat16 · 3 runs")
-    page.wait_for_function("document.querySelector('#runs-by').value === 'By strategy'")
 
 
 def test_what_was_picked_survives_search_pages_and_grouping(watched):

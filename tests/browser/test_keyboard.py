@@ -130,7 +130,10 @@ def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
 
 @pytest.mark.parametrize(
     ("path", "chart"),
-    [("/run/run-plain", "#run-stack"), ("/compare?run=run-plain&run=run-plus", "#compare-chart-0")],
+    [
+        ("/run/run-plain", "#run-stack"),
+        pytest.param("/compare?run=run-plain&run=run-plus", "#compare-chart-0", marks=pytest.mark.nightly),
+    ],
 )
 def test_curves_are_zoomed_moved_and_shown_whole(watched, path, chart):
     keyboard = arrived(watched, path)
@@ -153,19 +156,6 @@ def test_curves_are_zoomed_moved_and_shown_whole(watched, path, chart):
     assert ends()[0] == pytest.approx(first + 0.25 * (last - first), abs=1)
     keyboard.press("0")
     page.wait_for_function("!location.search.includes('from=')")
-
-
-def test_a_run_is_opened_and_its_tabs_are_walked(keyboard):
-    page = keyboard.page
-    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "plain").press("Enter")
-    page.wait_for_function("location.pathname === '/run/run-plain'")
-    page.locator(".answer .verdict").wait_for()
-    keyboard.reach("summary", "Where, since when, and why").press("Enter")
-    page.locator(".answer .reasons", has_text="Loses").first.wait_for()
-    keyboard.reach("[role=tab]", "Layers")
-    for tab in ("curves", "norms", "states", "classes", "oracle", "about"):
-        keyboard.press("ArrowRight", "Enter")
-        search_has(page, f"tab={tab}")
 
 
 def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(watched):
@@ -194,6 +184,7 @@ def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(watched):
     )
 
 
+@pytest.mark.nightly
 def test_incidents_are_filtered_opened_and_acknowledged(keyboard, client):
     page = keyboard.page
     keyboard.reach("a.nav", "Incidents").press("Enter")
@@ -222,6 +213,7 @@ def rows_are(page, *names):
     until(lambda: sorted(links.all_text_contents()) == sorted(names), f"the rows {names}")
 
 
+@pytest.mark.nightly
 def test_the_table_is_searched_filtered_and_sorted(keyboard):
     page = keyboard.page
     keyboard.reach("#runs-strategy")
@@ -242,8 +234,8 @@ def test_the_table_is_searched_filtered_and_sorted(keyboard):
     search_has(page, "sort=name")
 
 
-def test_a_view_is_saved_opened_and_deleted(watched, client):
-    keyboard = arrived(watched, "/?strategy=plus")
+def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(watched, client):
+    keyboard = arrived(watched, "/?strategy=plus&where=last_step+%3E+1&column=health&column=last_step")
     page = keyboard.page
     rows_are(page, "plus", "overflowed")
     keyboard.reach("summary", "Views").press("Enter")
@@ -252,25 +244,16 @@ def test_a_view_is_saved_opened_and_deleted(watched, client):
     keyboard.type("plus alone")
     keyboard.reach("button", "Save this view").press("Enter")
     page.get_by_role("link", name="plus alone").wait_for()
-    assert [view.name for view in client.views("demo")] == ["plus alone"]
+    [view] = client.views("demo")
+    assert (view.name, "last_step" in view.search) == ("plus alone", True)
     page.goto(watched.url)
     rows_are(page, "plain", "light", "plus", "master-weights", "overflowed")
     keyboard.reach("summary", "Views").press("Enter")
     page.get_by_role("link", name="plus alone").wait_for()
     keyboard.reach("a", "plus alone").press("Enter")
     rows_are(page, "plus", "overflowed")
+    page.locator(".filters").get_by_text("last_step > 1").wait_for()
+    assert page.locator(".ag-header-cell[col-id='loss']").count() == 0
     keyboard.reach("button", "Delete the view plus alone").press("Enter")
     page.get_by_text("No view is saved yet").wait_for()
-
-
-def test_picked_runs_are_pinned_tagged_and_let_go(keyboard, client):
-    page = keyboard.page
-    keyboard.into_rows("#runs-grid").down_to("#runs-grid", "light").press("Space")
-    keyboard.reach("button", "Baseline", key="Shift+Tab").press("Enter")
-    page.get_by_text("Baseline: light").wait_for()
-    keyboard.reach("input[aria-label='Tags to add']")
-    keyboard.type("kept")
-    keyboard.reach("button", "Tag").press("Enter")
-    until(lambda: client.run("run-light").tags == ["test", "kept"], "the tag is kept")
-    keyboard.reach("button", "Let go of light").press("Enter")
-    page.wait_for_function("!document.querySelector('.ag-floating-top .ag-row')")
+    assert client.views() == []

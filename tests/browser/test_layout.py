@@ -51,6 +51,8 @@ def runs():
     return [*demo_runs(), long, Diverged(NOT_FINITE, "plus", run_id="run-nan"), *hostile]
 
 
+AT_NIGHT = ("states", "norms&scale=log", "oracle")
+"""Tabs of curves beside the one that is laid out by day."""
 PAGES = {
     "/": ".ag-row .run-cell",
     f"/run/{LONG_NAMED}": "#run-panel .hm image",
@@ -70,7 +72,9 @@ PAGES = {
 
 @pytest.mark.drawn
 @LOOKS
-@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.nightly] * path.endswith(AT_NIGHT)) for path in PAGES]
+)
 def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path, scheme, width):
     page = open_page(dashboard_url, width=WIDTHS[0], scheme=scheme).page
     page.goto(dashboard_url + path)
@@ -192,10 +196,8 @@ def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url):
         assert page.evaluate("window.shift") <= 0.1, path
 
 
-@pytest.mark.drawn(by=lambda **_: ["a scheme"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_says_its_answer_before_any_script_has_run(browser, dashboard_url, scheme):
-    context = browser.new_context(java_script_enabled=False, color_scheme=scheme)
+def test_a_page_says_its_answer_before_any_script_has_run(browser, dashboard_url):
+    context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.set_default_timeout(1e3 * PATIENCE_SECONDS)
     page.goto(dashboard_url)
@@ -251,22 +253,6 @@ def overlap(one, other, touching=3):
     )
 
 
-def test_layers_are_grouped_and_sorted_as_the_address_says(open_page, dashboard_url):
-    page = open_page(dashboard_url).page
-    page.goto(f"{dashboard_url}/run/run-plain?order=worst&layer=blocks.0.mlp.up.weight")
-    rows = "document.querySelector('#run-panel .js-plotly-plot')?.data[0]?.y"
-    page.wait_for_function(f"{rows}?.at(-1) === 'embedding.weight'")
-    page.locator("#run-rows").get_by_text("By block").click()
-    page.wait_for_function("location.search.includes('rows=block')")
-    page.wait_for_function(f"{rows}[0] === '▾ head' && {rows}[2] === '▾ blocks.1' && {rows}[8] === '▾ blocks.0'")
-    page.locator("#run-panel .ytick", has_text="▸ blocks.0.mlp.up.weight").wait_for()
-    page.go_back()
-    worst = page.get_by_role("region", name="Layers that lose the most").get_by_role("link")
-    worst.nth(4).wait_for()
-    same = f"worst => JSON.stringify({rows}?.slice(0, 5)) === JSON.stringify(worst)"
-    page.wait_for_function(same, arg=worst.all_inner_texts())
-
-
 def test_a_zoom_reads_finer_data_and_stands_in_the_address(open_page, dashboard_url):
     page = open_page(dashboard_url).page
     page.goto(f"{dashboard_url}/run/run-plain")
@@ -281,3 +267,50 @@ def test_a_zoom_reads_finer_data_and_stands_in_the_address(open_page, dashboard_
     page.go_back()
     page.wait_for_function(f"{steps}.length === 20")
     page.wait_for_function(f"{rows}[0] - {rows}[1] === 12")
+
+
+def test_nine_runs_share_one_legend_and_leave_room_for_their_curves(open_page, dashboard_url, runs):
+    page = open_page(dashboard_url, width=1280).page
+    page.goto(f"{dashboard_url}/compare?" + "&".join(f"run={run.run_id}" for run in runs))
+    page.wait_for_selector("#compare-chart-3 .scatterlayer .trace", state="attached")
+    labels = page.locator("#compare-legend .run-label")
+    labels.nth(8).wait_for()
+    assert labels.count() == len(runs) == 9
+    assert page.locator(".legend .traces").count() == 0
+    heights = page.evaluate(
+        """() => [...document.querySelectorAll("[id^='compare-chart-'] .js-plotly-plot")]
+            .map(plot => plot._fullLayout._size.h)"""
+    )
+    assert len(heights) == 4
+    assert min(heights) > 200
+    page.set_viewport_size({"width": 1920, "height": 1080})
+    assert page.locator("main, .page").first.evaluate("page => page.clientWidth") > 0.95 * 1920
+
+
+DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].every(chart => chart.querySelector('.main-svg'))"
+SEVERAL = "/compare?run=run-hostile-1&run=run-plus&run=run-fp32-reference"
+
+
+@pytest.mark.drawn(by=lambda path, scheme, **_: [path, scheme])
+@LOOKS
+@pytest.mark.parametrize(("path", "charts"), [("/run/run-hostile-1", 9), (SEVERAL, 6)])
+def test_a_downloaded_report_opens_by_itself_for_everyone(
+    open_page, dashboard_url, path, charts, scheme, width, tmp_path
+):
+    page = open_page(dashboard_url, scheme=scheme).page
+    page.goto(dashboard_url + path)
+    with page.expect_download() as found:
+        page.get_by_role("link", name="Download report").click()
+    assert found.value.suggested_filename.startswith("collage-")
+    file = tmp_path / "report.html"
+    found.value.save_as(file)
+    page.goto("about:blank")
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.set_content(file.read_text(encoding="utf-8"))
+    page.wait_for_function(DRAWN)
+    assert page.locator(".plotly-graph-div").count() == charts
+    assert page.locator("main img").count() == 0
+    assert pale_inks(page) == set()
+    assert serious_violations(page, width) == []
+    assert not [url for url in asked if not url.startswith(("data:", "blob:", "about:"))]

@@ -46,7 +46,7 @@ def pairs(card):
     return dict(found)
 
 
-def test_a_run_is_a_card(phone, dashboard_url):
+def test_a_run_is_a_card_that_is_ticked_and_opened_by_keys(phone, dashboard_url):
     phone.goto(dashboard_url)
     arranged(phone)
     card = phone.locator("#runs-grid .ag-row", has=phone.get_by_role("link", name="plus", exact=True))
@@ -67,12 +67,7 @@ def test_a_run_is_a_card(phone, dashboard_url):
     content = card.locator(".row-card").bounding_box()["height"]
     assert height - 40 < content <= height, "a card fills its row"
     assert violations_now(phone) == []
-
-
-def test_a_card_is_opened_and_ticked_by_keys(phone, dashboard_url):
-    phone.goto(dashboard_url)
     cell = phone.locator("#runs-grid .ag-row[row-index='0'] .ag-cell[col-id='name']")
-    arranged(phone)
     cell.focus()
     phone.keyboard.press("Space")
     phone.get_by_role("link", name="Compare 1 run").wait_for()

@@ -3,22 +3,44 @@
 import csv
 import re
 
+import numpy as np
 import pytest
+from collage_dashboard.figures.style import STRATEGY_COLOURS
 
 from tests.browser.boxes import boxes, drag
 from tests.browser.questions import question_of
-from tests.dashboard.generated import demo_runs
+from tests.dashboard.generated import GeneratedRun, demo_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
-ON_ONE_AXIS = pytest.mark.drawn(by=lambda **_: ["an axis"])
-"""By day on one axis, drawn for the test; two tests go through all three."""
 STACKED = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
+
+
+SHARES = {
+    0.0: "0\u00a0%",
+    1e-5: "< 0.01\u00a0%",
+    0.0123: "1.2\u00a0%",
+    0.99998: "> 99.99\u00a0%",
+    1.0: "100\u00a0%",
+}
+"""Of updates lost, and how all pages tell them."""
+
+
+class Lossy(GeneratedRun):
+    """A run whose layers lose these shares of their updates."""
+
+    def totals(self, step):
+        found = super().totals(step)
+        elements = 1e6 * np.ones(len(self.layers))
+        lost = elements * np.array([*SHARES, *[0.0] * (len(elements) - len(SHARES))])
+        for key in ("idle", "distorted", "reversed"):
+            found[key] = np.zeros(len(elements))
+        return found | {"elements": elements, "lost": lost, "faithful": elements - lost, "unchanged": lost}
 
 
 @pytest.fixture(scope="module")
 def runs():
-    return demo_runs()
+    return [*demo_runs(), Lossy("lossy", "plain", steps=60, run_id="run-lossy")]
 
 
 def plot(kind, metric):
@@ -47,50 +69,39 @@ def all_have(page, condition):
     )
 
 
-def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched):
+@pytest.mark.parametrize(
+    ("axis", "whole"),
+    [
+        ("step", 200),
+        pytest.param("tokens", 2048 * 200, marks=pytest.mark.nightly),
+        pytest.param("time", 0.5 * 190, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched, axis, whole):
     page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab=curves")
-    all_have(page, "axis.range[1] > 195")
+    page.goto(f"{watched.url}/run/run-plain?axis={axis}&tab=curves")
+    all_have(page, f"axis.range[1] > {0.97 * whole}")
+    page.wait_for_function(
+        "document.querySelector('#run-tab').getBoundingClientRect().top < Math.max(300, innerHeight * 0.4)"
+    )
     charts = boxes(*(page.locator(f'[id*=\'"metric":"{metric}"\'] .js-plotly-plot') for metric in STACKED))
     assert len({chart["x"] for chart in charts}) == 1, "they stand below each other"
     zoom(page, "loss", 0.2, 0.6)
-    page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
-    address = page.url
-    first, last = (int(part.partition("=")[2]) for part in address.split("&")[-2:])
-    assert 30 < first < 60 < 100 < last < 140
-    exactly = f"axis.range[0] === {first} && axis.range[1] === {last}"
-    all_have(page, exactly)
-    page.goto("about:blank")
-    page.goto(address)
-    all_have(page, exactly)
-    zoom(page, "learning_rate", 0.3, 0.7)
-    inner = [int(part.partition("=")[2]) for part in page.url.split("&")[-2:]]
-    assert first < inner[0] < inner[1] < last
-    all_have(page, f"axis.range[0] === {inner[0]} && axis.range[1] === {inner[1]}")
-    page.go_back()
-    all_have(page, exactly)
-    zoom_out(page, "edq_ratio")
-    all_have(page, "axis.range[0] < 11 && axis.range[1] > 195")
-    assert "from=" not in page.url
-
-
-@ON_ONE_AXIS
-@pytest.mark.parametrize(("axis", "whole"), [("tokens", 2048 * 200), ("time", 0.5 * 190)])
-def test_on_another_axis_a_zoom_is_that_of_all_and_stands_in_the_address_as_well(watched, axis, whole):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab=curves&axis={axis}")
-    all_have(page, f"axis.range[1] > {0.97 * whole}")
-    zoom(page, "lost_update_ratio", 0.2, 0.6)
     page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
     address = page.url
     first, last = (float(part.partition("=")[2]) for part in address.split("&")[-2:])
     assert 0.1 * whole < first < 0.3 * whole < 0.5 * whole < last < 0.75 * whole
     exactly = f"axis.range[0] === {first} && axis.range[1] === {last}"
     all_have(page, exactly)
-    read = f"{plot('series', 'edq_ratio')}.data.at(-1).x"
-    page.wait_for_function(f"{read}.length < 14")
+    page.wait_for_function(f"{plot('series', 'edq_ratio')}.data.at(-1).x.length < 14")
     page.goto("about:blank")
     page.goto(address)
+    all_have(page, exactly)
+    zoom(page, "learning_rate", 0.3, 0.7)
+    inner = [float(part.partition("=")[2]) for part in page.url.split("&")[-2:]]
+    assert first < inner[0] < inner[1] < last
+    all_have(page, f"axis.range[0] === {inner[0]} && axis.range[1] === {inner[1]}")
+    page.go_back()
     all_have(page, exactly)
     zoom_out(page, "edq_ratio")
     all_have(page, f"axis.range[1] > {0.97 * whole}")
@@ -117,7 +128,7 @@ def test_another_axis_shows_the_same_steps(watched):
         assert f"from={first:g}&to={last:g}" in page.url
 
 
-@ON_ONE_AXIS
+@pytest.mark.drawn(by=lambda **_: ["an axis"])
 @pytest.mark.parametrize("axis", ["step", "tokens", "time"])
 def test_back_undoes_a_zoom_that_was_not_answered_yet(watched, axis):
     page = watched.page
@@ -150,16 +161,10 @@ def test_back_undoes_a_zoom_that_was_not_answered_yet(watched, axis):
     all_have(page, first)
 
 
-def test_a_curve_is_logarithmic_saved_and_explained_and_all_are_pointed_at_together(watched):
+def test_a_curve_is_saved_and_explained_and_all_are_pointed_at_together(watched):
     page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab=curves&scale=log")
+    page.goto(f"{watched.url}/run/run-plain?tab=curves")
     all_have(page, "axis.range[1] > 195")
-    types = f"[{', '.join(plot('series', metric) for metric in STACKED)}].map(p => p._fullLayout.yaxis.type)"
-    assert page.evaluate(types) == ["log"] * 4
-    page.locator("#run-scale").get_by_text("Linear").click()
-    page.wait_for_function(f"{types}.every(type => type === 'linear')")
-    assert "scale=" not in page.url
-
     drawn = page.evaluate(f"(p => [p.data.at(-1).x, p.data.at(-1).y])({plot('series', 'edq_ratio')})")
     for kind in ("csv", "png", "svg"):
         with page.expect_download() as found:
@@ -204,22 +209,6 @@ def test_a_heatmaps_colour_means_the_same_in_runs_of_different_ranges_and_it_run
         page.wait_for_function(f"{drawn}.querySelector('.xtitle').textContent.includes('{title}')")
 
 
-def test_who_types_into_curves_of_is_offered_layers_and_the_row_of_the_chosen_one_is_framed(watched):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain")
-    page.locator("#run-layer").click()
-    page.keyboard.type("1.mlp.up")
-    page.get_by_role("option", name="blocks.1.mlp.up.weight").click()
-    page.wait_for_function("location.search.includes('layer=blocks.1.mlp.up.weight')")
-    label = page.locator("#run-panel .ytick", has_text="▸ blocks.1.mlp.up.weight")
-    frame = page.locator("#run-panel .shapelayer path[data-index='0']").first
-    row, framed, cells = boxes(label, frame, page.locator("#run-panel .hm image").first)
-    assert framed["y"] < row["y"] + row["height"] / 2 < framed["y"] + framed["height"]
-    assert framed["height"] < 2.5 * cells["height"] / 12, "one row of twelve, and its line"
-    assert framed["width"] >= cells["width"]
-    assert frame.evaluate("path => getComputedStyle(path).strokeWidth") == "2px"
-
-
 def seen(page, place):
     """Wait until the place is on the screen."""
     within = "box => box && box.top >= 0 && box.top < innerHeight - 80"
@@ -228,17 +217,7 @@ def seen(page, place):
     )
 
 
-@pytest.mark.drawn(by=lambda **_: ["a tab"])
-@pytest.mark.parametrize("tab", ["layers", "curves", "norms", "states", "classes", "oracle", "about"])
-def test_a_link_to_a_tab_arrives_at_it(watched, tab):
-    page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab={tab}")
-    page.wait_for_function(
-        "document.querySelector('#run-tab')?.getBoundingClientRect().top < Math.max(300, innerHeight * 0.4)"
-    )
-
-
-def test_a_click_in_the_heatmap_shows_its_layers_card_with_the_numbers_of_that_step(watched):
+def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_framed(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain")
     page.wait_for_selector("#run-panel .hm image")
@@ -255,12 +234,69 @@ def test_a_click_in_the_heatmap_shows_its_layers_card_with_the_numbers_of_that_s
     last = page.evaluate(f"{plot('heatmap', 'edq_ratio')}.data[0].z.at(-1).at(-1)")
     assert float(value) == pytest.approx(last, abs=1e-3)
 
+    page.locator("#run-layer").click()
+    page.keyboard.press("Control+A")
+    page.keyboard.type("1.mlp.up")
+    page.get_by_role("option", name="blocks.1.mlp.up.weight").click()
+    page.wait_for_function("location.search.includes('layer=blocks.1.mlp.up.weight')")
+    label = page.locator("#run-panel .ytick", has_text="▸ blocks.1.mlp.up.weight")
+    frame = page.locator("#run-panel .shapelayer path[data-index='0']").first
+    row, framed, cells = boxes(label, frame, page.locator("#run-panel .hm image").first)
+    assert framed["y"] < row["y"] + row["height"] / 2 < framed["y"] + framed["height"]
+    assert framed["height"] < 2.5 * cells["height"] / 12, "one row of twelve, and its line"
+    assert framed["width"] >= cells["width"]
+    assert frame.evaluate("path => getComputedStyle(path).strokeWidth") == "2px"
 
-def test_filters_that_leave_nothing_are_cleared_by_a_button(watched):
+
+def test_titles_say_layer_and_steps_and_a_curve_has_its_strategys_colour(watched):
     page = watched.page
-    page.goto(f"{watched.url}/?q=no-such-run&state=failed")
-    page.get_by_text("No run matches these filters.").wait_for()
-    page.get_by_role("button", name="Clear filters").click()
-    page.locator(".run-cell").first.wait_for()
-    page.wait_for_function("location.search === ''")
-    assert page.locator("#runs-query").input_value() == ""
+    page.goto(f"{watched.url}/run/run-plain?layer=blocks.0.mlp.up.weight&step=100")
+    page.wait_for_selector("#run-panel .barlayer .point", state="attached")
+    page.locator(".gtitle", has_text="blocks.0.mlp.up.weight, step 100").wait_for()
+    page.locator(".gtitle", has_text="blocks.0.mlp.up.weight").nth(1).wait_for()
+    assert page.locator(".gtitle", has_text="blocks.0.mlp.up.weight").count() == 2
+    assert page.get_by_role("heading", name="EDQ by layer").count() == 1
+    page.wait_for_function(
+        """colour => [...document.querySelectorAll('#run-panel .js-plotly-plot')].flatMap(plot => plot.data ?? [])
+            .some(trace => trace.type === 'scatter' && trace.line?.color === colour)""",
+        arg=STRATEGY_COLOURS["plain"],
+    )
+
+
+def said(page, metric, row, column):
+    """What the label of a cell says, its layer and step left out."""
+    drawn = plot("heatmap", metric)
+    layer, step = page.evaluate(
+        f"""([row, column]) => {{
+            const plot = {drawn};
+            const {{ x, y }} = plot.data[0];
+            Plotly.Fx.hover(plot, {{ xval: x.at(column), yval: row }}, "xy");
+            return [y[row], x.at(column)];
+        }}""",
+        [row, column],
+    )
+    label = page.locator("#run-panel .hoverlayer .hovertext tspan")
+    label.filter(has_text=layer).wait_for()
+    assert label.all_text_contents()[-2] == f"step {step}"
+    return label.all_text_contents()[-1]
+
+
+def test_a_small_share_is_told_as_on_all_pages_to_a_mouse_too(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-lossy?tab=layers&metric=lost_update_ratio")
+    page.wait_for_selector("#run-panel .hm image")
+    assert [said(page, "lost_update_ratio", row, 3) for row in range(len(SHARES))] == [*SHARES.values()]
+    area = page.locator("#run-panel .nsewdrag").first
+    box = area.bounding_box()
+    area.hover(position={"x": box["width"] * 0.99, "y": box["height"] * 1.5 / 12})
+    page.locator("#run-panel .hoverlayer .hovertext", has_text="< 0.01").wait_for()
+
+
+def test_a_column_that_came_later_is_told_too(watched, growing):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-growing?tab=layers")
+    page.wait_for_selector("#run-panel .hm image")
+    growing(200)
+    page.wait_for_function(f"{plot('heatmap', 'edq_ratio')}.data[0].x.at(-1) === 200")
+    value = page.evaluate(f"{plot('heatmap', 'edq_ratio')}.data[0].z[2].at(-1)")
+    assert said(page, "edq_ratio", 2, -1) == f"{value:.3f}"

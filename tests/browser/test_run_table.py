@@ -63,9 +63,8 @@ FORMS = {
 }
 
 
-def test_the_table_writes_numbers_as_the_pages_do(watched):
+def assert_written_as_on_pages(page):
     """Two languages, one form: the functions of the grid against those of the pages."""
-    watched.page.goto(watched.url)
     values: list[Any] = [
         *(sign * size for size in SIZES for sign in (1, -1)),
         1.5e9,
@@ -75,9 +74,7 @@ def test_the_table_writes_numbers_as_the_pages_do(watched):
         "Infinity",
     ]
     for form, key in FORMS.items():
-        told = watched.page.evaluate(
-            f"values => values.map((value) => window.collageNumbers.{form}(value))", values
-        )
+        told = page.evaluate(f"values => values.map((value) => window.collageNumbers.{form}(value))", values)
         pairs = zip(values, told, strict=True)
         wrong = {value: text for value, text in pairs if text.replace("\u00a0", " ") != value_text(key, value)}
         assert not wrong, form
@@ -111,10 +108,6 @@ def test_columns_are_chosen_ordered_and_kept_in_the_address(watched):
     page.go_back()
     page.wait_for_function("location.search.includes('column=health')")
     page.locator(".ag-header-cell[col-id='health']").wait_for()
-
-
-def test_a_header_that_is_dragged_changes_the_order(watched):
-    page = watched.page
     page.goto(f"{watched.url}/?column=health&column=loss&column=optimizer.lr")
     page.locator(".ag-row .ag-cell[col-id='optimizer.lr']", has_text="0.0003").wait_for()
     page.locator(".ag-header-cell[col-id='optimizer.lr']").drag_to(page.locator(".ag-header-cell[col-id='loss']"))
@@ -144,7 +137,7 @@ def test_conditions_narrow_the_table_and_one_that_cannot_be_read_says_what_to_wr
     becomes(page, [*RATES, "bare"])
 
 
-def test_a_row_is_one_line_and_its_sentence_is_told_on_focus(watched):
+def test_a_row_is_one_line_with_numbers_as_on_pages_and_its_sentence_is_told_on_focus(watched):
     page = watched.page
     page.goto(watched.url)
     row = page.locator(".ag-center-cols-container .ag-row", has_text="of updates lost")
@@ -155,6 +148,7 @@ def test_a_row_is_one_line_and_its_sentence_is_told_on_focus(watched):
     row.locator(".ag-cell").first.click()
     page.locator("#runs-sentence", has_text="Loses").wait_for()
     assert page.locator("#runs-sentence").inner_text() == row.locator(".verdict-cell").get_attribute("title")
+    assert_written_as_on_pages(page)
 
 
 def test_pinned_runs_stay_on_top_and_numbers_are_told_as_differences_from_the_baseline(watched):
@@ -179,29 +173,6 @@ def test_pinned_runs_stay_on_top_and_numbers_are_told_as_differences_from_the_ba
     page.get_by_role("button", name="Let go of slow rate").click()
     page.wait_for_function("!document.querySelector('.ag-floating-top .ag-row')")
     assert "baseline" not in page.url
-
-
-def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(watched, client):
-    page = watched.page
-    page.goto(f"{watched.url}/?where=optimizer.lr+%3E+2e-3&column=health&column=optimizer.lr")
-    becomes(page, ["faster rate"])
-    page.locator("summary", has_text="Views").click()
-    page.get_by_text("No view is saved yet").wait_for()
-    page.get_by_label("Name of the view").fill("high rates")
-    page.get_by_role("button", name="Save this view").click()
-    page.get_by_role("link", name="high rates").wait_for()
-    [view] = client.views("demo")
-    assert (view.name, "optimizer.lr" in view.search) == ("high rates", True)
-    page.goto(watched.url)
-    becomes(page, [*RATES, "bare"])
-    page.locator("summary", has_text="Views").click()
-    page.get_by_role("link", name="high rates").click()
-    becomes(page, ["faster rate"])
-    page.locator(".ag-row .ag-cell[col-id='optimizer.lr']", has_text="0.003").wait_for()
-    page.locator(".filters").get_by_text("optimizer.lr > 2e-3").wait_for()
-    page.get_by_role("button", name="Delete the view high rates").click()
-    page.get_by_text("No view is saved yet").wait_for()
-    assert client.views() == []
 
 
 def test_picked_runs_are_tagged_archived_and_deleted_together(watched, client, server_url):

@@ -63,6 +63,7 @@ QUESTIONS = (losing, recommended, changed)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_each_question_is_answered_by_what_the_tour_clicks(watched, server_url):
     address, token_file = server_url
     with Client(address, token_file.read_text().strip()) as client:

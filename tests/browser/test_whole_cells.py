@@ -60,7 +60,7 @@ def untold(page, cells, inner=None):
     return found
 
 
-@pytest.mark.parametrize("search", ["", "?by=strategy"])
+@pytest.mark.parametrize("search", ["", pytest.param("?by=strategy", marks=pytest.mark.nightly)])
 def test_no_cell_of_the_table_of_runs_is_cut_untold(open_page, dashboard_url, search):
     page = open_page(dashboard_url, width=2060).page
     page.goto(dashboard_url + "/" + search)

@@ -7,11 +7,14 @@ from collage_dashboard.server_reader import Reader
 from tests.dashboard.fake_server import FakeServer
 from tests.dashboard.generated import GeneratedRun, demo_runs
 
+RUNS = [*demo_runs(), GeneratedRun("live", "stochastic", state="running")]
+"""They keep what was computed of them from test to test."""
+
 
 @pytest.fixture
 def server():
     """The demo's five runs and a live one with stochastic rounding."""
-    return FakeServer([*demo_runs(), GeneratedRun("live", "stochastic", state="running")])
+    return FakeServer(RUNS)
 
 
 @pytest.fixture

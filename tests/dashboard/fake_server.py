@@ -27,7 +27,6 @@ class FakeServer:
         self.archived: set[str] = set()
         self.before_heatmap = lambda: None
         self.asked = []
-        self._points = {}
 
     def client(self):
         """A read client whose network is this object."""
@@ -142,21 +141,23 @@ class FakeServer:
 
     def _totals(self, run, step, layer):
         if layer is None:
-            return run.model_totals(step)
+            return _kept(run, ("model", step), lambda: run.model_totals(step))
         place = [entry.name for entry in run.layers].index(layer)
         return {key: values[place] for key, values in run.totals(step).items()}
 
     def _finished(self, run, step, layer):
-        key = (run.run_id, step, layer)
-        if key not in self._points:
-            self._points[key] = finish_all(self._totals(run, step, layer))
-        return self._points[key]
+        return _kept(run, ("point", step, layer), lambda: finish_all(self._totals(run, step, layer)))
 
     def _merged(self, run):
-        key = (run.run_id, "merged")
-        if key not in self._points:
-            self._points[key] = finish_all(merge_steps([run.model_totals(step) for step in run.measured]))
-        return self._points[key]
+        def merge():
+            return finish_all(merge_steps([self._totals(run, step, None) for step in run.measured]))
+
+        return _kept(run, ("merged",), merge)
+
+    def _columns(self, run, size):
+        """Of each `size` measured steps: their steps, and what they come to, metric → value [layer]."""
+        merged = [run.measured[at : at + size] for at in range(0, len(run.measured), size)]
+        return [(steps, finish_all(merge_steps([run.totals(step) for step in steps]))) for steps in merged]
 
     def _series(self, run, metric, layer, axis, query=()):
         asked = dict(query)
@@ -203,16 +204,15 @@ class FakeServer:
 
     def _heatmap(self, run, metric, order, most):
         size = -(-len(run.measured) // most) if most > 1 else 1
-        merged = [run.measured[at : at + size] for at in range(0, len(run.measured), size)]
-        columns = [finish_all(merge_steps([run.totals(step) for step in steps]))[metric] for steps in merged]
-        rows = np.stack(columns, axis=1)
+        columns = _kept(run, ("columns", size), lambda: self._columns(run, size))
+        rows = np.stack([found[metric] for _, found in columns], axis=1)
         places = np.argsort(rows[:, -1]) if order == "worst" else np.arange(len(rows))
         return wire.Heatmap(
             run_id=run.run_id,
             metric=metric,
             layers=[run.layers[place].name for place in places],
-            first_steps=[steps[0] for steps in merged],
-            steps=[steps[-1] for steps in merged],
+            first_steps=[steps[0] for steps, _ in columns],
+            steps=[steps[-1] for steps, _ in columns],
             values=[[_number(value) for value in rows[place]] for place in places],
         )
 
@@ -286,6 +286,14 @@ class FakeServer:
             latest={key: _number(value) for key, value in newest.items()},
             scalars=_last_scalars(run),
         )
+
+
+def _kept(run, key, make):
+    """What `make` gives, made once of a run of this length: the same runs are asked in many tests."""
+    kept, key = run.__dict__.setdefault("kept", {}), (run.steps, *key)
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]
 
 
 def _last_scalars(run):

@@ -28,10 +28,13 @@ class Falling(GeneratedRun):
         return totals
 
 
+FALLING = Falling("falling", "plus", run_id="run-falling", steps=16_000, every=EVERY, blocks=1)
+
+
 @pytest.fixture
 def falling(server):
-    run = server.runs["run-falling"] = Falling("falling", "plus", run_id="run-falling", steps=16_000, every=EVERY)
-    return run
+    server.runs["run-falling"] = FALLING
+    return FALLING
 
 
 def mark_of(reader, axis, since):
@@ -76,8 +79,8 @@ def test_the_table_of_layers_has_the_headlines_step(reader, falling, since):
 
 
 def test_a_layer_that_was_never_above_has_the_first_step(server, reader):
-    server.runs["run-always"] = GeneratedRun("always", "plain", run_id="run-always", steps=16_000, every=EVERY)
-    server.runs["run-always"].totals = lambda _: GeneratedRun.totals(server.runs["run-always"], 16_000)
+    server.runs["run-always"] = GeneratedRun("always", "plain", run_id="run-always", every=EVERY, blocks=1)
+    server.runs["run-always"].totals = lambda _: GeneratedRun.totals(server.runs["run-always"], 200)
     run = reader.ask(lambda client: client.run("run-always"))
     rows = layer_rows(reader, run.run_id, keys_of_layers(run), None, 5000)
     assert {row["since"] for row in rows if row["edq_ratio"] < 0.9} == {EVERY}

@@ -2,13 +2,12 @@
 
 import pytest
 from collage_dashboard.app import render
-from collage_dashboard.components import notice, problem_page
-from collage_dashboard.pages.runs import _NO_RUNS
+from collage_dashboard.components import notice
 from collage_dashboard.server_reader import Reader, explain
 from collage_dashboard.view import read_address
 
 from collage_monitor.client import Client
-from collage_monitor.errors import NotAuthorised, ServerUnreachable, Unavailable
+from collage_monitor.errors import NotAuthorised, ServerUnreachable
 from tests.dashboard.walk import components, text
 
 PAGES = [("/", ""), ("/compare", "?run=run-plain"), ("/run/run-plain", "")]
@@ -50,12 +49,6 @@ def test_an_address_that_leads_nowhere(reader):
     assert "No such page" in text(render(read_address("/a/b/c", ""), reader))
 
 
-def test_without_runs_the_two_ways_to_get_some_are_named():
-    whole = text(problem_page(_NO_RUNS))
-    assert "make demo" in whole
-    assert "collage_agent.init()" in whole
-
-
 def test_a_problem_during_a_live_page_keeps_what_was_read():
     shown = notice(explain(ServerUnreachable("no answer from http://127.0.0.1:1")))
     assert "was read before" in text(shown)
@@ -80,10 +73,3 @@ def test_a_changed_token_is_taken_up_after_a_refusal():
     reader.ask(lambda client: client)
     reader.ask(lambda client: client)
     assert made == ["old", "new"]
-
-
-def test_every_error_has_a_title_and_a_text():
-    for error in (ServerUnreachable("x"), Unavailable("x", status=500), NotAuthorised("x", status=403)):
-        problem = explain(error)
-        assert problem.title
-        assert problem.text

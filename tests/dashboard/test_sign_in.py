@@ -207,10 +207,3 @@ def test_a_link_from_elsewhere_is_asked_for_again_from_here(server):
     """The browser keeps a SameSite=Strict cookie back from what another site leads to."""
     form = server.test_client().get("/sign-in?next=/incidents", headers={"Sec-Fetch-Site": "cross-site"})
     assert 'http-equiv="refresh" content="0; url=/incidents"' in form.text
-
-
-def test_every_answer_says_what_the_browser_may_do(server):
-    for path in ("/sign-in", "/"):
-        headers = server.test_client().get(path).headers
-        assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
-        assert headers["X-Content-Type-Options"] == "nosniff"

@@ -81,6 +81,9 @@ def test_an_address_with_too_many_runs_counts_what_it_leaves_out_and_hands_the_c
 def test_what_cannot_be_read_keeps_its_default():
     view = read_address("/run/r1", "?axis=moon&step=-3&smoothing=nan&order=&tab=zebra&what=ever")
     assert view == View(page="run", runs=("r1",))
+    assert read_address("/compare", "?smoothing=7").smoothing == 0.99
+    assert read_address(None, None) == View()
+    assert read_address("/nowhere/at/all", "").page == "missing"
 
 
 @pytest.mark.parametrize(
@@ -88,15 +91,3 @@ def test_what_cannot_be_read_keeps_its_default():
 )
 def test_a_zoom_without_two_ends_in_order_is_none(search):
     assert read_address("/run/a", search).zoom is None
-
-
-def test_smoothing_stays_below_one():
-    assert read_address("/compare", "?smoothing=7").smoothing == 0.99
-
-
-def test_no_address_yet_is_the_runs_table():
-    assert read_address(None, None) == View()
-
-
-def test_an_unknown_path_is_missing():
-    assert read_address("/nowhere/at/all", "").page == "missing"

@@ -5,7 +5,7 @@ from typing import Any
 
 from collage_demo.command import result_row, summary_json, summary_table
 from collage_demo.pool import line_of
-from collage_demo.recipe import PLANS, Plan
+from collage_demo.recipe import Plan
 from collage_demo.worker import FinalLine, ProgressLine
 
 from collage_monitor import wire
@@ -59,16 +59,6 @@ def test_every_name_is_there_and_undefined_is_null():
     header, row = summary_table([line]).splitlines()
     assert len(header) == len(row)
     assert row.split() == ["plus", "bfloat16", "-", "2.5000", "1.000", "-", "-", "-", "-", "1000", "-", "7"]
-
-
-def test_the_plans_are_four_in_bf16_and_a_reference():
-    assert {(plan.strategy, plan.dtype) for plan in PLANS} == {
-        ("plain", "float32"),
-        ("plain", "bfloat16"),
-        ("light", "bfloat16"),
-        ("plus", "bfloat16"),
-        ("master-weights", "bfloat16"),
-    }
 
 
 def test_a_line_that_someone_else_printed_is_none():

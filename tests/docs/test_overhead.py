@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import first_steps
+from benchmarks import _training, first_steps
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -22,7 +22,9 @@ def test_the_readme_says_over_how_many_steps_the_beginning_was_measured():
 
 
 @pytest.mark.slow
-def test_the_agents_cost_is_a_part_of_the_watched_training_and_holds_the_first_measured_step():
+def test_the_agents_cost_is_a_part_of_the_watched_training_and_holds_the_first_measured_step(monkeypatch):
+    monkeypatch.setattr(_training, "LAYERS", 2)
+    monkeypatch.setattr(first_steps, "WARM_UP", 1)
     found = first_steps.begin(2, 0)
     assert 0 < found.agent < found.watched
     assert found.alone > 0

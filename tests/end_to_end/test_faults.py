@@ -71,7 +71,9 @@ def test_a_server_absent_from_the_start(server, tmp_path, undisturbed):
     assert "nothing waits" in replay(server.url, server.folder).stdout
 
 
-@pytest.mark.parametrize("trouble", [429, 500, 503, "garbage", "hang", "cut"])
+@pytest.mark.parametrize(
+    "trouble", [503, "cut", *(pytest.param(at, marks=pytest.mark.nightly) for at in (429, 500, "garbage", "hang"))]
+)
 def test_a_server_in_trouble(double, tmp_path, undisturbed, trouble):
     double.script = [trouble, None, None, None, None, trouble]
     outcome = train(server_url=double.url, dir=tmp_path, token="t")

@@ -65,25 +65,3 @@ def test_killing_the_server_loses_nothing_and_doubles_nothing(server, tmp_path):
         merged = client.compare([run.run_id], "edq_ratio").runs[0].merged
         assert merged["sampled"] == training.step * sum(p.numel() for p in training.model.parameters())
     assert list(server.folder.glob("spool/*/*")) == []
-
-
-def test_what_a_run_left_behind_arrives_with_the_next_one(server):
-    server.kill()
-    first = collage.init("kill", "first", server_url=server.url, dir=server.folder)
-    training = Training()
-    collage.watch(training.model, training.optimizer, every=1, budget=None)
-    training.go_on(30)
-    collage.finish()
-    assert first.reports_sent == 0
-    left = first.reports_spooled
-    server.start()
-    collage.init("kill", "second", server_url=server.url, dir=server.folder)
-    collage.finish()
-    with Client(server.url, read_token(server.folder)) as client:
-        (stream,) = client.streams(first.run_id).streams
-        assert stream.reports == left
-        assert stored_steps(client, first.run_id) == list(range(1, 31))
-        assert {run.name: run.state for run in client.runs(project="kill").runs} == {
-            "first": "finished",
-            "second": "finished",
-        }

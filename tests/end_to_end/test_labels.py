@@ -61,7 +61,7 @@ def told(tmp_path_factory) -> Iterator[tuple[Client, str, dict]]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_route_takes_the_key(key, told):
+def test_every_route_takes_the_key_and_the_dashboard_draws_it(key, told):
     client, run_id, summary = told
     expected = summary["model"][key]
     assert expected is not None
@@ -74,20 +74,15 @@ def test_every_route_takes_the_key(key, told):
     cells = client.heatmap(run_id, key)
     assert cells.metric == key
     assert any(value is not None for row in cells.values for value in row)
+    assert heatmap_figure(cells).data
+    assert describe(key).title
+    view = View(page="run", runs=(run_id,), metric=key)
+    assert read_address(*write_address(view)).metric == key
     layers = {entry.name for entry in client.layers(run_id).layers}
     assert {worst.layer for worst in client.worst(run_id, metric=key)} <= layers
     assert key in client.latest(run_id).model
     (compared,) = client.compare([run_id], key).runs
     assert compared.merged[key] is not None
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_the_dashboard_keeps_the_key_in_its_address_and_draws_it(key, told):
-    client, run_id, _ = told
-    view = View(page="run", runs=(run_id,), metric=key)
-    assert read_address(*write_address(view)).metric == key
-    assert describe(key).title
-    assert heatmap_figure(client.heatmap(run_id, key)).data
 
 
 @pytest.mark.parametrize("name", ["update_ulp_histogram", "residual_fill_histogram"])

@@ -81,18 +81,3 @@ def test_a_late_evaluation_hides_nothing(server, client):
     assert steps(client, "late", "accuracy") == [3, 5, 10]
     assert steps(client, "late", "evaluation") == [1, 2, 3, 4, 5]
     assert client.run("late").last_step == 20
-
-
-def test_a_training_that_only_logs_and_goes_on_from_a_checkpoint_hides_what_it_does_again(server, client):
-    begin(server, "again")
-    for step in range(1, 201):
-        collage.log({"loss": 1.0}, step=step)
-    collage.finish()
-    begin(server, "again", resume="must")
-    for step in range(100, 151):
-        collage.log({"loss": 2.0}, step=step)
-    collage.finish()
-    series = client.series("again", "loss", points=5000)
-    assert series.steps == list(range(1, 151))
-    assert series.values == [1.0] * 99 + [2.0] * 51
-    assert client.run("again").last_step == 150

@@ -30,19 +30,11 @@ def lengths(traces):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_enters_no_more_files_and_makes_no_more_calls(path, lengths):
+def test_a_path_enters_no_more_files_and_makes_no_more_calls_and_ceilings_are_not_loose(path, lengths):
     files, calls = lengths[path]
     most_files, most_calls = FILES_AND_CALLS[path]
-    assert files <= most_files
-    assert calls <= most_calls
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_ceilings_are_not_loose(path, lengths):
-    files, calls = lengths[path]
-    most_files, most_calls = FILES_AND_CALLS[path]
-    assert files >= most_files - 1, f"{path} enters {files} files: lower its ceiling"
-    assert calls >= 0.9 * most_calls, f"{path} makes {calls} calls: lower its ceiling"
+    assert most_files - 1 <= files <= most_files, f"{path} enters {files} files: lower its ceiling"
+    assert 0.9 * most_calls <= calls <= most_calls, f"{path} makes {calls} calls: lower its ceiling"
 
 
 def test_the_architecture_page_shows_them(traces):

@@ -120,6 +120,7 @@ def test_a_healthy_loop_that_really_starts_passes_and_is_ended_after_its_steps(t
     assert found["runs"][0]["forecast"] is None
 
 
+@pytest.mark.nightly
 def test_a_trainer_of_hugging_face_passes_and_is_ended(python, tmp_path, capfd):
     _, of = flown(python, tmp_path, TRAINER, "--fail-if", "losing-updates", steps=24)
     assert {own["status"] for own in of.values()} == {"passed"}
@@ -186,8 +187,9 @@ def test_runs_are_checked_on_a_server_and_on_disk(server, tmp_path):
     offline = [run_id, "--offline", "--dir", str(tmp_path / "left")]
     for where in (online, offline):
         junit = tmp_path / "junit.xml"
-        asked = ["--json", "--junit", str(junit), "--schedule", SCHEDULE, *where]
-        passing = CliRunner().invoke(check, [*asked, "--fail-if", "edq<-10", "--fail-if", "forecast-onset<0"])
+        asked = ["--json", "--junit", str(junit), *where]
+        foretold = ["--schedule", SCHEDULE, "--fail-if", "forecast-onset<0"]
+        passing = CliRunner().invoke(check, [*asked, *foretold, "--fail-if", "edq<-10"])
         assert passing.exit_code == 0, passing.output
         (run,) = json.loads(passing.stdout)["runs"]
         assert len(run["forecast"]["strategies"]) == 5

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from tests.facts.comparing import StrategyGroup
@@ -136,6 +137,7 @@ def step_of(text: str) -> int:
 # --- Since when ---
 
 
+@cache
 def onset_of(run: RawRun, key: str, layers: bool = True) -> tuple[Any, ...]:
     """The reference's change point of a metric: (last before, first changed, settled, before, after, layers)."""
     curves = {name: list(run.curve(key, [name]).values()) for name in run.layers} if layers else {}

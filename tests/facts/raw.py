@@ -57,6 +57,8 @@ class RawRun:
         self.layers = [layer.name for layer in declared.layers]
         self.sizes = {layer.name: layer.elements for layer in declared.layers}
         order = list(launches)
+        self._places = {layer: place for place, layer in enumerate(self.layers)}
+        self._known: dict[Any, float] = {}
         self.points: dict[int, dict[str, np.ndarray]] = {}
         self.scalars: dict[str, dict[int, float]] = {}
         self.first_step = self.last_step = 0
@@ -81,7 +83,7 @@ class RawRun:
 
     def total(self, name: str, steps: Sequence[int], layers: Iterable[str] | None = None) -> float:
         """A statistic's sum over steps and layers; NaN if nothing reported it."""
-        places = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
+        places = slice(None) if layers is None else [self._places[layer] for layer in layers]
         if name.startswith(OF_THE_LAST_STEP):
             steps = [step for step in steps if name in self.points[step]][-1:]
         found = [self.points[step][name][places] for step in steps if name in self.points[step]]
@@ -90,6 +92,12 @@ class RawRun:
 
     def metric(self, key: str, steps: Sequence[int], layers: Iterable[str] | None = None) -> float:
         """A measured metric over steps and layers; NaN where it is undefined."""
+        asked = (key, tuple(steps), layers if layers is None else tuple(layers))
+        if asked not in self._known:
+            self._known[asked] = self._metric(*asked)
+        return self._known[asked]
+
+    def _metric(self, key: str, steps: Sequence[int], layers: Iterable[str] | None) -> float:
         name, _, label = key.partition("/")
         if name == "lost_update_ratio":
             active = [self.total(part, steps, layers) for part in ("lost", "distorted", "faithful")]

@@ -19,7 +19,6 @@ LAST = 20
 TITLES = {entry.title: name for name, entry in METRICS.items()} | {e.title: name for name, e in SCALARS.items()}
 VALUES = re.compile(r"(?:[<>] )?[−-]?\d[\d.,]*(?:e[−+-]?\d+)?(?: %| or (?:more|less))?|–|NaN")
 """The numbers of a cell, in the forms that pages have."""
-EVENTS = ("Attempt", "Resumed", "Lost at a resume", "Compared with what was saved", "Alert fires")
 RESUMED_STATES = ("Attempts begun", "Resumes")
 
 

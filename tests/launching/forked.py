@@ -1,4 +1,4 @@
-"""An interpreter to hand to `cure --check` and `preflight`: it starts a script watched, by a fork.
+"""An interpreter to hand to `cure --check` and `preflight`: it starts a script watched, or a module, by a fork.
 
 The script gets its arguments, environment, folder, streams and exit status as from a real start. That a program
 that really starts is watched, `test_launcher` tests.
@@ -26,6 +26,8 @@ __all__ = ["forked_python"]
 
 _CLIENT = """#!{python} -IS
 import json, os, socket, sys
+if sys.argv[1] == "-c":
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 order = json.dumps({{"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}})
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
@@ -70,7 +72,8 @@ def _run(client):
     with client:
         content, (output, errors), _, _ = socket.recv_fds(client, 2**17, 2)
         order = json.loads(content)
-        module = ("-m", "tests.launching.forked", *order["arguments"])
+        given = order["arguments"]
+        module = given if given[0] == "-m" else ("-m", "tests.launching.forked", *given)
         with os.fdopen(output, "wb") as said, os.fdopen(errors, "wb") as complained:
             options = {"environment": order["environment"], "folder": order["folder"]}
             program = fork(TRAINING, *module, **options, output=(said, complained))

@@ -1,7 +1,6 @@
 """The histogram of updates against the grid: shares, the half gap, the edges."""
 
 from collage_dashboard.figures import update_histogram
-from collage_dashboard.figures.histogram import PREDICTS
 from collage_dashboard.figures.style import ACCENT, BELOW
 
 from tests.dashboard.figures.answers import histogram_answer
@@ -36,7 +35,3 @@ def test_hover_names_the_octave_the_share_and_the_elements():
 
 def test_an_empty_histogram_says_so():
     assert not update_histogram(histogram_answer({})).data
-
-
-def test_the_note_says_what_it_does_not_predict():
-    assert "nothing for pairs or master weights" in PREDICTS
