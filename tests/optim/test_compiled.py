@@ -14,7 +14,6 @@ from collage_optim import (
     CollageSGD,
     compiled,
     cpu_vectors,
-    direct_call,
 )
 from collage_optim.advance import advance_in_wide
 from collage_optim.arithmetic import WideArithmetic
@@ -113,7 +112,7 @@ def added(components, packed, numbers):
 
 def test_later_calls_go_past_the_checks_of_the_compiler(monkeypatch):
     """Not with a gradient of another format, and not for a single element, which the compiler takes for fixed."""
-    call, packed = direct_call.DirectCall(added, compiled.compiler_options("cpu")), torch.tensor([2.0])
+    call, packed = compiled.DirectCall(added, compiled.compiler_options("cpu")), torch.tensor([2.0])
     checked, through = call._checked, []
 
     def counted(*given):

@@ -266,7 +266,7 @@ def _few(flags: Tensor) -> Tensor | slice:
 
 
 def _owed(step: StepView, some: Tensor | slice) -> Tensor:
-    """Of some elements, bool: whether the step should have left a residual."""
+    """Whether the step should have left a residual: bool, of these elements."""
     intended = step.intended[some]
     owed = (step.parameter[some] + intended).sub_(step.visible_parameter[some]).sub_(step.visible[some]).abs_()
     owed.sub_(intended.abs(), alpha=_LEAST_OWED)

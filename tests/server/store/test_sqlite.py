@@ -158,11 +158,12 @@ def test_runs_are_ordered_and_grouped_without_a_look_at_their_wide_rows(store, c
             assert all("COVERING INDEX run_overview_narrow" in step for step in looked_up), (text, plan)
 
 
-def test_every_connection_commits_durably(store):
+def test_every_connection_commits_durably_and_writes_nothing_over_what_it_deletes(store):
     with store.engine.connect() as first, store.engine.connect() as second:
         for connection in (first, second):
             assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
             assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
+            assert connection.exec_driver_sql("PRAGMA secure_delete").scalar() == 0
 
 
 @pytest.mark.slow
