@@ -58,11 +58,14 @@ def _clean_home(_home):
 
 
 @pytest.fixture(autouse=True)
-def _no_average_is_left():
-    """A watched average that nobody dropped would look at the steps of the tests that follow."""
+def _nothing_watched_is_left():
+    """A watched average that nobody dropped would look at the steps of later tests; a watch that waits for a run
+    would join theirs.
+    """
     yield
     if (session := sys.modules.get("collage_agent.session")) is not None:
         session._SESSION.averages.end()
+        session._SESSION.waiting.clear()
 
 
 def _announce(home: Path, address: str) -> None:
