@@ -390,8 +390,10 @@ def decoded(
     if first.dtype == torch.int16:
         return _load_root(WideArithmetic(), first)
     if low is not None and not low.dtype.is_floating_point:
-        storage = StateStorage.SPLIT_24 if low.dtype == torch.int8 else StateStorage.SPLIT
-        return _load_split(WideArithmetic(), first, low, storage)
+        # As `_load_split`, in two passes.
+        value = first.to(torch.float32)
+        value.view(torch.int32).add_(low, alpha=0x100 if low.dtype == torch.int8 else 1)
+        return value
     return None
 
 

@@ -109,33 +109,21 @@ class OwnRuleIntent:
         Synchronises only if `step` is a tensor on a device.
         """
         step = int(state.get("step", 0)) + 1
-        if self._kind is None or not out.is_cpu:
-            self._write_new(group, state, parameter, gradient, step, out)
-        elif _is_fused(self._kind.rule_of(group), group):
+        kind = self._kind if out.is_cpu else None
+        if kind is not None and _is_fused(kind.rule_of(group), group):
             _write_fused(group, state, parameter, gradient, step, out)
-        elif len(out) > longest_chunk(HOST):
-            self._write_new(group, state, parameter, gradient, step, out)
-        else:
+        elif kind is not None and len(out) <= longest_chunk(HOST):
             # In the optimizer's own scratch: new memory for each operation costs more than the operations.
             workspace = shared_workspace(HOST, torch.float64, longest_chunk(HOST))
             workspace.restart(len(out))
             arithmetic = _ExactArithmetic(workspace, torch.float64)
-            out.copy_(self._kind.exact_step(group, state, parameter, gradient, step, arithmetic))
+            out.copy_(kind.exact_step(group, state, parameter, gradient, step, arithmetic))
+        else:
+            intended, after = self._displacement(group, state, parameter, gradient, step)
+            state.update(after)
+            out.copy_(intended)
         state["step"] = step
         return True
-
-    def _write_new(
-        self,
-        group: dict[str, Any],
-        state: dict[str, Any],
-        parameter: Tensor,
-        gradient: Tensor,
-        step: int,
-        out: Tensor,
-    ) -> None:
-        intended, after = self._displacement(group, state, parameter, gradient, step)
-        state.update(after)
-        out.copy_(intended)
 
 
 def _is_fused(rule: UpdateRule, group: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from collage_optim import LOW_COMPONENT_SUFFIX, SCALE_SUFFIX
+from collage_optim import SCALE_SUFFIX
 from collage_optim.from_host import from_host
 from collage_optim.integer_codes import BLOCK_ELEMENTS, decoded
 from collage_optim.tensor_step import local_part
@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from collage_agent.sample.quantised_states import reading
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.sample.stored_parts import GRADIENT, OURS, PARAMETER, Composition
+from collage_agent.sample.stored_parts import GRADIENT, PARAMETER, Composition
 from collage_agent.stats.nonfinite import max_norms
 from collage_agent.step.layout import KeptState, StateLayout
 
@@ -354,9 +354,6 @@ class GatheredSample:
                 found[part] = scales
             else:
                 return None
-        high, low = found[entry.key], found.get(entry.key + LOW_COMPONENT_SUFFIX)
-        if low is not None and high.dtype == torch.bfloat16:
-            return OURS.code_in(low.dtype).joined(high, low)
         return decoded(found, entry.key, block=self._layout.block)
 
     def _gathered(self, key: str, tensors: Sequence[Any], *, lasting: bool = True, is_code: bool = False) -> Tensor:
