@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import func, select
+from sqlalchemy import Select, bindparam, func, select
 
 from collage_server.store import schema
 from collage_server.store.archive.archive_reader import ArchiveReader
@@ -30,9 +31,11 @@ from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Points, Selection
 from collage_server.store.sealing.seal_plan import SealLimits, SealPlan
 
-__all__ = ["ChunkLevel", "chunk_of", "coarse_levels", "reported"]
+__all__ = ["ChunkLevel", "chunk_of", "chunk_place", "coarse_levels", "reported"]
 
-_NOBODY: Final = MappingProxyType({"contributor_ranks": b"", "contributors": b""})
+_NOBODY: Final = MappingProxyType(
+    {"contributor_ranks": b"", "contributor_streams": None, "contributors": b"", "unfinished": None}
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +49,7 @@ class ChunkLevel:
     model: Mapping[str, FloatArray]
     ranks: Mapping[int, Mapping[str, FloatArray]]
     layers: Mapping[str, FloatArray]
-    contributors: Mapping[str, bytes]
+    contributors: Mapping[str, bytes | None]
 
 
 def reported(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
@@ -54,8 +57,18 @@ def reported(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     return {key: values for key, values in totals.items() if not np.isnan(values).all()}
 
 
-def chunk_of(table: Any, run_id: str, plan: SealPlan) -> tuple[Any, ...]:
-    return (table.c.run_id == run_id, table.c.attempt == plan.attempt, table.c.chunk == plan.chunk)
+def chunk_of(table: Any) -> tuple[Any, ...]:
+    """Which rows are of the chunk that `chunk_place` gives when a statement, made once, is executed."""
+    return (
+        table.c.run_id == bindparam("run"),
+        table.c.attempt == bindparam("of_attempt"),
+        table.c.chunk == bindparam("of_chunk"),
+    )
+
+
+def chunk_place(run_id: str, plan: SealPlan) -> dict[str, Any]:
+    """The parameters of `chunk_of`."""
+    return {"run": run_id, "of_attempt": plan.attempt, "of_chunk": plan.chunk}
 
 
 def _join_part(
@@ -73,7 +86,9 @@ def _join_part(
 
 def _whole_model(view: RunView, plan: SealPlan, part: ChunkLevel, archive: ArchiveReader) -> Points:
     """All points of the chunk so far, this part's joined in."""
-    held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
+    if plan.info is None:
+        return _join_part(plan, [], part, part.model)
+    held = {(view.run_id, plan.attempt): [plan.chunk]}
     views = {view.run_id: view}
     old = sealed_model(view.connection, archive, views, 1, held, None, Selection())[view.run_id]
     return _join_part(plan, old, part, part.model)
@@ -128,15 +143,20 @@ def _coarse_layers(
 
 def _widest(view: RunView, plan: SealPlan, part: ChunkLevel, archive: ArchiveReader) -> int:
     """So many of the dictionary's first layers stand in some part of the chunk."""
-    table = schema.layer_chunk
-    stored = select(func.max(table.c.layer_count)).where(
-        *chunk_of(table, view.run_id, plan), table.c.level == LEVELS[0]
-    )
     own = max((values.shape[1] for values in part.layers.values()), default=0)
+    if plan.info is None:
+        return own
     held = {(view.run_id, plan.attempt): [plan.chunk]}
     files = archive.find_segments(view.connection, LEVELS[0], held)
     archived = max((file.footer.contents.layers for file in files), default=0)
-    return max(own, archived, view.connection.execute(stored).scalar() or 0)
+    stored = view.connection.execute(_widest_part(), chunk_place(view.run_id, plan)).scalar()
+    return max(own, archived, stored or 0)
+
+
+@cache
+def _widest_part() -> Select[Any]:
+    table = schema.layer_chunk
+    return select(func.max(table.c.layer_count)).where(*chunk_of(table), table.c.level == LEVELS[0])
 
 
 def _at(values: FloatArray, positions: IntArray) -> FloatArray:

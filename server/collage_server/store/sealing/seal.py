@@ -18,7 +18,20 @@ from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, Row, Select, bindparam, delete, func, insert, select, update
+from sqlalchemy import (
+    Connection,
+    Delete,
+    Row,
+    Select,
+    Table,
+    Update,
+    bindparam,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
 
 from collage_server.errors import Busy, Gone
 from collage_server.memory_budget import hold, released_afterwards
@@ -32,7 +45,7 @@ from collage_server.store.reading.logged_scalars import pack_scalars
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import FloatArray, IntArray
 from collage_server.store.row_helpers import add_numbers, int_bytes, ranges_from_json, ranges_to_json
-from collage_server.store.sealing.chunk_levels import ChunkLevel, chunk_of, coarse_levels, reported
+from collage_server.store.sealing.chunk_levels import ChunkLevel, chunk_of, chunk_place, coarse_levels, reported
 from collage_server.store.sealing.replica_comparison import ReplicaComparison, keep_mismatches
 from collage_server.store.sealing.seal_plan import (
     JournalContents,
@@ -121,6 +134,8 @@ def seal(
             _write(run_id, writing, built, limits)
         _delete_reports(run_id, writing, sorted(built.plan.reports), limits)
         journal = journal.without(built.plan.reports)
+        if not journal.waiting:
+            return number + 1
     return _PARTS_AT_ONCE
 
 
@@ -222,7 +237,7 @@ def _write(run_id: str, writing: Transaction, built: _PartContents, limits: Seal
         entries = _entry_numbers(connection, run_id, built)
         for table in (schema.model_chunk, schema.layer_chunk):
             if built.levels:
-                connection.execute(delete(table).where(*chunk_of(table, run_id, plan), table.c.part == plan.part))
+                connection.execute(_blobs_of_part(table), {**chunk_place(run_id, plan), "of_part": plan.part})
         every = [_blob_rows(run_id, plan, level, held, entries) for level, held in built.levels.items()]
         slices = _slices(chain.from_iterable(every), limits)
         _insert(connection, next(slices, []))
@@ -259,6 +274,18 @@ def _slices(blob_rows: Iterable[_BlobRow], limits: SealLimits) -> Iterator[list[
 
 
 @cache
+def _blobs_of_part(table: Table) -> Delete:
+    return delete(table).where(*chunk_of(table), table.c.part == bindparam("of_part"))
+
+
+@cache
+def _coarse_of_others(table: Table) -> Delete:
+    """Coarse levels that other parts of the chunk made."""
+    others = (table.c.level != LEVELS[0], table.c.part != bindparam("of_part"))
+    return delete(table).where(*chunk_of(table), *others)
+
+
+@cache
 def _held_run() -> Select[Any]:
     run_id = schema.run.c.run_id
     return select(run_id).where(run_id == bindparam("run")).with_for_update(read=True)
@@ -272,9 +299,7 @@ def _require(connection: Connection, run_id: str) -> None:
 
 def _entry_numbers(connection: Connection, run_id: str, built: _PartContents) -> dict[str, int]:
     """The number of each entry of the run, by its key; entries that are new in this part are appended."""
-    table = schema.entry
-    rows = connection.execute(select(table.c.key, table.c.entry).where(table.c.run_id == run_id))
-    known = {row.key: row.entry for row in rows}
+    known = {row.key: row.entry for row in connection.execute(_known_entries(), {"run": run_id})}
     keys = dict.fromkeys(
         key for level in built.levels.values() for held in (level.model, level.layers) for key in held
     )
@@ -283,8 +308,14 @@ def _entry_numbers(connection: Connection, run_id: str, built: _PartContents) ->
         known[key] = len(known)
     if fresh:
         values = [{"run_id": run_id, "entry": known[key], "key": key} for key in fresh]
-        connection.execute(insert(table), values)
+        connection.execute(insert(schema.entry), values)
     return known
+
+
+@cache
+def _known_entries() -> Select[Any]:
+    table = schema.entry
+    return select(table.c.key, table.c.entry).where(table.c.run_id == bindparam("run"))
 
 
 def _blob_rows(
@@ -320,17 +351,17 @@ def _publish(connection: Connection, run_id: str, built: _PartContents, entries:
     """
     plan = built.plan
     for table in (schema.point_chunk, schema.model_chunk, schema.layer_chunk) if built.coarse else ():
-        replaced = (table.c.level.in_(built.coarse), table.c.part != plan.part)
-        connection.execute(delete(table).where(*chunk_of(table, run_id, plan), *replaced))
-    for level, held in built.levels.items():
-        connection.execute(insert(schema.point_chunk).values(**_point_row(run_id, plan, level, held)))
-    _publish_scalars(connection, run_id, built)
-    table = schema.run_latest
+        connection.execute(_coarse_of_others(table), {**chunk_place(run_id, plan), "of_part": plan.part})
+    if built.levels:
+        rows = [_point_row(run_id, plan, level, held) for level, held in built.levels.items()]
+        connection.execute(insert(schema.point_chunk), rows)
+    if built.scalars:
+        _publish_scalars(connection, run_id, built)
     for stream_id, seqs in plan.seqs_by_stream().items():
-        mine = (table.c.run_id == run_id, table.c.stream_id == stream_id)
-        old = connection.execute(select(table.c.sealed).where(*mine).with_for_update()).scalar_one()
+        mine = {"run": run_id, "own_stream": stream_id}
+        old = connection.execute(_sealed_of_stream(), mine).scalar_one()
         merged = ranges_to_json(add_numbers(ranges_from_json(old), seqs))
-        connection.execute(update(table).where(*mine).values(sealed=merged))
+        connection.execute(_set_sealed(), {**mine, "merged": merged})
 
 
 def _point_row(run_id: str, plan: SealPlan, level: int, held: ChunkLevel) -> dict[str, Any]:
@@ -350,15 +381,8 @@ def _point_row(run_id: str, plan: SealPlan, level: int, held: ChunkLevel) -> dic
 
 
 def _publish_scalars(connection: Connection, run_id: str, built: _PartContents) -> None:
-    table = schema.scalar_chunk
-    parts = {
-        (row.stream_id, row.name): row.parts
-        for row in connection.execute(
-            select(table.c.stream_id, table.c.name, func.max(table.c.part).label("parts"))
-            .where(table.c.run_id == run_id)
-            .group_by(table.c.stream_id, table.c.name)
-        )
-    }
+    found = connection.execute(_logged_parts(), {"run": run_id})
+    parts = {(row.stream_id, row.name): row.parts for row in found}
     rows = [
         {
             "run_id": run_id,
@@ -370,22 +394,52 @@ def _publish_scalars(connection: Connection, run_id: str, built: _PartContents) 
         }
         for (stream_id, name), data in built.scalars.items()
     ]
-    if rows:
-        connection.execute(insert(table), rows)
+    connection.execute(insert(schema.scalar_chunk), rows)
+
+
+@cache
+def _logged_parts() -> Select[Any]:
+    """The newest part of each name of each stream of a run."""
+    table = schema.scalar_chunk
+    newest = func.max(table.c.part).label("parts")
+    place = (table.c.stream_id, table.c.name)
+    return select(*place, newest).where(table.c.run_id == bindparam("run")).group_by(*place)
+
+
+def _own_stream() -> tuple[Any, ...]:
+    table = schema.run_latest
+    return (table.c.run_id == bindparam("run"), table.c.stream_id == bindparam("own_stream"))
+
+
+@cache
+def _sealed_of_stream() -> Select[Any]:
+    return select(schema.run_latest.c.sealed).where(*_own_stream()).with_for_update()
+
+
+@cache
+def _set_sealed() -> Update:
+    return update(schema.run_latest).where(*_own_stream()).values(sealed=bindparam("merged"))
 
 
 def _delete_reports(
     run_id: str, writing: Transaction, reports: Sequence[tuple[str, int]], limits: SealLimits
 ) -> None:
-    table = schema.report
+    """By ranges of numbers that follow on each other: naming each one costs three times the CPU."""
     for start in range(0, len(reports), limits.delete_rows):
         numbers: dict[str, list[int]] = defaultdict(list)
         for stream_id, seq in reports[start : start + limits.delete_rows]:
             numbers[stream_id].append(seq)
+        ranges = [
+            {"run": run_id, "own_stream": stream_id, "first": first, "last": last}
+            for stream_id, seqs in numbers.items()
+            for first, last in add_numbers((), seqs)
+        ]
         with writing() as connection:
-            for stream_id, seqs in numbers.items():
-                connection.execute(
-                    delete(table).where(
-                        table.c.run_id == run_id, table.c.stream_id == stream_id, table.c.seq.in_(seqs)
-                    )
-                )
+            connection.execute(_reports_between(), ranges)
+
+
+@cache
+def _reports_between() -> Delete:
+    table = schema.report
+    mine = (table.c.run_id == bindparam("run"), table.c.stream_id == bindparam("own_stream"))
+    return delete(table).where(*mine, table.c.seq.between(bindparam("first"), bindparam("last")))
