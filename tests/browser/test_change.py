@@ -108,7 +108,8 @@ def asked_about(page, step):
     page.wait_for_function("step => new URLSearchParams(location.search).get('at') === String(step)", arg=step)
 
 
-@pytest.mark.parametrize("pixels", [5, *(pytest.param(off, marks=pytest.mark.nightly) for off in (0, -5))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("pixels", [5, 0, -5])
 def test_a_click_beside_a_mark_asks_about_the_mark(marked, pixels):
     """Two measured steps are so near together that one cannot aim between them."""
     page = marked
@@ -198,6 +199,7 @@ def test_a_click_on_a_curve_asks_there_and_a_double_click_shows_all_steps_and_as
     page.wait_for_function("!location.search.includes('at=')")
 
 
+@pytest.mark.nightly
 def test_the_steps_that_a_zoom_shows_are_held_against_as_many_before(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-raised")

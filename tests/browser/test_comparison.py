@@ -159,6 +159,7 @@ def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(watched, growing
     page.wait_for_function(f"({last})() === 200")
 
 
+@pytest.mark.nightly
 def test_runs_that_differ_in_a_learning_rate_are_told_apart_until_a_reader_treats_them_as_one(watched, server_url):
     address, token_file = server_url
     for place, rate in enumerate((1e-3, 3e-4, 3e-4)):
@@ -194,6 +195,7 @@ def visible(page, chart):
     )
 
 
+@pytest.mark.nightly
 def test_the_legend_hides_a_line_in_all_charts_and_keeps_to_what_it_says(watched):
     """Hidden lines were once remembered apart from the legend: after other pages it said that they are shown."""
     page = open_comparison(watched, PICKED[:3])

@@ -51,7 +51,12 @@ def embedded(watched, elsewhere, path, part):
     [
         pytest.param("/run/run-plus", "curves", ".chart-card .js-plotly-plot .main-svg", marks=pytest.mark.nightly),
         ("/run/run-plus", "layers", ".beside .js-plotly-plot .main-svg"),
-        ("/compare?run=run-plus&run=run-light", "curves", ".charts .js-plotly-plot .main-svg"),
+        pytest.param(
+            "/compare?run=run-plus&run=run-light",
+            "curves",
+            ".charts .js-plotly-plot .main-svg",
+            marks=pytest.mark.nightly,
+        ),
         ("/run/run-plus", "page", ".chart-card .js-plotly-plot .main-svg"),
     ],
 )

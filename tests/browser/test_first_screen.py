@@ -71,6 +71,7 @@ def test_the_curves_of_the_first_screen_follow_the_address_and_their_controls(op
     assert page.locator("#run-stack .xtitle").text_content() == "tokens"
 
 
+@pytest.mark.nightly
 def test_the_first_screens_curves_are_pointed_at_together_and_saved_and_a_zoom_is_that_of_the_charts_below(opened):
     page = opened("run-plain", "?tab=norms")
     page.locator("#run-stack .nsewdrag").first.hover()

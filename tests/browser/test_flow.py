@@ -183,7 +183,8 @@ LIVE_PAGES = {
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=[pytest.mark.nightly] * path.startswith("/compare")) for path in LIVE_PAGES]
+    "path",
+    [pytest.param(path, marks=[pytest.mark.nightly] * (not path.startswith("/run/"))) for path in LIVE_PAGES],
 )
 def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send, path):
     there, idle = LIVE_PAGES[path]

@@ -128,12 +128,10 @@ def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
     search_has(page, "axis=tokens")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("path", "chart"),
-    [
-        ("/run/run-plain", "#run-stack"),
-        pytest.param("/compare?run=run-plain&run=run-plus", "#compare-chart-0", marks=pytest.mark.nightly),
-    ],
+    [("/run/run-plain", "#run-stack"), ("/compare?run=run-plain&run=run-plus", "#compare-chart-0")],
 )
 def test_curves_are_zoomed_moved_and_shown_whole(watched, path, chart):
     keyboard = arrived(watched, path)
@@ -158,6 +156,7 @@ def test_curves_are_zoomed_moved_and_shown_whole(watched, path, chart):
     page.wait_for_function("!location.search.includes('from=')")
 
 
+@pytest.mark.nightly
 def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(watched):
     keyboard = arrived(watched, "/run/run-plain?tab=layers")
     page = keyboard.page

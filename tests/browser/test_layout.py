@@ -51,8 +51,8 @@ def runs():
     return [*demo_runs(), long, Diverged(NOT_FINITE, "plus", run_id="run-nan"), *hostile]
 
 
-AT_NIGHT = ("states", "norms&scale=log", "oracle")
-"""Tabs of curves beside the one that is laid out by day."""
+AT_NIGHT = ("states", "classes", "norms&scale=log", "oracle", "rows=block")
+"""Tabs and cards beside those of their kind that are laid out by day."""
 PAGES = {
     "/": ".ag-row .run-cell",
     f"/run/{LONG_NAMED}": "#run-panel .hm image",
@@ -291,9 +291,11 @@ DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].every(chart => char
 SEVERAL = "/compare?run=run-hostile-1&run=run-plus&run=run-fp32-reference"
 
 
-@pytest.mark.drawn(by=lambda path, scheme, **_: [path, scheme])
+@IN_ONE_LOOK
 @LOOKS
-@pytest.mark.parametrize(("path", "charts"), [("/run/run-hostile-1", 9), (SEVERAL, 6)])
+@pytest.mark.parametrize(
+    ("path", "charts"), [("/run/run-hostile-1", 9), pytest.param(SEVERAL, 6, marks=pytest.mark.nightly)]
+)
 def test_a_downloaded_report_opens_by_itself_for_everyone(
     open_page, dashboard_url, path, charts, scheme, width, tmp_path
 ):

@@ -9,7 +9,7 @@ from collage_monitor import wire
 from tests.browser.questions import question_of
 from tests.system import chromium
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.browser]
 
 RUNS = 5_000
 NOW = 1.7e9

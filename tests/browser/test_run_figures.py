@@ -108,6 +108,7 @@ def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched, a
     assert "from=" not in page.url
 
 
+@pytest.mark.nightly
 def test_a_zoom_counts_while_charts_tell_their_size(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?tab=curves")
@@ -118,6 +119,7 @@ def test_a_zoom_counts_while_charts_tell_their_size(watched):
     all_have(page, "20 < axis.range[0] && axis.range[1] < 140")
 
 
+@pytest.mark.nightly
 def test_another_axis_shows_the_same_steps(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?tab=curves&from=50&to=155")
@@ -128,6 +130,7 @@ def test_another_axis_shows_the_same_steps(watched):
         assert f"from={first:g}&to={last:g}" in page.url
 
 
+@pytest.mark.nightly
 @pytest.mark.drawn(by=lambda **_: ["an axis"])
 @pytest.mark.parametrize("axis", ["step", "tokens", "time"])
 def test_back_undoes_a_zoom_that_was_not_answered_yet(watched, axis):

@@ -23,7 +23,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("example", "module"), [("extension_strategy", "with_strategy"), ("extension_rule", "with_rule")]
+    ("example", "module"),
+    [
+        pytest.param("extension_strategy", "with_strategy", marks=pytest.mark.nightly),
+        ("extension_rule", "with_rule"),
+    ],
 )
 def test_an_example_works_as_installed(example, module, tmp_path):
     done = run_with([example], f"from tests.optim.{module} import run; run()", tmp_path)

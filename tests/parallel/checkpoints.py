@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from collage_optim import STRATEGIES, CollageAdamW, StateStorage, load_distributed
 from torch.distributed.checkpoint import state_dict as views
 
+from tests.parallel.launch import among_asked
 from tests.parallel.models import fsdp2, injected
 from tests.parallel.optimizers import held, stepped, whole
 
@@ -30,6 +31,12 @@ def form_of(source):
     return FORMS[list(SOURCES).index(source) % len(FORMS)]
 
 
+def kind_of(source, **_):
+    """How a source is read: its form, what stands beside its weights, and what beside those of its target."""
+    beside = STRATEGIES[source].parameter_state if source in STRATEGIES else source
+    return [form_of(source), beside, STRATEGIES[targets_of(source)].parameter_state]
+
+
 def targets_of(source):
     """One target each on four ranks, so that every strategy is read once."""
     return SHARDED[(list(SOURCES).index(source) + 1) % len(SHARDED)]
@@ -45,7 +52,7 @@ def layout(model, optimizer, form):
 def written(folder):
     """Of each source what two ranks hold together, and checkpoints of it in `folder`."""
     seen = {}
-    for source, make in SOURCES.items():
+    for source, make in among_asked(SOURCES).items():
         model, optimizer = fsdp2(torch.float32 if source == "torch fp32" else torch.bfloat16, make=make)
         stepped(model, optimizer, 3)
         content = {"model": views.get_model_state_dict(model), "optim": layout(model, optimizer, form_of(source))}
@@ -62,7 +69,7 @@ def written(folder):
 def resharded(folder):
     """What four ranks hold together after reading each source under another strategy; written anew from there."""
     seen = {}
-    for source in SOURCES:
+    for source in among_asked(SOURCES):
         target = targets_of(source)
         model, optimizer = fsdp2(torch.bfloat16, make=functools.partial(CollageAdamW, lr=1.0, strategy=target))
         load_distributed(folder / source, model, optimizer)

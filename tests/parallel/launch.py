@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -24,6 +25,21 @@ def told_to_all(processes):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
+
+
+def asked(request, name):
+    """The values of this parameter in those tests of the module that run, by day a sample, as `ASKED` of a job."""
+    own = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    return json.dumps(sorted({given[name] for given in own if name in given}))
+
+
+def among_asked(cases):
+    """In a job: those of the named cases that were asked for."""
+    return {name: cases[name] for name in json.loads(os.environ["ASKED"])}
 
 
 def launch(job, processes, folder, **environment):

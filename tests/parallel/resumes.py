@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import state_dict as views
 
 from tests.parallel.checkpoints import SOURCES
 from tests.parallel.jobs import Recorder
+from tests.parallel.launch import among_asked
 from tests.parallel.models import fsdp2, replicated
 from tests.parallel.optimizers import stepped
 
@@ -73,7 +74,7 @@ def _words(model, optimizer, first, **options):
 
 def written(folder):
     """Checkpoints of each source: of shards, and of replicas."""
-    for source, make in SOURCES.items():
+    for source, make in among_asked(SOURCES).items():
         model, optimizer = fsdp2(_dtype(source), make=make)
         stepped(model, optimizer, STEPS)
         content = {
@@ -90,7 +91,7 @@ def written(folder):
 def gone_on(folder):
     """What each rank says of each source."""
     seen = {}
-    for source, make in SOURCES.items():
+    for source, make in among_asked(SOURCES).items():
         model, optimizer = fsdp2(_dtype(source), make=make)
         if isinstance(optimizer, CollageOptimizer):
             load_distributed(folder / source, model, optimizer)

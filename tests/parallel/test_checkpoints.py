@@ -6,11 +6,15 @@ import pytest
 import torch
 from collage_optim import STRATEGIES, CollageAdamW, CollageLion, load_distributed
 
-from tests.parallel.checkpoints import OPTIONS, SOURCES, expected, read_alone, targets_of
-from tests.parallel.launch import launch
+from tests.parallel.checkpoints import OPTIONS, SOURCES, expected, kind_of, read_alone, targets_of
+from tests.parallel.launch import asked, launch
 from tests.parallel.models import injected
 
 pytestmark = pytest.mark.slow
+
+
+def of_each_kind(test):
+    return pytest.mark.drawn(by=kind_of)(pytest.mark.parametrize("source", SOURCES)(test))
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +23,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def written(folder):
-    return launch("checkpoints.written", 2, folder)[0]
+def written(request, folder):
+    return launch("checkpoints.written", 2, folder, ASKED=asked(request, "source"))[0]
 
 
 @pytest.fixture(scope="module")
-def resharded(folder, written):
-    return launch("checkpoints.resharded", 4, folder)[0]
+def resharded(request, folder, written):
+    return launch("checkpoints.resharded", 4, folder, ASKED=asked(request, "source"))[0]
 
 
 def assert_same(found, wanted):
@@ -35,7 +39,7 @@ def assert_same(found, wanted):
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@of_each_kind
 def test_four_ranks_read_what_two_wrote_under_another_strategy(source, written, resharded):
     found, rate = resharded[source]
     assert_same(found, expected(written[source], targets_of(source)))
@@ -51,17 +55,18 @@ def test_one_process_reads_every_source_under_every_strategy(source, target, wri
     assert rate == OPTIONS["lr"]
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@of_each_kind
 def test_one_process_reads_what_four_wrote_after_two(source, resharded, folder):
     found, _ = read_alone(folder / f"{source} again", targets_of(source))
     assert_same(found, resharded[source][0])
 
 
-def test_what_is_not_there_is_named(written, folder):
+@pytest.mark.parametrize("source", ["plus"])
+def test_what_is_not_there_is_named(source, written, folder):
     model = injected(torch.bfloat16)
     model.head = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"has no weight head\.bias"):
-        load_distributed(folder / "plus", model, CollageAdamW(model.parameters()))
+        load_distributed(folder / source, model, CollageAdamW(model.parameters()))
     del model.head
     with pytest.raises(ValueError, match="it is of another update rule"):
-        load_distributed(folder / "plus", model, CollageLion(model.parameters()))
+        load_distributed(folder / source, model, CollageLion(model.parameters()))

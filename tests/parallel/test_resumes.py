@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
 
 from collage_monitor.alerts import ALERTS
 from collage_monitor.statistics import finish
-from tests.parallel.checkpoints import SOURCES
-from tests.parallel.launch import launch
+from tests.parallel.checkpoints import SOURCES, kind_of
+from tests.parallel.launch import asked, launch
 from tests.parallel.merged import merged_layers
 from tests.parallel.resumes import CONVERSIONS
 
@@ -24,17 +25,18 @@ def off(words):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumes")
-    launch("resumes.written", 2, folder)
+    launch("resumes.written", 2, folder, ASKED=asked(request, "source"))
     return folder
 
 
 @pytest.fixture(scope="module", params=[4, pytest.param(2, marks=pytest.mark.nightly)], ids=["on 4", "on 2"])
 def resumed(written, request):
-    return launch("resumes.gone_on", request.param, written)
+    return launch("resumes.gone_on", request.param, written, ASKED=asked(request, "source"))
 
 
+@pytest.mark.drawn(by=lambda source, kind, **_: [*product(kind_of(source), [kind])])
 @pytest.mark.parametrize("kind", ["shards", "replicas"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_whole_resumes_of_two_ranks_are_not_accused(source, kind, resumed):

@@ -14,9 +14,6 @@ from tests.ports import free_port
 pytestmark = pytest.mark.slow
 
 STUDY = ("collage_monitor.command", "collage_studies.command", "collage_studies.pages")
-IN_EVERY_RUN = ("strategies",)
-"""One that trains; the others run nightly."""
-LANES = [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly) for name in STUDY_NAMES]
 
 
 def run_quick(name, folder):
@@ -29,7 +26,8 @@ def run_quick(name, folder):
     return page, [msgspec.json.decode(line, type=Record) for line in lines], done.stderr
 
 
-@pytest.mark.parametrize("name", LANES)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", STUDY_NAMES)
 def test_a_study_runs_through_agent_server_and_page(name, tmp_path):
     page, records, _ = run_quick(name, tmp_path)
     trials = study_named(name).trials(True)
