@@ -8,6 +8,7 @@ every step. The bucket is a folder behind an object store's interface, with a ca
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 from collage_agent.transport import MemoryTransport
@@ -44,6 +46,8 @@ SEALED_POINTS: Final = 2_048
 STEPS: Final = 384
 """Of the training."""
 _BATCH: Final = 64
+_CHUNK: Final = 256
+"""A run without layers is sealed by whole chunks."""
 _COUNTS: Final = ("idle", "lost", "distorted", "faithful", "unchanged", "lost_visible")
 _CONSTANTS: Final = {
     "measured_steps": 1.0,
@@ -223,6 +227,30 @@ def measure_sealing(root: Path, rounds: int, seed: int) -> Iterator[Figure]:
     yield Figure("archiving", "CPU-s a million numbers", tuple(1e6 * b.archiving / numbers for _, b in pairs))
 
 
+def measure_without_layers(root: Path, rounds: int, seed: int) -> Iterator[Figure]:
+    """Runs that report their model alone: bytes and CPU, without archived files. Logged values count as numbers."""
+    alone = [
+        msgspec.structs.replace(report, layer_count=0, statistics=None)
+        for report in itertools.chain.from_iterable(reports(1, POINTS, seed))
+    ]
+    batches = [alone[first : first + _CHUNK] for first in range(0, POINTS, _CHUNK)]
+    numbers, taken = POINTS * (len(TWENTY) + 1), []
+    folder = root / "without layers"
+    with ExitStack() as stack:
+        store = opened(stack, folder)
+        checkpoint_log(folder / _DATABASE)
+        empty_bytes = _bytes_of(folder, f"{_DATABASE}*")
+        for number in range(rounds):
+            taken.append(filled(store, f"run-{number}", 0, batches).sealing)
+        while store.release_space():
+            pass
+        checkpoint_log(folder / _DATABASE)
+        held = (_bytes_of(folder, f"{_DATABASE}*") - empty_bytes) / numbers / rounds
+    yield Figure("without layers and files", "bytes a number", (held,), 10.0)
+    cpu = tuple(1e6 * seconds / numbers for seconds in taken)
+    yield Figure("without layers, sealing", "CPU-s a million numbers", cpu, 3.0)
+
+
 def measure_questions(root: Path, rounds: int, seed: int) -> Iterator[Figure]:
     """One run in three stores: without archive, in a folder, in a bucket."""
     with ExitStack() as stack:
@@ -290,6 +318,7 @@ def measure(options: Options) -> Measuring:
     with tempfile.TemporaryDirectory() as name:
         yield from measure_questions(Path(name), 2 * rounds - 1, options.seed)
         yield from measure_sealing(Path(name), rounds, options.seed)
+        yield from measure_without_layers(Path(name), rounds, options.seed)
         yield from measure_training(Path(name), STEPS)
     return [
         f"{rounds} rounds of sealing, {2 * rounds - 1} of {ASKED} questions, sides in turns; {STEPS} steps trained"
