@@ -101,6 +101,7 @@ def _migrations(lives, folder, kills):
     while sum(lives.kills.values()) < kills and not lives.findings:
         count += 1
         lives.folder = folder / f"migration-{count}"
+        lives.archive = str(lives.folder / "archive")
         if isinstance(lives, PostgresqlLives):
             lives.cluster.execute(f"CREATE DATABASE migration_{count}")
             lives.url = lives.cluster.url(f"migration_{count}")

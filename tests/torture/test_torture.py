@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 SHORT = {
     "sqlite": 11,
     "sqlite, small disk": 4,
-    "sqlite, migration": 5,
+    "sqlite, migration": 6,
     "postgresql": 14,
     "sqlite, archive": 8,
 }
