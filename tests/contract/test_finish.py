@@ -1,14 +1,29 @@
 """Finishing functions against exact rationals; a zero denominator is undefined, never 0, 1 or infinite."""
 
 import math
+import sqlite3
+from contextlib import closing
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collage_monitor.metrics import HISTOGRAM_LABELS, STATISTICS
-from collage_monitor.statistics import finish, finish_all, histogram_counts, histogram_quantile, metric_keys
+from collage_monitor.metrics import HISTOGRAM_LABELS, METRICS, STATISTICS
+from collage_monitor.statistics import (
+    finish,
+    finish_all,
+    finished,
+    finished_interval,
+    has_interval,
+    histogram_counts,
+    histogram_quantile,
+    interval,
+    metric_keys,
+    metric_sql,
+    quoted_name,
+)
+from tests.contract.labels import LABELS
 from tests.reference import finish as reference
 
 NAMES = [name for name, entry in STATISTICS.items() if entry.label is None and name != "measured_steps"]
@@ -143,3 +158,54 @@ def test_an_empty_histogram_is_undefined_and_its_ends_answer_the_outermost_edge(
 def test_a_histogram_with_bins_that_were_not_reported():
     totals = {"update_ulp_histogram/0": np.array([4.0, np.nan])}
     np.testing.assert_array_equal(finish("half_ulp_margin", totals), [1.5, np.nan])
+
+
+def test_an_interval_needs_the_variances():
+    counts = {"elements": 4096.0, "sampled": 1024.0, "active_blocks": 64.0}
+    sums = {"intended_effective_sum": 3.0, "intended_squared_sum": 4.0}
+    totals = {key: np.array(value) for key, value in (counts | sums).items()}
+    assert not has_interval("edq_ratio", totals)
+    assert finished_interval("edq_ratio", totals) is None
+    assert "edq_ratio_low" not in finish_all(totals)
+    kinds = ("variance_numerator", "variance_denominator", "covariance")
+    totals |= {f"{kind}/edq_ratio": np.array(0.01) for kind in kinds}
+    assert has_interval("edq_ratio", totals)
+    assert not has_interval("edq_cosine", totals | {"variance_numerator/edq_cosine": np.array(0.01)})
+    bounds = low, high = finished_interval("edq_ratio", totals)
+    assert low < 0.75 < high
+    assert bounds == interval("edq_ratio", totals)
+    found = finish_all(totals)
+    assert (found["edq_ratio_low"], found["edq_ratio_high"]) == bounds
+    assert finish_all(totals, intervals=False) == {key: found[key] for key in metric_keys(totals)}
+
+
+@pytest.mark.parametrize("without", ["", "distorted"])
+def test_sql_gives_what_the_functions_give(without):
+    """In a database that calls a root below zero null, as numpy's NaN is."""
+    generator, rows = np.random.default_rng(0), 40
+    keys = [
+        name if entry.label is None else f"{name}/{LABELS[entry.label]}"
+        for name, entry in STATISTICS.items()
+        if entry.label != "octave" and name != without
+    ]
+    totals = {key: generator.integers(-1, 4, rows).astype(np.float64) for key in keys}
+    told = {key: sql for key in metric_keys(totals) if (sql := metric_sql(key, totals)) is not None}
+    known = {METRICS[key.partition("/")[0]].finish for key in told}
+    assert len(known) > 5, "each kind of ratio is there"
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.create_function("sqrt", 1, lambda value: None if value is None else math.sqrt(value))
+        names = ", ".join(map(quoted_name, keys))
+        database.execute(f"CREATE TABLE totals ({names})")
+        marks = ", ".join("?" * len(keys))
+        database.executemany(f"INSERT INTO totals VALUES ({marks})", zip(*totals.values(), strict=True))
+        for key, sql in told.items():
+            found = [value for (value,) in database.execute(f"SELECT {sql} FROM totals")]
+            expected = finished(key, totals, (rows,))
+            np.testing.assert_allclose(np.array(found, dtype=np.float64), expected, rtol=1e-12, err_msg=key)
+
+
+def test_what_is_no_ratio_of_totals_has_no_sql_and_any_name_is_quoted():
+    for key in ("half_ulp_margin", "predicted_plain_lost_ratio", "edq"):
+        assert metric_sql(key, ["update_ulp_histogram"]) is None
+    assert metric_sql("elements", ["elements"]) == '"elements"'
+    assert quoted_name('a "b"') == '"a ""b"""'

@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collage_monitor.metrics import STATISTICS, statistic
-from collage_monitor.statistics import merge, merge_shards, merge_steps, reduce_shards, reduce_steps
+from collage_monitor.statistics import (
+    merge,
+    merge_shards,
+    merge_starts,
+    merge_steps,
+    reduce_shards,
+    reduce_steps,
+)
 from tests.contract.labels import LABELS
 
 KEYS = [
@@ -111,3 +118,36 @@ def test_over_shards_variances_are_additive_and_the_root_is_made_anew():
     merged = merge_shards([variances(4.0, 1.0, 2.0), variances(5.0, 3.0, 1.0)])
     assert merged["variance_numerator/edq_ratio"] == 9.0
     np.testing.assert_allclose(merged["variance_product_root/edq_ratio"], 6.0)
+
+
+def test_the_root_of_small_variances_and_of_what_rounding_made_negative():
+    root = "variance_product_root/edq_ratio"
+    np.testing.assert_allclose(merge_shards([variances(0.25, 0.09, 0.1)])[root], 0.15)
+    assert merge_shards([variances(-1e-20, 9.0, 0.0)])[root] == 0.0
+    assert merge_shards([variances(9.0, -1e-20, 0.0)])[root] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("counts", "points", "starts"),
+    [
+        ([], 4, []),
+        ([1] * 8, 4, [0, 2, 4, 6]),
+        ([1] * 10, 4, [0, 3, 6, 9]),
+        ([1] * 3, 4, [0, 1, 2]),
+        ([16, 16, 1, 1, 1, 1], 3, [0, 1, 2]),
+        ([256, *[1] * 8], 100, [0, 1, 3, 6]),
+    ],
+    ids=["none", "even", "a rest", "few", "coarse before fine", "one far coarser"],
+)
+def test_where_merged_points_begin(counts, points, starts):
+    assert merge_starts(np.array(counts, dtype=np.int64), points).tolist() == starts
+
+
+@given(st.integers(1, 400), st.integers(1, 40))
+def test_merging_twice_gives_the_points_of_merging_once(steps, points):
+    starts = merge_starts(np.ones(steps, dtype=np.int64), points)
+    assert len(starts) <= points
+    merged = np.add.reduceat(np.ones(steps, dtype=np.int64), starts)
+    assert len(set(merged[:-1])) <= 1
+    assert merged[-1] <= merged[0]
+    assert merge_starts(merged, points).tolist() == list(range(len(merged)))
