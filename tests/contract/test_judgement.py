@@ -486,5 +486,60 @@ def test_what_a_resume_lost_counts_while_the_recent_past_reaches_back_to_it(kind
     assert judged_at(50, lasting=False).health == word
     assert judged_at(50, lasting=False).text.startswith("It is gone.")
     # The evidence is that of steps 1 to 100.
+    assert judged_at(1, lasting=False).health == word
     assert judged_at(0, lasting=False).health == "healthy"
     assert judged_at(0, lasting=True).health == word
+
+
+LOSING = {**GOOD, "update_error_ratio": 1.0}
+FOREACH = {"fingerprint": wire.Fingerprint(implementation="foreach", stochastic_rounding=False)}
+
+
+@pytest.mark.parametrize(
+    ("key", "bound", "beyond", "health", "others", "watch"),
+    [
+        ("edq_ratio", 1 - rules.EDQ_TOLERANCE, -1, "losing updates", GOOD, {}),
+        ("edq_ratio", 1 + rules.EDQ_TOLERANCE, 1, "steps are off", GOOD, {}),
+        (STATE, 1 - rules.STATE_TOLERANCE, -1, "states are stuck", GOOD, {}),
+        (STATE, 1 + rules.STATE_TOLERANCE, 1, "steps are off", GOOD, {}),
+        ("edq_oracle_ratio", 1 - rules.ORACLE_TOLERANCE, -1, "steps are off", GOOD, {}),
+        ("edq_oracle_ratio", 1 + rules.ORACLE_TOLERANCE, 1, "steps are off", GOOD, {}),
+        ("lost_update_ratio", rules.LOST_TOLERANCE, 1, "losing updates", LOSING, {}),
+        ("decay_ratio", rules.DECAY_TOLERANCE, -1, "decay is lost", GOOD, FOREACH),
+        ("residual_fill_ratio", rules._FILL_TOLERANCE, 1, "residuals are off", GOOD, {}),
+        ("residual_dropped_ratio", rules._DROPPED_TOLERANCE, 1, "residuals are off", GOOD, {}),
+        ("nonfinite_params", 0.0, 1, "not finite", GOOD, {}),
+    ],
+)
+def test_a_number_at_its_bound_is_not_beyond_it(key, bound, beyond, health, others, watch):
+    def found(value):
+        said = judged({**others, key: value}, **watch).findings
+        return [
+            (finding.health, finding.value) for finding in said if finding.key == key and finding.health == health
+        ]
+
+    further = float(np.nextafter(bound, beyond * np.inf))
+    assert found(bound) == []
+    assert found(further) == [(health, further)]
+
+
+def test_a_layer_counts_from_its_share_and_its_residuals_from_their_number():
+    """Its share of Σ u² must be beyond the tolerance; of few residuals all may have come to 0 by chance."""
+    share = rules.LAYER_TOLERANCE
+    lost = {"lost_update_ratio": 1.0, "update_error_ratio": 1.0, "edq_ratio": 0.0}
+
+    def losing(norm):
+        others = layer(norm=float(np.sqrt(1 - norm**2)))
+        return judged(GOOD, {"a": layer(norm=norm, **lost), "b": others}).health
+
+    assert losing(float(np.sqrt(0.9 * share))) == "healthy"
+    assert losing(float(np.sqrt(1.1 * share))) == "losing updates"
+
+    def emptied(elements, dropped=1.0):
+        layers = {"a": layer(elements=elements, residual_dropped_ratio=dropped), "b": layer(norm=1.0)}
+        return judged(GOOD, layers).health
+
+    assert emptied(rules._FEWEST_RESIDUALS) == "residuals are off"
+    assert emptied(rules._FEWEST_RESIDUALS - 1) == "healthy"
+    assert emptied(rules._FEWEST_RESIDUALS, rules._DROPPED_TOLERANCE) == "healthy"
+    assert emptied(None) == "healthy"
