@@ -181,7 +181,14 @@ def contrast(one, other):
     return (max(lights) + 0.05) / (min(lights) + 0.05)
 
 
-def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url):
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/run/run-plain",
+        *(pytest.param(path, marks=pytest.mark.nightly) for path in ("/", "/compare?run=run-plain&run=run-plus")),
+    ],
+)
+def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url, path):
     page = open_page(dashboard_url, width=1280, cached=False).page
     page.add_init_script(
         """window.shift = 0;
@@ -189,11 +196,10 @@ def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url):
         const watch = new PerformanceObserver(list => list.getEntries().forEach(count));
         watch.observe({ type: 'layout-shift', buffered: true });"""
     )
-    for path in ("/", "/run/run-plain", "/compare?run=run-plain&run=run-plus"):
-        page.goto(dashboard_url + path)
-        page.wait_for_selector(PAGES.get(path, ".scatterlayer .trace"))
-        page.wait_for_selector(".number-card, .run-cell")
-        assert page.evaluate("window.shift") <= 0.1, path
+    page.goto(dashboard_url + path)
+    page.wait_for_selector(PAGES.get(path, ".scatterlayer .trace"))
+    page.wait_for_selector(".number-card, .run-cell")
+    assert page.evaluate("window.shift") <= 0.1
 
 
 def test_a_page_says_its_answer_before_any_script_has_run(browser, dashboard_url):
@@ -269,6 +275,7 @@ def test_a_zoom_reads_finer_data_and_stands_in_the_address(open_page, dashboard_
     page.wait_for_function(f"{rows}[0] - {rows}[1] === 12")
 
 
+@pytest.mark.nightly
 def test_nine_runs_share_one_legend_and_leave_room_for_their_curves(open_page, dashboard_url, runs):
     page = open_page(dashboard_url, width=1280).page
     page.goto(f"{dashboard_url}/compare?" + "&".join(f"run={run.run_id}" for run in runs))
