@@ -171,7 +171,7 @@ def test_an_interval_needs_the_variances():
     totals |= {f"{kind}/edq_ratio": np.array(0.01) for kind in kinds}
     assert has_interval("edq_ratio", totals)
     assert not has_interval("edq_cosine", totals | {"variance_numerator/edq_cosine": np.array(0.01)})
-    bounds = low, high = finished_interval("edq_ratio", totals)
+    bounds = low, high = finished_interval("edq_ratio", totals) or pytest.fail("no interval")
     assert low < 0.75 < high
     assert bounds == interval("edq_ratio", totals)
     found = finish_all(totals)

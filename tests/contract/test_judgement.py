@@ -498,8 +498,8 @@ FOREACH = {"fingerprint": wire.Fingerprint(implementation="foreach", stochastic_
 @pytest.mark.parametrize(
     ("key", "bound", "beyond", "health", "others", "watch"),
     [
-        ("edq_ratio", 1 - rules.EDQ_TOLERANCE, -1, "losing updates", GOOD, {}),
-        ("edq_ratio", 1 + rules.EDQ_TOLERANCE, 1, "steps are off", GOOD, {}),
+        ("edq_ratio", 1 - judged_run.EDQ_TOLERANCE, -1, "losing updates", GOOD, {}),
+        ("edq_ratio", 1 + judged_run.EDQ_TOLERANCE, 1, "steps are off", GOOD, {}),
         (STATE, 1 - rules.STATE_TOLERANCE, -1, "states are stuck", GOOD, {}),
         (STATE, 1 + rules.STATE_TOLERANCE, 1, "steps are off", GOOD, {}),
         ("edq_oracle_ratio", 1 - rules.ORACLE_TOLERANCE, -1, "steps are off", GOOD, {}),
@@ -525,7 +525,7 @@ def test_a_number_at_its_bound_is_not_beyond_it(key, bound, beyond, health, othe
 
 def test_a_layer_counts_from_its_share_and_its_residuals_from_their_number():
     """Its share of Σ u² must be beyond the tolerance; of few residuals all may have come to 0 by chance."""
-    share = rules.LAYER_TOLERANCE
+    share = judged_run.LAYER_TOLERANCE
     lost = {"lost_update_ratio": 1.0, "update_error_ratio": 1.0, "edq_ratio": 0.0}
 
     def losing(norm):
