@@ -31,6 +31,7 @@ from collage_server.store import ReportGroup, Selection, Store
 from collage_server.store.archive.file_storage import ArchiveFiles, Bucket, Folder
 from collage_server.store.engine.database_files import checkpoint_log
 from collage_server.store.records import Points
+from collage_server.store.sealing.seal_plan import SealLimits
 
 from benchmarks._harness import Figure, Measuring, Options, main
 from benchmarks._population import EDQ, NOW, TWENTY, UnsyncedStore, declare, twenty
@@ -46,8 +47,6 @@ SEALED_POINTS: Final = 2_048
 STEPS: Final = 384
 """Of the training."""
 _BATCH: Final = 64
-_CHUNK: Final = 256
-"""A run without layers is sealed by whole chunks."""
 _COUNTS: Final = ("idle", "lost", "distorted", "faithful", "unchanged", "lost_visible")
 _CONSTANTS: Final = {
     "measured_steps": 1.0,
@@ -186,13 +185,17 @@ def bytes_a_number(
     store: Store, folder: Path, empty_bytes: int, numbers: int, what: str, limit: float
 ) -> Iterator[Figure]:
     """The disk space of a finished run, and the database's share."""
-    while store.release_space():
-        pass
-    checkpoint_log(folder / _DATABASE)
-    database = (_bytes_of(folder, f"{_DATABASE}*") - empty_bytes) / numbers
+    database = _database_bytes(store, folder, empty_bytes) / numbers
     files = _bytes_of(folder, "*.parquet") / numbers
     yield Figure(f"{what}, files and database", "bytes a number", (database + files,), limit)
     yield Figure(f"{what}, database", "bytes a number", (database,), 1.0)
+
+
+def _database_bytes(store: Store, folder: Path, empty_bytes: int) -> int:
+    while store.release_space():
+        pass
+    checkpoint_log(folder / _DATABASE)
+    return _bytes_of(folder, f"{_DATABASE}*") - empty_bytes
 
 
 def _bytes_of(folder: Path, pattern: str) -> int:
@@ -233,7 +236,9 @@ def measure_without_layers(root: Path, rounds: int, seed: int) -> Iterator[Figur
         msgspec.structs.replace(report, layer_count=0, statistics=None)
         for report in itertools.chain.from_iterable(reports(1, POINTS, seed))
     ]
-    batches = [alone[first : first + _CHUNK] for first in range(0, POINTS, _CHUNK)]
+    # As much as is sealed at once of a run without layers.
+    chunk = SealLimits().points
+    batches = [alone[first : first + chunk] for first in range(0, POINTS, chunk)]
     numbers, taken = POINTS * (len(TWENTY) + 1), []
     folder = root / "without layers"
     with ExitStack() as stack:
@@ -242,10 +247,7 @@ def measure_without_layers(root: Path, rounds: int, seed: int) -> Iterator[Figur
         empty_bytes = _bytes_of(folder, f"{_DATABASE}*")
         for number in range(rounds):
             taken.append(filled(store, f"run-{number}", 0, batches).sealing)
-        while store.release_space():
-            pass
-        checkpoint_log(folder / _DATABASE)
-        held = (_bytes_of(folder, f"{_DATABASE}*") - empty_bytes) / numbers / rounds
+        held = _database_bytes(store, folder, empty_bytes) / numbers / rounds
     yield Figure("without layers and files", "bytes a number", (held,), 10.0)
     cpu = tuple(1e6 * seconds / numbers for seconds in taken)
     yield Figure("without layers, sealing", "CPU-s a million numbers", cpu, 3.0)

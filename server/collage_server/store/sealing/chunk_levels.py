@@ -86,9 +86,7 @@ def _join_part(
 
 def _whole_model(view: RunView, plan: SealPlan, part: ChunkLevel, archive: ArchiveReader) -> Points:
     """All points of the chunk so far, this part's joined in."""
-    if plan.info is None:
-        return _join_part(plan, [], part, part.model)
-    held = {(view.run_id, plan.attempt): [plan.chunk]}
+    held = {(view.run_id, plan.attempt): plan.chunk_so_far}
     views = {view.run_id: view}
     old = sealed_model(view.connection, archive, views, 1, held, None, Selection())[view.run_id]
     return _join_part(plan, old, part, part.model)
@@ -114,7 +112,7 @@ def _coarse_layers(
 ) -> dict[int, dict[str, FloatArray]]:
     """The layers' stored columns by coarse level, made for some layers at a time, however many there are."""
     count, keys = _widest(view, plan, part, archive), view.statistics(None)
-    held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
+    held = {(view.run_id, plan.attempt): plan.chunk_so_far}
     width = max(limits.coarse_bytes // (8 * limits.points * max(len(keys), 1)), 1)
     found: dict[int, dict[str, list[FloatArray]]] = {level: defaultdict(list) for level in LEVELS[1:]}
     for start in range(0, max(count, 1), width):
@@ -144,9 +142,9 @@ def _coarse_layers(
 def _widest(view: RunView, plan: SealPlan, part: ChunkLevel, archive: ArchiveReader) -> int:
     """So many of the dictionary's first layers stand in some part of the chunk."""
     own = max((values.shape[1] for values in part.layers.values()), default=0)
-    if plan.info is None:
+    if not plan.chunk_so_far:
         return own
-    held = {(view.run_id, plan.attempt): [plan.chunk]}
+    held = {(view.run_id, plan.attempt): plan.chunk_so_far}
     files = archive.find_segments(view.connection, LEVELS[0], held)
     archived = max((file.footer.contents.layers for file in files), default=0)
     stored = view.connection.execute(_widest_part(), chunk_place(view.run_id, plan)).scalar()

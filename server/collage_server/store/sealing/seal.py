@@ -51,6 +51,8 @@ from collage_server.store.sealing.seal_plan import (
     JournalContents,
     SealLimits,
     SealPlan,
+    numbers_between,
+    of_stream,
     plan_seal,
     read_journal,
     read_planned,
@@ -183,8 +185,7 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
     """Ranks merged; where there are several, also one by one, for the model."""
     declared = {key for row in rows for key in view.streams[row.stream_id].statistics[: row.statistic_count]}
     keys = view.statistics(declared.intersection(view.statistics(None)))
-    held = [] if plan.info is None else [plan.chunk]
-    contributors = read_contributors(connection, view.run_id, plan.attempt, held)
+    contributors = read_contributors(connection, view.run_id, plan.attempt, plan.chunk_so_far)
     with_layers = [row for row in rows if row.statistics is not None]
     width = max((view.prefix(row.stream_id, row.layer_count) for row in with_layers), default=0)
     positions = np.arange(width, dtype=np.int64)
@@ -406,25 +407,20 @@ def _logged_parts() -> Select[Any]:
     return select(*place, newest).where(table.c.run_id == bindparam("run")).group_by(*place)
 
 
-def _own_stream() -> tuple[Any, ...]:
-    table = schema.run_latest
-    return (table.c.run_id == bindparam("run"), table.c.stream_id == bindparam("own_stream"))
-
-
 @cache
 def _sealed_of_stream() -> Select[Any]:
-    return select(schema.run_latest.c.sealed).where(*_own_stream()).with_for_update()
+    return select(schema.run_latest.c.sealed).where(*of_stream(schema.run_latest)).with_for_update()
 
 
 @cache
 def _set_sealed() -> Update:
-    return update(schema.run_latest).where(*_own_stream()).values(sealed=bindparam("merged"))
+    return update(schema.run_latest).where(*of_stream(schema.run_latest)).values(sealed=bindparam("merged"))
 
 
 def _delete_reports(
     run_id: str, writing: Transaction, reports: Sequence[tuple[str, int]], limits: SealLimits
 ) -> None:
-    """By ranges of numbers that follow on each other: naming each one costs three times the CPU."""
+    """By ranges of numbers that follow on each other: naming each one costs 1.8 times the CPU."""
     for start in range(0, len(reports), limits.delete_rows):
         numbers: dict[str, list[int]] = defaultdict(list)
         for stream_id, seq in reports[start : start + limits.delete_rows]:
@@ -435,11 +431,9 @@ def _delete_reports(
             for first, last in add_numbers((), seqs)
         ]
         with writing() as connection:
-            connection.execute(_reports_between(), ranges)
+            connection.execute(_without_numbers(), ranges)
 
 
 @cache
-def _reports_between() -> Delete:
-    table = schema.report
-    mine = (table.c.run_id == bindparam("run"), table.c.stream_id == bindparam("own_stream"))
-    return delete(table).where(*mine, table.c.seq.between(bindparam("first"), bindparam("last")))
+def _without_numbers() -> Delete:
+    return delete(schema.report).where(*numbers_between())

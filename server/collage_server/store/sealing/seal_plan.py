@@ -24,7 +24,16 @@ from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import UNBOUNDED
 from collage_server.store.runs.reported_state import awaited_streams
 
-__all__ = ["JournalContents", "SealLimits", "SealPlan", "plan_seal", "read_journal", "read_planned"]
+__all__ = [
+    "JournalContents",
+    "SealLimits",
+    "SealPlan",
+    "numbers_between",
+    "of_stream",
+    "plan_seal",
+    "read_journal",
+    "read_planned",
+]
 
 _COLUMNS: Final = (
     "stream_id",
@@ -41,7 +50,7 @@ _COLUMNS: Final = (
 
 
 _ROWS_AT_ONCE: Final = 256
-"""Fetched one by one, they cost a third more."""
+"""Fetched one by one, they cost 1.3 times the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +102,11 @@ class SealPlan:
     last_step: int
     reports: frozenset[tuple[str, int]]
     info: ChunkInfo | None
+
+    @property
+    def chunk_so_far(self) -> list[int]:
+        """The chunk, if something of it is sealed already."""
+        return [] if self.info is None else [self.chunk]
 
     def seqs_by_stream(self) -> dict[str, list[int]]:
         """The seq of each report by stream, both sorted."""
@@ -308,20 +322,27 @@ def _plan(
     )
 
 
+def of_stream(table: Any) -> tuple[Any, ...]:
+    """Which rows are of the stream that `run` and `own_stream` name when a statement, made once, is executed."""
+    return (table.c.run_id == bindparam("run"), table.c.stream_id == bindparam("own_stream"))
+
+
+def numbers_between() -> tuple[Any, ...]:
+    """Which rows of the journal are `of_stream`, from its report `first` to `last`."""
+    return (*of_stream(schema.report), schema.report.c.seq.between(bindparam("first"), bindparam("last")))
+
+
 def read_planned(connection: Connection, view: RunView, plan: SealPlan) -> list[Row[Any]]:
     """The plan's journal rows, read by key, so that the rest of the journal is not scanned."""
     found: list[Row[Any]] = []
     for stream_id, seqs in plan.seqs_by_stream().items():
         own = {"run": view.run_id, "own_stream": stream_id, "first": seqs[0], "last": seqs[-1]}
         wanted = set(seqs)
-        for rows in connection.execute(_reports_between(), own).partitions(_ROWS_AT_ONCE):
+        for rows in connection.execute(_planned_rows(), own).partitions(_ROWS_AT_ONCE):
             found += [row for row in rows if row.seq in wanted]
     return found
 
 
 @cache
-def _reports_between() -> Select[Any]:
-    table = schema.report
-    mine = (table.c.run_id == bindparam("run"), table.c.stream_id == bindparam("own_stream"))
-    between = table.c.seq.between(bindparam("first"), bindparam("last"))
-    return select(*(table.c[name] for name in _COLUMNS)).where(*mine, between)
+def _planned_rows() -> Select[Any]:
+    return select(*(schema.report.c[name] for name in _COLUMNS)).where(*numbers_between())
