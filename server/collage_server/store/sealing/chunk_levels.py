@@ -115,7 +115,7 @@ def _coarse_layers(
     held = {(view.run_id, plan.attempt): plan.chunk_so_far}
     width = max(limits.coarse_bytes // (8 * limits.points * max(len(keys), 1)), 1)
     found: dict[int, dict[str, list[FloatArray]]] = {level: defaultdict(list) for level in LEVELS[1:]}
-    for start in range(0, max(count, 1), width):
+    for start in range(0, count, width):
         positions = np.arange(start, min(start + width, count), dtype=np.int64)
         old = sealed_layers(
             view.connection,
