@@ -4,8 +4,9 @@ TORCH_PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# Twice the cores of a small machine: a worker also waits for servers, trainings and pages. Each collects all tests.
-WORKERS ?= 4
+# One more than the cores of a small machine: a worker also waits for servers, trainings and pages. Each collects all
+# tests, so that a fourth costs more than it fills.
+WORKERS ?= 3
 export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=

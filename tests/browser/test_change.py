@@ -119,6 +119,7 @@ def test_a_click_beside_a_mark_asks_about_the_mark(marked, pixels):
     asked_about(page, FELL_AT)
 
 
+@pytest.mark.nightly
 def test_a_click_further_away_asks_about_the_step_itself_and_keys_about_the_marks(marked):
     page = marked
     click_beside(page, 40)

@@ -57,7 +57,7 @@ def embedded(watched, elsewhere, path, part):
             ".charts .js-plotly-plot .main-svg",
             marks=pytest.mark.nightly,
         ),
-        ("/run/run-plus", "page", ".chart-card .js-plotly-plot .main-svg"),
+        pytest.param("/run/run-plus", "page", ".chart-card .js-plotly-plot .main-svg", marks=pytest.mark.nightly),
     ],
 )
 def test_a_part_stands_alone_and_a_whole_page_without_what_leads_elsewhere(watched, elsewhere, path, part, chart):

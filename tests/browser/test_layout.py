@@ -51,7 +51,7 @@ def runs():
     return [*demo_runs(), long, Diverged(NOT_FINITE, "plus", run_id="run-nan"), *hostile]
 
 
-AT_NIGHT = ("states", "classes", "norms&scale=log", "oracle", "rows=block")
+AT_NIGHT = ("curves", "states", "classes", "norms&scale=log", "oracle", "rows=block", "about")
 """Tabs and cards beside those of their kind that are laid out by day."""
 PAGES = {
     "/": ".ag-row .run-cell",

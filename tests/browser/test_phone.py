@@ -76,6 +76,7 @@ def test_a_run_is_a_card_that_is_ticked_and_opened_by_keys(phone, dashboard_url)
     phone.wait_for_function("location.pathname.startsWith('/run/')")
 
 
+@pytest.mark.nightly
 def test_a_wider_screen_has_its_table_and_a_narrower_its_cards(open_page, dashboard_url):
     page = open_page(dashboard_url, width=1280).page
     page.goto(dashboard_url)
@@ -101,6 +102,7 @@ def test_groups_and_chosen_columns_are_cards_too(phone, dashboard_url):
     assert phone.locator("#runs-grid").evaluate(SIDEWAYS) == []
 
 
+@pytest.mark.nightly
 def test_cards_are_sorted(phone, dashboard_url):
     phone.goto(dashboard_url)
     arranged(phone)

@@ -295,6 +295,7 @@ def test_a_small_share_is_told_as_on_all_pages_to_a_mouse_too(watched):
     page.locator("#run-panel .hoverlayer .hovertext", has_text="< 0.01").wait_for()
 
 
+@pytest.mark.nightly
 def test_a_column_that_came_later_is_told_too(watched, growing):
     page = watched.page
     page.goto(f"{watched.url}/run/run-growing?tab=layers")

@@ -121,6 +121,7 @@ def test_a_chosen_layers_card_stands_at_its_side_with_the_numbers_of_the_step_an
     assert 0 <= tab["y"] < 80
 
 
+@pytest.mark.nightly
 def test_a_layer_tells_its_windows_residuals_and_copies(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-thorough?layer=blocks.1.mlp.up.weight")

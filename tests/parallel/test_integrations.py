@@ -88,7 +88,7 @@ def test_a_program_under_run_and_torchrun_reports_its_replicas_and_trains_the_sa
 
 @pytest.mark.parametrize(
     ("integration", "steps", "layers"),
-    [("accelerate", BATCHES // ACCUMULATED, 4), ("transformers", 8, None)],
+    [pytest.param("accelerate", BATCHES // ACCUMULATED, 4, marks=pytest.mark.nightly), ("transformers", 8, None)],
 )
 def test_a_framework_s_ranks_report_their_replicas_to_one_run(integration, steps, layers, tmp_path):
     ranks = launch(f"integrations.{integration}", 2, tmp_path)
