@@ -15,7 +15,7 @@ from collage_server.store.archive.file_storage import Bucket, Folder
 from collage_server.store.archive.paths import archived_path
 from collage_server.store.archive.segments import LOGGED
 from collage_server.store.backup import back_up, restore
-from collage_server.store.sealing import archive_plan
+from collage_server.store.sealing import archive_plan, archiving
 from collage_server.store.sealing.archiving import Archiving
 from sqlalchemy import delete, func, select
 
@@ -281,7 +281,16 @@ def test_a_file_stays_until_retention_has_dropped_all_of_its_chunks(store):
 
 
 @pytest.mark.slow
-def test_servers_that_archive_one_run_at_once_make_no_point_visible_twice(opened, database, tmp_path, bucket):
+def test_servers_that_archive_one_run_at_once_make_no_point_visible_twice(
+    opened, database, tmp_path, bucket, monkeypatch
+):
+    pack = archiving._packed_points
+
+    def pack_slowly(*row):
+        time.sleep(0.05)
+        return pack(*row)
+
+    monkeypatch.setattr(archiving, "_packed_points", pack_slowly)
     servers = [opened(database, Bucket(bucket, tmp_path / f"{number}", 2**20)) for number in range(3)]
     fill(servers[0], 9 * CHUNK + 5)
     finish(servers[0])

@@ -331,8 +331,10 @@ class Archiving:
                 table.c.level == LEVELS[0],
                 tuple_(table.c.chunk, table.c.part).in_(held),
             )
+            # Locked: another server that packs them meanwhile would put the same rows once more.
+            chosen = select(table).where(*where).order_by(table.c.chunk, table.c.part).with_for_update()
             with self._database.freeing() as connection:
-                rows = [dict(row) for row in connection.execute(select(table).where(*where)).mappings()]
+                rows = [dict(row) for row in connection.execute(chosen).mappings()]
                 if any(len(row["points"]) == _POINT_BYTES * row["point_count"] for row in rows):
                     # Updated in place, rows leave SQLite's pages half empty.
                     connection.execute(delete(table).where(*where))
