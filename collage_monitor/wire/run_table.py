@@ -106,13 +106,14 @@ class WorstRun(Struct, kw_only=True, frozen=True):
 
 class RunTable(Struct, kw_only=True, frozen=True):
     """A page of the table of runs. `total` counts the matching runs, `healths` counts them by health ("" if not
-    known yet), and `live` counts the running ones likewise. `worst`: null where no run has a
-    problem. `changed_at`: the newest sign of life or change of any."""
+    known yet), and `live` counts the running ones likewise. `revision` changes with each change and evaluation of
+    any of them, whether its row is on the page or not. `worst`: null where no run has a problem.
+    """
 
     rows: list[RunRow]
     total: int
     live: dict[str, int]
-    changed_at: float | None = None
+    revision: str = ""
     healths: dict[str, int] = field(default_factory=dict)
     worst: WorstRun | None = None
 

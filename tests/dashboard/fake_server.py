@@ -112,7 +112,10 @@ class FakeServer:
         if worst is not None and said[worst.run_id].health in GRAVITY:
             told = wire.WorstRun(run_id=worst.run_id, name=worst.name, headline=said[worst.run_id].headline)
         live = {"healthy": live} if live else {}
-        return wire.RunTable(rows=rows, total=len(found), live=live, healths=dict(healths), worst=told)
+        seen = [(run.run_id, run.state, self._run(run).updated_at, said[run.run_id].last_step) for run in found]
+        return wire.RunTable(
+            rows=rows, total=len(found), live=live, healths=dict(healths), worst=told, revision=str(seen)
+        )
 
     def _row(self, run):
         whole = self._run(run)

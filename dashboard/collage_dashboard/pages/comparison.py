@@ -372,9 +372,7 @@ def _revision(view: View, rows: Sequence[wire.RunRow]) -> dict[str, Any]:
     """A revision that changes whenever shown data of these runs may have changed; and the deleted runs."""
     there = {row.run_id for row in rows}
     seen = [
-        f"{row.run_id} {row.updated_at} {row.changed_at} {row.reports} {row.state} "
-        f"{row.overview and row.overview.last_step}"
-        for row in rows
+        f"{row.run_id} {row.updated_at} {row.changed_at} {row.reports} {row.state} {row.overview}" for row in rows
     ]
     return {
         "at": sha256("\n".join(seen).encode()).hexdigest()[:16],

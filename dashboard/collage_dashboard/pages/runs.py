@@ -12,13 +12,13 @@ import dash_mantine_components as dmc
 from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
+    IDLE_MILLISECONDS,
     limits_note,
     milliseconds_after,
     notice,
     page,
     problem_page,
     refresh_marker,
-    refresh_milliseconds,
     refusal,
     runs_in_words,
     tags_of,
@@ -72,15 +72,16 @@ def layout(view: View, reader: Reader) -> html.Div:
     Raises:
         CollageError: the server does not answer or refuses.
     """
-    is_ordered = bool(view.by or view.sort != View().sort)
-    filters, first, *more = reader.ask_together(
+    filters, table = reader.ask_together(
         lambda client: client.run_filters(),
-        lambda client: _read_rows(client, view, view.sort, 0, ROWS_PER_REQUEST),
-        *([lambda client: _head(client, view)] if is_ordered else []),
-        *([lambda client: _read_pinned(client, view)] if _pinned(view) else []),
+        lambda client: _head(client, view) if view.by else _read_rows(client, view, view.sort, 0, ROWS_PER_REQUEST),
     )
-    table = more[0] if is_ordered else first
-    pinned = more[-1] if _pinned(view) else []
+    # What the table's revision stands for is read after it: a change between them is then seen at the next look.
+    first, pinned = table, []
+    if view.by:
+        first = reader.ask(lambda client: _read_rows(client, view, view.sort, 0, ROWS_PER_REQUEST))
+    if _pinned(view):
+        pinned = reader.ask(lambda client: _read_pinned(client, view))
     shown, kept = (beside(found, _baseline(pinned, view)) for found in (_shown_rows(first, view), pinned))
     return page(
         [
@@ -304,7 +305,7 @@ def _paths(view: View) -> list[str]:
 
 
 def _head(client: Client, view: View) -> wire.RunTable:
-    """How many runs there are, and the one that changed last."""
+    """How many runs there are, how they are, and their revision."""
     return client.run_table(**_filters(view), limit=1)
 
 
@@ -323,10 +324,7 @@ def _shown_rows(table: wire.RunTable | wire.RunGroups, view: View) -> list[dict[
 
 def _revision(table: wire.RunTable) -> dict[str, Any]:
     """A revision: it changes whenever a row may have changed."""
-    newest = table.rows[0] if table.rows else None
-    at = f"{newest.run_id} {newest.updated_at} {newest.state}" if newest else ""
-    judged = newest.overview.last_step if newest and newest.overview else None
-    seen = f"{at} {judged} {table.changed_at} {table.total} {sorted(table.live.items())}"
+    seen = f"{table.revision} {table.total} {sorted(table.live.items())}"
     return {"at": seen, "edits": 0, "failed": False}
 
 
@@ -359,9 +357,8 @@ def _said(table: wire.RunTable, view: View) -> list[Any]:
 
 
 def _wait(table: wire.RunTable, view: View) -> int:
-    return (
-        milliseconds_after(0.0) if table.live or _is_empty(table, view) else refresh_milliseconds(table.rows, 0.0)
-    )
+    is_soon = table.live or table.healths.get("") or _is_empty(table, view)
+    return milliseconds_after(0.0) if is_soon else IDLE_MILLISECONDS
 
 
 def _shown(shown: bool) -> dict[str, str]:

@@ -125,7 +125,7 @@ run_overview_narrow: Final = Index(
     "run_overview_narrow",
     *(
         run_overview.c[name]
-        for name in ("run_id", "updated_at", "last_step", *OVERVIEW_NUMBERS, "health", "configuration")
+        for name in ("run_id", "updated_at", "last_step", *OVERVIEW_NUMBERS, "health", "made_at")
     ),
 )
 """All that the table of runs is sorted, filtered and grouped by, a tenth of the rows themselves."""

@@ -15,9 +15,9 @@ from collage_server.store.archive.file_storage import Bucket, Folder
 from collage_server.store.archive.paths import archived_path
 from collage_server.store.archive.segments import LOGGED
 from collage_server.store.backup import back_up, restore
-from collage_server.store.sealing import archive_plan, archiving
+from collage_server.store.sealing import archive_plan
 from collage_server.store.sealing.archiving import Archiving
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, insert, select
 
 from collage_monitor import wire
 from tests.server.migrated import put_migrated
@@ -27,6 +27,7 @@ from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.life import NEVER
 from tests.server.store.ranks import Senders
 from tests.server.store.seen import AFTER_SILENCE, ALL, arrays_of, plain, rows, seal_all, seen, unchanged
+from tests.waiting import PATIENCE_SECONDS
 
 CHUNK = LIMITS.points
 HOUR = 3600.0
@@ -281,16 +282,41 @@ def test_a_file_stays_until_retention_has_dropped_all_of_its_chunks(store):
 
 
 @pytest.mark.slow
-def test_servers_that_archive_one_run_at_once_make_no_point_visible_twice(
-    opened, database, tmp_path, bucket, monkeypatch
+def test_servers_that_pack_the_same_points_at_once_do_not_fail_on_each_other(
+    opened, database, tmp_path, monkeypatch
 ):
-    pack = archiving._packed_points
+    first, second = (opened(database, Folder(tmp_path / "archive")) for _ in range(2))
+    fill(first, 9 * CHUNK)
+    finish(first)
+    held = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Archiving, "_pack_points", lambda _, contents: held.append(contents))
+        archive_all(first)
+    with first.reading() as connection:
+        loose = [dict(row) for row in connection.execute(select(schema.point_chunk)).mappings()]
+    together = Barrier(2)
 
-    def pack_slowly(*row):
-        time.sleep(0.05)
-        return pack(*row)
+    def pack(server):
+        try:
+            for contents in held:
+                together.wait(PATIENCE_SECONDS)
+                server.archiving._pack_points(contents)
+        except Exception:
+            together.abort()
+            raise
 
-    monkeypatch.setattr(archiving, "_packed_points", pack_slowly)
+    before = seen(first)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            with first.writing() as connection:
+                connection.execute(delete(schema.point_chunk))
+                connection.execute(insert(schema.point_chunk), loose)
+            list(pool.map(pack, (first, second)))
+    unchanged(before, seen(second))
+
+
+@pytest.mark.slow
+def test_servers_that_archive_one_run_at_once_make_no_point_visible_twice(opened, database, tmp_path, bucket):
     servers = [opened(database, Bucket(bucket, tmp_path / f"{number}", 2**20)) for number in range(3)]
     fill(servers[0], 9 * CHUNK + 5)
     finish(servers[0])

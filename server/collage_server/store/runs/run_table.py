@@ -17,11 +17,13 @@ from typing import Any, Final
 
 import msgspec
 from sqlalchemy import (
+    BigInteger,
     ColumnElement,
     Connection,
     Select,
     String,
     case,
+    cast,
     delete,
     exists,
     func,
@@ -67,13 +69,13 @@ _TableRow = tuple[RunRecord, wire.Overview | None]
 class TablePage:
     """A page of the table: records with their overviews, how many runs there are, all and the live ones by health.
 
-    `changed_at`: the newest change or report of any of the runs; None without runs.
+    `revision` changes whenever a row may read otherwise.
     """
 
     rows: list[_TableRow]
     total: int
     live: dict[str, int]
-    changed_at: float | None
+    revision: str
     healths: dict[str, int]
     worst: wire.WorstRun | None
 
@@ -101,10 +103,10 @@ class TableStore:
         """A page of the table of runs."""
         table = _Table(query, now, stale_after_seconds)
         with self._database.reading() as connection:
-            live, healths, changed_at = table.counted(connection)
+            live, healths, revision = table.counted(connection)
             worst = table.worst(connection) if not set(healths) <= {"", *NO_PROBLEM} else None
             rows = table.rows(connection, query.offset, query.limit) if query.limit else []
-        return TablePage(rows, sum(healths.values()), live, changed_at, healths, worst)
+        return TablePage(rows, sum(healths.values()), live, revision, healths, worst)
 
     def groups(self, query: GroupQuery, now: float, stale_after_seconds: float) -> GroupPage:
         """A page of the table of runs in groups: each by the common values of its runs, the open ones with their
@@ -194,19 +196,25 @@ class _Table:
         self._base = select(_RUN.c.run_id).outerjoin(_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)
         self._base = self._base.where(*conditions).with_hint(_OVERVIEW, _NARROW, "sqlite")
 
-    def counted(self, connection: Connection) -> tuple[dict[str, int], dict[str, int], float | None]:
-        """The live runs by health, all runs by health, and when one of them changed last."""
+    def counted(self, connection: Connection) -> tuple[dict[str, int], dict[str, int], str]:
+        """The live runs by health, all runs by health, and their revision.
+
+        The revision is the newest change or report of any run, and the milliseconds at which overviews were made,
+        added up: any that is made again, of whichever run, changes the sum.
+        """
         health = func.coalesce(_OVERVIEW.c.health, "").label("health")
         live = (self._state == "running").label("live")
         changed = func.max(later(self._columns["updated_at"], _RUN.c.changed_at)).label("changed_at")
-        counts = self._base.with_only_columns(live, health, func.count().label("runs"), changed)
+        made = func.sum(cast(1000 * _OVERVIEW.c.made_at, BigInteger)).label("made")
+        counts = self._base.with_only_columns(live, health, func.count().label("runs"), changed, made)
         counts = counts.group_by(live, health)
         rows = connection.execute(counts).all()
-        newest = max((row.changed_at for row in rows), default=None)
+        newest = max((row.changed_at for row in rows), default=0.0)
+        revision = f"{newest} {sum(row.made or 0 for row in rows)}"
         healths: Counter[str] = Counter()
         for row in rows:
             healths[row.health] += row.runs
-        return {row.health: row.runs for row in rows if row.live}, dict(healths), newest
+        return {row.health: row.runs for row in rows if row.live}, dict(healths), revision
 
     def worst(self, connection: Connection) -> wire.WorstRun | None:
         """The run with the gravest word against it, and of those the one with the lowest EDQ."""
