@@ -59,7 +59,13 @@ def _written(run: wire.Run) -> dmc.Paper:
         id={"type": "run-tags", "index": 0}, label="Tags", value=run.tags, placeholder="Enter adds one", maxTags=64
     )
     notes = dmc.Textarea(
-        id={"type": "run-notes", "index": 0}, label="Notes", value=run.notes, autosize=True, minRows=2, maxRows=12
+        id={"type": "run-notes", "index": 0},
+        label="Notes",
+        value=run.notes,
+        autosize=True,
+        minRows=2,
+        maxRows=12,
+        debounce=True,
     )
     save = dmc.Button("Save", id={"type": "run-save", "index": 0}, variant="default", mt="sm")
     return dmc.Paper(

@@ -152,6 +152,7 @@ def tray(picked: Mapping[str, str]) -> Any:
     tags = dmc.TextInput(
         id={"type": "picked-tags", "index": 0},
         placeholder="Tags",
+        debounce=True,
         size="xs",
         w=110,
         **{"aria-label": "Tags to add"},
@@ -187,7 +188,9 @@ def pinned_line(pinned: Sequence[Mapping[str, Any]], view: View) -> Any:
 
 def views_menu() -> html.Details:
     """Saved views, read when they are looked for, and a way to save the present one."""
-    name = dmc.TextInput(id="runs-view-name", placeholder="Name", size="xs", **{"aria-label": "Name of the view"})
+    # With every key, the text would follow in a timer of its own, which a press of the button may overtake.
+    said: dict[str, Any] = {"aria-label": "Name of the view"}
+    name = dmc.TextInput(id="runs-view-name", placeholder="Name", size="xs", debounce=True, **said)
     save = dmc.Button("Save this view", id="runs-view-save", size="xs", variant="default", mt=6)
     listed = html.Div(id="runs-views", role="status")
     return html.Details(
