@@ -9,6 +9,7 @@ from flask import Flask
 from collage_monitor import wire
 from collage_monitor.alerts.causes import Breach, IncidentEvidence, Span
 from collage_monitor.onset import LayerChange, Onset
+from tests.alerts.test_causes import RUN
 from tests.dashboard.walk import components, text
 
 INCIDENT = wire.Incident(
@@ -21,25 +22,6 @@ INCIDENT = wire.Incident(
     started_at=1000.0,
     run_id="r1",
     step=900,
-)
-RUN = wire.Run(
-    run_id="r1",
-    project="demo",
-    name="r1",
-    group=None,
-    tags=[],
-    notes="",
-    seed=None,
-    config={},
-    state="running",
-    created_at=0.0,
-    updated_at=1000.0,
-    first_step=1,
-    last_step=1000,
-    attempts=[],
-    watch=None,
-    latest={},
-    scalars={},
 )
 ONSET = Onset(last_before=448, first_changed=450, settled=452, before=1.0, after=0.25)
 PASSED = Breach(600, 640, 0.99, 0.3, False, False)

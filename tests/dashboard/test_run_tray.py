@@ -1,6 +1,5 @@
 """What stands above the table of runs: what its parts offer, and what they ask the server for."""
 
-import httpx
 import pytest
 from collage_dashboard.pages.runs_controls import (
     _do,
@@ -24,7 +23,7 @@ from tests.server.migrated import put_migrated
 
 @pytest.fixture
 def asked():
-    """What was written, as (method, path)."""
+    """What was asked, as "METHOD /path"."""
     return []
 
 
@@ -33,15 +32,7 @@ def read(tmp_path, asked):
     """Makes clients of a real server, in this process, that has no runs yet."""
     put_migrated(tmp_path)
     with running(Settings(folder=tmp_path, no_auth=True)) as server:
-
-        def forward(request):
-            if request.method != "GET":
-                asked.append((request.method, request.url.path.removeprefix("/api/v1/")))
-            path, headers = request.url.raw_path.decode(), dict(request.headers)
-            answer = server.client.request(request.method, path, content=request.content, headers=headers)
-            return httpx.Response(answer.status_code, content=answer.content, headers=answer.headers)
-
-        yield lambda: Client("http://127.0.0.1", transport=httpx.MockTransport(forward))
+        yield lambda: Client("http://127.0.0.1", transport=server.transport(asked))
 
 
 def put_runs(client, tags, project="demo"):
@@ -59,10 +50,10 @@ def tags_now(client):
 @pytest.mark.parametrize(
     ("action", "named", "left", "written"),
     [
-        ("archive", [], {"a": ["x", "archived"], "b": ["archived"]}, [("PATCH", "runs/a")]),
-        ("unarchive", [], {"a": ["x"], "b": []}, [("PATCH", "runs/b")]),
-        ("tag", ["x", "y"], {"a": ["x", "y"], "b": ["archived", "x", "y"]}, [("PATCH", f"runs/{r}") for r in "ab"]),
-        ("delete", [], {}, [("DELETE", f"runs/{run}") for run in "ab"]),
+        ("archive", [], {"a": ["x", "archived"], "b": ["archived"]}, ["PATCH a"]),
+        ("unarchive", [], {"a": ["x"], "b": []}, ["PATCH b"]),
+        ("tag", ["x", "y"], {"a": ["x", "y"], "b": ["archived", "x", "y"]}, ["PATCH a", "PATCH b"]),
+        ("delete", [], {}, ["DELETE a", "DELETE b"]),
     ],
 )
 def test_an_action_writes_to_the_picked_runs_that_it_changes(read, asked, action, named, left, written):
@@ -70,7 +61,8 @@ def test_an_action_writes_to_the_picked_runs_that_it_changes(read, asked, action
         put_runs(client, {"a": ["x"], "b": ["archived"], "c": []})
         asked.clear()
         _do(client, action, ["a", "b"], named)
-        assert sorted(asked) == written
+        found = [entry.replace("/api/v1/runs/", "") for entry in asked if not entry.startswith("GET ")]
+        assert sorted(found) == written
         assert tags_now(client) == {**left, "c": []}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import msgspec
 import numpy as np
 import pytest
@@ -26,12 +25,8 @@ def served(tmp_path):
     clock = Clock()
     app = create_app(Settings(folder=tmp_path, no_auth=True), clock=clock)
     with TestClient(app, base_url="http://127.0.0.1") as inside:
-
-        def forward(request: httpx.Request) -> httpx.Response:
-            answer = inside.request(request.method, request.url.raw_path.decode())
-            return httpx.Response(answer.status_code, content=answer.content)
-
-        yield Server(inside, clock, app), Client("http://127.0.0.1", transport=httpx.MockTransport(forward))
+        server = Server(inside, clock, app)
+        yield server, Client("http://127.0.0.1", transport=server.transport())
 
 
 def train(server, steps_of, replicas=False):

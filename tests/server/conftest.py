@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+import httpx
 import pytest
 from collage_server.app import create_app
 from collage_server.settings import Settings
@@ -53,6 +54,18 @@ class Server:
         if path == "/metrics":
             self.app.state.collage.newest.do_due_work()
         return self.send("GET", path, None, kind, status)
+
+    def transport(self, asked=None):
+        """A network for clients that ends in this server; `asked` notes every request, as "METHOD /path"."""
+
+        def forward(request):
+            if asked is not None:
+                asked.append(f"{request.method} {request.url.path}")
+            path, headers = request.url.raw_path.decode(), dict(request.headers)
+            answer = self.client.request(request.method, path, content=request.content, headers=headers)
+            return httpx.Response(answer.status_code, content=answer.content, headers=answer.headers)
+
+        return httpx.MockTransport(forward)
 
     def run(self, run_id="r1", project="p", **more):
         return self.post(f"/projects/{project}/runs", wire.RunCreate(run_id=run_id, **more), wire.Run, status=201)

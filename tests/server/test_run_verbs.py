@@ -31,16 +31,8 @@ def call(server, monkeypatch, asked):
     server.filled("01CD-three", "s3", name="twice")
     server.run("01CE-four", name="twice")
 
-    def forward(request):
-        asked.append(f"{request.method} {request.url.path}")
-        body = request.content
-        answer = server.client.request(
-            request.method, request.url.raw_path.decode(), content=body, headers=dict(request.headers)
-        )
-        return httpx.Response(answer.status_code, content=answer.content, headers=answer.headers)
-
     def client(url, token=None, **more):
-        return Client(url, None, transport=httpx.MockTransport(forward), **more)
+        return Client(url, None, transport=server.transport(asked), **more)
 
     monkeypatch.setattr(verbs, "Client", client)
     monkeypatch.setattr("collage_monitor.command.login.Client", client)
