@@ -131,8 +131,10 @@ class Program:
         return output, self._told
 
     def send_signal(self, number):
+        """Nothing if it has ended, be it so lately that its status has not come yet."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self):
         self.send_signal(signal.SIGTERM)
