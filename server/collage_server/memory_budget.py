@@ -35,6 +35,7 @@ __all__ = [
     "Owner",
     "MemoryBudget",
     "available_memory",
+    "begin_stream",
     "hold",
     "held_rows",
     "private_bytes",
@@ -42,7 +43,6 @@ __all__ = [
     "require",
     "reserve",
     "trim_heap",
-    "wait_patiently",
 ]
 
 Owner = Literal["answers", "evaluations", "sealing"]
@@ -67,6 +67,8 @@ class MemoryBudget:
         self.cache_bytes = min(_MOST_CACHED, limit_bytes // 8)
         self.working_bytes = limit_bytes - PROCESS_BYTES - self.body_bytes - self.cache_bytes
         self.held: Counter[Owner] = Counter()
+        self._promised: Counter[Owner] = Counter()
+        """What streams that reserve a part need in all. Together it fits: none of them waits for another to end."""
         self._free = Condition()
         self._most_private = max(limit_bytes * 15 // 16, private_bytes() + self.working_bytes)
         self._trimmed_at = -_BETWEEN_TRIMS_SECONDS
@@ -86,33 +88,39 @@ class MemoryBudget:
             _LEASE.reset(token)
             lease.end()
 
-    def take(self, owner: Owner, size: int, patience_seconds: float) -> None:
-        """Hold more, as soon as it fits.
+    def take(self, owner: Owner, size: int, patience_seconds: float, *, promised: int = 0) -> None:
+        """Hold more, and promise some, as soon as both fit.
 
         Raises:
             Busy: others have held too much for too long.
         """
         end = time.monotonic() + patience_seconds
         with self._free:
-            while not self._fits(owner, size):
+            while not (self._may_promise(owner, promised) and self._fits(owner, size)):
                 left = end - time.monotonic()
                 if left > 0 and self._free.wait(left):
                     continue
                 if owner == "sealing":
                     break
                 raise Busy(
-                    f"{sum(self.held.values())} bytes are held for others, of {self.working_bytes} in all; "
-                    "ask again later, or give the server more with --memory",
+                    f"{sum(self.held.values())} bytes are held for others and {self._promised[owner]} promised to "
+                    f"exports, of {self.working_bytes} in all; ask again later, or give the server more with "
+                    "--memory",
                     limit=self.working_bytes,
                     retry_after_seconds=2,
                 )
             self.held[owner] += size
+            self._promised[owner] += promised
 
-    def give_back(self, owner: Owner, size: int) -> None:
-        """An owner holds `size` bytes less."""
+    def give_back(self, owner: Owner, size: int, *, promised: int = 0) -> None:
+        """An owner holds `size` bytes less, and less is promised to it."""
         with self._free:
             self.held[owner] -= size
+            self._promised[owner] -= promised
             self._free.notify_all()
+
+    def _may_promise(self, owner: Owner, size: int) -> bool:
+        return not size or self._promised[owner] + size <= self.share(owner)
 
     def _fits(self, owner: Owner, size: int) -> bool:
         all_held = sum(self.held.values())
@@ -139,6 +147,8 @@ class Lease:
         self.owner = owner
         self.held = 0
         self.reserved = 0
+        self.promised = 0
+        self.streams = False
         self.patience_seconds = _PATIENCE_SECONDS[owner]
         self._budget = budget
 
@@ -151,7 +161,7 @@ class Lease:
         """
         share = self._budget.share(self.owner)
         if self.held + size > share:
-            if self.owner != "sealing" and self.patience_seconds != _PATIENCE_OF_STREAMS:
+            if self.owner != "sealing" and not self.streams:
                 self.require(self.held + size)
             size = share - self.held
         if size > 0:
@@ -173,17 +183,20 @@ class Lease:
     def reserve(self, size: int) -> None:
         """Wait until this much is free, and reserve it, at most half of the share, for repeated holds.
 
-        Otherwise two leases that hold step by step would wait for each other. The other half is for short holds.
+        A stream waits patiently, now and at each later hold: what has begun can no longer be refused. A lease
+        reserves once. Otherwise two leases that hold step by step would wait for each other. The other half is for
+        short holds, and for what this lease needs beyond it: nobody else may reserve that.
 
         Raises:
-            Busy: it does not fit beside what others hold.
+            Busy: it does not fit beside what others hold, or will.
         """
         share = self._budget.share(self.owner)
-        before = max(self.held, self.reserved)
-        most = max(before, min(size, share))
-        if most > before:
-            self._budget.take(self.owner, most - before, self.patience_seconds)
-        self.reserved = max(self.reserved, min(size, share // 2))
+        promised = min(size, share)
+        most = max(self.held, promised)
+        if self.streams:
+            self.patience_seconds = _PATIENCE_OF_STREAMS
+        self._budget.take(self.owner, most - self.held, self.patience_seconds, promised=promised)
+        self.promised, self.reserved = promised, min(size, share // 2)
         self._give_back(most)
 
     def release(self, left: int) -> None:
@@ -194,9 +207,10 @@ class Lease:
 
     def end(self) -> None:
         """Nothing is held or reserved any more."""
-        before, self.held, self.reserved = max(self.held, self.reserved), 0, 0
-        if before:
-            self._budget.give_back(self.owner, before)
+        before, promised = max(self.held, self.reserved), self.promised
+        self.held = self.reserved = self.promised = 0
+        if before or promised:
+            self._budget.give_back(self.owner, before, promised=promised)
 
     def _give_back(self, before: int) -> None:
         less = before - max(self.held, self.reserved)
@@ -214,11 +228,14 @@ def hold(size: int) -> None:
         lease.hold(size)
 
 
-def wait_patiently() -> None:
-    """Charges within a streamed answer: however large it is, each piece fits."""
+def begin_stream() -> None:
+    """Charges from here on are a streamed answer's: however large it is, each piece fits.
+
+    Until it reserves, it is no more patient than a question: it holds step by step what others may wait for.
+    """
     lease = _LEASE.get()
     if lease is not None:
-        lease.patience_seconds = _PATIENCE_OF_STREAMS
+        lease.streams = True
 
 
 def require(size: int) -> None:

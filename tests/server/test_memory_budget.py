@@ -14,6 +14,7 @@ from collage_server.errors import Busy, NeedsTooMuch
 from collage_server.memory_budget import (
     MemoryBudget,
     available_memory,
+    begin_stream,
     held_rows,
     hold,
     released_afterwards,
@@ -155,6 +156,43 @@ def test_of_two_streams_that_take_much_the_second_waits_and_questions_do_not(bud
             hold(40 * MIB)
         stream.hold(100 * MIB)
         assert budget.held["answers"] == 100 * MIB
+    assert not +budget.held
+
+
+def test_what_a_stream_needs_beyond_its_reserved_half_no_other_stream_may_reserve(budget, monkeypatch):
+    """A large export waited for small ones until its patience ended, and broke off in the middle of its file."""
+    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.0})
+    with budget.lease("answers") as large:
+        reserve(100 * MIB)
+        for _ in range(2):
+            with budget.lease("answers"), pytest.raises(Busy):
+                reserve(40 * MIB)
+        with budget.lease("answers"):
+            reserve(28 * MIB)
+            large.hold(100 * MIB)
+    with budget.lease("answers"):
+        reserve(128 * MIB)
+    assert not +budget.held
+
+
+def test_a_stream_is_patient_only_from_its_reservation_on(budget, monkeypatch):
+    """Exports that found out at once what there is held a part each, and waited for each other, half a minute."""
+    monkeypatch.setattr("collage_server.memory_budget._PATIENCE_SECONDS", {"answers": 0.0})
+    with budget.lease("answers") as one, budget.lease("answers") as other:
+        begin_stream()
+        other.hold(60 * MIB)
+        one.hold(60 * MIB)
+        with pytest.raises(Busy):
+            other.hold(60 * MIB)
+        one.end()
+        other.hold(2**40)
+        assert budget.held["answers"] == 128 * MIB, "a stream takes piece after piece, however large it is"
+        other.release(0)
+        reserve(60 * MIB)
+        release = threading.Timer(0.0, one.end)
+        one.hold(60 * MIB)
+        release.start()
+        other.hold(128 * MIB)
     assert not +budget.held
 
 

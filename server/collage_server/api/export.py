@@ -20,7 +20,7 @@ from collage_server.api.routing import resource_router
 from collage_server.app_state import AppState, app_state_of
 from collage_server.export.file_formats import csv_bytes, jsonl_bytes, parquet_bytes
 from collage_server.export.step_batches import ExportPlan, plan_export, take_memory
-from collage_server.memory_budget import wait_patiently
+from collage_server.memory_budget import begin_stream
 from collage_server.newest_keeper import newest_points
 from collage_server.queries.run_answers import run_answer
 
@@ -47,7 +47,7 @@ def export_run(
     The run is read a batch of steps at a time, so a long export keeps no other reader or writer waiting.
     """
     app_state = app_state_of(request)
-    wait_patiently()
+    begin_stream()
     plan = plan_export(app_state.store, run_id, layers=layers, ranks=ranks)
     headers = {"Content-Disposition": f'attachment; filename="{run_id}.{export_format}"'}
     if export_format != "parquet" and not ranks:
