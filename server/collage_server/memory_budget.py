@@ -146,15 +146,11 @@ class Lease:
     def __init__(self, budget: MemoryBudget, owner: Owner) -> None:
         self.owner = owner
         self.held = 0
+        self.reserved = 0
         self.promised = 0
         self.streams = False
         self.patience_seconds = _PATIENCE_SECONDS[owner]
         self._budget = budget
-
-    @property
-    def reserved(self) -> int:
-        """The part of what is promised that stays taken also while less is held."""
-        return min(self.promised, self._budget.share(self.owner) // 2)
 
     def hold(self, size: int) -> None:
         """An owner holds `size` bytes more.
@@ -194,12 +190,13 @@ class Lease:
         Raises:
             Busy: it does not fit beside what others hold, or will.
         """
-        promised = min(size, self._budget.share(self.owner))
+        share = self._budget.share(self.owner)
+        promised = min(size, share)
         most = max(self.held, promised)
         if self.streams:
             self.patience_seconds = _PATIENCE_OF_STREAMS
         self._budget.take(self.owner, most - self.held, self.patience_seconds, promised=promised)
-        self.promised = promised
+        self.promised, self.reserved = promised, min(size, share // 2)
         self._give_back(most)
 
     def release(self, left: int) -> None:
@@ -211,7 +208,7 @@ class Lease:
     def end(self) -> None:
         """Nothing is held or reserved any more."""
         before, promised = max(self.held, self.reserved), self.promised
-        self.held = self.promised = 0
+        self.held = self.reserved = self.promised = 0
         if before or promised:
             self._budget.give_back(self.owner, before, promised=promised)
 
