@@ -96,7 +96,7 @@ class MemoryBudget:
         """
         end = time.monotonic() + patience_seconds
         with self._free:
-            while not (self._may_promise(owner, promised) and self._fits(owner, size)):
+            while promised and self._promised[owner] + promised > self.share(owner) or not self._fits(owner, size):
                 left = end - time.monotonic()
                 if left > 0 and self._free.wait(left):
                     continue
@@ -118,9 +118,6 @@ class MemoryBudget:
             self.held[owner] -= size
             self._promised[owner] -= promised
             self._free.notify_all()
-
-    def _may_promise(self, owner: Owner, size: int) -> bool:
-        return not size or self._promised[owner] + size <= self.share(owner)
 
     def _fits(self, owner: Owner, size: int) -> bool:
         all_held = sum(self.held.values())
