@@ -96,7 +96,9 @@ class MemoryBudget:
         """
         end = time.monotonic() + patience_seconds
         with self._free:
-            while promised and self._promised[owner] + promised > self.share(owner) or not self._fits(owner, size):
+            while not self._fits(owner, size) or (
+                promised and self._promised[owner] + promised > self.share(owner)
+            ):
                 left = end - time.monotonic()
                 if left > 0 and self._free.wait(left):
                     continue
