@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from collage_demo.cpu_products import compute_products_in_fp32
 from torch import nn
 from torch.optim import Optimizer
 
@@ -51,6 +52,7 @@ class Gpt(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.token.weight
+        compute_products_in_fp32(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.token(tokens) + self.position.weight

@@ -9,6 +9,7 @@ import inspect
 import torch
 from accelerate import Accelerator
 from collage_agent.integrations.accelerate import CollageTracker, watch_accelerated
+from collage_demo.cpu_products import compute_products_in_fp32
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
         nn.GELU(),
         nn.Linear(4 * WIDTH, 256),
     ).to(torch.bfloat16)
+    compute_products_in_fp32(model)  # most CPUs multiply bf16 slowly
 
     accelerator = Accelerator(gradient_accumulation_steps=2, log_with=CollageTracker("examples", "accelerate loop"))
     model, optimizer, data = accelerator.prepare(

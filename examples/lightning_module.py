@@ -9,6 +9,7 @@ import warnings
 
 import torch
 from collage_agent.integrations.lightning import CollageCallback
+from collage_demo.cpu_products import compute_products_in_fp32
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,6 +26,7 @@ class NextByte(LightningModule):
         self.learning_rate = learning_rate
         self.embedding = nn.Embedding(256, width)
         self.layers = nn.Sequential(nn.Linear(CONTEXT * width, 4 * width), nn.GELU(), nn.Linear(4 * width, 256))
+        compute_products_in_fp32(self.layers)  # most CPUs multiply bf16 slowly
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """The loss of one batch: windows [batch][CONTEXT] and the bytes that follow them."""

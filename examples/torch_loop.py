@@ -8,6 +8,7 @@ import inspect
 
 import collage_agent as collage
 import torch
+from collage_demo.cpu_products import compute_products_in_fp32
 from torch import Tensor, nn
 
 CONTEXT = 64
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     text = torch.frombuffer(bytearray(inspect.getsource(argparse), "utf-8"), dtype=torch.uint8)
-    model = ByteModel().to(torch.bfloat16)
+    model = compute_products_in_fp32(ByteModel().to(torch.bfloat16))  # most CPUs multiply bf16 slowly
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
 
     collage.init(project="examples", name="torch loop", config=options)

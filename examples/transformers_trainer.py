@@ -9,6 +9,7 @@ import tempfile
 
 import torch
 from collage_agent.integrations.transformers import CollageCallback
+from collage_demo.cpu_products import compute_products_in_fp32
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     size = GPT2Config(
         vocab_size=256, n_positions=CONTEXT, n_embd=64, n_layer=2, n_head=2, eos_token_id=0, bos_token_id=0
     )
-    model = GPT2LMHeadModel(size).to(torch.bfloat16)
+    model = compute_products_in_fp32(GPT2LMHeadModel(size).to(torch.bfloat16))  # most CPUs multiply bf16 slowly
     with tempfile.TemporaryDirectory() as folder:
         training = TrainingArguments(
             output_dir=folder,

@@ -1,6 +1,7 @@
 """A training, written as any user would: a small byte-level GPT or BERT, an optimizer, a loop, and `watch`.
 
-The models have learned positions, pre-norm blocks, and an output matrix that is not tied.
+The models have learned positions, pre-norm blocks, and an output matrix that is not tied. On a CPU they
+compute products in fp32, whatever the weights' dtype.
 
 The demo, the studies and benchmarks train it. Its draws are fixed by the seed: published pages rest on them
 (`tests/demo/test_training.py`).
@@ -25,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from collage_demo.corpus import NO_TARGET, Corpus, batch, masked
+from collage_demo.cpu_products import compute_products_in_fp32
 from collage_demo.recipe import Plan, Recipe
 
 __all__ = [
@@ -72,6 +74,7 @@ class ByteGPT(nn.Module):
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
         nn.init.normal_(self.head.weight, std=0.02)
+        compute_products_in_fp32(self)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         places = torch.arange(inputs.shape[1], device=inputs.device)

@@ -23,6 +23,10 @@ from collage_studies.study import MarkdownTable, Page, Picture, Plot, Record, St
 __all__ = ["draw", "table_text", "write_page"]
 
 _DOTS_PER_INCH = 110
+_NARROW_PRODUCTS = (
+    " These trials left products of bfloat16 weights to torch. On a CPU new ones compute them in fp32 and round "
+    "once, so their numbers may differ slightly."
+)
 _TITLE_CHARACTERS = 60
 """Beyond this, a title would run into the legend beside it."""
 
@@ -107,6 +111,7 @@ def table_text(table: MarkdownTable) -> str:
 def _made_with(study: Study, records: Sequence[Record], read: Mapping[str, int]) -> str:
     seconds = sum(record.cpu_seconds for record in records)
     versions = sorted({f"{name} {version}" for record in records for name, version in record.versions.items()})
+    products = "" if all("products" in record.versions for record in records) else _NARROW_PRODUCTS
     took = f"{seconds / 60:.0f} CPU minutes" if seconds >= 120 else f"{seconds:.0f} CPU seconds"
     others = [
         f"[{name}]({name}.md) ({count} trials)" if count else f"{name} (not run: missing here)"
@@ -115,5 +120,5 @@ def _made_with(study: Study, records: Sequence[Record], read: Mapping[str, int])
     more = f" The page also reads the records of {listed(others)}." if others else ""
     return (
         f"`python -m collage_studies {study.name}`: {len(records)} trials, {took}; {', '.join(versions)}. "
-        f"This page is drawn from [`data/{study.name}.jsonl`](data/{study.name}.jsonl).{more}"
+        f"This page is drawn from [`data/{study.name}.jsonl`](data/{study.name}.jsonl).{more}{products}"
     )

@@ -47,7 +47,8 @@ def main(argument: str) -> None:
     started = time.process_time()
     record = study_named(task.study).run(task.trial, task.reporting)
     versions = {name: version(name) for name in ("collage-monitor", "torch")} | {
-        "Python": platform.python_version()
+        "Python": platform.python_version(),
+        "products": "in fp32",
     }
     seconds = round(time.process_time() - started, 2)
     print_line(RecordLine(msgspec.structs.replace(record, versions=versions, cpu_seconds=seconds)))

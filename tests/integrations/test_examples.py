@@ -12,7 +12,10 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("example", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("example", NAMES)
 def test_the_example_trains_and_gives_its_verdict(example, tmp_path):
     environment = {**os.environ, "COLLAGE_MODE": "offline", "COLLAGE_DIR": str(tmp_path)}
     answer = run_forked(
@@ -22,3 +25,12 @@ def test_the_example_trains_and_gives_its_verdict(example, tmp_path):
     assert "AdamW, bfloat16, strategy plain, step 20: " in answer.stdout
     assert "reports of run" in answer.stdout
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("example", NAMES)
+def test_the_example_multiplies_no_16_bit_operands(example, tmp_path):
+    environment = {**os.environ, "COLLAGE_MODE": "offline", "COLLAGE_DIR": str(tmp_path)}
+    program = ("-m", "tests.narrow_products", EXAMPLES / f"{example}.py", "--steps", "2")
+    answer = run_forked(TRAINING, *program, environment=environment)
+    assert answer.returncode == 0, answer.stderr

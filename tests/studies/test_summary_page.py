@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.command import study
+from collage_studies.pages import write_page
+from collage_studies.study import Page
 from collage_studies.summary import CLAIMS, records_of, summary_text
 
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
@@ -30,6 +33,15 @@ def test_the_answer_of_a_study_is_what_its_records_say(name, found):
     others = [record for other in study.reads for record in found[other]]
     text = (STUDIES / f"{name}.md").read_text()
     assert f"**Answer.** {study.page([*found[name], *others]).answer}\n" in text
+
+
+def test_a_page_says_if_its_trials_left_products_in_bfloat16(found, tmp_path):
+    study, page = study_named("layers"), Page(answer="None.", evidence=())
+    old = found["layers"]
+    new = [msgspec.structs.replace(entry, versions={**entry.versions, "products": "in fp32"}) for entry in old]
+    texts = [write_page(study, page, records, tmp_path).read_text() for records in (old, new)]
+    assert ["left products of bfloat16 weights to torch" in text for text in texts] == [True, False]
+    assert "products in fp32, torch" in texts[1]
 
 
 def test_what_has_not_been_run_is_said_to_be_missing(tmp_path):

@@ -1,0 +1,126 @@
+"""Products of 16-bit weights on a CPU: computed in fp32, rounded once, and at no cost in memory."""
+
+import copy
+
+import pytest
+import torch
+from collage_demo.cpu_products import compute_products_in_fp32
+from collage_demo.training import ByteBERT, ByteGPT, loss_of
+from collage_studies.held_weights import ReadInBfloat16
+from collage_studies.low_rank_adapters import adapt
+from torch import nn
+from torch.nn import functional
+
+from benchmarks._training import Training
+from tests.narrow_products import NarrowProducts
+
+
+def small(kind=ByteGPT):
+    torch.manual_seed(0)
+    return kind(layers=2, width=32, length=16).to(torch.bfloat16)
+
+
+def adapted():
+    model = small()
+    adapt(model, 3, 2.0, seed=1)
+    return model
+
+
+def trains(model):
+    inputs = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
+    return lambda: loss_of(model, inputs, inputs).backward()
+
+
+OWN = {
+    "GPT": lambda: trains(small()),
+    "BERT": lambda: trains(small(ByteBERT)),
+    "adapters": lambda: trains(adapted()),
+    "fp32 weights read in bfloat16": lambda: trains(ReadInBfloat16(small().float())),
+    "benchmarks": lambda: Training(seed=1).step,
+}
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_our_own_models_multiply_no_16_bit_operands(own):
+    step = OWN[own]()
+    with NarrowProducts() as seen:
+        step()
+    assert seen.found == []
+
+
+def test_products_of_a_model_left_as_it_is_are_counted():
+    """Otherwise the test above could not fail."""
+    layer, recurrent = nn.Linear(4, 3).bfloat16(), nn.GRU(4, 3).bfloat16()
+    with NarrowProducts() as seen:
+        (layer(torch.ones(2, 4).bfloat16()).sum() + recurrent(torch.ones(2, 4).bfloat16())[0].sum()).backward()
+    assert len(seen.found) >= 4
+
+
+class Products(nn.Module):
+    """Each kind of product once."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.recurrent = nn.Linear(8, 8), nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, inputs):
+        hidden, _ = self.recurrent(self.linear(inputs))
+        mixed = functional.scaled_dot_product_attention(hidden, inputs, hidden + inputs, is_causal=True)
+        added = torch.addmm(mixed[0, 0], mixed[0], self.linear.weight)
+        return added @ self.linear.weight.T[:, 1:5] + torch.matmul(mixed[1], self.linear.weight[2:6].T)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_and_gradients_are_those_of_fp32_rounded(dtype):
+    torch.manual_seed(0)
+    model = compute_products_in_fp32(Products().to(dtype))
+    twin = copy.deepcopy(model).float()
+    inputs = torch.randn(2, 6, 8).to(dtype).requires_grad_()
+    wide = inputs.detach().float().requires_grad_()
+    with NarrowProducts() as seen:
+        found = model(inputs)
+        found.square().sum().backward()
+    expected = twin(wide)
+    expected.square().sum().backward()
+    assert seen.found == []
+    assert found.dtype == dtype
+    tolerance = 8 * torch.finfo(dtype).eps
+    for narrow, exact in [(found, expected), (inputs.grad, wide.grad)] + [
+        (weight.grad, other.grad) for weight, other in zip(model.parameters(), twin.parameters(), strict=True)
+    ]:
+        assert narrow.dtype == dtype
+        assert (narrow.float() - exact).norm() <= tolerance * exact.norm()
+
+
+def test_a_product_of_one_layer_is_rounded_once():
+    torch.manual_seed(0)
+    layer = compute_products_in_fp32(nn.Linear(64, 32).bfloat16())
+    inputs, upstream = torch.randn(16, 64).bfloat16(), torch.randn(16, 32).bfloat16()
+    layer(inputs).backward(upstream)
+    wide = functional.linear(inputs.float(), layer.weight.detach().float(), layer.bias.detach().float())
+    assert torch.equal(layer(inputs), wide.bfloat16())
+    assert torch.equal(layer.weight.grad, (upstream.float().T @ inputs.float()).bfloat16())
+
+
+def test_an_exception_in_the_model_leaves_torch_as_it_was():
+    layer, other = compute_products_in_fp32(nn.Linear(4, 4).bfloat16()), nn.Linear(4, 4).bfloat16()
+    with pytest.raises(RuntimeError):
+        layer(torch.ones(2, 5).bfloat16())
+    with NarrowProducts() as seen:
+        other(torch.ones(2, 4).bfloat16())
+    assert seen.found
+
+
+def test_no_fp32_copy_of_a_weight_waits_for_the_backward_pass():
+    layer = compute_products_in_fp32(nn.Linear(4096, 4096, bias=False).bfloat16())
+    inputs = torch.ones(1, 4096).bfloat16().requires_grad_()
+    layer(inputs).sum().backward()
+    before = resident_mib()
+    outputs = layer(inputs)
+    assert resident_mib() - before < 32, "64 MiB are a copy of the weight"
+    outputs.sum().backward()
+
+
+def resident_mib():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) / 256
