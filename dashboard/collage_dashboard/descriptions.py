@@ -134,14 +134,14 @@ def in_a_sentence(overview: wire.Overview) -> str:
     if overview.health != "losing updates":
         return f"{words}."
     words = words.replace("of updates ", "of updates are ")
-    started = next((value for entry in overview.trend if (value := finite(entry)) is not None), None)
+    edq_so_far = [value for entry in overview.trend if (value := finite(entry)) is not None]
     stuck = [key.partition("/")[2] for key in overview.findings if key.startswith(STATE)]
     if overview.since is not None:
         # It may have lost before the change, too; or the share's steps, the recent past, begin before it.
         edq = next((change.before for change in overview.changes if change.step == overview.since), 1.0)
         more = edq < 1 - EDQ_TOLERANCE or (overview.first_step or overview.since) < overview.since
         words += f",{' more' if more else ''} since step {overview.since:,}"
-    elif started is not None and started < 1 - EDQ_TOLERANCE:
+    elif edq_so_far and max(edq_so_far) < 1 - EDQ_TOLERANCE:
         words += ", from the start"
     elif len(stuck) == 1 and (found := _STUCK.search(overview.headline)):
         return f"{words}; {found[0]}."

@@ -191,6 +191,11 @@ STUCK = {"state_decrement_ratio/exp_avg_sq": 0.02}
             "57.6 % of updates are lost, from the start.",
         ),
         (
+            overview("losing updates", trend=[0.6, 1.0, 0.6], **LOSING),
+            "57.6 % of updates lost",
+            "57.6 % of updates are lost.",
+        ),
+        (
             overview("losing updates", trend=[1.0, 0.6], since=1020, **LOSING),
             "57.6 % of updates lost",
             "57.6 % of updates are lost, since step 1,020.",
