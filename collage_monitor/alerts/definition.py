@@ -45,11 +45,12 @@ class Condition:
     """Holds for each series called `series` whose `measure` compares with `threshold`.
 
     "value": x, the newest value. "distance": |x − 1|. "recent": the newest value within the window, whatever its
-    age. "share of quantile": x divided by the series' own `quantile` within the window, if that quantile is at
-    least `quantile_from`: a share of a value near 0 is noise. "deviations": (x − median) over the robust standard
-    deviation IQR / 1.349 of the window, plus a hundredth of |median|, so that a series without noise does not alarm
-    at the first change. "growth": x minus its value a window ago, or minus 0 if it had none. "age": seconds since
-    the time x. "not finite": x is NaN or infinite; there is no threshold.
+    age, if the run is still under the same strategy. "share of quantile": x divided by the series' own `quantile`
+    within the window, if that quantile is at least `quantile_from`: a share of a value near 0 is noise.
+    "deviations": (x − median) over the robust standard deviation IQR / 1.349 of the window, plus a hundredth of
+    |median|, so that a series without noise does not alarm at the first change. "growth": x minus its value a
+    window ago, or minus 0 if it had none. "age": seconds since the time x. "not finite": x is NaN or infinite;
+    there is no threshold.
     """
 
     series: str
@@ -95,7 +96,7 @@ class Condition:
         return {
             "value": f"{series} {against}",
             "distance": f"abs({series} - 1) {against}",
-            "recent": f"last_over_time({window}) {against}",
+            "recent": f"last_over_time({window}) {against} and on(run_id, strategy) collage_step",
             "share of quantile": f"{series} {against} * {past}",
             "deviations": f"({series} - {median}) / {deviation} {against}",
             "growth": f"({series} - {series} offset $window {against} or {begun} {against})",

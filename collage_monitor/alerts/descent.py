@@ -41,6 +41,8 @@ _INTENDED = 0.1
 cosine to zero, which hold less than a thousandth of all its rates. A rate lowered for good is usual soon."""
 _STOCHASTIC = "|".join(name for name, entry in STRATEGIES.items() if entry.stochastic)
 
+_WINDOW_SETTLE_STEPS = 300
+"""A window of 64 steps ends every 256 to 260: until then the newest is from before the resume."""
 _CATCHES_UP_STEPS = 3000
 """Steps until an oracle's second moment, at β₂ = 0.999, is that of its own gradients: three time constants."""
 
@@ -243,6 +245,7 @@ ALERTS: Final = (
         Condition("collage_lost_window_ratio", ">", 0.5, "recent", labels=(("strategy", "=~", _STOCHASTIC),)),
         window_seconds=3600.0,
         for_seconds=600.0,
+        settle_steps=_WINDOW_SETTLE_STEPS,
         least_intended_share=_INTENDED,
         severity="warning",
         summary="over a window of steps more than half of the weights do not move",

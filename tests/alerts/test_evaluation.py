@@ -86,11 +86,20 @@ def test_the_newest_within_the_window_counts_however_old():
     evaluation = Evaluation([entry])
     firing = []
     for minute, value in enumerate([0.9, *[None] * 12]):
-        firing += [
-            (minute, change.firing)
-            for change in evaluation.observe(60.0 * minute, [] if value is None else [Sample("s", RUN, value)])
-        ]
+        given = [Sample("collage_step", RUN, 1.0), *([] if value is None else [Sample("s", RUN, value)])]
+        firing += [(minute, change.firing) for change in evaluation.observe(60.0 * minute, given)]
     assert firing == [(5, True), (11, False)]
+
+
+def test_what_was_shown_under_another_strategy_is_not_recent():
+    """A window of before a conversion kept an alert firing for an hour after it."""
+    entry = ALERTS["CollageWindowUpdatesLost"]
+    evaluation, changes = Evaluation([entry]), []
+    for minute in range(40):
+        strategy = "stochastic" if minute < 20 else "split-master"
+        given = sampled("collage_lost_window_ratio", 0.9, strategy=strategy)
+        changes += evaluation.observe(60.0 * minute, given if minute < 15 else given[1:])
+    assert [change.firing for change in changes] == [True, False]
 
 
 def test_an_alert_that_fired_before_a_restart_is_taken_over():

@@ -26,9 +26,11 @@ _LOOK_BACK_SECONDS: Final = 300.0
 """How far back Prometheus looks for the newest sample at an offset."""
 _TO_DEVIATION: Final = 1.349
 _ON: Final = "run_id"
-_STEPS: Final = ("collage_step", "collage_steps_since_resume")
+_STEP: Final = "collage_step"
+_STEPS: Final = (_STEP, "collage_steps_since_resume")
 _INTENDED: Final = "collage_intended_share"
-_NAMES: Final = frozenset({"project", "run", "strategy"})
+_STRATEGY: Final = "strategy"
+_NAMES: Final = frozenset({"project", "run", _STRATEGY})
 """Labels that may change while it is the same run."""
 
 
@@ -208,7 +210,7 @@ class Evaluation:
         value = series.newest(now)
         if condition.measure == "recent":
             past = series.since(now - window)
-            return _compared(condition, past[-1]) if past else None
+            return _compared(condition, past[-1]) if past and self._is_present(series) else None
         if value is None:
             return None
         if condition.measure == "value":
@@ -235,6 +237,13 @@ class Evaluation:
         if condition.quantile_from is not None and not usual >= condition.quantile_from:
             return None
         return value if _holds(condition, value, condition.threshold * usual) else None
+
+    def _is_present(self, series: _Series) -> bool:
+        """Whether the series' run goes on, under the strategy of its newest value."""
+        steps = self._history.series(_STEP).get(((_ON, series.run_id),))
+        if steps is None or steps.newest(self._history.now) is None:
+            return False
+        return dict(steps.labels).get(_STRATEGY) == dict(series.labels).get(_STRATEGY)
 
     def _judge(self, alert: Alert, holding: Mapping[Labels, tuple[Labels, float]]) -> list[AlertChange]:
         now = self._history.now
