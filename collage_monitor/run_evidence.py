@@ -32,6 +32,7 @@ from collage_monitor.judgement import (
     Evidence,
     SilentRanks,
     finite,
+    last_change,
     recent_points,
     silent_ranks,
 )
@@ -104,7 +105,7 @@ def read_evidence(client: Client, run: Run | str) -> Evidence:
     keys = [key for key in metric_keys(statistics) if split_key(key)[0] in _OF_MODEL]
     if not keys or run.last_step is None:
         return Evidence({}, watch=run.watch)
-    first = _begin_of_recent_past(client, run_id, run.watch)
+    first = _begin_of_recent_past(client, run)
     series: list[Series] = []
     for begin in range(0, len(keys), _METRICS_A_QUESTION):
         merged = client.series(run_id, keys[begin : begin + _METRICS_A_QUESTION], points=1, first_step=first)
@@ -226,14 +227,16 @@ def _measured_steps(series: Series, watch: WatchInfo | None) -> list[float]:
     return [(last - first) // every + 1.0 for first, last in zip(series.first_steps, series.steps, strict=True)]
 
 
-def _begin_of_recent_past(client: Client, run_id: str, watch: WatchInfo | None) -> int | None:
+def _begin_of_recent_past(client: Client, run: Run) -> int | None:
     """The first step of the recent past; Σ u² of a point is its mean norm squared times its measured steps.
 
     An answer does not carry that number. Here it is what `watch.every` gives: too many where the governor
     lengthened the interval and the point merges several steps, so the recent past may hold fewer than it should.
     """
-    norms = client.series(run_id, "intended_norm", points=_POINTS)
-    measured = _measured_steps(norms, watch)
+    norms = client.series(run.run_id, "intended_norm", points=_POINTS)
+    if not norms.steps:
+        return None
+    measured = _measured_steps(norms, run.watch)
     squares = [count * (finite(norm) or 0.0) ** 2 for count, norm in zip(measured, norms.values, strict=True)]
-    taken = recent_points(measured, squares)
-    return norms.first_steps[-taken] if taken else None
+    since = last_change(run.attempts, run.watch, norms.steps[-1])
+    return max(norms.first_steps[-recent_points(norms.steps, measured, squares, since)], since)

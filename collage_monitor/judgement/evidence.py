@@ -7,6 +7,7 @@ verdict everywhere (`tests/judgement/test_same_words.py`).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -14,7 +15,7 @@ from typing import Final
 from collage_monitor.definitions import Array
 from collage_monitor.metrics import split_key
 from collage_monitor.statistics import Totals, finish_all, reduce_steps
-from collage_monitor.wire import Number, WatchInfo
+from collage_monitor.wire import Attempt, Number, WatchInfo
 
 __all__ = [
     "Evidence",
@@ -26,6 +27,7 @@ __all__ = [
     "evidence_of",
     "finite",
     "labelled",
+    "last_change",
     "longest_window",
     "recent_points",
     "silent_ranks",
@@ -94,7 +96,8 @@ def evidence_of(
 ) -> Evidence:
     """The evidence from totals of the recent past, in the training's own process or on a server.
 
-        taken = recent_points(totals["measured_steps"], totals["intended_squared_sum"])
+        since = last_change(run.attempts, run.watch, steps[-1])
+        taken = recent_points(steps, totals["measured_steps"], totals["intended_squared_sum"], since)
         recent = {key: values[-taken:] for key, values in totals.items()}
         evidence = evidence_of(recent, layers_of_the_same_steps, names, watch=run.watch, first_step=…, last_step=…)
 
@@ -120,20 +123,37 @@ def _number(value: Array) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
-def recent_points(measured: Sequence[float], squares: Sequence[float]) -> int:
-    """How many points at the end are the recent past: they hold RECENT_STEPS measured steps and RECENT_SHARE of the
-    run's Σ u², or are all there are.
+def last_change(attempts: Sequence[Attempt], watch: WatchInfo | None, last_step: int) -> int:
+    """The step with which the recent past begins at the earliest: the last launch that measures, or change of how
+    weights and states are kept; 0 if none is known.
 
-    measured, squares: measured steps and Σ u² of each point of the whole run, oldest first. At the end of a
-    learning-rate schedule the last steps are tiny compared with the rest, and do not represent it.
+    attempts: the training's, oldest first. last_step: the newest measured step; a change that no measured step
+    follows yet has no evidence, and the one before it counts.
     """
-    whole = sum(squares)
-    steps = carried = 0.0
-    for taken, (count, square) in enumerate(zip(reversed(measured), reversed(squares), strict=True), start=1):
-        steps, carried = steps + count, carried + square
-        if steps >= RECENT_STEPS and carried >= RECENT_SHARE * whole:
-            return taken
-    return len(measured)
+    launches = [entry.measured_from for entry in attempts if entry.measured_from is not None]
+    # A launch hides older ones' steps from its first on: one that began later is hidden with all its steps.
+    launched = next((step for step in reversed(launches) if step <= last_step), 0)
+    changed = watch.kept_since if watch is not None else None
+    if watch is not None and changed is None and watch.conversion is not None:
+        changed = watch.conversion.step + 1
+    return launched if changed is None or changed > last_step else max(launched, changed)
+
+
+def recent_points(steps: Sequence[int], measured: Sequence[float], squares: Sequence[float], since: int) -> int:
+    """How many points at the end are the recent past: they hold RECENT_STEPS measured steps and RECENT_SHARE of
+    Σ u² since the last change, or are all there are since then.
+
+    steps, measured, squares: last step, measured steps and Σ u² of each point of the whole run, oldest first.
+    since: `last_change` of the run. At the end of a learning-rate schedule the last steps are tiny compared with
+    the rest, and do not represent it.
+    """
+    present = bisect_left(steps, since)
+    whole = sum(squares[present:])
+    taken, count, carried = 0, 0.0, 0.0
+    while taken < len(steps) - present and (count < RECENT_STEPS or carried < RECENT_SHARE * whole):
+        taken += 1
+        count, carried = count + measured[-taken], carried + squares[-taken]
+    return taken
 
 
 def silent_ranks(

@@ -309,10 +309,11 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
 
     `intent` says where u comes from: "shadow" (fp64 shadow step on samples), "rule" (the optimizer's update rule,
     ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), or "before-after" (no u:
-    only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights. `trained`
-    says what each optimizer trains. `expected` holds the expectations, as text, and `broken` those that do not
-    hold. `resume_losses` lists the losses of the resume before this launch; `continuation` compares its start with
-    what an earlier launch saved.
+    only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights, and
+    `kept_since` the first measured step since weights and states are kept as they are now: of the watch, or after
+    its last load of states or change of strategy or dtype. `trained` says what each optimizer trains. `expected`
+    holds the expectations, as text, and `broken` those that do not hold. `resume_losses` lists the losses of the
+    resume before this launch; `continuation` compares its start with what an earlier launch saved.
     """
 
     optimizer: Name
@@ -329,6 +330,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     host: Annotated[str, Meta(max_length=255)] = ""
     fingerprint: Fingerprint | None = None
     conversion: Conversion | None = None
+    kept_since: Index | None = None
     trained: list[Trained] = field(default_factory=list)
     expected: Text = ""
     broken: list[Breach] = field(default_factory=list)

@@ -69,7 +69,7 @@ def evaluate(now: Snapshot, record: RunRecord, first_step: int | None = None) ->
         ("measured_steps", "intended_squared_sum", "elements"),
         Selection(first_step=first_step, points=_RECENT_POINTS),
     )
-    past = Selection(first_step=begin_of_recent_past(recent) or first_step, points=1)
+    past = Selection(first_step=begin_of_recent_past(recent, record) or first_step, points=1)
     layers = tuple(dict.fromkeys(key for metric in OF_LAYERS for key in statistics_for(metric, intervals=False)))
     edq = statistics_for("edq_ratio", intervals=False)
     model = read(None, past)

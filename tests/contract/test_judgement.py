@@ -15,8 +15,10 @@ from collage_monitor.judgement import (
     evidence_of,
     judge,
     judged_run,
+    last_change,
     longest_window,
     percent,
+    recent_points,
     rules,
     words,
 )
@@ -454,6 +456,49 @@ def test_totals_give_the_same_evidence_whatever_process_holds_them():
     assert "the model as a whole" not in judge(found).text
     assert "the model as a whole" in judge(evidence_of(model, watch=watch, first_step=1, last_step=3)).text
     assert judge(evidence_of({}, watch=watch)).text == "No step was measured yet."
+
+
+def launches(*measured_from):
+    return [
+        wire.Attempt(run_id="r", attempt=n, launch_id=f"l{n}", first_step=1, created_at=0.0, measured_from=begin)
+        for n, begin in enumerate(measured_from, start=1)
+    ]
+
+
+CONVERTED = wire.Conversion(source="plain", target="plus", step=100)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "watch", "since"),
+    [
+        ([], {}, 0),
+        (launches(1), {}, 1),
+        (launches(1, 101), {}, 101),
+        (launches(1, None, 101, None), {}, 101),
+        (launches(1, 101, 51), {}, 51),
+        (launches(1, 101, 121), {}, 101),
+        (launches(1), {"conversion": CONVERTED}, 101),
+        (launches(1, 110), {"conversion": CONVERTED}, 110),
+        (launches(1), {"kept_since": 90, "conversion": CONVERTED}, 90),
+        (launches(1, 51), {"kept_since": 121}, 51),
+    ],
+)
+def test_the_last_change_is_the_newest_that_a_measured_step_follows(attempts, watch, since):
+    """A launch, a conversion, or what the agent says; a launch hides older ones that began beyond it."""
+    assert last_change(attempts, wire.WatchInfo(optimizer="AdamW", **watch), 120) == since
+
+
+def test_the_recent_past_begins_at_the_last_change():
+    """Also a point that was merged across it counts; of Σ u², that of before is no measure of it."""
+    steps, ones = list(range(10, 1001, 10)), [1.0] * 100
+    assert recent_points(steps, ones, ones, 0) == 32
+    assert recent_points(steps, ones, ones, 500) == 32
+    assert recent_points(steps, ones, ones, 901) == 10
+    assert recent_points(steps, ones, ones, 999) == 1
+    faded = [1.0] * 60 + [1e-6] * 40
+    assert recent_points(steps, ones, faded, 0) == 43
+    assert recent_points(steps, ones, faded, 601) == 32
+    assert recent_points([], [], [], 0) == 0
 
 
 def test_layers_that_are_worth_a_look_are_named_and_decide_nothing():

@@ -141,12 +141,15 @@ class RawRun:
 
     @cached_property
     def recent(self) -> list[int]:
-        """The recent past: the newest 32 measured steps, or as many more as hold a twentieth of Σ u²."""
-        squares = [np.nan_to_num(self.total("intended_squared_sum", [step])) for step in self.steps]
+        """The recent past since the last launch or change of what is kept: the newest 32 measured steps, or as many
+        more as hold a twentieth of Σ u²."""
+        since = max(begin for begin in (self.begins[-1], self.watch.kept_since or 0) if begin <= self.steps[-1])
+        steps = [step for step in self.steps if step >= since]
+        squares = [np.nan_to_num(self.total("intended_squared_sum", [step])) for step in steps]
         for taken in range(min(32, len(squares)), len(squares)):
             if sum(squares[-taken:]) >= 0.05 * sum(squares):
-                return self.steps[-taken:]
-        return self.steps
+                return steps[-taken:]
+        return steps
 
     def missing(self, layer: str, steps: Sequence[int]) -> float:
         """Σ u² − Σ u·e of a layer, where it is positive."""

@@ -108,6 +108,8 @@ class ReportMaker:
             self._rows.setdefault(key, len(self._rows))
         if self.watch is None or watch_index == 0:
             self.watch = layout.watch
+        since = [known.watch.kept_since for known in self._known.values() if known.watch.kept_since is not None]
+        self.watch = msgspec.structs.replace(self.watch, kept_since=max(since, default=None))
         return (len(self.layers), len(self._rows), self.watch) != before
 
     def reports(self, items: list[Item]) -> list[Report]:

@@ -77,6 +77,8 @@ class Assembly:
         self._laid_out: list[Sequence[WatchedParameter]] = []
         self._described: tuple[object, ...] = ()
         self._looked_at: Layout | None = None
+        self._kept_since: int | None = None
+        self._beginnings: list[int] = []
         self._contract: Contract | None = None
         if isinstance(options.expect, Expectations):
             self._contract = Contract(options.expect, options.on_breach, options.windows)
@@ -85,7 +87,7 @@ class Assembly:
     def info(self) -> wire.WatchInfo:
         """The description of the watch in wire form."""
         notes = [*([self._guard.reason] if self._guard.reason else []), *failures()]
-        info = joined([hooks.info(notes) for hooks in self._hooks])
+        info = replace_fields(joined([hooks.info(notes) for hooks in self._hooks]), kept_since=self._kept_since)
         if self._contract is None:
             return info
         return replace_fields(info, expected=str(self._options.expect), broken=self._contract.broken)
@@ -153,6 +155,10 @@ class Assembly:
                 if [*map(id, lists)] != [*map(id, self._laid_out)]:
                     self.layout, self._laid_out = None, lists
                     self._union.layers.extend(self.watched)
+                beginnings = [hooks.beginnings for hooks in self._hooks]
+                if beginnings != self._beginnings:
+                    self._beginnings = beginnings
+                    self._begin_again(step)
                 measured = len(parts)
                 for average in self.averages:
                     parts += average.take(self._union.layers)
@@ -168,6 +174,12 @@ class Assembly:
                 hooks.measurer.shrink_sample(int(self._governor.sample))
         if self._contract is not None:
             self._contract.enforce()
+
+    def _begin_again(self, step: int) -> None:
+        """What was measured before this step is no part of the recent past."""
+        self._kept_since = step
+        self.history.begin_anew()
+        self.last_occasional.clear()
 
     def _hand_over(self, step: int, table: Table[Tensor]) -> None:
         scalars, layout = self._scalars(), self._current_layout()
@@ -192,7 +204,7 @@ class Assembly:
         """Check the step against the expectations; returns the layout, rebuilt if it must report a new breach."""
         if self._looked_at is not layout:
             contract.look_at(layout, step)
-        contract.measured(table.array, step)
+        contract.measured(table.array, step, begins=step == self._kept_since)
         self._looked_at = self._current_layout()
         return self._looked_at
 
@@ -240,7 +252,7 @@ class Assembly:
             closures = closures or hooks.closure_seen
             changes += hooks.changes
         broken = () if self._contract is None else (*self._contract.broken, changes)
-        described = failures() if len(MEASURES) > len(OWN) else [], closures, broken, seen_by
+        described = failures() if len(MEASURES) > len(OWN) else [], closures, broken, seen_by, self._kept_since
         if (
             layout is None
             or self._described != described

@@ -50,7 +50,7 @@ class Contract:
         self._broken: dict[str, wire.Breach] = {}
         self._told = 0
         self._recent: deque[dict[str, NDArray[np.float64]]] = deque(maxlen=RECENT_STEPS)
-        self._late: list[tuple[int, list[str], Callable[[], NDArray[np.float64]]]] = []
+        self._late: list[tuple[int, bool, list[str], Callable[[], NDArray[np.float64]]]] = []
         self._rows: dict[str, int] = {}
         self._metrics = {bound: key for bound, key in BOUNDS.items() if getattr(expected, bound) is not None}
 
@@ -78,8 +78,8 @@ class Contract:
         needed = {need for key in self._metrics.values() for need in statistics_for(key)}
         self._rows = {name: row for row, name in enumerate(layout.statistics) if name in needed}
 
-    def measured(self, totals: Tensor, step: int) -> None:
-        """A measured step's totals, [statistic][layer] in the layout's order.
+    def measured(self, totals: Tensor, step: int, *, begins: bool) -> None:
+        """A measured step's totals, [statistic][layer] in the layout's order; begins: of the recent past the first.
 
         On the host they are looked at now. On a device the first ones are waited for, once a launch; later ones are
         looked at when the next step is measured: nothing waits for them.
@@ -88,10 +88,12 @@ class Contract:
             return
         first = not self._recent and not self._late
         chosen = totals[list(self._rows.values())].detach()
-        self._late.append((step, list(self._rows), _later(chosen, wait=first)))
+        self._late.append((step, begins, list(self._rows), _later(chosen, wait=first)))
         at_once = first or chosen.device.type == "cpu"
         taken = len(self._late) - (not at_once)
-        for of_step, names, read in self._late[:taken]:
+        for of_step, is_first, names, read in self._late[:taken]:
+            if is_first:
+                self._recent.clear()
             self._recent.append(reduce_shards(dict(zip(names, read(), strict=True)), axis=0))
             self._judge(of_step)
         del self._late[:taken]

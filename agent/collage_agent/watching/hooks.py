@@ -84,6 +84,8 @@ class OptimizerHooks:
         self.closure_seen = False
         self.changes = 0
         """Raised whenever `info` would say something else; `Assembly` makes the layout again by it."""
+        self.beginnings = 0
+        """Raised whenever states are loaded, or a strategy or dtype changed: numbers of before tell nothing now."""
         self._model = model
         self._number = number
         self._names_used = names_used
@@ -96,7 +98,7 @@ class OptimizerHooks:
         with governor.timing():
             self._intents = _intents_on_this_rank(intents.of(self.foreign or self.stepping), watched)
             self._fitting = None if self.foreign else fitting_class(self.stepping, self._intents)
-        self._members = _members_of(self.stepping)
+        self._groups = _groups_of(self.stepping)
         self._windows = Windows(options.windows, options.every) if options.windows else None
         self._step = 0
         self.measurer = StepMeasurer(
@@ -375,26 +377,32 @@ class OptimizerHooks:
             self._guard.caught("measuring a step", error)
 
     def _notice_changed_groups(self, optimizer: Optimizer) -> None:
-        members = _members_of(optimizer)
-        if members == self._members:
+        groups = _groups_of(optimizer)
+        if groups == self._groups:
             return
         found, left_out = watched_parameters(
             self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
         )
         intents = _intents_on_this_rank(IntentCache().of(self.foreign or optimizer), found)
-        kept, new = regrouped(self.measurer.watched, found, members)
+        kept, new = regrouped(self.measurer.watched, found, [members for members, _, _ in groups])
         self.measurer.regroup([*kept, *with_unique_names(new, self._number, self._names_used)], intents)
         self.changes += 1
-        self._members, self._intents, self.left_out = members, intents, left_out
+        before, self._groups, self._intents, self.left_out = self._groups, groups, intents, left_out
         self._fitting = None if self.foreign else fitting_class(optimizer, intents)
+        if any(old[1:] != new[1:] for old, new in zip(before, groups, strict=False) if old[0] and new[0]):
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.beginnings += 1
+        self.changes += 1
+        self.measurer.state_was_loaded()
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
-        self.changes += 1
         # What weights and states are now is no trace of an unseen step.
         self._calls += 1
         self._looks_at_resume = True
         self._governor.measure_next_step()
-        self.measurer.state_was_loaded()
+        self._begin_anew()
 
     def _state_is_saved(self, optimizer: Optimizer) -> None:
         """A checkpoint is being made: a summary of it is kept for a launch that resumes from it."""
@@ -430,9 +438,22 @@ def _intents_on_this_rank(intents: Sequence[Intent], watched: Sequence[WatchedPa
     ]
 
 
-def _members_of(optimizer: Optimizer) -> tuple[tuple[int, ...], ...]:
-    """The identities of each group's parameters: all that decides, step by step, which group steps which tensor."""
-    return tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
+_Group = tuple[tuple[int, ...], object, torch.dtype | None]
+"""Identities of the parameters, the strategy if it is one of ours, and the dtype of the first."""
+
+
+def _groups_of(optimizer: Optimizer) -> tuple[_Group, ...]:
+    """All that decides, step by step, which group steps which tensor, and how it is kept."""
+    return tuple(
+        [
+            (
+                tuple(map(id, group["params"])),
+                group.get("strategy"),
+                group["params"][0].dtype if group["params"] else None,
+            )
+            for group in optimizer.param_groups
+        ]
+    )
 
 
 def _device_of(measurer: StepMeasurer) -> torch.device:

@@ -65,12 +65,12 @@ class PastTotals:
     last_steps: tuple[int, ...]
     totals: Mapping[str, Array]
 
-    def recent(self) -> PastTotals:
-        """The recent past as one point."""
+    def recent(self, since: int) -> PastTotals:
+        """The recent past as one point; since: the last change (`collage_monitor.judgement.last_change`)."""
         measured, squares = (
             np.nan_to_num(self.totals[key][:, MODEL]).tolist() for key in ("measured_steps", "intended_squared_sum")
         )
-        taken = recent_points(measured, squares)
+        taken = recent_points(self.last_steps, measured, squares, since)
         merged = reduce_steps({key: values[-taken:] for key, values in self.totals.items()}, axis=0)
         points = {key: values[np.newaxis] for key, values in merged.items()}
         return PastTotals(self.first_steps[-taken:][:1], self.last_steps[-1:], points)
@@ -146,6 +146,8 @@ class StepHistory:
         self._over_steps: Rules = {}
         self._steps_per_point = 1
         self._points: list[_Point] = []
+        self._points_before = 0
+        """How many of them are from before the last change."""
         self._unmerged: list[_Point] = []
         self._waiting: list[Measurement] = []
         self._grids = GridHistory()
@@ -164,6 +166,15 @@ class StepHistory:
         waiting = len(self._waiting)
         if waiting == _TOGETHER or waiting * measurement.totals.nbytes >= min(_WAITING_BYTES, self._limit_bytes):
             self._take_in()
+
+    def begin_anew(self) -> None:
+        """Weights and states are kept otherwise from now on: later steps are not merged with those so far. No
+        synchronisation."""
+        self._take_in()
+        if self._unmerged:
+            self._points.append(self._merged(self._unmerged))
+            self._unmerged = []
+        self._points_before = len(self._points)
 
     def _take_in(self) -> None:
         """Make points of the measurements that wait, all of one layout."""
@@ -192,7 +203,11 @@ class StepHistory:
         most = 2 * max(_FEWEST_POINTS, min(_MOST_POINTS, self._limit_bytes // max(size, 1)))
         # Tables that grew leave room for far fewer points than there are.
         while len(self._points) >= most:
-            self._points = [self._merged(self._points[i : i + 2]) for i in range(0, len(self._points), 2)]
+            before, since = self._points[: self._points_before], self._points[self._points_before :]
+            self._points = [
+                self._merged(part[i : i + 2]) for part in (before, since) for i in range(0, len(part), 2)
+            ]
+            self._points_before = -(-len(before) // 2)
             self._steps_per_point *= 2
 
     def past(self) -> PastTotals | None:

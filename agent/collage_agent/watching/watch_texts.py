@@ -29,6 +29,7 @@ from collage_monitor.judgement import (
     finite,
     judge,
     labelled,
+    last_change,
     longest_window,
     percent,
     state_decrements,
@@ -89,7 +90,7 @@ def evidence_of_past(past: PastTotals | None, layout: Layout | None, info: wire.
     """The recent past as a judgement takes it."""
     if past is None or layout is None:
         return Evidence({}, watch=info)
-    recent = past.recent()
+    recent = past.recent(last_change((), info, past.last_steps[-1]))
     return judgement.evidence_of(
         {key: values[:, MODEL] for key, values in recent.totals.items()},
         {key: values[:, MODEL + 1 :] for key, values in recent.totals.items()},

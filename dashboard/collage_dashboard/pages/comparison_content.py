@@ -48,7 +48,10 @@ __all__ = [
 ]
 
 Overviews = Mapping[str, wire.Overview]
-RECENT: Final = "Covers each run's recent past: its last 32 or more measured steps, on which the verdict rests."
+RECENT: Final = (
+    "Covers each run's recent past: its last 32 or more measured steps, or those since its last change. "
+    "The verdict rests on them."
+)
 _PICKABLE: Final = 50
 Cell = tuple[str, str]
 

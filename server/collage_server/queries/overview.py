@@ -21,6 +21,7 @@ from collage_monitor.judgement import (
     SilentRanks,
     evidence_of,
     judge,
+    last_change,
     recent_points,
     silent_ranks,
 )
@@ -87,11 +88,14 @@ class OverviewPoints:
     changes: Sequence[Onset] = ()
 
 
-def begin_of_recent_past(points: Points) -> int | None:
+def begin_of_recent_past(points: Points, record: RunRecord) -> int | None:
     """The first step of the recent past, from the points of `measured_steps` and `intended_squared_sum`."""
+    if not len(points.steps):
+        return None
     squares = np.nan_to_num(points.totals.get("intended_squared_sum", np.zeros(len(points.steps))))
-    taken = recent_points(points.counts.astype(float).tolist(), squares.tolist())
-    return int(points.first_steps[-taken]) if taken and len(points.steps) else None
+    since = last_change(record.attempts, record.watch, int(points.steps[-1]))
+    taken = recent_points(points.steps.tolist(), points.counts.astype(float).tolist(), squares.tolist(), since)
+    return max(int(points.first_steps[-taken]), since)
 
 
 def intended_share(points: Points) -> float | None:

@@ -111,6 +111,30 @@ def test_statistics_and_layers_may_come_later():
         np.testing.assert_allclose(values, expected[key], rtol=1e-12, err_msg=key)
 
 
+def test_steps_before_and_after_a_change_are_never_merged():
+    """However often neighbours are merged to make room."""
+    history = StepHistory(1)
+    told = layout(("measured_steps", "intended_squared_sum"), 1)
+
+    def measure(steps, square):
+        for step in steps:
+            totals = torch.tensor([[1.0], [square]], dtype=torch.float64)
+            history.add(Measurement(told, step, 0.0, totals))
+
+    measure(range(1, 152), 1.0)
+    history.begin_anew()
+    for last in range(152, 400):
+        measure([last], 100.0)
+        past = history.past()
+        assert past is not None
+        assert 152 in past.first_steps
+        found = past.recent(152)
+        assert found.last_steps == (last,)
+        merged = found.totals["measured_steps"][0, MODEL]
+        assert found.totals["intended_squared_sum"][0, MODEL] == 100.0 * merged
+        assert merged >= min(32, last - 151)
+
+
 @pytest.mark.slow
 def test_memory_is_bounded():
     history, sizes = StepHistory(30_000), []
@@ -135,7 +159,7 @@ def test_the_recent_past_has_enough_steps_and_enough_of_the_descent():
             history.add(Measurement(told, step, 0.0, totals))
         past = history.past()
         assert past is not None
-        found = past.recent()
+        found = past.recent(0)
         assert len(found.first_steps) == len(found.last_steps) == 1
         steps_merged = found.totals["measured_steps"][0, MODEL]
         assert steps_merged == found.last_steps[0] - found.first_steps[0] + 1
