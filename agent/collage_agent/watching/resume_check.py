@@ -2,13 +2,14 @@
 
 Checked once around the first measured step of a launch, and again after states are loaded later.
 Samples are read before the step, and some counters after it: a device is waited for then, and at no other step.
-Residuals of 0 are a loss only if steps leave some: what is suspected before the step is told after it.
+Nothing is said if nothing was loaded. Zeros are a loss only if the step fills them, and a count of 0 only beside
+averages that steps alone can have filled: what is suspected before the step is told after it.
 Only empty states are read to their end: for intact states the first tensors are enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -89,6 +90,8 @@ class ResumeCheck:
         self._taken: int | None = None
         self._some: list[float] = []
         self._absent: list[tuple[Tensor, str]] = []
+        self._empty: list[str] = []
+        self._came_along: list[str] = []
         self._suspected: _Found = {}
         self._weights: dict[int, Tensor] = {}
 
@@ -99,13 +102,24 @@ class ResumeCheck:
         kept, counters = _Kept(optimizer, watched, intents), _counters(optimizer)
         taken = self._taken = _largest_of(optimizer, counters)
         self._some = list(map(_of_count, _spread(counters)))
-        found = {**_in_narrow_counters(counters), **_in_averages(kept, taken)}
+        self._look_at_averages(kept)
         if _has_history(kept, taken):
             self._suspected = _beside_weights(optimizer, kept, taken)
             self._weights = {place: shown.clone() for place, shown, _ in _sums(kept)} if self._suspected else {}
             self._absent = [] if self._suspected else list(_absent_beside_weights(kept))
-        for kind, (text, lasting) in found.items():
+        for kind, (text, lasting) in _in_narrow_counters(counters).items():
             self._note(kind, text, step, lasting=lasting)
+
+    def _look_at_averages(self, kept: _Kept) -> None:
+        """Suspects averages that are 0 everywhere though steps are counted, and counts of 0 beside averages."""
+        if self._empty or self._came_along or self._taken is None or 0 < self._taken < _FEWEST_STEPS:
+            # What is still suspected is told after this step: a closure called again kept the last from being seen.
+            return
+        filled = _holding(kept, _is_filled)
+        if not self._taken:
+            self._came_along = [name for name, held in _holding(kept, _left_by_steps).items() if held]
+        if self._taken or self._came_along:
+            self._empty = [name for name, held in filled.items() if not held]
 
     def after(
         self, optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent], step: int
@@ -115,6 +129,7 @@ class ResumeCheck:
         if suspected and not _leaves_nothing(weights, _Kept(optimizer, watched, intents)):
             for kind, (text, lasting) in suspected.items():
                 self._note(kind, text, step, lasting=lasting)
+        self._note_averages(optimizer, _Kept(optimizer, watched, intents), step)
         if self._taken and self._stands_still(optimizer):
             text = f"the step counter stands at {self._taken:,} before a step and after it"
             self._note("counter", text, step, lasting=True)
@@ -127,11 +142,27 @@ class ResumeCheck:
             )
             self._note("masters", text, step, lasting=False)
 
+    def _note_averages(self, optimizer: Optimizer, kept: _Kept, step: int) -> None:
+        """Notes what was suspected. An average that this step leaves at 0 is one that nothing fills."""
+        empty, self._empty, came_along, self._came_along = self._empty, [], self._came_along, []
+        if empty and not _was_skipped(optimizer):
+            filled = _holding(kept, _is_filled)
+            empty = [name for name in empty if filled.get(name, False)]
+        if came_along:
+            # Had these been loaded, no other would begin at 0. A count that stays 0 counts something else.
+            if not empty and not self._stands_still(optimizer):
+                text = f"steps are counted from 0 again, though {' and '.join(came_along)} came along: "
+                self._note("count", text + "bias is corrected for as if it had not", step, lasting=False)
+        elif empty:
+            text = (
+                f"{' and '.join(empty)} {'was' if len(empty) == 1 else 'were'} 0 everywhere before the first step "
+                f"of this launch, though {self._taken:,} steps are counted"
+            )
+            self._note("averages", text, step, lasting=False)
+
     def _stands_still(self, optimizer: Optimizer) -> bool:
-        """Whether no counter has counted the step. One that a loss scaler skipped is none: a fused optimizer is
-        called for it, too."""
-        skipped = getattr(optimizer, "found_inf", None)
-        if skipped is not None and bool(skipped):
+        """Whether no counter has counted the step; False for one that was skipped."""
+        if _was_skipped(optimizer):
             return False
         counters = _counters(optimizer)
         now = map(_of_count, _spread(counters))
@@ -166,6 +197,12 @@ class _Kept:
 
 _Found = dict[wire.LossKind, tuple[str, bool]]
 """What was lost: the sentence, and whether it goes on."""
+
+
+def _was_skipped(optimizer: Optimizer) -> bool:
+    """Whether a loss scaler skipped the step. A fused optimizer is called for it, too."""
+    skipped = getattr(optimizer, "found_inf", None)
+    return skipped is not None and bool(skipped)
 
 
 def _spread(counters: Sequence[Any]) -> Sequence[Any]:
@@ -266,46 +303,33 @@ def _just_converted(optimizer: Optimizer, entry: WatchedParameter, taken: int | 
     return isinstance(optimizer, CollageOptimizer) and began is not None and steps < _FEWEST_STEPS
 
 
-def _in_averages(kept: _Kept, taken: int | None) -> _Found:
-    """Moving averages that are 0 everywhere though steps are counted, and counts of 0 beside averages."""
-    if taken is None or 0 < taken < _FEWEST_STEPS:
-        return {}
-    zero: dict[str, bool] = {}
+def _holding(kept: _Kept, holds: Callable[[Tensor, Tensor], bool]) -> dict[str, bool]:
+    """Whether each moving average holds something in any layer, by `holds(average, weight)`. An average of too few
+    elements to say that it holds nothing is left out."""
+    found: dict[str, bool] = {}
     sampled: dict[str, int] = {}
     settled: set[object] = set()
     for entry, state, intent in kept:
         # Once an average is seen to hold something, those of its name in states alike need no look.
         if (alike := (entry.group, *state)) in settled:
             continue
-        names = []
+        names, weight = [], local_part(entry.parameter)
         for name, tensors in _averages(entry, state, intent):
             names.append(name)
-            if zero.setdefault(name, True):
-                zero[name] = all(map(_is_zero, tensors))
+            if not found.get(name, False):
+                found[name] = any(holds(tensor, weight) for tensor in tensors)
                 sampled[name] = sampled.get(name, 0) + min(tensors[0].numel(), _SAMPLED)
-        if not any(zero[name] for name in names):
+        if all(found[name] for name in names):
             settled.add(alike)
-    known = {name: empty for name, empty in zero.items() if not empty or sampled[name] >= _FEWEST}
-    gone = [name for name, empty in known.items() if empty]
-    if gone and taken:
-        text = (
-            f"{' and '.join(gone)} {'was' if len(gone) == 1 else 'were'} 0 everywhere before the first step of "
-            f"this launch, though {taken:,} steps are counted"
-        )
-        return {"averages": (text, False)}
-    if taken == 0 and known and not all(known.values()):
-        held = " and ".join(name for name, empty in known.items() if not empty)
-        text = f"steps are counted from 0 again, though {held} came along: bias is corrected for as if it had not"
-        return {"count": (text, False)}
-    return {}
+    return {name: held for name, held in found.items() if held or sampled[name] >= _FEWEST}
 
 
 def _has_history(kept: _Kept, taken: int | None) -> bool:
-    """Whether steps were taken before: by the count, or where none is kept by averages that hold something."""
+    """Whether steps were taken before: by the count, or without one by averages that hold what steps leave."""
     if taken is not None:
         return taken >= _FEWEST_STEPS
     return any(
-        not _is_zero(tensor)
+        _left_by_steps(tensor, local_part(entry.parameter))
         for entry, state, intent in kept
         for _, tensors in _averages(entry, state, intent)
         for tensor in tensors
@@ -328,6 +352,21 @@ def _is_zero(tensor: Tensor) -> bool:
     sampled = _sample(tensor)
     signed = _SIGNED.get(sampled.dtype)
     return not bool((sampled if signed is None else sampled.view(signed)).count_nonzero())
+
+
+def _is_filled(average: Tensor, weight: Tensor) -> bool:
+    return not _is_zero(average)
+
+
+def _left_by_steps(average: Tensor, weight: Tensor) -> bool:
+    """Whether only steps can have left the sampled elements. An optimizer that is built may fill a state with one
+    value or with the weight, or draw a mask."""
+    held, shown = _sample(average), _sample(weight)
+    if not held.is_floating_point():
+        return False
+    narrower = min(held.dtype, shown.dtype, key=lambda dtype: dtype.itemsize)
+    varies = bool((held.double() != held[:1].double()).any())
+    return varies and not torch.equal(held.to(narrower).double(), shown.to(narrower).double())
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -79,6 +79,140 @@ def test_nor_is_a_training_that_begins():
         assert Saved(way, way.dtypes[0], 0).watched(3).info.resume_losses == []
 
 
+class MadeWhenBuilt(torch.optim.Optimizer):
+    """Adam with master weights, made with all states when it is built, as apex, Megatron and DeepSpeed do."""
+
+    def __init__(self, params, count=0, fill=0.0, again=False, **states):
+        super().__init__(params, {"lr": 1e-4})
+        self.made = count, fill, again, states
+        for parameter in self.param_groups[0]["params"]:
+            self.make(parameter)
+
+    def make(self, parameter):
+        count, fill, _, states = self.made
+        wide = torch.full_like(parameter, fill, dtype=torch.float32)
+        own = {name: make(parameter.detach()) for name, make in states.items()}
+        counted = {} if count is None else {"step": copy.deepcopy(count)}
+        master = {"master": parameter.detach().float().clone()}
+        self.state[parameter] = {**counted, **master, "m": wide, "v": wide.clone(), **own}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if self.made[2] and parameter not in self.state:
+                self.make(parameter)  # a clone of the agent's then steps, and shows which state is the master
+            state, gradient = self.state[parameter], parameter.grad.float()
+            if "step" in state:
+                state["step"] += 1
+            state["m"].lerp_(gradient, 0.1)
+            state["v"].lerp_(gradient.square(), 0.05)
+            state["master"].addcdiv_(state["m"], state["v"].sqrt() + 1e-8, value=-1e-4)
+            parameter.copy_(state["master"])
+
+
+class Misnamed(torch.optim.SGD):
+    """A group's `step` that never counts, as in pytorch_optimizer's MADGRAD."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1e-2, momentum=0.9)
+        self.param_groups[0]["step"] = 0
+
+
+class Unfilled(torch.optim.Adam):
+    """Keeps an average that nothing fills, as SM3 does without momentum."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state.setdefault("unused", torch.zeros_like(state["exp_avg"]))
+
+
+FRESH = {
+    "masters, counted by an integer": lambda p: MadeWhenBuilt(p),
+    "masters, counted by a tensor": lambda p: MadeWhenBuilt(p, torch.zeros(())),
+    "masters, counted by nothing": lambda p: MadeWhenBuilt(p, None),
+    "one value in all states": lambda p: MadeWhenBuilt(p, fill=0.1),
+    "masters that a clone shows, and one value": lambda p: MadeWhenBuilt(p, None, 0.1, again=True),
+    "a copy of the weights": lambda p: MadeWhenBuilt(p, slow=torch.clone),
+    "a mask": lambda p: MadeWhenBuilt(p, fill=0.1, mask=lambda weight: weight > 0),
+    "masters of weights that were loaded over": lambda p: MadeWhenBuilt(p, old=lambda weight: weight.float() - 1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adagrad, begun at 0.1": lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1),
+    "torch's Rprop": torch.optim.Rprop,
+    "torch's ASGD": torch.optim.ASGD,
+    "torch's NAdam": torch.optim.NAdam,
+    "a step that counts nothing": Misnamed,
+    "an average that nothing fills": Unfilled,
+}
+
+
+def trained(model, optimizer, count):
+    for _ in range(count):
+        model(torch.randn(8, 64).to(model.weight.dtype)).float().square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("before", [0, 5])
+@pytest.mark.parametrize("make", FRESH.values(), ids=FRESH)
+def test_nothing_is_said_of_a_resume_where_nothing_was_loaded(make, before, dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).to(dtype)
+    optimizer = make(model.parameters())
+    trained(model, optimizer, before)
+    handle = watch(model, optimizer, every=1, budget=None)
+    trained(model, optimizer, 2)
+    assert handle.info.resume_losses == []
+
+
+@pytest.mark.parametrize("count", [0, torch.zeros(())])
+def test_states_that_are_made_when_built_are_checked_once_they_are_loaded(count):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).to(BF16)
+    earlier = MadeWhenBuilt(model.parameters(), count)
+    trained(model, earlier, 20)
+    optimizer = MadeWhenBuilt(model.parameters(), count)
+    for parameter, state in optimizer.state.items():
+        for name in ("master", "m", "v"):
+            state[name].copy_(earlier.state[parameter][name])
+    handle = watch(model, optimizer, every=1, budget=None)
+    trained(model, optimizer, 1)
+    (loss,) = handle.info.resume_losses
+    assert loss.kind == "count"
+    assert "though m and v came along" in loss.text
+
+
+class CallsAgain(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["averages", "count"])
+def test_nor_does_a_closure_that_is_called_again_hide_what_was_lost(kind):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = CallsAgain(model.parameters(), lr=1e-3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 64)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        optimizer.step(closure)
+    for state in optimizer.state.values():
+        state["exp_avg" if kind == "averages" else "step"].zero_()
+    handle = watch(model, optimizer, every=1, budget=None)
+    for _ in range(2):
+        optimizer.step(closure)
+    assert [loss.kind for loss in handle.info.resume_losses] == [kind]
+
+
 def of_states(change):
     def apply(saved):
         for parameter, state in saved.optimizer.state.items():
