@@ -1,7 +1,8 @@
 """The check of a release, from nothing but its wheel: `python -m tools.release dist` after `python -m build`.
 
-It installs the wheel with all extras in an environment of its own and goes through the quick start, as the README
-has it: a server and a dashboard, a training that reports to them, and what terminal and page then say of it.
+It installs the wheel with all extras in an environment of its own, checks a typed training against it, and goes
+through the quick start, as the README has it: a server and a dashboard, a training that reports to them, and what
+terminal and page then say of it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,24 @@ model.forward = lambda batch: Answer(forward(batch))
 """
 """Stands for the reader's own model and data, before the README's lines."""
 
+TYPED = """
+import collage_agent as collage
+import torch
+from collage_agent.numerics import round_to, two_sum
+from collage_agent.optim import STRATEGIES, CollageAdamW
+
+model = torch.nn.Linear(8, 8).bfloat16()
+optimizer: CollageAdamW = CollageAdamW(model.parameters(), lr=1e-5, strategy="light")
+run: collage.Run = collage.init(project="typed", mode="offline")
+handle: collage.Watch = collage.watch(model, optimizer, every=5, expect={"min_edq": 0.9})
+collage.log({"loss": 1.0}, step=1)
+collage.finish()
+print(handle, handle.step, handle.judgement().health, sorted(STRATEGIES), run.run_id)
+high, low = two_sum(torch.ones(2), torch.ones(2))
+rounded: torch.Tensor = round_to(high + low, torch.bfloat16)
+"""
+"""A training that mypy checks strictly: a package whose types are not found is an error in it."""
+
 
 def quick_start() -> str:
     """The first Python block of the README."""
@@ -59,6 +78,19 @@ def install(folder: Path, wheel: Path, extras: str) -> Path:
         subprocess.run([*pip, *shlex.split(os.environ.get("TORCH_PIP_ARGS", "")), "torch", "numpy"], check=True)
     subprocess.run([*pip, f"{wheel}[{extras}]"], check=True)
     return folder / "bin"
+
+
+def untyped(programs: Path, folder: Path) -> str:
+    """What mypy finds in TYPED by the packages that are installed beside this Python; "": nothing."""
+    script = folder / "typed.py"
+    script.write_text(TYPED)
+    # torch's own types take 20 seconds to read.
+    settings = folder / "mypy.ini"
+    settings.write_text("[mypy]\nstrict = True\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
+    beside = [f"--python-executable={programs / 'python'}", f"--cache-dir={folder / 'mypy'}"]
+    command = [sys.executable, "-m", "mypy", f"--config-file={settings}", *beside, str(script)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr if done.returncode else ""
 
 
 def run(programs: Path, folder: Path, *words: str, **more: str) -> str:
@@ -100,6 +132,8 @@ def main(folder: str) -> None:
         print(f"installed {wheel.name} in {time.monotonic() - begun:.0f} s")
         where = run(programs, place, "python", "-c", "import collage_agent; print(collage_agent.__file__)").strip()
         assert where.startswith(str(place)), f"the agent comes from {where}, not from the wheel"
+        if found := untyped(programs, place):
+            sys.exit(f"the wheel is not typed:\n{found}")
         (place / "train.py").write_text(BEFORE + quick_start())
         with started(programs, place) as addresses:
             said = run(programs, place, "python", "train.py")
