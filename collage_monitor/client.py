@@ -361,7 +361,8 @@ class Client(Connection):
         tables = []
         for run_id in [ids] if isinstance(ids, str) else ids:
             with self.export(run_id, "parquet", layers=layers) as stream:
-                table = read_table(pyarrow.BufferReader(b"".join(stream.parts)))
+                content = pyarrow.BufferReader(b"".join(stream.parts))
+                table = read_table(content, page_checksum_verification=True)
             tables.append(table.add_column(0, "run", pyarrow.array([run_id] * len(table), pyarrow.string())))
         if not tables:
             raise CollageError(f"no run is left by {filters or 'an empty selection'}; client.runs() lists them")

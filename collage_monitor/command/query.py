@@ -125,7 +125,7 @@ def _published(
         table = f"{address}/{folder}"
         if DeltaTable.is_deltatable(table, options):
             content = obstore.get(store, f"{folder}/runs.parquet").bytes()
-            held = pq.read_table(pa.BufferReader(content.to_bytes()))
+            held = pq.read_table(pa.BufferReader(content.to_bytes()), page_checksum_verification=True)
             if held.num_rows:
                 project = held.column("project")[0].as_py()
                 runs[project], tables[project] = held, DeltaTable(table, storage_options=options)

@@ -17,7 +17,8 @@ ServerError
 ├── HeadTooLarge          431  request line and headers beyond their limit
 ├── Busy                  503  the server cannot do this now: the same request may succeed later
 ├── StoreUnusable         500  the database cannot be opened, or its file was moved while the server ran
-└── UnsafeAddress              a message's target leads to an address that none may go to; never an answer
+├── UnsafeAddress              a message's target leads to an address that none may go to; never an answer
+└── DamagedFile                an archived file cannot be read as it was written; answered as Busy
 
 A status and a code are fixed, because clients and agents act on them (`collage_monitor/refusals.py`): an agent
 keeps and sends again what is refused with 401, 403, 429 or 5xx. Words are free (`tests/server/test_errors.py` goes
@@ -34,6 +35,7 @@ __all__ = [
     "BadRequest",
     "Busy",
     "Conflict",
+    "DamagedFile",
     "Forbidden",
     "Gone",
     "HeadTooLarge",
@@ -188,6 +190,12 @@ class UnsafeAddress(ServerError):
     """A message's target leads to an address that no message may go to; logged, never an answer."""
 
     code = "unsafe_address"
+
+
+class DamagedFile(ServerError):
+    """An archived file cannot be read as it was written; whoever opened it answers with Busy."""
+
+    code = "damaged_file"
 
 
 def unknown_run(run_id: str) -> NotFound:

@@ -35,6 +35,7 @@ from collage_server.store import (
     OF_A_ROW,
     ArchiveFiles,
     FinishedRun,
+    Footer,
     LatePoints,
     Points,
     Selection,
@@ -198,7 +199,7 @@ def _add_actions(
             continue
         size, metadata = entry.part.size, footer.metadata
         if entry.part.chunks is not None:
-            size, metadata = _copy(store, files, entry, f"{folder}/{entry.path}")
+            size, metadata = _copy(store, files, entry, f"{folder}/{entry.path}", footer)
         columns |= dict.fromkeys(key for key in metadata.schema.names if key not in OF_A_ROW)
         partitions = {"run": entry.run_id, "attempt": str(entry.part.attempt), "level": str(entry.part.level)}
         now = int(1000 * time.time())
@@ -206,14 +207,16 @@ def _add_actions(
     return actions, {key: None for key in columns if not _NO_COLUMN.search(key)}
 
 
-def _copy(store: Store, files: ArchiveFiles, entry: _Entry, path: str) -> tuple[int, pq.FileMetaData]:
+def _copy(
+    store: Store, files: ArchiveFiles, entry: _Entry, path: str, footer: Footer
+) -> tuple[int, pq.FileMetaData]:
     """Write the visible points of a file beside it."""
     with files.new_file() as made:
         if entry.part.late is not None:
             _write_merged(store, entry.run_id, entry.part.late, made)
         else:
             with files.open(entry.part.path) as source:
-                copy_points(made, source, entry.part.chunks or (), entry.part.before)
+                copy_points(made, source, footer, entry.part.chunks or (), entry.part.before)
         size, metadata = made.stat().st_size, pq.read_metadata(made)
         files.put(made, path)
     return size, metadata
@@ -291,7 +294,7 @@ def _write_runs(files: ArchiveFiles, folder: str, runs: Sequence[FinishedRun]) -
     """One row a run, in place of the file that was there."""
     table = pa.Table.from_pylist([_row(run) for run in runs], schema=_RUNS)
     with files.new_file() as made:
-        pq.write_table(table, made, compression="zstd")
+        pq.write_table(table, made, compression="zstd", write_page_checksum=True)
         files.put(made, f"{folder}/runs.parquet")
 
 

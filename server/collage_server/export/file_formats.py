@@ -365,7 +365,8 @@ def _write(store: Store, plan: ExportPlan, cells: int) -> Generator[bytes, None,
     schema = pyarrow.schema(places + [(name, pyarrow.float64()) for name in names])
     sink = _Sink()
     # Few totals come twice: a dictionary of them is made in vain. Nobody looks for one by its bounds.
-    options = {"use_dictionary": ["layer"], "write_statistics": [name for name, _ in places]}
+    options: dict[str, Any] = {"use_dictionary": ["layer"], "write_statistics": [name for name, _ in places]}
+    options["write_page_checksum"] = True
     try:
         with parquet.ParquetWriter(sink, schema, compression="zstd", **options) as writer:
             for columns in read_rows(store, plan, cells):

@@ -26,6 +26,7 @@ from collage_server.store.archive.parquet import (
 from collage_server.store.archive.segments import Segment, add_segment
 from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, PointRows
 from collage_server.store.sealing.archive_plan import _due
+from pyarrow.parquet import ParquetWriter
 from sqlalchemy import event
 
 from benchmarks.archive import filled, reports
@@ -38,6 +39,12 @@ POINTS, LAYERS, A_GROUP = 6, 11, 4
 
 def chunk(number, levels=ALL, attempt=1):
     return ChunkInfo(attempt, number, 4, 256, 256 * number, 256 * number + 255, levels)
+
+
+def without_checksums(*given, **more):
+    """The writer of earlier releases."""
+    assert more.pop("write_page_checksum")
+    return ParquetWriter(*given, **more)
 
 
 def chunks_by_level(infos, archived=None, *, over, without_layers=()):
@@ -81,8 +88,8 @@ def test_no_file_spans_chunks_that_stand_in_another():
     assert chunks_by_level(infos, archived, over=True)[1] == [(1, 2, 3), (8, 9)]
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
+@pytest.fixture(scope="module", params=["with checksums", "of before there were any"])
+def written(tmp_path_factory, request):
     """(path, footer, totals by key [points, layers]) of a file of three row groups, the last one smaller."""
     path = tmp_path_factory.mktemp("archive") / "file.parquet"
     generator = np.random.default_rng(0)
@@ -94,7 +101,10 @@ def written(tmp_path_factory):
         run_id="r", attempt=1, level=1, parts=(HeldPart(0, 0, POINTS),), layers=LAYERS, layers_a_group=A_GROUP
     )
     groups = (np.stack([*totals.values()])[:, :, start : start + A_GROUP] for start in range(0, LAYERS, A_GROUP))
-    footer = write_layers(path, contents, points, [f"layer.{i}" for i in range(LAYERS)], [*totals], groups)
+    with pytest.MonkeyPatch.context() as then:
+        if request.param != "with checksums":
+            then.setattr(pyarrow.parquet, "ParquetWriter", without_checksums)
+        footer = write_layers(path, contents, points, [f"layer.{i}" for i in range(LAYERS)], [*totals], groups)
     return path, Footer.of(footer), totals
 
 

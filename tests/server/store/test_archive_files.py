@@ -13,7 +13,7 @@ from pathlib import Path
 
 import obstore
 import pytest
-from collage_server.errors import Busy, StoreUnusable
+from collage_server.errors import Busy, DamagedFile, StoreUnusable
 from collage_server.store.archive import file_storage
 from collage_server.store.archive.file_storage import Bucket, Folder, archive_files
 
@@ -29,11 +29,17 @@ def archive(bucket, tmp_path):
 
 def keep(archive, name, content=b"x" * SIZE):
     """Put a file; its path."""
-    path = f"run/1/1/{name}.parquet"
+    path = f"p/run=r1/1/{name}.parquet"
     with archive.new_file() as made:
         made.write_bytes(content)
         archive.put(made, path)
     return path
+
+
+def read(archive, path):
+    """What stands in a file."""
+    with archive.open(path) as source:
+        return source.read()
 
 
 def another(archive, folder):
@@ -65,13 +71,12 @@ def test_what_was_not_read_for_longest_leaves_the_cache_first(archive):
     paths = {name: keep(archive, name) for name in "abc"}
     for age, path in enumerate(cached(archive).values()):
         os.utime(path, (age, age))
-    archive.open(paths["a"]).close()
+    read(archive, paths["a"])
     oldest = min("bc", key=lambda name: cached(archive)[name].stat().st_mtime)
     keep(archive, "d")
     assert set(cached(archive)) == {*"abcd"} - {oldest}
     assert sum(path.stat().st_size for path in cached(archive).values()) <= 3 * SIZE
-    with archive.open(paths[oldest]) as source:
-        assert source.read() == b"x" * SIZE
+    assert read(archive, paths[oldest]) == b"x" * SIZE
     assert len(cached(archive)) == 3
 
 
@@ -79,8 +84,7 @@ def test_what_was_not_read_for_longest_leaves_the_cache_first(archive):
 def test_a_file_that_is_sent_in_parts_comes_back_as_it_was(archive, tmp_path):
     content = os.urandom(12 * 2**20 + 7)
     path = keep(archive, "a", content)
-    with another(archive, tmp_path / "other").open(path) as source:
-        assert source.read() == content
+    assert read(another(archive, tmp_path / "other"), path) == content
 
 
 @pytest.mark.slow
@@ -98,13 +102,12 @@ def test_threads_that_ask_for_one_file_fetch_it_once(archive, tmp_path, monkeypa
     path, other = keep(archive, "a", b"a" * SIZE), another(archive, tmp_path / "other")
     together = threading.Barrier(8)
 
-    def read(_):
+    def ask(_):
         together.wait()
-        with other.open(path) as source:
-            return source.read()
+        return read(other, path)
 
     with counted(monkeypatch) as fetched, ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(read, range(8))) == {b"a" * SIZE}
+        assert set(pool.map(ask, range(8))) == {b"a" * SIZE}
     assert fetched == [path]
     assert not other._fetching
 
@@ -122,21 +125,33 @@ def test_a_file_that_leaves_the_cache_before_it_is_opened_is_fetched_again(archi
         return found
 
     monkeypatch.setattr(archive, "local", lost)
-    with counted(monkeypatch) as fetched, archive.open(path) as source:
-        assert source.read() == b"x" * SIZE
+    with counted(monkeypatch) as fetched:
+        assert read(archive, path) == b"x" * SIZE
     assert fetched == [path, path]
+
+
+@pytest.mark.slow
+def test_a_cached_copy_that_cannot_be_read_is_fetched_again(archive):
+    """One bad read of a bucket, or a bad block of the local disk, stayed for good."""
+    path = keep(archive, "a")
+    cached(archive)["a"].write_bytes(b"y" * SIZE)
+    with pytest.raises(Busy, match=r"a\.parquet of run r1 cannot be read"), archive.open(path):
+        raise DamagedFile("a page is not as it was written")
+    assert read(archive, path) == b"x" * SIZE
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 def test_a_missing_file_says_what_to_do(kind, tmp_path, request):
     archive = Folder(tmp_path) if kind == "folder" else request.getfixturevalue("archive")
-    keep(archive, "there")
-    with pytest.raises(Busy, match=r"none\.parquet is missing: ask again, and .* from a backup") as raised:
-        archive.open("run/1/1/none.parquet")
+    there = keep(archive, "there")
+    none = "p/run=r1/1/none.parquet"
+    with pytest.raises(
+        Busy, match=r"none\.parquet of run r1 is missing: ask again, and .* from a back-up"
+    ) as raised:
+        read(archive, none)
     assert raised.value.retry_after_seconds
-    archive.delete(["run/1/1/none.parquet"])
-    with archive.open("run/1/1/there.parquet") as source:
-        assert source.size() == SIZE, "one that is missing says nothing of the others"
+    archive.delete([none])
+    assert len(read(archive, there)) == SIZE, "one that is missing says nothing of the others"
 
 
 @pytest.mark.slow
@@ -151,22 +166,21 @@ def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object
         with counted(monkeypatch) as fetched:
             for _ in range(3):
                 with pytest.raises(Busy, match="log says why: older points wait for it; newer ones can be asked"):
-                    other.open(path)
+                    read(other, path)
         assert fetched == [path]
         with pytest.raises(Busy), other.new_file():
             pytest.fail("no file is made for a bucket that takes none")
     finally:
         object_store.signal(signal.SIGCONT)
     other._away_until = 0.0
-    with other.open(path) as source:
-        assert source.size() == SIZE
+    assert len(read(other, path)) == SIZE
 
 
 @pytest.mark.slow
 def test_a_bucket_that_refuses_is_told_in_the_log(bucket, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     archive = Bucket(bucket, tmp_path, SIZE)
-    for ask in (lambda: archive.open("a.parquet"), lambda: list(archive.stored()), lambda: keep(archive, "a")):
+    for ask in (lambda: read(archive, "a.parquet"), lambda: list(archive.stored()), lambda: keep(archive, "a")):
         caplog.clear()
         archive._away_until = 0.0
         with pytest.raises(Busy, match="cannot be used now"):
@@ -190,7 +204,7 @@ def test_what_is_stored_is_listed_with_its_age_and_goes_when_told(archive, tmp_p
             found = list(some.stored())
         assert {file.path for file in found} == paths
         assert all(abs(file.modified_at - Path(tmp_path).stat().st_mtime) < 600 for file in found)
-        some.delete([*paths, "run/1/1/none.parquet"])
+        some.delete([*paths, "p/run=r1/1/none.parquet"])
         assert list(some.stored()) == []
     assert cached(archive) == {}
     assert [path.name for path in (tmp_path / "folder").iterdir()] == [".staging"]
@@ -232,7 +246,7 @@ def test_what_is_cached_was_on_the_disk_before_it_had_its_name(archive, tmp_path
     """A power cut would else leave a file of zeros, which would be read for ever."""
     path, other = keep(archive, "a"), another(archive, tmp_path / "other")
     seen = steps(monkeypatch)
-    other.open(path).close()
+    read(other, path)
     assert [what for what, _ in seen] == ["sync", "rename"]
 
 
@@ -320,7 +334,7 @@ def test_who_may_use_a_bucket_comes_from_the_environment(
     archive = archive_files(url, tmp_path, SIZE)
     assert isinstance(archive, Bucket)
     with pytest.raises(Busy, match="cannot be used now"):
-        archive.open("object")
+        read(archive, "object")
     assert asked[0][0] == path
     assert all(part in asked[0][1] for part in signed.split())
     assert list(tmp_path.rglob("object")) == [], "half of a file is none"

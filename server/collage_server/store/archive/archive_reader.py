@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
@@ -87,7 +88,7 @@ class ArchiveReader:
                         self._footers[path] = footer
         return found
 
-    def _opened(self, path: str) -> pyarrow.NativeFile:
+    def _opened(self, path: str) -> AbstractContextManager[pyarrow.NativeFile]:
         if self._files is None:
             raise Busy(
                 f"older points lie in archived files ({path}), and this server knows no archive; start it with the "

@@ -26,8 +26,8 @@ import pyarrow
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import ObjectStore, from_url
 
-from collage_server.errors import Busy, StoreUnusable
-from collage_server.store.archive.paths import MARK, SUFFIX, is_archived, is_copy, project_folder
+from collage_server.errors import Busy, DamagedFile, StoreUnusable
+from collage_server.store.archive.paths import MARK, SUFFIX, is_archived, is_copy, project_folder, run_of
 from collage_server.store.backup import sync
 
 __all__ = ["ArchiveFiles", "Bucket", "Folder", "StoredFile", "archive_files"]
@@ -42,7 +42,8 @@ _CLIENT: Final[Any] = {"timeout": "600s", "read_timeout": "20s", "connect_timeou
 _TRIES: Final[Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=5)}
 _UPLOADS: Final = 4
 """Parts of 5 MiB of one file that are sent at a time: each must be taken within the read timeout."""
-_LOG_CHARACTERS: Final = 300
+_LOG_CHARACTERS: Final = 600
+"""A bucket names the path twice before it says why it refuses."""
 _PRIVATE_FOLDER: Final = 0o700
 
 
@@ -71,17 +72,34 @@ class ArchiveFiles(ABC):
     def local(self, path: str) -> Path:
         """The file on this machine's disk, to be opened now; fetched first where it lies elsewhere."""
 
-    def open(self, path: str) -> pyarrow.MemoryMappedFile:
+    @contextmanager
+    def open(self, path: str) -> Iterator[pyarrow.NativeFile]:
         """The file to read from; it can be read to its end even if it is removed meanwhile.
 
         Raises:
-            Busy: it is not there, or what keeps it does not answer.
+            Busy: it is not there or damaged, or what keeps it does not answer.
         """
+        try:
+            with self._opened(path) as source:
+                yield source
+        except DamagedFile as error:
+            _LOG.error("the archived file %s cannot be read: %s", path, " ".join(error.message.split()))
+            self._drop_cached(path)
+            raise _lost_error(path, "cannot be read, the server's log says why") from error
+
+    def _opened(self, path: str) -> pyarrow.NativeFile:
         for _ in range(_OPENINGS):
-            # A cache may drop it between the two.
-            with suppress(FileNotFoundError), self._usable():
-                return pyarrow.memory_map(str(self.local(path)))
-        raise _missing_error(path)
+            try:
+                return pyarrow.OSFile(str(self.local(path)))
+            except FileNotFoundError:
+                continue  # A cache may drop it between the two.
+            except OSError as error:
+                raise DamagedFile(str(error)) from error
+        raise _lost_error(path, "is missing")
+
+    @abstractmethod
+    def _drop_cached(self, path: str) -> None:
+        """Forget a local copy that cannot be read: the next reader fetches the file again."""
 
     @abstractmethod
     def delete(self, paths: Collection[str]) -> None:
@@ -181,6 +199,9 @@ class Folder(ArchiveFiles):
                     if folder != Path():
                         (self.folder / folder).rmdir()
 
+    def _drop_cached(self, path: str) -> None:
+        """Nothing: no copy is kept of a folder's files."""
+
     def exists(self) -> bool:
         """Whether the folder has been made: the first file does."""
         return self.folder.exists()
@@ -277,7 +298,10 @@ class Bucket(ArchiveFiles):
             for path in paths:
                 with suppress(FileNotFoundError):
                     obstore.delete(self._bucket, path)
-                (self._cache / path).unlink(missing_ok=True)
+                self._drop_cached(path)
+
+    def _drop_cached(self, path: str) -> None:
+        (self._cache / path).unlink(missing_ok=True)
 
     def exists(self) -> bool:
         """Buckets are made by whoever owns them."""
@@ -358,7 +382,7 @@ class Bucket(ArchiveFiles):
             yield
         except FileNotFoundError as error:
             if path is not None:
-                raise _missing_error(path) from error
+                raise _lost_error(path, "is missing") from error
             raise self._failed(error) from error
         except (BaseError, OSError) as error:
             raise self._failed(error) from error
@@ -382,10 +406,10 @@ def _busy_error(address: str) -> Busy:
     )
 
 
-def _missing_error(path: str) -> Busy:
+def _lost_error(path: str, problem: str) -> Busy:
     return Busy(
-        f"the archived file {path} is missing: ask again, and where that does not help, put it back from a backup "
-        "of the archive",
+        f"the archived file {path} of run {run_of(path)} {problem}: ask again, and if that does not help, put it "
+        "back from a back-up of the archive",
         retry_after_seconds=_RETRY_SECONDS,
     )
 

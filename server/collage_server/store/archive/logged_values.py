@@ -19,7 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from collage_server.store.archive.parquet import Contents, Footer, LoggedSeries, metadata_of, read_footer
+from collage_server.store.archive.parquet import (
+    Contents,
+    Footer,
+    LoggedSeries,
+    metadata_of,
+    read_footer,
+    read_groups,
+)
 from collage_server.store.records import FloatArray
 
 __all__ = ["read_logged", "write_logged"]
@@ -48,6 +55,7 @@ def write_logged(file: Path, contents: Contents, tables: Iterable[FloatArray]) -
         use_dictionary=["stream", "name"],
         column_encoding={"step": "DELTA_BINARY_PACKED", "time": "BYTE_STREAM_SPLIT", "value": "BYTE_STREAM_SPLIT"},
         write_statistics=["name", "step"],
+        write_page_checksum=True,
         store_schema=False,
     ) as writer:
         writer.add_key_value_metadata(metadata_of(contents))
@@ -87,11 +95,13 @@ def read_logged(
     source: pa.NativeFile, footer: Footer, wanted: Collection[LoggedSeries]
 ) -> Iterator[tuple[LoggedSeries, FloatArray]]:
     """[3][values] steps, times and values of some of the series."""
-    file = pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=False)
     rows = (footer.metadata.row_group(group).num_rows for group in range(footer.metadata.num_row_groups))
-    places = (place for place in _placed(footer.contents, rows) if place[0] in wanted)
-    for group, members in groupby(places, lambda place: place[1]):
-        table = file.read_row_group(group, columns=list(_NUMBERS), use_threads=False)
+    by_group: dict[int, list[tuple[LoggedSeries, int]]] = {}
+    for series, group, row in _placed(footer.contents, rows):
+        if series in wanted:
+            by_group.setdefault(group, []).append((series, row))
+    tables = read_groups(source, footer, ([group] for group in by_group), _NUMBERS)
+    for members, table in zip(by_group.values(), tables, strict=True):
         numbers = np.stack([table.column(name).to_numpy().astype(np.float64) for name in _NUMBERS])
-        for series, _, row in members:
+        for series, row in members:
             yield series, numbers[:, row : row + series.values]

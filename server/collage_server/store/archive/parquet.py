@@ -9,11 +9,13 @@ A file of the model's totals has a column `rank` in place of the layer, -1 for a
 layers are.
 
 The file's metadata say in `collage` which parts of which chunks it holds, in the order of its rows.
+
+Each page has a CRC, which `read_groups` checks. Older files have none: their pages are read unchecked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import accumulate
@@ -26,6 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from collage_server.errors import DamagedFile
 from collage_server.store.chunks.blobs import PointRows
 from collage_server.store.records import FloatArray, IntArray, Points
 
@@ -40,6 +43,7 @@ __all__ = [
     "layers_in_group",
     "metadata_of",
     "read_footer",
+    "read_groups",
     "read_layers",
     "rounded",
     "write_layers",
@@ -180,15 +184,15 @@ def metadata_of(contents: Contents) -> dict[bytes, bytes]:
     return {_METADATA: msgspec.json.encode(contents)}
 
 
-def copy_points(file: Path, source: pa.NativeFile, chunks: Collection[int], before: int) -> None:
+def copy_points(file: Path, source: pa.NativeFile, footer: Footer, chunks: Collection[int], before: int) -> None:
     """Write the points of some chunks of a file, before a step, to another one, which has no metadata of ours."""
-    opened = pq.ParquetFile(source, pre_buffer=False)
-    contents = _decode_contents(opened.metadata.metadata[_METADATA])
-    held = np.concatenate([np.full(part.points, part.chunk in chunks) for part in contents.parts])
-    keys = [name for name in opened.schema_arrow.names if name not in OF_A_ROW]
-    with _writer(file, opened.schema_arrow.remove_metadata(), keys) as writer:
-        for group in range(opened.num_row_groups):
-            table = opened.read_row_group(group, use_threads=False).replace_schema_metadata()
+    held = np.concatenate([np.full(part.points, part.chunk in chunks) for part in footer.contents.parts])
+    schema = footer.metadata.schema.to_arrow_schema().remove_metadata()
+    keys = [name for name in schema.names if name not in OF_A_ROW]
+    groups = ([group] for group in range(footer.metadata.num_row_groups))
+    with _writer(file, schema, keys) as writer:
+        for read in read_groups(source, footer, groups, schema.names):
+            table = read.replace_schema_metadata()
             steps = table.column("step").to_numpy()
             kept = table.filter(np.tile(held, len(steps) // len(held)) & (steps < before))
             writer.write_table(kept, row_group_size=max(len(kept), 1))
@@ -204,6 +208,7 @@ def _writer(file: Path, schema: pa.Schema, keys: Sequence[str]) -> pq.ParquetWri
         use_dictionary=of_a_row,
         use_byte_stream_split=list(keys),
         write_statistics=of_a_row,
+        write_page_checksum=True,
         store_schema=False,
     )
 
@@ -278,6 +283,22 @@ class Footer:
         return _MEMORY_A_BYTE * len(data)
 
 
+def read_groups(
+    source: pa.NativeFile, footer: Footer, groups: Iterable[Sequence[int]], columns: Sequence[str]
+) -> Iterator[pa.Table]:
+    """Columns of some row groups at a time. Each page is compared with its CRC.
+
+    Raises:
+        DamagedFile: a page differs from what was written, or is not there.
+    """
+    try:
+        file = pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=False, page_checksum_verification=True)
+        for some in groups:
+            yield file.read_row_groups(some, columns=columns, use_threads=False)
+    except (OSError, pa.ArrowException) as error:
+        raise DamagedFile(str(error)) from error
+
+
 class Rows(NamedTuple):
     """Points that follow on each other both in a file and where they are wanted."""
 
@@ -302,12 +323,10 @@ def read_layers(
     groups = np.unique(group_of[group_of >= 0])
     if not held or not len(groups):
         return
-    file = pq.ParquetFile(source, metadata=footer.metadata, pre_buffer=False)
     group_bytes = 8 * len(held) * contents.layers_a_group * contents.points
     at_once = max(_READ_BYTES // max(group_bytes, 1), 1)
-    for start in range(0, len(groups), at_once):
-        some = groups[start : start + at_once]
-        table = file.read_row_groups(some.tolist(), columns=held, use_threads=False)
+    read = [groups[start : start + at_once].tolist() for start in range(0, len(groups), at_once)]
+    for some, table in zip(read, read_groups(source, footer, read, held), strict=True):
         wanted = np.flatnonzero(np.isin(group_of, some))
         of_wanted = group_of[wanted]
         places = layers[wanted] + contents.layers_a_group * (np.searchsorted(some, of_wanted) - of_wanted)
