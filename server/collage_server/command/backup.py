@@ -28,7 +28,8 @@ _DUMP = (
 def backup(file: Path, folder: Path | None, as_json: bool) -> None:
     """Copy the database into FILE while the server serves, and archived files into the folder `archive` beside it.
 
-    Archived files never change: of those that are there already none is copied again. Those in a bucket stay there.
+    Archived files never change: one that is there already is copied again only if its size is wrong. Those in a
+    bucket stay there.
 
     It holds everything acknowledged before the command began, and perhaps some of what came later. It does
     not hold the server's own token, the file `token` of the data folder.
@@ -77,4 +78,10 @@ def _say(found: Backup, as_json: bool) -> None:
         click.echo(
             f"{found.file}  {found.bytes:,} bytes, {found.runs} runs, schema {found.schema_revision}, checked; "
             f"{found.archived_files} archived files, {found.copied_files} of them copied"
+        )
+    if found.damaged_files:
+        click.echo(
+            f"the server has lost or damaged {len(found.damaged_files)} archived files, such as "
+            f"{found.damaged_files[0]}: put them back into its archive from {Path(found.file).parent / 'archive'}",
+            err=True,
         )

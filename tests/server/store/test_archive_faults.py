@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
-import numpy as np
 import pytest
-from collage_server.errors import Busy, DamagedFile, StoreUnusable
+from collage_server.errors import Busy, StoreUnusable
 from collage_server.store import PostgresqlStore, Selection, SqliteStore, schema, server_tables
 from collage_server.store.archive import file_storage
 from collage_server.store.archive.file_storage import Bucket, Folder
-from collage_server.store.archive.logged_values import read_logged
-from collage_server.store.archive.parquet import Rows, read_groups, read_layers
 from collage_server.store.archive.paths import archived_path
 from collage_server.store.archive.segments import LOGGED
 from collage_server.store.backup import back_up, restore
@@ -26,7 +21,7 @@ from sqlalchemy import delete, func, insert, select
 
 from collage_monitor import wire
 from tests.server.migrated import put_migrated
-from tests.server.reads import layer_points, model_points, scalar_points
+from tests.server.reads import layer_points, model_points
 from tests.server.samples import STATISTICS, report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.life import NEVER
@@ -89,83 +84,12 @@ def stored(store):
     return {file.path for file in store.archiving.files.stored()}
 
 
-def content_of(store, path, footer):
-    """All numbers of a file, as the server reads them."""
-    with store.archiving.files.open(path) as source:
-        if footer.contents.series:
-            return [table.tolist() for _, table in read_logged(source, footer, footer.contents.series)]
-        layers = footer.contents.layers
-        found = {key: np.zeros((footer.contents.points, layers)) for key in footer.keys}
-        read_layers(source, footer, np.arange(layers), [Rows(0, 0, footer.contents.points)], found)
-        return {key: values.tobytes() for key, values in found.items()}
-
-
 def without_an_archive(opened, tmp_path, steps):
     """What a reader sees of the same run where nothing is archived."""
     (tmp_path / "plain").mkdir()
     plain_store = opened(put_migrated(tmp_path / "plain"))
     fill(plain_store, steps)
     return plain_store
-
-
-@pytest.fixture
-def kinds(store):
-    """(store, path and footer of one file of each kind) of a finished run."""
-    fill(store, 10 * CHUNK)
-    finish(store)
-    archive_all(store)
-    found = {path.split("/")[3]: (path, footer) for path, footer in store.finished.footers(paths(store)).items()}
-    assert {*found} == {*(f"{what}={level}" for what in ("level", "model") for level in (1, 16, 256)), "logged"}
-    return store, [*found.values()]
-
-
-def test_a_flipped_bit_gives_no_wrong_number(kinds):
-    store, files = kinds
-    generator = random.Random(1)
-    for path, footer in files:
-        file = store.archiving.files.folder / path
-        content, before, refused = file.read_bytes(), content_of(store, path, footer), 0
-        for _ in range(40):
-            damaged, place = bytearray(content), generator.randrange(8 * len(content))
-            damaged[place // 8] ^= 1 << place % 8
-            file.write_bytes(damaged)
-            try:
-                found = content_of(store, path, footer)
-            except Busy:
-                refused += 1
-            else:
-                assert found == before, (path, place)
-        assert refused, path
-
-
-@pytest.mark.parametrize("left", ["its first bytes", "nothing", "zeros", "a folder"])
-def test_a_file_that_cannot_be_read_is_named(kinds, left):
-    store, files = kinds
-    for path, footer in files:
-        file = store.archiving.files.folder / path
-        if left == "zeros":
-            file.write_bytes(bytes(file.stat().st_size))
-        elif left == "a folder":
-            file.unlink()
-            file.mkdir()
-        else:
-            os.truncate(file, 0 if left == "nothing" else 100)
-        told = f"archived file {path} of run r1 cannot be read, the server's log says why: .* from a back-up"
-        with pytest.raises(Busy, match=told):
-            content_of(store, path, footer)
-    for ask in (layer_points, model_points, scalar_points):
-        with pytest.raises(Busy, match="of run r1 cannot be read"):
-            ask(store, "r1", None, ALL)
-
-
-def test_a_file_that_is_cut_while_it_is_read_does_not_end_the_server(kinds):
-    """A memory map of it would: SIGBUS, as for a bad sector or a share that went away."""
-    store, files = kinds
-    for path, footer in files:
-        with store.archiving.files.open(path) as source:
-            os.truncate(store.archiving.files.folder / path, 0)
-            with pytest.raises(DamagedFile):
-                list(read_groups(source, footer, [[0]], footer.metadata.schema.names))
 
 
 @pytest.mark.slow

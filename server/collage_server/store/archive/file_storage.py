@@ -28,7 +28,7 @@ from obstore.store import ObjectStore, from_url
 
 from collage_server.errors import Busy, DamagedFile, StoreUnusable
 from collage_server.store.archive.paths import MARK, SUFFIX, is_archived, is_copy, project_folder, run_of
-from collage_server.store.backup import sync
+from collage_server.store.engine.database_files import sync
 
 __all__ = ["ArchiveFiles", "Bucket", "Folder", "StoredFile", "archive_files"]
 

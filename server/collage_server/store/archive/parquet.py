@@ -39,6 +39,7 @@ __all__ = [
     "LoggedSeries",
     "OF_A_ROW",
     "Rows",
+    "check_pages",
     "copy_points",
     "layers_in_group",
     "metadata_of",
@@ -297,6 +298,22 @@ def read_groups(
             yield file.read_row_groups(some, columns=columns, use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise DamagedFile(str(error)) from error
+
+
+def check_pages(file: Path, data: bytes) -> None:
+    """Read a whole file, whose footer is known from elsewhere.
+
+    Raises:
+        DamagedFile: a page, or the file's own footer, differs from what was written.
+    """
+    footer = Footer.of(data)
+    with pa.OSFile(str(file)) as source:
+        groups = ([group] for group in range(footer.metadata.num_row_groups))
+        for _ in read_groups(source, footer, groups, footer.metadata.schema.names):
+            pass
+        source.seek(source.size() - len(data))
+        if source.read() != data:
+            raise DamagedFile("its footer differs from the database's")
 
 
 class Rows(NamedTuple):

@@ -2,7 +2,7 @@
 
 A folder is refused where its disk is a network's.
 
-`sqlite.py` alone calls it (`tests/server/life/test_full_disk.py`).
+`sqlite.py` calls it (`tests/server/life/test_full_disk.py`); archive and back-up take `sync`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ __all__ = [
     "network_file_system",
     "return_pages",
     "sqlite_sizes",
+    "sync",
 ]
 
 _LOG: Final = logging.getLogger(__name__)
@@ -121,6 +122,15 @@ def folder_lock(folder: Path) -> Iterator[bool]:
             yield False
             return
         yield True
+    finally:
+        os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """A file's bytes, or a folder's entries, are on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
