@@ -140,7 +140,7 @@ def test_a_cached_copy_that_cannot_be_read_is_fetched_again(archive):
     assert read(archive, path) == b"x" * SIZE
 
 
-@pytest.mark.parametrize("kind", ["folder", "bucket"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("bucket", marks=pytest.mark.slow)])
 def test_a_missing_file_says_what_to_do(kind, tmp_path, request):
     archive = Folder(tmp_path) if kind == "folder" else request.getfixturevalue("archive")
     there = keep(archive, "there")
