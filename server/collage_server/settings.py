@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "grants_by_group",
+    "settings_beside_server",
     "settings_from_environment",
 ]
 
@@ -365,3 +367,8 @@ def settings_from_environment(
     if own_token is not None and not given.get("token") and not given.get("no_auth"):
         given["token"] = own_token(given["folder"])
     return Settings(**given)
+
+
+def settings_beside_server(folder: Path | None) -> Settings:
+    """The server's settings, for a verb that works on its data and asks for no token; a setting needs one."""
+    return settings_from_environment(own_token=lambda _: secrets.token_urlsafe(32), folder=folder, host="127.0.0.1")

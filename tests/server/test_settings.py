@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from collage_server.command.serve import serve
-from collage_server.settings import Settings, SettingsError, grants_by_group, settings_from_environment
+from collage_server.settings import (
+    Settings,
+    SettingsError,
+    grants_by_group,
+    settings_beside_server,
+    settings_from_environment,
+)
 
 from collage_monitor import wire
 from tests.server.guarded import OWN
@@ -170,6 +176,15 @@ def test_a_provider_is_stated_as_a_whole_and_its_secret_is_not_shown():
         "team-a": [wire.Grant(role="operate", projects=["vision", "speech"])],
         "everyone": [wire.Grant(role="read")],
     }
+
+
+def test_sign_in_hinders_no_verb_beside_the_server(monkeypatch, tmp_path):
+    """`token create --host` asks for no token, which `serve --no-auth` may not combine with sign-in."""
+    for name, value in OIDC.items():
+        monkeypatch.setenv(f"COLLAGE_SERVER_{name}", value)
+    monkeypatch.setenv("COLLAGE_SERVER_HOST", "0.0.0.0")
+    assert settings_beside_server(tmp_path).folder == tmp_path
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("missing", OIDC)

@@ -13,7 +13,7 @@ from collage_monitor.command.progress import progress
 from collage_server.app import make_store
 from collage_server.errors import ServerError
 from collage_server.publishing import publish as publish_project
-from collage_server.settings import settings_from_environment
+from collage_server.settings import settings_beside_server
 
 __all__ = ["archive"]
 
@@ -33,8 +33,7 @@ def publish(projects: tuple[str, ...], folder: Path | None, as_json: bool) -> No
     It copies no files except those that a newer attempt hides in part. Run it again whenever runs have ended or
     were deleted, while the server serves. If the log was deleted, it is made again.
     """
-    # No token is asked for; settings do not exist without one.
-    settings = settings_from_environment(folder=folder, no_auth=True, host="127.0.0.1")
+    settings = settings_beside_server(folder)
     try:
         store = make_store(settings)
         store.open()

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from collage_monitor.command.progress import progress
-from collage_server.settings import Settings, settings_from_environment
+from collage_server.settings import Settings, settings_beside_server
 from collage_server.store.backup import Backup, back_up
 from collage_server.store.backup import restore as restore_store
 
@@ -58,8 +58,7 @@ def restore(file: Path, folder: Path | None, as_json: bool) -> None:
 
 
 def _settings(folder: Path | None) -> Settings:
-    # Neither verb asks for a token; settings do not exist without one.
-    settings = settings_from_environment(folder=folder, no_auth=True, host="127.0.0.1")
+    settings = settings_beside_server(folder)
     if settings.database is not None:
         raise click.ClickException(_DUMP)
     return settings

@@ -21,7 +21,7 @@ from collage_monitor.local import data_folder, find_token, read_token, server_ad
 from collage_server.app import make_store
 from collage_server.auth import administration
 from collage_server.auth.principals import digest_of
-from collage_server.settings import settings_from_environment
+from collage_server.settings import settings_beside_server
 from collage_server.store import AccessStore
 
 __all__ = ["token"]
@@ -118,8 +118,7 @@ def _tokens(
         except ServerUnreachable as error:
             raise click.ClickException(f"{error}; --host writes into the database of {where} without it") from error
         return
-    # The store asks for no token; settings do not exist without one.
-    store = make_store(settings_from_environment(folder=folder, no_auth=True, host="127.0.0.1"))
+    store = make_store(settings_beside_server(folder))
     store.open()
     try:
         yield _HostTokens(store.access)
