@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from tests.containers.engine import ROOT
 from tests.waiting import PATIENCE_SECONDS, until
 
-__all__ = ["ADDRESS", "NAME", "SERVICES", "TAKEN", "Stack"]
+__all__ = ["ADDRESS", "NAME", "SERVICES", "TAKEN", "TOLD", "Stack"]
 
 NAME, ADDRESS = "monitor.example", "198.51.100.10"
 TAKEN = "172.30.74.0/24"
 """The range that the file has by default: here another network has it, that of the training."""
 _SETTINGS = {"COLLAGE_NAME": NAME, "COLLAGE_ADDRESS": ADDRESS, "COLLAGE_NETWORK": "172.30.75"}
+TOLD = {"COLLAGE_SERVER_ALERT_INTERVAL_SECONDS": "16", "COLLAGE_SERVER_OIDC_SCOPES": "openid groups"}
+"""Settings in the file .env."""
 SERVICES = ("database", "server", "dashboard", "prometheus", "alertmanager", "proxy")
 _ORDER = ("secrets", "database", "tokens", *SERVICES[1:])
 """Podman 4.3 does not wait for the health of what a service depends on."""
@@ -30,6 +32,7 @@ class Stack:
     def __init__(self, engine):
         self._engine = engine
         engine.environment |= _SETTINGS
+        (engine.checkout / ".env").write_text("".join(f"{name}='{value}'\n" for name, value in TOLD.items()))
         self.certificate = engine.folder / "certificate.pem"
 
     @contextmanager

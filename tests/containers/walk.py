@@ -15,7 +15,7 @@ from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 from tests.browser.conftest import CHROMIUM_FLAGS
 from tests.containers.engine import ROOT
-from tests.containers.stack import ADDRESS, NAME, SERVICES, TAKEN, Stack
+from tests.containers.stack import ADDRESS, NAME, SERVICES, TAKEN, TOLD, Stack
 from tests.containers.training import PROJECT, RUN
 from tests.system import find_chromium
 from tests.waiting import PATIENCE_SECONDS, until
@@ -36,6 +36,8 @@ def walk(engine, say):
         stack.take_the_default_range()
         stack.up()
         say(f"started, and healthy, beside a network of {TAKEN}")
+        assert {name: stack.ask("server", "printenv", name).strip() for name in TOLD} == TOLD
+        say("settings of the file .env reach the server")
         _check_memory(stack)
         say("each service has its limit of memory; what takes more is killed, and the server serves on")
         environment.setenv("SSL_CERT_FILE", str(stack.certificate))

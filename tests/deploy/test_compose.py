@@ -1,5 +1,6 @@
 """docker-compose.yml and its files: what may be known of them without a container engine."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from collage_server.command.serve import serve
+from collage_server.settings import Settings, settings_from_environment
 
 from tests.forking import SERVER, run_command
 from tests.system import require
@@ -30,6 +33,17 @@ def user_of(name):
     return SERVICES[name].get("user", DOCKERFILE["USER"]).partition(":")[0]
 
 
+def environment_of(name, told):
+    """A service's variables where the file .env says this, as Compose makes them."""
+
+    def value(text):
+        return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: told.get(found[1]) or found[2], text)
+
+    service = SERVICES[name]
+    files = [told for file in service.get("env_file", ()) if file == {"path": ".env", "required": False}]
+    return dict(*files, **{key: value(text) for key, text in service["environment"].items()})
+
+
 def mounts(name):
     return dict(reversed(entry.removesuffix(":ro").rsplit(":", 1)) for entry in SERVICES[name].get("volumes", []))
 
@@ -38,6 +52,35 @@ def test_every_image_is_pinned_by_its_digest():
     images = [entry["image"] for entry in SERVICES.values() if "build" not in entry]
     images.append(DOCKERFILE["BASE_IMAGE"])
     assert [image for image in images if not PINNED.fullmatch(image)] == []
+
+
+def test_every_setting_reaches_the_server(tmp_path):
+    """Or the stack itself fixes it. A new setting needs nothing here."""
+    command = serve.make_context("serve", [*SERVICES["server"]["command"][1:-2]])
+    fixed = {name for name, given in command.params.items() if given} | {"token", "no_auth"}
+    fixed |= {"database", "trusted_proxies"}
+    names = {field.name for field in dataclasses.fields(Settings)} - fixed
+    told = {f"COLLAGE_SERVER_{name.upper()}": f"a value of {name}" for name in names}
+    assert environment_of("server", told).items() >= told.items()
+    assert fixed == {"folder", "host", "port", "allowed_hosts", "token", "no_auth", "database", "trusted_proxies"}
+
+
+@pytest.mark.parametrize("told", [{}, {"POSTGRES_PASSWORD": "hush", "COLLAGE_SERVER_ARCHIVE": "s3://team/runs"}])
+def test_the_server_starts_with_what_it_is_told_and_can_archive(told):
+    found = environment_of("server", told)
+    assert not [name for name, value in found.items() if value in {"", None}]
+    settings = settings_from_environment(found, folder=Path("/data"), token="a-token-of-many-bits-0123456789")
+    assert settings.database
+    assert settings.trusted_proxies == ("172.30.74.2",)
+    address = told.get("COLLAGE_SERVER_ARCHIVE", "/data/archive")
+    assert settings.archive_address == address
+    assert mounts("server")["/data"] == "server-data"
+
+
+def test_the_image_can_do_whatever_a_setting_asks_for():
+    """`archive`: COLLAGE_SERVER_ARCHIVE_PUBLISH needs deltalake."""
+    (extras,) = re.findall(r'"\.\[([\w,]+)\]"', (ROOT / "Dockerfile").read_text())
+    assert set(extras.split(",")) == {"server", "dashboard", "archive"}
 
 
 @pytest.mark.parametrize("arguments", MADE_BY_HAND)

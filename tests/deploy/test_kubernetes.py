@@ -54,6 +54,7 @@ def test_the_server_takes_its_settings(monkeypatch, tmp_path):
     for entry in server["env"]:
         # As the secret holds it.
         monkeypatch.setenv(entry["name"], entry.get("value", "postgresql://collage@database/collage"))
+    assert {"secretRef": {"name": "collage-settings", "optional": True}} in server["envFrom"], "any other setting"
     settings = settings_from_environment(folder=tmp_path, token="a-token-of-many-bits-0123456789")
     assert settings.archive_address == "s3://collage/archive"
     cache = next(volume for volume in TEMPLATES["collage-server"]["spec"]["volumes"] if volume["name"] == "data")
