@@ -1,6 +1,6 @@
 """Every route with every role: no token, the wrong project, the right one. The expectation is written out here.
 
-All of it again with sessions of people who signed in through a provider: by day each route and each role once.
+All of it again with sessions of people who signed in through a provider.
 """
 
 from __future__ import annotations
@@ -249,7 +249,6 @@ def test_with_a_token_of_the_project(guarded, provider, secrets, route, role):
     check_within(guarded, provider, route, role, secrets[role, "mine"])
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize("role", sorted(EVERYONE - {"ingest"}))
 @pytest.mark.parametrize("route", ALLOWED)
 def test_with_a_session_of_the_project(guarded, provider, session, route, role):
@@ -284,7 +283,6 @@ def test_with_a_token_of_another_project(guarded, secrets, route, role):
     check_elsewhere(guarded, route, role, secrets[role, "theirs"])
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize("role", ["operate", "read"])
 @pytest.mark.parametrize("route", ABOUT_ONE_PROJECT)
 def test_with_a_session_of_another_project(guarded, session, route, role):
@@ -304,7 +302,6 @@ def check_elsewhere(guarded, route, role, secret):
     assert answer.json()["error"]["message"].replace("mine-1", "never-seen") == unknown.json()["error"]["message"]
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize("route", [route for route in ALLOWED if "{run_id}" in route or "{stream_id}" in route])
 @pytest.mark.parametrize("project", PROJECTS)
 def test_with_a_session_that_reads_everywhere_and_operates_in_one_project(

@@ -109,6 +109,12 @@ class StoreContract:
         self.append(store, stream, report(1, 20, scalars={"loss": 2.0}), report(0, 10, scalars={"loss": 1.0}))
         assert store.runs.get("r1").scalars["loss"] == wire.LoggedScalar(step=20, value=2.0)
 
+    def test_of_two_values_at_one_step_the_last_is_the_newest(self, store):
+        stream = self.fill(store)
+        for seqs in ((0, 1), (2,), (3,)):
+            self.append(store, stream, *(report(seq, 10, scalars={"loss": float(seq)}) for seq in seqs))
+            assert store.runs.get("r1").scalars["loss"] == wire.LoggedScalar(step=10, value=float(seqs[-1]))
+
     def test_selection_by_step(self, store):
         stream = self.fill(store)
         self.append(store, stream, *(report(i, 10 * i) for i in range(1, 6)))

@@ -40,6 +40,39 @@ class SealingContract(Senders):
         assert seal_all(store) == 0
         assert rows(store, schema.report) == 31
 
+    def test_a_run_that_begins_at_step_0_is_sealed_to_an_empty_journal(self, store):
+        self.send(store, self.fill(store), range(64))
+        before = seen(store)
+        assert seal_all(store) == 2
+        assert rows(store, schema.report) == 0
+        unchanged(before, seen(store))
+
+    def test_sealed_reports_that_are_sent_again_change_nothing(self, store):
+        stream = self.fill(store)
+        firsts = range(0, 96, 32)
+        for first in firsts:
+            self.send(store, stream, range(first, first + 32), first_seq=first)
+            assert seal_all(store) == 1
+        before = seen(store)
+        for first in firsts:
+            again = self.send(store, stream, range(first, first + 32), first_seq=first)
+            assert (again.accepted, again.duplicates) == (0, 32)
+        assert seal_all(store) == 0
+        unchanged(before, seen(store))
+
+    def test_what_a_killed_server_has_sealed_leaves_the_journal(self, store):
+        """Wherever it is killed, among the deletions of a sealed part's reports, too; what is not due stays."""
+        for number in range(100):
+            run_id = f"r{number}"
+            self.send(store, self.fill(store, run_id, f"s{number}"), range(40))
+            sealed = sealed_until(store, 3 * number, run_id)
+            seal_all(store, run_id)
+            assert rows(store, schema.report) == 8 * (number + 1)
+            if sealed is not None:
+                break
+        assert sealed == 1
+        assert number > 5
+
     def test_a_run_without_layers_has_whole_chunks_and_no_rows_of_layers(self, store, monkeypatch):
         """What is small waits for the whole chunk, which then is one commit, and one that empties the journal."""
         store.sealing.limits = SealLimits()
@@ -269,7 +302,7 @@ class SealingContract(Senders):
         assert all(steps == list(range(1, 65)) for steps in found)
 
 
-def sealed_until(store, allowed):
+def sealed_until(store, allowed, run_id="r1"):
     """How many parts a process seals that is killed after so many transactions; None: it was killed."""
     writing, left = store.writing, [allowed]
 
@@ -283,7 +316,7 @@ def sealed_until(store, allowed):
 
     store.writing = counted
     try:
-        return store.sealing.seal("r1", NOW)
+        return store.sealing.seal(run_id, NOW)
     except InterruptedError:
         return None
     finally:
