@@ -1,8 +1,8 @@
 """The check of a release, from nothing but its wheel: `python -m tools.release dist` after `python -m build`.
 
-It installs the wheel with all extras in an environment of its own, checks a typed training against it, and goes
-through the quick start, as the README has it: a server and a dashboard, a training that reports to them, and what
-terminal and page then say of it.
+It installs the wheel with all extras in an environment of its own, and checks a typed training against it. Then it
+goes through the quick start, as the README has it: a server and a dashboard, a training that reports to them, and
+what terminal and page then say of it.
 """
 
 from __future__ import annotations

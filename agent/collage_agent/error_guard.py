@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ _FAILURES_ALLOWED: Final = 3
 _MOST_REFUSALS: Final = 20
 _LOGGER = logging.getLogger("collage_agent")
 _raising = False
+_Answer = TypeVar("_Answer")
 
 
 def raise_in_tests(on: bool) -> None:
@@ -57,8 +59,16 @@ class Guard:
             self.reason = f"switched off after {self.failures.total()} failures, last {kind}: {error}"
             _LOGGER.error("measuring is %s", self.reason)
 
+    def answer(self, call: str, ask: Callable[[], _Answer], unknown: _Answer) -> _Answer:
+        """What `ask` returns; `unknown` if it raises, which is said once. Measuring goes on."""
+        try:
+            return ask()
+        except Exception as error:
+            self.refused(call, error)
+            return unknown
+
     def refused(self, call: str, error: Exception) -> None:
-        """A caller's value cannot be used: said once. It is no failure of the agent's, so measuring goes on."""
+        """A call cannot be answered, such as one with a value of no use: said once, and measuring goes on."""
         reraise_in_tests(error)
         if (told := str(error)) not in self._refused and len(self._refused) < _MOST_REFUSALS:
             self._refused.add(told)

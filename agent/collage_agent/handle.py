@@ -218,8 +218,11 @@ class Watch:
 
         Windows and counterfactuals are the last ones. Values are float or None (undefined); 95 % intervals stand
         beside theirs as NAME_low, NAME_high. Blocks until the step is finished: synchronises the device. This
-        process's shards only.
+        process's shards only. Never raises: numbers that cannot be read are left out.
         """
+        return self._guard.answer("summary", self._summary, {"step": self.step, "model": {}, "layers": {}})
+
+    def _summary(self) -> dict[str, Any]:
         assembly = self._assembly
         summary = summarise(assembly.last, assembly.last_occasional)
         if assembly.skipped_steps is not None:
@@ -256,6 +259,10 @@ class Watch:
         return forecast_strategies(record, planned)
 
     def __str__(self) -> str:
+        unknown = f"step {self.step}: what was measured cannot be read; the log of collage_agent says why"
+        return self._guard.answer("print", self._text, unknown)
+
+    def _text(self) -> str:
         if self._advice and self.step is None:
             return f"nothing is measured: {self._advice}"
         past, layout = self._assembly.history.past(), self._assembly.layout
@@ -263,7 +270,8 @@ class Watch:
 
     def __repr__(self) -> str:
         at = "not started" if self.step is None else f"at step {self.step}"
-        return f"<Watch of {self.info.optimizer}, {len(self._assembly.watched)} layers, {at}>"
+        optimizer = self._guard.answer("repr", lambda: self.info.optimizer, "unknown optimizers")
+        return f"<Watch of {optimizer}, {len(self._assembly.watched)} layers, {at}>"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

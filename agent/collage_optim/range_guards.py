@@ -39,7 +39,9 @@ class DeferredReads:
         self._coming: deque[tuple[torch.Event, Tensor, Callable[[Tensor], None]]] = deque()
 
     def add(self, value: Tensor, then: Callable[[Tensor], None]) -> None:
-        """Call `then` with the value on the host: now, or at a later `poll`."""
+        """Call `then` with the value on the host: now, or at a later `poll`; never with one on the meta device."""
+        if value.is_meta:
+            return
         if value.device.type == "cpu":
             then(value)
             return

@@ -54,6 +54,10 @@ def nothing_intended(case: Case) -> Finding:
     if not elements and layers and all(_NAMED_BY_GROUP.fullmatch(name) for name in layers):
         text = "none of the optimizer's tensors belongs to the model, and none had a gradient: watch the optimizer "
         return Finding("unknown", text + "that trains this model", "elements", elements)
+    trained = [] if case.watch is None else case.watch.trained
+    if not elements and trained and not any(entry.parameters for entry in trained):
+        text = "the optimizer steps no watched layer that can be measured"
+        return Finding("unknown", text, "elements", elements)
     if not elements:
         return Finding("unknown", "no watched layer had a gradient in the measured steps", "elements", elements)
     if case.number("measured_ratio") is None:

@@ -534,3 +534,12 @@ def test_what_a_resume_lost_counts_while_the_recent_past_reaches_back_to_it(kind
     assert judged_at(1, lasting=False).health == word
     assert judged_at(0, lasting=False).health == "healthy"
     assert judged_at(0, lasting=True).health == word
+
+
+def test_an_optimizer_that_steps_nothing_that_can_be_measured_is_not_said_to_lack_gradients():
+    nothing, some = wire.Trained(optimizer="AdamW"), wire.Trained(optimizer="SGD", parameters={"bfloat16": 8})
+    found = judged({"elements": None}, {"fc.weight": {}}, trained=[nothing])
+    assert found.health == "unknown"
+    assert found.text.startswith("The optimizer steps no watched layer that can be measured.")
+    found = judged({"elements": None}, {"fc.weight": {}}, trained=[nothing, some])
+    assert found.text.startswith("No watched layer had a gradient")

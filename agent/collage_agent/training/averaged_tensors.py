@@ -116,11 +116,15 @@ def averaged(average: object, model: nn.Module, given: Sequence[Tensor]) -> tupl
             )
         if not (own.is_floating_point() and theirs.is_floating_point()) or own.stride() != theirs.stride():
             left_out.append(f"{name} ({dtype_name(theirs.dtype)}, or laid out otherwise than its weight)")
+        elif own.is_meta or theirs.is_meta:
+            left_out.append(f"{name} (on the meta device, which holds no numbers)")
         elif own.numel():
             shard = mesh_shard(weight, None).number if hasattr(weight, "placements") else 0
             found.append(AveragedTensor(name, weight, tensor, key, shard))
     if not found:
-        raise ValueError(f"average={type(average).__name__}: holds no weight of the model; {_FORMS}")
+        raise ValueError(
+            f"average={type(average).__name__}: holds no weight of the model that can be measured; {_FORMS}"
+        )
     return found, left_out
 
 

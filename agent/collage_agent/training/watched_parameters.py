@@ -29,7 +29,8 @@ _LONGEST_NAME: Final = 512
 class WatchedParameter:
     """One parameter tensor (this rank's shard of it) under its fully qualified name.
 
-    stepped: whether the optimizer still has it; if not, `group` is its former group.
+    stepped: whether the optimizer still has it; if not, `group` is its former group. A tensor on the meta device
+    holds no numbers, and is not stepped until it does.
     """
 
     name: str
@@ -76,7 +77,8 @@ def watched_parameters(
         # A model may itself have a part called "module": then the full name tells the two apart.
         own_name = name[:_LONGEST_NAME] if short in taken else short
         taken.add(own_name)
-        watched.append(WatchedParameter(own_name, parameter, groups[id(parameter)], module_type, shard))
+        group = groups[id(parameter)]
+        watched.append(WatchedParameter(own_name, parameter, group, module_type, shard, not parameter.is_meta))
     return watched, left_out
 
 
@@ -89,10 +91,10 @@ def regrouped(
     A new parameter of the same name replaces it.
     """
     groups = {identity: index for index, group in enumerate(members) for identity in group}
-    kept = [
-        replace(entry, group=groups.get(id(entry.parameter), entry.group), stepped=id(entry.parameter) in groups)
-        for entry in watched
-    ]
+    kept = []
+    for entry in watched:
+        stepped = id(entry.parameter) in groups and not entry.parameter.is_meta
+        kept.append(replace(entry, group=groups.get(id(entry.parameter), entry.group), stepped=stepped))
     known = {id(entry.parameter) for entry in watched}
     vacant = {entry.name: place for place, entry in enumerate(kept) if not entry.stepped}
     new = []

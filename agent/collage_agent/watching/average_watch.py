@@ -195,8 +195,13 @@ class AverageWatch:
     def summary(self) -> dict[str, Any]:
         """{"updates", "model": {key: value}, "layers": {name: {key: value}}} of the last measured update.
 
-        Synchronises the device. Values are float or None (undefined). This process's shards only.
+        Synchronises the device. Values are float or None (undefined). This process's shards only. Never raises:
+        numbers that cannot be read are left out.
         """
+        unknown = {"updates": self._updates, "model": {}, "layers": {}}
+        return self._guard.answer("summary", self._summary, unknown)
+
+    def _summary(self) -> dict[str, Any]:
         found: dict[str, Any] = {"updates": self._updates, "model": {}, "layers": {}}
         if self._last:
             names = Axis(layer.name for layer in self._layers)

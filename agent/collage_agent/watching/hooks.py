@@ -99,6 +99,7 @@ class OptimizerHooks:
             self._intents = _intents_on_this_rank(intents.of(self.foreign or self.stepping), watched)
             self._fitting = None if self.foreign else fitting_class(self.stepping, self._intents)
         self._groups = _groups_of(self.stepping)
+        self._on_meta = [entry.parameter for entry in watched if entry.parameter.is_meta]
         self._windows = Windows(options.windows, options.every) if options.windows else None
         self._step = 0
         self.measurer = StepMeasurer(
@@ -212,7 +213,7 @@ class OptimizerHooks:
         own = notes_on(
             self._stepped(),
             self._intents,
-            left_out=self.left_out,
+            left_out=[*self.left_out, *([_on_meta(len(self._on_meta))] if self._on_meta else [])],
             shared_by=None if self.stepping is self.optimizer else type(self.optimizer).__name__,
             cast_to=self._mixed_precision,
         )
@@ -378,7 +379,7 @@ class OptimizerHooks:
 
     def _notice_changed_groups(self, optimizer: Optimizer) -> None:
         groups = _groups_of(optimizer)
-        if groups == self._groups:
+        if groups == self._groups and all(parameter.is_meta for parameter in self._on_meta):
             return
         found, left_out = watched_parameters(
             self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
@@ -388,6 +389,7 @@ class OptimizerHooks:
         self.measurer.regroup([*kept, *with_unique_names(new, self._number, self._names_used)], intents)
         self.changes += 1
         before, self._groups, self._intents, self.left_out = self._groups, groups, intents, left_out
+        self._on_meta = [entry.parameter for entry in self.measurer.watched if entry.parameter.is_meta]
         self._fitting = None if self.foreign else fitting_class(optimizer, intents)
         if any(old[1:] != new[1:] for old, new in zip(before, groups, strict=False) if old[0] and new[0]):
             self._begin_anew()
@@ -456,5 +458,9 @@ def _groups_of(optimizer: Optimizer) -> tuple[_Group, ...]:
     )
 
 
+def _on_meta(tensors: int) -> str:
+    return f"{tensors} tensor{'s' * (tensors > 1)} on the meta device, which holds no numbers"
+
+
 def _device_of(measurer: StepMeasurer) -> torch.device:
-    return measurer.watched[0].parameter.device if measurer.watched else _HOST
+    return next((entry.parameter.device for entry in measurer.watched if entry.stepped), _HOST)

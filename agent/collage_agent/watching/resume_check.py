@@ -61,9 +61,9 @@ def _largest_of(optimizer: Optimizer, counts: Sequence[Any]) -> int | None:
 
 
 def _counters(optimizer: Optimizer) -> list[Any]:
-    """All counts of steps, in states and groups, as they are kept."""
+    """All counts of steps, in states and groups, as they are kept; none of parameters on the meta device."""
     kept = states_of(optimizer)
-    states = (kept(parameter, {}) for group in optimizer.param_groups for parameter in group["params"])
+    states = (kept(own, {}) for group in optimizer.param_groups for own in group["params"] if not own.is_meta)
     found = (step_of(holder) for holder in chain(states, optimizer.param_groups))
     return [count for count in found if count is not None]
 

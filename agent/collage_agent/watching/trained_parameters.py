@@ -108,6 +108,7 @@ def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
+        if not parameter.is_meta
     }
     if not any(states.values()):
         return None

@@ -459,6 +459,7 @@ def test_an_average_that_the_training_drops_is_not_kept():
         (3, TypeError, "average=int"),
         ([torch.zeros(3)], ValueError, "1 tensors, the model has 6"),
         ({"else": torch.zeros(3)}, ValueError, "holds no weight of the model"),
+        (mlp().to("meta"), ValueError, "holds no weight of the model that can be measured"),
         ({"0.weight": torch.zeros(3)}, ValueError, "average of 0.weight: shape"),
     ],
 )
