@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Final, cast
 
 import torch
@@ -48,6 +49,7 @@ __all__ = ["OptimizerHooks"]
 
 _LOGGER = logging.getLogger("collage_agent")
 _HOST: Final = torch.device("cpu")
+_IS_META: Final = attrgetter("is_meta")
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -379,7 +381,7 @@ class OptimizerHooks:
 
     def _notice_changed_groups(self, optimizer: Optimizer) -> None:
         groups = _groups_of(optimizer)
-        if groups == self._groups and all(parameter.is_meta for parameter in self._on_meta):
+        if groups == self._groups and all(map(_IS_META, self._on_meta)):
             return
         found, left_out = watched_parameters(
             self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
@@ -463,4 +465,7 @@ def _on_meta(tensors: int) -> str:
 
 
 def _device_of(measurer: StepMeasurer) -> torch.device:
-    return next((entry.parameter.device for entry in measurer.watched if entry.stepped), _HOST)
+    for entry in measurer.watched:
+        if entry.stepped:
+            return entry.parameter.device
+    return _HOST
