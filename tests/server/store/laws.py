@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from collage_server.errors import Gone
 from collage_server.store import ReportGroup, Selection, schema
+from collage_server.store.reading.run_view import RunView
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -59,8 +60,8 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.deleted: list[str] = []
 
-    @initialize(world=WORLDS, parts=PARTS)
-    def create(self, world, parts):
+    @initialize(world=WORLDS, parts=PARTS, first=st.integers(0, 1))
+    def create(self, world, parts, first=1):
         limits = dataclasses.replace(LIMITS, slice_rows=12, delete_rows=40)
         self.limits = self.store.sealing.limits = dataclasses.replace(limits, **parts)
         self.run = NaiveRun(f"law-{next(_run_numbers)}")
@@ -68,7 +69,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.horizons = {1: 0.0, 16: 0.0}
         self.ids = itertools.count()
         self.store.runs.create("p", wire.RunCreate(run_id=self.run.run_id), NOW)
-        self.begin_attempt(1)
+        self.begin_attempt(first)
         self.stream_of(0)
 
     @rule(ranks=st.sampled_from([(0,), (1,), (2,), (0, 1, 2)]), count=st.integers(1, 40), kind=KINDS, order=ORDERS)
@@ -118,6 +119,10 @@ class StoreMachine(RuleBasedStateMachine):
         with killed_after(self.store, transactions):
             while self.store.sealing.seal(self.run.run_id, NOW, journal_full=full):
                 pass
+            with self.store.reading() as connection:
+                view = RunView(connection, self.run.run_id)
+                left = connection.execute(select(schema.report.c.stream_id, schema.report.c.seq)).all()
+                assert not [report for report in left if view.is_sealed(*report)]
 
     @rule(back=st.integers(-3, 60), count=st.integers(0, 40), kind=KINDS)
     def resume(self, back, count, kind):
@@ -195,7 +200,9 @@ class StoreMachine(RuleBasedStateMachine):
             found = model_points(self.store, self.run.run_id, None, Selection(rank=rank))
             self.compare(found, self.run.steps(rank), by_layer=False)
         found = scalar_points(self.store, self.run.run_id, None, Selection())
-        for name, (steps, values) in self.run.scalars().items():
+        expected = {name: told for name, told in self.run.scalars().items() if told[0]}
+        assert set(found) == set(expected)
+        for name, (steps, values) in expected.items():
             assert found[name].steps.tolist() == steps
             np.testing.assert_allclose(found[name].values, values, rtol=1e-12)
 
