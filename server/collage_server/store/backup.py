@@ -94,11 +94,13 @@ def back_up(database: Path, target: Path, *, archive: Path | None = None, timeou
         except sqlite3.Error as error:
             raise StoreUnusable(f"{database} cannot be copied to {target}: {error}") from error
         found = read_backup(part)
-        files, copied, damaged = _archived_files(part), 0, ()
+        files = _archived_files(part)
+        found = replace(found, file=str(target), archived_files=len(files))
         if archive is not None:
             copied = _copy_files(part, files, archive, target.parent / _ARCHIVE, _TO_BACK_UP)
             damaged = tuple(file.path for file in files if not file.is_in(archive))
-    return replace(found, file=str(target), archived_files=len(files), copied_files=copied, damaged_files=damaged)
+            found = replace(found, copied_files=copied, damaged_files=damaged)
+    return found
 
 
 def read_backup(file: Path) -> Backup:
