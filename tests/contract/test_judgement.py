@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from collage_monitor import run_evidence, wire
 from collage_monitor.judgement import (
     Evidence,
+    SilentRanks,
     doubts,
     evidence_of,
     judge,
@@ -543,3 +544,48 @@ def test_an_optimizer_that_steps_nothing_that_can_be_measured_is_not_said_to_lac
     assert found.text.startswith("The optimizer steps no watched layer that can be measured.")
     found = judged({"elements": None}, {"fc.weight": {}}, trained=[nothing, some])
     assert found.text.startswith("No watched layer had a gradient")
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "of_edq", "of_oracle"),
+    [
+        (0.90, 0.80, 0.94, "losing updates", "steps are off"),
+        (0.90, 0.80, 0.99, "unknown", "unknown"),
+        (1.10, 1.06, 1.20, "steps are off", "steps are off"),
+        (1.10, 1.01, 1.20, "unknown", "unknown"),
+        (0.97, 0.96, 0.98, "healthy", "healthy"),
+    ],
+)
+def test_a_number_counts_against_a_run_only_if_its_whole_interval_does(value, low, high, of_edq, of_oracle):
+    def judged_by(key, **others):
+        return judged({**others, key: value, f"{key}_low": low, f"{key}_high": high})
+
+    assert judged_by("edq_ratio", **GOOD).health == of_edq
+    alone = {key: number for key, number in GOOD.items() if key != STATE}
+    assert judged_by("edq_oracle_ratio", **alone).health == of_oracle
+    beside = judged_by("edq_oracle_ratio", **GOOD)
+    assert beside.health == ("healthy" if of_oracle == "unknown" else of_oracle)
+    assert ("the oracle agrees" in beside.text) == (of_oracle == "healthy")
+
+
+@pytest.mark.parametrize(("held", "word"), [(None, "unknown"), (0.5, "unknown"), (1.0, "healthy")])
+def test_what_silent_ranks_hold_is_in_doubt_unless_the_others_hold_it_too(held, word):
+    info = wire.WatchInfo(optimizer="AdamW", observed_strategy="plain", dtype="bfloat16")
+    silent = SilentRanks(reporting=2, expected=4, since=50, held=held)
+    assert judge(Evidence(GOOD, {}, info, 1, 100, silent)).health == word
+
+
+@pytest.mark.parametrize(
+    ("dtype", "oracle", "word"),
+    [("bfloat16", None, "unknown"), ("bfloat16", 1.0, "healthy"), ("float32", None, "healthy")],
+)
+def test_moments_kept_by_row_in_16_bits_need_an_oracle(dtype, oracle, word):
+    seen = wire.Fingerprint(stochastic_rounding=False, factored={"row_var": dtype})
+    assert judged({**GOOD, "edq_oracle_ratio": oracle}, fingerprint=seen).health == word
+
+
+@pytest.mark.parametrize(("edq", "bound"), [(0.5, 0.95), (1.5, 1.05)])
+def test_an_average_that_moves_otherwise_is_held_to_the_bound_on_its_side(edq, bound):
+    moved = {"average_edq_ratio": edq, "average_edq_noise_ratio": 0.0, "average_lost_ratio": 0.0}
+    (found,) = [finding for finding in judged({**GOOD, **moved}).findings if finding.health == "average is off"]
+    assert found.threshold == pytest.approx(bound)
