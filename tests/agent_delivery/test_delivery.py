@@ -198,6 +198,19 @@ def test_a_half_that_must_be_sent_later_holds_up_what_follows(tmp_path, script, 
     assert (sender.delivery.last_error, sender.delivery.spool.is_empty) == (None, True)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_gaps_of_a_batch_that_is_sent_in_halves_arrive_once(tmp_path, later):
+    gap = ReportGap(first_seq=0, last_seq=3, reason="queue_full")
+    transport = Scripted(None, TOO_LONG, *[Unavailable("busy", status=503)] * later)
+    sender = Sender(tmp_path, transport, 0, spooled=False)
+    sender.counts.add(4)
+    batch = [Report(seq=seq, step=seq, time=1.0, scalars={"loss": 1.0}) for seq in range(4, 8)]
+    sender.send(ReportBatch(reports=batch, gaps=[gap]))
+    assert sender.delivery.drain(10, now=True) == later
+    assert sender.arrived == [4, 5, 6, 7]
+    assert gaps_of(transport) == [gap]
+
+
 @pytest.mark.parametrize("error", LATER, ids=str)
 @pytest.mark.parametrize("registered", [False, True], ids=["while registering again", "at the repeat"])
 def test_a_server_that_lost_the_stream_and_is_busy_is_told_later(tmp_path, error, registered):

@@ -225,19 +225,39 @@ def test_noise_in_a_file_never_gives_a_false_report(tmp_path, seed):
     found.close()
 
 
-def test_a_mark_on_the_border_of_two_blocks_is_found(tmp_path, monkeypatch):
+@pytest.mark.parametrize("damaged", range(40))
+def test_a_mark_on_the_border_of_two_blocks_is_found(tmp_path, monkeypatch, damaged):
+    """Blocks begin where a damaged record does: of 40 records some end just where a block does."""
     monkeypatch.setattr("collage_agent.transport.spool._READ_BYTES", 64)
     path = spool_path(tmp_path, "run", "stream")
-    spool = SpoolFile(path)
-    for seq in range(40):
-        spool.append(reports(*range(100 * seq, 100 * seq + 1 + seq % 7)))
+    spool, ends = SpoolFile(path), []
+    written = [reports(*range(100 * seq, 100 * seq + 1 + seq % 7)) for seq in range(40)]
+    for envelope in written:
+        spool.append(envelope)
+        ends.append(path.stat().st_size)
     spool.close()
     content = bytearray(path.read_bytes())
-    content[18] ^= 1
+    content[ends[damaged] - 1] ^= 1
     path.write_bytes(content)
     (found,) = abandoned_spools(tmp_path, tmp_path)
-    assert len(read_all(found)) == 39
+    assert read_all(found) == [*written[:damaged], *written[damaged + 1 :]]
     found.close()
+
+
+def test_what_is_left_in_a_closed_file_is_on_the_disk(tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+
+    def noted(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    path = spool_path(tmp_path, "run", "stream")
+    spool = SpoolFile(path)
+    spool.append(reports(0))
+    synced.clear()
+    spool.close()
+    assert synced == [str(path)]
 
 
 def test_an_envelope_that_is_none_raises():
