@@ -94,6 +94,7 @@ def full_precision_of(model):
 
 @pytest.mark.parametrize(("uses", "count"), [(3, 64), (64, 64), (200, 16)])
 def test_every_touched_row_gives_as_many_blocks(uses, count):
+    """A row that is no whole number of blocks wide ends with a shorter one."""
     model = embedding()
     rows = backward(model, 0, uses)
     gradient = model.weight.grad
@@ -105,8 +106,17 @@ def test_every_touched_row_gives_as_many_blocks(uses, count):
         used = blocks[blocks > 0]
         assert len(used) == min(len(rows), count)
         assert used.unique().tolist() == [min(count // len(used), 4)]
+        assert float(chosen.population) == 4 * len(set(rows.tolist()))
+        assert chosen.index[chosen.held].unique().numel() == chosen.held.sum(), "no element twice"
         dense = gradient.to_dense().reshape(-1)[chosen.index].where(chosen.held, 0.0).view(-1)
         torch.testing.assert_close(chosen.gradient, dense)
+
+
+def test_one_block_of_a_row_may_be_any_of_it():
+    model = embedding()
+    backward(model, 0, 200)
+    chosen = [TouchedRows(model.weight.grad, 16, 16, seed=seed).index[:, 0] % WIDTH // 16 for seed in range(20)]
+    assert torch.cat(chosen).unique().tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("sparse_from", [0, 3])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from collage_monitor.statistics import interval, merge_shards, merge_steps
+from collage_monitor.statistics.intervals import student_quantile
 
 BLOCK = 32
 
@@ -128,6 +129,20 @@ def test_a_sample_that_misses_what_moves_the_weights_has_no_interval():
         assert bool(np.isfinite(low)) == known
     steps = merge_steps([totals | {"unseen_variance": 6.0 * spread}] * 4)
     assert np.isnan(interval("edq_ratio", steps)[0])
+
+
+def test_the_fewer_blocks_the_variance_comes_from_the_wider_is_the_interval():
+    u, e = layer(np.random.default_rng(4), 900)
+    totals = merge_shards([sampled_totals(np.random.default_rng(4), u, e, 128)])
+
+    parts = (totals[f"{part}/edq_ratio"] for part in ("variance_numerator", "covariance", "variance_denominator"))
+    numerator, covariance, denominator = parts
+    ratio = totals["intended_effective_sum"] / totals["intended_squared_sum"]
+    squared = numerator - 2 * ratio * covariance + ratio**2 * denominator
+    for sources in (5, 8):
+        low, high = interval("edq_ratio", totals | {"fourth_moment/edq_ratio": squared**2 / sources})
+        half = student_quantile(sources - 1) * np.sqrt(squared) / totals["intended_squared_sum"]
+        np.testing.assert_allclose([low, high], [ratio - half, ratio + half], rtol=1e-9)
 
 
 def test_zero_losses_do_not_give_zero_width():

@@ -129,6 +129,12 @@ def test_a_loss_that_is_noticeably_higher_speaks_against_a_healthy_strategy():
     assert "its loss is more than 0.5 % above the reference's" in said.reasons[0]
 
 
+def test_a_loss_that_is_noticeably_lower_speaks_for_a_strategy():
+    said = found([REFERENCE, row("plus", 2.42 * 0.9), row("master-weights", 2.42)])
+    assert said.chosen.strategy == "plus"
+    assert "above the reference's" not in "".join(said.reasons)
+
+
 def test_one_unhealthy_seed_speaks_against_a_strategy():
     seeds = [row("plus", 2.42, seed=1), row("plus", 2.42, seed=2, health="losing updates", headline="EDQ is low.")]
     said = found([REFERENCE, *seeds])

@@ -98,6 +98,32 @@ def exact_path(optimizer, member, gradients):
     return weights
 
 
+@pytest.mark.parametrize("arithmetic", ["storage", "fp32"])
+@pytest.mark.parametrize("strategy", ["plain", "light", "plus", "full", "kahan"])
+def test_maximising_is_minimising_against_the_gradient(strategy, arithmetic):
+    weights = []
+    for maximize in (False, True):
+        (member,) = parameters(shapes=((64,),))
+        optimizer = CollageAdamW([member], lr=1e-2, strategy=strategy, arithmetic=arithmetic, maximize=maximize)
+        for gradient in noisy_gradients(64, 5):
+            member.grad = (-gradient if maximize else gradient).to(member.dtype)
+            optimizer.step()
+        weights.append(optimizer.stored_parameter(member).clone())
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], parameters(shapes=((64,),))[0].detach())
+
+
+@pytest.mark.parametrize("strategy", ["plus", "full"])
+def test_a_gradient_whose_square_overflows_leaves_pairs_finite(strategy):
+    (member,) = parameters(shapes=((64,),))
+    optimizer = CollageAdamW([member], lr=1e-2, strategy=strategy, arithmetic="storage")
+    for _ in range(2):
+        member.grad = torch.full_like(member, 1e25)
+        optimizer.step()
+    for state in optimizer.state[member].values():
+        assert torch.isfinite(torch.as_tensor(state)).all()
+
+
 @pytest.mark.parametrize("options", [options for options in SGD_OPTIONS if "maximize" not in options], ids=str)
 def test_sgd_follows_its_definition(options):
     (member,) = parameters(shapes=((64,),))

@@ -142,6 +142,14 @@ def test_a_spoilt_burst_is_not_reported_and_one_spoilt_before_it_began_is_none(s
         assert run(spoil, at=CYCLE - 6) is not None
 
 
+def test_a_tensor_that_a_counter_on_a_device_shows_to_be_out_of_step_spoils_the_burst(monkeypatch):
+    def spoil(*_):
+        first = "collage_agent.step.bucket.out_of_lock_step"
+        monkeypatch.setattr(first, lambda states: torch.arange(len(states)) == 0)
+
+    assert run(spoil) is None
+
+
 def test_a_burst_that_nothing_spoils_is_reported():
     assert run(lambda model, optimizer: None) is not None
 

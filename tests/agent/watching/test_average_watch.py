@@ -308,6 +308,24 @@ def test_a_plain_loop_is_noticed_when_the_optimizer_steps():
     assert noticed.summary()["updates"] == 9
 
 
+@pytest.mark.parametrize("decay", [0.9, 0.999])
+def test_a_decay_that_is_said_at_each_update_is_that_of_the_average(decay):
+    model = mlp(dtype=FP32)
+    average = copy.deepcopy(model)
+    known, said = (collage.watch_average(average, model, own, every=1, sample="all") for own in (decay, None))
+
+    def update():
+        known.before()
+        said.before()
+        lerp(average, model, decay)
+        known.after()
+        said.after(decay=decay)
+
+    trained(model, adamw(model), 6, update)
+    assert said.summary() == known.summary()
+    assert known.summary()["model"]["average_edq_ratio"] == pytest.approx(1, abs=0.02)
+
+
 def test_tensors_that_are_replaced_at_each_update_are_followed():
     model = mlp()
     average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

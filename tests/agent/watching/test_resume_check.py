@@ -288,6 +288,14 @@ def test_what_is_lost_is_known_at_the_first_step(name, lose, kind):
     assert loss.lasting == (kind == "counter")
 
 
+@pytest.mark.parametrize(("since", "kinds"), [(1, []), (2, ["residuals"])])
+def test_residuals_that_have_been_kept_for_two_steps_are_missed(since, kinds):
+    saved = Saved(found("CollageAdamW, light"), BF16, 20)
+    emptied("parameter_low")(saved)
+    saved.optimizer.param_groups[0]["residuals_from"] = 20 - since
+    assert [loss.kind for loss in saved.watched().info.resume_losses] == kinds
+
+
 class LazyMasters(torch.optim.Optimizer):
     """Makes its master weights where it does not find them, and saves them nowhere."""
 
