@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from collage_demo.cpu_products import compute_products_in_fp32
+from collage_demo.models import compute_products_in_fp32
 from torch import nn
 from torch.optim import Optimizer
 

@@ -9,7 +9,7 @@ import inspect
 import torch
 from accelerate import Accelerator
 from collage_agent.integrations.accelerate import CollageTracker, watch_accelerated
-from collage_demo.cpu_products import compute_products_in_fp32
+from collage_demo.models import compute_products_in_fp32
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -9,7 +9,7 @@ import warnings
 
 import torch
 from collage_agent.integrations.lightning import CollageCallback
-from collage_demo.cpu_products import compute_products_in_fp32
+from collage_demo.models import compute_products_in_fp32
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -8,7 +8,7 @@ import inspect
 
 import collage_agent as collage
 import torch
-from collage_demo.cpu_products import compute_products_in_fp32
+from collage_demo.models import compute_products_in_fp32
 from torch import Tensor, nn
 
 CONTEXT = 64

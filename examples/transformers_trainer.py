@@ -9,7 +9,7 @@ import tempfile
 
 import torch
 from collage_agent.integrations.transformers import CollageCallback
-from collage_demo.cpu_products import compute_products_in_fp32
+from collage_demo.models import compute_products_in_fp32
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 

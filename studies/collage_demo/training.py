@@ -1,9 +1,6 @@
-"""A training, written as any user would: a small byte-level GPT or BERT, an optimizer, a loop, and `watch`.
+"""A training, written as any user would: a small model (`models.py`), an optimizer, a loop, and `watch`.
 
-The models have learned positions, pre-norm blocks, and an output matrix that is not tied. On a CPU they
-compute products in fp32, whatever the weights' dtype.
-
-The demo, the studies and benchmarks train it. Its draws are fixed by the seed: published pages rest on them
+The demo, the studies and benchmarks run it. Its draws are fixed by the seed: published pages rest on them
 (`tests/demo/test_training.py`).
 """
 
@@ -23,20 +20,16 @@ from collage_agent.transport import Transport
 from collage_agent.watch_options import WatchArguments
 from collage_optim import STRATEGIES, CollageAdamW
 from torch import nn
-from torch.nn import functional
 
-from collage_demo.corpus import NO_TARGET, Corpus, batch, masked
-from collage_demo.cpu_products import compute_products_in_fp32
+from collage_demo.corpus import Corpus, batch, masked
+from collage_demo.models import ByteBERT, ByteGPT, loss_of
 from collage_demo.recipe import Plan, Recipe
 
 __all__ = [
     "Build",
-    "ByteBERT",
-    "ByteGPT",
     "Outcome",
     "Progress",
     "TrainingLoop",
-    "loss_of",
     "new_model",
     "new_model_and_optimizer",
     "new_optimizer",
@@ -45,7 +38,6 @@ __all__ = [
     "without_residuals",
 ]
 
-_BYTES = 256
 Progress = Callable[[int, float, float], None]
 """Called with (step, loss, validation loss) at every validation."""
 Build = Callable[[Plan, Recipe], tuple[nn.Module, Sequence[torch.optim.Optimizer]]]
@@ -55,82 +47,6 @@ _OF_TORCH = frozenset({"step", "exp_avg", "exp_avg_sq"})
 """States that torch's AdamW has, too."""
 _PATIENCE_STEPS = 1000
 """After so many steps without an alert, such as on a server that evaluates none, the training ends."""
-
-
-class ByteGPT(nn.Module):
-    """Predicts the next byte: int64 [batch, length] to logits [batch, length, 256] in the weights' dtype."""
-
-    symbols = _BYTES
-    causal = True
-
-    def __init__(self, *, layers: int = 4, width: int = 128, heads: int = 4, length: int = 128) -> None:
-        super().__init__()
-        self.length = length
-        self.tokens = nn.Embedding(self.symbols, width)
-        self.positions = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, layers, self.causal) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, _BYTES, bias=False)
-        for embedding in (self.tokens, self.positions):
-            nn.init.normal_(embedding.weight, std=0.02)
-        nn.init.normal_(self.head.weight, std=0.02)
-        compute_products_in_fp32(self)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(inputs.shape[1], device=inputs.device)
-        hidden = self.tokens(inputs) + self.positions(places)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits: torch.Tensor = self.head(self.norm(hidden))
-        return logits
-
-
-class ByteBERT(ByteGPT):
-    """Guesses the bytes behind `MASK` from both sides; shapes as `ByteGPT`."""
-
-    symbols = _BYTES + 1
-    causal = False
-
-
-class Block(nn.Module):
-    """Attention and a perceptron, each after a norm of its own and added to the residual stream."""
-
-    def __init__(self, width: int, heads: int, layers: int, causal: bool = True) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.perceptron_norm = nn.LayerNorm(width)
-        self.perceptron = nn.Linear(width, 4 * width)
-        self.perceptron_out = nn.Linear(4 * width, width)
-        for linear in (self.attention, self.perceptron):
-            nn.init.normal_(linear.weight, std=0.02)
-        for linear in (self.attention_out, self.perceptron_out):
-            nn.init.normal_(linear.weight, std=0.02 / (2 * layers) ** 0.5)
-        for linear in (self.attention, self.attention_out, self.perceptron, self.perceptron_out):
-            nn.init.zeros_(linear.bias)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden + self.attention_out(self._attend(self.attention(self.attention_norm(hidden))))
-        inner = functional.gelu(self.perceptron(self.perceptron_norm(hidden)))
-        added: torch.Tensor = hidden + self.perceptron_out(inner)
-        return added
-
-    def _attend(self, projected: torch.Tensor) -> torch.Tensor:
-        size, length, triple = projected.shape
-        split = projected.view(size, length, 3, self.heads, triple // 3 // self.heads).permute(2, 0, 3, 1, 4)
-        query, key, value = split.unbind(0)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
-        joined: torch.Tensor = mixed.transpose(1, 2).reshape(size, length, triple // 3)
-        return joined
-
-
-def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per byte with a target, in fp32 from the model's logits. Does not synchronise."""
-    logits = model(inputs).float()
-    loss: torch.Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
-    return loss
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 from collage_demo.corpus import Corpus, batch
+from collage_demo.models import loss_of
 from collage_demo.recipe import Plan, Recipe
-from collage_demo.training import Build, loss_of, new_model, new_model_and_optimizer, new_optimizer
+from collage_demo.training import Build, new_model, new_model_and_optimizer, new_optimizer
 from collage_optim import MASTER_PARAMETER
 from torch import Tensor, nn
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from collage_agent.handle import Watch, watch
 from collage_demo.corpus import batch, standard_library
-from collage_demo.training import ByteGPT, loss_of
+from collage_demo.models import ByteGPT, loss_of
 from torch import nn
 
 from collage_monitor.metrics import METRICS

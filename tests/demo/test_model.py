@@ -3,7 +3,7 @@
 import math
 
 import torch
-from collage_demo.training import ByteGPT, loss_of
+from collage_demo.models import ByteGPT, loss_of
 
 
 def model():

@@ -1,7 +1,7 @@
 """Adapters: they begin as the frozen model, only they learn, and every dtype starts from the same numbers."""
 
 import torch
-from collage_demo.training import ByteGPT, loss_of
+from collage_demo.models import ByteGPT, loss_of
 from collage_studies.low_rank_adapters import ADAPTED, adapt
 
 LAYERS, RANK = 2, 3

@@ -6,7 +6,7 @@ import collage_agent as collage
 import pytest
 import torch
 from collage_agent.transport import MemoryTransport
-from collage_demo.training import ByteGPT, loss_of
+from collage_demo.models import ByteGPT, loss_of
 from collage_studies.held_weights import ReadInBfloat16, expansion, round_weights_after_steps
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

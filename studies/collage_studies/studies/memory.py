@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import collage_agent as collage
 import torch
-from collage_demo.training import ByteGPT, loss_of
+from collage_demo.models import ByteGPT, loss_of
 from collage_optim import STRATEGIES, CollageAdamW
 from collage_optim.compiled import TESTED_ELEMENTS
 from torch import Tensor

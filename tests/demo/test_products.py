@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from collage_demo.cpu_products import compute_products_in_fp32
-from collage_demo.training import ByteBERT, ByteGPT, loss_of
+from collage_demo.models import ByteBERT, ByteGPT, compute_products_in_fp32, loss_of
 from collage_studies.held_weights import ReadInBfloat16
 from collage_studies.low_rank_adapters import adapt
 from torch import nn
@@ -99,6 +98,7 @@ def test_a_product_of_one_layer_is_rounded_once():
     layer(inputs).backward(upstream)
     wide = functional.linear(inputs.float(), layer.weight.detach().float(), layer.bias.detach().float())
     assert torch.equal(layer(inputs), wide.bfloat16())
+    assert layer.weight.grad is not None
     assert torch.equal(layer.weight.grad, (upstream.float().T @ inputs.float()).bfloat16())
 
 
