@@ -91,24 +91,24 @@ exhaustive: $(VENV)/.stamp-dev  ## Error-free transformations over all pairs of 
 	$(BIN)/python -m tests.numerics.exhaustive
 
 torture: $(VENV)/.stamp-dev  ## Servers and databases killed at random; KILLS=1000 for longer, SEED=… to repeat one
-	$(BIN)/python -m tests.torture --kills $(or $(KILLS),200) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m drills.torture --kills $(or $(KILLS),200) $(if $(SEED),--seed $(SEED))
 
 cluster: $(VENV)/.stamp-dev  ## Each piece of a cluster killed under load (installs Debian's patroni, etcd, haproxy); KILLS=30
 	.ci/install etcd-client etcd-server haproxy patroni postgresql
-	$(BIN)/python -m tests.cluster --kills $(or $(KILLS),30) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m drills.cluster --kills $(or $(KILLS),30) $(if $(SEED),--seed $(SEED))
 
 containers: $(VENV)/.stamp-dev  ## The shipped docker-compose.yml run by Podman, as root, on Debian (installs podman, debootstrap)
 	.ci/install aardvark-dns chromium-headless-shell debootstrap git iproute2 iptables netavark podman runc
-	$(BIN)/python -m tests.containers
+	$(BIN)/python -m drills.containers
 
 hostile: $(VENV)/.stamp-dev  ## One server under everything at once, for an hour; MINUTES=10 for less, BACKEND=postgresql, SEED=… to repeat one
-	$(BIN)/python -m tests.torture.hour --minutes $(or $(MINUTES),60) --backend $(or $(BACKEND),sqlite) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m drills.torture.hour --minutes $(or $(MINUTES),60) --backend $(or $(BACKEND),sqlite) $(if $(SEED),--seed $(SEED))
 
 gpu: $(VENV)/.stamp-dev  ## The CUDA lane
 	$(BIN)/python -m pytest -m gpu
 
 doors: $(VENV)/.stamp-dev  ## Trainings of real packages, each in an environment of its own under build/doors; DOORS="trl verl" for some
-	$(BIN)/python -m tests.doors $(DOORS)
+	$(BIN)/python -m drills.doors $(DOORS)
 
 bench: $(VENV)/.stamp-dev  ## Every benchmark
 	for name in watch first_steps averages deliver ingest load ranks query runs scale growth optimizer accumulation dashboard archive; do $(BIN)/python -m benchmarks.$$name || exit 1; done

@@ -1,6 +1,6 @@
 """Mirrors: TensorBoard's real files read back; what fails or hangs is counted and left; training as without them.
 
-The other trackers' own stores are read back by `tests/doors`, each in an environment of its own.
+The other trackers' own stores are read back by `drills/doors`, each in an environment of its own.
 """
 
 import threading
@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from collage_monitor.extensions import extensions
 from collage_monitor.wire import Incident
-from tests.doors.mirrored import SERIES, same_training, train
+from drills.doors.mirrored import SERIES, same_training, train
 from tests.waiting import until
 
 

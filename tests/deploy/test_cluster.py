@@ -8,7 +8,7 @@ import pytest
 import yaml
 from collage_server.store.records import CONNECTIONS
 
-from tests.cluster.database import NODES, SHIPPED, fill, values
+from drills.cluster.database import NODES, SHIPPED, fill, values
 from tests.server.store.postgresql import find_programs
 from tests.system import require
 

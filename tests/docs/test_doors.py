@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.doors.__main__ import known
-from tests.doors.installed import DOORS
+from drills.doors.__main__ import known
+from drills.doors.installed import DOORS
 
 ROOT = Path(__file__).parents[2]
 REAL = {name: door for name, door in known().items() if not door.cannot}
@@ -21,7 +21,7 @@ def expected():
     for name, door in known().items():
         held = f"`{door.held_by}`"
         what = f" ({door.part})" if door.part else ""
-        real = f"real{what}, `make doors`: `tests/doors/{name}.py`; `make test`: {held}"
+        real = f"real{what}, `make doors`: `drills/doors/{name}.py`; `make test`: {held}"
         rows.append(row(door, f"replica: {held} ({door.cannot})" if door.cannot else real))
     return rows
 
@@ -48,4 +48,4 @@ def test_a_real_package_is_installed_at_the_version_named(name):
     door = REAL[name]
     pinned = [entry.replace("_", "-") for entry in door.requirements]
     assert f"{door.package}=={door.version}" in pinned
-    assert "def train(" in (ROOT / f"tests/doors/{name}.py").read_text()
+    assert "def train(" in (ROOT / f"drills/doors/{name}.py").read_text()

@@ -1,4 +1,4 @@
-"""How Axolotl, LLaMA-Factory and Automodel call what we give them: replicas of the versions in tests/doors."""
+"""How Axolotl, LLaMA-Factory and Automodel call what we give them: replicas of the versions in drills/doors."""
 
 import importlib
 import runpy

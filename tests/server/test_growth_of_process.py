@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks._serving import run_cluster
+from drills.torture.growth import FEEDS, MIB, exported, fed_and_asked, many_statistics, measured
 from tests.server.store.postgresql import programs_or_skip
-from tests.torture.growth import FEEDS, MIB, exported, fed_and_asked, many_statistics, measured
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 

@@ -15,11 +15,11 @@ from starlette.testclient import TestClient
 
 from benchmarks._population import LARGE, batches
 from collage_monitor import wire
+from drills.torture.disk import SmallDisk
 from tests.server.conftest import NOW, Clock, Server, running
 from tests.server.life.test_maintenance import Disk, guard_of
 from tests.server.samples import report
 from tests.system import lacking
-from tests.torture.disk import SmallDisk
 
 pytestmark = pytest.mark.slow
 

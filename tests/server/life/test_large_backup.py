@@ -17,7 +17,7 @@ import pytest
 from benchmarks._serving import Connection, serving
 from collage_monitor import wire
 from collage_monitor.client import Client
-from tests.torture.growth import NOW, declare, send, statistics
+from drills.torture.growth import NOW, declare, send, statistics
 from tests.waiting import until
 
 BYTES = 10**9
