@@ -1,6 +1,6 @@
-"""The three paths of docs/architecture.md, traced as the code takes them: files entered, calls and SQL statements.
+"""The paths of docs/architecture.md, traced as the code takes them: files entered, calls and SQL statements.
 
-`python -m tests.paths` draws them into the page; `tests/end_to_end/test_paths.py` holds page and ceilings to them.
+`python -m tests.paths` draws them into the page; `tests/end_to_end/test_paths.py` holds page and counts to them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from starlette.testclient import TestClient
 
-__all__ = ["PAGE", "PATHS", "QUESTIONS", "Trace", "page_with", "statements_of", "traced"]
+from tests.waiting import until
+
+__all__ = ["PAGE", "PATHS", "QUESTIONS", "Trace", "assert_calls", "page_with", "statements_of", "traced"]
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -25,6 +26,15 @@ ROOTS = (ROOT, ROOT / "agent", ROOT / "server")
 """Where the packages that are traced lie."""
 CLIENT = threading.main_thread().name
 PACKAGES = ("collage_agent", "collage_optim", "collage_monitor", "collage_server")
+MOST_CALLS = 1.25
+"""Times those recorded: a new helper passes, another pass over all layers does not."""
+
+
+def assert_calls(calls, recorded):
+    """Hold calls, counted by function or file, to their recorded number, which falls with them."""
+    made = calls.total()
+    assert made <= MOST_CALLS * recorded, f"{made} calls, {recorded} recorded, most of them {calls.most_common(20)}"
+    assert recorded <= MOST_CALLS * made, f"{made} calls: lower the recorded number, {recorded}"
 
 
 @dataclass
@@ -40,9 +50,12 @@ class Trace:
 
 
 @contextmanager
-def tracing(threads=lambda name: True):
-    """The calls of this thread and of those begun inside, of which `threads` takes the names."""
-    trace, named = Trace(), {}
+def tracing(threads=lambda name: True, within=None):
+    """The calls of this thread and of those begun inside, of which `threads` takes the names.
+
+    within: notes only those that the last call of this function makes.
+    """
+    trace, named, live = Trace(), {}, within is None
 
     def file_of(code):
         path = code.co_filename
@@ -52,7 +65,12 @@ def tracing(threads=lambda name: True):
         return named[path]
 
     def note(frame, kind, _):
-        if kind != "call" or frame.f_code.co_name == "<module>":
+        nonlocal live
+        if within is not None and frame.f_code is within.__code__ and kind in {"call", "return"}:
+            live = kind == "call"
+            if live:
+                trace.calls.clear()
+        if kind != "call" or not live or frame.f_code.co_name == "<module>":
             return
         file = file_of(frame.f_code)
         if file is not None and threads(threading.current_thread().name):
@@ -67,22 +85,59 @@ def tracing(threads=lambda name: True):
         threading.setprofile(None)
 
 
-def trace_step(folder):
-    """The 13th step of two linear layers with biases, AdamW in bfloat16, every step measured, defaults else."""
+STEPS = 13
+
+
+@contextmanager
+def training(folder):
+    """A run of 13 steps of two linear layers with biases, AdamW in bfloat16, every step measured, defaults else.
+
+    Gives the run, and an iterator that prepares each step and gives what takes it.
+    """
     import collage_agent as collage
     from collage_agent.transport import MemoryTransport
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
-    with collage.init("paths", "step", dir=folder, transport=MemoryTransport()):
-        handle = collage.watch(model, optimizer, every=1, budget=None)
-        for _ in range(13):
+
+    def steps():
+        for _ in range(STEPS):
             optimizer.zero_grad()
             model(torch.randn(4, 64, dtype=torch.bfloat16)).square().mean().backward()
-            with tracing(lambda name: name == CLIENT) as trace:
-                optimizer.step()
+            yield optimizer.step
+
+    with collage.init("paths", "step", dir=folder, transport=MemoryTransport()) as run:
+        handle = collage.watch(model, optimizer, every=1, budget=None)
+        yield run, steps()
         handle.remove()
+
+
+def trace_step(folder):
+    """The last step, on the training thread."""
+    with training(folder) as (_, steps):
+        for step in steps:
+            with tracing(lambda name: name == CLIENT) as trace:
+                step()
+    return trace
+
+
+def trace_worker(folder):
+    """The last step, on the worker's thread: from what the queue gave to the acknowledgement of the transport.
+
+    The queue keeps the newest step open for a while; when the others are gone, the run's end sends it alone. What
+    the worker does between two such turns depends on time, and is left out.
+    """
+    from collage_agent.transport.envelope import WORKER_THREAD_NAME
+    from collage_agent.transport.stream_sender import StreamSender
+
+    with (
+        tracing(lambda name: name == WORKER_THREAD_NAME, within=StreamSender.take) as trace,
+        training(folder) as (run, steps),
+    ):
+        for step in steps:
+            step()
+        until(lambda: run.reports_sent >= STEPS - 1, "the delivery of all steps but the last")
     return trace
 
 
@@ -101,6 +156,7 @@ def serving(folder, threads=_of_requests):
     """A server on a folder with one run of five sealed steps and one that is not, a second later; it is traced."""
     from collage_server.app import create_app
     from collage_server.settings import Settings
+    from starlette.testclient import TestClient
 
     from tests.server.conftest import Clock, Server
     from tests.server.migrated import put_migrated
@@ -140,7 +196,7 @@ def trace_heatmap(folder):
         return Trace(list(trace.calls))
 
 
-PATHS = {"measured step": trace_step, "report": trace_report, "heatmap": trace_heatmap}
+PATHS = {"measured step": trace_step, "worker": trace_worker, "report": trace_report, "heatmap": trace_heatmap}
 QUESTIONS = {
     "run": "/runs/r1",
     "heatmap": "/runs/r1/heatmap?metric=edq_ratio",
