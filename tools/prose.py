@@ -1,15 +1,18 @@
-"""The prose check: pages and docstrings are plain English. `python tools/prose.py` lists the exceptions.
+"""The prose check: pages, docstrings and comments are plain English, and the subject of a commit is an order.
 
-Each rule is one that readers stumbled over. A page's code and tables are left out. `python tools/prose.py --draw 60
---seed 7` prints that many sentences to be read by a person, as many of each kind: pages, studies, docstrings, what
-command and dashboard say.
+`python tools/prose.py` lists the exceptions. Each rule is one that readers stumbled over. A page's code and tables
+are left out. `python tools/prose.py --draw 60 --seed 7` prints that many sentences to be read by a person, as many
+of each kind: pages, studies, docstrings, comments, what command and dashboard say.
 """
 
 import argparse
 import ast
+import io
 import random
 import re
+import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +45,17 @@ PHRASES = {
     r"\banew\b": "again",
 }
 """What readers stumble over, and what to write instead."""
+MOST_SUBJECT_CHARACTERS = 72
+LAST_FREE_COMMIT = "c37266a89443a0b2ab04ff9d4e2c694b0fefa6d5"
+"""Commits up to this one keep their subjects."""
+_NO_ORDER = re.compile(
+    r"(?:an?|all|and|each|for|from|in|it|its|more|no|of|on|one|our|some|that|the|this|to|what|when|where|who)\b"
+    r"|(?!(?:embed|feed|focus|need|seed|speed|bring|ping)\b)\w+(?:ed|ing|[^s]s)\b",
+    re.IGNORECASE,
+)
+"""What a subject that gives no order begins with."""
+_AREA = re.compile(r"^[\w -]{1,30}: ")
+_FOR_TOOLS = re.compile(r"#(?:!| (?:noqa|type|mypy|ruff|fmt)\b)")
 _FENCE = re.compile(r"^ *```.*?^ *```\s*$", re.DOTALL | re.MULTILINE)
 _BLOCKED = re.compile(r"^(?:\|[ :-]|#|<|!\[|    |[├└│]|\S.*\S {3,}\S)")
 _MARK = re.compile(r"^(?:[-*] |\d+\. )")
@@ -94,11 +108,21 @@ def of_page(text: str) -> Iterator[tuple[int, str]]:
 
 
 def of_module(source: str) -> Iterator[tuple[int, str]]:
-    """Line and fault of each docstring; one or two words say no more than the name."""
+    """Line and fault of each comment and docstring; a docstring of one or two words says no more than the name."""
+    for line, text in comments(source):
+        yield from ((line, fault) for fault in faults(text))
     for line, text in docstrings(source):
         yield from ((line, fault) for fault in faults(text))
         if len(text.split()) < 3 and text[:1].isupper() and text.endswith("."):
             yield line, f"{text!r} says no more than the name"
+
+
+def of_subject(subject: str) -> Iterator[str]:
+    """The faults of a commit's first line."""
+    if len(subject) > MOST_SUBJECT_CHARACTERS:
+        yield f"{len(subject)} characters: {subject!r}"
+    if _NO_ORDER.match(_AREA.sub("", subject)):
+        yield f"begin with what to do: {subject!r}"
 
 
 def drawn(count: int, seed: int) -> list[str]:
@@ -111,6 +135,7 @@ def drawn(count: int, seed: int) -> list[str]:
         [(page, text) for page in pages for _, text in paragraphs(page.read_text())],
         [(page, text) for page in studies for _, text in paragraphs(page.read_text())],
         [(path, text) for path in _modules() for _, text in docstrings(path.read_text())],
+        [(path, text) for path in _modules() for _, text in comments(path.read_text())],
         [(path, text) for path in told for text in strings(path.read_text())],
     ]
     found = [
@@ -133,6 +158,19 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, text
 
 
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each paragraph of a module's comments; those for tools are left out."""
+    alone = [""] * source.count("\n")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not _FOR_TOOLS.match(token.string):
+            line, text = token.start[0], token.string.lstrip("#").removeprefix(" ")
+            if token.line.lstrip().startswith("#"):
+                alone[line - 1] = text
+            else:
+                yield line, text
+    yield from paragraphs("\n".join(alone))
+
+
 def strings(source: str) -> Iterator[str]:
     """The texts of a module for people: its strings that are sentences, without docstrings."""
     tree = ast.parse(source)
@@ -141,6 +179,15 @@ def strings(source: str) -> Iterator[str]:
         said = node.value if isinstance(node, ast.Constant) and id(node) not in documented else None
         if isinstance(said, str) and re.match(r"[A-Z].*\.\s*$", said, re.DOTALL):
             yield " ".join(said.split())
+
+
+def subjects() -> list[str]:
+    """Id and subject of each commit that is checked; none without their history, as in a shallow clone."""
+    asked = ["git", "log", "--no-merges", "--format=%h %s", f"{LAST_FREE_COMMIT}..HEAD"]
+    try:
+        return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def _pages() -> list[Path]:
@@ -164,7 +211,10 @@ def main(arguments: list[str]) -> int:
     found += [(module, *fault) for module in _modules() for fault in of_module(module.read_text())]
     for path, line, fault in found:
         print(f"{path.relative_to(ROOT)}:{line}: {fault}")
-    return int(bool(found))
+    commits = [entry.partition(" ") for entry in subjects()]
+    wrong = [f"commit {name}: {fault}" for name, _, subject in commits for fault in of_subject(subject)]
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    return int(bool(found or wrong))
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def _check_state(
     if missing or strange:
         found, wanted = ", ".join(tensors) or "no average", ", ".join(needed) or "no average"
         raise ValueError(f"the state of {label} holds {found}; {kind} keeps {wanted}: it is of another update rule")
-    # Of a scale a block: the elements decide how many there are.
+    # One scale a block, so the number of elements decides how many there are.
     blocks = torch.Size([math.ceil(parameter.numel() / integer_codes.BLOCK_ELEMENTS)])
     for key, value in tensors.items():
         expected = blocks if key.endswith(SCALE_SUFFIX) else parameter.shape

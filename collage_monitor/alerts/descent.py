@@ -168,7 +168,7 @@ def _oracle_restarted(evidence: IncidentEvidence) -> CauseVerdict:
 ALERTS: Final = (
     about_runs(
         "CollageEdqDrop",
-        # Of a run that was good: one that loses updates from its beginning is CollageEdqLow's.
+        # Only for runs that started healthy; CollageEdqLow covers the others.
         Condition("collage_edq_ratio", "<", 0.9, "share of quantile", quantile=0.9, quantile_from=_GOOD),
         window_seconds=3600.0,
         for_seconds=300.0,

@@ -3,7 +3,18 @@
 import pytest
 
 from tools import prose
-from tools.prose import MOST_FIRST_WORDS, MOST_WORDS, drawn, faults, main, of_module, of_page, paragraphs
+from tools.prose import (
+    MOST_FIRST_WORDS,
+    MOST_WORDS,
+    comments,
+    drawn,
+    faults,
+    main,
+    of_module,
+    of_page,
+    of_subject,
+    paragraphs,
+)
 
 LONG = " ".join(["word"] * (MOST_WORDS + 1)) + "."
 
@@ -64,14 +75,61 @@ def test_a_docstring_says_more_than_the_name():
     assert not list(of_module('def run():\n    """The run that nobody has ended."""\n'))
 
 
+def test_comments_are_read_by_the_rules_of_docstrings_but_may_be_short():
+    source = (
+        "#!/bin/sh\n# Meant for\n# it is this.\n\n# Short.\nrun()  # Nothing of it.\nx = '# anew'  # noqa: E501\n"
+    )
+    assert sorted(comments(source)) == [(2, "Meant for it is this."), (5, "Short."), (6, "Nothing of it.")]
+    assert sorted(line for line, _ in of_module(source)) == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("subject", "found"),
+    [
+        ("Keep a run stale when only its description is edited", 0),
+        ("Demo: compute products in fp32 on a CPU", 0),
+        ("Process embedded fields, need nothing", 0),
+        ("Need no seed", 0),
+        ("x" * 72, 0),
+        ("x" * 73, 1),
+        ("README: the demo's minutes", 1),
+        ("Added a test", 1),
+        ("Keeps a run stale", 1),
+        ("Sealing: adding levels", 1),
+        ("Of a chunk " + "x" * 72, 2),
+    ],
+)
+def test_the_subject_of_a_commit_is_short_and_says_what_to_do(subject, found):
+    assert len(list(of_subject(subject))) == found
+
+
+def test_main_reads_commits(monkeypatch, capsys):
+    monkeypatch.setattr(prose, "FOLDERS", ())
+    monkeypatch.setattr(prose, "_pages", list)
+    monkeypatch.setattr(prose, "subjects", lambda: ["1234abc Fixed it"])
+    assert main([]) == 1
+    assert "commit 1234abc: begin with what to do" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_without_their_history_commits_pass(monkeypatch, tmp_path):
+    monkeypatch.setattr(prose, "LAST_FREE_COMMIT", "0" * 40)
+    assert prose.subjects() == []
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    assert prose.subjects() == []
+
+
 def test_what_is_written_passes_and_a_seed_draws_the_same_sentences_of_every_kind(monkeypatch, capsys):
     """Of all pages and of one folder's modules: `make check` looks into every module."""
     monkeypatch.setattr(prose, "FOLDERS", ("collage_monitor/command",))
+    monkeypatch.setattr(prose, "subjects", list)
     assert main([]) == 0, capsys.readouterr().out
     found = drawn(8, seed=3)
     assert found == drawn(8, seed=3) != drawn(8, seed=4)
     assert found[1].startswith("docs/studies/")
     assert ".py: " in found[2]
+    texts = [" ".join(text.split()) for path in prose._modules() for _, text in comments(path.read_text())]
+    assert any(found[3].partition(".py: ")[2] in text for text in texts)
 
 
 def test_a_sentence_is_not_torn_where_its_line_ends():

@@ -205,7 +205,7 @@ def _stand_ins(file: Any) -> list[tuple[Callable[..., Any], str]]:
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except (ValueError, RuntimeError, OSError, pickle.UnpicklingError, KeyError):
-        return []  # Of the format before torch 1.6, or no torch file: reading it says what is wrong.
+        return []  # The format before torch 1.6, or no torch file: reading it says what is wrong.
     known = [f"{entry.__module__}.{entry.__name__}" for entry in _CONTAINERS]
     return [
         (type(name.rpartition(".")[2], (_StandIn,), {}), name)

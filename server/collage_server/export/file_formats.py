@@ -346,7 +346,7 @@ def parquet_bytes(store: Store, plan: ExportPlan) -> Generator[bytes, None, None
             field="format",
         )
     columns = len(_place_names(plan)) + len(column_names(plan))
-    # The least in all: many columns of a few rows each are mostly what is said of them.
+    # This many rows need the least memory: with fewer, the columns' metadata outweighs their numbers.
     rows = max(math.isqrt(_CHUNK_BYTES * plan.rows // _CELL_BYTES), _ROW_GROUP_CELLS // columns, 1)
     rows = min(rows, plan.batch_points * (1 + len(plan.layers)))
     said = _CHUNK_BYTES * columns * -(-plan.rows // rows)

@@ -120,7 +120,7 @@ class AccessStore:
             mine.append(TOKEN.c.subject == log_out.subject)
         if log_out.provider_session is not None:
             theirs = TOKEN.c.provider_session
-            # Of a person, those count, too, that began without word of the provider's session.
+            # A log-out that names the person also ends sessions that began without the provider's session id.
             known = theirs == log_out.provider_session
             mine.append(known if log_out.subject is None else or_(known, theirs.is_(None)))
         with self._writing() as connection:

@@ -245,7 +245,7 @@ def _table(schema: pa.Schema, of_rows: list[pa.Array], points: PointRows | Point
     columns = [
         *of_rows,
         *(pa.array(np.tile(values, width), OF_A_ROW[name]) for name, values in of_points.items()),
-        # NaN is what nobody reported: null, for whoever reads the file with other tools.
+        # NaN is what nobody reported; other tools read it as null.
         *(pa.array(np.ascontiguousarray(values.T).reshape(-1), from_pandas=True) for values in totals),
     ]
     return pa.Table.from_arrays(columns, schema=schema)

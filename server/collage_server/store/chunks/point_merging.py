@@ -155,7 +155,7 @@ def _merge_equal_steps(points: Points) -> Points:
 
     totals = reduce_shards({key: padded(values) for key, values in points.totals.items()}, axis=0)
     for key in totals.keys() & points.totals.keys():
-        # Of a point of several steps it is no root of the merged variances: one that nobody shares stays.
+        # A point of several steps holds no root of the merged variances: one that nobody shares stays.
         if split_key(key)[0] == "variance_product_root":
             of_points = twice.reshape(-1, *[1] * (totals[key].ndim - 1))
             totals[key] = np.where(of_points, totals[key], points.totals[key][starts])
