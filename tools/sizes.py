@@ -33,7 +33,7 @@ BUDGETS = {
     "collage_optim": 5010,
     "collage_server": 24249,
     "collage_dashboard": 10129,
-    "tests": 75243,
+    "tests": 70464,
     "words of pages": 49423,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
