@@ -156,7 +156,7 @@ class _Operands:
         """The same view of the operand behind `saved`, so that no fp32 copy is kept until the backward pass."""
         original = self._originals.get(saved.untyped_storage().data_ptr())
         if original is None:
-            return saved
+            return saved.detach()
         begins = original.storage_offset() + saved.storage_offset()
         return original.as_strided(saved.shape, saved.stride(), begins)
 

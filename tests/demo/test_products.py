@@ -1,6 +1,7 @@
 """Products of 16-bit weights on a CPU: computed in fp32, rounded once, and at no cost in memory."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -109,6 +110,22 @@ def test_an_exception_in_the_model_leaves_torch_as_it_was():
     with NarrowProducts() as seen:
         other(torch.ones(2, 4).bfloat16())
     assert seen.found
+
+
+def test_a_graph_that_nobody_walks_back_is_freed():
+    """Attention and recurrence save their own outputs: saved as they are, they would hold the graph, which ends in
+    a leak or, freed while it is walked, in a crash."""
+
+    class Mark:
+        def __call__(self, gradient):
+            return gradient
+
+    model, mark = compute_products_in_fp32(Products().bfloat16()), Mark()
+    inputs = torch.randn(2, 6, 8).bfloat16().requires_grad_() * 1
+    inputs.register_hook(mark)
+    outputs, alive = model(inputs), weakref.ref(mark)
+    del inputs, mark, outputs
+    assert alive() is None
 
 
 def test_no_fp32_copy_of_a_weight_waits_for_the_backward_pass():
