@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
-from torch import distributed, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.error_guard import Guard
@@ -93,7 +93,6 @@ class Watch:
         cycle = WindowSchedule(options.windows, options.every).cycle
         self._governor = Governor(options.every, options.sample, options.budget, worker_cpu_seconds, cycle=cycle)
         self._hooks: list[OptimizerHooks] = []
-        self._to_tell = False
         intents, names = IntentCache(), dict[str, None]()
         # Sub-groups that an optimizer steps in turn are like several optimizers: one iteration, one report.
         parts: list[tuple[Optimizer | ForeignOptimizer, SubGroup | None]] = []
@@ -141,21 +140,14 @@ class Watch:
         for hooks in self._hooks:
             hooks.after_by_hand()
 
-    def look(self, *, on_host_only: bool = False) -> Layout | None:
+    def look(self) -> Layout | None:
         """Look whether something steps the weights unseen, and say so once; see `UnseenSteps`.
 
-        Returns the new layout, which tells the run; None if there is nothing new. With on_host_only, which another
-        thread than the training's may pass, it looks at the host alone. That skips weights on a device and weights
-        of several ranks, whose memory the sharding may free at any time. Synchronises nothing.
+        Returns the new layout, which tells the run; None if there is nothing new, or on another thread than the one
+        that watches. Synchronises nothing.
         """
-        if on_host_only and distributed.is_available() and distributed.is_initialized():
-            return None
-        found = [hooks.look_for_unseen_steps(on_host_only=on_host_only) for hooks in self._hooks]
-        self._to_tell |= any(found)
-        if on_host_only or not self._to_tell:
-            return None
-        self._to_tell = False
-        return self._assembly.layout_after_look()
+        found = [hooks.look_for_unseen_steps() for hooks in self._hooks]
+        return self._assembly.layout_after_look() if any(found) else None
 
     @property
     def averages(self) -> list[AverageWatch]:

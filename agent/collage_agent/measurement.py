@@ -76,5 +76,5 @@ class StepSource(Protocol):
     def step(self) -> int | None:
         """Number of the last completed optimizer step; None before the first."""
 
-    def look(self, *, on_host_only: bool = False) -> Layout | None:
+    def look(self) -> Layout | None:
         """Check whether something steps the weights unseen; returns the layout that says so, if it is new."""

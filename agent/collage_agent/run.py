@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from types import TracebackType
-from typing import Any, Final, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
 
@@ -46,7 +46,6 @@ from collage_monitor.local import local_server
 __all__ = ["Run"]
 
 _LOG = logging.getLogger("collage_agent")
-_LOOK_SECONDS: Final = 1.0
 
 
 @dataclass
@@ -102,7 +101,6 @@ class Run:
         self._counted_step = 0
         self._log_cpu_seconds = 0.0
         self._finished = False
-        self._looks_at = 0.0
         self._reports_run_state = identity.is_first_rank
         is_mirrored = identity.is_first_rank and identity.role is None and settings.mode != "disabled"
         written = settings.mirrors if is_mirrored else ()
@@ -121,7 +119,6 @@ class Run:
                 transport,
                 resume=resume,
                 on_unreachable=self._announce_unreachable,
-                each_round=self._look_from_worker,
                 mirrors=self.mirrors,
             )
             try:
@@ -309,7 +306,6 @@ class Run:
             self._given_transport,
             resume="allow",
             on_unreachable=self._announce_unreachable,
-            each_round=self._look_from_worker,
         )
         if self._first_step is not None:
             self._pipeline.queue.put(AttemptStart(self._first_step))
@@ -338,7 +334,7 @@ class Run:
             self._pipeline.queue.put(item)
 
     def _look(self) -> None:
-        """On the training thread: tell the server, too, of steps that no hook sees."""
+        """Tell the server, too, of steps that no hook sees."""
         for index, slot in self._slots.items():
             try:
                 layout = slot.watch.look()
@@ -347,18 +343,6 @@ class Run:
             else:
                 if layout is not None:
                     self._put(WatchChange(layout, index))
-
-    def _look_from_worker(self) -> None:
-        """If the training neither steps nor logs, no other code of the agent runs."""
-        now = time.monotonic()
-        if now >= self._looks_at:
-            self._looks_at = now + _LOOK_SECONDS
-            for slot in [*self._slots.values()]:
-                try:
-                    slot.watch.look(on_host_only=True)
-                except Exception as error:
-                    # The training goes on meanwhile: what is looked at may change under the look.
-                    _LOG.debug("a look for unseen steps failed: %s", error)
 
     def _log(self, values: Mapping[str, Any], step: int | None) -> None:
         if not isinstance(values, Mapping):

@@ -153,7 +153,7 @@ class HandleDouble:
     def __init__(self, step=None):
         self.step = step
 
-    def look(self, *, on_host_only=False):
+    def look(self):
         """Every step is seen."""
 
     def __str__(self):

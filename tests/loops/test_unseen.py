@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from typing import Any
 
 import collage_agent as collage
@@ -19,7 +20,6 @@ from collage_monitor.wire import StreamCreate
 from tests.agent.training import mlp, mlp_loss
 from tests.integrations.identity import assert_same_training, recorded
 from tests.loops.graphs import MegatronOptimizer, OptimizerCudaGraphWrapper
-from tests.waiting import until
 
 EVERY = 10
 WARMUP = 3
@@ -103,38 +103,44 @@ def test_replayed_steps_are_named_within_a_measuring_interval(kind, caplog):
     assert "call no hook" in told[-1].intent_reason
 
 
-@pytest.mark.slow
-def test_they_are_named_where_nothing_is_logged():
-    training = Replayed()
-    collage.init("replays", transport=MemoryTransport())
-    handle = collage.watch(training.model, training.optimizer.optimizer, every=EVERY)
-
-    def named():
-        training.step()
-        return "call no hook" in str(handle)
-
-    until(named, "that the worker's thread names the replays")
+READERS: set[int] = set()
+"""The threads that read the gradient of a `Seen`."""
+GRADIENT: Any = torch.Tensor.grad
 
 
-def test_another_thread_leaves_the_weights_of_several_ranks_alone():
-    """FSDP frees a weight's memory between two uses: a read at that moment would end the process."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        training = Replayed()
-        handle = watch(training.model, training.optimizer.optimizer, every=EVERY)
-        for _ in range(WARMUP + 5):
-            training.step()
-            handle.look(on_host_only=True)
-        assert "call no hook" not in str(handle)
-        for _ in range(5):
-            training.step()
-            handle.look()
-        assert "call no hook" in str(handle)
-    finally:
-        torch.distributed.destroy_process_group()
+class Seen(nn.Parameter):
+    @property
+    def grad(self):
+        READERS.add(threading.get_ident())
+        return GRADIENT.__get__(self)
+
+    @grad.setter
+    def grad(self, value):
+        GRADIENT.__set__(self, value)
 
 
-@pytest.mark.drawn(by=lambda kind: (REPLAYED[kind][0], "ranks" in REPLAYED[kind][2]))
+def test_another_thread_reads_no_gradient():
+    """A backward pass exchanges gradients without Python's lock: a read at that moment ended the process."""
+    model = nn.Linear(8, 4)
+    model.weight = Seen(model.weight.detach())
+    run = collage.init("threads", transport=MemoryTransport())
+    handle = collage.watch(model, sgd(model.parameters()), every=EVERY)
+
+    def log_and_look():
+        run.log({"loss": 1.0}, step=9)
+        handle.look()
+
+    READERS.clear()
+    for _ in range(5):
+        model(torch.randn(2, 8)).square().mean().backward()
+        thread = threading.Thread(target=log_and_look)
+        thread.start()
+        thread.join()
+    assert {threading.get_ident()} >= READERS
+    assert "call no hook" not in str(handle)
+    collage.finish()
+
+
 @pytest.mark.parametrize("kind", REPLAYED)
 def test_replays_between_before_and_after_are_measured_as_steps_are(kind):
     make, dtype, options = REPLAYED[kind]
@@ -242,8 +248,7 @@ class Loop:
         self.data = 0
 
     def look(self):
-        for on_host_only in (False, True, False):
-            self.handle.look(on_host_only=on_host_only)
+        self.handle.look()
 
     def backward(self):
         mlp_loss(self.model, self.data).backward()

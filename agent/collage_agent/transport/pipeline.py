@@ -50,10 +50,8 @@ class DeliveryPipeline:
         *,
         resume: Resume,
         on_unreachable: Callable[[CollageError], None],
-        each_round: Callable[[], None],
         mirrors: Mirrors | None = None,
     ) -> None:
-        """each_round: is called by the thread between rounds, about once a second while nothing is to be done."""
         limits = settings.limits
         self._mirrors = Mirrors() if mirrors is None else mirrors
         self.counts = ReportCounts()
@@ -63,7 +61,6 @@ class DeliveryPipeline:
             spool_path(settings.folder, identity.run_id, identity.stream_id), limits.spool_bytes
         )
         self._limits = limits
-        self._each_round = each_round
         self._resume = resume
         self.queue = BoundedQueue(
             limits.queue_steps, limits.queue_bytes, limits.step_seconds, self.counts, before_first_step=self.begin
@@ -120,7 +117,6 @@ class DeliveryPipeline:
         while not self._ending.is_set():
             self.queue.wait_for_steps(self._limits.linger_seconds, self._longest_wait())
             self._round()
-            self._guarded(self._each_round)
         while len(self.queue):
             self._round()
         self._guarded(lambda: self._sender.finish(self._state))

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Final, cast
@@ -89,6 +90,7 @@ class OptimizerHooks:
         self.beginnings = 0
         """Raised whenever states are loaded, or a strategy or dtype changed: numbers of before tell nothing now."""
         self._model = model
+        self._thread = threading.get_ident()
         self._number = number
         self._names_used = names_used
         self._sub_group = sub_group
@@ -163,7 +165,7 @@ class OptimizerHooks:
             self.seen_by = "nobody" if self.seen_by == "hand" else self.seen_by
         elif self._is_told_by_hand():
             self._after(self.optimizer)
-        elif self.seen_by == "nobody" or self.look_for_unseen_steps(on_host_only=False):
+        elif self.seen_by == "nobody" or self.look_for_unseen_steps():
             # Without proof it may be a step that a loss scaler has skipped.
             assert self._iterations is not None
             self.seen_by = "hand"
@@ -173,18 +175,18 @@ class OptimizerHooks:
             self._iterations.begin_step(self._number)
             self._iterations.end_step(self._number)
 
-    def look_for_unseen_steps(self, *, on_host_only: bool) -> bool:
-        """Whether steps turn out to be taken that call no hook: True once. Any thread may ask; nothing waits."""
+    def look_for_unseen_steps(self) -> bool:
+        """Whether steps turn out to be taken that call no hook: True once. Nothing waits.
+
+        Only the thread that watches looks: a backward pass exchanges gradients without Python's lock, and a read of
+        one from another thread can end the process.
+        """
         if self.removed or self.foreign is not None or self.seen_by != "hooks" or self._guard.disabled:
             return False
-        if on_host_only and _device_of(self.measurer).type != "cpu":
+        if threading.get_ident() != self._thread:
             return False
         found = self.unseen.look(
-            lambda: None if self._depth else self._calls,
-            self.stepping,
-            self.measurer.watched,
-            self._gradient_of,
-            at_once=on_host_only,
+            None if self._depth else self._calls, self.stepping, self.measurer.watched, self._gradient_of
         )
         if found:
             self._missed_steps = True

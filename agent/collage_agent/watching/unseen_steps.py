@@ -8,7 +8,6 @@ those are measured only where the user calls `Watch.before` and `after` (`tests/
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
@@ -54,7 +53,6 @@ class UnseenSteps:
 
     def __init__(self) -> None:
         self.found = False
-        self._lock = threading.Lock()
         self._calls: int | None = None
         self._known: list[deque[Bits]] = []
         self._moves = 0
@@ -63,36 +61,30 @@ class UnseenSteps:
 
     def look(
         self,
-        calls: Callable[[], int | None],
+        calls: int | None,
         optimizer: Optimizer,
         watched: Sequence[WatchedParameter],
         gradient_of: Callable[[WatchedParameter], Tensor | None],
-        *,
-        at_once: bool = False,
     ) -> bool:
-        """Look again; True once, when steps are found to be unseen. Any thread may call it.
+        """Look again, on the training's thread; True once, when steps are found to be unseen.
 
-        calls: how often hooks were called so far; None: a step is being taken. at_once: look this time even though
-        nothing moved of late. Numbers on a device are read by a later look: nothing waits.
+        calls: how often hooks were called so far; None: a step is being taken. Numbers on a device are read by a
+        later look: nothing waits.
         """
-        if self.found or not self._lock.acquire(blocking=False):
+        if self.found:
             return False
-        try:
-            before = calls()
-            if before is None or before != self._calls:
-                self._calls, self._known, self._moves, self._pending = before, [], 0, None
-                self._pause = self._left_out = 0
-                return False
-            if self._left_out < self._pause and not at_once:
-                self._left_out += 1
-                return False
-            self._left_out = 0
-            read = self._read(optimizer, watched, gradient_of)
-            if read is not None and calls() == before:
-                self._compare(*read)
-            return self.found
-        finally:
-            self._lock.release()
+        if calls is None or calls != self._calls:
+            self._calls, self._known, self._moves, self._pending = calls, [], 0, None
+            self._pause = self._left_out = 0
+            return False
+        if self._left_out < self._pause:
+            self._left_out += 1
+            return False
+        self._left_out = 0
+        read = self._read(optimizer, watched, gradient_of)
+        if read is not None:
+            self._compare(*read)
+        return self.found
 
     def _compare(self, weights: Bits, gradients: Bits, states: Bits) -> None:
         now, needed = ([states], _MOVES_OF_STATES) if states else ([weights, gradients], _MOVES_OF_WEIGHTS)
