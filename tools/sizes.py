@@ -29,12 +29,12 @@ SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
     "collage_monitor": 13885,
-    "collage_agent": 22124,
+    "collage_agent": 22090,
     "collage_optim": 5010,
     "collage_server": 24249,
     "collage_dashboard": 10129,
-    "tests": 70464,
-    "words of pages": 49423,
+    "tests": 70486,
+    "words of pages": 49413,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01
