@@ -111,7 +111,7 @@ class UnseenSteps:
             for entry in here[:: max(-(-len(here) // _TENSORS), 1)]:
                 weights += _sampled(entry.parameter)
                 gradients += _sampled(gradient_of(entry))
-                for value in list(state_of(optimizer, entry.parameter).values()):
+                for value in state_of(optimizer, entry.parameter).values():
                     states += _sampled(value)
             device = weights[0].device if weights else torch.device("cpu")
             # A graph on a device moves nothing that lies elsewhere.
