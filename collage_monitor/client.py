@@ -131,9 +131,10 @@ class Client(Connection):
         path = f"/projects/{quoted(project)}/views"
         return self.send("DELETE", path, wire.SavedViewList, query={"name": name}).views
 
-    def overview(self, run_id: str) -> wire.Overview:
-        """The overview of a run: headline, verdict, and the numbers behind them."""
-        return self.get(f"/runs/{quoted(run_id)}/overview", wire.Overview)
+    def overview(self, run_id: str, *, fresh: bool = False) -> wire.Overview:
+        """The overview of a run: headline, verdict, and the numbers behind them; fresh: evaluated now, with every
+        metric of the model, otherwise it may be some seconds old."""
+        return self.get(f"/runs/{quoted(run_id)}/overview", wire.Overview, {"fresh": fresh or None})
 
     def layers(self, run_id: str) -> wire.LayerList:
         """The run's layers."""

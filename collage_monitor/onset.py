@@ -30,8 +30,6 @@ __all__ = [
     "describe",
     "find_onset",
     "find_onsets",
-    "first_step_if_always_below",
-    "since_in_words",
 ]
 
 Array = NDArray[np.float64]
@@ -206,33 +204,6 @@ def describe(onset: Onset, metric: str, tell: Callable[[float], str] = "{:.3f}".
     first = onset.layers[0]
     many = "1 layer" if len(onset.layers) == 1 else f"{len(onset.layers):,} layers"
     return f"{text}; {many} changed, most {first.layer} ({tell(first.before)} to {tell(first.after)})"
-
-
-def first_step_if_always_below(steps: Sequence[int], values: ArrayLike, bound: float) -> int | None:
-    """The first measured step, if the series was below `bound` at every measured step; else None.
-
-    steps, values: [points]; NaN is "not measured".
-    """
-    series = np.asarray(values, dtype=np.float64)
-    known = np.flatnonzero(np.isfinite(series))
-    return int(steps[known[0]]) if len(known) and (series[known] < bound).all() else None
-
-
-def since_in_words(
-    onset: Onset | None, steps: Sequence[int], values: ArrayLike, metric: str, *, tolerance: float
-) -> str | None:
-    """The change after which a metric with the ideal 1 has its present value; None if no abrupt change was found.
-
-    onset: what `find_onset` found in the series; tolerance: more below 1 is a loss.
-    """
-    if onset is not None and onset.explains(1.0, tolerance):
-        return describe(onset, metric)
-    first = first_step_if_always_below(steps, values, 1 - tolerance)
-    return (
-        None
-        if first is None
-        else f"{metric} is below {1 - tolerance:g} from the first measured step, {first:,}, on"
-    )
 
 
 def _filled(values: Array, times: Array) -> Array:

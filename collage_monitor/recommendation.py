@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from collage_monitor.judgement import NO_PROBLEM, most_exact, percent
-from collage_monitor.seeds import Estimate, SeedValue, difference
+from collage_monitor.diagnosis import NO_PROBLEM, most_exact, percent
+from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_monitor.strategies import strategy_title
 from collage_monitor.strategy_results import StrategyResult, differences
 
-__all__ = ["Recommendation", "recommendation", "short_title", "signed", "worth"]
+__all__ = ["Recommendation", "recommendation", "signed", "worth"]
 
+_LOST: Final = "lost_update_ratio"
 _NOTICEABLE_LOSS_SHARE: Final = 0.005
 """Of the reference's loss: between strategies whose gaps are below this, memory decides."""
 
@@ -37,10 +38,11 @@ class Recommendation:
 
 
 def recommendation(results: Sequence[StrategyResult], left_out: int = 0) -> Recommendation:
-    """The strategy that needs the fewest bytes of those without a problem.
+    """All strategies without a problem, the one that needs the fewest bytes first.
 
-    A problem is a verdict of one of its runs, or a loss above the reference's by more than `_NOTICEABLE_LOSS_SHARE`
-    of it. A strategy is not recommended unless its runs are known to be healthy and differ only in their strategy.
+    A problem is a verdict of one of its runs, or a loss whose 95 % interval lies beyond `_NOTICEABLE_LOSS_SHARE` of
+    the reference's. A strategy is not recommended unless its runs are known to be healthy and differ only in their
+    strategy.
 
     left_out: requested runs that are not among the results; the sentence says how many it covers.
     """
@@ -70,53 +72,55 @@ def _recommended(results: Sequence[StrategyResult]) -> Recommendation:
         losing = results and not any(result.health == "unknown" for result in results)
         brief = "No compared strategy keeps its updates and reaches the reference's loss." if losing else ""
         return Recommendation(None, _none_fits(results), tuple(reasons), brief)
-    chosen = fit[0]
-    size = chosen.bytes_per_parameter
-    words = f"Train with {chosen.title}: of what was compared, "
-    words += "only it is known to keep its updates" if len(fit) == 1 else "it keeps its updates in the fewest bytes"
-    if len(results) == 1:
-        words = f"{chosen.title} keeps its updates; there is no other strategy here to compare it with"
-    words += f" ({size.value:.3g} bytes a parameter)" if size else ""
-    words += _of_the_gap(chosen, reference)
-    found_reasons = (*reasons, *_not_compared(chosen, results))
-    return Recommendation(chosen, f"{words}.", found_reasons, _brief(chosen, fit, results))
-
-
-def _brief(chosen: StrategyResult, fit: Sequence[StrategyResult], results: Sequence[StrategyResult]) -> str:
-    """'Use Collage plus: the smallest that keeps its updates (12 bytes a parameter).'"""
+    chosen, keeping = fit[0], sum(result.health == "healthy" for result in results)
     size = f" ({chosen.bytes_per_parameter.value:.3g} bytes a parameter)" if chosen.bytes_per_parameter else ""
-    title = short_title(chosen, results)
+    what = "its updates" if keeping == len(fit) else "its updates and the reference's loss"
     if len(results) == 1:
-        return f"{title} keeps its updates{size}; nothing is compared with it."
-    return f"Use {title}: the {'only one' if len(fit) == 1 else 'smallest'} that keeps its updates{size}."
+        text = f"{chosen.title} keeps its updates; there is no other strategy here to compare it with{size}"
+        brief = f"{chosen.title} keeps its updates{size}; nothing is compared with it."
+    elif len(fit) == 1:
+        text = f"Train with {chosen.title}: of what was compared, only it is known to keep {what}{size}"
+        brief = f"Use {chosen.title}: the only one that keeps {what}{size}."
+    else:
+        all_keep = f"{'both' if len(fit) == 2 else f'all {len(fit)}'} keep {what.replace('its', 'their')}"
+        text = f"Train with {_either(fit)}: {all_keep}, and {chosen.title} in the fewest bytes{size}"
+        brief = (
+            f"Use {_either(fit[:2])}: {all_keep}." if len(fit) == 2 else f"Use {chosen.title}: {all_keep}{size}."
+        )
+    text += _of_the_gap(chosen, reference)
+    return Recommendation(chosen, f"{text}.", (*reasons, *_not_compared(chosen, results)), brief)
 
 
-def short_title(result: StrategyResult, results: Sequence[StrategyResult]) -> str:
-    """The strategy's title, with the dtype where the strategy is there in several."""
-    alike = [other for other in results if other.strategy == result.strategy]
-    return result.title if len(alike) > 1 else strategy_title(result.strategy)
+def _either(results: Sequence[StrategyResult]) -> str:
+    """'Collage plus · bfloat16, fp32 master weights · bfloat16 or Plain · float32'"""
+    *others, last = [result.title for result in results]
+    return f"{', '.join(others)} or {last}"
 
 
-def worth(one: StrategyResult, other: StrategyResult, results: Sequence[StrategyResult]) -> str:
+def worth(one: StrategyResult, other: StrategyResult) -> str:
     """Whether the larger of two strategies is worth its bytes: the difference in loss, and how certain it is.
 
     'Kahan is worth its 2 bytes more than Plain: its loss is lower by 0.0021 (95 %: 0.001 to 0.003, 3 pairs).'
     """
     sizes = [result.bytes_per_parameter.value if result.bytes_per_parameter else None for result in (one, other)]
     if None not in sizes and (sizes[0] or 0) < (sizes[1] or 0):
-        return worth(other, one, results)
+        return worth(other, one)
     more = round((sizes[0] or 0) - (sizes[1] or 0), 1) if None not in sizes else 0
-    first, second = short_title(one, results), short_title(other, results)
+    first, second = one.title, other.title
     over = (
         f"its {more:.3g} {'byte' if more == 1 else 'bytes'} more than {second}" if more else f"more than {second}"
     )
-    ill = [f"{short_title(r, results)}: {r.health}." for r in (one, other) if r.health not in NO_PROBLEM]
+    if found := differences([one, other]):
+        return f"{_differ(found)} Their losses say nothing of the strategies."
+    ill = [f"{result.title}: {result.health}." for result in (one, other) if result.health not in NO_PROBLEM]
     return " ".join([_worth(first, over, difference(_seeds(one), _seeds(other))), *ill])
 
 
 def _worth(first: str, over: str, gap: Estimate | None) -> str:
     if gap is None:
         return f"Whether {first} is worth {over} is not known yet: no loss of both was read at one step."
+    if not gap.value:
+        return f"{first} is not shown to be worth {over}: their losses are equal."
     way = f"{'lower' if gap.value < 0 else 'higher'} by {signed(abs(gap.value)).removeprefix('+')}"
     if gap.low is None or gap.high is None:
         return f"Whether {first} is worth {over} is not known: its loss is {way}, from one run each."
@@ -153,6 +157,8 @@ def _of_configurations(results: Sequence[StrategyResult]) -> str:
     first, second = sorted(range(2), key=lambda place: sum(v.value for v in losses[place]) / len(losses[place]))
     gap = difference(losses[second], losses[first])
     assert gap is not None, "both have losses"
+    if not gap.value:
+        return "Their losses are equal."
     words = f"The loss with {results[first].apart} is lower by {signed(gap.value).removeprefix('+')}"
     if gap.low is None or gap.high is None:
         return f"{words}; from one run each, chance is not known."
@@ -195,7 +201,7 @@ def _reason(result: StrategyResult, reference: StrategyResult | None) -> str:
         parts.append("the reference")
     elif result.gap is not None:
         parts.append(f"loss {signed(result.gap.value)}{_share(result.gap, reference)}")
-    parts.append(_against(result, reference) or "nothing speaks against it")
+    parts.append(_against(result, reference) or "healthy")
     if result.set_apart:
         parts.append(f"not counted: {'; '.join(run.why_odd for run in result.set_apart)}")
     return f"{result.title}: {', '.join(parts)}"
@@ -204,13 +210,15 @@ def _reason(result: StrategyResult, reference: StrategyResult | None) -> str:
 def _against(result: StrategyResult, reference: StrategyResult | None) -> str | None:
     """The reason not to recommend a strategy."""
     if result.health != "healthy":
-        told = next(run for run in result.runs if run.health == result.health)
-        words = told.headline.rstrip(".")
-        words = words if words[1:2].isupper() else words[:1].lower() + words[1:]
-        share = f"{sum(run.health == result.health for run in result.runs)} of {len(result.runs)} runs: "
-        return f"{share if len(result.runs) > 1 else ''}{words}"
+        said = [run for run in result.runs if run.health == result.health]
+        if len(result.runs) == 1:
+            return said[0].short or result.health
+        lost = mean_over_seeds([run.numbers[_LOST] for run in said if _LOST in run.numbers])
+        share = f", {percent(lost.value)} on average" if lost and result.health == "losing updates" else ""
+        return f"{len(said)} of {len(result.runs)} runs: {result.health}{share}"
     limit = _noticeable(reference)
-    if result.gap is not None and limit is not None and result.gap.value > limit:
+    # Without an interval, or within one that reaches the limit, chance may have made it so.
+    if result.gap is not None and limit is not None and result.gap.low is not None and result.gap.low > limit:
         return f"its loss is more than {percent(_NOTICEABLE_LOSS_SHARE)} above the reference's"
     return None
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from collage_monitor import wire
-from collage_monitor.judgement import finite
+from collage_monitor.diagnosis import finite
 from collage_monitor.statistics.intervals import student_quantile
 
 __all__ = ["Estimate", "SeedValue", "curve_over_seeds", "difference", "mean_over_seeds"]

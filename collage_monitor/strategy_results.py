@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from collage_monitor import wire
-from collage_monitor.judgement import NO_PROBLEM, finite
+from collage_monitor.diagnosis import NO_PROBLEM, finite
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_monitor.strategies import STRATEGIES, strategy_title
 
@@ -40,7 +40,7 @@ _SHOWN: Final = 3
 class RunResult:
     """A run in the numbers by which strategies are compared. None: not known.
 
-    `loss` is the one that `loss_name` says, read at `loss_step`. `health`, `headline` and `advice` are the
+    `loss` is the one that `loss_name` says, read at `loss_step`. `health`, `short` and `advice` are the
     verdict's, and `numbers` those behind it, over the steps from the first to the last of `over`. `trained`: what
     its optimizers train. `configuration` is the same for seeds of one strategy, `entries` are those of its
     configuration, and its project, in which the runs differ.
@@ -53,7 +53,7 @@ class RunResult:
     group: str | None
     seed: int | None
     health: str
-    headline: str
+    short: str
     loss: float | None
     loss_step: int | None
     loss_name: str
@@ -161,8 +161,9 @@ def _result(
     entries: Mapping[str, Any],
     loss_name: str,
 ) -> RunResult:
-    speed = run.mean_scalars.get("tokens_per_second") if run else None
     logged = {name: entry.value for name, entry in row.scalars.items()}
+    # The rate of tokens over time, for a run that logs no throughput.
+    counted = run.mean_scalars.get("tokens_per_second") if run else None
     strategy = row.shown_strategy
     known = STRATEGIES.get(strategy or "unknown")
     size = finite(logged.get("bytes_per_parameter"))
@@ -177,15 +178,15 @@ def _result(
         group=row.group,
         seed=row.seed,
         health=overview.health if overview else "unknown",
-        headline=overview.headline if overview else "Not evaluated yet.",
+        short=overview.short if overview else "not evaluated yet",
         loss=loss,
         loss_step=None if loss is None else step,
         loss_name=loss_name,
         # The catalogue counts bytes of 16-bit weights.
         bytes_per_parameter=size if size is not None or wide or known is None else known.bytes_per_parameter,
-        tokens_per_second=finite(speed if speed is not None else logged.get("tokens_per_second")),
+        tokens_per_second=finite(logged.get("tokens_per_second", counted)),
         numbers={key: value for key, value in numbers.items() if value is not None},
-        advice=overview.advice if overview else "",
+        advice=overview.advised if overview else "",
         trained=row.trained,
         configuration=row.configuration or row.project,
         is_treated=row.is_treated,

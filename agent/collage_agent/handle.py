@@ -31,10 +31,10 @@ from collage_agent.watching.governor import Governor
 from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.iterations import Iterations
 from collage_agent.watching.saved_numbers import SavedNumbers
-from collage_agent.watching.watch_texts import edq_change, evidence_of_past, judgement_text, summarise
+from collage_agent.watching.watch_texts import evidence_of_past, judgement_text, summarise
 from collage_monitor import wire
+from collage_monitor.diagnosis import Evidence, judge
 from collage_monitor.forecast import Forecast, ForecastError, forecast_strategies
-from collage_monitor.judgement import Evidence, Judgement, judge
 from collage_monitor.schedule import schedule_of
 
 __all__ = ["Optimizers", "Watch", "watch"]
@@ -228,7 +228,7 @@ class Watch:
         device."""
         return evidence_of_past(self._assembly.history.past(), self._assembly.layout, self.info)
 
-    def judgement(self) -> Judgement:
+    def judgement(self) -> wire.Judgement:
         """The run's health: one word, a sentence, and the numbers behind it. Synchronises the device."""
         return judge(self.evidence())
 
@@ -257,8 +257,7 @@ class Watch:
     def _text(self) -> str:
         if self._advice and self.step is None:
             return f"nothing is measured: {self._advice}"
-        past, layout = self._assembly.history.past(), self._assembly.layout
-        return judgement_text(evidence_of_past(past, layout, self.info), self.summary(), edq_change(past, layout))
+        return judgement_text(self.evidence(), self.summary())
 
     def __repr__(self) -> str:
         at = "not started" if self.step is None else f"at step {self.step}"

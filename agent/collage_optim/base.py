@@ -5,7 +5,7 @@ closures, `state_dict`), and that is fixed (`tests/optim/test_interface.py`).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, ClassVar, Self, overload
 
@@ -46,6 +46,15 @@ ARITHMETICS = ("fp32", "storage")
 _LOOKED_AT = 64
 _RULES_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _OPTIONS_CHECKED = ("strategy", "arithmetic", "compiled", "on_external_write", *TORCH_FORMS)
+
+
+def _with_our_names(group: Group, own: Mapping[str, Any]) -> Group:
+    """The group with what other packages call otherwise: betas one by one, or a momentum as the first of them."""
+    if "betas" in own and "betas" not in group and {"beta1", "beta2"} <= group.keys():
+        return {**group, "betas": (group["beta1"], group["beta2"])}
+    if "momentum" in own and "momentum" not in group and tuple(group.get("betas", (0, 1)))[1] == 0:
+        return {**group, "momentum": group["betas"][0]}
+    return group
 
 
 class CollageOptimizer(Optimizer):
@@ -103,6 +112,7 @@ class CollageOptimizer(Optimizer):
         build: Callable[..., CollageOptimizer] = cls
         defaults = build([torch.zeros(1)], strategy="plain", **rule).defaults
         own = {name: value for name, value in defaults.items() if name not in state_loading.NOT_OF_THE_RULE}
+        group = _with_our_names(group, own)
         off = {"weight_decay": 0.0} if "weight_decay" in own else {}
         off.update({name: value for name, value in own.items() if value is False or name == "dampening"})
         missing = sorted(own.keys() - off.keys() - group.keys() - {"decoupled_weight_decay"})

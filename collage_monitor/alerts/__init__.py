@@ -1,5 +1,7 @@
 """The alert catalogue: Prometheus rules, the runbook and the server's own evaluation are made from it.
 
+The alerts on problems of a run are those of `collage_monitor.diagnosis`; the modules here hold the others.
+
 Conditions are PromQL over the gauges of `/metrics`. `$window` stands for the window, `$warm_up` for the number of
 first steps at which a run is not judged, `$settle` for those after a resume. Other packages add alerts: entry-point
 group `collage_monitor.alerts`. Prometheus and the server both evaluate alerts that `about_runs` or
@@ -13,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from collage_monitor.alerts import descent, operation, states, training
-from collage_monitor.alerts.definition import (
+from collage_monitor.diagnosis.alert import (
     RECORDED,
     Alert,
     Condition,
@@ -22,6 +24,7 @@ from collage_monitor.alerts.definition import (
     about_the_server,
     duration,
 )
+from collage_monitor.diagnosis.judge import PROBLEMS
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 
@@ -40,7 +43,13 @@ __all__ = [
 ]
 
 SEVERITIES: Final[tuple[Severity, ...]] = ("info", "warning", "critical")
-_ALERTS = (*descent.ALERTS, *states.ALERTS, *training.ALERTS, *operation.ALERTS)
+_ALERTS = (
+    *descent.ALERTS,
+    *(problem.alert for problem in PROBLEMS if problem.alert is not None),
+    *states.ALERTS,
+    *training.ALERTS,
+    *operation.ALERTS,
+)
 
 
 def catalogue_of(own: Sequence[Alert], added: Mapping[str, Any]) -> dict[str, Alert]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from collage_monitor.alerts.causes import CauseVerdict, IncidentEvidence, left_open, ruled_out, supported
-from collage_monitor.alerts.definition import Condition, about_runs, about_the_server
+from collage_monitor.diagnosis.alert import Condition, about_runs, about_the_server
+from collage_monitor.diagnosis.causes import CauseVerdict, IncidentEvidence, left_open, ruled_out, supported
 
 __all__ = ["ALERTS"]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from collage_monitor.alerts.causes import (
+from collage_monitor.diagnosis.alert import Condition, about_runs
+from collage_monitor.diagnosis.causes import (
     CauseVerdict,
     IncidentEvidence,
     left_open,
@@ -17,7 +18,6 @@ from collage_monitor.alerts.causes import (
     text_of,
     tokens_a_step,
 )
-from collage_monitor.alerts.definition import Condition, about_runs
 
 __all__ = ["ALERTS"]
 

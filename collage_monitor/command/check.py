@@ -27,9 +27,8 @@ from collage_monitor.command.server import find_run, open_client, server_options
 from collage_monitor.command.terminal import printable
 from collage_monitor.environment import CHECK_REPORT, CHECK_STEPS, VARIABLES, launch_variables
 from collage_monitor.forecast import ForecastError
-from collage_monitor.judgement import judge
 from collage_monitor.local import data_folder
-from collage_monitor.run_evidence import read_evidence, read_forecast
+from collage_monitor.run_history import read_forecast
 from collage_monitor.schedule import RateSchedule
 
 __all__ = ["check", "preflight"]
@@ -143,7 +142,7 @@ def preflight(
         if runs_left_in(folder):
             with served_from_disk("preflight", folder, (), _MOST_RUNS) as (services, run_ids):
                 told = [_facts(services.server_url, services.token, run_id, schedule) for run_id in run_ids]
-                if html is not None and any(facts.evidence.model for facts, _ in told):
+                if html is not None and any(facts.judged.numbers for facts, _ in told):
                     _write_report(services.server_url, services.token, run_ids, html, schedule)
     outcomes = [_of_program(program, status, steps, timeout, [facts for facts, _ in told])]
     outcomes += [condition.held_against(facts) for facts, _ in told for condition in conditions]
@@ -165,14 +164,14 @@ def _facts(server_url: str, token: str | None, run_id: str, schedule: RateSchedu
     """The facts about a run, and the reason if a requested forecast is impossible."""
     with open_client(server_url, token) as client:
         run = client.run(run_id)
-        evidence = read_evidence(client, run)
+        judged = client.overview(run_id, fresh=True)
         forecast, unforeseen = None, ""
-        if schedule is not None and evidence.model:
+        if schedule is not None and judged.numbers:
             try:
                 forecast = read_forecast(client, run_id, schedule)
             except ForecastError as error:
                 unforeseen = f"no forecast: {error}"
-    return Facts(run.name, evidence, judge(evidence), forecast), unforeseen
+    return Facts(run, judged, forecast), unforeseen
 
 
 def _train(program: Sequence[str], folder: Path, steps: int, timeout: float, options: dict[str, Any]) -> int | None:
@@ -221,7 +220,7 @@ def _of_program(
     program: Sequence[str], status: int | None, steps: int, timeout: float, found: Sequence[Facts]
 ) -> Outcome:
     """Whether the program trained: it ended well, and took a step."""
-    last = max((facts.evidence.last_step or 0 for facts in found), default=0)
+    last = max((facts.judged.last_step or 0 for facts in found), default=0)
     name = " ".join(program)
     took = f"its last measured step is {last}" if last else "no step of a torch optimizer was measured"
     if status is None:
@@ -255,7 +254,7 @@ def _tell(
 ) -> None:
     lines = []
     for facts, unforeseen in told:
-        lines += [f"{facts.name}: {facts.judged.health}", f"  {facts.judged.text}"]
+        lines += [f"{facts.run.name}: {facts.judged.headline}", f"  {facts.judged.text}"]
         lines += [f"  {facts.judged.advised}"] if facts.judged.advised else []
         lines += [f"  {line}" for line in (str(facts.forecast).splitlines() if facts.forecast else [])]
         lines += [f"  {unforeseen}"] if unforeseen else []
@@ -264,7 +263,7 @@ def _tell(
     if as_json:
         runs = [
             {
-                "name": facts.name,
+                "name": facts.run.name,
                 "health": facts.judged.health,
                 "verdict": facts.judged.text,
                 "forecast": asdict(facts.forecast) if facts.forecast is not None else None,

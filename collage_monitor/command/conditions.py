@@ -16,8 +16,9 @@ from typing import Final, Literal
 
 import click
 
+from collage_monitor import wire
+from collage_monitor.diagnosis import GRAVITY, finite
 from collage_monitor.forecast import Forecast
-from collage_monitor.judgement import GRAVITY, Evidence, Judgement, finite
 from collage_monitor.metrics import is_metric
 from collage_monitor.schedule import RateSchedule, parse_schedule
 from collage_monitor.strategies import STRATEGIES
@@ -37,16 +38,16 @@ _CANNOT_TELL: Final = "fails, because nobody can tell"
 
 @dataclass(frozen=True)
 class Facts:
-    """What conditions are held against: a run's name, evidence, judgement, and forecast where one was asked for."""
+    """What conditions are held against: a run, its overview with every metric, and a forecast where one was asked
+    for."""
 
-    name: str
-    evidence: Evidence
-    judged: Judgement
+    run: wire.Run
+    judged: wire.Overview
     forecast: Forecast | None = None
 
     def number(self, name: str) -> float | None:
         """The number that a condition names; None if it is unknown."""
-        model, own = self.evidence.model, self.forecast.strategies[0] if self.forecast is not None else None
+        model, own = self.judged.numbers, self.forecast.strategies[0] if self.forecast is not None else None
         if name == "forecast-lost":
             return own.lost if own is not None else None
         if name == "forecast-onset":
@@ -60,7 +61,7 @@ class Facts:
     @property
     def _rounds_at_random(self) -> bool:
         """Then one step's lost share misjudges the run; the average loss is 1 − EDQ."""
-        watch = self.evidence.watch
+        watch = self.run.watch
         name = watch.shown_strategy if watch is not None else None
         return name in STRATEGIES and STRATEGIES[name].stochastic
 
@@ -86,7 +87,7 @@ class Condition:
         value = facts.number(self.name)
         if value is None:
             return Outcome(
-                facts.name, self.text, "error", f"{self.name} is not known of this run: it {_CANNOT_TELL}"
+                facts.run.name, self.text, "error", f"{self.name} is not known of this run: it {_CANNOT_TELL}"
             )
         met = {
             "<": value < self.bound,
@@ -94,16 +95,18 @@ class Condition:
             "<=": value <= self.bound,
             ">=": value >= self.bound,
         }[self.compares]
-        return Outcome(facts.name, self.text, "failed" if met else "passed", f"{self.name} is {value:.4g}")
+        return Outcome(facts.run.name, self.text, "failed" if met else "passed", f"{self.name} is {value:.4g}")
 
     def _word(self, facts: Facts) -> Outcome:
         words = _WORDS[self.name]
         said = [finding for finding in facts.judged.findings if finding.health in words]
         if said:
-            return Outcome(facts.name, self.text, "failed", f"{facts.judged.health}: {facts.judged.text}")
-        if not facts.evidence.model:
-            return Outcome(facts.name, self.text, "error", f"nothing was measured of this run: it {_CANNOT_TELL}")
-        return Outcome(facts.name, self.text, "passed", f"{facts.judged.health}: {facts.judged.text}")
+            return Outcome(facts.run.name, self.text, "failed", f"{facts.judged.health}: {facts.judged.text}")
+        if not facts.judged.numbers:
+            return Outcome(
+                facts.run.name, self.text, "error", f"nothing was measured of this run: it {_CANNOT_TELL}"
+            )
+        return Outcome(facts.run.name, self.text, "passed", f"{facts.judged.health}: {facts.judged.text}")
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from collage_monitor import __version__, wire
 from collage_monitor.client import Client
 from collage_monitor.command.server import open_client, server_address_options
 from collage_monitor.command.terminal import clock, printable
+from collage_monitor.diagnosis import percent
 from collage_monitor.errors import CollageError
-from collage_monitor.judgement import Finding, judge, percent
 from collage_monitor.local import LOOPBACK_HOSTS, is_loopback, web_address
 from collage_monitor.metrics import METRICS, is_metric, split_key
 from collage_monitor.onset import describe
 from collage_monitor.recommendation import recommendation
-from collage_monitor.run_evidence import read_evidence, read_history
+from collage_monitor.run_history import read_history
 from collage_monitor.strategy_results import RunResult, loss_name, results_by_strategy, run_results
 
 __all__ = ["ANSWER_BYTES", "RunQuestions", "create_server", "mcp"]
@@ -113,13 +113,12 @@ class RunQuestions:
         """The judgement of a run: the verdict, the reasons with their numbers, since when, and advice."""
         with self._client() as client:
             found = client.run(run)
-            evidence = read_evidence(client, found)
-            judged, since = judge(evidence), read_history(client, run).since()
+            judged, layers = client.overview(run, fresh=True), client.layers(run).layers
             firing = client.incidents(run_id=run, state="firing", limit=20).events
-        quoted = [*evidence.layers, *_of_agent(found.watch)]
-        lines = [_introduced(found), f"Verdict: {judged.health}. {_told(judged.text, quoted)}"]
+        quoted = [*(layer.name for layer in layers), *_of_agent(found.watch)]
+        lines = [_introduced(found), f"Verdict: {judged.health}. {_told(judged.headline, quoted)}"]
+        lines += [_told(judged.text, quoted)]
         lines += [f"- {_told(_finding(finding), quoted)}" for finding in judged.findings]
-        lines += [f"Since when: {_told(since, quoted)}."] if since else []
         if judged.advised:
             lines += [f"What to try: {_told(judged.advised, quoted)}"]
             codes = [choice.code for entry in judged.advice for choice in entry.choices]
@@ -149,8 +148,7 @@ class RunQuestions:
         with self._client() as client:
             history = read_history(client, run, metric)
         own, change = history.series, history.onset
-        said = history.since() if metric == "edq_ratio" else None
-        said = said or (describe(change, _plain(metric)) if change else None)
+        said = describe(change, _plain(metric)) if change else None
         layers = change.layers if change else ()
         places = [place for place, value in enumerate(own.values) if value is not None]
         if not places:
@@ -180,7 +178,7 @@ class RunQuestions:
             parts += [] if one.tokens_per_second is None else [f"{one.tokens_per_second:.4g} tokens/s"]
             kind = _kind(one.strategy, one.dtype)
             lines.append(f"- {one.run_id} {_data(one.name)}, {kind}: {one.health}; {', '.join(parts)}.")
-            lines += [f"  {_told(one.headline, quoted)}"] if one.headline else []
+            lines += [f"  {_told(one.short, quoted)}"] if one.short else []
         return "\n".join(lines)
 
     @_answers
@@ -286,7 +284,7 @@ def _kind(strategy: str | None, dtype: str | None) -> str:
     return "strategy {} on {}".format(*(name if _A_WORD.fullmatch(name) else _data(name) for name in names))
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: wire.Finding) -> str:
     """'lost_update_ratio of head.weight is 0.61, held against 0.25: …'"""
     where = f" of {finding.layer}" if finding.layer else ""
     bound = "" if finding.threshold is None else f", held against {finding.threshold:.4g}"

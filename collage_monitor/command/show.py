@@ -6,8 +6,7 @@ stored judgements, which may be some seconds old; `show` judges one run again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from typing import Any, Final
 
 import click
@@ -17,9 +16,7 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command.server import find_run, open_client, server_options
 from collage_monitor.command.terminal import clock, number, printable, table
-from collage_monitor.judgement import Evidence, Judgement, finite, judge
 from collage_monitor.metrics import METRICS, split_key
-from collage_monitor.run_evidence import read_evidence, read_history
 
 __all__ = ["compare", "list_runs", "show"]
 
@@ -115,40 +112,31 @@ def show(server_url: str, token: str | None, as_json: bool, run: str) -> None:
     with open_client(server_url, token) as client:
         found = find_run(client, run)
         run_id = found.run_id
-        latest, evidence = client.latest(run_id), read_evidence(client, found)
-        judged, since = judge(evidence), read_history(client, run_id).since()
+        latest, judged = client.latest(run_id), client.overview(run_id, fresh=True)
     if as_json:
         told = {"name": found.name, "project": found.project, "state": found.state}
-        click.echo(wire.encode_json({**told, **_said(judged, evidence, since), **dict(_plain(latest))}).decode())
+        answers = {
+            **told,
+            **msgspec.structs.asdict(judged),
+            "since": judged.since,
+            "advice": judged.advised,
+            **msgspec.structs.asdict(latest),
+        }
+        click.echo(wire.encode_json(answers).decode())
         return
     click.echo(printable(f"{found.name}: {judged.health}"))
-    for text in (judged.text, judged.advised, since):
+    for text in (judged.headline if judged.against else "", judged.text, judged.advised):
         if text:
             click.echo(f"  {printable(text)}")
     label = found.watch.shown_strategy if found.watch else None
     about = [f"run {run_id}", f"project {found.project}", *([f"strategy {label}"] if label else []), found.state]
     click.echo(printable(", ".join([*about, f"started {clock(found.created_at)}"])))
-    _print_numbers(evidence, latest)
+    _print_numbers(judged, latest)
 
 
-def _said(judged: Judgement, evidence: Evidence, since: str | None) -> dict[str, Any]:
-    """The judgement for programs: `findings` name metrics by key, the deciding one first; `numbers` are those of
-    the steps that were judged."""
-    return {
-        "health": judged.health,
-        "verdict": judged.text,
-        "advice": judged.advised,
-        "since": since,
-        "first_step": judged.first_step,
-        "last_step": judged.last_step,
-        "findings": [asdict(finding) for finding in judged.findings],
-        "numbers": evidence.model,
-    }
-
-
-def _print_numbers(evidence: Evidence, latest: wire.Latest) -> None:
-    steps = f"steps {evidence.first_step} to {evidence.last_step}"
-    shown = [(key, value) for key, value in evidence.model.items() if split_key(key)[0] in METRICS]
+def _print_numbers(judged: wire.Overview, latest: wire.Latest) -> None:
+    steps = f"steps {judged.first_step} to {judged.last_step}"
+    shown = [(key, value) for key, value in judged.numbers.items() if split_key(key)[0] in METRICS]
     if shown:
         click.echo(f"Over the {steps} that were judged:")
     for key, value in shown:
@@ -157,16 +145,10 @@ def _print_numbers(evidence: Evidence, latest: wire.Latest) -> None:
         click.echo("Logged last:")
     for name, logged in latest.scalars.items():
         click.echo(f"  {printable(name):<44}{_shown(logged.value):>14}  at step {logged.step}")
-    layers = {name: finite(own.get("edq_ratio")) for name, own in evidence.layers.items()}
-    worst = sorted((value, name) for name, value in layers.items() if value is not None)[:_WORST]
-    if worst:
-        click.echo(f"Lowest EDQ of a layer over the {steps}:")
-    for value, name in worst:
-        click.echo(f"  {printable(name):<44}{number(value):>14}")
-
-
-def _plain(answer: msgspec.Struct) -> Iterable[tuple[str, Any]]:
-    return ((name, getattr(answer, name)) for name in answer.__struct_fields__)
+    if judged.worst:
+        click.echo(f"Layers that lose the most over the {steps}, with their EDQ:")
+    for layer in judged.worst[:_WORST]:
+        click.echo(f"  {printable(layer.layer):<44}{_shown(layer.edq_ratio):>14}")
 
 
 def _shown(value: wire.Number | None) -> str:

@@ -94,7 +94,7 @@ from collage_monitor.wire.number_encoding import (
     to_number,
     undefined_to_none,
 )
-from collage_monitor.wire.overview import EdqChange, LayerLoss, Overview
+from collage_monitor.wire.overview import Advice, Choice, EdqChange, Finding, Judgement, LayerLoss, Overview
 from collage_monitor.wire.run_table import (
     GroupBy,
     GroupValue,
@@ -112,6 +112,7 @@ from collage_monitor.wire.run_table import (
 )
 
 __all__ = [
+    "Advice",
     "AlertmanagerAlert",
     "AlertmanagerAnswer",
     "AlertmanagerMessage",
@@ -122,6 +123,7 @@ __all__ = [
     "BatchAnswer",
     "Breach",
     "Catalogue",
+    "Choice",
     "Compared",
     "ComparedRun",
     "Comparison",
@@ -134,6 +136,7 @@ __all__ = [
     "Event",
     "EventKind",
     "EventPage",
+    "Finding",
     "Fingerprint",
     "Grant",
     "GroupBy",
@@ -146,6 +149,7 @@ __all__ = [
     "IncidentSource",
     "IncidentState",
     "JSON",
+    "Judgement",
     "LIMITS",
     "Latest",
     "Layer",

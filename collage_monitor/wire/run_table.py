@@ -101,7 +101,7 @@ class WorstRun(Struct, kw_only=True, frozen=True):
 
     run_id: str
     name: str
-    headline: str
+    short: str
 
 
 class RunTable(Struct, kw_only=True, frozen=True):

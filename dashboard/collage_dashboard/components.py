@@ -24,8 +24,8 @@ from collage_dashboard.run_styles import LineStyle, is_stochastic
 from collage_dashboard.server_reader import Problem
 from collage_dashboard.view import View
 from collage_monitor import wire
+from collage_monitor.diagnosis import CAVEATS
 from collage_monitor.errors import CollageError, NotAuthorised
-from collage_monitor.judgement import CAVEATS
 
 __all__ = [
     "Entry",
@@ -209,7 +209,7 @@ def headline_line(overview: wire.Overview | None, style: LineStyle | None = None
             html.Div([*label, text]),
         ],
         className="verdict",
-        title=overview.verdict if overview else "",
+        title=overview.text if overview else "",
     )
 
 

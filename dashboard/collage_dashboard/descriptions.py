@@ -8,14 +8,13 @@ numbers and NaN are named. `assets/dashAgGridFunctions.js` writes the same in ta
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
 from collage_monitor import wire
-from collage_monitor.judgement import EDQ_TOLERANCE, percent
+from collage_monitor.diagnosis.words import percent, sentence
 from collage_monitor.metrics import HISTOGRAM_OCTAVES, METRICS, SCALARS, is_metric, preferred_state, split_key
 from collage_monitor.wire import Number, from_number
 
@@ -28,7 +27,6 @@ __all__ = [
     "count",
     "describe",
     "finite",
-    "in_a_sentence",
     "in_few_words",
     "interval",
     "iso",
@@ -106,65 +104,8 @@ def metric_choices(metrics: Iterable[str], scalars: Iterable[str] = ()) -> list[
 
 
 def in_few_words(overview: wire.Overview | None) -> str:
-    """At most six words about a run, a short form of its headline: '57.6 % of updates lost'."""
-    if overview is None:
-        return "Not evaluated yet"
-    short, said = _SHORT.get(overview.health), overview.headline
-    if overview.health == "losing updates":
-        lost, edq = finite(overview.numbers.get("lost_update_ratio")), _held_against(overview, "edq")
-        if lost is not None and ("lost_update_ratio" in overview.findings or edq is None):
-            return f"{percent(lost)} of updates lost"
-        return f"{percent(1 - overview.findings[edq])} of updates missing" if edq else "Updates are lost"
-    if overview.health == "states are stuck":
-        stuck = [key.partition("/")[2] for key in overview.findings if key.startswith(STATE)]
-        return f"{stuck[0]} is stuck" if len(stuck) == 1 else "Optimizer states are stuck"
-    if overview.health == "not finite" and (told := _NOT_FINITE.match(said)):
-        return f"{told[1]} not finite{told[2] or ''}"
-    if overview.health == "unknown" and (ranks := _RANKS.match(said)):
-        return f"Only {ranks[0]} report"
-    return short or overview.health.capitalize()
-
-
-def in_a_sentence(overview: wire.Overview) -> str:
-    """At most twelve words about a run: '57.6 % of updates are lost, since step 1,020; exp_avg_sq is stuck.'"""
-    words = in_few_words(overview)
-    if overview.health == "unknown":
-        first = overview.headline.partition(";")[0].partition(":")[0].rstrip(".")
-        return f"{first if 0 < len(first.split()) <= _MOST_WORDS else words}."
-    if overview.health != "losing updates":
-        return f"{words}."
-    words = words.replace("of updates ", "of updates are ")
-    edq_so_far = [value for entry in overview.trend if (value := finite(entry)) is not None]
-    stuck = [key.partition("/")[2] for key in overview.findings if key.startswith(STATE)]
-    if overview.since is not None:
-        # It may have lost before the change, too; or the share's steps, the recent past, begin before it.
-        edq = next((change.before for change in overview.changes if change.step == overview.since), 1.0)
-        more = edq < 1 - EDQ_TOLERANCE or (overview.first_step or overview.since) < overview.since
-        words += f",{' more' if more else ''} since step {overview.since:,}"
-    elif edq_so_far and max(edq_so_far) < 1 - EDQ_TOLERANCE:
-        words += ", from the start"
-    elif len(stuck) == 1 and (found := _STUCK.search(overview.headline)):
-        return f"{words}; {found[0]}."
-    if stuck:
-        words += f"; {stuck[0]} is stuck" if len(stuck) == 1 else "; states are stuck"
-    return f"{words}."
-
-
-_MOST_WORDS: Final = 12
-
-
-def _held_against(overview: wire.Overview, kind: str) -> str | None:
-    return next((key for key in overview.findings if key.startswith(kind)), None)
-
-
-_SHORT: Final = {
-    "unknown": "Not known",
-    "decay is lost": "Weight decay is lost",
-    "average is off": "The weights' average is off",
-}
-_STUCK: Final = re.compile(r"\w+ stuck since step [\d,]+")
-_NOT_FINITE: Final = re.compile(r"(\S+) is not finite( since step [\d,]+)?")
-_RANKS: Final = re.compile(r"\d+ of \d+ ranks")
+    """At most six words about a run: 'Loses 57.6 % of its updates'."""
+    return sentence(overview.short).rstrip(".") if overview is not None else "Not evaluated yet"
 
 
 def state_key(keys: Iterable[str]) -> str:

@@ -46,12 +46,12 @@ from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
 from collage_dashboard.server_reader import Reader, explain
 from collage_dashboard.view import View, comparison_of, read_address
 from collage_monitor import __version__, wire
+from collage_monitor.diagnosis import CAVEATS
 from collage_monitor.errors import CollageError, NotFound
 from collage_monitor.forecast import ForecastError
-from collage_monitor.judgement import CAVEATS
 from collage_monitor.metrics import split_key
 from collage_monitor.recommendation import recommendation
-from collage_monitor.run_evidence import read_forecast
+from collage_monitor.run_history import read_forecast
 from collage_monitor.schedule import RateSchedule
 from collage_monitor.strategy_results import StrategyResult, results_by_strategy, run_results
 
@@ -181,7 +181,7 @@ def _about_run(reader: Reader, run_id: str, schedule: RateSchedule | None) -> st
     kept = strategy_title(strategy, watch.dtype) if watch else "not watched"
     subtitle = f"{run.project} · {kept} · {run.state}, {step} · updated {when(run.updated_at)}"
     return _rendered(
-        run.name, subtitle, overview.headline, [*filter(None, [overview.verdict, overview.advice])], sections
+        run.name, subtitle, overview.headline, [*filter(None, [overview.text, overview.advised])], sections
     )
 
 

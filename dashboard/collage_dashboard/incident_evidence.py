@@ -13,13 +13,13 @@ from typing import Final
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, Alert, Condition
-from collage_monitor.alerts.causes import Breach, IncidentEvidence, Span
 from collage_monitor.client import Client
+from collage_monitor.diagnosis import EDQ_TOLERANCE, finite
+from collage_monitor.diagnosis.causes import Breach, IncidentEvidence, Span
 from collage_monitor.errors import NotFound
-from collage_monitor.judgement import EDQ_TOLERANCE, finite
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import Onset
-from collage_monitor.run_evidence import read_history
+from collage_monitor.run_history import read_history
 from collage_monitor.wire import Number, from_number
 
 __all__ = ["COMPARED_METRICS", "STEPS_AFTER_ALERT", "read_before_after", "read_incident_evidence"]
@@ -281,10 +281,10 @@ class _Reader:
         return True if True in found else None if None in found or not found else False
 
     def _conditions(self) -> list[Condition]:
-        """Those about the metric of what fired."""
+        """Those on the curve of what fired."""
         entry, key = self._alert, self._incident.labels.get("key")
-        conditions = entry.conditions if entry else ()
-        return [one for one in conditions if key is None or ("key", "=", key) in one.labels]
+        about = None if key is None else {f"collage_{key}", f"collage_{split_key(key)[0]}"}
+        return [one for one in (entry.drawn if entry else ()) if about is None or one.series in about]
 
     def _ranges(
         self, series: wire.Series, onset: Onset | None, breach: Breach | None, resumed_at: int | None

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import __version__
-from collage_monitor.judgement import longest_window
+from collage_monitor.diagnosis import longest_window
 from collage_monitor.metrics import preferred_state
 from collage_monitor.strategies import STRATEGIES
 from collage_monitor.wire import Number
@@ -39,8 +39,6 @@ router = APIRouter(tags=["operation"])
 _PAGE: Final = 500
 _DECREMENT: Final = "state_decrement_ratio/"
 _WINDOW: Final = "lost_window_ratio"
-_LOST: Final = "lost_update_ratio"
-"""Shown as a finding, too: its gauge is one step's, and does not know who rounds at random."""
 _LABELLED: Final = (_DECREMENT, _WINDOW)
 MODEL_GAUGES: Final = {
     "edq_ratio": "Share of the intended descent that arrived at the newest measured step.",
@@ -231,7 +229,9 @@ _GAUGES: Final = {
     "collage_lost_window_ratio": (
         "Share lost over the longest window watched, where one step's share misjudges stochastic rounding."
     ),
-    "collage_finding": "A number that the judgement holds against the run over its recent past; absent if fine.",
+    "collage_finding": (
+        "A number that speaks against the run over its recent past, and the alert that it is; absent if fine."
+    ),
     "collage_worst_layer_edq_ratio": ("EDQ of the three worst layers; GET /api/v1/runs/RUN/worst names them."),
 }
 """The families of runs, in their order on the page."""
@@ -260,9 +260,10 @@ class _RunGauges:
         for name, logged in run.reported.scalars.items():
             if name in SCALAR_GAUGES:
                 self._set(name, labels, logged.value)
-        for key, value in run.findings.items():
-            if key == _LOST or (key not in MODEL_GAUGES and not key.startswith(_DECREMENT)):
-                self._set("finding", _with(labels, "key", key), value)
+        for finding in run.findings:
+            about = {"key": finding.key, "layer": finding.layer, "alert": finding.alert}
+            own = tuple(sorted([*labels, *((name, value) for name, value in about.items() if value)]))
+            self._set("finding", own, finding.value)
         if run.point is not None:
             self._add_point(run.point, labels, run.strategy)
 

@@ -13,7 +13,7 @@ from typing import Final
 from cachetools import TTLCache, cached
 
 from collage_monitor import __version__, wire
-from collage_monitor.judgement import WORDS_VERSION
+from collage_monitor.diagnosis import WORDS_VERSION
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
 from collage_server.ingest.writer import IngestCounters

@@ -17,7 +17,7 @@ import msgspec
 from collage_demo.recipe import Plan
 
 from collage_monitor.alerts import alert
-from collage_monitor.judgement.rules import LOST_TOLERANCE
+from collage_monitor.diagnosis import LOST_TOLERANCE
 from collage_monitor.strategies import STRATEGIES
 from collage_studies.catalogue import STUDY_NAMES
 from collage_studies.number_words import estimate, listed
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 START, END = "<!-- lost share -->", "<!-- end of lost share -->"
-_LOST_BOUND, _EDQ_BOUND = (alert(name).conditions[0].threshold for name in ("CollageUpdatesLost", "CollageEdqLow"))
+_LOST_BOUND, _EDQ_BOUND = (alert(name).drawn[0].threshold for name in ("CollageUpdatesLost", "CollageEdqLow"))
 _EDGES: Final = (0.0, LOST_TOLERANCE, _LOST_BOUND, 0.4, 0.5, 0.6, 1.0)
 """Edges of the table's rows: the bounds of the judgement and of the alert, and some above them."""
 

@@ -9,6 +9,7 @@ from collage_server.alert_documents import rules, runbook
 from collage_server.exposition import MODEL_GAUGES, RUN_GAUGES, SCALAR_GAUGES
 
 from collage_monitor.alerts import ALERTS, RECORDED, alert, duration, enabled_alerts
+from collage_monitor.diagnosis import PROBLEMS
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, SCALARS
 from collage_monitor.strategies import STRATEGIES
@@ -55,10 +56,20 @@ def test_what_the_metric_catalogue_calls_exposed_is_exposed():
     assert set(SCALAR_GAUGES) <= set(SCALARS)
 
 
-def test_stochastic_strategies_are_left_out_of_lost_updates():
-    (pattern,) = re.findall(r'strategy!~"([^"]+)"', ALERTS["CollageUpdatesLost"].condition())
+def test_an_alert_on_a_problem_has_no_bound_of_its_own():
+    """The judgement held 30 % dropped residuals against a run, the alert of that name asked for 40 %."""
+    for problem in PROBLEMS:
+        if problem.alert is not None:
+            (condition,) = problem.alert.conditions
+            assert condition.promql() == f'max without(layer) (collage_finding{{alert="{problem.alert.name}"}})'
+            assert problem.alert is ALERTS[problem.alert.name]
+
+
+def test_on_the_curve_of_a_stochastic_strategy_one_steps_share_has_no_threshold():
+    (drawn,) = ALERTS["CollageUpdatesLost"].drawn
+    assert (drawn.series, drawn.comparison, drawn.threshold) == ("collage_lost_update_ratio", ">", 0.25)
     for name, entry in STRATEGIES.items():
-        assert bool(re.fullmatch(pattern, name)) == entry.stochastic
+        assert drawn.matches([("strategy", name)]) != entry.stochastic
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,12 @@ NAMED = {"project": "p", "run": "a", "run_id": "r", "strategy": "plain"}
 
 
 def sampled(series, value, **names):
-    """A sample beyond any warm-up, of a run under these names."""
-    labels = tuple(sorted((NAMED | names).items()))
-    return [Sample(series, labels, value), Sample("collage_step", labels, 5000.0)]
+    """A sample beyond any warm-up, of a run under these names; other names are the sample's own labels."""
+    labels, own = NAMED | names, NAMED | {name: value for name, value in names.items() if name in NAMED}
+    return [
+        Sample(series, tuple(sorted(labels.items())), value),
+        Sample("collage_step", tuple(sorted(own.items())), 5000.0),
+    ]
 
 
 def test_a_run_under_another_name_or_strategy_goes_on_firing():
@@ -142,14 +145,17 @@ def test_a_rename_is_no_growth():
     assert evaluation.observe(15.0, sampled("collage_external_writes", 3.0, run="b")) == []
 
 
+STANDING = {"alert": "CollageEdqLow", "key": "edq_ratio"}
+
+
 def test_what_fired_before_a_restart_goes_on_under_another_name():
     entry = ALERTS["CollageEdqLow"]
     evaluation = Evaluation([entry])
-    evaluation.resume(entry, tuple(sorted(NAMED.items())), since=0.0, value=0.8)
+    evaluation.resume(entry, tuple(sorted((NAMED | STANDING).items())), since=0.0, value=0.8)
     found = [
         change
         for minute in range(30)
-        for change in evaluation.observe(60.0 * minute, sampled("collage_edq_ratio", 0.8, run="b"))
+        for change in evaluation.observe(60.0 * minute, sampled("collage_finding", 0.8, run="b", **STANDING))
     ]
     assert found == []
 
@@ -159,5 +165,22 @@ def test_a_renamed_run_is_beyond_its_warm_up_at_once(name):
     entry = replace(ALERTS["CollageEdqLow"], for_seconds=0.0)
     evaluation = Evaluation([entry])
     evaluation.observe(0.0, sampled("collage_edq_ratio", 1.0))
-    (fired,) = evaluation.observe(15.0, sampled("collage_edq_ratio", 0.8, **{name: "other"}))
+    (fired,) = evaluation.observe(15.0, sampled("collage_finding", 0.8, **STANDING, **{name: "other"}))
     assert fired.firing
+
+
+def test_a_fault_whose_worst_layer_changes_is_one():
+    """Two layers that stand equally still took turns, and neither was the worst for long enough."""
+    name = "CollageLayersStandStill"
+    evaluation, changes = Evaluation([ALERTS[name]]), []
+    for minute in range(30):
+        key = "edq_ratio" if minute % 3 else "lost_update_ratio"
+        labels = {"alert": name, "key": key, "layer": "ab"[minute % 2]}
+        changes += evaluation.observe(60.0 * minute, sampled("collage_finding", 1.0, **labels))
+    assert [change.firing for change in changes] == [True]
+
+
+def test_a_finding_that_need_wake_nobody_fires_nothing():
+    found = sampled("collage_finding", 0.94, key="edq_ratio")
+    evaluation = Evaluation(ALERTS.values())
+    assert [change for minute in range(90) for change in evaluation.observe(60.0 * minute, found)] == []

@@ -19,8 +19,8 @@ class Case:
 
     holds_minutes: for how long the condition holds once it does, if not until what is wrong ends. delay_minutes:
     how long after the onset it begins to hold. clock: the value is the time, until the onset. poor: values before
-    and after the onset, of a run that falls as far and was not well before. beside: labels of another series that
-    goes wrong with it, of which nothing more must fire. undefined: two values of the sick run's window are NaN.
+    and after the onset, of a run that falls as far and was not well before. undefined: two values of the sick run's
+    window are NaN.
     """
 
     series: str
@@ -31,32 +31,30 @@ class Case:
     delay_minutes: int = 0
     clock: bool = False
     poor: tuple[float, float] | None = None
-    beside: dict[str, str] = field(default_factory=dict)
     undefined: bool = False
+
+
+def _finding(alert, key, value, **labels):
+    """A finding that is the alert, and then stands or not."""
+    return Case("collage_finding", None, value, {"alert": alert, "key": key, **labels})
 
 
 CASES = {
     "CollageEdqDrop": Case("collage_edq_ratio", 1.0, 0.85, poor=(0.5, 0.2)),
-    "CollageEdqLow": Case("collage_edq_ratio", 0.98, 0.89),
-    "CollageUpdatesLost": Case("collage_finding", 0.2, 0.3, {"key": "lost_update_ratio"}),
     "CollageWindowUpdatesLost": Case(
         "collage_lost_window_ratio", 0.1, 0.6, {"window": "64", "strategy": "stochastic"}
     ),
-    "CollageLayersStandStill": Case("collage_worst_layer_edq_ratio", 0.9, 0.0, {"worst": "1"}),
-    "CollageOracleDrift": Case("collage_edq_oracle_ratio", 0.9, 0.7),
+    "CollageNotFinite": _finding("CollageNotFinite", "nonfinite_params", 3.0),
+    "CollageResumeLoss": _finding("CollageResumeLoss", "resume_losses", 1.0),
+    "CollageEdqLow": _finding("CollageEdqLow", "edq_ratio", 0.89),
+    "CollageUpdatesLost": _finding("CollageUpdatesLost", "lost_update_ratio", 0.3),
+    "CollageLayersStandStill": _finding("CollageLayersStandStill", "lost_update_ratio", 1.0, layer="norm.weight"),
+    "CollageSecondMomentStuck": _finding("CollageSecondMomentStuck", "state_decrement_ratio/exp_avg_sq", 0.1),
+    "CollageDecayLost": _finding("CollageDecayLost", "decay_ratio", 0.1),
+    "CollageOracleDrift": _finding("CollageOracleDrift", "edq_oracle_ratio", 0.7),
+    "CollageResidualsOff": _finding("CollageResidualsOff", "residual_dropped_ratio", 0.08),
+    "CollageAverageOff": _finding("CollageAverageOff", "average_lost_ratio", 0.9),
     "CollageExpectationBroken": Case("collage_expectations_broken", 0.0, 1.0),
-    "CollageResumeLoss": Case("collage_resume_losses", None, 1.0, holds_minutes=30),
-    "CollageSecondMomentStuck": Case("collage_state_decrement_ratio", 0.98, 0.1, {"state": "exp_avg_sq"}),
-    "CollageResidualsOff": Case(
-        "collage_finding", None, 0.9, {"key": "residual_dropped_ratio"}, beside={"key": "residual_zero_ratio"}
-    ),
-    "CollageDecayLost": Case("collage_finding", None, 0.1, {"key": "decay_ratio"}),
-    "CollageNotFinite": Case(
-        "collage_finding", None, 3.0, {"key": "nonfinite_params"}, beside={"key": "residual_nonfinite"}
-    ),
-    "CollageAverageOff": Case(
-        "collage_finding", None, 0.9, {"key": "average_lost_ratio"}, beside={"key": "average_nonfinite"}
-    ),
     "CollageReplicaMismatch": Case("collage_replica_mismatches", None, 1.0),
     "CollageExternalWrites": Case("collage_external_writes", None, 1.0, holds_minutes=30),
     "CollageGradientExploding": Case("collage_grad_norm", 1.0, 30.0, undefined=True),
@@ -143,8 +141,6 @@ def traces(name):
         steps = [first_step + minute for minute in range(last)] + [None] * (length - last)
         own = {key: labels[key] for key in ("project", "run", "run_id", "strategy")}
         found += [Trace(case.series, labels, values), Trace("collage_step", own, steps)]
-        if case.beside:
-            found.append(Trace(case.series, labels | case.beside, values))
         if run_id == "resumed":
             # It resumes at the onset, and steps so slowly that it does not settle while something is wrong.
             since = [None] * onset + [1.0 + minute / 10 for minute in range(length - onset)]

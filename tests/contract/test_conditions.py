@@ -3,12 +3,13 @@
 import xml.etree.ElementTree as ElementTree
 
 import click
+import msgspec
 import pytest
 
 from collage_monitor import wire
 from collage_monitor.command.conditions import Facts, Outcome, parse_condition, write_junit
+from collage_monitor.diagnosis import Evidence, judge
 from collage_monitor.forecast import Forecast, StrategyForecast
-from collage_monitor.judgement import Evidence, judge
 
 SICK = {"edq_ratio": 0.8, "lost_update_ratio": 0.6, "lost": 60.0, "faithful": 40.0, "sampled": 100.0}
 FORECAST = Forecast(20, 100, "", (StrategyForecast("plain", 40, 30, 50, 1e-3, 0.7, None, None, ""),))
@@ -16,8 +17,28 @@ FORECAST = Forecast(20, 100, "", (StrategyForecast("plain", 40, 30, 50, 1e-3, 0.
 
 def facts(model, strategy="plain", forecast=None):
     watch = wire.WatchInfo(optimizer="AdamW", strategy=strategy, observed_strategy=strategy, dtype="bfloat16")
-    evidence = Evidence(model, {}, watch, 1, 20)
-    return Facts("a run", evidence, judge(evidence), forecast)
+    judged = judge(Evidence(model, {}, watch, 1, 20))
+    overview = wire.Overview(**msgspec.structs.asdict(judged), run_id="r", numbers=model)
+    run = wire.Run(
+        run_id="r",
+        project="p",
+        name="a run",
+        group=None,
+        tags=[],
+        notes="",
+        seed=None,
+        config={},
+        state="finished",
+        created_at=0.0,
+        updated_at=0.0,
+        first_step=1,
+        last_step=20,
+        attempts=[],
+        watch=watch,
+        latest={},
+        scalars={},
+    )
+    return Facts(run, overview, forecast)
 
 
 def outcome(text, found):

@@ -6,7 +6,7 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from collage_monitor.onset import find_onset, find_onsets, first_step_if_always_below, since_in_words
+from collage_monitor.onset import find_onset, find_onsets
 from tests.contract.onsets import EVERY, changed, steady, within_one_interval
 from tests.reference import onset as reference
 
@@ -107,10 +107,6 @@ def test_a_few_points_say_nothing():
     assert find_onset([], []) is None
 
 
-def since_edq(values, layers=None):
-    return since_in_words(find_onset(STEPS, values, layers), STEPS, values, "EDQ", tolerance=0.05) or "not told"
-
-
 def declining(step_down):
     """EDQ of a run that never was good and gets worse all the while, as weights grow; and a small step in it."""
     values = np.linspace(0.7, 0.1, 60) + 0.001 * np.random.default_rng(5).normal(size=60)
@@ -123,26 +119,6 @@ def test_a_small_step_of_a_decline_is_not_since_when():
     found = find_onset(STEPS, values, {"norm.bias": series(3, 1.18, 0.2), "head.weight": values})
     assert found is not None
     assert not found.explains(1.0)
-    assert since_edq(values) == f"EDQ is below 0.95 from the first measured step, {STEPS[0]}, on"
-
-
-def test_a_loss_that_came_at_once_is_since_then_and_one_of_before_is_not():
-    values = series(0, 0.99, 0.6)
-    assert f"between steps {STEPS[39]} and {STEPS[40]}: 0.990 before" in since_edq(values)
-    values[:30] = np.nan
-    assert first_step_if_always_below(STEPS, values, 0.95) is None
-    assert first_step_if_always_below(STEPS, np.where(values > 0.9, np.nan, values), 0.95) == STEPS[40]
-
-
-def test_a_recovery_and_a_layer_that_the_model_hides_are_told():
-    assert f"EDQ changed between steps {STEPS[39]} and {STEPS[40]}" in since_edq(series(1, 0.6, 0.9))
-    hidden = since_edq(series(99, 0.990, 0.989), {"layer 3": series(3, 1.0, 0.2)})
-    assert "1 layer changed, most layer 3" in hidden
-
-
-def test_what_crept_has_no_since():
-    values = np.linspace(1.0, 0.5, 60)
-    assert since_edq(values) == "not told"
 
 
 @pytest.mark.slow

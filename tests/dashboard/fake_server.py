@@ -6,11 +6,10 @@ from collections import Counter
 import httpx
 import msgspec
 import numpy as np
-from collage_server.queries.headline import headline
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.judgement import GRAVITY, Evidence, judge
+from collage_monitor.diagnosis import GRAVITY, Evidence, judge
 from collage_monitor.metrics import HISTOGRAM_LABELS, METRICS, split_key
 from collage_monitor.statistics import finish_all, histogram_counts, merge_steps
 
@@ -110,7 +109,7 @@ class FakeServer:
         worst = min(found, key=lambda run: order.index(said[run.run_id].health), default=None)
         told = None
         if worst is not None and said[worst.run_id].health in GRAVITY:
-            told = wire.WorstRun(run_id=worst.run_id, name=worst.name, headline=said[worst.run_id].headline)
+            told = wire.WorstRun(run_id=worst.run_id, name=worst.name, short=said[worst.run_id].short)
         live = {"healthy": live} if live else {}
         seen = [(run.run_id, run.state, self._run(run).updated_at, said[run.run_id].last_step) for run in found]
         return wire.RunTable(
@@ -129,16 +128,11 @@ class FakeServer:
             return wire.Overview(run_id=run.run_id)
         numbers = {key: _number(value) for key, value in self._merged(run).items()}
         evidence = Evidence(numbers, watch=run.watch(), first_step=run.measured[0], last_step=run.measured[-1])
-        found = judge(evidence)
         return wire.Overview(
+            **msgspec.structs.asdict(judge(evidence)),
             run_id=run.run_id,
-            first_step=run.measured[0],
-            last_step=run.measured[-1],
             measured_steps=len(run.measured),
             numbers=numbers,
-            health=found.health,
-            headline=headline(found, evidence),
-            verdict=found.text,
             worst=self.worst,
         )
 

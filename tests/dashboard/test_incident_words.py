@@ -7,7 +7,7 @@ from collage_dashboard.view import View, write_address
 from flask import Flask
 
 from collage_monitor import wire
-from collage_monitor.alerts.causes import Breach, IncidentEvidence, Span
+from collage_monitor.diagnosis.causes import Breach, IncidentEvidence, Span
 from collage_monitor.onset import LayerChange, Onset
 from tests.alerts.test_causes import RUN
 from tests.dashboard.walk import components, text

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from collage_dashboard.app import render
 from collage_dashboard.components import over_steps
-from collage_dashboard.descriptions import in_a_sentence, in_few_words, number
+from collage_dashboard.descriptions import in_few_words, number
 from collage_dashboard.html_report import report
 from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table
 from collage_dashboard.pages.run_content import panel
@@ -14,7 +14,7 @@ from collage_dashboard.pages.runs_content import columns, rows
 from collage_dashboard.pages.strategies_content import counterfactual_table, strategy_table
 from collage_dashboard.view import View, read_address
 
-from collage_monitor.judgement import percent
+from collage_monitor.diagnosis import percent
 from collage_monitor.strategy_results import results_by_strategy, run_results
 from tests.dashboard.walk import components, text
 
@@ -48,7 +48,7 @@ def cell(run, title):
 def test_each_page_says_the_share_of_one_window_and_names_it(server, reader, row, share, compared):
     words = percent(share)
     assert words in in_few_words(row.overview)
-    assert words in in_a_sentence(row.overview)
+    assert words in row.overview.headline
     assert rows([row])[0]["lost_update_ratio"] == share
     window = over_steps(row.overview)
     page = render(read_address(f"/run/{RUN}", ""), reader)

@@ -21,7 +21,7 @@ from collage_dashboard.pages.runs_content import compare_link, headline_of, rows
 from collage_dashboard.view import View, read_address
 
 from collage_monitor import wire
-from collage_monitor.judgement import percent
+from collage_monitor.diagnosis import percent
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.walk import by_id, components, text
 
@@ -110,7 +110,7 @@ def test_the_controls_of_a_comparison_stand_as_the_address_says(reader):
 def test_a_comparison_opens_with_its_numbers_and_sentences_from_one_question(server, reader):
     shown = text(render(read_address("/compare", "?run=run-plain&run=run-light"), reader))
     assert len(server.asked) == 1
-    assert "exp_avg_sq stuck" in shown
+    assert "exp_avg_sq is stuck" in shown
     assert "0.913" in shown
 
 
@@ -313,7 +313,7 @@ def test_limits_stand_on_every_page(reader):
 def test_the_line_above_the_table_answers(server):
     """It said "6 runs, none of them live." of three that have a problem."""
     assert headline_of(server.client().run_table()) == (
-        "2 of 6 runs have a problem; the worst is plain: loses 33.2 % of its updates (EDQ 0.913). 1 is live."
+        "2 of 6 runs have a problem; the worst is plain: loses 33.2 % of its updates. 1 is live."
     )
     assert headline_of(server.client().run_table(q="plus")) == "The run is healthy. None is live."
     nothing = wire.RunTable(rows=[], total=2, live={}, healths={"unknown": 2})

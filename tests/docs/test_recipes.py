@@ -54,7 +54,7 @@ def test_every_recipe_runs_and_shows_what_it_promises(filled, capsys):
         assert "embedding.weight" in said[6]
         assert "RUN3" in said[7]
         assert (filled / "sweep.parquet").stat().st_size > 1000
-        assert namespace["found"].text in said[9]
+        assert namespace["found"].headline in said[9]
         tags = {tuple(run.tags) for run in namespace["client"].runs().runs}
         told = {row["health"] for row in namespace["client"].runs_frame().to_pylist()}
         expected = () if told <= {"healthy", "unknown"} else ("look at this",)

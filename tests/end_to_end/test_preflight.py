@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from collage_monitor.client import Client
 from collage_monitor.command.check import check, preflight
 from collage_monitor.local import read_token, token_path
-from collage_monitor.run_evidence import read_forecast
+from collage_monitor.run_history import read_forecast
 from collage_monitor.schedule import parse_schedule
 from tests.agent import training
 from tests.agent.training import mlp

@@ -35,9 +35,9 @@ from starlette.testclient import TestClient
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
-from collage_monitor.judgement import CAVEATS
+from collage_monitor.diagnosis import CAVEATS
 from collage_monitor.metrics import METRICS
-from collage_monitor.recommendation import recommendation, short_title
+from collage_monitor.recommendation import recommendation
 from collage_monitor.strategy_results import results_by_strategy, run_results
 from tests.facts import clauses_of_pages
 from tests.facts.clauses import CLAUSES, PERCENT, About, assert_share, assert_shown, check_text
@@ -281,7 +281,7 @@ def test_a_comparison_as_it_opens_and_with_its_curves(facts, which):
         comparison_table(runs, {row.run_id: row.overview for row in found}),
     )
     nothing_false(facts.about(None, names), *told)
-    titles = [short_title(result, results) for result in results]
+    titles = [result.title for result in results]
     for pair in itertools.combinations(titles, 2):
         nothing_false(facts.about(None, names), pair_question(replace(view, pair=pair), results))
 

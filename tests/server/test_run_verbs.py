@@ -93,7 +93,7 @@ def test_show_takes_an_id_its_beginning_or_a_name_and_begins_with_the_judgement(
     said = server.get("/runs/01AB-one/overview", wire.Overview)
     lines = call("show", word).stdout.splitlines()
     assert lines[0] == f"plain bf16: {said.health}"
-    assert lines[1].strip() == said.verdict
+    assert [line.strip() for line in lines[1:3]] == [said.headline, said.text]
     assert f"Over the steps {said.first_step} to {said.last_step} that were judged:" in lines
     (edq,) = [line for line in lines if line.split()[:1] == ["edq_ratio"]]
     assert edq.split()[1] == f"{said.numbers['edq_ratio']:.4g}"
@@ -104,7 +104,7 @@ def test_show_takes_an_id_its_beginning_or_a_name_and_begins_with_the_judgement(
 def test_show_as_json_has_the_judgement_and_the_findings_by_key(call, server):
     said = server.get("/runs/01AB-one/overview", wire.Overview)
     shown = json.loads(call("show", "plain bf16", "--json").stdout)
-    assert (shown["health"], shown["verdict"]) == (said.health, said.verdict)
+    assert (shown["health"], shown["headline"], shown["text"]) == (said.health, said.headline, said.text)
     assert (shown["first_step"], shown["last_step"]) == (said.first_step, said.last_step)
     assert [finding["key"] for finding in shown["findings"]]
     assert (shown["run_id"], shown["name"], shown["step"]) == ("01AB-one", "plain bf16", 50)

@@ -16,7 +16,7 @@ from sqlalchemy import select
 
 import collage_monitor
 from collage_monitor import wire
-from collage_monitor.judgement import WORDS_VERSION
+from collage_monitor.diagnosis import WORDS_VERSION
 from collage_monitor.seeds import mean_over_seeds
 from tests.server.samples import LAYERS, STATISTICS, block, report
 from tests.waiting import PATIENCE_SECONDS, until
@@ -49,6 +49,14 @@ def ids(page):
 def arrived(step, share):
     values = block(step)
     values[STATISTICS.index("intended_effective_sum")] = share * values[STATISTICS.index("intended_squared_sum")]
+    return values
+
+
+def losing(step, share):
+    """So much of each layer's descent arrived, and so many of its updates."""
+    values = arrived(step, share)
+    elements, idle = (values[STATISTICS.index(name)] for name in ("elements", "idle"))
+    values[STATISTICS.index("lost")] = (1 - np.clip(share, 0.0, 1.0)) * (elements - idle)
     return values
 
 
@@ -197,7 +205,7 @@ def test_a_number_and_the_verdict_that_quotes_it_come_from_one_evaluation(server
     assert (found.first_step, found.last_step, found.measured_steps) == (10, 50, 5)
     merged = server.series("edq_ratio", points=1).values[0]
     assert found.numbers["edq_ratio"] == pytest.approx(merged, rel=1e-12)
-    assert f"{merged:.3f}" in found.verdict + found.headline
+    assert f"{merged:.3f}" in found.text + found.headline
     assert table(server).live == {found.health: 1}
 
 
@@ -268,22 +276,22 @@ def test_a_loss_that_is_not_finite_is_told_with_its_first_step(server, evaluate,
     evaluate()
     found = server.get("/runs/r1/overview", wire.Overview)
     assert found.health == "not finite"
-    assert f"Loss is not finite since step {since}" in found.headline
+    assert f"Loss is not finite, since step {since}" in found.headline
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "since", "told"),
     [
-        ((1.0, 1.0, 1.0), (1.0, 0.3, 1.0), 310, "since step 310; blocks.0.weight changed then"),
-        ((0.6, 0.6, 1.0), (0.6, 0.6, 0.9), 10, "since step 10"),
-        ((0.96, 0.96, 0.96), (0.96, 0.96, 0.9), None, ""),
-        ((0.9, 0.9, 0.9), (0.82, 0.82, 0.82), 310, "since step 10, more since step 310; all 3 layers changed then"),
+        ((1.0, 1.0, 1.0), (1.0, 0.3, 1.0), 310, ", since step 310; blocks.0.weight changed then"),
+        ((0.6, 0.6, 1.0), (0.6, 0.6, 0.9), 10, ", since the first measured step (10)"),
+        ((0.96, 0.96, 0.96), (0.9, 0.9, 0.9), 310, ", since step 310; all 3 layers changed then"),
+        ((0.9, 0.9, 0.9), (0.82, 0.82, 0.82), 10, "(10), more since step 310; all 3 layers changed then"),
     ],
     ids=[
         "one layer fell",
         "always lost, one layer a little more",
-        "a little lost, then a little more",
+        "a little lost, within the bound, then more",
         "lost more",
     ],
 )
@@ -296,7 +304,7 @@ def test_since_when_is_that_of_the_loss_and_not_of_some_change(server, evaluate,
     for place in range(60):
         step = 10 * (place + 1)
         shares = np.array(before if step < 310 else after) + noise[place]
-        reports.append(report(place, step, values=arrived(step, shares)))
+        reports.append(report(place, step, values=losing(step, shares)))
     server.reports(reports, "s1")
     evaluate()
     found = server.get("/runs/r1/overview", wire.Overview)
@@ -343,7 +351,7 @@ def test_since_when_is_the_newest_change_that_matters_to_the_step_while_a_run_li
     server.run()
     server.attempt()
     server.stream(stream_id="s1")
-    levels = {0: 0.9, 2010: 0.6, 3010: 0.9, 4370: 0.3}
+    levels = {0: 0.99, 2010: 0.6, 3010: 0.99, 4370: 0.3}
     noise = np.random.default_rng(0).normal(0, 0.004, (600, len(LAYERS)))
     said = []
     for begin, end in ((0, 240), (240, 600)):
@@ -351,12 +359,12 @@ def test_since_when_is_the_newest_change_that_matters_to_the_step_while_a_run_li
         for place in range(begin, end):
             step = 10 * (place + 1)
             level = levels[max(at for at in levels if at <= step)]
-            reports.append(report(place, step, values=arrived(step, level + noise[place])))
+            reports.append(report(place, step, values=losing(step, level + noise[place])))
         server.reports(reports, "s1")
         evaluate()
         found = server.get("/runs/r1/overview", wire.Overview)
         said.append((found.since, [(change.step, round(change.after, 1)) for change in found.changes]))
-    assert said == [(2010, [(2010, 0.6)]), (4370, [(2010, 0.6), (3010, 0.9), (4370, 0.3)])]
+    assert said == [(2010, [(2010, 0.6)]), (4370, [(2010, 0.6), (3010, 1.0), (4370, 0.3)])]
     assert "since step 4,370" in found.headline
 
 
@@ -365,7 +373,7 @@ def test_the_table_names_the_run_with_the_gravest_word_and_counts_all_by_health(
     assert page.healths["losing updates"] == 1
     assert sum(page.healths.values()) == page.total == 5
     assert (page.worst.run_id, page.worst.name) == ("a1", "a1")
-    assert page.worst.headline == server.get("/runs/a1/overview", wire.Overview).headline
+    assert page.worst.short == server.get("/runs/a1/overview", wire.Overview).short
     assert table(server, project="q").worst.run_id == "c0", "a stuck state is less grave"
     assert table(server, q="no such run").worst is None
 

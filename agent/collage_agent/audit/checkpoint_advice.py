@@ -1,6 +1,6 @@
 """Advice for parameters of a checkpoint that keep too little of their weights or states.
 
-The words and the choice are `collage_monitor.judgement.advice`'s: this only says what is trained, as far as a
+The words and the choice are `collage_monitor.diagnosis.advice`'s: this only says what is trained, as far as a
 checkpoint shows it. `findings.py`, `checkpoint_audit.py` and `cure.py` ask here, so that all three give one advice
 (`tests/audit/test_cure.py`).
 """
@@ -16,7 +16,7 @@ from collage_optim.state_loading import OF_WRAPPERS
 
 from collage_agent.audit.checkpoint_parameters import SECOND_MOMENTS, CheckpointParameter
 from collage_monitor import wire
-from collage_monitor.judgement import Advice, Lacking, advice_for
+from collage_monitor.diagnosis import Lacking, advice_for
 
 __all__ = ["advice_about", "advised"]
 
@@ -37,7 +37,7 @@ def advised(parameters: Sequence[CheckpointParameter], lacking: Lacking, otherwi
 
 def advice_about(
     parameters: Sequence[CheckpointParameter], lacking: Lacking, *, strategy: str | None = None
-) -> Advice | None:
+) -> wire.Advice | None:
     """Advice for parameters that keep too little; None if nothing fits.
 
     strategy: the true storage, if it differs from the apparent one.

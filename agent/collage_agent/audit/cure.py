@@ -23,9 +23,10 @@ from collage_agent.audit.checkpoint_parameters import checkpoint_parameters
 from collage_agent.audit.conversion import Conversion, check_output, convert_checkpoint
 from collage_agent.audit.findings import AuditFinding
 from collage_agent.checked_steps import CheckedSteps
+from collage_monitor.diagnosis import Lacking
 from collage_monitor.environment import CHECK_REPORT, CHECK_STEPS, CHECKPOINT, VARIABLES, launch_variables
 from collage_monitor.errors import CollageError
-from collage_monitor.judgement import Advice, Lacking
+from collage_monitor.wire import Advice
 
 __all__ = ["Cure", "check_cure", "cure_checkpoint", "render_cure"]
 

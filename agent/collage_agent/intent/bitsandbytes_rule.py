@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from collage_optim import CollageAdamW, CollageLion, CollageOptimizer
+from collage_optim import CollageAdamW, CollageLion, CollageOptimizer, CollageSGD
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -91,7 +91,7 @@ class BitsandbytesRule:
 
     def follows(self, kind: type[CollageOptimizer]) -> bool:
         """Whether it is the rule of that class of ours, with the same options."""
-        return self._rule is {CollageAdamW: _adam, CollageLion: _lion}.get(kind)
+        return self._rule is {CollageAdamW: _adam, CollageLion: _lion, CollageSGD: _momentum}.get(kind)
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Nothing is kept from one step to the next."""

@@ -17,8 +17,8 @@ from typing import ClassVar, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from collage_monitor.diagnosis import EDQ_TOLERANCE
 from collage_monitor.extensions import extensions
-from collage_monitor.judgement import EDQ_TOLERANCE
 from collage_monitor.metrics import preferred_state, split_key
 from collage_monitor.onset import Onset, describe, find_onset
 from collage_monitor.statistics import Totals, finished, merge_shards, metric_keys

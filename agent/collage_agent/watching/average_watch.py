@@ -37,7 +37,7 @@ from collage_agent.watch_options import WatchOptions
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.watch_texts import average_in_words, average_word, summarise
 from collage_monitor import wire
-from collage_monitor.judgement import average_findings
+from collage_monitor.diagnosis import average_findings
 from collage_monitor.totals_table import Axis, Table
 
 __all__ = ["EVERY", "SAMPLE", "AverageWatch", "ModelWatch"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from collage_agent.expectations import BOUNDS, BREACH_EXIT_STATUS, ExpectationBroken, Expectations, OnBreach
 from collage_agent.measurement import Layout
 from collage_monitor import wire
-from collage_monitor.judgement import RECENT_STEPS
+from collage_monitor.diagnosis import RECENT_STEPS
 from collage_monitor.statistics import (
     finish,
     has_interval,

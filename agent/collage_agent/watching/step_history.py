@@ -18,10 +18,9 @@ from torch import Tensor
 
 from collage_agent.measurement import Layout, Measurement
 from collage_monitor.definitions import HISTOGRAM_LABELS
+from collage_monitor.diagnosis import recent_points
 from collage_monitor.forecast import GridRecord, record_of
-from collage_monitor.judgement import recent_points
 from collage_monitor.metrics import split_key, statistic
-from collage_monitor.statistics import reduce_steps
 
 __all__ = [
     "MODEL",
@@ -66,14 +65,13 @@ class PastTotals:
     totals: Mapping[str, Array]
 
     def recent(self, since: int) -> PastTotals:
-        """The recent past as one point; since: the last change (`collage_monitor.judgement.last_change`)."""
+        """The points of the recent past; since: the last change (`collage_monitor.diagnosis.last_change`)."""
         measured, squares = (
             np.nan_to_num(self.totals[key][:, MODEL]).tolist() for key in ("measured_steps", "intended_squared_sum")
         )
         taken = recent_points(self.last_steps, measured, squares, since)
-        merged = reduce_steps({key: values[-taken:] for key, values in self.totals.items()}, axis=0)
-        points = {key: values[np.newaxis] for key, values in merged.items()}
-        return PastTotals(self.first_steps[-taken:][:1], self.last_steps[-1:], points)
+        recent = {key: values[-taken:] for key, values in self.totals.items()}
+        return PastTotals(self.first_steps[-taken:], self.last_steps[-taken:], recent)
 
 
 class GridHistory:

@@ -1,6 +1,6 @@
 """The texts about a watch: the last step's numbers, and in words how much was lost, where, and advice.
 
-The words are those of `collage_monitor.judgement`, about the recent past.
+The words are those of `collage_monitor.diagnosis`, about the recent past.
 
 `Watch.__str__`, `summary()` and the farewell print them. Sentences are free, judgements are not made here
 (`tests/agent/watching/test_watch_texts.py`).
@@ -9,7 +9,7 @@ The words are those of `collage_monitor.judgement`, about the recent past.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from collage_agent.measurement import Layout, Measurement
 from collage_agent.watching.step_history import MODEL, PastTotals
-from collage_monitor import judgement, wire
-from collage_monitor.judgement import (
+from collage_monitor import diagnosis, wire
+from collage_monitor.diagnosis import (
     EDQ_TOLERANCE,
     LOST_TOLERANCE,
-    STATE_TOLERANCE,
+    Case,
     Evidence,
-    Judgement,
+    History,
+    Track,
     Values,
     average_findings,
     finite,
@@ -33,15 +34,17 @@ from collage_monitor.judgement import (
     longest_window,
     percent,
     state_decrements,
+    state_in_words,
 )
-from collage_monitor.onset import find_onset, since_in_words
+from collage_monitor.metrics import split_key
+from collage_monitor.onset import find_onsets
 from collage_monitor.statistics import finish, finish_all, reduce_shards
 from collage_monitor.strategies import STRATEGIES
+from collage_monitor.wire import Judgement
 
 __all__ = [
     "average_in_words",
     "average_word",
-    "edq_change",
     "evidence_of_past",
     "judgement_text",
     "summarise",
@@ -87,39 +90,48 @@ def summarise(
 
 
 def evidence_of_past(past: PastTotals | None, layout: Layout | None, info: wire.WatchInfo) -> Evidence:
-    """The recent past as a judgement takes it."""
+    """The recent past as a judgement takes it, with its history."""
     if past is None or layout is None:
         return Evidence({}, watch=info)
     recent = past.recent(last_change((), info, past.last_steps[-1]))
-    return judgement.evidence_of(
+    names = [layer.name for layer in layout.layers]
+    return diagnosis.evidence_of(
         {key: values[:, MODEL] for key, values in recent.totals.items()},
         {key: values[:, MODEL + 1 :] for key, values in recent.totals.items()},
-        [layer.name for layer in layout.layers],
+        names,
         watch=info,
         first_step=recent.first_steps[0],
         last_step=recent.last_steps[-1],
+        history=_history(past, names),
     )
 
 
-def edq_change(past: PastTotals | None, layout: Layout | None) -> str | None:
-    """A sentence on the last abrupt change of EDQ, and its layers; None if it changed gradually."""
-    if past is None or layout is None:
-        return None
-    edq = finish("edq_ratio", past.totals).T
-    names = [layer.name for layer in layout.layers]
-    found = find_onset(
+def _history(past: PastTotals, names: Sequence[str]) -> History:
+    """The metrics of the whole past that tell since when."""
+    labels = [split_key(key)[1] for key in past.totals if split_key(key)[0] == "state_decrement_observed_sum"]
+    keys = ("edq_ratio", "lost_update_ratio", *(f"state_decrement_ratio/{label}" for label in labels))
+    columns = {key: finish(key, past.totals).T for key in keys}
+    edq = columns["edq_ratio"]
+
+    def track(key: str, column: int) -> Track:
+        return Track(past.first_steps, past.last_steps, columns[key][column])
+
+    changes = find_onsets(
         past.first_steps,
         edq[MODEL],
         dict(zip(names, edq[MODEL + 1 :], strict=True)),
         least=EDQ_TOLERANCE,
         last_steps=past.last_steps,
     )
-    return since_in_words(found, past.first_steps, edq[MODEL], "EDQ", tolerance=EDQ_TOLERANCE)
+    return History(
+        {key: track(key, MODEL) for key in keys},
+        of_layer=lambda key, layer: track(key, MODEL + 1 + names.index(layer)),
+        changes=changes,
+    )
 
 
-def judgement_text(evidence: Evidence, summary: Mapping[str, Any], changed: str | None = None) -> str:
-    """Several lines for people. `summary` is that of the last measured step, for what only it has; `changed` is the
-    sentence of `edq_change`."""
+def judgement_text(evidence: Evidence, summary: Mapping[str, Any]) -> str:
+    """Several lines for people. `summary` is that of the last measured step, for what only it has."""
     info = evidence.watch
     assert info is not None
     believed = f", believed to be {info.strategy}" if info.strategy not in (None, info.observed_strategy) else ""
@@ -133,10 +145,11 @@ def judgement_text(evidence: Evidence, summary: Mapping[str, Any], changed: str 
         due = f"steps divisible by {info.every} (fewer where they cost too much), and the first one of this launch"
         return "\n".join([f"{head}: nothing measured yet; to be measured: {due}", *notes])
     found = judge(evidence)
-    lines = [f"{head}, step {evidence.last_step}: {found.health}", f"  {found.text}"]
+    lines = [f"{head}, step {evidence.last_step}: {found.health}"]
+    lines += [f"  {found.headline}"] if found.against else []
+    lines += [f"  {found.text}"]
     if info.fingerprint and info.fingerprint.unexplained:
         return "\n".join([*lines, *notes])
-    lines += [f"  since when: {changed}"] if changed else []
     lines += notes
     if info.intent == "whole-tensor" and evidence.model.get("edq_ratio") is None:
         lines.append("  EDQ is not known yet: whole tensors take turns, and the round is not complete")
@@ -146,15 +159,15 @@ def judgement_text(evidence: Evidence, summary: Mapping[str, Any], changed: str 
 
 
 def _body(evidence: Evidence, last: Values, found: Judgement) -> Iterator[str]:
-    model, info = evidence.model, evidence.watch
+    model, info, case = evidence.model, evidence.watch, Case(evidence)
     assert info is not None
-    edq = f"{model['edq_ratio']:.4f}{_interval(model, 'edq_ratio')}"
+    edq = f"{model['edq_ratio']:.4f}{_interval(case, 'edq_ratio')}"
     yield f"EDQ {edq}: the share of the intended descent that arrived"
-    yield from _lost(model, info)
+    yield from _lost(case, info)
     yield from _worst_layers(evidence.layers)
-    yield from _states(model, found)
+    yield from _states(case)
     yield from _underflowed(model, info)
-    yield from _oracle(model)
+    yield from _oracle(case)
     yield from _copies(model)
     yield from average_in_words(model)
     if info.observed_strategy in ("plain", "unknown"):
@@ -162,7 +175,8 @@ def _body(evidence: Evidence, last: Values, found: Judgement) -> Iterator[str]:
     yield from _advice(found)
 
 
-def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
+def _lost(case: Case, info: wire.WatchInfo) -> Iterator[str]:
+    model = case.model
     window, seen = longest_window(model, "lost_window_ratio"), longest_window(model, "lost_visible_window_ratio")
     if window is not None:
         visible = (
@@ -178,7 +192,7 @@ def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
     if (strategy is not None and strategy.stochastic) or any(of_layers.values()):
         advice = "the window above judges it" if window is not None else "watch with windows=(64,) to judge it"
         caution = f"; one step misjudges stochastic rounding, {advice}"
-    between = _interval(model, "lost_update_ratio", percent)
+    between = _interval(case, "lost_update_ratio", percent)
     yield f"updates rounded away in a step: {percent(lost)}{between}{caution}"
 
 
@@ -211,19 +225,11 @@ def _of(values: Values, key: str) -> float:
     return finite(values.get(key)) or 0.0
 
 
-def _states(model: Values, judged: Judgement) -> Iterator[str]:
-    found = state_decrements(model)
+def _states(case: Case) -> Iterator[str]:
+    found = state_decrements(case.model)
     for name, value in found.items():
-        against = {finding.health for finding in judged.findings if finding.key == f"state_decrement_ratio/{name}"}
-        if "states are stuck" in against:
-            told = "it hardly decays, grows too large and makes later steps wrong; EDQ cannot see that"
-        elif "steps are off" in against:
-            told = "it decays too fast"
-        elif abs(1 - value) <= STATE_TOLERANCE:
-            told = "it decays as it should"
-        else:
-            told = "chance may have made it so"
-        yield f"state {name}: decrements {value:.3f} of the intended ones: {told}"
+        told = state_in_words(case, name, value)[1]
+        yield f"state {name}: decrements {value:.3f} of the intended ones: it {told}"
     if not found:
         yield "states: unknown, no moving average should have shrunk"
 
@@ -236,13 +242,14 @@ def _underflowed(model: Values, info: wire.WatchInfo) -> Iterator[str]:
             yield f"state {name}: {percent(share)} of it is 0 where the gradient is not: {underflows}"
 
 
-def _oracle(model: Values) -> Iterator[str]:
+def _oracle(case: Case) -> Iterator[str]:
+    model = case.model
     step, way = finite(model.get("edq_oracle_ratio")), finite(model.get("oracle_displacement_ratio"))
     if step is None or way is None:
         return
     steps = finite(model.get("oracle_steps")) or 0
     yield (
-        f"against the fp64 oracle: {step:.4f}{_interval(model, 'edq_oracle_ratio')}, "
+        f"against the fp64 oracle: {step:.4f}{_interval(case, 'edq_oracle_ratio')}, "
         f"displacement over {steps:.0f} steps {way:.4f}"
     )
 
@@ -297,9 +304,11 @@ def _advice(found: Judgement) -> Iterator[str]:
     yield from found.advice_lines
 
 
-def _interval(model: Values, name: str, written: Callable[[float], str] = "{:.4f}".format) -> str:
-    low, high = finite(model.get(f"{name}_low")), finite(model.get(f"{name}_high"))
-    return "" if low is None or high is None else f" ({written(low)} to {written(high)})"
+def _interval(case: Case, name: str, written: Callable[[float], str] = "{:.4f}".format) -> str:
+    ends, now = case.interval(name), case.moved(name)
+    if now is not None:
+        return f", {written(now)} now"
+    return "" if ends is None else f" ({written(ends[0])} to {written(ends[1])})"
 
 
 def _totals(measurement: Measurement) -> dict[str, NDArray[np.float64]]:

@@ -151,33 +151,31 @@ def shade_beyond(figure: go.Figure, condition: Condition, text: str, drawn_scale
     shown = [value for value in shown if math.isfinite(value) and (value > 0 or not logarithmic)]
     if not shown:
         return figure
-    away = condition.measure == "distance"
-    bounds = [("<", 1 - condition.threshold), (">", 1 + condition.threshold)] if away else []
-    for side, threshold in bounds or [(condition.comparison, condition.threshold)]:
-        bound, low, high = drawn_scale * threshold, min(shown), max(shown)
-        height = max(high - low, drawn_scale * SMALLEST_SPAN)
-        if not (low - height <= bound if side == "<" else bound <= high + height) or (logarithmic and bound <= 0):
-            continue
-        edge = min(low, bound - height / 8) if side == "<" else max(high, bound + height / 8)
-        edge = max(edge, bound / 2) if logarithmic and edge <= 0 else edge
-        ends = sorted((edge, bound))
-        figure.add_shape(
-            type="rect",
-            xref="x domain",
-            x0=0,
-            x1=1,
-            yref="y",
-            y0=ends[0],
-            y1=ends[1],
-            fillcolor=translucent(WARNING, 0.1),
-            line={"width": 0},
-            layer="below",
-            label={
-                "text": text,
-                "textposition": "bottom left" if side == "<" else "top left",
-                "font": {"size": 10},
-            },
-        )
+    side, bound = condition.comparison, drawn_scale * condition.threshold
+    low, high = min(shown), max(shown)
+    height = max(high - low, drawn_scale * SMALLEST_SPAN)
+    if not (low - height <= bound if side == "<" else bound <= high + height) or (logarithmic and bound <= 0):
+        return figure
+    edge = min(low, bound - height / 8) if side == "<" else max(high, bound + height / 8)
+    edge = max(edge, bound / 2) if logarithmic and edge <= 0 else edge
+    ends = sorted((edge, bound))
+    figure.add_shape(
+        type="rect",
+        xref="x domain",
+        x0=0,
+        x1=1,
+        yref="y",
+        y0=ends[0],
+        y1=ends[1],
+        fillcolor=translucent(WARNING, 0.1),
+        line={"width": 0},
+        layer="below",
+        label={
+            "text": text,
+            "textposition": "bottom left" if side == "<" else "top left",
+            "font": {"size": 10},
+        },
+    )
     return figure
 
 

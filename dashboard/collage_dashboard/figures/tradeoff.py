@@ -15,9 +15,9 @@ import plotly.graph_objects as go
 
 from collage_dashboard.descriptions import describe, interval, value_text
 from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal, strategy_colour
-from collage_monitor.judgement import NO_PROBLEM
-from collage_monitor.recommendation import short_title
+from collage_monitor.diagnosis import NO_PROBLEM
 from collage_monitor.seeds import Estimate
+from collage_monitor.strategies import strategy_title
 from collage_monitor.strategy_results import StrategyResult
 
 __all__ = ["Cost", "tradeoff"]
@@ -74,7 +74,7 @@ def tradeoff(
     referred = any(result.is_reference for result in results)
     points = []
     for result in results:
-        title = short_title(result, results)
+        title = _short_title(result, results)
         spent, loss = getattr(result, cost), result.loss
         if referred:
             loss = _EXACT if result.is_reference and result.loss else result.gap
@@ -104,6 +104,12 @@ def tradeoff(
     left_out = len(results) - len(points)
     words = "strategy is" if left_out == 1 else "strategies are"
     return add_note(figure, f"{left_out} {words} left out: a number is missing") if left_out else figure
+
+
+def _short_title(result: StrategyResult, results: Sequence[StrategyResult]) -> str:
+    """Without the dtype where the strategy is there in one: labels are many, and the room is small."""
+    alike = [other for other in results if other.strategy == result.strategy]
+    return result.title if len(alike) > 1 else strategy_title(result.strategy)
 
 
 def _led_label(point: _Point, middle: tuple[float, float], is_chosen: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from collage_dashboard.incident_evidence import COMPARED_METRICS, read_before_af
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View, read_address, read_steps, write_steps
 from collage_monitor import wire
-from collage_monitor.alerts.causes import Span
+from collage_monitor.diagnosis.causes import Span
 from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
 from collage_monitor.metrics import METRICS, split_key
 

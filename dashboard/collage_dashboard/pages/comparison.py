@@ -75,7 +75,7 @@ from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_addre
 from collage_dashboard.zoom import with_zoom, zoomed
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
-from collage_monitor.recommendation import recommendation, short_title, worth
+from collage_monitor.recommendation import recommendation, worth
 from collage_monitor.strategy_results import StrategyResult, results_by_strategy, run_results
 
 __all__ = ["CHARTS", "DEFAULT_METRIC", "figure", "layout", "register"]
@@ -278,7 +278,7 @@ def _register_pair(app: dash.Dash, reader: Reader) -> None:
         before, rows = read_address("/compare", shown), _rows_from_json(kept)
         known = results_by_strategy(run_results(rows))
         # What the page has just put there is no choice of its reader.
-        if len(known) < 2 or [short_title(one, known) for one in pair_of(before, known)] == pair:
+        if len(known) < 2 or [one.title for one in pair_of(before, known)] == pair:
             raise dash.exceptions.PreventUpdate
         if len(set(pair)) < 2:
             return "Choose two different strategies.", no_update
@@ -290,7 +290,7 @@ def _register_pair(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_by_strategy(run_results(rows, runs or ()))
         wanted = write_address(replace(before, pair=tuple(pair)))[1]
-        return worth(*pair_of(view, results), results), no_update if wanted == shown else wanted
+        return worth(*pair_of(view, results)), no_update if wanted == shown else wanted
 
 
 def _register_navigation(app: dash.Dash) -> None:

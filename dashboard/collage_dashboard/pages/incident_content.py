@@ -1,7 +1,7 @@
 """The content of an incident's page: what fired, before and after, causes weighed, and the timeline.
 
-`incident.py` fetches and calls it; it asks no server itself. Causes are weighed in `collage_monitor.alerts.causes`.
-"""
+`incident.py` fetches and calls it; it asks no server itself. Causes are weighed in
+`collage_monitor.diagnosis.causes`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from collage_dashboard.pages.before_after import before_after_card
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
-from collage_monitor.alerts.causes import Breach, CauseVerdict, IncidentEvidence
+from collage_monitor.diagnosis.causes import Breach, CauseVerdict, IncidentEvidence
 from collage_monitor.onset import describe as describe_onset
 
 __all__ = ["badges", "body", "duration_of", "head"]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -29,7 +28,6 @@ from collage_dashboard.descriptions import (
     STATE,
     count,
     describe,
-    in_a_sentence,
     interval,
     number,
     share_text,
@@ -102,7 +100,7 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
         number_card(
             key,
             [Entry(value_text(key, overview.numbers.get(key)), bounds)],
-            note=f"{over}{', 95 % interval' if bounds else ''}\nnewest step {value_text(key, run.latest.get(key))}",
+            note=f"{over}{', 95 % interval' if bounds else ''}\n{_now(key, run, overview)}",
         )
         for key in keys
         for bounds in [interval(key, overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high"))]
@@ -120,16 +118,23 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
     return html.Div([_answer(run, overview), html.Div(cards, className="four")])
 
 
+def _now(key: str, run: wire.Run, overview: wire.Overview) -> str:
+    now = overview.now.get(key)
+    if now is not None:
+        return f"now {value_text(key, now)}"
+    return f"newest step {value_text(key, run.latest.get(key))}"
+
+
 def _answer(run: wire.Run, overview: wire.Overview) -> html.Div:
     """One short sentence with advice, and both in full on request."""
     mark, kind = judgement_mark(overview.health)
     hidden: dict[str, Any] = {"aria-hidden": "true"}
     said = html.Div(
-        [html.Span(mark, className=f"mark mark-{kind}", **hidden), html.Div(in_a_sentence(overview))],
+        [html.Span(mark, className=f"mark mark-{kind}", **hidden), html.Div(overview.headline)],
         className="verdict",
     )
-    parts = [html.P(text, className="reasons") for text in (overview.headline, overview.verdict)]
-    folded = html.Details([html.Summary("Where, since when, and why"), *parts], className="folded")
+    why = html.P(overview.text, className="reasons")
+    folded = html.Details([html.Summary("Why"), why], className="folded")
     return html.Div([said, *_to_try(run, overview), folded], className="answer")
 
 
@@ -137,21 +142,17 @@ def _to_try(run: wire.Run, overview: wire.Overview) -> list[Any]:
     """What to try, in a few words, and how: the optimizer's line, and the checkpoint's."""
     if not overview.advice:
         return []
-    named = list(dict.fromkeys(_STRATEGY.findall(overview.advice)))
-    if not named:
-        return [html.P(overview.advice, className="try")]
-    titles = [strategy_title(name) for name in named]
-    lines = _CODE.findall(overview.advice)
+    choices = [choice for entry in overview.advice for choice in entry.choices if choice.strategy is not None]
+    if not choices:
+        return [html.P(overview.advised, className="try")]
+    named = list(dict.fromkeys(choice.strategy for choice in choices if choice.strategy))
+    lines = [entry.choices[0].code for entry in overview.advice if entry.choices]
     lines += [f"collage-monitor convert --to {named[0]} --output NEW CHECKPOINT"]
-    how = [html.P(overview.advice, className="reasons"), dmc.Code("\n".join(lines), block=True)]
+    how = [html.P(overview.advised, className="reasons"), dmc.Code("\n".join(lines), block=True)]
     tried = write_address(View(project=run.project, by="strategy"))
     how.append(dcc.Link("Strategies that this project has tried", href="".join(tried)))
-    summary = html.Summary(f"Try {' or '.join(titles[:2])}: how")
+    summary = html.Summary(f"Try {' or '.join(map(strategy_title, named[:2]))}: how")
     return [html.Details([summary, *how], className="folded try")]
-
-
-_STRATEGY: Final = re.compile(r'(?:strategy=|or )"([\w-]+)"')
-_CODE: Final = re.compile(r"optimizer = [^;]*?from_optimizer\([^)]*\)")
 
 
 def worst_layers(run: wire.Run, overview: wire.Overview) -> Any:

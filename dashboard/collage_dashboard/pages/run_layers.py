@@ -9,6 +9,7 @@ from typing import Any, Final
 import dash
 import dash_ag_grid as dag
 import dash_mantine_components as dmc
+import numpy as np
 from dash import MATCH, ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import help_text, labelled
@@ -22,12 +23,11 @@ from collage_dashboard.descriptions import (
     value_text,
 )
 from collage_dashboard.figures.style import digest
-from collage_dashboard.pages.run_marks import step_of_onset
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View, read_address
 from collage_monitor import wire
+from collage_monitor.diagnosis import LOST_TOLERANCE, Track, since_beyond
 from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
-from collage_monitor.judgement import EDQ_TOLERANCE
 from collage_monitor.metrics import METRICS, split_key
 
 __all__ = [
@@ -214,7 +214,7 @@ def layer_table(run: wire.Run) -> dmc.Paper:
             "The layer's share of the model's losses: its Σu² − Σue divided by the model's.",
         ),
         ("lost_update_ratio", "Lost", describe("lost_update_ratio").help),
-        ("since", "Since", f"The step from which its EDQ is below {1 - EDQ_TOLERANCE:g} until now."),
+        ("since", "Since", f"The step from which it has lost more than {share_text(LOST_TOLERANCE)} until now."),
         ("half_ulp_margin", "Margin", describe("half_ulp_margin").help),
         ("edq_ratio", "EDQ", describe("edq_ratio").help),
     )
@@ -283,20 +283,18 @@ def layer_stores(run: wire.Run, layers: Sequence[wire.Layer]) -> list[dcc.Store]
     return [dcc.Store(id="run-layer-keys", data=keys_of_layers(run)), dcc.Store(id="run-kinds", data=kinds)]
 
 
-def layer_rows(
-    reader: Reader, run_id: str, keys: Sequence[str], first_step: int | None, since: int | None = None
-) -> list[dict[str, Any]]:
+def layer_rows(reader: Reader, run_id: str, keys: Sequence[str], first_step: int | None) -> list[dict[str, Any]]:
     """A row a layer over the steps from `first_step` on, those first that lose the most; at most `_MOST_ROWS`.
 
-    keys: those of `keys_of_layers`. since: the onset that the run's headline names.
+    keys: those of `keys_of_layers`.
 
     Raises:
         CollageError: the server does not answer, or refuses.
     """
-    if "edq_ratio" not in keys:
+    if "edq_ratio" not in keys or "lost_update_ratio" not in keys:
         return []
     history, *merged = reader.ask_together(
-        lambda client: client.heatmap(run_id, "edq_ratio", points=_COLUMNS),
+        lambda client: client.heatmap(run_id, "lost_update_ratio", points=_COLUMNS),
         *(lambda client, key=key: client.heatmap(run_id, key, points=1, first_step=first_step) for key in keys),
     )
     values: dict[str, dict[str, float | None]] = {
@@ -305,7 +303,7 @@ def layer_rows(
     missing = {name: _missing(values, name) for name in values["edq_ratio"]}
     whole = sum(missing.values())
     order = sorted(missing, key=lambda name: -missing[name])[:_MOST_ROWS]
-    begins = _since(history, set(order), since)
+    begins = _since(history, set(order))
     return [
         {
             "layer": name,
@@ -327,25 +325,14 @@ def _missing(values: Mapping[str, Mapping[str, float | None]], name: str) -> flo
     return 0.0 if edq is None or norm is None else max(norm * norm * (1 - edq), 0.0)
 
 
-def _since(answer: wire.Heatmap, wanted: set[str], since: int | None) -> dict[str, int]:
-    """By layer the step from which on its EDQ is below the tolerance, to the last.
-
-    A layer that was never above has the first step; another one the last of its first column below, by which it
-    had fallen for certain, or the headline's if that lies within.
-    """
-    found = {}
-    ends = list(zip([None, *answer.first_steps[:-1]], answer.first_steps, answer.steps, strict=True))
-    for name, own in zip(answer.layers, answer.values, strict=True):
-        if name not in wanted:
-            continue
-        for (before, first, last), value in zip(reversed(ends), reversed(own), strict=True):
-            edq = finite(value)
-            if edq is None:
-                continue
-            if edq >= 1 - EDQ_TOLERANCE:
-                break
-            found[name] = first if before is None else step_of_onset(before, last, since)
-    return found
+def _since(answer: wire.Heatmap, wanted: set[str]) -> dict[str, int | None]:
+    """By layer the step from which on its share lost is beyond the tolerance, to the last."""
+    tracks = {
+        name: Track(answer.first_steps, answer.steps, np.array([finite(value) for value in own], dtype=np.float64))
+        for name, own in zip(answer.layers, answer.values, strict=True)
+        if name in wanted
+    }
+    return {name: since_beyond(track, LOST_TOLERANCE, below=False) for name, track in tracks.items()}
 
 
 def register_layers(app: dash.Dash, reader: Reader) -> None:
@@ -383,7 +370,7 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         try:
             # When the page was opened, nothing may have been measured yet.
             keys = keys or keys_of_layers(reader.ask(lambda client: client.run(run_id)))
-            rows = layer_rows(reader, run_id, keys, judged["first"], judged["since"])
+            rows = layer_rows(reader, run_id, keys, judged["first"])
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         # The page tells a digest of its rows: the rows themselves would be most of what a live page sends.

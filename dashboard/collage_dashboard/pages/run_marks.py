@@ -12,7 +12,7 @@ from collage_dashboard.descriptions import describe, finite, value_text
 from collage_dashboard.figures.series import mark_events, shade_beyond
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, Condition
-from collage_monitor.judgement import EDQ_TOLERANCE
+from collage_monitor.diagnosis import EDQ_TOLERANCE
 from collage_monitor.metrics import split_key
 from collage_monitor.onset import find_onset
 
@@ -102,9 +102,8 @@ def mark_curve(
     """
     if not figure.data:
         return figure
-    found = _condition_on(metric, strategy) if answer.layer is None else None
-    if found is not None:
-        alert, condition = found
+    alert, conditions = _alert_on(metric, strategy) if answer.layer is None else ("", [])
+    for condition in conditions:
         figure = shade_beyond(
             figure, condition, f"{alert}: {_beyond(condition, metric)}", describe(metric).drawn_scale
         )
@@ -115,24 +114,25 @@ def mark_curve(
     return mark_events(figure, list(places.items()))
 
 
-def _condition_on(metric: str, strategy: str | None) -> tuple[str, Condition] | None:
-    """The alert that holds a run's newest value of a metric against a threshold, and its condition."""
+def _alert_on(metric: str, strategy: str | None) -> tuple[str, list[Condition]]:
+    """The alert that holds a run's metric against a threshold, and where on its curve that begins."""
     name, label = split_key(metric)
-    labels = {"key": metric, "strategy": strategy or "", "state": label or "", "window": label or ""}
+    labels = {"strategy": strategy or "", "state": label or "", "window": label or ""}
     for alert in ALERTS.values():
-        for condition in alert.conditions:
-            about = condition.series.removeprefix("collage_")
-            by_key = about == "finding" and ("key", "=", metric) in condition.labels
-            simple = condition.measure in {"value", "distance", "recent"}
-            if simple and (by_key or about == name) and condition.matches(labels.items()):
-                return alert.name, condition
-    return None
+        found = [
+            condition
+            for condition in alert.drawn
+            if condition.series.removeprefix("collage_") in (name, metric)
+            and condition.measure in {"value", "recent"}
+            and condition.matches(labels.items())
+        ]
+        if found:
+            return alert.name, found
+    return "", []
 
 
 def _beyond(condition: Condition, metric: str) -> str:
-    """'below 0.9', 'above 50.0 %', 'further than 0.25 from 1'."""
-    if condition.measure == "distance":
-        return f"further than {condition.threshold:g} from 1"
+    """'below 0.9', 'above 50.0 %'."""
     share = describe(metric).unit == "share"
     bound = value_text(metric, condition.threshold) if share else f"{condition.threshold:g}"
     return f"{'below' if condition.comparison == '<' else 'above'} {bound}"

@@ -19,7 +19,7 @@ from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import View, comparison_of, write_address
 from collage_monitor import wire
-from collage_monitor.judgement import NO_PROBLEM
+from collage_monitor.diagnosis import NO_PROBLEM
 
 __all__ = [
     "USUAL",
@@ -173,10 +173,8 @@ def headline_of(table: wire.RunTable) -> str:
     runs = f"{table.total:,} {'run' if table.total == 1 else 'runs'}"
     told = f"{live:,} {'is' if live == 1 else 'are'} live." if live else "None is live."
     if table.worst is not None and sick:
-        clause = table.worst.headline.partition(";")[0].rstrip(".")
-        clause = clause if clause[1:2].isupper() else clause[:1].lower() + clause[1:]
         have = "has" if sick == 1 else "have"
-        return f"{sick:,} of {runs} {have} a problem; the worst is {table.worst.name}: {clause}. {told}"
+        return f"{sick:,} of {runs} {have} a problem; the worst is {table.worst.name}: {table.worst.short}. {told}"
     healthy = table.healths.get("healthy", 0)
     if table.total and healthy == table.total:
         return f"{'The run is' if table.total == 1 else f'All {runs} are'} healthy. {told}"
@@ -249,7 +247,11 @@ def _group_row(group: wire.RunGroup, view: View) -> dict[str, Any]:
     others = tuple(key for key in view.opened if key != group.key)
     count, at_odds = group.count, group.healths.get(group.health, 0)
     of_these = f"{at_odds} of {count}: " if at_odds < count else ""
+    of_all = f"{at_odds} of {count} runs: "
     title = strategy_title(group.strategy, group.dtype)
+    # Last losses of other seeds, at other steps, do not compare strategies.
+    left_out = ("loss", "validation_loss") if view.by == "strategy" else ()
+    numbers = {name: over for name, over in group.numbers.items() if name not in left_out}
     return {
         "group": True,
         "run_id": group.key,
@@ -265,11 +267,11 @@ def _group_row(group: wire.RunGroup, view: View) -> dict[str, Any]:
         "health": group.health,
         "mark": judgement_mark(group.health),
         "brief": f"{of_these}{group.health}" if of_these else group.health.capitalize(),
-        "headline": f"{of_these}{group.headline}",
+        "headline": group.headline if count == 1 else f"{of_all}{group.health}. The worst: {group.headline}",
         "last_step": group.last_step,
         "updated_at": group.updated_at,
-        **{name: over.value for name, over in group.numbers.items()},
-        "over": {name: [over.count, over.spread] for name, over in group.numbers.items()},
+        **{name: over.value for name, over in numbers.items()},
+        "over": {name: [over.count, over.spread] for name, over in numbers.items()},
     }
 
 

@@ -36,7 +36,7 @@ from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
 from collage_monitor.metrics import split_key
-from collage_monitor.recommendation import Recommendation, short_title, signed, worth
+from collage_monitor.recommendation import Recommendation, signed, worth
 from collage_monitor.seeds import Estimate
 from collage_monitor.strategy_results import StrategyResult, differences
 
@@ -114,12 +114,12 @@ def pair_question(view: View, results: Sequence[StrategyResult]) -> Any:
     if len(results) < 2:
         return None
     one, other = pair_of(view, results)
-    titles = [short_title(result, results) for result in results]
+    titles = [result.title for result in results]
     selects = [
         dmc.Select(
             id={"type": "compare-pair", "index": place},
             data=titles,
-            value=short_title(chosen, results),
+            value=chosen.title,
             allowDeselect=False,
             size="xs",
             w=200,
@@ -127,13 +127,13 @@ def pair_question(view: View, results: Sequence[StrategyResult]) -> Any:
         )
         for place, chosen in enumerate((one, other))
     ]
-    said = html.Span(worth(one, other, results), id="compare-worth", role="status")
+    said = html.Span(worth(one, other), id="compare-worth", role="status")
     return html.Div([selects[0], html.Span("against"), selects[1], said], className="pair")
 
 
 def pair_of(view: View, results: Sequence[StrategyResult]) -> tuple[StrategyResult, StrategyResult]:
     """The two strategies of the view; else the smallest, and the next that takes more bytes."""
-    named = {short_title(result, results): result for result in results}
+    named = {result.title: result for result in results}
     chosen = [named[title] for title in view.pair if title in named]
     rest = [result for result in results if result not in chosen]
     first, second = [*chosen, *rest][:2]
@@ -291,6 +291,11 @@ def _gap(result: StrategyResult) -> Cell:
     return signed(gap.value), f"{signed(gap.low)} … {signed(gap.high)}{', paired' if gap.paired else ''}"
 
 
+def _loss(result: StrategyResult) -> Cell:
+    """Beside a gap, which may be of pairs of seeds, the mean over all seeds would say something else."""
+    return _mean(result.loss, "loss") if result.gap is None else (UNDEFINED, "")
+
+
 def _over(metric: str) -> Callable[[StrategyResult], Cell]:
     return lambda result: _mean(result.over_runs(metric), metric)
 
@@ -308,13 +313,11 @@ STRATEGY_COLUMNS: Final = (
     ),
     StrategyColumn(
         "Tokens/s",
-        "As logged by the training loops.",
+        "The newest that the training loops logged.",
         lambda result: _mean(result.tokens_per_second, "tokens_per_second"),
     ),
     StrategyColumn("Loss gap", "The loss minus the reference's, at a step that all runs have reached.", _gap),
-    StrategyColumn(
-        "Loss", "Validation loss if all runs log one, otherwise training loss.", lambda r: _mean(r.loss, "loss")
-    ),
+    StrategyColumn("Loss", "Validation loss if all runs log one, otherwise training loss.", _loss),
     StrategyColumn("EDQ", describe("edq_ratio").help, _over("edq_ratio")),
     StrategyColumn("Updates lost", describe("lost_update_ratio").help, _over("lost_update_ratio")),
     StrategyColumn("State decrement", describe("state_decrement_ratio/exp_avg_sq").help, _state),

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from collage_monitor.alerts.definition import RECORDED, Alert, Condition
+from collage_monitor.diagnosis.alert import RECORDED, Alert, Condition
 
 __all__ = ["AlertChange", "Evaluation", "Labels", "Sample", "identity_labels", "quantile"]
 
@@ -32,6 +32,9 @@ _INTENDED: Final = "collage_intended_share"
 _STRATEGY: Final = "strategy"
 _NAMES: Final = frozenset({"project", "run", _STRATEGY})
 """Labels that may change while it is the same run."""
+_ALERT: Final = "alert"
+_OF_A_FAULT: Final = _NAMES | {"key", "layer"}
+"""Labels of a finding that may change while it is the same alert: a run has one finding of each."""
 
 
 class Sample(NamedTuple):
@@ -215,8 +218,8 @@ class Evaluation:
             return None
         if condition.measure == "value":
             return _compared(condition, value)
-        if condition.measure == "distance":
-            return _compared(condition, abs(value - 1))
+        if condition.measure == "stands":
+            return value
         if condition.measure == "age":
             return _compared(condition, now - value)
         if condition.measure == "not finite":
@@ -274,8 +277,9 @@ class Evaluation:
 
 def identity_labels(labels: Labels) -> Labels:
     """What tells a series from every other: of a run's all labels but those that may change."""
-    of_run = any(name == _ON for name, _ in labels)
-    return tuple((name, value) for name, value in labels if not (of_run and name in _NAMES))
+    named = {name for name, _ in labels}
+    changing = _OF_A_FAULT if _ALERT in named else _NAMES if _ON in named else frozenset[str]()
+    return tuple((name, value) for name, value in labels if name not in changing)
 
 
 def quantile(values: list[float], share: float) -> float:

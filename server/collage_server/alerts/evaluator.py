@@ -18,7 +18,6 @@ from collage_server.alerts.condition_evaluation import AlertChange, Evaluation, 
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
 from collage_server.memory_budget import MemoryBudget
-from collage_server.queries.headline import beyond_judgement
 from collage_server.run_evaluation import evaluate_what_fits
 from collage_server.store import NewIncident, Store
 
@@ -144,9 +143,6 @@ class AlertEvaluator(BackgroundThread):
                 with self._store.points.snapshot() as snapshot:
                     record = snapshot.records([run_id])[run_id]
                     step, found = record.last_step, evaluate_what_fits(snapshot, record)[0]
-                parts += [
-                    beyond_judgement(found.headline, found.verdict),
-                    f"Judged {found.health}: {found.verdict}",
-                    found.advice,
-                ]
+                told = found.headline.rstrip(".").casefold() not in found.text.casefold()
+                parts += [found.headline if told else "", f"Judged {found.health}: {found.text}", found.advised]
         return " ".join(filter(None, parts)), step

@@ -24,6 +24,7 @@ from collage_server.app_state import app_state_of
 from collage_server.auth.bearer import principal_of
 from collage_server.overview_keeper import MADE_BY, keep_overview
 from collage_server.queries.run_answers import run_row
+from collage_server.run_evaluation import evaluate_what_fits
 from collage_server.store import DueRun, GroupQuery
 from collage_server.store.runs.configurations import differing as differing_entries
 
@@ -126,9 +127,15 @@ def delete_view(request: Request, project: Project, name: Annotated[str, Query(m
 
 
 @router.get("/runs/{run_id}/overview", **describes(wire.Overview))
-def get_overview(request: Request, run_id: Id) -> Response:
-    """The overview of the run: headline, verdict, the numbers behind them, and the layers that lose the most."""
+def get_overview(request: Request, run_id: Id, fresh: bool = False) -> Response:
+    """The overview of the run: headline, verdict, the numbers behind them, and the layers that lose the most.
+
+    fresh: evaluated now, and with every metric of the model; otherwise it may be some seconds old.
+    """
     store = app_state_of(request).store
+    if fresh:
+        with store.points.snapshot() as now:
+            return answer(evaluate_what_fits(now, now.records([run_id])[run_id], every_number=True)[0])
     record = store.runs.get(run_id)
     found = store.overviews.of(run_id, MADE_BY)
     if found is None:

@@ -4,21 +4,22 @@ points; pure."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor import wire
-from collage_monitor.judgement import (
+from collage_monitor.diagnosis import (
     EDQ_TOLERANCE,
-    NO_PROBLEM,
-    STATE_TOLERANCE,
+    Case,
     Evidence,
-    Judgement,
+    History,
     SilentRanks,
+    Track,
     evidence_of,
     judge,
     last_change,
@@ -26,9 +27,8 @@ from collage_monitor.judgement import (
     silent_ranks,
 )
 from collage_monitor.metrics import split_key
-from collage_monitor.onset import Onset, find_onset, find_onsets, first_step_if_always_below
+from collage_monitor.onset import Onset, find_onset, find_onsets
 from collage_monitor.statistics import finished, reduce_steps
-from collage_server.queries.headline import headline
 from collage_server.store import Points, RunRecord, ScalarPoints
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "begin_of_recent_past",
     "edq_changes",
     "find_silent_ranks",
-    "held_against",
     "intended_share",
     "most_losing",
     "overview",
@@ -47,8 +46,6 @@ _TREND_POINTS: Final = 32
 _POINTS_AROUND: Final = 12
 """Of a coarse history, on each side of a change: so much is read again."""
 _MOST_READINGS: Final = 4
-_TOLD_SHARE: Final = 0.25
-"""Of the present loss: a fall of less, of a run that lost before, is not told."""
 _SHOWN: Final = frozenset(
     {
         "edq_ratio",
@@ -66,15 +63,16 @@ _SHOWN: Final = frozenset(
 """Metrics that pages show as numbers; each with its interval and labels."""
 _LEAST_RECENT: Final = 8
 """Points, of a run of few."""
-_STATE: Final = "state_decrement_ratio"
+_OBSERVED: Final = "state_decrement_observed_sum"
 
 
 @dataclass(frozen=True, eq=False)
 class OverviewPoints:
     """The input of an overview.
 
-    model, layers: the recent past, merged into one point. history: EDQ's totals and the states' over the whole run,
-    of the model. logged_losses: those not finite now.
+    model: the recent past, in points of which the newest are "now"; layers: merged into one point. history: totals
+    of EDQ, the share lost and the states over the whole run, of the model; `between` reads them between two steps,
+    `of_layer` those of EDQ and the share lost of a layer. logged_losses: those not finite now.
     intended_share: as in `wire.Overview`. silent: ranks that do not report any more.
     changes: `edq_changes` of the histories.
     """
@@ -86,6 +84,8 @@ class OverviewPoints:
     intended_share: float | None = None
     silent: SilentRanks | None = None
     changes: Sequence[Onset] = ()
+    between: Callable[[int, int], Points] | None = None
+    of_layer: Callable[[str], Points] | None = None
 
 
 def begin_of_recent_past(points: Points, record: RunRecord) -> int | None:
@@ -132,43 +132,29 @@ def find_silent_ranks(
     return silent_ranks(*columns, whole, is_over=record.state != "running")
 
 
-def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
-    """The evaluation of one run."""
-    not_finite = _not_finite(points.logged_losses)
+def overview(record: RunRecord, points: OverviewPoints, *, every_number: bool = False) -> wire.Overview:
+    """The evaluation of one run. every_number: with all metrics of the model, not only those that pages show."""
+    facts: dict[str, Any] = {"watch": record.watch, "logged": _not_finite(points.logged_losses)}
     if not len(points.model.steps):
-        evidence = Evidence({}, watch=record.watch)
-        found = judge(evidence)
-        return wire.Overview(
-            run_id=record.run_id,
-            health="not finite" if points.logged_losses else found.health,
-            headline=headline(found, evidence, not_finite=not_finite),
-            verdict=found.text,
-        )
-    evidence = _evidence(record, points)
-    found = judge(evidence)
-    losing = _losing_since(points)
-    sentence = headline(
-        found,
-        evidence,
-        since=losing.since,
-        changed=losing.changed,
-        further=losing.further,
-        states_since=_states_since(points.history),
-        not_finite=not_finite,
-    )
+        evidence = Evidence({}, **facts)
+    else:
+        model, layers = points.model, points.layers
+        facts |= {"first_step": int(model.first_steps[0]), "last_step": int(model.steps[-1])}
+        facts |= {"silent": points.silent, "history": _history(points)}
+        evidence = evidence_of(model.totals, layers.totals or None, layers.layers, **facts)
+    case = Case(evidence)
+    shown = [key for key in evidence.model if every_number or _is_shown(key)]
+    numbers: dict[str, wire.Number | None] = {
+        key: case.number(key) for key in shown if (of := _interval_of(key)) is None or case.interval(of)
+    }
+    now = {key: moved for key in numbers if (moved := case.moved(key)) is not None}
     return wire.Overview(
+        **msgspec.structs.asdict(judge(evidence)),
         run_id=record.run_id,
-        first_step=evidence.first_step,
-        last_step=evidence.last_step,
         measured_steps=int(points.model.counts.sum()),
-        numbers={key: value for key, value in evidence.model.items() if _is_shown(key)},
-        health="not finite" if points.logged_losses else found.health,
-        headline=sentence,
-        verdict=found.text,
-        advice=found.advised,
-        findings=held_against(found),
+        numbers=numbers,
+        now=now,
         intended_share=points.intended_share,
-        since=losing.since if losing.further is None else losing.further,
         changes=[
             wire.EdqChange(step=onset.first_changed, before=onset.before, after=onset.after)
             for onset in points.changes
@@ -179,66 +165,34 @@ def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
     )
 
 
-def held_against(found: Judgement) -> dict[str, float]:
-    """The values of the findings against the whole run, by metric; a layer's number says nothing about the
-    model."""
-    return {
-        finding.key: finding.value
-        for finding in found.findings
-        if finding.layer is None
-        and finding.health not in NO_PROBLEM
-        and finding.value is not None
-        and np.isfinite(finding.value)
-    }
-
-
 def _is_shown(key: str) -> bool:
     name = split_key(key)[0]
     return name.removesuffix("_low").removesuffix("_high") in _SHOWN
 
 
-def _evidence(record: RunRecord, points: OverviewPoints) -> Evidence:
-    model, layers = points.model, points.layers
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return evidence_of(
-            model.totals,
-            layers.totals or None,
-            layers.layers,
-            watch=record.watch,
-            first_step=int(model.first_steps[0]),
-            last_step=int(model.steps[-1]),
-            silent=points.silent,
-        )
+def _interval_of(key: str) -> str | None:
+    """The metric of which a key is an end of the interval; None: it is none."""
+    of = key.removesuffix("_low").removesuffix("_high")
+    return None if of == key else of
 
 
-@dataclass(frozen=True)
-class _LosingSince:
-    """The first step with a loss, the layers that changed when it last grew, and since when it is larger."""
+def _history(points: OverviewPoints) -> History:
+    def tracks_of(history: Points) -> Iterator[tuple[str, Track]]:
+        steps = history.first_steps.tolist(), history.steps.tolist()
+        labels = [split_key(key)[1] for key in history.totals if split_key(key)[0] == _OBSERVED]
+        for key in ("edq_ratio", "lost_update_ratio", *(f"state_decrement_ratio/{label}" for label in labels)):
+            yield key, Track(*steps, finished(key, history.totals, (len(history.steps),)))
 
-    since: int | None
-    changed: Sequence[str] = ()
-    further: int | None = None
+    def of_layer(key: str, layer: str) -> Track | None:
+        if points.of_layer is None:
+            return None
+        found = points.of_layer(layer)
+        values = finished(key, found.totals, (len(found.steps), 1))[:, 0] if len(found.layers) else ()
+        return Track(found.first_steps.tolist(), found.steps.tolist(), values)
 
-
-def _losing_since(points: OverviewPoints) -> _LosingSince:
-    """The step from which the run loses its updates.
-
-    If most of the loss came abruptly, its newest onset. Otherwise, for a run that was never better, the first
-    measured step, and the newest fall from there if there was one. None if the loss came gradually, or grew a
-    little from an existing one.
-    """
-    history = points.history
-    series = finished("edq_ratio", history.totals, (len(history.steps),))
-    first = first_step_if_always_below(history.first_steps.tolist(), series, 1 - EDQ_TOLERANCE)
-    fall = next((onset for onset in reversed(points.changes) if onset.after < onset.before), None)
-    if fall is None:
-        return _LosingSince(first)
-    changed = [change.layer for change in fall.layers if change.after < change.before]
-    if fall.explains(1.0):
-        return _LosingSince(fall.first_changed, changed)
-    if fall.before - fall.after < max(EDQ_TOLERANCE, _TOLD_SHARE * (1 - fall.after)):
-        return _LosingSince(first)
-    return _LosingSince(first, changed, fall.first_changed)
+    between = points.between
+    finer = None if between is None else lambda first, last: dict(tracks_of(between(first, last)))
+    return History(dict(tracks_of(points.history)), of_layer, points.changes, finer)
 
 
 def edq_changes(history: Points, layers: Points, read: Callable[[int, int], Points] | None = None) -> list[Onset]:
@@ -293,26 +247,6 @@ def _placed(onset: Onset, width: int, read: Callable[[int, int], Points]) -> Ons
             return onset
         width = int(np.median(np.diff(points.first_steps)))
     return onset
-
-
-def _states_since(history: Points) -> dict[str, int]:
-    """The last change of each optimizer state's decrement."""
-    found = {}
-    for key in history.totals:
-        name, label = split_key(key)
-        if name != "state_decrement_observed_sum" or not label:
-            continue
-        series = finished(f"{_STATE}/{label}", history.totals, (len(history.steps),))
-        onsets = find_onsets(
-            history.first_steps.tolist(), series, least=STATE_TOLERANCE, last_steps=history.steps.tolist()
-        )
-        if onsets and onsets[-1].after < onsets[-1].before:
-            found[label] = onsets[-1].first_changed
-        elif not onsets:
-            first = first_step_if_always_below(history.first_steps.tolist(), series, 1 - STATE_TOLERANCE)
-            if first is not None:
-                found[label] = first
-    return found
 
 
 def _not_finite(losses: Mapping[str, ScalarPoints]) -> dict[str, int]:

@@ -116,7 +116,7 @@ run_overview: Final = Table(
     Column("made_at", Double),
 )
 """What is said of a run, made in the background: `overview` is a `wire.Overview`, the rest sorts and filters.
-`findings` {key: value} is what the judgement holds against it, null if nothing; alerts read it,
+`findings`, as `wire.Finding`s, is what speaks against it, null if nothing; alerts read it,
 and `intended_share`, which is that of `wire.Overview`.
 `configuration` is what servers of before r0006 write while they are replaced; nobody reads it.
 `updated_at` and `reports` are the run's when it was made, `made_by` tells the code that made it: by them one that

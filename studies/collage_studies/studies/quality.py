@@ -9,8 +9,8 @@ from typing import Final
 import msgspec
 from collage_demo.recipe import Plan, Recipe
 
-from collage_monitor.judgement import EDQ_TOLERANCE, STATE_TOLERANCE
-from collage_monitor.judgement.rules import LOST_TOLERANCE, ORACLE_TOLERANCE
+from collage_monitor.diagnosis import EDQ_TOLERANCE, LOST_TOLERANCE, STATE_TOLERANCE
+from collage_monitor.diagnosis.states import ORACLE_TOLERANCE
 from collage_monitor.seeds import Estimate, mean_over_seeds
 from collage_studies.number_words import UNDEFINED, estimate, listed, share
 from collage_studies.results import Point, by_plan, correlation, gaps, recipe_of

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import bitsandbytes
+import optimi
 import pytest
 import pytorch_optimizer
 import torch
@@ -14,8 +16,7 @@ from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageOptimiz
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
-from collage_monitor.judgement import Judgement
-from collage_monitor.judgement.words import Choice
+from collage_monitor.wire import Choice, Judgement
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 80
@@ -306,3 +307,25 @@ def test_fp32_weights_of_a_sharded_model_are_those_of_each_of_its_optimizers(oth
     after, sizes = stepped(names["model"], optimizers_of(case, list(names["model"].parameters())))
     assert after.health == "healthy"
     assert [own.bytes_per_parameter for (own,) in told.values()] == pytest.approx(sizes, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "fitting"),
+    [
+        (lambda parameters: optimi.Lion(parameters, lr=1e-6, kahan_sum=False), "CollageLion"),
+        (lambda parameters: optimi.Adam(parameters, lr=1e-5, kahan_sum=False), "CollageAdam"),
+        (lambda parameters: optimi.AdamW(parameters, lr=1e-5, kahan_sum=False), "CollageAdamW"),
+        (lambda parameters: bitsandbytes.optim.SGD(parameters, lr=1e-6, momentum=0.9), "CollageSGD"),
+        (lambda parameters: pytorch_optimizer.Lion(parameters, lr=1e-6), "CollageLion"),
+    ],
+)
+def test_a_rule_of_ours_is_recognised_by_whatever_names_its_options_have(make, fitting):
+    """optimi's Lion was told that no strategy here is for Lion: its betas are two options."""
+    model = nn.Linear(8, 8).bfloat16()
+    optimizer = make(model.parameters())
+    handle = watch(model, optimizer, every=1)
+    for _ in range(3):
+        model(torch.randn(4, 8).bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.info.trained[0].fitting == fitting

@@ -20,8 +20,7 @@ from collage_agent.watching.watch_texts import average_word
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from collage_monitor.alerts import ALERTS
-from collage_monitor.judgement import average_findings
+from collage_monitor.diagnosis import Evidence, judge
 from tests.agent.test_no_synchronisation import Listening
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
 from tests.reference.averages import ReferenceAverage, metrics_of
@@ -167,13 +166,8 @@ def test_a_bf16_average_that_stands_still_is_told_and_an_fp32_one_is_healthy(dec
 
 def wakes(handle):
     """Whether the on-call is told of what the judgement holds against the average."""
-    shown = [((("key", found.key),), found.value) for found in average_findings(handle.summary()["model"])]
-    conditions = ALERTS["CollageAverageOff"].conditions
-    return any(
-        one.matches(labels) and value is not None and one.is_beyond(value)
-        for labels, value in shown
-        for one in conditions
-    )
+    model = handle.summary()["model"] | {"edq_ratio": 1.0}
+    return any(finding.alert == "CollageAverageOff" for finding in judge(Evidence(model)).against)
 
 
 def distance(average, start):

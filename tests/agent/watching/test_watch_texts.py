@@ -11,13 +11,13 @@ from collage_agent.watching.watch_texts import judgement_text
 from collage_optim import CollageAdamW
 
 from collage_monitor import wire
-from collage_monitor.judgement import Evidence
+from collage_monitor.diagnosis import Evidence
 from tests.agent.training import mlp, train
 
 
 def told(model, layers=None, **changes):
     info = {"optimizer": "AdamW", "observed_strategy": "plain", "dtype": "bfloat16", **changes}
-    return judgement_text(Evidence(model, layers or {}, wire.WatchInfo(**info), 3, 3), {"model": model})
+    return judgement_text(Evidence(model, layers or {}, wire.WatchInfo(**info), 1, 3), {"model": model})
 
 
 def test_the_words_name_loss_layers_states_grid_and_what_to_try():
@@ -33,7 +33,7 @@ def test_the_words_name_loss_layers_states_grid_and_what_to_try():
         "Measured: steps 1 to 5, 100 % of the elements.",
         "worst layers: ",
         "state exp_avg_sq: decrements",
-        "it hardly decays",
+        "it does not decay as it should",
         "against the fp64 oracle",
         "no advice to raise the rate",
         'strategy="split-master") (12 bytes a parameter) or "split-master-8bit" (8)',
@@ -282,8 +282,8 @@ def test_where_weights_are_not_understood_no_number_stands_below():
 @pytest.mark.parametrize(
     ("decrement", "noise", "words"),
     [
-        (0.1, 0.5, "decrements 0.100 of the intended ones: chance may have made it so"),
-        (1.3, 0.2, "decrements 1.300 of the intended ones: chance may have made it so"),
+        (0.1, 0.5, "decrements 0.100 of the intended ones: it is off by what chance may do"),
+        (1.3, 0.2, "decrements 1.300 of the intended ones: it is off by what chance may do"),
         (0.95, 0.5, "decrements 0.950 of the intended ones: it decays as it should"),
     ],
 )
@@ -305,7 +305,7 @@ def test_steps_that_overshoot_are_told_with_their_cause_and_without_another():
             parameter.grad = (1e-3 * torch.randn(parameter.shape, generator=generator)).half()
         optimizer.step()
     text = str(handle)
-    assert "steps are off\n  EDQ is " in text
+    assert "steps are off\n  Updates overshoot, from the start.\n  EDQ is " in text
     assert "updates overshoot" in text
     assert "each step keeps what it intends" not in text
     # All of it, but in the first step, whose states are not there before it.

@@ -172,17 +172,17 @@ class IncidentsContract:
         store.incidents.fire(LOW, NOW)
         (due,) = store.overviews.due(10)
         record = store.runs.get("r1")
-        held = wire.Overview(run_id="r1", findings={"decay_ratio": 0.1})
+        held = wire.Overview(run_id="r1", findings=[wire.Finding("decay is lost", "", "decay_ratio", 0.1)])
         store.overviews.put(due, record, held)
-        assert store.overviews.findings(["r1", "unknown"]) == {"r1": {"decay_ratio": 0.1}}
+        assert store.overviews.of("r1") == held
         store.overviews.put(due, record, wire.Overview(run_id="r1"))
-        assert store.overviews.findings(["r1"]) == {}
+        assert store.overviews.of("r1") == wire.Overview(run_id="r1")
         store.overviews.put(due, record, held)
         store.runs.delete("r1", NOW)
-        assert (listed(store), store.overviews.findings(["r1"])) == ([], {})
+        assert (listed(store), store.overviews.of("r1")) == ([], None)
         assert not store.incidents.fire(LOW, NOW)
         store.overviews.put(due, record, held)
-        assert store.overviews.findings(["r1"]) == {}
+        assert store.overviews.of("r1") is None
 
     def test_what_ended_long_ago_goes_and_what_is_open_stays(self, store):
         StoreContract.fill(store)

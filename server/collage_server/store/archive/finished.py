@@ -148,7 +148,9 @@ def _runs(connection: Connection, ids: Sequence[str]) -> list[FinishedRun]:
                 elements=sum(math.prod(from_json(row.shape)) for row in shapes[run_id]),
                 layers=len(shapes[run_id]),
                 health=said.health if said else None,
-                findings=from_json(said.findings) if said and said.findings else {},
+                findings={entry["key"]: entry["value"] for entry in from_json(said.findings)}
+                if said and said.findings
+                else {},
                 files=tuple(_visible_parts(segments[run_id], infos[run_id], bounds, late[run_id])),
             )
         )

@@ -31,7 +31,7 @@ _INCIDENT: Final = server_tables.incident
 _SILENCED: Final = "CollageSilenced"
 """The incident of a silence, open while it holds: of the server, so that no training takes it for its own."""
 _SILENCE_ID: Final = "silence_id"
-_TELLING: Final = frozenset({"run_id", "key", "state", "worst", "window", "outcome"})
+_TELLING: Final = frozenset({"run_id", "alert", "key", "state", "worst", "window", "outcome"})
 _MOST_UNSETTLED: Final = 1000
 _MOST_SILENCES: Final = 500
 """That hold at a time: each incident that is listed is held against all of them."""
@@ -42,8 +42,12 @@ _COPIES: Final = 4
 
 
 def alert_key(alert: str, labels: Mapping[str, str]) -> str:
-    """The labels that identify an alert's series: without names that may change, and without a scraper's labels."""
-    text = repr((alert, sorted((name, value) for name, value in labels.items() if name in _TELLING))).encode()
+    """The labels that identify an alert's series: without names that may change, and without a scraper's labels.
+
+    A run has one finding that is the alert, whatever its key is at the time.
+    """
+    telling = _TELLING - {"key"} if "alert" in labels else _TELLING
+    text = repr((alert, sorted((name, value) for name, value in labels.items() if name in telling))).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple
 
+import msgspec
 from sqlalchemy import BindParameter, Connection, Double, Select, String, bindparam, exists, or_, select, tuple_
 
+from collage_monitor import wire
 from collage_server.store import schema
 from collage_server.store.records import ReportedState
-from collage_server.store.row_helpers import among, from_json
+from collage_server.store.row_helpers import among
 from collage_server.store.runs.newest_points import NewestPoint, decode_point
 from collage_server.store.runs.reported_state import reported_state
 from collage_server.store.runs.run_store import attempts_from, attempts_of_runs, latest_of_runs, rows_by_run
@@ -24,13 +26,14 @@ from collage_server.store.runs.run_store import attempts_from, attempts_of_runs,
 __all__ = ["LiveRun", "LiveRunPage", "Place", "read_live_runs"]
 
 _RUN: Final = schema.run
+_DECODE_FINDINGS: Final = msgspec.json.Decoder(list[wire.Finding]).decode
 Place = tuple[float, str]
 """When a run was created, and its id."""
 
 
 class LiveRun(NamedTuple):
-    """A live run; `point` is its newest measured step, None where nothing is measured, `findings` what the
-    judgement holds against it, by metric, and `intended_share` as in `wire.Overview`: all as `newest_keeper.py`
+    """A live run; `point` is its newest measured step, None where nothing is measured, `findings` what
+    speaks against it, and `intended_share` as in `wire.Overview`: all as `newest_keeper.py`
     and `overview_keeper.py` have written them.
     """
 
@@ -41,7 +44,7 @@ class LiveRun(NamedTuple):
     created_at: float
     reported: ReportedState
     point: NewestPoint | None
-    findings: dict[str, float]
+    findings: list[wire.Finding]
     intended_share: float | None
 
     @property
@@ -80,7 +83,7 @@ def read_live_runs(
             *(run_id, project, name, strategy, created_at),
             reported_state(connection, attempts_from(attempts[run_id]), latest[run_id]),
             None if point is None else decode_point(point),
-            {} if findings is None else from_json(findings),
+            [] if findings is None else _DECODE_FINDINGS(findings),
             intended_share,
         )
         for run_id, project, name, strategy, created_at, point, findings, intended_share in rows

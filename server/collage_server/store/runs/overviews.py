@@ -19,7 +19,7 @@ from collage_monitor.metrics import preferred_state
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord
-from collage_server.store.row_helpers import from_json, to_json
+from collage_server.store.row_helpers import to_json
 from collage_server.store.runs.configurations import configuration_of
 from collage_server.store.runs.derived_rows import DerivedRows
 
@@ -91,7 +91,7 @@ class OverviewStore(DerivedRows):
                     reports=due.reports,
                     last_step=record.last_step,
                     health=overview.health,
-                    findings=to_json(overview.findings) if overview.findings else None,
+                    findings=to_json(overview.against) if overview.against else None,
                     intended_share=_finite(overview.intended_share),
                     overview=to_json(overview),
                     made_by=made_by,
@@ -106,14 +106,6 @@ class OverviewStore(DerivedRows):
         with self._database.reading() as connection:
             text = connection.execute(select(_OVERVIEW.c.overview).where(*mine)).scalar()
         return None if text is None else DECODE_OVERVIEW(text)
-
-    def findings(self, run_ids: Sequence[str]) -> dict[str, dict[str, float]]:
-        """The findings against these runs, by run and metric; runs without findings are left out."""
-        chosen = select(_OVERVIEW.c.run_id, _OVERVIEW.c.findings).where(
-            _OVERVIEW.c.run_id.in_(run_ids), _OVERVIEW.c.findings.is_not(None)
-        )
-        with self._database.reading() as connection:
-            return {row.run_id: from_json(row.findings) for row in connection.execute(chosen)}
 
     def filters(self, projects: Sequence[str] | None) -> wire.RunFilters:
         """The values that runs can be filtered by, with how many runs have each."""

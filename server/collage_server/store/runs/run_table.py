@@ -33,7 +33,7 @@ from sqlalchemy import (
 )
 
 from collage_monitor import wire
-from collage_monitor.judgement import GRAVITY, NO_PROBLEM
+from collage_monitor.diagnosis import GRAVITY, NO_PROBLEM
 from collage_monitor.seeds import mean_over_seeds
 from collage_server.errors import Unprocessable
 from collage_server.store import schema, server_tables
@@ -225,7 +225,7 @@ class _Table:
         if run_id is None:
             return None
         name = connection.execute(select(_RUN.c.name).where(_RUN.c.run_id == run_id)).scalar_one()
-        return wire.WorstRun(run_id=run_id, name=name, headline=_overviews(connection, [run_id])[run_id].headline)
+        return wire.WorstRun(run_id=run_id, name=name, short=_overviews(connection, [run_id])[run_id].short)
 
     def rows(
         self, connection: Connection, offset: int, limit: int, *conditions: ColumnElement[bool]

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from collage_monitor.judgement import judge
-from tests.judgement.trainings import draw, run
-from tests.judgement.truth import Whole
+from collage_monitor.diagnosis import judge
+from tests.diagnosis.trainings import draw, run
+from tests.diagnosis.truth import Whole
 
 pytestmark = pytest.mark.slow
 

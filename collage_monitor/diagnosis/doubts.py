@@ -1,7 +1,7 @@
 """Reasons not to call a run healthy although no number is bad, and evidence for calling it healthy.
 
-`judge.py` asks it after `rules.py` has found nothing. Rules and bounds are fixed by `docs/reference/verdict.md`
-(`tests/contract/test_judgement.py`).
+`judge.py` asks it after no problem was found. Rules and bounds are fixed by `docs/reference/verdict.md`
+(`tests/diagnosis/test_judgement.py`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,11 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from collage_monitor.judgement.evidence import state_decrements
-from collage_monitor.judgement.judged_run import EDQ_TOLERANCE, Case
-from collage_monitor.judgement.rules import (
-    DECAY_TOLERANCE,
-    LOST_TOLERANCE,
-    ORACLE_TOLERANCE,
-    OWN_DECAY,
-    STATE_TOLERANCE,
-)
-from collage_monitor.judgement.words import Finding, percent, silence
+from collage_monitor.diagnosis.case import EDQ_TOLERANCE, LOST_TOLERANCE, Case
+from collage_monitor.diagnosis.evidence import finite, state_decrements
+from collage_monitor.diagnosis.states import DECAY, ORACLE_TOLERANCE, OWN_DECAY, STATE_TOLERANCE, state_in_words
+from collage_monitor.diagnosis.words import percent, silence
+from collage_monitor.wire import Finding
 
 __all__ = ["doubts", "nothing_intended", "witnesses"]
 
@@ -27,6 +22,8 @@ _MEASURED_TOLERANCE: Final = 0.1
 _HELD_BY_ALL: Final = 0.999
 """Share of the elements: beyond it the ranks that report hold the whole model."""
 _WIDE: Final = re.compile("float(32|64)")
+_INTENDED: Final = 0.1
+"""Share of the recent past's norm of an update, below which that of the newest steps is next to nothing."""
 _NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
 """Names of tensors that the model does not know."""
 
@@ -38,6 +35,7 @@ def doubts(case: Case) -> Iterator[Finding]:
         _little_measured,
         _wide_interval,
         _no_interval,
+        _moves_away,
         _unknown_rounding,
         _factored_states,
         _decay_of_several,
@@ -50,29 +48,37 @@ def nothing_intended(case: Case) -> Finding:
     """Why there is no u: each reason has its own sentence."""
     elements, layers = case.number("elements"), case.evidence.layers
     if not case.model:
-        return Finding("unknown", "no step was measured yet", "measured_steps", None)
+        return _doubt("no step was measured yet", "no step measured yet", "measured_steps")
     if not elements and layers and all(_NAMED_BY_GROUP.fullmatch(name) for name in layers):
         text = "none of the optimizer's tensors belongs to the model, and none had a gradient: watch the optimizer "
-        return Finding("unknown", text + "that trains this model", "elements", elements)
+        return _doubt(text + "that trains this model", "another model's optimizer", "elements", elements)
     trained = [] if case.watch is None else case.watch.trained
     if not elements and trained and not any(entry.parameters for entry in trained):
         text = "the optimizer steps no watched layer that can be measured"
-        return Finding("unknown", text, "elements", elements)
+        return _doubt(text, "nothing that can be measured", "elements", elements)
     if not elements:
-        return Finding("unknown", "no watched layer had a gradient in the measured steps", "elements", elements)
+        text = "no watched layer had a gradient in the measured steps"
+        return _doubt(text, "no gradients", "elements", elements)
     if case.number("measured_ratio") is None:
         text = "only what changed is known, not what was intended: what was lost is unknown"
-        return Finding("unknown", text, "measured_ratio", None)
+        return _doubt(text, "intended updates are unknown", "measured_ratio")
     text = "every intended update was 0: gradients and decay are 0, or the learning rate is"
-    return Finding("unknown", text, "idle", case.number("idle"))
+    return _doubt(text, "every intended update is 0", "idle", case.number("idle"))
+
+
+def _doubt(text: str, short: str, key: str, value: float | None = None, threshold: float | None = None) -> Finding:
+    return Finding("unknown", text, key, value, threshold, None, short)
 
 
 def _silent_ranks(case: Case) -> Iterator[Finding]:
     """The elements of silent ranks may be sick, unless other ranks hold copies of them."""
     silent = case.evidence.silent
     if silent is not None and (silent.held is None or silent.held < _HELD_BY_ALL):
-        text = f"{silence(silent)}: what the others hold is not known"
-        yield Finding("unknown", text, "elements", silent.held, _HELD_BY_ALL)
+        text, short = (
+            f"{silence(silent)}: what the others hold is not known",
+            silence(silent).partition(" since")[0],
+        )
+        yield _doubt(text, f"only {short}", "elements", silent.held, _HELD_BY_ALL)
 
 
 def _little_measured(case: Case) -> Iterator[Finding]:
@@ -80,7 +86,8 @@ def _little_measured(case: Case) -> Iterator[Finding]:
     measured = case.measured
     if measured is not None and measured < 1 - _MEASURED_TOLERANCE:
         text = f"what was intended is known of {percent(measured)} of the elements only"
-        yield Finding("unknown", text, "measured_ratio", measured, 1 - _MEASURED_TOLERANCE)
+        short = f"only {percent(measured)} is measured"
+        yield _doubt(text, short, "measured_ratio", measured, 1 - _MEASURED_TOLERANCE)
 
 
 def _wide_interval(case: Case) -> Iterator[Finding]:
@@ -90,7 +97,7 @@ def _wide_interval(case: Case) -> Iterator[Finding]:
         low is not None and high is not None and (low < 1 - 2 * EDQ_TOLERANCE or high > 1 + 2 * EDQ_TOLERANCE)
     ):
         text = f"EDQ {edq:.3f} is not known well enough" + ("" if low is None else f" ({low:.3f} to {high:.3f})")
-        yield Finding("unknown", text, "edq_ratio", edq, EDQ_TOLERANCE)
+        yield _doubt(text, "EDQ is not known well", "edq_ratio", edq, EDQ_TOLERANCE)
 
 
 def _no_interval(case: Case) -> Iterator[Finding]:
@@ -98,7 +105,19 @@ def _no_interval(case: Case) -> Iterator[Finding]:
     edq = case.number("edq_ratio")
     if edq is not None and case.edq_may_be_far_off:
         text = f"EDQ {edq:.3f} rests on a sample that cannot say how exact it is: watch with a larger sample="
-        yield Finding("unknown", text, "edq_ratio", edq)
+        yield _doubt(text, "EDQ is not known well", "edq_ratio", edq)
+
+
+def _moves_away(case: Case) -> Iterator[Finding]:
+    """A number that is good over the recent past, and is not over its newest steps, unless those intend nothing."""
+    now, usual = finite(case.evidence.now.get("intended_norm")), case.number("intended_norm")
+    if now is None or usual is None or now < _INTENDED * usual:
+        return
+    for key, name in (("edq_ratio", "EDQ"), ("edq_oracle_ratio", "EDQ against the oracle")):
+        value = case.moved(key)
+        if value is not None and abs(1 - value) > EDQ_TOLERANCE:
+            text = f"{name} is {value:.3f} now, {case.number(key) or 0.0:.3f} over these steps"
+            yield Finding("unknown", text, key, value, EDQ_TOLERANCE, None, f"{name} is {value:.3f} now", value)
 
 
 def _unknown_rounding(case: Case) -> Iterator[Finding]:
@@ -112,7 +131,7 @@ def _unknown_rounding(case: Case) -> Iterator[Finding]:
             text += (
                 "whether by stochastic rounding, whose updates arrive in the mean, is not known: declare strategy="
             )
-        yield Finding("unknown", text, "lost_update_ratio", lost, LOST_TOLERANCE)
+        yield _doubt(text, "how it rounds is unknown", "lost_update_ratio", lost, LOST_TOLERANCE)
 
 
 def _factored_states(case: Case) -> Iterator[Finding]:
@@ -125,19 +144,19 @@ def _factored_states(case: Case) -> Iterator[Finding]:
             f"of states kept by row or column in {dtypes} ({', '.join(narrow)}) no number says whether they decay "
             "as they should: not known"
         )
-        yield Finding("unknown", text, "states", None)
+        yield _doubt(text, "nothing follows its states", "states")
 
 
 def _decay_of_several(case: Case) -> Iterator[Finding]:
     """Several optimizers, only some of which decay weights by a separate operation."""
     kept = case.number("decay_ratio")
     ways = set(case.fingerprint.implementation.split(" and ")) if case.fingerprint else set()
-    if kept is not None and kept < DECAY_TOLERANCE and ways & OWN_DECAY and ways - OWN_DECAY:
+    if kept is not None and kept < DECAY.held and ways & OWN_DECAY and ways - OWN_DECAY:
         text = (
             f"weight decay by itself moves next to nothing ({percent(kept)} of it is kept), and only some of the "
             "optimizers decay so"
         )
-        yield Finding("unknown", text, "decay_ratio", kept, DECAY_TOLERANCE)
+        yield _doubt(text, "some weight decay is lost", "decay_ratio", kept, DECAY.held)
 
 
 def _no_second_witness(case: Case) -> Iterator[Finding]:
@@ -145,25 +164,28 @@ def _no_second_witness(case: Case) -> Iterator[Finding]:
     edq = case.number("edq_ratio")
     if edq is not None and not list(witnesses(case))[1:]:
         text = f"EDQ reads {edq:.3f}, but no state decrement and no oracle confirms it: not known"
-        yield Finding("unknown", text, "edq_ratio", edq)
+        yield _doubt(text, "nothing confirms its EDQ", "edq_ratio", edq)
 
 
 def witnesses(case: Case) -> Iterator[Finding]:
     """What speaks for the run: EDQ, then each second witness."""
-    edq = case.number("edq_ratio")
-    yield Finding("healthy", f"updates arrive (EDQ {edq:.3f})", "edq_ratio", edq, EDQ_TOLERANCE)
+    edq, now = case.number("edq_ratio"), case.moved("edq_ratio")
+    told = f"EDQ {edq:.3f}" + ("" if now is None else f", {now:.3f} now")
+    yield _witness(f"updates arrive ({told})", "edq_ratio", edq, EDQ_TOLERANCE)
     for name, value in state_decrements(case.model).items():
-        key = f"state_decrement_ratio/{name}"
         # A witness that chance could bring from 0 to here says nothing.
         if STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}") < 1:
-            told = "decays as it should" if abs(1 - value) <= STATE_TOLERANCE else "is off by what chance may do"
-            yield Finding("healthy", f"{name} {told} ({value:.3f})", key, value, STATE_TOLERANCE)
+            text = f"{name} {state_in_words(case, name, value)[1]} ({value:.3f})"
+            yield _witness(text, f"state_decrement_ratio/{name}", value, STATE_TOLERANCE)
     oracle = case.number("edq_oracle_ratio")
-    # One that is off, if by what chance may do, confirms nothing.
-    if oracle is not None and abs(1 - oracle) <= ORACLE_TOLERANCE:
-        text = f"the oracle agrees ({oracle:.3f})"
-        yield Finding("healthy", text, "edq_oracle_ratio", oracle, ORACLE_TOLERANCE)
+    # One that is off, if by what chance may do, confirms nothing; nor does one that moves.
+    if oracle is not None and abs(1 - oracle) <= ORACLE_TOLERANCE and case.moved("edq_oracle_ratio") is None:
+        yield _witness(f"the oracle agrees ({oracle:.3f})", "edq_oracle_ratio", oracle, ORACLE_TOLERANCE)
     seen = case.fingerprint
     if seen is not None and seen.parameters and not seen.states:
         kept = "its states by row and column, in 32 bits" if seen.factored else "no state that could go wrong"
-        yield Finding("healthy", f"the optimizer keeps {kept}", "states", None)
+        yield _witness(f"the optimizer keeps {kept}", "states", None)
+
+
+def _witness(text: str, key: str, value: float | None, threshold: float | None = None) -> Finding:
+    return Finding("healthy", text, key, value, threshold, None, "healthy")

@@ -1,7 +1,7 @@
 """The evidence of one run, with the derived facts that several rules use.
 
 Rules, doubts and words read it. It judges nothing: a derived fact goes here once two rules need it
-(`tests/contract/test_judgement.py`).
+(`tests/diagnosis/test_judgement.py`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from collage_monitor.judgement.evidence import Evidence, Values, finite, longest_window
+from collage_monitor.diagnosis.evidence import Evidence, finite, longest_window
+from collage_monitor.metrics import split_key
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["Case", "EDQ_TOLERANCE", "LAYER_LOST", "LAYER_TOLERANCE", "LOST_TOLERANCE", "loses_most"]
+__all__ = ["Case", "EDQ_TOLERANCE", "LAYER_LOST", "LAYER_TOLERANCE", "LOST_TOLERANCE"]
 
 EDQ_TOLERANCE: Final = 0.05
 LOST_TOLERANCE: Final = 0.05
@@ -22,6 +23,8 @@ LAYER_LOST: Final = 0.5
 """Of a layer's updates, by their number and by their error: the most of them."""
 LAYER_TOLERANCE: Final = 1e-5
 """Layers with no larger share of Σ u² were not to move."""
+_MOVES: Final = {"lost_update_ratio": LOST_TOLERANCE, "state_decrement_ratio": 0.1}
+"""A change that is told of the newest steps; of other metrics EDQ_TOLERANCE."""
 
 
 class Case:
@@ -56,6 +59,26 @@ class Case:
         """The metric of the model or a layer; None where it is undefined."""
         return finite((self.model if layer is None else self.evidence.layers[layer]).get(key))
 
+    def moved(self, key: str) -> float | None:
+        """The metric over the newest steps, if it is no longer that of the recent past, beyond chance; else
+        None."""
+        whole, now = self.number(key), finite(self.evidence.now.get(key))
+        if whole is None or now is None:
+            return None
+        name, label = split_key(key)
+        noise_key = name.replace("_ratio", "_noise_ratio") + (f"/{label}" if label else "")
+        noise = 3 * (finite(self.evidence.now.get(noise_key)) or 0.0)
+        low, high = (finite(self.evidence.now.get(f"{key}_{end}")) for end in ("low", "high"))
+        within = low is not None and high is not None and low <= whole <= high
+        return None if within or abs(now - whole) <= _MOVES.get(name, EDQ_TOLERANCE) + noise else now
+
+    def interval(self, key: str) -> tuple[float, float] | None:
+        """The 95 % interval of a metric; None where there is none, of one step, and of a mean over what moves."""
+        low, high = self.number(f"{key}_low"), self.number(f"{key}_high")
+        if low is None or high is None or self.one_step or self.moved(key) is not None:
+            return None
+        return low, high
+
     def rounds_at_random(self, layer: str) -> bool | None:
         """Whether the layer's weights are rounded at random; None: not known."""
         return self._of_layers.get(layer, self._otherwise)
@@ -77,9 +100,12 @@ class Case:
         return moved is not None and moved >= 1 - EDQ_TOLERANCE
 
     def losing_layers(self) -> list[str]:
-        """Layers that round to nearest and lose most of their updates."""
-        moved = (name for name, square in self._squares.items() if square and self.rounds_at_random(name) is False)
-        return [name for name in moved if loses_most(self.evidence.layers[name])]
+        """Layers that round to nearest and lose most of their updates, the largest loss of Σ u² first."""
+        moved = [name for name, square in self._squares.items() if square and self.rounds_at_random(name) is False]
+        losing = [name for name in moved if (self.number("lost_update_ratio", name) or 0.0) > LAYER_LOST]
+        return sorted(
+            losing, key=lambda name: -self.share_of([name]) * (1 - (self.number("edq_ratio", name) or 0.0))
+        )
 
     def share_of(self, layers: Iterable[str]) -> float:
         """These layers' share of Σ u²; 0 if no update was intended."""
@@ -145,9 +171,3 @@ class Case:
         """How far stochastic rounding may move a ratio from 1 by chance: three standard errors. 0 where rounding is
         to nearest, whose errors are not random. `key`: that of the standard error."""
         return 3 * (self.number(key) or 0.0) if self.stochastic else 0.0
-
-
-def loses_most(layer: Values) -> bool:
-    """Whether a layer with these metrics loses most of its updates, by their number and by their error."""
-    lost, error = finite(layer.get("lost_update_ratio")), finite(layer.get("update_error_ratio"))
-    return lost is not None and lost > LAYER_LOST and error is not None and error > LAYER_LOST

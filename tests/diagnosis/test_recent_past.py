@@ -29,8 +29,6 @@ from starlette.testclient import TestClient
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
-from collage_monitor.judgement import judge
-from collage_monitor.run_evidence import read_evidence
 from tests.agent.training import mlp, train
 from tests.agent_delivery.test_attempts import Application
 from tests.dashboard.generated import GeneratedRun
@@ -115,10 +113,10 @@ def test_a_run_that_was_cured_is_healthy_wherever_it_is_told(served, tmp_path, b
     assert f"strategy {CURE}, step {SICK_STEPS + STEPS_SINCE}: healthy" in str(handle)
     run.finish(seconds=PATIENCE_SECONDS)
 
-    there = judge(read_evidence(client, run.run_id))
+    there = client.overview(run.run_id, fresh=True)
     overview = client.overview(run.run_id)
     assert (there.health, there.text) == (here.health, here.text)
-    assert (overview.health, overview.verdict, overview.findings) == (here.health, here.text, {})
+    assert (overview.health, overview.text, overview.against) == (here.health, here.text, [])
     (row,) = client.run_table().rows
     assert row.overview.health == "healthy"
     assert client.run(run.run_id).watch.kept_since == overview.first_step
@@ -279,11 +277,11 @@ def test_what_was_cured_is_healthy_on_the_server_and_silent(served, cured, since
     if sealed:
         server.seal()
     overview = run.overview()
-    assert (overview.health, overview.first_step, overview.last_step) == ("healthy", since, 1201), overview.verdict
-    assert (overview.findings, overview.since) == ({}, None)
+    assert (overview.health, overview.first_step, overview.last_step) == ("healthy", since, 1201), overview.text
+    assert (overview.against, overview.since) == ([], None)
     assert client.run_table().rows[0].overview == overview
-    read = judge(read_evidence(client, "r1"))
-    assert (read.health, read.text) == (overview.health, overview.verdict)
+    read = client.overview("r1", fresh=True)
+    assert (read.health, read.text) == (overview.health, overview.text)
     assert "collage_finding{" not in server.get("/metrics")
     assert run.fired() == set()
 
@@ -296,7 +294,7 @@ def test_what_turned_sick_at_a_resume_is_told_at_its_first_step_and_alerts(serve
     run.launch("two", SICK, [2001])
     found = run.overview()
     assert (found.health, found.first_step, found.last_step) == ("losing updates", 2001, 2001)
-    assert judge(read_evidence(client, "r1")).health == "losing updates"
+    assert client.overview("r1", fresh=True).health == "losing updates"
     run.launch("two", SICK, range(2020, 2201, 20), begins=2001)
     alone = run.overview().numbers["lost_update_ratio"]
     assert alone == pytest.approx(found.numbers["lost_update_ratio"]), "nothing of before is in it"
@@ -312,4 +310,4 @@ def test_a_launch_without_a_measured_step_leaves_the_run_as_it_was(served):
     run.launch("two", WELL, [], begins=1001, kept_since=1001)
     server.attempt("r1", launch_id="logs", first_step=1100)
     after = run.overview()
-    assert (after.health, after.first_step, after.verdict) == (before.health, before.first_step, before.verdict)
+    assert (after.health, after.first_step, after.text) == (before.health, before.first_step, before.text)

@@ -1,7 +1,7 @@
 """The evidence for a judgement, and how it is made from totals, in a training process and on a server.
 
-Agent, server and `run_evidence.py` fill an `Evidence`, and `judge` reads it: the same numbers must give the same
-verdict everywhere (`tests/judgement/test_same_words.py`).
+Agent and server fill an `Evidence`, and `judge` reads it: the same numbers must give the same verdict in both
+(`tests/diagnosis/test_same_words.py`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from collage_monitor.definitions import Array
+from collage_monitor.diagnosis.since import History
 from collage_monitor.metrics import split_key
 from collage_monitor.statistics import Totals, finish_all, reduce_steps
 from collage_monitor.wire import Attempt, Number, WatchInfo
 
 __all__ = [
     "Evidence",
+    "NOW_STEPS",
     "OF_LAYERS",
     "RECENT_SHARE",
     "RECENT_STEPS",
@@ -52,7 +56,8 @@ RECENT_STEPS: Final = 32
 """Measured steps that the recent past has at least."""
 RECENT_SHARE: Final = 0.05
 """Share of the run's Σ u² that it has at least."""
-
+NOW_STEPS: Final = 5
+"""Measured steps that "now" has at least."""
 
 _SILENT_STEPS: Final = 8
 """Measured steps without a rank after which it counts as silent: of fewer, its reports may be on their way."""
@@ -74,6 +79,8 @@ class Evidence:
 
     model: the whole model's metrics by key; layers: those of each layer, empty if not read.
     first_step to last_step: the steps that they merge. silent: ranks that do not report any more.
+    now: the model's metrics over the newest of these steps, empty if there are no others. history: metrics over the
+    whole run. logged: names of logged losses that are not finite, with the first step of this.
     """
 
     model: Values
@@ -82,17 +89,16 @@ class Evidence:
     first_step: int | None = None
     last_step: int | None = None
     silent: SilentRanks | None = None
+    now: Values = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    logged: Mapping[str, int] = field(default_factory=dict)
 
 
 def evidence_of(
     model: Totals,
     layers: Totals | None = None,
     names: Sequence[str] = (),
-    *,
-    watch: WatchInfo | None,
-    first_step: int | None = None,
-    last_step: int | None = None,
-    silent: SilentRanks | None = None,
+    **facts: Any,
 ) -> Evidence:
     """The evidence from totals of the recent past, in the training's own process or on a server.
 
@@ -102,9 +108,9 @@ def evidence_of(
         evidence = evidence_of(recent, layers_of_the_same_steps, names, watch=run.watch, first_step=…, last_step=…)
 
     model: [points], shards merged; layers: [points', len(names)], or None where they are not at hand. Both merge
-    over all of their points, and may be cut into points differently.
+    over all of their points, and may be cut into points differently; the newest of the model's are "now".
+    facts: the other fields of `Evidence`.
     """
-    columns = {key: _number(value) for key, value in _finished(model).items()}
     of_layers: dict[str, Values] = {}
     if layers:
         finished = _finished(layers)
@@ -112,11 +118,27 @@ def evidence_of(
             name: {key: _number(values[index]) for key, values in finished.items()}
             for index, name in enumerate(names)
         }
-    return Evidence(columns, of_layers, watch, first_step, last_step, silent)
+    return Evidence(_values(model), of_layers, now=_now(model, facts.get("watch")), **facts)
+
+
+def _now(model: Totals, watch: WatchInfo | None) -> Values:
+    """The metrics of the newest points that hold NOW_STEPS measured steps; nothing where they are all, or where
+    each step measures other tensors."""
+    counts = np.nan_to_num(model.get("measured_steps", np.zeros(0)))
+    places = np.flatnonzero(np.cumsum(counts[::-1]) >= NOW_STEPS)
+    taken = int(places[0]) + 1 if len(places) else len(counts)
+    if taken >= len(counts) or (watch is not None and watch.intent == "whole-tensor"):
+        return {}
+    return _values({key: values[-taken:] for key, values in model.items()})
+
+
+def _values(totals: Totals) -> dict[str, float | None]:
+    return {key: _number(value) for key, value in _finished(totals).items()}
 
 
 def _finished(totals: Totals) -> dict[str, Array]:
-    return finish_all(reduce_steps(totals, axis=0)) if totals else {}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return finish_all(reduce_steps(totals, axis=0)) if totals else {}
 
 
 def _number(value: Array) -> float | None:

@@ -13,9 +13,9 @@ from collage_agent.handle import watch
 from collage_optim import CollageAdamW
 from torch import nn
 
-from collage_monitor.judgement import Evidence
+from collage_monitor.diagnosis import Evidence
 from tests.agent.training import SmallGpt
-from tests.judgement.truth import Truth, Whole
+from tests.diagnosis.truth import Truth, Whole
 
 KINDS = ("gpt", "cnn", "embedding", "fine-tuning")
 

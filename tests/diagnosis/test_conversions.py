@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from collage_monitor.alerts import ALERTS
-
 STEPS = 12
 
 
@@ -81,13 +79,8 @@ def resumed(rule, target, model, states):
 
 
 def fires(judgement):
-    """Whether the alert's condition holds for what the judgement shows of the run."""
-    shown = {f.key: f.value for f in judgement.findings if f.health not in ("healthy", "unknown")}
-    thresholds = {
-        next(value for name, _, value in condition.labels if name == "key"): condition.threshold
-        for condition in ALERTS["CollageResidualsOff"].conditions
-    }
-    return any(shown.get(key, 0.0) > threshold for key, threshold in thresholds.items())
+    """Whether what the judgement holds against the run is the alert."""
+    return any(finding.alert == "CollageResidualsOff" for finding in judgement.against)
 
 
 def no_word(handle):

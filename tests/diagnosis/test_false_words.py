@@ -10,8 +10,8 @@ import torch
 from collage_agent.handle import watch
 from torch import nn
 
-from collage_monitor.judgement import finite, judge
-from tests.judgement.trainings import Training, draw, run
+from collage_monitor.diagnosis import finite, judge
+from tests.diagnosis.trainings import Training, draw, run
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def test_an_overshoot_does_not_hide_what_is_lost_nor_layers_that_stand_still():
     assert truth.decay_kept == 0.0
     found = judge(evidence)
     assert found.health == "losing updates"
-    assert " layers stand still" in found.text
+    assert " layers lose most of their updates (norm.weight, …" in found.text
     assert "weight decay moves next to nothing" in found.text
 
 

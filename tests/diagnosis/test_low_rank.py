@@ -6,9 +6,9 @@ import pytest
 import torch
 from collage_agent.handle import watch
 
-from collage_monitor.judgement import finite
-from tests.judgement.low_rank import Apollo, GaLore, KeywordApollo
-from tests.judgement.trainings import draw, loss_of, model_of
+from collage_monitor.diagnosis import finite
+from tests.diagnosis.low_rank import Apollo, GaLore, KeywordApollo
+from tests.diagnosis.trainings import draw, loss_of, model_of
 
 pytestmark = pytest.mark.slow
 

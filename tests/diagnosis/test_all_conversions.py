@@ -15,7 +15,7 @@ from collage_agent.handle import watch
 from collage_optim import PARAMETER_LOW, STRATEGIES
 from collage_optim.strategies import strategy_named
 
-from tests.judgement.test_conversions import (
+from tests.diagnosis.test_conversions import (
     RULES,
     SOURCES,
     emptied,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from collage_monitor import wire
-from collage_monitor.judgement import judged_run, rules
-from tests.contract.test_judgement import GOOD, STATE, judged, layer
+from collage_monitor.diagnosis import EDQ_TOLERANCE, STATE_TOLERANCE, case, residuals, states, updates
+from tests.diagnosis.test_judgement import GOOD, STATE, judged, layer
 
 LOSING = {**GOOD, "update_error_ratio": 1.0}
 FOREACH = {"fingerprint": wire.Fingerprint(implementation="foreach", stochastic_rounding=False)}
@@ -14,16 +14,16 @@ FOREACH = {"fingerprint": wire.Fingerprint(implementation="foreach", stochastic_
 @pytest.mark.parametrize(
     ("key", "bound", "beyond", "health", "others", "watch"),
     [
-        ("edq_ratio", 1 - judged_run.EDQ_TOLERANCE, -1, "losing updates", GOOD, {}),
-        ("edq_ratio", 1 + judged_run.EDQ_TOLERANCE, 1, "steps are off", GOOD, {}),
-        (STATE, 1 - rules.STATE_TOLERANCE, -1, "states are stuck", GOOD, {}),
-        (STATE, 1 + rules.STATE_TOLERANCE, 1, "steps are off", GOOD, {}),
-        ("edq_oracle_ratio", 1 - rules.ORACLE_TOLERANCE, -1, "steps are off", GOOD, {}),
-        ("edq_oracle_ratio", 1 + rules.ORACLE_TOLERANCE, 1, "steps are off", GOOD, {}),
-        ("lost_update_ratio", rules.LOST_TOLERANCE, 1, "losing updates", LOSING, {}),
-        ("decay_ratio", rules.DECAY_TOLERANCE, -1, "decay is lost", GOOD, FOREACH),
-        ("residual_fill_ratio", rules._FILL_TOLERANCE, 1, "residuals are off", GOOD, {}),
-        ("residual_dropped_ratio", rules._DROPPED_TOLERANCE, 1, "residuals are off", GOOD, {}),
+        ("edq_ratio", 1 - EDQ_TOLERANCE, -1, "losing updates", GOOD, {}),
+        ("edq_ratio", 1 + EDQ_TOLERANCE, 1, "steps are off", GOOD, {}),
+        (STATE, 1 - STATE_TOLERANCE, -1, "states are stuck", GOOD, {}),
+        (STATE, 1 + STATE_TOLERANCE, 1, "steps are off", GOOD, {}),
+        ("edq_oracle_ratio", 1 - states.ORACLE_TOLERANCE, -1, "steps are off", GOOD, {}),
+        ("edq_oracle_ratio", 1 + states.ORACLE_TOLERANCE, 1, "steps are off", GOOD, {}),
+        ("lost_update_ratio", updates.LOST.held, 1, "losing updates", LOSING, {}),
+        ("decay_ratio", states.DECAY.held, -1, "decay is lost", GOOD, FOREACH),
+        ("residual_fill_ratio", residuals.FILL.held, 1, "residuals are off", GOOD, {}),
+        ("residual_dropped_ratio", residuals.DROPPED.held, 1, "residuals are off", GOOD, {}),
         ("nonfinite_params", 0.0, 1, "not finite", GOOD, {}),
     ],
 )
@@ -41,7 +41,7 @@ def test_a_number_at_its_bound_is_not_beyond_it(key, bound, beyond, health, othe
 
 def test_a_layer_counts_from_its_share_and_its_residuals_from_their_number():
     """Its share of Σ u² must be beyond the tolerance; of few residuals all may have come to 0 by chance."""
-    share = judged_run.LAYER_TOLERANCE
+    share = case.LAYER_TOLERANCE
     lost = {"lost_update_ratio": 1.0, "update_error_ratio": 1.0, "edq_ratio": 0.0}
 
     def losing(norm):
@@ -55,7 +55,7 @@ def test_a_layer_counts_from_its_share_and_its_residuals_from_their_number():
         layers = {"a": layer(elements=elements, residual_dropped_ratio=dropped), "b": layer(norm=1.0)}
         return judged(GOOD, layers).health
 
-    assert emptied(rules._FEWEST_RESIDUALS) == "residuals are off"
-    assert emptied(rules._FEWEST_RESIDUALS - 1) == "healthy"
-    assert emptied(rules._FEWEST_RESIDUALS, rules._DROPPED_TOLERANCE) == "healthy"
+    assert emptied(residuals.FEWEST_RESIDUALS) == "residuals are off"
+    assert emptied(residuals.FEWEST_RESIDUALS - 1) == "healthy"
+    assert emptied(residuals.FEWEST_RESIDUALS, residuals.DROPPED.held) == "healthy"
     assert emptied(None) == "healthy"

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from collage_monitor.judgement.words import Advice, Choice, Finding
 from collage_monitor.strategies import more_exact, recommend
-from collage_monitor.wire import Trained, WatchInfo
+from collage_monitor.wire import Advice, Choice, Finding, Trained, WatchInfo
 
 __all__ = ["Lacking", "advice_for", "advice_of", "most_exact"]
 
@@ -36,13 +35,18 @@ _AVERAGE: Final = Advice(
     "keep the average in float32, as AveragedModel(model, avg_fn=get_ema_avg_fn(decay)).float() does, or round it "
     "stochastically",
 )
+_NOT_FINITE: Final = Advice(
+    "the run", "stop it, and resume from a checkpoint before this step with a lower learning rate or with clipping"
+)
 
 
-def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> tuple[Advice, ...]:
+def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> list[Advice]:
     """What to try against the findings, the deciding one first; an entry for each optimizer that can do better, and
     for an average of the weights that loses its updates."""
     lacking = _LACKING.get(findings[0].health) if findings else None
-    average = tuple(_AVERAGE for finding in findings if finding.key == "average_lost_ratio")
+    if findings and findings[0].health == "not finite":
+        return [_NOT_FINITE]
+    average = [_AVERAGE for finding in findings if finding.key == "average_lost_ratio"]
     if lacking is None or watch is None:
         return average
     stuck = [finding.key.removeprefix(_STATE) for finding in findings if finding.key.startswith(_STATE)]
@@ -52,7 +56,7 @@ def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> tuple[Adv
     told = [advice_for(entry, lacking, wide_states=wide, alone=alone) for entry in watch.trained]
     told = _of_one_dtype(watch.trained, told)
     named = any(entry.choices for entry in told if entry is not None)
-    return (*(entry for entry in told if entry is not None and (entry.choices or not named)), *average)
+    return [*(entry for entry in told if entry is not None and (entry.choices or not named)), *average]
 
 
 def advice_for(
@@ -78,10 +82,10 @@ def advice_for(
     )
     if not named:
         return None
-    choices = tuple(
+    choices = [
         Choice(_code(trained, entry.name), _bytes(trained, entry.bytes_of(*_moments(trained))), entry.name)
         for entry in named
-    )
+    ]
     first, *others = choices
     words = [f"try {_one_line(first.code)} ({_size(first)})"]
     words += [f'"{other.strategy}" ({other.bytes_per_parameter:.3g})' for other in others]
@@ -143,7 +147,7 @@ def _for_fp32_weights(trained: Trained, lacking: Lacking) -> Advice | None:
         return Advice(trained.optimizer, "keep the states in float32, as the weights are")
     choice = Choice(_code(trained, "plain"), 8.0 + 4 * sum(_moments(trained)), "plain")
     text = f"keep the states in float32, as the weights are: {_one_line(choice.code)} ({_size(choice)})"
-    return Advice(trained.optimizer, text, (choice,))
+    return Advice(trained.optimizer, text, [choice])
 
 
 def _to_fp32_weights(trained: Trained, narrow: Sequence[str], *, alone: bool) -> Advice | None:
@@ -167,7 +171,7 @@ def _to_fp32_weights(trained: Trained, narrow: Sequence[str], *, alone: bool) ->
     choice = Choice("\n".join(lines), trained.float32_bytes)
     why = "its gradients are sparse" if trained.sparse else f"no strategy here is for {trained.optimizer}"
     text = f"{why}: try fp32 weights, {before}: {_one_line(choice.code)} ({_size(choice)})"
-    return Advice(trained.optimizer, text, (choice,))
+    return Advice(trained.optimizer, text, [choice])
 
 
 def _of_one_dtype(trained: Sequence[Trained], told: list[Advice | None]) -> list[Advice | None]:
@@ -187,4 +191,4 @@ def _to_fp32_with_others(trained: Trained, whole: Advice) -> Advice:
     text = f"its weights become fp32 with those of {whole.optimizer}"
     if trained.optimizer == trained.fitting and trained.strategy != "plain":
         text += ': build it with strategy="plain"'
-    return Advice(trained.optimizer, f"{text} ({_size(choice)})", (choice,))
+    return Advice(trained.optimizer, f"{text} ({_size(choice)})", [choice])

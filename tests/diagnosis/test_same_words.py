@@ -17,8 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from collage_monitor.client import Client
 from collage_monitor.command import root, server
-from collage_monitor.judgement import finite, judge
-from collage_monitor.run_evidence import read_evidence
+from collage_monitor.diagnosis import finite
 from tests.agent.training import mlp, train
 from tests.agent_delivery.test_attempts import Application
 from tests.waiting import PATIENCE_SECONDS
@@ -66,13 +65,15 @@ def test_terminal_notebook_and_server_say_the_same(served, monkeypatch, make):
     assert here.health == "losing updates", here.text
     run.finish(seconds=PATIENCE_SECONDS)
 
-    read = read_evidence(client, run.run_id)
-    there = judge(read)
+    there = client.overview(run.run_id, fresh=True)
     assert (here.health, here.text) == (there.health, there.text)
     assert [finding.key for finding in here.findings] == [finding.key for finding in there.findings]
     assert here.deciding is not None
     assert here.deciding.value == pytest.approx(there.deciding.value if there.deciding else None, rel=1e-9)
-    for key, value in read.model.items():
+    assert (here.short, here.headline, here.findings[0].since) == (there.short, there.headline, there.since)
+    assert there.numbers.keys() >= {"edq_ratio", "update_error_ratio", "residual_zero_ratio"} & set(evidence.model)
+    # The server keeps more than the training, which keeps what a judgement reads.
+    for key, value in ((key, value) for key, value in there.numbers.items() if key in evidence.model):
         known = finite(evidence.model.get(key))
         assert finite(value) == (None if known is None else pytest.approx(known, rel=1e-9)), key
 
@@ -99,7 +100,7 @@ def test_an_average_that_stands_still_is_told_everywhere_of_a_run_whose_weights_
     assert summary["model"]["edq_ratio"] == pytest.approx(1.0, abs=0.01)
     run.finish(seconds=PATIENCE_SECONDS)
 
-    there = judge(read_evidence(client, run.run_id))
+    there = client.overview(run.run_id, fresh=True)
     assert (here.health, here.text, here.advised) == (there.health, there.text, there.advised)
     latest = client.latest(run.run_id).model
     series = client.series(run.run_id, "average_moved_ratio", layer="0.weight", points=100)

@@ -11,8 +11,7 @@ from starlette.testclient import TestClient
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.judgement import SilentRanks, judge, silent_ranks
-from collage_monitor.run_evidence import read_evidence
+from collage_monitor.diagnosis import SilentRanks, silent_ranks
 from tests.dashboard.generated import GeneratedRun
 from tests.server.conftest import Clock, Server
 
@@ -77,17 +76,17 @@ def test_two_of_four_ranks_fall_silent_and_what_they_hold_is_not_known(served):
     found = train(server, {0: ALL, 1: ALL, 2: HALF, 3: HALF})
     assert found.health == "unknown"
     assert found.headline == "2 of 4 ranks report since step 500: what the others hold is not known."
-    assert "50.0 % of the elements" in found.verdict
-    read = judge(read_evidence(client, "r1"))
-    assert (read.health, read.text) == (found.health, found.verdict), "the terminal says the same"
+    assert "50.0 % of the elements" in found.text
+    read = client.overview("r1", fresh=True)
+    assert (read.health, read.text) == (found.health, found.text), "the terminal says the same"
 
 
 def test_ranks_that_hold_copies_fall_silent_and_the_head_says_so(served):
     server, client = served
     found = train(server, {0: ALL, 1: ALL, 2: HALF, 3: HALF}, replicas=True)
-    assert found.health == "healthy", found.verdict
+    assert found.health == "healthy", found.text
     assert found.headline.endswith("; 2 of 4 ranks report since step 500.")
-    assert judge(read_evidence(client, "r1")).text == found.verdict
+    assert client.overview("r1", fresh=True).text == found.text
 
 
 @pytest.mark.parametrize("replicas", [False, True])
@@ -96,7 +95,7 @@ def test_ranks_that_never_spoke_are_missed_where_the_others_hold_no_copies(serve
     found = train(server, {0: ALL, 1: ALL}, replicas=replicas)
     assert found.health == ("healthy" if replicas else "unknown")
     assert "2 of 4 ranks report since step 20" in found.headline
-    assert judge(read_evidence(client, "r1")).text == found.verdict
+    assert client.overview("r1", fresh=True).text == found.text
 
 
 def test_a_report_that_is_on_its_way_is_no_silence():

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from collage_monitor import wire
-from collage_monitor.judgement import finite, percent
+from collage_monitor.diagnosis.evidence import finite
+from collage_monitor.diagnosis.words import percent
 from collage_monitor.onset import Onset
 from collage_monitor.wire import Number
 
@@ -22,6 +23,7 @@ __all__ = [
     "IncidentEvidence",
     "Span",
     "left_open",
+    "loaded_anew",
     "near_schedule_end",
     "restarted",
     "rose",
@@ -180,6 +182,17 @@ def restarted(evidence: IncidentEvidence) -> wire.Attempt | None:
         and (last is None or attempt.measured_from <= last)
     ]
     return max(begun, key=lambda attempt: attempt.attempt, default=None)
+
+
+def loaded_anew(evidence: IncidentEvidence) -> CauseVerdict:
+    """Whether the training was loaded again at these steps."""
+    if evidence.before is None:
+        return left_open("no step is known")
+    attempt = restarted(evidence)
+    if attempt is None:
+        return ruled_out("no attempt began at these steps")
+    began = f"attempt {attempt.attempt} began at step {attempt.first_step:,}"
+    return left_open(f"{began}; whether that was a restart on purpose was not reported")
 
 
 def near_schedule_end(evidence: IncidentEvidence) -> CauseVerdict:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from string import Template
 from typing import Any, Final, Literal
 
-from collage_monitor.alerts.causes import CauseVerdict, Check, IncidentEvidence, left_open
+from collage_monitor.diagnosis.causes import CauseVerdict, Check, IncidentEvidence, left_open
 from collage_monitor.metrics import METRICS, SCALARS
 
 __all__ = [
@@ -26,11 +26,10 @@ __all__ = [
     "about_runs",
     "about_the_server",
     "duration",
-    "finding_condition",
 ]
 
 Severity = Literal["info", "warning", "critical"]
-Measure = Literal["value", "distance", "recent", "share of quantile", "deviations", "growth", "age", "not finite"]
+Measure = Literal["value", "stands", "recent", "share of quantile", "deviations", "growth", "age", "not finite"]
 Label = tuple[str, Literal["=", "=~", "!~"], str]
 
 RECORDED: Final = {"collage:grad_norm": ("collage_grad_norm_unclipped", "collage_grad_norm")}
@@ -44,14 +43,13 @@ _SETTLE_STEPS: Final = 100
 class Condition:
     """Holds for each series called `series` whose `measure` compares with `threshold`.
 
-    "value": x, the newest value. "distance": |x − 1|. "recent": the newest value within the window, whatever its
-    age, if the run is still under the same strategy. "share of quantile": x divided by the series' own `quantile`
-    within the window, if that quantile is at least `quantile_from`: a share of a value near 0 is noise.
-    "deviations": (x − median) over the robust standard deviation IQR / 1.349 of the window, plus a hundredth of
-    |median|, so that a series without noise does not alarm at the first change. "growth": x minus its value a
-    window ago, or minus 0 if it had none. "age": seconds since the time x. "not finite": x is NaN or infinite;
-    there is no threshold.
-    """
+    "value": x, the newest value. "stands": x is there, whatever it is, of any layer. "recent": the newest value
+    within the window, whatever its age, if the run is still under the same strategy. "share of quantile": x divided
+    by the series' own `quantile` within the window, if that quantile is at least `quantile_from`: a share of a
+    value near 0 is noise. "deviations": (x − median) over the robust standard deviation IQR / 1.349 of the window,
+    plus a hundredth of |median|, so that a series without noise does not alarm at the first change. "growth": x
+    minus its value a window ago, or minus 0 if it had none. "age": seconds since the time x. "not finite": x is NaN
+    or infinite; there is no threshold."""
 
     series: str
     comparison: Literal["<", ">"] = ">"
@@ -65,10 +63,9 @@ class Condition:
         """Whether a single value is beyond the threshold; None where the measure needs the values around it."""
         if self.measure == "not finite":
             return not math.isfinite(value)
-        if self.measure not in {"value", "distance", "recent"}:
+        if self.measure not in {"value", "recent"}:
             return None
-        measured = abs(value - 1) if self.measure == "distance" else value
-        return measured < self.threshold if self.comparison == "<" else measured > self.threshold
+        return value < self.threshold if self.comparison == "<" else value > self.threshold
 
     def matches(self, labels: Iterable[tuple[str, str]]) -> bool:
         """Whether it is about the series with these labels."""
@@ -95,7 +92,7 @@ class Condition:
         begun = f"({series} unless {series} offset $window)"
         return {
             "value": f"{series} {against}",
-            "distance": f"abs({series} - 1) {against}",
+            "stands": f"max without(layer) ({series})",
             "recent": f"last_over_time({window}) {against} and on(run_id, strategy) collage_step",
             "share of quantile": f"{series} {against} * {past}",
             "deviations": f"({series} - {median}) / {deviation} {against}",
@@ -117,7 +114,8 @@ class Alert:
     first `warm_up_steps` nor in `settle_steps` after a resume. `on_by_default`: enabled whatever severity is asked
     for. `scope` "server": it is about the server, not a run. While the norm of the newest intended update is below
     `least_intended_share` of that usual in its last fifth, as at the end of a schedule to zero, a run is not
-    judged: what is lost of it is nothing.
+    judged: what is lost of it is nothing. `drawn`: where on the curve of a metric it begins; of an alert on gauges
+    its conditions.
     """
 
     name: str
@@ -131,6 +129,7 @@ class Alert:
     other_causes: tuple[str, ...]
     first_step: str
     conditions: tuple[Condition, ...] = ()
+    drawn: tuple[Condition, ...] = ()
     checks: tuple[Check, ...] = ()
     keep_firing_seconds: float = 0.0
     settle_steps: int = 0
@@ -147,8 +146,8 @@ class Alert:
     def described(self) -> dict[str, Any]:
         """The entry as plain values; its checks are code and stay out."""
         return {
-            entry.name: list(map(asdict, self.conditions))
-            if entry.name == "conditions"
+            entry.name: list(map(asdict, getattr(self, entry.name)))
+            if entry.name in {"conditions", "drawn"}
             else getattr(self, entry.name)
             for entry in fields(self)
             if entry.name != "checks"
@@ -175,12 +174,6 @@ class Alert:
         return [(cause, check(evidence)) for cause, check in zip(self.other_causes, checks, strict=False)]
 
 
-def finding_condition(key: str, comparison: Literal["<", ">"], threshold: float, *labels: Label) -> Condition:
-    """A condition on a number that the judgement holds against a run; `/metrics` shows it only then. labels: of its
-    series."""
-    return Condition("collage_finding", comparison, threshold, labels=(("key", "=", key), *labels))
-
-
 def about_runs(
     name: str,
     *conditions: Condition,
@@ -205,6 +198,7 @@ def about_runs(
         least_intended_share=least_intended_share,
         keep_firing_seconds=keep_firing_seconds,
         conditions=conditions,
+        drawn=conditions,
         **texts,
     )
 

@@ -1,0 +1,187 @@
+"""The memory of an optimizer between steps: averages that cannot decay, weight decay that is lost, steps that drift
+from those of an fp64 optimizer.
+
+In each alert `checks[i]` weighs `other_causes[i]`. Names of alerts are fixed: stored incidents, silences and
+Prometheus rules go by them. Bounds are stated in `docs/reference/verdict.md`, each with its case in
+`tests/diagnosis/test_judgement.py`; sentences are free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+from collage_monitor.diagnosis.case import Case
+from collage_monitor.diagnosis.causes import (
+    CauseVerdict,
+    IncidentEvidence,
+    left_open,
+    near_schedule_end,
+    rose,
+    ruled_out,
+    supported,
+    text_of,
+)
+from collage_monitor.diagnosis.evidence import state_decrements
+from collage_monitor.diagnosis.problem import Bound, Problem
+from collage_monitor.diagnosis.words import percent
+from collage_monitor.wire import Finding
+
+__all__ = ["DECAY", "ORACLE_TOLERANCE", "OWN_DECAY", "PROBLEMS", "STATE_TOLERANCE", "state_in_words"]
+
+STATE_TOLERANCE: Final = 0.1
+ORACLE_TOLERANCE: Final = 0.05
+OWN_DECAY: Final = frozenset({"foreach", "for-loop"})
+"""Implementations of a step that decay weights by an operation of its own."""
+_INTENDED: Final = 0.1
+"""As in `updates.py`."""
+_CATCHES_UP_STEPS: Final = 3000
+"""Steps until an oracle's second moment, at β₂ = 0.999, is that of its own gradients: three time constants."""
+_STUCK: Final = Bound("state_decrement_ratio", "<", 1 - STATE_TOLERANCE, wakes=-math.inf)
+_SECOND_MOMENT: Final = Bound("state_decrement_ratio/exp_avg_sq", "<", 1 - STATE_TOLERANCE, wakes=0.5)
+_FAST: Final = Bound("state_decrement_ratio", ">", 1 + STATE_TOLERANCE, wakes=math.inf)
+DECAY: Final = Bound("decay_ratio", "<", 0.5)
+_ORACLE_LOW: Final = Bound("edq_oracle_ratio", "<", 1 - ORACLE_TOLERANCE, wakes=0.75, to_nearest=True)
+_ORACLE_HIGH: Final = Bound("edq_oracle_ratio", ">", 1 + ORACLE_TOLERANCE, wakes=1.25, to_nearest=True)
+
+
+def state_in_words(case: Case, name: str, value: float) -> tuple[str, str]:
+    """(what is wrong in few words, "" if nothing is; a clause) about how a state's decrements, here `value` of
+    those intended, stand to what they should be."""
+    slack = STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}")
+    if value < 1 - slack:
+        return "is stuck", "does not decay as it should"
+    if value > 1 + slack:
+        return "decays too fast", "decays too fast"
+    return "", "decays as it should" if abs(1 - value) <= STATE_TOLERANCE else "is off by what chance may do"
+
+
+def _states(case: Case) -> Iterator[Finding]:
+    """A moving average in low precision whose decrements are below half a gap can only grow, and makes steps too
+    small; EDQ trusts the stored state, so it cannot see this."""
+    for name, value in state_decrements(case.model).items():
+        wrong, told = state_in_words(case, name, value)
+        if not wrong:
+            continue
+        key = f"state_decrement_ratio/{name}"
+        now, slack = case.moved(key), STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}")
+        moved = "" if now is None else f", {now:.3f} now"
+        health, bound = ("states are stuck", 1 - slack) if value < 1 else ("steps are off", 1 + slack)
+        text = f"the state {name} {told} ({value:.3f}{moved})"
+        yield Finding(health, text, key, value, bound, None, f"{name} {wrong}", now)
+
+
+def _decay(case: Case) -> Iterator[Finding]:
+    """Decay that the optimizer applies to the weights as a separate, rounded operation, as torch's optimizers
+    do."""
+    kept, seen = case.number(DECAY.metric), case.fingerprint
+    if kept is None or kept >= DECAY.held or seen is None or case.watch is None:
+        return
+    apart = set(seen.implementation.split(" and ")) <= OWN_DECAY and case.watch.intent != "rule"
+    if apart and not case.keeps_more_than_visible and not case.stochastic:
+        text = f"weight decay moves next to nothing ({percent(kept)} of it is kept)"
+        yield Finding("decay is lost", text, DECAY.metric, kept, DECAY.held, None, "weight decay is lost")
+
+
+def _oracle(case: Case) -> Iterator[Finding]:
+    """An fp64 optimizer with weights and states of its own sees every error that has ever entered the state."""
+    key = "edq_oracle_ratio"
+    value, low, high = (case.number(name) for name in (key, f"{key}_low", f"{key}_high"))
+    if value is None:
+        return
+    slack, now = ORACLE_TOLERANCE + case.chance("edq_oracle_noise_ratio"), case.moved(key)
+    text = f"EDQ against the oracle is {value:.3f}" + ("" if now is None else f" ({now:.3f} now)")
+    short = "steps are not the oracle's"
+    if value < 1 - slack and (high is None or high < 1 - ORACLE_TOLERANCE):
+        yield Finding("steps are off", text, key, value, 1 - ORACLE_TOLERANCE, None, short, now)
+    elif value > 1 + slack and (low is None or low > 1 + ORACLE_TOLERANCE):
+        yield Finding("steps are off", text, key, value, 1 + ORACLE_TOLERANCE, None, short, now)
+
+
+def _gradients_grow(evidence: IncidentEvidence) -> CauseVerdict:
+    return rose(evidence, "grad_norm", by=0.5)
+
+
+def _attached_late(evidence: IncidentEvidence) -> CauseVerdict:
+    steps, last = evidence.now("oracle_steps"), evidence.after.last_step if evidence.after else None
+    if steps is None or last is None or evidence.run is None:
+        return left_open("oracle_steps was not reported")
+    began = last - steps
+    if began <= (evidence.run.first_step or 1):
+        return ruled_out("the oracle is attached since the run began")
+    clause = f"the oracle attached {text_of(steps)} steps before, in the middle of the run"
+    return supported(clause) if steps < _CATCHES_UP_STEPS else ruled_out(f"{clause}: long enough to catch up")
+
+
+def _oracle_restarted(evidence: IncidentEvidence) -> CauseVerdict:
+    return rose(evidence, "oracle_restarts", by=0.0)
+
+
+PROBLEMS: Final = (
+    Problem.with_alert(
+        "CollageSecondMomentStuck",
+        _states,
+        _STUCK,
+        _SECOND_MOMENT,
+        _FAST,
+        for_seconds=900.0,
+        severity="warning",
+        on_by_default=True,
+        summary="the second moment decays less than half as much as it should",
+        meaning=(
+            "Its format rounds its decay away: the average can grow, but hardly shrink. As gradients fall, steps "
+            "become too small, and edq_ratio still reads 1."
+        ),
+        other_causes=(
+            "gradients that grow in every step: few elements should have shrunk, and the ratio is noisy",
+        ),
+        checks=(_gradients_grow,),
+        first_step=(
+            "Follow the run's advice, which names a way to keep the second moment that fits the optimizer. "
+            "Or lower β₂ to a value that the format can decay."
+        ),
+    ),
+    Problem.with_alert(
+        "CollageDecayLost",
+        _decay,
+        DECAY,
+        for_seconds=1800.0,
+        severity="warning",
+        summary="more than half of the weight decay is rounded away",
+        meaning=(
+            "The optimizer applies weight decay as a separate, rounded operation. Each decay is below half a "
+            "gap, so the weights do not change, and the run trains without the decay in its settings."
+        ),
+        other_causes=("the end of a learning-rate schedule, where decay is next to nothing by intent",),
+        checks=(near_schedule_end,),
+        first_step=(
+            "Look at decay_ratio by layer. Make the decay part of the update (every strategy here but plain "
+            "does so), or keep the weights in a wider format."
+        ),
+    ),
+    Problem.with_alert(
+        "CollageOracleDrift",
+        _oracle,
+        _ORACLE_LOW,
+        _ORACLE_HIGH,
+        for_seconds=1800.0,
+        least_intended_share=_INTENDED,
+        severity="warning",
+        summary="steps differ by more than a quarter from those of an optimizer in fp64",
+        meaning=(
+            "The oracle keeps its own weights and states in fp64 from the same gradients. The run's steps "
+            "are a quarter smaller or larger than the oracle's, so an error has gathered in the optimizer's "
+            "state."
+        ),
+        other_causes=(
+            "the oracle attached in the middle of a run, and its states have not caught up",
+            "weights that are written between steps: oracle_restarts counts how often the oracle began again",
+        ),
+        checks=(_attached_late, _oracle_restarted),
+        first_step=(
+            "Read state_decrement_ratio and oracle_step_norm_ratio. If a state does not decay, do what the run's "
+            "advice says."
+        ),
+    ),
+)

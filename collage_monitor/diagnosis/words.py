@@ -1,0 +1,66 @@
+"""The words of a verdict, and how numbers read in sentences.
+
+Names of verdicts are fixed (alerts, filters and scripts use them), sentences are free: raise `WORDS_VERSION` with
+them, and servers make their overviews again.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from collage_monitor.diagnosis.evidence import SilentRanks
+from collage_monitor.wire.overview import NO_PROBLEM
+
+__all__ = ["CAVEATS", "GRAVITY", "Health", "NO_PROBLEM", "WORDS_VERSION", "percent", "sentence", "silence"]
+
+WORDS_VERSION: Final = 9
+"""Raise it when a run may be judged or headlined otherwise than before while the package's version stays: what
+servers keep is then made again."""
+Health = Literal[
+    "healthy",
+    "not finite",
+    "losing updates",
+    "states are stuck",
+    "decay is lost",
+    "residuals are off",
+    "steps are off",
+    "average is off",
+    "unknown",
+]
+GRAVITY: Final[tuple[Health, ...]] = (
+    "not finite",
+    "losing updates",
+    "states are stuck",
+    "decay is lost",
+    "residuals are off",
+    "steps are off",
+    "average is off",
+)
+"""Bad words, the gravest first."""
+CAVEATS: Final = (
+    "What is lost before the optimizer (gradients accumulated or reduced in low precision) is invisible here. "
+    "float64 parameters cannot be measured. Sampling can miss a rare row of a large embedding."
+)
+"""Stated wherever the numbers are shown."""
+
+
+def silence(silent: SilentRanks) -> str:
+    """'2 of 4 ranks report since step 500'."""
+    return f"{silent.reporting} of {silent.expected} ranks report since step {silent.since:,}"
+
+
+def sentence(text: str) -> str:
+    """With a capital, except where it begins with a name of the code's, and a full stop."""
+    named = "_" in text.split(" ", 1)[0]
+    return f"{text if named else text[:1].upper() + text[1:]}."
+
+
+def percent(share: float) -> str:
+    """A share as it reads everywhere: one decimal, two where one would say 0 or all of it; 0 and 1 are exact."""
+    if share in (0.0, 1.0):
+        return f"{100 * abs(share):.0f} %"
+    for digits in (1, 2):
+        text = f"{100 * share:,.{digits}f}"
+        if float(text.replace(",", "")) not in (0.0, 100.0):
+            return f"{text} %"
+    return "< 0.01 %" if share < 0.5 else "> 99.99 %"
