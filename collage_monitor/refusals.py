@@ -1,6 +1,6 @@
 """Translates a server's refusal: an error of its kind, and the setting to change.
 
-The agent's `transport/delivery.py` keeps messages refused as `Unavailable` or `NotAuthorised`, and sends them
+The agent's `transport/sender.py` keeps messages refused as `Unavailable` or `NotAuthorised`, and sends them
 again; `transport/http.py` also retries `Unavailable` at once.
 """
 

@@ -25,7 +25,7 @@ import torch
 from msgspec import Struct
 
 from collage_agent.run_settings import read_settings, watch_defaults
-from collage_agent.transport.spool import waiting_spools
+from collage_agent.transport.report_log import waiting_spools
 from collage_monitor.certificates import trusted_certificates
 from collage_monitor.environment import ATTACH, EXIT_HOOKS, VARIABLES, launch_variables
 from collage_monitor.errors import ServerUnreachable

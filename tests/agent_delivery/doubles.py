@@ -14,6 +14,8 @@ from collage_agent.launch.identity import make_identity
 from collage_agent.measurement import Layout, Measurement
 from collage_agent.run import Run
 from collage_agent.run_settings import DeliveryLimits, read_settings
+from collage_agent.transport import MemoryTransport
+from collage_agent.transport.sender import send_folder
 
 from collage_monitor.wire import Layer, WatchInfo, decode_batch
 from tests.waiting import PATIENCE_SECONDS
@@ -52,6 +54,13 @@ def settings(folder, *, limits=QUICK, **arguments):
 def make_run(folder, transport=None, *, limits=QUICK, **arguments):
     chosen = settings(folder, limits=limits, **arguments)
     return Run(chosen, make_identity(chosen.run_id, environment=NO_ENVIRONMENT), transport)
+
+
+def arrived(folder):
+    """A server in memory, with what waits in the folder sent to it."""
+    transport = MemoryTransport()
+    send_folder(folder, transport, 0.0)
+    return transport
 
 
 class ServerDouble:

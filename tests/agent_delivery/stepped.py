@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
 from dataclasses import replace
 
 from collage_agent.transport import pipeline as pipelines
-from collage_agent.transport import spool
-from collage_agent.transport.delivery import Delivery
+from collage_agent.transport import report_log
 from collage_agent.transport.queue import BoundedQueue
+from collage_agent.transport.sender import Sender
 
 from tests.agent_delivery.doubles import QUICK, HandleDouble, make_run, measurement
 from tests.agent_delivery.unreliable import Deaths
@@ -52,7 +51,7 @@ class Disk:
 
     def __init__(self):
         self.troubles: list[str] = []
-        self._write = spool._write_all
+        self._write = report_log._write_all
 
     def write(self, descriptor, data, offset):
         trouble = self.troubles.pop(0) if self.troubles else "none"
@@ -100,9 +99,9 @@ def patch_surroundings(patch, clock, disk, server):
     patch.setattr(pipelines, "time", clock)
     patch.setattr(pipelines, "BoundedQueue", SteppedQueue)
     patch.setattr(pipelines, "HttpTransport", lambda *arguments, **options: server)
-    patch.setattr(spool, "_write_all", disk.write)
+    patch.setattr(report_log, "_write_all", disk.write)
     patch.setattr("collage_monitor.backoff.random", SteadyRandom())
-    patch.setitem(Delivery.__init__.__kwdefaults__, "clock", clock.monotonic)
+    patch.setitem(Sender.__init__.__kwdefaults__, "clock", clock.monotonic)
 
 
 class Process:
@@ -206,7 +205,3 @@ class Process:
     def _let_go(self):
         """A dead process holds no file."""
         self.pipeline.forget()
-        replay = self.pipeline._replay
-        if replay is not None and replay.current is not None:
-            with contextlib.suppress(OSError):
-                replay.current.spool.forget()

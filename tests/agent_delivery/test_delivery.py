@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from collage_agent.transport import MemoryTransport, spool
-from collage_agent.transport.delivery import Delivery
+from collage_agent.transport import MemoryTransport, report_log
 from collage_agent.transport.envelope import Envelope
-from collage_agent.transport.replay import Replay
 from collage_agent.transport.report_counts import ReportCounts
-from collage_agent.transport.spool import SpoolFile
+from collage_agent.transport.report_log import ReportLog
+from collage_agent.transport.sender import Sender
 
 from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable
 from collage_monitor.wire import (
@@ -18,7 +17,7 @@ from collage_monitor.wire import (
     RunCreate,
     decode_batch,
 )
-from tests.agent_delivery.doubles import QUICK, make_run
+from tests.agent_delivery.doubles import QUICK, arrived, make_run
 from tests.agent_delivery.stepped import RUN_ID, Clock, Disk, Process, patch_surroundings
 from tests.agent_delivery.unreliable import UnreliableServer
 from tests.waiting import until
@@ -28,30 +27,29 @@ HASTY = replace(QUICK, first_pause_seconds=0.001, longest_pause_seconds=0.002, l
 
 def test_what_gave_way_to_a_record_that_could_not_be_written_is_counted(tmp_path, monkeypatch):
     transport = MemoryTransport()
-    sender = Sender(tmp_path, transport, 0, spooled=True, spool_bytes=4_000)
-    sender.delivery.older_spools_first = True
-    shorten, write = SpoolFile._shorten, spool._write_all
+    stream = Stream(tmp_path, transport, 0, spooled=True, spool_bytes=4_000)
+    stream.held = True
+    shorten, write = ReportLog._shorten, report_log._write_all
 
     def full(descriptor, data, offset):
         raise OSError("no space left")
 
-    def shorten_and_fill(spool_file):
-        gave_way = shorten(spool_file)
-        monkeypatch.setattr(spool, "_write_all", full)
-        return gave_way
+    def shorten_and_fill(log):
+        shorten(log)
+        monkeypatch.setattr(report_log, "_write_all", full)
 
-    monkeypatch.setattr(SpoolFile, "_shorten", shorten_and_fill)
+    monkeypatch.setattr(ReportLog, "_shorten", shorten_and_fill)
     seq = 0
-    while spool._write_all is write:
-        sender.report(seq)
+    while report_log._write_all is write:
+        stream.report(seq)
         seq += 1
-    dropped = sender.counts.dropped
+    dropped = stream.counts.dropped
     assert dropped["spool_failed"] == 1
     assert dropped["spool_full"] > 5
-    sender.delivery.older_spools_first = False
-    assert sender.delivery.drain(seq, now=True)
-    assert sender.arrived == list(range(dropped["spool_full"], seq - 1))
-    assert sender.places == {"pending": 0, "spooled": 0, "sent": len(sender.arrived), **dropped}
+    stream.held = False
+    assert stream.sender.send_all(lambda sender: False)
+    assert stream.arrived == list(range(dropped["spool_full"], seq - 1))
+    assert stream.places == {"pending": 0, "spooled": 0, "sent": len(stream.arrived), **dropped}
 
 
 def test_torn_spools_of_the_same_run_do_not_keep_what_the_run_has(tmp_path, monkeypatch):
@@ -59,23 +57,14 @@ def test_torn_spools_of_the_same_run_do_not_keep_what_the_run_has(tmp_path, monk
     clock = Clock()
     patch_surroundings(monkeypatch, clock, Disk(), UnreliableServer(clock))
     for stream_id in ("earlier", "earliest"):
-        path = spool.spool_path(tmp_path, RUN_ID, stream_id)
+        path = report_log.spool_path(tmp_path, RUN_ID, stream_id)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(spool._MAGIC + b"torn")
+        path.write_bytes(report_log._MAGIC + b"torn")
     process = Process(tmp_path, offline=False)
     process.begin(1)
     process.log("item", 1)
     process.finish("finished")
     assert (process.run.reports_sent, process.run.reports_spooled) == (1, 0)
-
-
-def replayed(folder):
-    """What a calm server gets of the spools in a folder."""
-    calm = MemoryTransport()
-    replay = Replay(folder, folder / "none", calm, HASTY, lambda seconds: True)
-    while replay.step(100):
-        pass
-    return calm
 
 
 def gaps_of(transport):
@@ -110,7 +99,7 @@ def test_a_damaged_spool_arrives_without_what_was_damaged(tmp_path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
-    calm = replayed(tmp_path)
+    calm = arrived(tmp_path)
     (gap,) = gaps_of(calm)
     assert (gap.first_seq, gap.reason) == (gap.last_seq, "spool_damaged")
     assert sorted([report.seq for report in calm.reports] + [gap.first_seq]) == list(range(10))
@@ -131,29 +120,28 @@ class Scripted(MemoryTransport):
         return super().send(envelope, wait)
 
 
-class Sender:
-    """A delivery of `reports` reports in batches of four, and its accounts."""
+class Stream:
+    """A sender of `reports` reports in batches of four, and its accounts."""
 
     def __init__(self, folder, transport, reports, *, spooled, spool_bytes=2**30):
         self.transport = transport
         self.counts = ReportCounts()
         self.counts.add(reports)
-        self.delivery = Delivery(
-            transport, SpoolFile(folder / "own.spool", spool_bytes), QUICK, self.counts, clock=lambda: 0.0
-        )
-        self.delivery.older_spools_first = spooled
+        self.held = spooled
+        log = ReportLog(folder / "own.spool", spool_bytes, self.counts)
+        self.sender = Sender(transport, log, QUICK, held=lambda: self.held, clock=lambda: 0.0)
         self.send(RunCreate(run_id="run"))
         for first in range(0, reports, 4):
             batch = [Report(seq=seq, step=seq, time=1.0, scalars={"loss": 1.0}) for seq in range(first, first + 4)]
             self.send(ReportBatch(reports=batch))
-        self.delivery.older_spools_first = False
+        self.held = False
 
     def report(self, seq):
         self.counts.add()
         self.send(ReportBatch(reports=[Report(seq=seq, step=seq, time=1.0, scalars={"loss": 1.0})]))
 
     def send(self, body):
-        self.delivery.send(Envelope("project", "run", "stream", body))
+        self.sender.take(Envelope("project", "run", "stream", body))
 
     @property
     def places(self):
@@ -185,29 +173,28 @@ LATER = [
 def test_a_half_that_must_be_sent_later_holds_up_what_follows(tmp_path, script, sent, spooled):
     error = Unavailable("busy", status=503)
     transport = Scripted(None, TOO_LONG, *script, error)
-    sender = Sender(tmp_path, transport, 8, spooled=spooled)
+    stream = Stream(tmp_path, transport, 8, spooled=spooled)
     if spooled:
-        assert sender.delivery.drain(1)
-        assert not sender.delivery.drain(1)
-    assert (sender.delivery.last_error, sender.delivery.is_waiting) == (error, True)
-    assert sender.arrived == list(range(sent))
-    assert sender.places == {"pending": 0, "spooled": 8 - sent, "sent": sent}
-    assert sender.delivery.drain(10, now=True)
-    assert sender.arrived == list(range(8))
-    assert sender.places == {"pending": 0, "spooled": 0, "sent": 8}
-    assert (sender.delivery.last_error, sender.delivery.spool.is_empty) == (None, True)
+        stream.sender.drain()
+    assert (stream.sender.last_error, stream.sender.pause_seconds > 0) == (error, True)
+    assert stream.arrived == list(range(sent))
+    assert stream.places == {"pending": 0, "spooled": 8 - sent, "sent": sent}
+    assert stream.sender.drain(now=True)
+    assert stream.arrived == list(range(8))
+    assert stream.places == {"pending": 0, "spooled": 0, "sent": 8}
+    assert (stream.sender.last_error, stream.sender.log.is_empty) == (None, True)
 
 
 @pytest.mark.parametrize("later", [False, True])
 def test_gaps_of_a_batch_that_is_sent_in_halves_arrive_once(tmp_path, later):
     gap = ReportGap(first_seq=0, last_seq=3, reason="queue_full")
     transport = Scripted(None, TOO_LONG, *[Unavailable("busy", status=503)] * later)
-    sender = Sender(tmp_path, transport, 0, spooled=False)
-    sender.counts.add(4)
+    stream = Stream(tmp_path, transport, 0, spooled=False)
+    stream.counts.add(4)
     batch = [Report(seq=seq, step=seq, time=1.0, scalars={"loss": 1.0}) for seq in range(4, 8)]
-    sender.send(ReportBatch(reports=batch, gaps=[gap]))
-    assert sender.delivery.drain(10, now=True) == later
-    assert sender.arrived == [4, 5, 6, 7]
+    stream.send(ReportBatch(reports=batch, gaps=[gap]))
+    assert stream.sender.drain(now=True) == later
+    assert stream.arrived == [4, 5, 6, 7]
     assert gaps_of(transport) == [gap]
 
 
@@ -215,31 +202,31 @@ def test_gaps_of_a_batch_that_is_sent_in_halves_arrive_once(tmp_path, later):
 @pytest.mark.parametrize("registered", [False, True], ids=["while registering again", "at the repeat"])
 def test_a_server_that_lost_the_stream_and_is_busy_is_told_later(tmp_path, error, registered):
     transport = Scripted(None, LOST, *[None] * registered, error)
-    sender = Sender(tmp_path, transport, 8, spooled=False)
-    assert (sender.delivery.last_error, sender.delivery.is_waiting) == (error, True)
-    assert sender.places == {"pending": 0, "spooled": 8, "sent": 0}
-    assert sender.delivery.drain(10, now=True)
-    assert sender.arrived == list(range(8))
-    assert sender.places == {"pending": 0, "spooled": 0, "sent": 8}
+    stream = Stream(tmp_path, transport, 8, spooled=False)
+    assert (stream.sender.last_error, stream.sender.pause_seconds > 0) == (error, True)
+    assert stream.places == {"pending": 0, "spooled": 8, "sent": 0}
+    assert stream.sender.drain(now=True)
+    assert stream.arrived == list(range(8))
+    assert stream.places == {"pending": 0, "spooled": 0, "sent": 8}
 
 
 @pytest.mark.parametrize(
     ("script", "reason"), [([LOST], "refused_404"), ([None, LOST], "refused_404")], ids=["run", "reports"]
 )
 def test_a_server_that_does_not_take_the_stream_again_refuses_its_reports(tmp_path, script, reason):
-    sender = Sender(tmp_path, Scripted(None, LOST, *script), 8, spooled=False)
-    assert sender.places == {"pending": 0, "spooled": 0, "sent": 4, reason: 4}
-    assert sender.arrived == [4, 5, 6, 7]
-    assert gaps_of(sender.transport) == [ReportGap(first_seq=0, last_seq=3, reason=reason)]
+    stream = Stream(tmp_path, Scripted(None, LOST, *script), 8, spooled=False)
+    assert stream.places == {"pending": 0, "spooled": 0, "sent": 4, reason: 4}
+    assert stream.arrived == [4, 5, 6, 7]
+    assert gaps_of(stream.transport) == [ReportGap(first_seq=0, last_seq=3, reason=reason)]
 
 
 def test_nothing_is_sent_once_half_a_batch_has_heard_that_the_run_was_deleted(tmp_path):
-    sender = Sender(tmp_path, Scripted(None, TOO_LONG, NotFound("deleted", status=410)), 8, spooled=False)
-    assert sender.arrived == []
-    assert sender.places == {"pending": 0, "spooled": 0, "sent": 0, "run_deleted": 8}
+    stream = Stream(tmp_path, Scripted(None, TOO_LONG, NotFound("deleted", status=410)), 8, spooled=False)
+    assert stream.arrived == []
+    assert stream.places == {"pending": 0, "spooled": 0, "sent": 0, "run_deleted": 8}
 
 
 def test_reports_found_too_long_after_the_stream_was_told_again_go_in_halves(tmp_path):
-    sender = Sender(tmp_path, Scripted(None, LOST, None, TOO_LONG), 8, spooled=False)
-    assert sender.arrived == list(range(8))
-    assert sender.places == {"pending": 0, "spooled": 0, "sent": 8}
+    stream = Stream(tmp_path, Scripted(None, LOST, None, TOO_LONG), 8, spooled=False)
+    assert stream.arrived == list(range(8))
+    assert stream.places == {"pending": 0, "spooled": 0, "sent": 8}

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from collage_agent.launch.identity import agree, make_identity, new_id
-from collage_agent.transport.spool import abandoned_spools
+from collage_agent.transport.report_log import abandoned_spools
 
 from collage_monitor.wire import AttemptCreate, RunCreate, StreamCreate
 from tests.forking import TRAINING, fork, run_forked
@@ -185,11 +185,11 @@ def test_two_processes_under_torchrun_report_to_one_run(tmp_path):
     result = run_forked(TRAINING, *launcher, "--master-port", free_port(), script, environment=environment)
     assert result.returncode == 0, result.stderr
     found = []
-    for spool in abandoned_spools(tmp_path / "data", tmp_path):
-        while (envelope := spool.peek()) is not None:
+    for log in abandoned_spools(tmp_path / "data", tmp_path):
+        while (envelope := log.first()) is not None:
             found.append(envelope)
-            spool.advance()
-        spool.close()
+            log.acknowledge()
+        log.close()
 
     def bodies(kind):
         return [envelope.body for envelope in found if isinstance(envelope.body, kind)]

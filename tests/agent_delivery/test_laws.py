@@ -1,6 +1,6 @@
 """Delivery as a law: whatever fails, each report arrives once and in order, or is counted and numbered as given up.
 
-Queue, stream, delivery, spool and replay are the real ones; training, server, disk and clock are the test's. A
+Queue, stream, log and sender are the real ones; training, server, disk and clock are the test's. A
 process dies at any turn, within a message and within a write.
 """
 
@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from collage_agent.transport import spool
-from collage_agent.transport.replay import send_spools
+from collage_agent.transport import report_log
+from collage_agent.transport.sender import send_folder
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -125,14 +125,14 @@ class DeliveryMachine(RuleBasedStateMachine):
         opened = []
 
         def abandoned(folder, own):
-            for found in spool.abandoned_spools(folder, own):
+            for found in report_log.abandoned_spools(folder, own):
                 opened.append(found)
                 yield found
 
         with self.patch.context() as patch, self.server.hurried():
-            patch.setattr("collage_agent.transport.replay.abandoned_spools", abandoned)
+            patch.setattr("collage_agent.transport.sender.abandoned_spools", abandoned)
             try:
-                send_spools(self.path, self.server, seconds, sleep=self.clock.sleep, clock=self.clock.monotonic)
+                send_folder(self.path, self.server, seconds, sleep=self.clock.sleep, clock=self.clock.monotonic)
             except SystemExit:
                 for found in opened:
                     found.forget()
@@ -164,10 +164,10 @@ class DeliveryMachine(RuleBasedStateMachine):
             self.end(slot, "finished", [])
             assert process.offline or not process.run.reports_spooled, "a server that is well was not told all"
         with self.server.hurried():
-            outcome = send_spools(self.path, self.server, 100.0, sleep=self.clock.sleep, clock=self.clock.monotonic)
+            outcome = send_folder(self.path, self.server, 100.0, sleep=self.clock.sleep, clock=self.clock.monotonic)
         assert outcome.error is None
         left = [path.read_bytes() for path in self.path.glob("spool/*/*.spool")]
-        assert not any(content.startswith(spool._MAGIC) for content in left), "a spool was not sent"
+        assert not any(content.startswith(report_log._MAGIC) for content in left), "a spool was not sent"
         assert not self.server.broken, self.server.broken
         for ended in self.ended:
             ended.check(self.server)

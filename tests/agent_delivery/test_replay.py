@@ -6,14 +6,14 @@ import pytest
 from click.testing import CliRunner
 from collage_agent.command.sync import sync
 from collage_agent.transport import MemoryTransport
-from collage_agent.transport.replay import send_spools
-from collage_agent.transport.spool import SpoolFile, spool_path
+from collage_agent.transport.report_log import ReportLog, spool_path
+from collage_agent.transport.sender import send_folder
 
 from collage_monitor.command import root
 from collage_monitor.errors import NotAuthorised, ServerUnreachable, Unavailable
 from collage_monitor.wire import RunCreate, RunUpdate
 from tests.agent_delivery.doubles import make_run
-from tests.agent_delivery.test_spool import reports
+from tests.agent_delivery.test_report_log import reports
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def invoke(*arguments):
 def test_runs_are_sent_in_the_order_in_which_they_were_made(tmp_path):
     leave_behind(tmp_path, 3)
     transport = MemoryTransport()
-    outcomes = send_spools(tmp_path, transport, 0.0)
+    outcomes = send_folder(tmp_path, transport, 0.0)
     assert [entry.run_id for entry in outcomes.spools] == ["run-3", "run-2", "run-1"]
     assert [entry.sent for entry in outcomes.spools] == [5, 5, 5]
     created = [message.run_id for message in transport.messages if isinstance(message, RunCreate)]
@@ -73,13 +73,14 @@ def test_without_a_server_everything_stays_and_the_command_fails(tmp_path, serve
 
 
 def test_a_spool_of_a_living_process_is_left_to_it(tmp_path, server):
-    spool = SpoolFile(spool_path(tmp_path, "run", "stream"))
-    spool.append(reports(0))
+    log = ReportLog(spool_path(tmp_path, "run", "stream"))
+    log.append(reports(0))
+    log.keep()
     result = invoke("--server-url", server.url, "--dir", tmp_path)
     assert result.exit_code == 0
     assert "1 files belong to runs that are alive" in result.output
     assert server.requests == []
-    spool.close()
+    log.close()
 
 
 class Failing(MemoryTransport):
@@ -107,7 +108,7 @@ def test_a_server_that_is_away_for_a_moment_is_waited_for(tmp_path, error):
         slept.append(seconds)
         now[0] += seconds
 
-    outcomes = send_spools(tmp_path, Failing(error), 30.0, sleep=sleep, clock=lambda: now[0])
+    outcomes = send_folder(tmp_path, Failing(error), 30.0, sleep=sleep, clock=lambda: now[0])
     assert [entry.sent for entry in outcomes.spools] == [5]
     assert outcomes.error is None
     assert sum(slept) >= (getattr(error, "retry_after_seconds", None) or 0.1)
@@ -116,7 +117,7 @@ def test_a_server_that_is_away_for_a_moment_is_waited_for(tmp_path, error):
 def test_a_wrong_token_is_said_at_once(tmp_path):
     leave_behind(tmp_path, 2)
     slept: list[float] = []
-    outcomes = send_spools(tmp_path, Failing(NotAuthorised("no", status=401)), 30.0, sleep=slept.append)
+    outcomes = send_folder(tmp_path, Failing(NotAuthorised("no", status=401)), 30.0, sleep=slept.append)
     assert (outcomes.error, slept) == ("no", [])
     assert [entry.bytes_left > 0 for entry in outcomes.spools] == [True]
     assert len(list(tmp_path.glob("spool/*/*"))) == 2

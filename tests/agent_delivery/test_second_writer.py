@@ -11,7 +11,7 @@ from collage_agent.run import Run
 from collage_agent.run_settings import is_second_writers, read_settings
 from collage_agent.session import _SESSION
 from collage_agent.transport import MemoryTransport
-from collage_agent.transport.replay import send_spools
+from collage_agent.transport.sender import send_folder
 from torch import nn
 
 from collage_monitor.errors import NotFound, ServerRefusal
@@ -135,7 +135,7 @@ def test_what_it_left_is_sent_after_the_trainings_and_holds_up_no_other_run(tmp_
         run.log({"accuracy": 1.0}, step=1)
         run.finish()
     transport = Registry()
-    outcome = send_spools(tmp_path, transport, 0.0)
+    outcome = send_folder(tmp_path, transport, 0.0)
     assert [(entry.run_id, entry.sent) for entry in outcome.spools] == [
         ("r1", 1),
         ("r2", 1),

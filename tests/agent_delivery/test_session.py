@@ -15,6 +15,7 @@ from torch import nn
 
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate, array_from_bytes
+from tests.agent_delivery.doubles import arrived
 from tests.forking import TORCH, TRAINING, run_forked
 
 pytestmark = pytest.mark.slow
@@ -263,7 +264,7 @@ def test_a_script_that_forgets_finish_loses_nothing(tmp_path):
     result = run_python(code)
     assert result.returncode == 0, result.stderr
     assert "100 reports of run forgetful wait in" in result.stdout
-    transport = replayed(tmp_path)
+    transport = arrived(tmp_path)
     assert [report.step for report in transport.reports] == list(range(1, 101))
     assert transport.messages[-1] == RunUpdate(state="finished")
 
@@ -276,7 +277,7 @@ def test_a_script_that_fails_marks_the_run_failed(tmp_path):
         raise RuntimeError("diverged")
     """
     assert run_python(code).returncode == 1
-    assert replayed(tmp_path).messages[-1] == RunUpdate(state="failed")
+    assert arrived(tmp_path).messages[-1] == RunUpdate(state="failed")
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,7 @@ def test_the_status_of_an_exit_decides_whether_the_run_failed(tmp_path, ending, 
         {ending}
     """
     assert run_python(code).returncode == status
-    assert replayed(tmp_path).messages[-1] == RunUpdate(state=state)
+    assert arrived(tmp_path).messages[-1] == RunUpdate(state=state)
 
 
 def test_a_forked_child_reports_under_a_stream_of_its_own(tmp_path):
@@ -327,7 +328,7 @@ def test_a_forked_child_reports_under_a_stream_of_its_own(tmp_path):
     """
     result = run_python(code)
     assert result.returncode == 0, result.stderr
-    transport = replayed(tmp_path)
+    transport = arrived(tmp_path)
     streams = of_kind(transport, StreamCreate)
     assert len({stream.stream_id for stream in streams}) == 2
     assert len({stream.process_id for stream in streams}) == 2
@@ -350,19 +351,6 @@ def test_a_forked_child_that_reports_nothing_leaves_nothing(tmp_path):
     result = run_python(code)
     assert result.returncode == 0, result.stderr
     assert len(list(tmp_path.glob("spool/*/*.spool"))) == 1
-
-
-def replayed(folder):
-    """What an online run would send of the spools in a folder."""
-    from collage_agent.transport.replay import Replay
-
-    from tests.agent_delivery.doubles import QUICK
-
-    transport = MemoryTransport()
-    replay = Replay(folder, folder / "none", transport, QUICK, lambda seconds: True)
-    while replay.step(100):
-        pass
-    return transport
 
 
 def test_init_and_log_do_not_wait_for_a_server_that_hangs(server):

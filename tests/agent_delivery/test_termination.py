@@ -5,10 +5,9 @@ import signal
 import textwrap
 
 import pytest
-from collage_agent.transport import MemoryTransport
-from collage_agent.transport.replay import send_spools
 
 from collage_monitor.wire import RunUpdate
+from tests.agent_delivery.doubles import arrived
 from tests.forking import TRAINING, fork
 from tests.waiting import PATIENCE_SECONDS
 
@@ -56,12 +55,6 @@ def start(tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-def arrived(folder):
-    transport = MemoryTransport()
-    send_spools(folder, transport, 0.0)
-    return transport
 
 
 @pytest.mark.parametrize("loop", [IN_PYTHON, IN_NATIVE_CODE], ids=["python", "native"])

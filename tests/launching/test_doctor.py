@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from collage_agent import doctor as machine
 from collage_agent.command.doctor import doctor
 from collage_agent.doctor import TRIED_LIBRARIES, delivery_checks, machine_checks
-from collage_agent.transport.spool import spool_path
+from collage_agent.transport.report_log import spool_path
 
 from tests.launching.programs import bootstrap
 from tests.ports import free_port

@@ -14,7 +14,7 @@ from collage_monitor.command.server import server_options
 from collage_monitor.local import data_folder, find_token
 
 if TYPE_CHECKING:
-    from collage_agent.transport.replay import ReplayOutcome
+    from collage_agent.transport.sender import FolderOutcome
 
 __all__ = ["sync"]
 
@@ -41,13 +41,13 @@ def sync(server_url: str, token: str | None, as_json: bool, folder: Path | None,
     """
     from collage_agent.run_settings import DeliveryLimits
     from collage_agent.transport.http import HttpTransport
-    from collage_agent.transport.replay import send_spools
+    from collage_agent.transport.sender import send_folder
 
     where = data_folder(folder)
     transport = HttpTransport(server_url, lambda: token or find_token(server_url, where), DeliveryLimits())
     try:
         with progress(f"send what is in {where / 'spool'}"):
-            outcomes = send_spools(where, transport, seconds)
+            outcomes = send_folder(where, transport, seconds)
     finally:
         transport.close()
     if as_json:
@@ -58,7 +58,7 @@ def sync(server_url: str, token: str | None, as_json: bool, folder: Path | None,
         raise SystemExit(1)
 
 
-def _tell(outcomes: ReplayOutcome, folder: Path) -> None:
+def _tell(outcomes: FolderOutcome, folder: Path) -> None:
     for entry in outcomes.spools:
         dropped = "".join(f", {count} given up ({reason})" for reason, count in entry.dropped.items())
         left = f", {entry.bytes_left} bytes left" if entry.bytes_left else ""

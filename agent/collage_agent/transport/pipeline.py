@@ -1,7 +1,7 @@
 """The queue of a process's reports, and the daemon thread that delivers them.
 
-`run.py` puts items in; the thread makes reports of them (`stream_sender.py`) and delivers them (`delivery.py`). It
-owns the thread's life: fork, interpreter exit and the deadline of `finish` (`tests/agent_delivery/`).
+`run.py` puts items in; the thread makes reports of them (`stream_sender.py`) and sends them (`sender.py`). It owns
+the thread's life: fork, interpreter exit and the deadline of `finish` (`tests/agent_delivery/`).
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final, Literal
 
 from collage_agent.launch.identity import Identity
 from collage_agent.mirrors.mirroring import Mirrors
 from collage_agent.run_settings import Resume, Settings
-from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import WORKER_THREAD_NAME, Transport
 from collage_agent.transport.http import HttpTransport
 from collage_agent.transport.queue import BoundedQueue
-from collage_agent.transport.replay import Replay
 from collage_agent.transport.report_counts import ReportCounts
-from collage_agent.transport.spool import SpoolFile, spool_path
+from collage_agent.transport.report_log import ReportLog, abandoned_spools, spool_path
+from collage_agent.transport.sender import LeftLogs, Sender
 from collage_agent.transport.stream_sender import StreamSender
 from collage_monitor.errors import CollageError, Unavailable
 
@@ -29,7 +29,6 @@ __all__ = ["DeliveryPipeline", "FinalState"]
 
 _LOG = logging.getLogger("collage_agent")
 _IDLE_SECONDS: Final = 1.0
-_ENVELOPES_PER_CYCLE: Final = 20
 
 FinalState = Literal["finished", "failed"] | None
 
@@ -57,31 +56,27 @@ class DeliveryPipeline:
         self.counts = ReportCounts()
         self.cpu_seconds = 0.0
         """CPU that the thread has used, brought up to date after each round."""
-        self._spool = SpoolFile(
-            spool_path(settings.folder, identity.run_id, identity.stream_id), limits.spool_bytes
-        )
         self._limits = limits
         self._resume = resume
         self.queue = BoundedQueue(
             limits.queue_steps, limits.queue_bytes, limits.step_seconds, self.counts, before_first_step=self.begin
         )
         self._ending = threading.Event()
-        self._replay: Replay | None = None
+        path = spool_path(settings.folder, identity.run_id, identity.stream_id)
+        others: Iterator[ReportLog] = iter(())
         if settings.mode == "offline":
             transport = None
         elif transport is None:
+            others = abandoned_spools(settings.folder, path)
             transport = HttpTransport(
                 settings.address, lambda: settings.token, limits, check_first=settings.server_url is None
             )
-            self._replay = Replay(
-                settings.folder, self._spool.path, transport, limits, self._ending.wait, on_unreachable
-            )
         self._transport = transport
-        self._delivery = Delivery(
-            transport, self._spool, limits, self.counts, wait=self._ending.wait, on_unreachable=on_unreachable
-        )
-        self._sender = StreamSender(settings, identity, self._delivery, self._mirrors.take)
-        self._begun = False
+        sender = partial(Sender, transport, limits=limits, wait=self._ending.wait, on_unreachable=on_unreachable)
+        self._left = LeftLogs(others, path, sender)
+        self._own = sender(log=ReportLog(path, limits.spool_bytes, self.counts), held=self._left.must_go_first)
+        self._stream = StreamSender(settings, identity, self._own, self._mirrors.take)
+        self._begun = self._went = False
         self._deadline = 0.0
         self._state: FinalState = None
         self._logged_types: set[type[Exception]] = set()
@@ -109,17 +104,17 @@ class DeliveryPipeline:
 
     def forget(self) -> None:
         """In a forked child: drop what belongs to the parent, without touching its locks."""
-        self._spool.forget()
+        self._own.log.forget()
+        self._left.forget()
 
     def _run(self) -> None:
-        self._guarded(self._hold_behind_older_spools)
-        self._guarded(lambda: self._sender.register_run(self._resume))
+        self._guarded(lambda: self._stream.register_run(self._resume))
         while not self._ending.is_set():
-            self.queue.wait_for_steps(self._limits.linger_seconds, self._longest_wait())
+            self.queue.wait_for_steps(self._limits.linger_seconds, 0.0 if self._went else _IDLE_SECONDS)
             self._round()
         while len(self.queue):
             self._round()
-        self._guarded(lambda: self._sender.finish(self._state))
+        self._guarded(lambda: self._stream.finish(self._state))
         self._mirrors.close()
         self._guarded(self._flush)
         self._guarded(self._close)
@@ -128,62 +123,44 @@ class DeliveryPipeline:
     def _round(self) -> None:
         entries = self.queue.take(self._limits.batch_reports)
         if entries:
-            self._guarded(lambda: self._sender.take(entries))
-        self._guarded(lambda: self._delivery.drain(_ENVELOPES_PER_CYCLE))
-        self._guarded(self._send_older_spools)
+            self._guarded(lambda: self._stream.take(entries))
+        self._guarded(self._send_left)
         self.cpu_seconds = time.thread_time()
 
-    def _longest_wait(self) -> float:
-        """Seconds to wait for the next item: 0 while spooled reports can be sent."""
-        delivery = self._delivery
-        own_work = not (delivery.spool.is_empty or delivery.is_waiting or delivery.older_spools_first)
-        return 0.0 if self._transport is not None and (own_work or self._may_replay()) else _IDLE_SECONDS
+    def _send_left(self) -> bool:
+        """Send some of what is on disk; True if some went, so that there may be more."""
+        self._went = False
+        self._went = any(sender.drain() for sender in self._senders())
+        return self._went
 
-    def _may_replay(self) -> bool:
-        replay = self._replay
-        return replay is not None and replay.is_ready and self._delivery.last_error is None
-
-    def _send_older_spools(self) -> bool:
-        went = self._replay is not None and self._may_replay() and self._replay.step(_ENVELOPES_PER_CYCLE)
-        self._hold_behind_older_spools()
-        return went
-
-    def _hold_behind_older_spools(self) -> None:
-        self._delivery.older_spools_first = self._replay is not None and self._replay.must_go_first
+    def _senders(self) -> Iterator[Sender]:
+        """Those whose turn it is: a log of this run that must go first, else the own, and behind it all others."""
+        if not self._left.must_go_first():
+            yield self._own
+        if self._own.last_error is None and (left := self._left.sender) is not None:
+            yield left
 
     def _flush(self) -> None:
-        while self._replay is not None and self._replay.must_go_first:
-            assert self._replay.current is not None
-            if not self._send_all(self._replay.current):
+        """Send what is left within the deadline; of other runs only what is taken at once."""
+        while self._left.must_go_first() and (older := self._left.sender) is not None:
+            if not older.send_all(self._may_wait, self._deadline):
                 break
-            self._replay.step(_ENVELOPES_PER_CYCLE)
-        self._hold_behind_older_spools()
-        self._send_all(self._delivery)
-        while time.monotonic() < self._deadline and self._send_older_spools():
-            pass
+        if self._own.send_all(self._may_wait, self._deadline):
+            while time.monotonic() < self._deadline and self._send_left():
+                pass
 
-    def _send_all(self, delivery: Delivery) -> bool:
-        """Empty a spool; True when it is empty.
-
-        A busy server is retried until the deadline; an unreachable one is tried once, however lately it failed: the
-        end of the run cuts earlier tries short.
-        """
-        while not delivery.spool.is_empty:
-            if time.monotonic() > self._deadline:
-                return False
-            if delivery.drain(_ENVELOPES_PER_CYCLE, now=True):
-                continue
-            resumes_in_time = time.monotonic() + delivery.pause_seconds < self._deadline
-            if not (isinstance(delivery.last_error, Unavailable) and resumes_in_time):
-                # What was left may have been a torn end, of which nothing goes.
-                return delivery.spool.is_empty
-            time.sleep(delivery.pause_seconds)
-        return True
+    def _may_wait(self, sender: Sender) -> bool:
+        """A busy server is asked again before the deadline; an unreachable one was tried once, however lately it
+        failed: the end of the run cuts earlier tries short."""
+        pause = sender.pause_seconds
+        fits = isinstance(sender.last_error, Unavailable) and time.monotonic() + pause < self._deadline
+        if fits:
+            time.sleep(pause)
+        return fits
 
     def _close(self) -> None:
-        if self._replay is not None:
-            self._replay.close()
-        self._spool.close()
+        self._left.close()
+        self._own.log.close()
         if self._transport is not None:
             self._transport.close()
 

@@ -15,10 +15,10 @@ from typing import Literal
 from collage_agent.launch.identity import Identity
 from collage_agent.mirrors.mirroring import MeasuredTotals
 from collage_agent.run_settings import DeliveryLimits, Resume, Settings
-from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Body, Envelope
 from collage_agent.transport.queue import AttemptStart, Item, LoggedScalars, MeasuredStep, StepItems, WatchChange
 from collage_agent.transport.report_maker import ReportMaker, SteadyTime
+from collage_agent.transport.sender import Sender
 from collage_monitor.wire import AttemptCreate, Report, ReportBatch, RunCreate, RunUpdate, StreamCreate
 
 __all__ = ["StreamSender"]
@@ -39,7 +39,7 @@ class StreamSender:
         self,
         settings: Settings,
         identity: Identity,
-        delivery: Delivery,
+        sender: Sender,
         mirror: Callable[[list[MeasuredTotals]], None] = lambda measured: None,
     ) -> None:
         """mirror: is handed each measured step's totals; never raises."""
@@ -47,8 +47,8 @@ class StreamSender:
         self._mirror = mirror
         self._limits: DeliveryLimits = settings.limits
         self._identity = identity
-        self._delivery = delivery
-        self._counts = delivery.counts
+        self._sender = sender
+        self._counts = sender.log.counts
         self._time = SteadyTime()
         self._prefix = f"{identity.role}/" if identity.role is not None else ""
         self._maker = ReportMaker(self._time, self._prefix)
@@ -105,7 +105,7 @@ class StreamSender:
         """Send the waiting values, and mark the run as `state` (None leaves it to another process)."""
         self._send_steps(self._waited())
         dropped = self._dropped
-        if self._first_step is not None and dropped > self._reported_dropped and self._delivery.stopped is None:
+        if self._first_step is not None and dropped > self._reported_dropped and self._sender.stopped is None:
             self._counts.add()
             name = f"{self._prefix}reports_dropped"
             report = self._maker.scalars_report(self._last_step, time.time(), {name: float(dropped)})
@@ -235,7 +235,7 @@ class StreamSender:
 
     def _send(self, body: Body) -> None:
         identity = self._identity
-        self._delivery.send(Envelope(self._settings.project, identity.run_id, identity.stream_id, body))
+        self._sender.take(Envelope(self._settings.project, identity.run_id, identity.stream_id, body))
 
 
 def _is_counted(item: Item) -> bool:
