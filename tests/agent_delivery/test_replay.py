@@ -10,9 +10,10 @@ from collage_agent.transport.report_log import ReportLog, spool_path
 from collage_agent.transport.sender import send_folder
 
 from collage_monitor.command import root
-from collage_monitor.errors import NotAuthorised, ServerUnreachable, Unavailable
+from collage_monitor.errors import NotAuthorised, NotFound, ServerUnreachable, Unavailable
 from collage_monitor.wire import RunCreate, RunUpdate
 from tests.agent_delivery.doubles import make_run
+from tests.agent_delivery.test_delivery import Scripted
 from tests.agent_delivery.test_report_log import reports
 
 pytestmark = pytest.mark.slow
@@ -83,19 +84,6 @@ def test_a_spool_of_a_living_process_is_left_to_it(tmp_path, server):
     log.close()
 
 
-class Failing(MemoryTransport):
-    """Fails with the given errors first."""
-
-    def __init__(self, *errors):
-        super().__init__()
-        self.errors = list(errors)
-
-    def send(self, envelope, wait):
-        if self.errors:
-            raise self.errors.pop(0)
-        return super().send(envelope, wait)
-
-
 @pytest.mark.parametrize(
     "error", [ServerUnreachable("away"), Unavailable("busy", status=503, retry_after_seconds=7.0)]
 )
@@ -108,16 +96,23 @@ def test_a_server_that_is_away_for_a_moment_is_waited_for(tmp_path, error):
         slept.append(seconds)
         now[0] += seconds
 
-    outcomes = send_folder(tmp_path, Failing(error), 30.0, sleep=sleep, clock=lambda: now[0])
+    outcomes = send_folder(tmp_path, Scripted(error), 30.0, sleep=sleep, clock=lambda: now[0])
     assert [entry.sent for entry in outcomes.spools] == [5]
     assert outcomes.error is None
     assert sum(slept) >= (getattr(error, "retry_after_seconds", None) or 0.1)
 
 
+def test_a_server_that_loses_the_stream_meanwhile_is_told_of_it_again(tmp_path):
+    leave_behind(tmp_path, 1)
+    transport = Scripted(None, None, None, NotFound("no such stream", status=404))
+    outcomes = send_folder(tmp_path, transport, 0.0)
+    assert [(entry.sent, entry.dropped) for entry in outcomes.spools] == [(5, {})]
+
+
 def test_a_wrong_token_is_said_at_once(tmp_path):
     leave_behind(tmp_path, 2)
     slept: list[float] = []
-    outcomes = send_folder(tmp_path, Failing(NotAuthorised("no", status=401)), 30.0, sleep=slept.append)
+    outcomes = send_folder(tmp_path, Scripted(NotAuthorised("no", status=401)), 30.0, sleep=slept.append)
     assert (outcomes.error, slept) == ("no", [])
     assert [entry.bytes_left > 0 for entry in outcomes.spools] == [True]
     assert len(list(tmp_path.glob("spool/*/*"))) == 2

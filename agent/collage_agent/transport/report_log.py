@@ -146,7 +146,7 @@ class ReportLog:
         Damaged records are left out with a log line.
         """
         while self.bytes_left and not self._record:
-            record = _next_record(self._opened(), self._cursor, self._end)
+            record = next(_records(self._opened(), self._cursor, self._end), None)
             until = self._end if record is None else record.begin
             if until > self._cursor:
                 _LOG.warning("%s: %d bytes are left out: damaged or torn", self.path, until - self._cursor)
@@ -424,23 +424,14 @@ def _packed(envelope: Envelope) -> bytes:
     return _HEADER.pack(_MARK, len(payload), zlib.crc32(payload)) + payload
 
 
-def _next_record(descriptor: int, begin: int, end: int) -> _Record | None:
-    """The first whole record of a file at or behind `begin` and before `end`; None when there is none."""
+def _records(descriptor: int, begin: int, end: int) -> Iterator[_Record]:
+    """All whole records between two places of a file."""
     position: int | None = begin
     while position is not None:
         record = _record_at(descriptor, position, end)
         if record is not None:
-            return record
-        position = _next_mark(descriptor, position + 1, end)
-    return None
-
-
-def _records(descriptor: int, begin: int, end: int) -> Iterator[_Record]:
-    """All whole records between two places of a file."""
-    record = _next_record(descriptor, begin, end)
-    while record is not None:
-        yield record
-        record = _next_record(descriptor, record.end, end)
+            yield record
+        position = _next_mark(descriptor, position + 1, end) if record is None else record.end
 
 
 def _copy_range(source: int, begin: int, end: int, target: int, offset: int) -> None:
@@ -485,13 +476,9 @@ def _record_at(descriptor: int, position: int, end: int) -> _Record | None:
 
 
 def _next_mark(descriptor: int, position: int, end: int) -> int | None:
-    while position < end:
+    for begin in range(position, end, _READ_BYTES):
         # Blocks overlap by a mark's length, so that none is missed on a border.
-        data = os.pread(descriptor, min(_READ_BYTES + len(_MARK) - 1, end - position), position)
-        found = data.find(_MARK)
+        found = os.pread(descriptor, _READ_BYTES + len(_MARK) - 1, begin).find(_MARK)
         if found >= 0:
-            return position + found
-        if len(data) < len(_MARK):
-            return None
-        position += len(data) - len(_MARK) + 1
+            return begin + found
     return None
