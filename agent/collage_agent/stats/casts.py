@@ -13,9 +13,8 @@ import torch
 from collage_optim.numerics.cast_formats import CastCodes, CastRoute, coded, route_of
 from torch import Tensor
 
-from collage_agent.stats.block_sums import block_sums, flag_counts
+from collage_agent.stats.block_sums import block_sums, flag_counts, nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.edq import squared_block_sums
-from collage_agent.stats.nonfinite import nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.step_view import Copies, StepView, StoredWeights, Sums, named
 from collage_monitor.statistics.casts import route_pairs
 from collage_monitor.totals_table import Table

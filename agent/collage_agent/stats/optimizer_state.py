@@ -15,9 +15,8 @@ from collage_optim.numerics.formats import round_to
 from torch import Tensor
 
 from collage_agent.sample.stored_parts import leaves_residual
-from collage_agent.stats.block_sums import block_sums, flag_counts
+from collage_agent.stats.block_sums import block_sums, flag_counts, nonfinite, on_host, zero_excluded
 from collage_agent.stats.edq import squared_block_sums, squared_difference
-from collage_agent.stats.nonfinite import nonfinite, on_host, zero_excluded
 from collage_agent.stats.step_view import MovingAverages, StepView, Sums, named
 from collage_agent.stats.update_histogram import binade_fields, exponent_of, ulp_octave_counts
 from collage_monitor.definitions import HISTOGRAM_LABELS

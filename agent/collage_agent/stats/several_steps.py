@@ -11,9 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.stats.block_sums import block_sums
+from collage_agent.stats.block_sums import block_sums, nonfinite, sum_is_finite, zero_excluded
 from collage_agent.stats.edq import squared_block_sums, squared_difference
-from collage_agent.stats.nonfinite import nonfinite, sum_is_finite, zero_excluded
 from collage_agent.stats.step_view import named
 from collage_monitor.totals_table import Table
 

@@ -14,8 +14,7 @@ from collage_optim.tensor_step import local_part
 from torch import Tensor
 
 from collage_agent.sample.sampling import draw
-from collage_agent.stats.block_sums import block_sums, flag_counts
-from collage_agent.stats.nonfinite import nonfinite, zero_excluded
+from collage_agent.stats.block_sums import block_sums, flag_counts, nonfinite, zero_excluded
 from collage_agent.step.gather import BlockLayout, Staging
 from collage_agent.step.measurer import buffer_bytes
 from collage_agent.step.totals import SampleSizes

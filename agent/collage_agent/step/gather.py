@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from collage_agent.sample.quantised_states import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored_parts import GRADIENT, PARAMETER, Composition
-from collage_agent.stats.nonfinite import max_norms
+from collage_agent.stats.block_sums import max_norms
 from collage_agent.step.layout import KeptState, StateLayout
 
 __all__ = ["BlockLayout", "GatheredSample", "Staging", "TensorViews"]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from collage_agent.sample.sampling import TensorSample
+from collage_agent.stats.block_sums import on_host
 from collage_agent.stats.edq import squared_block_sums
 from collage_agent.stats.intervals import missed_share, tail_share
-from collage_agent.stats.nonfinite import on_host
 from collage_agent.step.gather import BlockLayout
 from collage_agent.step.layout import StateLayout
 from collage_agent.step.totals import BlockTotals, SampleSizes

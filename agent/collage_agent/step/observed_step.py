@@ -18,9 +18,9 @@ from torch import Tensor
 from collage_agent.intent.intent_choice import Intent
 from collage_agent.intent.optimizer_clone import clone_entries
 from collage_agent.sample.stored_parts import GRADIENT, PARAMETER, leaves_residual
+from collage_agent.stats.block_sums import nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.classes import Flags, class_counts
 from collage_agent.stats.edq import edq_products, squared_block_sums
-from collage_agent.stats.nonfinite import nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.step_view import ROWS, Copies, LargestWeights, MovingAverages, StepView, StoredWeights
 from collage_agent.step.gather import BlockLayout
 from collage_agent.step.layout import StepLayout

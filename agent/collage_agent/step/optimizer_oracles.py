@@ -18,7 +18,7 @@ from collage_agent.intent.optimizer_clone import clone_value
 from collage_agent.sample import stored_parts
 from collage_agent.sample.quantised_states import reading
 from collage_agent.sample.state_mappings import state_of
-from collage_agent.stats.nonfinite import on_host
+from collage_agent.stats.block_sums import on_host
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.bucket_planner import Planner, step_counter_of
 from collage_agent.step.gather import BlockLayout, Staging

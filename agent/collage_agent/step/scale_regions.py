@@ -20,7 +20,7 @@ from torch import Tensor
 from collage_agent.sample.quantised_states import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored_parts import PARAMETER, Composition
-from collage_agent.stats.nonfinite import max_norms
+from collage_agent.stats.block_sums import max_norms
 from collage_agent.stats.step_view import LargestWeights
 from collage_agent.step.gather import BlockLayout
 from collage_agent.step.layout import StateLayout

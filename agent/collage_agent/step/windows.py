@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.sample.stored_parts import PARAMETER
+from collage_agent.stats.block_sums import nonfinite
 from collage_agent.stats.casts import cast_block_sums
 from collage_agent.stats.edq import squared_block_sums
-from collage_agent.stats.nonfinite import nonfinite
 from collage_agent.stats.several_steps import window_block_sums
 from collage_agent.stats.step_view import LargestWeights
 from collage_agent.step.bucket import Bucket

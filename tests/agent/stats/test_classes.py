@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.stats.block_sums import flag_counts
+from collage_agent.stats.block_sums import flag_counts, nonfinite, zero_excluded
 from collage_agent.stats.classes import CLASS_COUNTS, Flags, class_counts
 from collage_agent.stats.edq import edq_products
-from collage_agent.stats.nonfinite import nonfinite, zero_excluded
 
 from tests.reference import diagnostics
 
