@@ -10,13 +10,7 @@ from collage_agent.transport.report_log import ReportLog
 from collage_agent.transport.sender import Sender
 
 from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable
-from collage_monitor.wire import (
-    Report,
-    ReportBatch,
-    ReportGap,
-    RunCreate,
-    decode_batch,
-)
+from collage_monitor.wire import Report, ReportBatch, ReportGap, RunCreate, decode_batch
 from tests.agent_delivery.doubles import QUICK, arrived, make_run
 from tests.agent_delivery.stepped import RUN_ID, Clock, Disk, Process, patch_surroundings
 from tests.agent_delivery.unreliable import UnreliableServer

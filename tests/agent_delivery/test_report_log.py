@@ -209,6 +209,13 @@ def test_a_message_too_long_for_the_spool_is_given_up(tmp_path, caplog):
     log.close()
 
 
+def test_a_message_that_cannot_be_encoded_is_given_up(tmp_path):
+    log = ReportLog(spool_path(tmp_path, "run", "stream"))
+    kept(log, Envelope("project", "run", "stream", RunCreate(run_id="run", config={"made": object()})))
+    kept(log, reports(0))
+    assert read_all(log) == [reports(0)]
+
+
 @pytest.mark.parametrize("place", ["mark", "length", "checksum", "payload"])
 def test_a_damaged_record_costs_itself_only(tmp_path, place, caplog):
     path = spool_path(tmp_path, "run", "stream")

@@ -129,16 +129,17 @@ class ReportLog:
         while self._unkept:
             # Each file is complete without what the server knew when it was written.
             needed = () if self.bytes_left else self.registrations.values()
-            first = self._with_gaps(self._unkept[0])
+            message = self._unkept.popleft()
+            told = self._with_gaps(message)
             try:
-                self._write(b"".join(_packed(_allowing_resume(each)) for each in (*needed, first)))
-            except OSError as error:
-                self._give_up(self._unkept[0], "pending", "spool_failed")
+                self._write(b"".join(_packed(_allowing_resume(each)) for each in (*needed, told)))
+            except Exception as error:
+                # One message must not hold up those behind it, whatever is wrong with it.
+                self._give_up(message, "pending", "spool_failed")
                 self.warn_once("spool_failed", f"reports cannot be kept in {self.path}: {error}")
             else:
-                self._forget_gaps(first)
-                self.counts.move(first.report_count, "pending", "spooled")
-            self._unkept.popleft()
+                self._forget_gaps(message)
+                self.counts.move(message.report_count, "pending", "spooled")
 
     def first(self) -> Envelope | None:
         """The oldest message that is not settled, with the gaps of its stream; None when there is none.
