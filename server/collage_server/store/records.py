@@ -226,7 +226,7 @@ class RunRecord(ReportedState):
     created_at: float
     updated_at: float
     changed_at: float | None
-    configuration: str | None
+    configuration: str
     treated_as: str | None
     watch: wire.WatchInfo | None
 

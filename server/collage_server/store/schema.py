@@ -1,7 +1,7 @@
 """The tables of runs. Every unique key begins with run_id; columns are called as their fields on the wire.
 
-It describes databases that exist: a change is a new step in `migrations/versions/`, held equal to these tables by
-`tests/server/store/test_migrations.py`.
+It describes databases that exist: a change needs a step in `migrations/versions/`, and before a release another
+baseline there. `tests/server/store/test_migrations.py` holds both equal.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ run: Final = Table(
     Column("created_at", Double, nullable=False),
     Column("updated_at", Double, nullable=False),
     Column("changed_at", Double),
-    Column("configuration", String(32)),
+    Column("configuration", String(32), nullable=False),
     Column("treated_as", String(32)),
 )
 """`updated_at`: the last launch or stated state; the later of it and the newest report is the last sign of life.
 `changed_at`: when a request, or retention of coarse points, last changed the run; null where neither ever did.
-`configuration` is the same for runs of a project that are configured alike but for seeds, null until the next
-evaluation where a server of before r0006 made the run; `treated_as`: that of the runs that people count it to."""
+`configuration` is the same for runs of a project that are configured alike but for seeds; `treated_as`: that of the
+runs that people count it to."""
 Index("run_by_age", run.c.created_at, run.c.run_id)
 Index("run_by_project", run.c.project)
 
@@ -108,7 +108,6 @@ run_overview: Final = Table(
     Column("last_step", BigInteger),
     *(Column(name, Double) for name in OVERVIEW_NUMBERS),
     Column("health", String(32)),
-    Column("configuration", String(32)),
     Column("findings", Text),
     Column("intended_share", Double),
     Column("overview", Text, nullable=False),
@@ -118,7 +117,6 @@ run_overview: Final = Table(
 """What is said of a run, made in the background: `overview` is a `wire.Overview`, the rest sorts and filters.
 `findings` {key: value} is what the judgement holds against it, null if nothing; alerts read it,
 and `intended_share`, which is that of `wire.Overview`.
-`configuration` is what servers of before r0006 write while they are replaced; nobody reads it.
 `updated_at` and `reports` are the run's when it was made, `made_by` tells the code that made it: by them one that
 is out of date is found."""
 run_overview_narrow: Final = Index(

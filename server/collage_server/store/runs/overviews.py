@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import delete, func, insert, select
 
 from collage_monitor import wire
 from collage_monitor.metrics import preferred_state
@@ -20,7 +20,6 @@ from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord
 from collage_server.store.row_helpers import from_json, to_json
-from collage_server.store.runs.configurations import configuration_of
 from collage_server.store.runs.derived_rows import DerivedRows
 
 __all__ = ["DECODE_OVERVIEW", "DueRun", "OverviewStore"]
@@ -81,9 +80,6 @@ class OverviewStore(DerivedRows):
             connection.execute(delete(_OVERVIEW).where(_OVERVIEW.c.run_id == due.run_id))
             if run is None:
                 return
-            if record.configuration is None:
-                known = configuration_of(record.project, record.config)
-                connection.execute(update(_RUN).where(_RUN.c.run_id == due.run_id).values(configuration=known))
             connection.execute(
                 insert(_OVERVIEW).values(
                     run_id=due.run_id,
