@@ -153,7 +153,7 @@ def measure_all_kinds(store: Store, folder: Path, rounds: int, seed: int) -> lis
     store.runs.create("p", wire.RunCreate(run_id="empty"), NOW)
     copy_often(store, "empty", EMPTY_RUNS - 1)
     app_state = _state_of(store, folder)
-    app_state.newest.do_due_work()
+    app_state.summariser.keep_points()
     moments = iter(np.arange(app_state.clock() - 3600, app_state.clock() + 3600, INTERVAL).tolist())
     series = Evaluation(enabled_alerts()).series
     evaluator = AlertEvaluator(

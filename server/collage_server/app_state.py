@@ -20,10 +20,9 @@ from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.report_checks import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.memory_budget import MemoryBudget
-from collage_server.newest_keeper import NewestKeeper
-from collage_server.overview_keeper import OverviewKeeper
 from collage_server.settings import Settings
 from collage_server.store import Store
+from collage_server.summariser import Summariser
 
 if TYPE_CHECKING:
     from collage_server.auth.oidc import Provider
@@ -45,8 +44,7 @@ class AppState:
     sealer: Sealer
     archiver: Archiver | None
     maintenance: Maintenance
-    newest: NewestKeeper
-    overviews: OverviewKeeper
+    summariser: Summariser
     guard: DiskGuard
     alert_rounds: AlertRounds
     registry: StreamRegistry

@@ -1,7 +1,7 @@
 """/metrics: the page that Prometheus reads, and the samples that the server's own alerts evaluate.
 
 It has the running runs, at most fifteen series each while all is well, and the server about itself. Values are of
-the newest measured step as a background thread wrote it (`newest_keeper.py`), so that every process answers the
+the newest measured step as a background thread wrote it (`summariser.py`), so that every process answers the
 same. A run that the thread has not reached yet is not shown.
 """
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 from collage_server.alerts import AlertEvaluator, AlertRounds
 from collage_server.alerts.condition_evaluation import identity_labels
-from collage_server.overview_keeper import keep_overview
 from collage_server.queries.overview import held_against
 from collage_server.store.runs.incidents import alert_key
+from collage_server.summariser import keep_overview
 from sqlalchemy import text
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, alert
 from collage_monitor.judgement import Finding, Judgement
 from tests.server.guarded import guarded_server
-from tests.server.reads import current_samples
+from tests.server.reads import current_samples, due_runs
 from tests.server.samples import report
 from tests.waiting import PATIENCE_SECONDS
 
@@ -125,7 +125,7 @@ def test_a_run_in_its_warm_up_and_a_finished_one_do_not_fire(server):
 def test_what_the_judgement_holds_against_a_run_is_shown_and_fires(low):
     """Alerts read the evaluation that the table of runs shows: one judgement of a run, kept once."""
     app_state = low.app.state.collage
-    app_state.overviews.stop(PATIENCE_SECONDS)
+    app_state.summariser.stop(PATIENCE_SECONDS)
     store, work = app_state.store, evaluator(low, "CollageNotFinite")
 
     def held():
@@ -133,14 +133,14 @@ def test_what_the_judgement_holds_against_a_run_is_shown_and_fires(low):
             dict(entry.labels)["key"]: entry.value for entry in current_samples(app_state) if entry.name == FINDING
         }
 
-    (due,) = store.overviews.due(10)
-    store.overviews.put(due, store.runs.get("r1"), wire.Overview(run_id="r1", findings={"nonfinite_params": 3.0}))
+    (due,) = due_runs(store)
+    store.summaries.put(due, store.runs.get("r1"), wire.Overview(run_id="r1", findings={"nonfinite_params": 3.0}))
     assert 'collage_finding{key="nonfinite_params",' in low.get("/metrics")
     assert held() == {"nonfinite_params": 3.0}
     rounds(low, work, SECONDS)
     assert [entry.alert for entry in incidents(low)] == ["CollageNotFinite"]
     # The run's own points say nothing of the kind: the next evaluation takes it back.
-    (due,) = store.overviews.due(10)
+    (due,) = due_runs(store)
     found = keep_overview(store, due)
     assert found.health == "losing updates"
     assert "edq_ratio" in found.findings, "which has a gauge of its own"

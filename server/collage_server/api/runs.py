@@ -25,9 +25,9 @@ from collage_server.auth.administration import new_audit_log_entry
 from collage_server.auth.bearer import audit_fields, principal_of
 from collage_server.auth.principals import Principal
 from collage_server.errors import Unprocessable
-from collage_server.newest_keeper import newest_points
 from collage_server.queries.run_answers import latest_answer, run_answer
 from collage_server.store import NewestPoint, RunQuery, RunRecord
+from collage_server.summariser import newest_points
 
 __all__ = ["router"]
 

@@ -44,9 +44,8 @@ __all__ = [
     "report",
     "run",
     "run_latest",
-    "run_newest",
-    "run_overview",
-    "run_overview_narrow",
+    "run_summary",
+    "run_summary_narrow",
     "run_tag",
     "scalar_chunk",
     "seal_claim",
@@ -66,7 +65,7 @@ OVERVIEW_NUMBERS: Final = (
     "bytes_per_parameter",
     "tokens_per_second",
 )
-"""Columns of `run_overview`: metrics over the recent past, and the newest logged values."""
+"""Columns of `run_summary`: metrics over the recent past, and the newest logged values."""
 
 LONGEST_ID: Final = 64
 LONGEST_NAME: Final = 512
@@ -99,30 +98,34 @@ runs that people count it to."""
 Index("run_by_age", run.c.created_at, run.c.run_id)
 Index("run_by_project", run.c.project)
 
-run_overview: Final = Table(
-    "run_overview",
+run_summary: Final = Table(
+    "run_summary",
     metadata,
     Column("run_id", _ID, primary_key=True),
     Column("updated_at", Double, nullable=False),
     Column("reports", BigInteger, nullable=False),
+    Column("is_evaluated", Boolean, nullable=False),
     Column("last_step", BigInteger),
     *(Column(name, Double) for name in OVERVIEW_NUMBERS),
     Column("health", String(32)),
     Column("findings", Text),
     Column("intended_share", Double),
-    Column("overview", Text, nullable=False),
     Column("made_by", _ID),
     Column("made_at", Double),
+    Column("point", LargeBinary),
+    Column("overview", Text),
 )
-"""What is said of a run, made in the background: `overview` is a `wire.Overview`, the rest sorts and filters.
-`findings` {key: value} is what the judgement holds against it, null if nothing; alerts read it,
-and `intended_share`, which is that of `wire.Overview`.
-`updated_at` and `reports` are the run's when it was made, `made_by` tells the code that made it: by them one that
-is out of date is found."""
-run_overview_narrow: Final = Index(
-    "run_overview_narrow",
+"""What is said of a run, made in the background after its reports.
+
+`point` is its newest measured step as msgpack, null where nothing is measured; `updated_at` and `reports` are the
+run's when the point was read, `reports` −1 if it cannot be read. `overview` is a `wire.Overview`, null before the
+first, and made by the code `made_by`; `is_evaluated`: it is of the same reports. The other columns sort and filter.
+`findings` {key: value} is what the judgement holds against the run, null if nothing; alerts read it,
+and `intended_share`, which is that of `wire.Overview`."""
+run_summary_narrow: Final = Index(
+    "run_summary_narrow",
     *(
-        run_overview.c[name]
+        run_summary.c[name]
         for name in ("run_id", "updated_at", "last_step", *OVERVIEW_NUMBERS, "health", "made_at")
     ),
 )
@@ -238,19 +241,6 @@ run_latest: Final = Table(
 ranges [[first_seq, last_seq], …] that have left the journal for chunks; `given_up`, those that will never come;
 `frozen_step`, up to which the attempt takes no more totals; `unfinished` {step: [parts that came, parts there are]}
 of the newest steps that were sent in several reports and are not whole yet."""
-
-run_newest: Final = Table(
-    "run_newest",
-    metadata,
-    Column("run_id", _ID, primary_key=True),
-    Column("updated_at", Double, nullable=False),
-    Column("reports", BigInteger, nullable=False),
-    Column("made_by", _ID, nullable=False),
-    Column("made_at", Double, nullable=False, server_default="0"),
-    Column("point", LargeBinary),
-)
-"""Per run, written in the background after its reports: `point`, the newest measured step as msgpack, null where
-nothing is measured. The other columns are those of `run_overview`."""
 
 entry: Final = Table(
     "entry",

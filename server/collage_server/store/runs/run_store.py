@@ -55,8 +55,7 @@ _AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"co
 _OWNED: Final = (
     schema.entry,
     schema.run_latest,
-    schema.run_newest,
-    schema.run_overview,
+    schema.run_summary,
     schema.event,
     server_tables.incident,
     server_tables.silence,

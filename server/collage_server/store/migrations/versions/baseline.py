@@ -3,5 +3,5 @@
 Until a release has it, a change of the tables raises its number; afterwards it is a new module of this folder.
 """
 
-revision = "r0010"
+revision = "r0011"
 down_revision = None
