@@ -37,7 +37,7 @@ from collage_server.auth.quotas import Quotas
 from collage_server.background import BackgroundThread, Maintenance, Sealer
 from collage_server.clock import DatabaseClock
 from collage_server.disk_guard import DiskGuard
-from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
+from collage_server.ingest.backpressure import JournalBounds
 from collage_server.ingest.report_checks import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.memory_budget import MemoryBudget, available_memory
@@ -179,7 +179,6 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
         registry=StreamRegistry(store.streams.stream_record),
         counters=counters,
         memory=memory,
-        in_flight=InFlightBudget(memory.body_bytes),
         decoding=asyncio.Semaphore(),
         directory=TokenDirectory(store.access, settings.token, clock=clock),
         quotas=Quotas(settings.runs_per_project, limits, store.access),

@@ -16,7 +16,7 @@ from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
 from collage_server.background import Maintenance, Sealer
 from collage_server.disk_guard import DiskGuard
-from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
+from collage_server.ingest.backpressure import JournalBounds
 from collage_server.ingest.report_checks import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.memory_budget import MemoryBudget
@@ -50,7 +50,6 @@ class AppState:
     registry: StreamRegistry
     counters: IngestCounters
     memory: MemoryBudget
-    in_flight: InFlightBudget
     decoding: asyncio.Semaphore
     directory: TokenDirectory
     quotas: Quotas

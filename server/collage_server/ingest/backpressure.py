@@ -1,148 +1,20 @@
-"""Back-pressure: limits what is accepted, so that nothing waits for long. Beyond them agents keep their reports.
+"""Back-pressure: bounds the reports in the journal that wait to be sealed. Beyond it agents keep their reports.
 
-It bounds request bodies that are read but not yet answered, and reports in the journal that wait to be sealed.
-
-`api/bodies.py` leases the bytes of bodies, the writer those of the journal. An agent that is refused keeps its
-reports and comes again, so bounds may change freely (`tests/server/test_bounds.py`).
+An agent that is refused comes again, so bounds may change freely (`tests/server/test_bounds.py`). Bodies that are
+not answered yet are bounded by `memory_budget.BodyBudget`.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import Lock
-from types import TracebackType
 from typing import Final
 
-from collage_server.errors import Busy, JournalFull
+from collage_server.errors import JournalFull
 
-__all__ = ["BudgetLease", "InFlightBudget", "JournalBounds"]
+__all__ = ["JournalBounds"]
 
-_LEAST: Final = 2**20
-_CUT: Final = 0.7
-_GROWTH: Final = 0.1
 _RETRY_AFTER_SECONDS: Final = 2
-
-
-class InFlightBudget:
-    """A budget of bytes; used on the event loop only, so without a lock.
-
-    `bytes` are those of whole bodies, not answered yet, `arriving` those that have come of others. Both together
-    stay within `limit`. At any moment whole bodies are admitted up to `allowed`: less when reports have lately
-    waited longer than `wait_seconds` for their commit, whatever the reason, and more again as they do not. It falls
-    by a share, and grows by a share of the bytes acknowledged in time.
-
-    A holder (a token or project) gets at most half of the budget alone, a third when another one is active, so
-    there is always room for one more. A single body passes when nothing else is in flight, however small the
-    budget.
-    """
-
-    def __init__(
-        self, limit: int, *, wait_seconds: float = 0.25, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.limit = limit
-        self.allowed = limit
-        self.bytes = 0
-        self.arriving = 0
-        self.held_by: Counter[str] = Counter()
-        self._wait_seconds = wait_seconds
-        self._clock = clock
-        self._next_cut = -math.inf
-
-    def waited(self, seconds: float, size: int) -> None:
-        """Adjust the budget by how long a body waited for its acknowledgement; its bytes are still counted."""
-        if seconds <= self._wait_seconds:
-            self.allowed = min(self.limit, self.allowed + int(_GROWTH * size))
-        elif self._clock() >= self._next_cut:
-            # Bodies in flight now were admitted before this cut: their waits do not measure it.
-            self._next_cut = self._clock() + seconds
-            self.allowed = min(self.limit, max(_LEAST, int(_CUT * min(self.allowed, self.bytes))))
-
-    def admit(self, size: int) -> None:
-        """Raise Busy if a body of `size` bytes would not fit. Reserves nothing; bytes count as they arrive.
-
-        Raises:
-            Busy: whole bodies that wait leave no room for it.
-        """
-        if self.bytes and self.bytes + size > self.allowed:
-            raise _busy(self.bytes, self.allowed)
-
-    def receive(self, holders: Sequence[str]) -> BudgetLease:
-        """A lease that holds nothing yet, and grows with what arrives, within the share of each holder."""
-        return BudgetLease(self, holders)
-
-
-class BudgetLease:
-    """One request's part of the budget."""
-
-    def __init__(self, budget: InFlightBudget, holders: Sequence[str]) -> None:
-        self.size = 0
-        self.arrived = 0
-        self._budget = budget
-        self._holders = holders
-
-    def __enter__(self) -> BudgetLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hold(arrived=0, size=0)
-
-    def arrive(self, size: int) -> None:
-        """Hold `size` more bytes of a body that is not whole yet.
-
-        Raises:
-            Busy: they do not fit beside what others hold, or beyond a holder's share.
-        """
-        self._require_room(size)
-        self._hold(arrived=self.arrived + size, size=self.size)
-
-    def resize(self, size: int) -> None:
-        """Hold `size` bytes from now on for a whole body.
-
-        Raises:
-            Busy: they do not fit beside what others hold.
-        """
-        self._require_room(size - self.size - self.arrived)
-        self._hold(arrived=0, size=size)
-
-    def _require_room(self, more: int) -> None:
-        budget = self._budget
-        held = budget.bytes + budget.arriving
-        if more <= 0 or held == self.size + self.arrived:
-            return
-        if held + more > budget.limit:
-            raise _busy(held - self.size - self.arrived, budget.limit)
-        for holder in self._holders:
-            if budget.held_by[holder] + more > budget.limit - held:
-                raise Busy(
-                    f"{holder} holds {budget.held_by[holder]} bytes of bodies in flight, and the rest of "
-                    f"{budget.limit} is kept for others; send this one again later",
-                    limit=budget.limit,
-                    retry_after_seconds=1,
-                )
-
-    def _hold(self, *, arrived: int, size: int) -> None:
-        budget = self._budget
-        budget.arriving += arrived - self.arrived
-        budget.bytes += size - self.size
-        more = arrived + size - self.arrived - self.size
-        for holder in self._holders if more else ():
-            budget.held_by[holder] += more
-            if not budget.held_by[holder]:
-                del budget.held_by[holder]
-        self.arrived, self.size = arrived, size
-
-
-def _busy(others: int, limit: int) -> Busy:
-    return Busy(
-        f"{others} bytes of other bodies are in flight, at most {limit} in all now; send this one again later",
-        limit=limit,
-        retry_after_seconds=1,
-    )
 
 
 class JournalBounds:
