@@ -245,7 +245,7 @@ def evaluate(store: Store, runs: int = 1) -> None:
     """Overviews and newest values: a server's background work is not measured."""
     Summariser(store).keep_points()
     for due in store.summaries.due(runs, MADE_BY):
-        keep_overview(store, due)
+        keep_overview(store, due.run_id)
 
 
 Family = tuple[str, int, int, int]

@@ -35,7 +35,6 @@ from collage_server.queries.overview import (
     overview,
 )
 from collage_server.store import (
-    DueRun,
     KeptPoint,
     NewestPoint,
     Points,
@@ -216,7 +215,7 @@ class Summariser(BackgroundThread):
             try:
                 if due.is_reworded:
                     self._keep({due.run_id: due.progress})
-                keep_overview(self._store, due, self._counters)
+                keep_overview(self._store, due.run_id, self._counters)
             except (Gone, NotFound):
                 continue
             except Exception as error:
@@ -237,20 +236,20 @@ class Summariser(BackgroundThread):
             self.stopping.wait(min(left, self._interval_seconds))
 
 
-def keep_overview(store: Store, due: DueRun, counters: IngestCounters | None = None) -> wire.Overview:
+def keep_overview(store: Store, run_id: str, counters: IngestCounters | None = None) -> wire.Overview:
     """Evaluate a run and store the result; `counters` record if it was cut.
 
     Raises:
         NotFound, Gone: there is no such run.
     """
     with store.points.snapshot() as now:
-        record = now.records([due.run_id])[due.run_id]
+        record = now.records([run_id])[run_id]
         found, first_step = evaluate_what_fits(now, record)
     if first_step is not None:
-        _warn_of_a_cut(due.run_id, first_step)
+        _warn_of_a_cut(run_id, first_step)
         if counters is not None:
             counters.cut("overview")
-    store.summaries.put(due, record, found, MADE_BY)
+    store.summaries.put(record, found, MADE_BY)
     return found
 
 

@@ -134,14 +134,14 @@ def test_what_the_judgement_holds_against_a_run_is_shown_and_fires(low):
         }
 
     (due,) = due_runs(store)
-    store.summaries.put(due, store.runs.get("r1"), wire.Overview(run_id="r1", findings={"nonfinite_params": 3.0}))
+    store.summaries.put(store.runs.get("r1"), wire.Overview(run_id="r1", findings={"nonfinite_params": 3.0}))
     assert 'collage_finding{key="nonfinite_params",' in low.get("/metrics")
     assert held() == {"nonfinite_params": 3.0}
     rounds(low, work, SECONDS)
     assert [entry.alert for entry in incidents(low)] == ["CollageNotFinite"]
     # The run's own points say nothing of the kind: the next evaluation takes it back.
     (due,) = due_runs(store)
-    found = keep_overview(store, due)
+    found = keep_overview(store, due.run_id)
     assert found.health == "losing updates"
     assert "edq_ratio" in found.findings, "which has a gauge of its own"
     assert held() == {"lost_update_ratio": found.findings["lost_update_ratio"]}

@@ -54,5 +54,5 @@ def evaluate_due(store, limit=100):
     """Evaluate the due runs, as the thread does in its next round, and list them."""
     due = due_runs(store, limit)
     for entry in due:
-        keep_overview(store, entry)
+        keep_overview(store, entry.run_id)
     return [entry.run_id for entry in due]

@@ -182,11 +182,11 @@ def test_message_about_an_incident(store, off):
 @pytest.mark.parametrize("off", [AHEAD, BEHIND])
 def test_what_other_code_evaluated(store, off, monkeypatch):
     """What a clock that was ahead has dated would not be made anew after an upgrade."""
-    (due,) = due_runs(store)
+    assert due_runs(store)
     real = time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: real() + off)
-        store.summaries.put(due, store.runs.get("r1"), wire.Overview(run_id="r1"), "old")
+        store.summaries.put(store.runs.get("r1"), wire.Overview(run_id="r1"), "old")
     assert [entry.run_id for entry in SummaryStore(store).due(10, "new")] == ["r1"]
 
 

@@ -25,7 +25,7 @@ from collage_server.auth.bearer import principal_of
 from collage_server.queries.run_answers import run_row
 from collage_server.store import GroupQuery
 from collage_server.store.runs.configurations import differing as differing_entries
-from collage_server.summariser import MADE_BY, evaluate_what_fits
+from collage_server.summariser import MADE_BY, keep_overview
 
 __all__ = ["router"]
 
@@ -129,8 +129,4 @@ def delete_view(request: Request, project: Project, name: Annotated[str, Query(m
 def get_overview(request: Request, run_id: Id) -> Response:
     """The overview of the run: headline, verdict, the numbers behind them, and the layers that lose the most."""
     store = app_state_of(request).store
-    found = store.summaries.overview(run_id, MADE_BY)
-    if found is None:
-        with store.points.snapshot() as now:
-            found, _ = evaluate_what_fits(now, now.records([run_id])[run_id])
-    return answer(found)
+    return answer(store.summaries.overview(run_id, MADE_BY) or keep_overview(store, run_id))

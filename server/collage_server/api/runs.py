@@ -6,9 +6,9 @@ fixed.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated
 
+import msgspec
 from fastapi import Path, Query
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -47,7 +47,7 @@ def _as_seen(
 ) -> wire.Run:
     """The run as this principal may see it: a token that only sends learns nothing about other runs."""
     if not reader.may("read"):
-        record, point = dataclasses.replace(record, config={}, notes="", tags=[], watch=None, scalars={}), None
+        record, point = msgspec.structs.replace(record, config={}, notes="", tags=[], watch=None, scalars={}), None
     return run_answer(record, point, now, stale_after_seconds)
 
 

@@ -31,7 +31,7 @@ from collage_server.store.records import (
     state_at,
 )
 from collage_server.store.runs.run_changes import QuotaName
-from collage_server.store.runs.run_summary import DueRun, KeptPoint, LiveRun, NewestPoint, RunProgress
+from collage_server.store.runs.run_summary import KeptPoint, LiveRun, NewestPoint, RunProgress
 from collage_server.store.sealing.archiving import Archiving
 from collage_server.store.sqlite import SqliteStore
 from collage_server.store.store import Store
@@ -41,7 +41,6 @@ __all__ = [
     "ArchiveFiles",
     "Archiving",
     "COPY",
-    "DueRun",
     "FinishedRun",
     "Footer",
     "GroupOutcome",

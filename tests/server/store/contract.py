@@ -263,7 +263,7 @@ class StoreContract:
 
         def evaluate(run_id):
             (due,) = [entry for entry in due_runs(store) if entry.run_id == run_id]
-            keep_overview(store, due)
+            keep_overview(store, due.run_id)
 
         self.append(store, streams[1], report(0, 10), now=NOW + 5)
         self.append(store, streams[0], report(0, 10), now=NOW + 1)

@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 _RUN, _SUMMARY = schema.run, schema.run_summary
-_UNREADABLE: Final = -1
+_UNKNOWN: Final = -1
 Place = tuple[float, str]
 """When a run was created, and its id."""
 
@@ -125,7 +125,7 @@ class SummaryStore:
         )
         updated_at = later(_RUN.c.updated_at, reported.c.last_report_at)
         reports = func.coalesce(reported.c.reports, 0)
-        known = func.coalesce(_SUMMARY.c.reports, _UNREADABLE)
+        known = func.coalesce(_SUMMARY.c.reports, _UNKNOWN)
         due = (
             select(_RUN.c.run_id, updated_at.label("updated_at"), reports.label("reports"))
             .outerjoin(reported, reported.c.run_id == _RUN.c.run_id)
@@ -140,7 +140,6 @@ class SummaryStore:
     def put_points(self, found: Mapping[str, KeptPoint]) -> None:
         """Keep the newest points of several runs; of one that was deleted meanwhile nothing is kept."""
         with self._database.writing() as connection:
-            there = select(_RUN.c.run_id).where(_RUN.c.run_id.in_(sorted(found))).order_by(_RUN.c.run_id)
             rows = [
                 {
                     "run_id": run_id,
@@ -148,7 +147,7 @@ class SummaryStore:
                     "point": None if found[run_id].point is None else msgspec.msgpack.encode(found[run_id].point),
                     "is_evaluated": False,
                 }
-                for run_id in connection.execute(there.with_for_update()).scalars().all()
+                for run_id in connection.execute(_locked(found)).scalars().all()
             ]
             if rows:
                 statement = insert_into(connection, _SUMMARY)
@@ -159,14 +158,14 @@ class SummaryStore:
         """Show the run in `/metrics` no more, rather than with old numbers, until it can be read again."""
         with self._database.writing() as connection:
             connection.execute(
-                update(_SUMMARY).where(_SUMMARY.c.run_id == run_id).values(reports=_UNREADABLE, point=None)
+                update(_SUMMARY).where(_SUMMARY.c.run_id == run_id).values(reports=_UNKNOWN, point=None)
             )
 
     def due(self, limit: int, made_by: str | None = None) -> list[DueRun]:
         """Runs whose overview is missing or out of date: new ones first, then those that ended.
 
         Last come those of which nothing is new, but which other code than `made_by` has evaluated (None: any).
-        Only runs that `put_points` knows can be due.
+        Only runs whose newest point is written can be due.
         """
         is_new = _SUMMARY.c.overview.is_(None).label("is_new")
         is_reworded = and_(_SUMMARY.c.is_evaluated, self._is_made_by_others(made_by)).label("is_reworded")
@@ -174,7 +173,7 @@ class SummaryStore:
         due = (
             select(_RUN.c.run_id, _SUMMARY.c.updated_at, _SUMMARY.c.reports, is_new, is_reworded)
             .join(_SUMMARY, _SUMMARY.c.run_id == _RUN.c.run_id)
-            .where(_SUMMARY.c.reports != _UNREADABLE, or_(~_SUMMARY.c.is_evaluated, is_reworded))
+            .where(_SUMMARY.c.reports != _UNKNOWN, or_(~_SUMMARY.c.is_evaluated, is_reworded))
             .order_by(*order)
             .limit(limit)
         )
@@ -194,25 +193,25 @@ class SummaryStore:
         earlier = or_(made_at < self._began_at, made_at > time.time() + CLOCK_SLACK_SECONDS)
         return and_(func.coalesce(_SUMMARY.c.made_by, "") != made_by, earlier)
 
-    def put(self, due: DueRun, record: RunRecord, overview: wire.Overview, made_by: str | None = None) -> None:
+    def put(self, record: RunRecord, overview: wire.Overview, made_by: str | None = None) -> None:
         """Keep an overview and which code made it; of a run deleted meanwhile nothing is kept."""
-        is_newest = and_(*(_SUMMARY.c[name] == value for name, value in due.progress._asdict().items()))
+        values = {
+            "last_step": record.last_step,
+            "health": overview.health,
+            "findings": to_json(overview.findings) if overview.findings else None,
+            "intended_share": _finite(overview.intended_share),
+            "overview": to_json(overview),
+            "made_by": made_by,
+            "made_at": time.time(),
+            **_numbers(record, overview),
+        }
+        new = {"run_id": record.run_id, "updated_at": 0.0, "reports": _UNKNOWN, "is_evaluated": False}
+        same = and_(_SUMMARY.c.updated_at == record.updated_at, _SUMMARY.c.reports == record.reports)
         with self._database.writing() as connection:
-            connection.execute(
-                update(_SUMMARY)
-                .where(_SUMMARY.c.run_id == due.run_id)
-                .values(
-                    is_evaluated=is_newest,
-                    last_step=record.last_step,
-                    health=overview.health,
-                    findings=to_json(overview.findings) if overview.findings else None,
-                    intended_share=_finite(overview.intended_share),
-                    overview=to_json(overview),
-                    made_by=made_by,
-                    made_at=time.time(),
-                    **_numbers(record, overview),
-                )
-            )
+            if connection.execute(_locked([record.run_id])).first() is not None:
+                statement = insert_into(connection, _SUMMARY).values(**new, **values)
+                replaced = {"is_evaluated": same, **values}
+                connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=replaced))
 
     def overview(self, run_id: str, made_by: str | None = None) -> wire.Overview | None:
         """The overview of a run, if it was evaluated, and not by other code before this process began."""
@@ -220,6 +219,11 @@ class SummaryStore:
         with self._database.reading() as connection:
             text = connection.execute(select(_SUMMARY.c.overview).where(*mine)).scalar()
         return None if text is None else DECODE_OVERVIEW(text)
+
+
+def _locked(run_ids: Collection[str]) -> Select[Any]:
+    """Those of these runs that are there, and stay until the transaction ends."""
+    return select(_RUN.c.run_id).where(_RUN.c.run_id.in_(run_ids)).order_by(_RUN.c.run_id).with_for_update()
 
 
 def _numbers(record: RunRecord, overview: wire.Overview) -> dict[str, float | None]:
@@ -316,7 +320,7 @@ def _page(*, of_some_projects: bool, is_first: bool) -> Select[Any]:
     statement = (
         select(*shown, _SUMMARY.c.point, _SUMMARY.c.findings, _SUMMARY.c.intended_share)
         .join(_SUMMARY, _SUMMARY.c.run_id == _RUN.c.run_id)
-        .where(_SUMMARY.c.reports != _UNREADABLE)
+        .where(_SUMMARY.c.reports != _UNKNOWN)
         .where(_RUN.c.state == "running", or_(_RUN.c.updated_at >= stale_before, reported))
         .order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc())
         .limit(bindparam("limit"))
