@@ -232,7 +232,7 @@ def statements_of(folder):
                 found[name] = len(asked)
             asked.clear()
             with store.points.snapshot() as now:
-                evaluate(now, now.records(["r1"])["r1"])
+                evaluate(now, now.records(["r1"], before_points=True)["r1"])
             return found | {"overview": len(asked)}
 
 

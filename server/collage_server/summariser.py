@@ -243,7 +243,7 @@ def keep_overview(store: Store, run_id: str, counters: IngestCounters | None = N
         NotFound, Gone: there is no such run.
     """
     with store.points.snapshot() as now:
-        record = now.records([run_id])[run_id]
+        record = now.records([run_id], before_points=True)[run_id]
         found, first_step = evaluate_what_fits(now, record)
     if first_step is not None:
         _warn_of_a_cut(run_id, first_step)

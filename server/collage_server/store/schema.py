@@ -118,9 +118,9 @@ run_summary: Final = Table(
 """What is said of a run, made in the background after its reports.
 
 `point` is its newest measured step as msgpack, null where nothing is measured; `updated_at` and `reports` are the
-run's when the point was read, `reports` −1 if it was not, or cannot be. `overview` is a `wire.Overview`, null before
-the first, and made by the code `made_by`; `is_evaluated`: it is of the same reports. The other columns sort and
-filter. `findings` {key: value} is what the judgement holds against the run, null if nothing; alerts read it,
+run's when the point was read, `reports` −1 if it was not, or cannot be. `overview` is a `wire.Overview`, null
+before the first, and made by the code `made_by`; `is_evaluated`: it is of the same reports. The other columns sort
+and filter. `findings` {key: value} is what the judgement holds against the run, null if nothing; alerts read it,
 and `intended_share`, which is that of `wire.Overview`."""
 run_summary_narrow: Final = Index(
     "run_summary_narrow",

@@ -93,9 +93,11 @@ class Snapshot:
         """A page of the runs that are running and not stale, newest first, with what gauges show of them."""
         return read_live_runs(self._connection, projects, now - self._stale_after_seconds, after, limit)
 
-    def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
-        """Several runs, in the order given."""
-        return read_records(self._connection, run_ids, self._views.attempts(run_ids))
+    def records(self, run_ids: Sequence[str], *, before_points: bool = False) -> dict[str, RunRecord]:
+        """Several runs, in the order given; `before_points`: what their points need, too, is read now, once."""
+        if before_points:
+            self._views.of(run_ids, keys=())
+        return read_records(self._connection, run_ids, self._views.rows(run_ids))
 
     def layers(self, run_id: str) -> list[wire.Layer]:
         """The run's layers in the order in which they were first seen."""
