@@ -37,9 +37,8 @@ from collage_server.auth.quotas import Quotas
 from collage_server.background import BackgroundThread, Maintenance, Sealer
 from collage_server.clock import DatabaseClock
 from collage_server.disk_guard import DiskGuard
-from collage_server.ingest.backpressure import JournalBounds
 from collage_server.ingest.report_checks import StreamRegistry
-from collage_server.ingest.writer import IngestCounters, Writer
+from collage_server.ingest.writer import IngestCounters, JournalBounds, Writer
 from collage_server.memory_budget import MemoryBudget, available_memory
 from collage_server.settings import FIXED_LIMITS, FixedLimits, Settings, SettingsError
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store, archive_files

@@ -16,9 +16,8 @@ from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
 from collage_server.background import Maintenance, Sealer
 from collage_server.disk_guard import DiskGuard
-from collage_server.ingest.backpressure import JournalBounds
 from collage_server.ingest.report_checks import StreamRegistry
-from collage_server.ingest.writer import IngestCounters, Writer
+from collage_server.ingest.writer import IngestCounters, JournalBounds, Writer
 from collage_server.memory_budget import MemoryBudget
 from collage_server.settings import Settings
 from collage_server.store import Store

@@ -125,10 +125,6 @@ class RunView:
             for name, step in newest_logged_steps(text).items()
         }
 
-    def streams_of(self, attempt: int) -> list[StreamRecord]:
-        """The attempt's streams, oldest first."""
-        return [record for record in self.streams.values() if record.attempt == attempt]
-
     def ranks(self, attempt: int) -> set[int]:
         """Ranks registered in an attempt."""
         return {record.rank for record in self.streams.values() if record.attempt == attempt}
