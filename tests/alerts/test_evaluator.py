@@ -16,7 +16,7 @@ from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, alert
 from collage_monitor.judgement import Finding, Judgement
 from tests.server.guarded import guarded_server
-from tests.server.reads import current_samples, due_runs
+from tests.server.reads import current_samples
 from tests.server.samples import report
 from tests.waiting import PATIENCE_SECONDS
 
@@ -133,15 +133,13 @@ def test_what_the_judgement_holds_against_a_run_is_shown_and_fires(low):
             dict(entry.labels)["key"]: entry.value for entry in current_samples(app_state) if entry.name == FINDING
         }
 
-    (due,) = due_runs(store)
     store.summaries.put(store.runs.get("r1"), wire.Overview(run_id="r1", findings={"nonfinite_params": 3.0}))
     assert 'collage_finding{key="nonfinite_params",' in low.get("/metrics")
     assert held() == {"nonfinite_params": 3.0}
     rounds(low, work, SECONDS)
     assert [entry.alert for entry in incidents(low)] == ["CollageNotFinite"]
     # The run's own points say nothing of the kind: the next evaluation takes it back.
-    (due,) = due_runs(store)
-    found = keep_overview(store, due.run_id)
+    found = keep_overview(store, "r1")
     assert found.health == "losing updates"
     assert "edq_ratio" in found.findings, "which has a gauge of its own"
     assert held() == {"lost_update_ratio": found.findings["lost_update_ratio"]}
