@@ -12,10 +12,9 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from collage_server.newest_keeper import NewestKeeper
-from collage_server.overview_keeper import MADE_BY, keep_overview
 from collage_server.store import ReportGroup, SqliteStore, Store
 from collage_server.store.server_tables import metadata
+from collage_server.summariser import MADE_BY, Summariser, keep_overview
 from sqlalchemy import Engine, String, cast, event, func, insert, literal, select, true
 
 from benchmarks._serving import Connection, request_of
@@ -244,9 +243,9 @@ def copy_often(store: Store, source: str, count: int) -> None:
 
 def evaluate(store: Store, runs: int = 1) -> None:
     """Overviews and newest values: a server's background work is not measured."""
-    NewestKeeper(store).do_due_work()
-    for due in store.overviews.due(runs, MADE_BY):
-        keep_overview(store, due)
+    Summariser(store).keep_points()
+    for due in store.summaries.due(runs, MADE_BY):
+        keep_overview(store, due.run_id)
 
 
 Family = tuple[str, int, int, int]

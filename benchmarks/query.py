@@ -53,8 +53,8 @@ _INTERVAL: Final = (
 )
 _LAYER: Final = 100
 _COUNT: Final = (
-    "SELECT run.state, run_overview.health, count(*) FROM run LEFT JOIN run_overview "
-    "ON run_overview.run_id = run.run_id GROUP BY run.state, run_overview.health"
+    "SELECT run.state, run_summary.health, count(*) FROM run LEFT JOIN run_summary "
+    "ON run_summary.run_id = run.run_id GROUP BY run.state, run_summary.health"
 )
 
 

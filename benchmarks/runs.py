@@ -54,7 +54,7 @@ def questions() -> list[Question]:
     ten = [f"run-{999 * i + 1}" for i in range(10)]
     compared = "&".join(f"run={run}" for run in ten)
     one = f"run-{_DEEP}"
-    first, deep = (_rows(_newest(place), "run_overview") for place in (0, _DEEP))
+    first, deep = (_rows(_newest(place), "run_summary") for place in (0, _DEEP))
     return [
         Question("the first page of the table", ["/run-table?limit={points}"], _PAGE, [first], _TABLE_LIMITS),
         Question(

@@ -102,7 +102,7 @@ def measure_page(store: Store, folder: Path, rounds: int, seed: int, *, sealed: 
         store.sealing.seal("run", NOW)
     copy_often(store, "run", RUNS - 1)
     app_state = _state_of(store, folder)
-    kept_up = _cpu_of(app_state.newest.do_due_work)
+    kept_up = _cpu_of(app_state.summariser.keep_points)
     what = f"/metrics of {RUNS} runs of {RANKS} ranks{', sealed' if sealed else ''}"
     return [
         *page_figures(app_state, what, rounds),
@@ -153,7 +153,7 @@ def measure_all_kinds(store: Store, folder: Path, rounds: int, seed: int) -> lis
     store.runs.create("p", wire.RunCreate(run_id="empty"), NOW)
     copy_often(store, "empty", EMPTY_RUNS - 1)
     app_state = _state_of(store, folder)
-    app_state.newest.do_due_work()
+    app_state.summariser.keep_points()
     moments = iter(np.arange(app_state.clock() - 3600, app_state.clock() + 3600, INTERVAL).tolist())
     series = Evaluation(enabled_alerts()).series
     evaluator = AlertEvaluator(

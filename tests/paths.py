@@ -174,7 +174,7 @@ def serving(folder, threads=_of_requests):
         while app.state.collage.store.sealing.seal("r1", clock.now, journal_full=True):
             pass
         server.reports([report(9, step=60)])
-        app.state.collage.newest.do_due_work()
+        app.state.collage.summariser.keep_points()
         yield server, trace
 
 
@@ -218,7 +218,7 @@ def traced(name):
 
 def statements_of(folder):
     """SQL statements of each question, asked once of a fresh server without what is kept, and of an overview."""
-    from collage_server.run_evaluation import evaluate
+    from collage_server.summariser import evaluate
 
     from tests.server.statements import statements_on
 
@@ -232,7 +232,7 @@ def statements_of(folder):
                 found[name] = len(asked)
             asked.clear()
             with store.points.snapshot() as now:
-                evaluate(now, now.records(["r1"])["r1"])
+                evaluate(now, now.records(["r1"], before_points=True)["r1"])
             return found | {"overview": len(asked)}
 
 

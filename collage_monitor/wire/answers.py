@@ -44,7 +44,10 @@ __all__ = [
     "RejectedReport",
     "Role",
     "Run",
+    "RunDescription",
+    "RunFacts",
     "RunPage",
+    "RunState",
     "RunSummary",
     "Series",
     "StreamList",
@@ -108,7 +111,36 @@ class WorstLayer(Struct, kw_only=True, frozen=True):
     value: Number | None
 
 
-class Run(Struct, kw_only=True, frozen=True):
+RunState = Literal["running", "finished", "failed", "stale"]
+"""A run that is stale has not ended, but is silent for `stale_after_seconds`."""
+
+
+class RunFacts(Struct, kw_only=True, frozen=True):
+    """The facts that every answer about a run has."""
+
+    run_id: str
+    name: str
+    state: RunState
+    last_step: int | None
+    scalars: dict[str, LoggedScalar]
+
+
+class RunDescription(RunFacts, kw_only=True, frozen=True):
+    """A run as people described it, with the times and names of `Run`."""
+
+    project: str
+    group: str | None
+    tags: list[str]
+    notes: str
+    created_at: float
+    updated_at: float
+    seed: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    changed_at: float | None = None
+    beside: list[str] = field(default_factory=list)
+
+
+class Run(RunDescription, kw_only=True, frozen=True):
     """A run with its newest numbers. `state` "stale": not ended, but silent for `stale_after_seconds`.
 
     `updated_at`: the training's last sign of life, a launch, a state that was stated or a report. `changed_at`:
@@ -116,25 +148,10 @@ class Run(Struct, kw_only=True, frozen=True):
     `scalars` that second writers log; attempts and steps are the training's.
     """
 
-    run_id: str
-    project: str
-    name: str
-    group: str | None
-    tags: list[str]
-    notes: str
-    seed: int | None
-    config: dict[str, Any]
-    state: Literal["running", "finished", "failed", "stale"]
-    created_at: float
-    updated_at: float
     first_step: int | None
-    last_step: int | None
     attempts: list[Attempt]
     watch: WatchInfo | None
     latest: dict[str, Number | None]
-    scalars: dict[str, LoggedScalar]
-    changed_at: float | None = None
-    beside: list[str] = field(default_factory=list)
 
 
 class RunPage(Struct, kw_only=True, frozen=True):
@@ -216,21 +233,16 @@ class Histogram(Struct, kw_only=True, frozen=True):
     counts: Values
 
 
-class RunSummary(Struct, kw_only=True, frozen=True):
+class RunSummary(RunFacts, kw_only=True, frozen=True):
     """A compared run without its curve: its metrics merged over all measured steps, and its last scalars.
 
     `mean_scalars` are means over the last 20 logged values. `reports` counts the stored reports.
     """
 
-    run_id: str
-    name: str
     strategy: str | None
     dtype: str | None
-    state: str
-    last_step: int | None
     reports: int
     merged: dict[str, Number | None]
-    scalars: dict[str, LoggedScalar]
     mean_scalars: dict[str, Number]
 
 

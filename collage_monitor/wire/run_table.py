@@ -6,11 +6,11 @@ with a default, but none renamed: dashboards and servers of two versions meet.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-from collage_monitor.wire.answers import LoggedScalar
+from collage_monitor.wire.answers import RunDescription
 from collage_monitor.wire.messages import Trained
 from collage_monitor.wire.overview import Overview
 
@@ -55,7 +55,7 @@ GroupBy = Literal["strategy", "group", "configuration"]
 gave, or a configuration that differs in nothing but seeds."""
 
 
-class RunRow(Struct, kw_only=True, frozen=True):
+class RunRow(RunDescription, kw_only=True, frozen=True):
     """A run as a row of the table of runs; times as in `Run`. `overview` is null until it was evaluated for the
     first time.
 
@@ -65,29 +65,14 @@ class RunRow(Struct, kw_only=True, frozen=True):
     what is stored, theirs included.
     """
 
-    run_id: str
-    project: str
-    name: str
-    group: str | None
-    tags: list[str]
-    notes: str
-    state: Literal["running", "finished", "failed", "stale"]
     strategy: str | None
     observed_strategy: str | None
     dtype: str | None
-    created_at: float
-    updated_at: float
-    last_step: int | None
-    scalars: dict[str, LoggedScalar]
     overview: Overview | None
-    seed: int | None = None
-    changed_at: float | None = None
     trained: list[Trained] = field(default_factory=list)
     configuration: str | None = None
     is_treated: bool = False
-    config: dict[str, Any] = field(default_factory=dict)
     resumed_at: list[int] = field(default_factory=list)
-    beside: list[str] = field(default_factory=list)
     reports: int = 0
 
     @property

@@ -37,14 +37,12 @@ from collage_server.auth.quotas import Quotas
 from collage_server.background import BackgroundThread, Maintenance, Sealer
 from collage_server.clock import DatabaseClock
 from collage_server.disk_guard import DiskGuard
-from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.report_checks import StreamRegistry
-from collage_server.ingest.writer import IngestCounters, Writer
+from collage_server.ingest.writer import IngestCounters, JournalBounds, Writer
 from collage_server.memory_budget import MemoryBudget, available_memory
-from collage_server.newest_keeper import NewestKeeper
-from collage_server.overview_keeper import OverviewKeeper
 from collage_server.settings import FIXED_LIMITS, FixedLimits, Settings, SettingsError
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store, archive_files
+from collage_server.summariser import Summariser
 from collage_server.web.failures import answer_to
 from collage_server.web.middleware import AccessControl, AnswerMemory, ReadOnlyGate, RequestIdentity
 
@@ -120,8 +118,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     for thread in app.state.alert_threads:
         thread.start()
     await asyncio.to_thread(app_state.maintenance.start)
-    app_state.newest.start()
-    app_state.overviews.start()
+    app_state.summariser.start()
     try:
         yield
     finally:
@@ -131,8 +128,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             return max(ends - time.monotonic(), 0.0)
 
         await app_state.writer.stop(left())
-        await asyncio.to_thread(app_state.newest.stop, left())
-        await asyncio.to_thread(app_state.overviews.stop, left())
+        await asyncio.to_thread(app_state.summariser.stop, left())
         await asyncio.to_thread(app_state.sealer.stop, left())
         if app_state.archiver is not None:
             await asyncio.to_thread(app_state.archiver.stop, left())
@@ -176,14 +172,12 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
             event_days=settings.retention_event_days,
             audit_days=settings.retention_audit_days,
         ),
-        newest=NewestKeeper(store, memory=memory, counters=counters),
-        overviews=OverviewKeeper(store, memory=memory, counters=counters),
+        summariser=Summariser(store, memory=memory, counters=counters),
         guard=guard,
         alert_rounds=AlertRounds(),
         registry=StreamRegistry(store.streams.stream_record),
         counters=counters,
         memory=memory,
-        in_flight=InFlightBudget(memory.body_bytes),
         decoding=asyncio.Semaphore(),
         directory=TokenDirectory(store.access, settings.token, clock=clock),
         quotas=Quotas(settings.runs_per_project, limits, store.access),

@@ -16,14 +16,12 @@ from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
 from collage_server.background import Maintenance, Sealer
 from collage_server.disk_guard import DiskGuard
-from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.report_checks import StreamRegistry
-from collage_server.ingest.writer import IngestCounters, Writer
+from collage_server.ingest.writer import IngestCounters, JournalBounds, Writer
 from collage_server.memory_budget import MemoryBudget
-from collage_server.newest_keeper import NewestKeeper
-from collage_server.overview_keeper import OverviewKeeper
 from collage_server.settings import Settings
 from collage_server.store import Store
+from collage_server.summariser import Summariser
 
 if TYPE_CHECKING:
     from collage_server.auth.oidc import Provider
@@ -45,14 +43,12 @@ class AppState:
     sealer: Sealer
     archiver: Archiver | None
     maintenance: Maintenance
-    newest: NewestKeeper
-    overviews: OverviewKeeper
+    summariser: Summariser
     guard: DiskGuard
     alert_rounds: AlertRounds
     registry: StreamRegistry
     counters: IngestCounters
     memory: MemoryBudget
-    in_flight: InFlightBudget
     decoding: asyncio.Semaphore
     directory: TokenDirectory
     quotas: Quotas

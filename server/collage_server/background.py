@@ -19,7 +19,7 @@ from typing import Final
 from collage_server.clock import DatabaseClock
 from collage_server.disk_guard import DiskGuard
 from collage_server.errors import Busy, Gone, NotFound
-from collage_server.ingest.backpressure import JournalBounds
+from collage_server.ingest.writer import JournalBounds
 from collage_server.memory_budget import MemoryBudget, Owner
 from collage_server.store import NewEvent, Store
 

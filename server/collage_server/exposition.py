@@ -1,7 +1,7 @@
 """/metrics: the page that Prometheus reads, and the samples that the server's own alerts evaluate.
 
 It has the running runs, at most fifteen series each while all is well, and the server about itself. Values are of
-the newest measured step as a background thread wrote it (`newest_keeper.py`), so that every process answers the
+the newest measured step as a background thread wrote it (`summariser.py`), so that every process answers the
 same. A run that the thread has not reached yet is not shown.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -130,77 +130,57 @@ class _ServerCollector(Collector):
 
     def __init__(self, app_state: AppState) -> None:
         self._app_state = app_state
-        self._counters = app_state.counters
-        self._store = app_state.store
-        self._guard = app_state.guard
-        self._archiver = app_state.archiver
-        self._rounds = app_state.alert_rounds
-        self._memory = app_state.memory
-        self._in_flight = app_state.in_flight
-        self._answers = app_state.answers
-
-    def _held(self) -> dict[str, int]:
-        """Bytes by owner."""
-        held = self._memory.held
-        return {
-            "process": PROCESS_BYTES,
-            "bodies": self._in_flight.bytes + self._in_flight.arriving,
-            "caches": self._answers.bytes + self._store.points.cached_bytes,
-            "answers": held["answers"],
-            "evaluations": held["evaluations"],
-            "sealing": held["sealing"],
-        }
 
     def collect(self) -> Iterable[Metric]:
-        for family in self._counters.registry.collect():
+        for family in self._app_state.counters.registry.collect():
             # When a counter was made is a series that nobody asks for.
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
-        mismatches = GaugeMetricFamily(
-            "collage_server_replica_mismatches",
-            "Layers and steps at which ranks that should hold the same weights did not, over all runs.",
-        )
-        mismatches.add_metric([], self._store.sealing.replica_mismatches())
-        left = GaugeMetricFamily(
-            "collage_server_disk_left_ratio",
-            "Share of the room for data that is left, of the disk's or of its budget's, whichever is less.",
-        )
-        _add_defined(left, [], self._guard.left_ratio)
-        archived = GaugeMetricFamily("collage_server_archived_bytes", "The size of all archived files.")
-        archived.add_metric([], self._guard.archived_bytes)
-        away = GaugeMetricFamily(
-            "collage_server_archive_away_seconds",
-            "For how long the archive has taken no files; absent where nothing is archived.",
-        )
-        _add_defined(away, [], None if self._archiver is None else self._archiver.away_seconds)
-        evaluated = GaugeMetricFamily(
-            "collage_server_alerts_evaluated_timestamp_seconds",
-            "When a server on this database last evaluated the alerts, in Unix time; absent where none does.",
-        )
-        _add_defined(evaluated, [], self._rounds.evaluated_at)
-        memory = GaugeMetricFamily(
-            "collage_server_memory_bytes", "Memory held, as estimated before it is taken.", labels=("owner",)
-        )
-        for owner, held in self._held().items():
-            memory.add_metric([owner], held)
-        most = GaugeMetricFamily("collage_server_memory_limit_bytes", "Memory that the server may take.")
-        most.add_metric([], self._memory.limit_bytes)
-        build = GaugeMetricFamily("collage_server_build_info", "Version of this server.", labels=("version",))
-        build.add_metric([__version__], 1)
-        yield from (mismatches, left, archived, away, evaluated, memory, most, build)
-        for name, (text, value) in self._operation().items():
-            family = GaugeMetricFamily(f"collage_server_{name}", text)
-            _add_defined(family, [], value)
-            yield family
+        for name, (text, value, *label) in self._gauges().items():
+            gauge = GaugeMetricFamily(f"collage_server_{name}", text, labels=label)
+            for key, number in (value if isinstance(value, dict) else {"": value}).items():
+                # An undefined value has no sample; it is never 0.
+                if number is not None:
+                    gauge.add_metric([key] if label else [], float(number))
+            yield gauge
 
-    def _operation(self) -> dict[str, tuple[str, float | None]]:
-        """The server's gauges for operators: name → (text, value); None has no sample."""
-        app_state = self._app_state
-        clock = app_state.clock
+    def _held(self) -> dict[str, float | None]:
+        """Bytes by owner."""
+        app_state, memory = self._app_state, self._app_state.memory
         return {
+            "process": PROCESS_BYTES,
+            "bodies": memory.bodies.bytes + memory.bodies.arriving,
+            "caches": app_state.answers.bytes + app_state.store.points.cached_bytes,
+            **{owner: memory.held[owner] for owner in ("answers", "evaluations", "sealing")},
+        }
+
+    def _gauges(self) -> dict[str, tuple[Any, ...]]:
+        """The server's gauges: name → (text, value), or (text, values by label, the label's name)."""
+        app_state, clock = self._app_state, self._app_state.clock
+        return {
+            "replica_mismatches": (
+                "Layers and steps at which ranks that should hold the same weights did not, over all runs.",
+                app_state.store.sealing.replica_mismatches(),
+            ),
+            "disk_left_ratio": (
+                "Share of the room for data that is left, of the disk's or of its budget's, whichever is less.",
+                app_state.guard.left_ratio,
+            ),
+            "archived_bytes": ("The size of all archived files.", app_state.guard.archived_bytes),
+            "archive_away_seconds": (
+                "For how long the archive has taken no files; absent where nothing is archived.",
+                None if app_state.archiver is None else app_state.archiver.away_seconds,
+            ),
+            "alerts_evaluated_timestamp_seconds": (
+                "When a server on this database last evaluated the alerts, in Unix time; absent where none does.",
+                app_state.alert_rounds.evaluated_at,
+            ),
+            "memory_bytes": ("Memory held, as estimated before it is taken.", self._held(), "owner"),
+            "memory_limit_bytes": ("Memory that the server may take.", app_state.memory.limit_bytes),
+            "build_info": ("Version of this server.", {__version__: 1}, "version"),
             "alerts_lease_held": (
                 "1 if this server evaluates the alerts, 0 if another one does; absent where it evaluates none.",
-                self._rounds.is_mine,
+                app_state.alert_rounds.is_mine,
             ),
             "journal_bytes": (
                 "Reports that wait to be sealed, as far as this server knows.",
@@ -321,9 +301,3 @@ def _steps_since_resume(run: ReportedState) -> float | None:
         return 0.0
     begin = resumed.first_step if resumed.measured_from is None else resumed.measured_from
     return max(0.0, float(run.last_step - begin + 1))
-
-
-def _add_defined(family: GaugeMetricFamily, labels: list[str], value: Number | None) -> None:
-    """An undefined value has no sample; it is never 0."""
-    if value is not None:
-        family.add_metric(labels, float(value))

@@ -17,10 +17,11 @@ leave out what the heap keeps between what is used: where the process has grown 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -30,6 +31,8 @@ from typing import Final, Literal, TypeVar
 from collage_server.errors import Busy, NeedsTooMuch
 
 __all__ = [
+    "BodyBudget",
+    "BodyLease",
     "PROCESS_BYTES",
     "Lease",
     "Owner",
@@ -55,6 +58,9 @@ _STEP_BYTES: Final = 2**20
 """Rows are charged in steps: a lock a row would cost more than the row."""
 _BETWEEN_TRIMS_SECONDS: Final = 0.5
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_LEAST_ALLOWED: Final = 2**20
+_CUT: Final = 0.7
+_GROWTH: Final = 0.1
 _Row = TypeVar("_Row")
 
 
@@ -63,9 +69,9 @@ class MemoryBudget:
 
     def __init__(self, limit_bytes: int, most_bodies: int) -> None:
         self.limit_bytes = limit_bytes
-        self.body_bytes = min(most_bodies, limit_bytes // 8)
+        self.bodies = BodyBudget(min(most_bodies, limit_bytes // 8))
         self.cache_bytes = min(_MOST_CACHED, limit_bytes // 8)
-        self.working_bytes = limit_bytes - PROCESS_BYTES - self.body_bytes - self.cache_bytes
+        self.working_bytes = limit_bytes - PROCESS_BYTES - self.bodies.limit - self.cache_bytes
         self.held: Counter[Owner] = Counter()
         self._promised: Counter[Owner] = Counter()
         """What streams that reserve a part need in all. Together it fits: none of them waits for another to end."""
@@ -215,6 +221,113 @@ class Lease:
         less = before - max(self.held, self.reserved)
         if less > 0:
             self._budget.give_back(self.owner, less)
+
+
+class BodyBudget:
+    """Request bodies that are not answered yet; used on the event loop only, so without a lock.
+
+    `bytes` are those of whole bodies, `arriving` those that have come of others. Both together stay within `limit`.
+    At any moment whole bodies are admitted up to `allowed`: less when reports have lately waited longer than
+    `wait_seconds` for their commit, whatever the reason, and more again as they do not. It falls by a share, and
+    grows by a share of the bytes acknowledged in time.
+
+    A holder (a token or project) gets at most half of the budget alone, a third when another one is active, so
+    there is always room for one more. A single body passes when nothing else is in flight, however small the
+    budget.
+    """
+
+    def __init__(
+        self, limit: int, *, wait_seconds: float = 0.25, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.limit = self.allowed = limit
+        self.bytes = self.arriving = 0
+        self.held_by: Counter[str] = Counter()
+        self._wait_seconds = wait_seconds
+        self._clock = clock
+        self._next_cut = -math.inf
+
+    def waited(self, seconds: float, size: int) -> None:
+        """Adjust the budget by how long a body waited for its acknowledgement; its bytes are still counted."""
+        if seconds <= self._wait_seconds:
+            self.allowed = min(self.limit, self.allowed + int(_GROWTH * size))
+        elif self._clock() >= self._next_cut:
+            # Bodies in flight now were admitted before this cut: their waits do not measure it.
+            self._next_cut = self._clock() + seconds
+            self.allowed = min(self.limit, max(_LEAST_ALLOWED, int(_CUT * min(self.allowed, self.bytes))))
+
+    def admit(self, size: int) -> None:
+        """Check that a body of `size` bytes would fit. Reserves nothing; bytes count as they arrive.
+
+        Raises:
+            Busy: whole bodies that wait leave no room for it.
+        """
+        if self.bytes and self.bytes + size > self.allowed:
+            raise _busy(self.bytes, self.allowed)
+
+    @contextmanager
+    def receive(self, holders: Sequence[str]) -> Iterator[BodyLease]:
+        """A lease that holds nothing yet, and grows with what arrives, within the share of each holder."""
+        lease = BodyLease(self, holders)
+        try:
+            yield lease
+        finally:
+            lease.resize(0)
+
+
+class BodyLease:
+    """One request's part of the budget of bodies."""
+
+    def __init__(self, budget: BodyBudget, holders: Sequence[str]) -> None:
+        self.size = 0
+        self._arrived = 0
+        self._budget = budget
+        self._holders = holders
+
+    def arrive(self, size: int) -> None:
+        """Hold `size` more bytes of a body that is not whole yet.
+
+        Raises:
+            Busy: they do not fit beside what others hold, or beyond a holder's share.
+        """
+        self._hold(self._arrived + size, self.size)
+
+    def resize(self, size: int) -> None:
+        """Hold `size` bytes from now on for a whole body.
+
+        Raises:
+            Busy: they do not fit beside what others hold.
+        """
+        self._hold(0, size)
+
+    def _hold(self, arrived: int, size: int) -> None:
+        budget, mine = self._budget, self._arrived + self.size
+        held, more = budget.bytes + budget.arriving, arrived + size - mine
+        if more > 0 and held > mine:
+            if held + more > budget.limit:
+                raise _busy(held - mine, budget.limit)
+            for holder in self._holders:
+                if budget.held_by[holder] + more > budget.limit - held:
+                    raise Busy(
+                        f"{holder} holds {budget.held_by[holder]} bytes of bodies in flight, and the rest of "
+                        f"{budget.limit} is kept for others; send this one again later",
+                        limit=budget.limit,
+                        retry_after_seconds=1,
+                    )
+        budget.arriving += arrived - self._arrived
+        budget.bytes += size - self.size
+        for holder in self._holders if more else ():
+            budget.held_by[holder] += more
+            if not budget.held_by[holder]:
+                del budget.held_by[holder]
+        self._arrived, self.size = arrived, size
+
+
+def _busy(others: int, limit: int) -> Busy:
+    return Busy(
+        f"{others} bytes of other bodies are in flight, at most {limit} in all now; send this one again later",
+        limit=limit,
+        retry_after_seconds=1,
+    )
 
 
 _LEASE: ContextVar[Lease | None] = ContextVar("lease", default=None)

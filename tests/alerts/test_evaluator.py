@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from collage_server.alerts import AlertEvaluator, AlertRounds
 from collage_server.alerts.condition_evaluation import identity_labels
-from collage_server.overview_keeper import keep_overview
 from collage_server.store.runs.incidents import alert_key
+from collage_server.summariser import keep_overview
 from sqlalchemy import text
 
 from collage_monitor import wire
@@ -55,8 +55,8 @@ def rounds(server, work, seconds, *, alive=True):
 def judge_what_is_new(server):
     """As the server's own thread does, but here and now."""
     store = server.app.state.collage.store
-    for due in store.overviews.due(10):
-        keep_overview(store, due)
+    for due in store.summaries.due(10):
+        keep_overview(store, due.run_id)
 
 
 def test_each_server_knows_when_alerts_were_last_evaluated(server):
@@ -132,25 +132,22 @@ def test_a_run_in_its_warm_up_and_a_finished_one_do_not_fire(server):
 def test_what_the_judgement_holds_against_a_run_is_shown_and_fires(low):
     """Alerts read the evaluation that the table of runs shows: one judgement of a run, kept once."""
     app_state = low.app.state.collage
-    app_state.overviews.stop(PATIENCE_SECONDS)
+    app_state.summariser.stop(PATIENCE_SECONDS)
     store, work = app_state.store, evaluator(low, "CollageNotFinite")
 
     def held():
         found = [(dict(entry.labels), entry.value) for entry in current_samples(app_state) if entry.name == FINDING]
         return {(own["key"], own.get("layer"), own.get("alert")): value for own, value in found}
 
-    (due,) = store.overviews.due(10)
     sick = wire.Finding("not finite", "", "nonfinite_params", 3.0, layer="head", alert="CollageNotFinite")
-    store.overviews.put(due, store.runs.get("r1"), wire.Overview(run_id="r1", findings=[sick]))
+    store.summaries.put(store.runs.get("r1"), wire.Overview(run_id="r1", findings=[sick]))
     assert 'collage_finding{alert="CollageNotFinite",key="nonfinite_params",layer="head"' in low.get("/metrics")
     assert held() == {("nonfinite_params", "head", "CollageNotFinite"): 3.0}
     low.clock.now += SECONDS
     work.do_due_work()
     assert [entry.alert for entry in incidents(low)] == ["CollageNotFinite"]
     # The run's own points say nothing of the kind: the next evaluation takes it back.
-    low.reports([report(1000, 2000, measured=False, scalars={"loss": 3.0})])
-    (due,) = store.overviews.due(10)
-    found = keep_overview(store, due)
+    found = keep_overview(store, "r1")
     assert found.health == "losing updates"
     own = {(entry.key, entry.layer, entry.alert or None): entry.value for entry in found.against}
     assert held() == own

@@ -25,7 +25,6 @@ import torch
 from collage_agent.transport import MemoryTransport
 from collage_optim import CollageAdamW
 from collage_server.alerts import AlertEvaluator
-from collage_server.overview_keeper import keep_overview
 from collage_server.settings import Settings
 from torch import distributed
 
@@ -33,7 +32,7 @@ from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from tests.parallel.launch import launch
 from tests.server.conftest import NOW, Clock, running
-from tests.server.reads import current_samples
+from tests.server.reads import current_samples, evaluate_due
 from tests.waiting import PATIENCE_SECONDS
 
 STEPS = 1000
@@ -231,7 +230,7 @@ def incidents_of(
         clock = Clock(began)
         settings = Settings(folder=Path(folder), no_auth=True, alerts="off", seal_interval_seconds=3600)
         with running(settings, clock=clock) as server:
-            server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
+            server.app.state.collage.summariser.stop(PATIENCE_SECONDS)
             _replay(server, trace, seconds_a_step, round_seconds, looked_at)
             return server.get("/events?limit=1000", wire.IncidentPage).events[::-1]
 
@@ -257,8 +256,7 @@ def _replay(server, trace, seconds_a_step, round_seconds, looked_at):
                 server.clock.now = due
                 _send(server, held)
                 app_state.sealer.do_due_work()
-                for entry in app_state.store.overviews.due(1):
-                    keep_overview(app_state.store, entry)
+                evaluate_due(app_state.store, 1)
                 work.do_due_work()
                 due += round_seconds
             server.clock.now = moment

@@ -56,10 +56,10 @@ class Proxied:
 
     def begun(self, size):
         """A connection that has sent the beginning of a body, and the server has it."""
-        before = self.server.app_state.in_flight.arriving
+        before = self.server.app_state.memory.bodies.arriving
         client = self.connect()
         client.sendall(head(f"Content-Length: {2 * size}") + b"\x80" * size)
-        until(lambda: self.server.app_state.in_flight.arriving >= before + size, "the body's beginning")
+        until(lambda: self.server.app_state.memory.bodies.arriving >= before + size, "the body's beginning")
         return client
 
 

@@ -22,7 +22,6 @@ from collage_optim import CollageAdamW
 from collage_server.alerts.condition_evaluation import Evaluation
 from collage_server.app import create_app
 from collage_server.exposition import samples
-from collage_server.overview_keeper import MADE_BY, keep_overview
 from collage_server.settings import Settings
 from starlette.testclient import TestClient
 
@@ -33,6 +32,7 @@ from tests.agent.training import mlp, train
 from tests.agent_delivery.test_attempts import Application
 from tests.dashboard.generated import GeneratedRun
 from tests.server.conftest import NOW, Clock, Server
+from tests.server.reads import evaluate_due
 from tests.waiting import PATIENCE_SECONDS
 
 CURE = "split-master"
@@ -45,7 +45,7 @@ def served(tmp_path):
     clock = Clock()
     app = create_app(Settings(folder=tmp_path, no_auth=True), clock=clock)
     with TestClient(app, base_url="http://127.0.0.1") as inside:
-        app.state.collage.overviews.stop(PATIENCE_SECONDS)
+        app.state.collage.summariser.stop(PATIENCE_SECONDS)
         server = Server(inside, clock, app)
         yield server, Client("http://127.0.0.1", transport=server.transport())
     if _SESSION.run is not None:
@@ -216,14 +216,13 @@ class Reported:
     def overview(self):
         """It, evaluated as the background thread does it."""
         store = self.server.app.state.collage.store
-        for due in store.overviews.due(1, MADE_BY):
-            keep_overview(store, due)
+        evaluate_due(store, 1)
         return self.server.get("/runs/r1/overview", wire.Overview)
 
     def fired(self):
         """The alerts on what the judgement holds against it that fire within an hour."""
         app_state = self.server.app.state.collage
-        app_state.newest.do_due_work()
+        app_state.summariser.keep_points()
         shown = list(samples(app_state))
         evaluation = Evaluation([ALERTS["CollageUpdatesLost"], ALERTS["CollageSecondMomentStuck"]])
         changes = [change for minute in range(60) for change in evaluation.observe(NOW + 60.0 * minute, shown)]

@@ -31,7 +31,7 @@ def served(tmp_path):
 def train(server, steps_of, replicas=False):
     """A healthy run of four ranks, each of which measures its steps; each holds a quarter of all, or a copy."""
     made = GeneratedRun("sharded", "master-weights", steps=1000)
-    server.app.state.collage.overviews.stop(60.0)
+    server.app.state.collage.summariser.stop(60.0)
     server.run("r1")
     server.attempt("r1")
     statistics = list(made.totals(10))

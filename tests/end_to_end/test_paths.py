@@ -7,14 +7,14 @@ from tests.paths import PAGE, PATHS, assert_calls, page_with, statements_of, tra
 FILES_AND_CALLS = {"measured step": (25, 387), "worker": (15, 787), "report": (18, 182), "heatmap": (29, 523)}
 """Files entered, exactly, and calls made, as recorded."""
 STATEMENTS = {
-    "run": 6,
+    "run": 5,
     "heatmap": 11,
     "series": 10,
-    "compare": 18,
-    "latest": 9,
+    "compare": 15,
+    "latest": 8,
     "worst": 9,
     "metrics": 5,
-    "overview": 24,
+    "overview": 17,
 }
 """SQL statements of a question about one run, a second after its last report."""
 

@@ -108,7 +108,7 @@ def fire(client: Client, app: Any) -> None:
         for row in client.run_table().rows:
             client.update_run(row.run_id, wire.RunUpdate(state=state))
         if state == "running":
-            app.state.collage.newest.do_due_work()
+            app.state.collage.summariser.keep_points()
             app.state.alert_threads[0].do_due_work()
 
 

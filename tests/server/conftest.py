@@ -52,7 +52,7 @@ class Server:
 
     def get(self, path, kind=None, status=200):
         if path == "/metrics":
-            self.app.state.collage.newest.do_due_work()
+            self.app.state.collage.summariser.keep_points()
         return self.send("GET", path, None, kind, status)
 
     def transport(self, asked=None):

@@ -243,7 +243,7 @@ def fuzz(folder, cases, seed, **settings):
         mutated(reached, cases - sum(reached.statuses.values()), seed + 2000)
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         assert grown < MEMORY_BYTES, f"the process grew by {grown / 2**20:.0f} MiB"
-        assert reached.app.state.collage.in_flight.bytes == 0
+        assert reached.app.state.collage.memory.bodies.bytes == 0
         assert reached.client.get("/readyz").status_code == 200
         reached.fill()
         return reached.statuses, grown

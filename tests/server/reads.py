@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from collage_server.exposition import samples
+from collage_server.summariser import Summariser, keep_overview
 
-__all__ = ["current_samples", "latest_point", "layer_points", "model_points", "scalar_points"]
+__all__ = [
+    "current_samples",
+    "due_runs",
+    "evaluate_due",
+    "latest_point",
+    "layer_points",
+    "model_points",
+    "scalar_points",
+]
 
 
 def model_points(store, run_id, keys, selection):
@@ -31,5 +40,19 @@ def latest_point(store, run_id):
 
 def current_samples(app_state):
     """What /metrics shows and alerts read, the newest of every run being written first."""
-    app_state.newest.do_due_work()
+    app_state.summariser.keep_points()
     return samples(app_state)
+
+
+def due_runs(store, limit=100, made_by=None):
+    """The runs whose overview is due, once their newest steps are written."""
+    Summariser(store).keep_points()
+    return store.summaries.due(limit, made_by)
+
+
+def evaluate_due(store, limit=100):
+    """Evaluate the due runs, as the thread does in its next round, and list them."""
+    due = due_runs(store, limit)
+    for entry in due:
+        keep_overview(store, entry.run_id)
+    return [entry.run_id for entry in due]

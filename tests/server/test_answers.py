@@ -197,7 +197,7 @@ def test_the_newest_values_of_a_run_read_once_what_it_is_made_of(server):
 def test_a_page_of_the_list_reads_its_runs_together(server):
     """Each run took a snapshot and thirty statements of its own."""
     app_state = server.app.state.collage
-    for thread in (app_state.sealer, app_state.newest):
+    for thread in (app_state.sealer, app_state.summariser):
         thread.stop(PATIENCE_SECONDS)
     store = app_state.store
     for place in range(12):
@@ -221,7 +221,7 @@ def test_a_page_of_the_list_reads_its_runs_together(server):
 def test_chunks_of_one_run_or_of_many_are_the_same_statement(server):
     """A statement for each number of spans was kept by SQLAlchemy and by the database: megabytes each."""
     app_state = server.app.state.collage
-    app_state.newest.stop(PATIENCE_SECONDS)
+    app_state.summariser.stop(PATIENCE_SECONDS)
     names = [f"r{place}" for place in range(5)]
     for name in names:
         server.filled(name, f"s-{name}")

@@ -114,8 +114,8 @@ def test_many_runs_are_told_apart_and_answered_alike(server):
     paths = [path for question in questions_about_runs() for path in question.paths]
     assert all("{points}" in path for path in paths)
     with closing(sqlite3.connect(store.path)) as connection:
-        rows = StoredRows(("run", "run_overview"), ["run-1", "run-2"], counted=True)
-        known = len(metadata.tables["run"].c) + len(metadata.tables["run_overview"].c)
+        rows = StoredRows(("run", "run_summary"), ["run-1", "run-2"], counted=True)
+        known = len(metadata.tables["run"].c) + len(metadata.tables["run_summary"].c)
         assert read_by_key(connection, [rows], "?") == 2 * known
 
 

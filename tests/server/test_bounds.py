@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 from collage_server.errors import JournalFull
-from collage_server.ingest.backpressure import JournalBounds
+from collage_server.ingest.writer import JournalBounds
 from collage_server.settings import FixedLimits, Settings
 from collage_server.store import SqliteStore, records
 from collage_server.store.records import report_bytes

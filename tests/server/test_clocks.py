@@ -17,13 +17,14 @@ from collage_server.auth.principals import Person, TokenDirectory
 from collage_server.clock import DatabaseClock
 from collage_server.errors import BadRequest
 from collage_server.settings import Settings
-from collage_server.store import IncidentQuery, KeptNewest, LogOut, NewEvent, RunQuery, SqliteStore, state_at
-from collage_server.store.runs.newest_points import NewestStore
+from collage_server.store import IncidentQuery, LogOut, NewEvent, RunQuery, SqliteStore, state_at
+from collage_server.store.runs.run_summary import SummaryStore
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, Server, running
 from tests.server.migrated import put_migrated
+from tests.server.reads import due_runs
 from tests.server.store.incidents import LOW
 
 DAY = 86_400.0
@@ -181,12 +182,12 @@ def test_message_about_an_incident(store, off):
 @pytest.mark.parametrize("off", [AHEAD, BEHIND])
 def test_what_other_code_evaluated(store, off, monkeypatch):
     """What a clock that was ahead has dated would not be made anew after an upgrade."""
-    (due,) = store.newest.due(10, "old").values()
+    assert due_runs(store)
     real = time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: real() + off)
-        store.newest.put({"r1": KeptNewest(due, "old", None)})
-    assert list(NewestStore(store).due(10, "new")) == ["r1"]
+        store.summaries.put(store.runs.get("r1"), wire.Overview(run_id="r1"), "old")
+    assert [entry.run_id for entry in SummaryStore(store).due(10, "new")] == ["r1"]
 
 
 def test_the_clock_of_a_database_goes_on_whatever_becomes_of_the_machine_s(store, monkeypatch):

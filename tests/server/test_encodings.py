@@ -87,7 +87,7 @@ def test_json_may_not_grow_beyond_what_it_may_be_as_it_is_sent(tmp_path, monkeyp
 
 def test_what_is_decompressed_counts_as_in_flight(tmp_path):
     app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=10_000))
-    budget = app.state.collage.in_flight
+    budget = app.state.collage.memory.bodies
     body = gzip.compress(b"x" * 20_000)
     headers = {"Content-Type": wire.MSGPACK, **GZIP}
     with TestClient(app, base_url="http://127.0.0.1") as client:

@@ -12,11 +12,11 @@ from collage_server.alerts.condition_evaluation import Evaluation
 from collage_server.disk_guard import DiskGuard
 from collage_server.errors import Busy, Gone
 from collage_server.exposition import exposition, samples
-from collage_server.newest_keeper import newest_points
 from collage_server.store import schema
 from collage_server.store.reading import snapshot
 from collage_server.store.reading.snapshot import Snapshot, read_latest
 from collage_server.store.runs import run_store
+from collage_server.summariser import Summariser, newest_points
 from msgspec.structs import replace as replace_fields
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import update
@@ -26,7 +26,7 @@ from collage_monitor import wire
 from collage_monitor.alerts import enabled_alerts
 from tests.server.samples import LAYERS, block, layer, report, watch
 from tests.server.statements import statements_on
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, until
 
 _VOLATILE = re.compile("collage_server_(memory_|sealer_round|oldest_unsealed|journal_bytes|alerts_lease_held)")
 EXPECTED = Path(__file__).with_name("exposition.txt")
@@ -34,7 +34,12 @@ EXPECTED = Path(__file__).with_name("exposition.txt")
 
 def kept_points(now, run_ids):
     """The newest steps as they are written, of the runs that have one."""
-    return {run_id: row.point for run_id, row in now.newest_kept(run_ids).items()}
+    return {run_id: row.point for run_id, row in now.kept_points(run_ids).items()}
+
+
+def kept_points_of(store):
+    with store.points.snapshot() as now:
+        return now.kept_points(["r1"])
 
 
 def stable(text):
@@ -174,7 +179,7 @@ def test_a_database_that_does_not_answer_is_no_run_s_failure(server, monkeypatch
     monkeypatch.undo()
     monkeypatch.setattr(snapshot, "read_latest", lost)
     with pytest.raises(Busy):
-        server.app.state.collage.newest.do_due_work()
+        server.app.state.collage.summariser.keep_points()
 
 
 def delete_after(store, page, clock):
@@ -186,7 +191,7 @@ def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatc
     """Of one process or several, shown and hidden, sealed and not: the page is one, and that of exact answers."""
     # What others leave of the disk changes between two pages.
     monkeypatch.setattr(DiskGuard, "left_ratio", 0.5)
-    server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
+    server.app.state.collage.summariser.stop(PATIENCE_SECONDS)
     server.filled("plain", "s0", steps=[10, 20])
     server.filled("nothing", "s1", steps=[])
     server.filled("other", "s2", steps=[10])
@@ -210,14 +215,14 @@ def test_runs_that_are_read_together_say_what_each_says_alone(server, monkeypatc
     with store.points.snapshot() as now:
         kept = kept_points(now, run_ids)
         assert kept == newest_points(now, now.records(run_ids), layers=True)
-        monkeypatch.setattr(Snapshot, "newest_kept", lambda *_: {})
+        monkeypatch.setattr(Snapshot, "kept_points", lambda *_: {})
         for run_id in run_ids:
             assert newest_points(now, now.records([run_id]), layers=True) == {run_id: kept[run_id]}
 
 
 def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):
     app_state = server.app.state.collage
-    app_state.newest.stop(PATIENCE_SECONDS)
+    app_state.summariser.stop(PATIENCE_SECONDS)
     server.filled(steps=[10])
     server.get("/metrics")
     server.reports([report(1, 20)])
@@ -232,7 +237,7 @@ def test_a_row_that_is_out_of_date_is_not_the_answer_of_one_run(server):
 def test_a_state_that_a_server_whose_clock_lags_behind_states_is_seen(server, clock, behind):
     """It seemed older than the last report, and what was kept of the run as new as the run."""
     app_state = server.app.state.collage
-    app_state.newest.stop(PATIENCE_SECONDS)
+    app_state.summariser.stop(PATIENCE_SECONDS)
     server.filled(steps=[10])
     server.get("/metrics")
     store = app_state.store
@@ -240,29 +245,50 @@ def test_a_state_that_a_server_whose_clock_lags_behind_states_is_seen(server, cl
     for state in ("finished", "running", "failed"):
         server.get("/metrics")
         with store.points.snapshot() as now:
-            (kept,) = now.newest_kept(["r1"]).values()
-        assert store.newest.due(10, kept.made_by) == {}
+            assert list(now.kept_points(["r1"])) == ["r1"]
+        assert store.summaries.due_points(10) == {}
         server.send("PATCH", "/runs/r1", wire.RunUpdate(state=state))
-        assert list(store.newest.due(10, kept.made_by)) == ["r1"]
+        assert list(store.summaries.due_points(10)) == ["r1"]
 
 
 def test_servers_of_two_releases_do_not_take_turns(server):
     """Each would have written the rows of all runs anew, every second, for as long as both serve."""
     app_state = server.app.state.collage
-    app_state.newest.stop(PATIENCE_SECONDS)
+    summariser = app_state.summariser
+    summariser.stop(PATIENCE_SECONDS)
     server.filled(steps=[10])
     server.get("/metrics")
     store = app_state.store
-    with store.points.snapshot() as now:
-        (kept,) = now.newest_kept(["r1"]).values()
+    summariser.stopping.clear()
+    summariser.keep_overviews()
+    (kept,) = kept_points_of(store).values()
     assert kept.point is not None
-    store.newest.put({"r1": replace(kept, made_by="other", point=replace_fields(kept.point, step=9))})
-    assert store.newest.due(10, kept.made_by) == {}
+    others = replace_fields(kept.point, made_by="other", step=9)
+    store.summaries.put_points({"r1": kept._replace(point=others)})
+    assert store.summaries.due_points(10) == {}
     assert "collage_edq_ratio{" in server.get("/metrics")
     assert server.get("/runs/r1/latest", wire.Latest).step == 10, "what one run is asked for is this release's"
     with store.engine.begin() as connection:
-        connection.execute(update(schema.run_newest).values(made_at=0.0))
-    assert list(store.newest.due(10, kept.made_by)) == ["r1"], "an upgrade makes them anew"
+        old = {"is_evaluated": True, "made_by": "other", "made_at": 0.0}
+        connection.execute(update(schema.run_summary).values(old))
+    summariser.keep_overviews()
+    assert kept_points_of(store) == {"r1": kept}, "an upgrade makes them anew"
+
+
+def test_newest_steps_are_written_while_evaluations_rest(server):
+    """One thread does both; an evaluation that nobody waits for makes it rest for a multiple of its time."""
+    app_state = server.app.state.collage
+    app_state.summariser.stop(PATIENCE_SECONDS)
+    server.filled(steps=[10])
+    both = Summariser(app_state.store, interval_seconds=0.01, share_of_time=1e-5)
+    both.do_due_work()
+    server.reports([report(1, 20)])
+    both.start()
+    until(lambda: server.get("/runs/r1/overview", wire.Overview).last_step == 20, "the evaluation that it rests of")
+    server.reports([report(2, 30)])
+    until(lambda: kept_points_of(app_state.store)["r1"].point.step == 30, "the newest step")
+    assert server.get("/runs/r1/overview", wire.Overview).last_step == 20
+    both.stop(PATIENCE_SECONDS)
 
 
 def test_a_run_that_logs_alone_costs_what_an_empty_one_does(server):
@@ -330,7 +356,7 @@ def several_ranks(server):
 def only_requests_work(server):
     """What the threads beside them may or may not have done by then is left to the requests."""
     kept = server.app.state.collage
-    for thread in (kept.overviews, kept.sealer, kept.newest):
+    for thread in (kept.summariser, kept.sealer):
         thread.stop(PATIENCE_SECONDS)
 
 

@@ -17,6 +17,6 @@ def test_no_answer_is_a_failure(tmp_path):
 
 def test_a_failure_is_found(tmp_path, monkeypatch):
     with target(tmp_path) as reached:
-        monkeypatch.setattr(reached.app.state.collage.in_flight, "receive", lambda _: 1 / 0)
+        monkeypatch.setattr(reached.app.state.collage.memory.bodies, "receive", lambda _: 1 / 0)
         with pytest.raises(AssertionError, match="answered 500"):
             raw(reached, 20, 1)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from collage_server.newest_keeper import newest_points
-from collage_server.run_evaluation import evaluate
 from collage_server.store import ReportGroup, Selection, SqliteStore
 from collage_server.store.chunks import point_merging
 from collage_server.store.reading import points, report_merging, unsealed
 from collage_server.store.sealing.seal_plan import SealLimits
+from collage_server.summariser import evaluate, newest_points
 
 from collage_monitor import wire
 from tests.server.conftest import NOW

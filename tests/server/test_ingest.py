@@ -15,8 +15,8 @@ from anyio.to_thread import current_default_thread_limiter
 from collage_server.api import bodies
 from collage_server.app import create_app
 from collage_server.errors import Busy
-from collage_server.ingest.backpressure import InFlightBudget
 from collage_server.ingest.writer import IngestCounters, Writer
+from collage_server.memory_budget import BodyBudget
 from collage_server.settings import Settings
 from collage_server.store import READERS, GroupOutcome, ReportGroup, StreamRecord
 from starlette.testclient import TestClient
@@ -136,7 +136,7 @@ def test_stopping_commits_what_waits_and_refuses_what_comes_later():
 
 
 def test_the_budget_in_flight():
-    budget = InFlightBudget(100)
+    budget = BodyBudget(100)
     with holding(budget, 500):
         assert budget.bytes == 500
         with pytest.raises(Busy) as caught, holding(budget, 1):
@@ -149,7 +149,7 @@ def test_the_budget_in_flight():
 
 def test_the_budget_falls_while_reports_wait_and_grows_back_when_they_do_not():
     now = [0.0]
-    budget = InFlightBudget(100 * 2**20, wait_seconds=0.25, clock=lambda: now[0])
+    budget = BodyBudget(100 * 2**20, wait_seconds=0.25, clock=lambda: now[0])
     with holding(budget, 40 * 2**20):
         budget.waited(0.5, 2**20)
         assert budget.allowed == pytest.approx(0.7 * 40 * 2**20, abs=1)
@@ -249,7 +249,7 @@ def test_a_body_that_stops_arriving_gives_its_room_back(tmp_path, monkeypatch):
         assert answered[0]["status"] == 503
         assert (b"retry-after", b"1") in answered[0]["headers"]
         assert b"did not arrive within" in answered[1]["body"]
-        assert app.state.collage.in_flight.bytes == 0
+        assert app.state.collage.memory.bodies.bytes == 0
         assert post(client, report(0, 10)).status_code == 200
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from collage_server.run_evaluation import evaluate
 from collage_server.store import ReportGroup, Selection, SqliteStore
 from collage_server.store.reading import unsealed
+from collage_server.summariser import evaluate
 
 from benchmarks._population import Shape, batches, register
 from benchmarks._serving import Connection, serving

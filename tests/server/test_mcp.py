@@ -9,7 +9,6 @@ import httpx2
 import mcp
 import pytest
 from collage_server.app import create_app
-from collage_server.overview_keeper import keep_overview
 from collage_server.settings import Settings
 from mcp.client.stdio import StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
@@ -24,6 +23,7 @@ from tests.end_to_end.servers import KillableServer
 from tests.forking import command
 from tests.ports import free_port, running
 from tests.server.migrated import put_migrated
+from tests.server.reads import evaluate_due
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -113,9 +113,8 @@ def way(tmp_path_factory):
             answer = client.request(method, f"/api/v1{path}", content=body, headers=MSGPACK)
             assert answer.is_success, answer.text
         store = app.state.collage.store
-        app.state.collage.overviews.stop(60.0)
-        for due in store.overviews.due(100):
-            keep_overview(store, due)
+        app.state.collage.summariser.stop(60.0)
+        evaluate_due(store)
         transport.seen.clear()
         yield transport
 

@@ -162,7 +162,7 @@ def test_a_body_in_flight_holds_what_its_scalars_take_as_objects(tmp_path):
         small, large = (wire.encode_batch(wire.ReportBatch(reports=logged(count))) for count in (50, 350))
         assert len(large) < 2**20
         post = partial(server.client.post, "/api/v1/streams/s0/reports", headers=MSGPACK)
-        with holding(server.app.state.collage.in_flight, 2**10):
+        with holding(server.app.state.collage.memory.bodies, 2**10):
             assert [post(content=body).status_code for body in (small, large)] == [200, 503]
         assert post(content=large).json()["accepted"] == 300
 

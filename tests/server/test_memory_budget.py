@@ -20,11 +20,10 @@ from collage_server.memory_budget import (
     released_afterwards,
     reserve,
 )
-from collage_server.overview_keeper import _warn_of_a_cut
-from collage_server.run_evaluation import evaluate, evaluate_what_fits
 from collage_server.settings import Settings, SettingsError
 from collage_server.store import NewEvent
 from collage_server.store.runs import incidents
+from collage_server.summariser import _warn_of_a_cut, evaluate, evaluate_what_fits
 
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, running
@@ -273,7 +272,7 @@ def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(s
     """4,000 reports take 24 MiB; there are 9."""
     _warn_of_a_cut.cache_clear()
     app_state = server.app.state.collage
-    for thread in (app_state.sealer, app_state.overviews, app_state.newest):
+    for thread in (app_state.sealer, app_state.summariser):
         thread.stop(10.0)
     server.filled(steps=range(0))
     for first in range(0, 4000, 2000):
@@ -288,8 +287,8 @@ def test_an_evaluation_that_does_not_fit_is_cut_to_the_newest_part_and_says_so(s
     assert 2000 < begin < 4000
     assert whole.last_step == found.last_step == 4000
     assert memory_budget.held["evaluations"] == 0
-    caplog.set_level(logging.WARNING, "collage_server.overview_keeper")
-    app_state.overviews.start()
+    caplog.set_level(logging.WARNING, "collage_server.summariser")
+    app_state.summariser.start()
     until(lambda: "does not fit into --memory" in caplog.text, "a line that says so")
     until(lambda: 'evaluations_cut_total{evaluation="overview"} 1' in server.get("/metrics"), "the counter")
     server.reports([report(4000, 4001)])

@@ -7,7 +7,7 @@ import threading
 import pytest
 from collage_server.background import Sealer
 from collage_server.errors import Busy, Gone
-from collage_server.ingest.backpressure import JournalBounds
+from collage_server.ingest.writer import JournalBounds
 from collage_server.settings import Settings
 
 from collage_monitor import wire

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from collage_server.api import bodies
 from collage_server.errors import Busy
-from collage_server.ingest.backpressure import InFlightBudget
+from collage_server.memory_budget import BodyBudget
 
 from collage_monitor import wire
 from tests.server.guarded import OWN
@@ -54,11 +54,11 @@ def sent(server, stream, seq, secret=OWN):
 def begun(server, size, stream="slow", secret=OWN, **headers):
     """A connection that has sent its head and `size` bytes of its body, all of them received."""
     client = server.connect()
-    before = server.app_state.in_flight.arriving
+    before = server.app_state.memory.bodies.arriving
     client.sendall(head(f"/streams/{stream}/reports", secret, **headers))
     chunk = b"%x\r\n" % size + b"\x80" * size + b"\r\n" if "Transfer-Encoding" in headers else b"\x80" * size
     client.sendall(chunk if size else b"")
-    until(lambda: server.app_state.in_flight.arriving >= before + size, "the body's beginning")
+    until(lambda: server.app_state.memory.bodies.arriving >= before + size, "the body's beginning")
     return client
 
 
@@ -78,17 +78,17 @@ def test_idle_chunked_bodies_keep_nobody_out(server):
 
 
 def test_a_slow_sender_after_a_slow_commit_keeps_nobody_out(server):
-    server.app_state.in_flight.waited(1.0, 1)
-    assert server.app_state.in_flight.allowed == 2**20
+    server.app_state.memory.bodies.waited(1.0, 1)
+    assert server.app_state.memory.bodies.allowed == 2**20
     slow = begun(server, 3 * 2**20, **{"Content-Length": 8 * 2**20})
     assert [sent(server, "quick", seq) for seq in range(4)] == [200] * 4
     slow.close()
-    until(lambda: server.app_state.in_flight.arriving == 0, "its room")
+    until(lambda: server.app_state.memory.bodies.arriving == 0, "its room")
 
 
 def test_a_token_and_a_project_leave_room_for_others(server):
     mine, theirs = token(server, project="slow"), token(server, project="quick")
-    limit = server.app_state.in_flight.limit
+    limit = server.app_state.memory.bodies.limit
     held = [begun(server, limit // 5, secret=mine, **{"Content-Length": limit}) for _ in range(2)]
     with server.connect() as client:
         client.sendall(head("/streams/slow/reports", mine, **{"Content-Length": limit // 5, "Connection": "close"}))
@@ -101,7 +101,7 @@ def test_a_token_and_a_project_leave_room_for_others(server):
 
 
 def test_a_share_is_of_the_token_and_of_the_project():
-    budget = InFlightBudget(100)
+    budget = BodyBudget(100)
     with budget.receive(["token a", "project p"]) as first, budget.receive(["token b", "project p"]) as second:
         first.arrive(40)
         with pytest.raises(Busy, match="project p holds 40 bytes"):
@@ -125,7 +125,7 @@ def test_a_body_is_waited_for_as_long_as_it_comes(server, monkeypatch):
     client = server.connect()
     client.sendall(head("/streams/quick/reports", **{"Content-Length": len(batch), "Connection": "close"}))
     client.sendall(batch[:60])
-    until(lambda: server.app_state.in_flight.arriving == 60, "the beginning")
+    until(lambda: server.app_state.memory.bodies.arriving == 60, "the beginning")
     with begun(server, 0, **{"Transfer-Encoding": "chunked"}) as idle:
         assert status_of(everything(idle)) == 503, "begun later, and given up before"
     client.sendall(batch[60:])

@@ -8,16 +8,16 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 import pytest
-from collage_server import overview_keeper
-from collage_server.overview_keeper import keep_overview
 from collage_server.store import schema
 from collage_server.store.row_helpers import to_json
+from collage_server.summariser import MADE_BY
 from sqlalchemy import select
 
 import collage_monitor
 from collage_monitor import wire
 from collage_monitor.diagnosis import WORDS_VERSION
 from collage_monitor.seeds import mean_over_seeds
+from tests.server.reads import evaluate_due
 from tests.server.samples import LAYERS, STATISTICS, block, report
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -25,16 +25,9 @@ from tests.waiting import PATIENCE_SECONDS, until
 @pytest.fixture
 def evaluate(server):
     """Evaluate what is due now, as the background thread does in its next round."""
-    server.app.state.collage.overviews.stop(60.0)
+    server.app.state.collage.summariser.stop(60.0)
     store = server.app.state.collage.store
-
-    def work():
-        due = store.overviews.due(100)
-        for entry in due:
-            keep_overview(store, entry)
-        return [entry.run_id for entry in due]
-
-    return work
+    return lambda: evaluate_due(store)
 
 
 def table(server, **query):
@@ -158,7 +151,7 @@ def test_runs_that_differ_by_seed_alone_are_one_row(server, seeds, by, expected)
     ids=["against", "not known", "all healthy", "no EDQ", "negative EDQ"],
 )
 def test_the_run_that_has_most_against_it_speaks_for_its_group(server, seeds, said, speaks):
-    overview, run_id = schema.run_overview, schema.run_overview.c.run_id
+    overview, run_id = schema.run_summary, schema.run_summary.c.run_id
     with server.app.state.collage.store.writing() as connection:
         for run, (health, edq) in said.items():
             text = to_json(wire.Overview(run_id=run, health=health or "unknown", headline=f"headline of {run}"))
@@ -229,7 +222,7 @@ def test_what_another_release_said_is_said_anew(server, evaluate, monkeypatch):
     app_state = server.app.state.collage
     assert evaluate() == ["r1"]
     said = server.get("/runs/r1/overview", wire.Overview)
-    table = schema.run_overview
+    table = schema.run_summary
     old = {
         "made_by": "another",
         "made_at": 1.0,
@@ -240,8 +233,8 @@ def test_what_another_release_said_is_said_anew(server, evaluate, monkeypatch):
     assert server.get("/runs/r1/overview", wire.Overview) == said
     with app_state.store.writing() as connection:
         connection.execute(table.update().values({**old, "made_by": None, "made_at": None}))
-    app_state.overviews.stopping.clear()
-    app_state.overviews.do_due_work()
+    app_state.summariser.stopping.clear()
+    app_state.summariser.keep_overviews()
     (row,) = server.get("/run-table", wire.RunTable).rows
     assert row.overview == said
 
@@ -251,12 +244,12 @@ def test_overviews_tell_release_and_words_that_they_were_made_by(server, evaluat
     server.filled("r1", "s1")
     assert evaluate() == ["r1"]
     with server.app.state.collage.store.writing() as connection:
-        assert connection.execute(select(schema.run_overview.c.made_by)).scalar_one() == overview_keeper.MADE_BY
-    assert f"{collage_monitor.__version__}/{WORDS_VERSION}" == overview_keeper.MADE_BY
+        assert connection.execute(select(schema.run_summary.c.made_by)).scalar_one() == MADE_BY
+    assert f"{collage_monitor.__version__}/{WORDS_VERSION}" == MADE_BY
 
 
 def test_a_run_that_the_thread_has_not_evaluated_is_evaluated_on_request(server):
-    server.app.state.collage.overviews.stop(PATIENCE_SECONDS)
+    server.app.state.collage.summariser.stop(PATIENCE_SECONDS)
     server.filled("r1", "s1")
     assert server.get("/runs/r1/overview", wire.Overview).last_step == 50
 

@@ -18,8 +18,8 @@ from collage_server.alerts.condition_evaluation import AlertChange, Evaluation, 
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
 from collage_server.memory_budget import MemoryBudget
-from collage_server.run_evaluation import evaluate_what_fits
 from collage_server.store import NewIncident, Store
+from collage_server.summariser import evaluate_what_fits
 
 __all__ = ["AlertEvaluator", "AlertRounds"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from contextlib import AbstractContextManager
 from typing import Final, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -18,8 +19,8 @@ from starlette.requests import Request
 from collage_monitor import wire
 from collage_server.app_state import AppState, app_state_of
 from collage_server.errors import BadRequest, Busy, TooLarge, UnsupportedMediaType
-from collage_server.ingest.backpressure import BudgetLease
 from collage_server.ingest.report_checks import LARGE_BYTES, decoded_batch, decoded_message
+from collage_server.memory_budget import BodyLease
 
 __all__ = [
     "batch_in",
@@ -82,7 +83,7 @@ def _header(request: Request, name: bytes, default: str) -> str:
     return default if value is None else value.decode("latin-1")
 
 
-def body_lease(request: Request, app_state: AppState, content_type: str) -> BudgetLease:
+def body_lease(request: Request, app_state: AppState, content_type: str) -> AbstractContextManager[BodyLease]:
     """Room for this request's body in the budget of bytes in flight, while the context lasts.
 
     It grows with the bytes that come: a declared size takes nothing from others.
@@ -93,15 +94,15 @@ def body_lease(request: Request, app_state: AppState, content_type: str) -> Budg
     """
     limit = _limit(content_type)
     declared = _declared_size(request, limit)
-    app_state.in_flight.admit(0 if _header(request, b"content-length", "") == "" else declared)
+    app_state.memory.bodies.admit(0 if _header(request, b"content-length", "") == "" else declared)
     state = request.scope["state"]
     holders = [f"token {state['principal'].actor}"]
     if state.get("project") is not None:
         holders.append(f"project {state['project']}")
-    return app_state.in_flight.receive(holders)
+    return app_state.memory.bodies.receive(holders)
 
 
-async def read_body(request: Request, held: BudgetLease, content_type: str) -> bytes | bytearray:
+async def read_body(request: Request, held: BodyLease, content_type: str) -> bytes | bytearray:
     """The whole body, decompressed, refused as soon as it grows beyond its limit.
 
     `held` grows to the memory that decoding may take: in JSON, a number of two characters becomes an object of 32
@@ -125,7 +126,7 @@ async def read_body(request: Request, held: BudgetLease, content_type: str) -> b
     return body
 
 
-async def _read_sent(request: Request, held: BudgetLease, limit: int) -> bytearray:
+async def _read_sent(request: Request, held: BodyLease, limit: int) -> bytearray:
     """The bytes of a body as long as they keep arriving; arrived bytes extend the time for the next ones."""
     body = bytearray()
     began = asyncio.get_running_loop().time()
@@ -187,7 +188,7 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
 
 
 async def batch_in(
-    app_state: AppState, data: bytes | bytearray, content_type: str, held: BudgetLease
+    app_state: AppState, data: bytes | bytearray, content_type: str, held: BodyLease
 ) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
     """The batch in a body, and its reports that cannot be decoded; a large one is not decoded on the event loop.
 

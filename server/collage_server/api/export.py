@@ -21,8 +21,8 @@ from collage_server.app_state import AppState, app_state_of
 from collage_server.export.file_formats import csv_bytes, jsonl_bytes, parquet_bytes
 from collage_server.export.step_batches import ExportPlan, plan_export, take_memory
 from collage_server.memory_budget import begin_stream
-from collage_server.newest_keeper import newest_points
 from collage_server.queries.run_answers import run_answer
+from collage_server.summariser import newest_points
 
 __all__ = ["router"]
 

@@ -61,7 +61,7 @@ async def add_reports(request: Request, stream_id: Id) -> Response:
         if refused:
             app_state.counters.count(rejected=len(refused))
             stored = _with_refused(stored, refused, len(batch.reports))
-        app_state.in_flight.waited(time.monotonic() - began, size)
+        app_state.memory.bodies.waited(time.monotonic() - began, size)
         return answer(stored)
 
 

@@ -1,6 +1,6 @@
 """The table of runs, one page at a time, and the overview of one run: the first things that a reader sees.
 
-`store/runs/run_table.py` has the SQL, `overview_keeper.py` the overviews. Messages are `wire/run_table.py`'s
+`store/runs/run_table.py` has the SQL, `summariser.py` the overviews. Messages are `wire/run_table.py`'s
 (`tests/server/test_table.py`).
 """
 
@@ -22,11 +22,10 @@ from collage_server.api.responses import answer, describes
 from collage_server.api.routing import resource_router
 from collage_server.app_state import app_state_of
 from collage_server.auth.bearer import principal_of
-from collage_server.overview_keeper import MADE_BY, keep_overview
 from collage_server.queries.run_answers import run_row
-from collage_server.run_evaluation import evaluate_what_fits
-from collage_server.store import DueRun, GroupQuery
+from collage_server.store import GroupQuery
 from collage_server.store.runs.configurations import differing as differing_entries
+from collage_server.summariser import MADE_BY, evaluate_what_fits, keep_overview
 
 __all__ = ["router"]
 
@@ -95,7 +94,7 @@ def get_run_groups(
 def get_run_filters(request: Request) -> Response:
     """The projects, strategies, groups, tags and verdicts of the runs, with how many runs have each."""
     projects = principal_of(request).projects
-    found = app_state_of(request).store.overviews.filters(None if projects is None else sorted(projects))
+    found = app_state_of(request).store.table.filters(projects)
     return answer(found)
 
 
@@ -136,9 +135,4 @@ def get_overview(request: Request, run_id: Id, fresh: bool = False) -> Response:
     if fresh:
         with store.points.snapshot() as now:
             return answer(evaluate_what_fits(now, now.records([run_id])[run_id], every_number=True)[0])
-    record = store.runs.get(run_id)
-    found = store.overviews.of(run_id, MADE_BY)
-    if found is None:
-        due = DueRun(run_id, record.state, record.updated_at, record.reports, True)
-        found = keep_overview(store, due)
-    return answer(found)
+    return answer(store.summaries.overview(run_id, MADE_BY) or keep_overview(store, run_id))

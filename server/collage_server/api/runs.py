@@ -6,9 +6,9 @@ fixed.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated
 
+import msgspec
 from fastapi import Path, Query
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -25,9 +25,9 @@ from collage_server.auth.administration import new_audit_log_entry
 from collage_server.auth.bearer import audit_fields, principal_of
 from collage_server.auth.principals import Principal
 from collage_server.errors import Unprocessable
-from collage_server.newest_keeper import newest_points
 from collage_server.queries.run_answers import latest_answer, run_answer
 from collage_server.store import NewestPoint, RunQuery, RunRecord
+from collage_server.summariser import newest_points
 
 __all__ = ["router"]
 
@@ -47,7 +47,7 @@ def _as_seen(
 ) -> wire.Run:
     """The run as this principal may see it: a token that only sends learns nothing about other runs."""
     if not reader.may("read"):
-        record, point = dataclasses.replace(record, config={}, notes="", tags=[], watch=None, scalars={}), None
+        record, point = msgspec.structs.replace(record, config={}, notes="", tags=[], watch=None, scalars={}), None
     return run_answer(record, point, now, stale_after_seconds)
 
 

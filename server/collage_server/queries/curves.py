@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from collage_monitor import wire
 from collage_monitor.statistics import finish_all, finished, finished_interval, merge_starts, reduce_steps
 from collage_monitor.wire import Number
+from collage_server.queries.run_answers import said_of
 from collage_server.store.records import FloatArray, IntArray, Points, RunRecord, ScalarPoints
 
 __all__ = [
@@ -228,13 +229,8 @@ def run_summary(
     record: RunRecord, state: str, merged: dict[str, Number | None], newest: Mapping[str, FloatArray]
 ) -> wire.RunSummary:
     """The run beside others; `merged` are its metrics over everything measured, `newest` its last logged values."""
-    computed: dict[str, Any] = {
-        "state": state,
-        "merged": merged,
-        "mean_scalars": {name: _mean(values) for name, values in newest.items()},
-    }
-    stored = (name for name in wire.RunSummary.__struct_fields__ if name not in computed)
-    return wire.RunSummary(**computed, **{name: getattr(record, name) for name in stored})
+    means = {name: _mean(values) for name, values in newest.items()}
+    return said_of(wire.RunSummary, record, state=state, merged=merged, mean_scalars=means)
 
 
 def compared_run(summary: wire.RunSummary, series: wire.Series) -> wire.ComparedRun:

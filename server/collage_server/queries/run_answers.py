@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from collage_monitor import wire
+from collage_monitor.wire.answers import RunFacts, RunState
 from collage_server.store import NewestPoint
-from collage_server.store.records import NewEvent, NewIncident, RunRecord, State, state_at
+from collage_server.store.records import NewEvent, NewIncident, RunRecord, state_at
 from collage_server.store.runs.configurations import entries
 
 __all__ = [
@@ -23,19 +24,27 @@ __all__ = [
     "new_incident",
     "run_answer",
     "run_row",
+    "said_of",
     "state_of",
     "with_lag",
     "with_short_labels",
 ]
 
+_Facts = TypeVar("_Facts", bound=RunFacts)
 _MOST_BESIDE: Final = 8
 """Of a row: a role may log any number of names."""
 _ROW_SCALARS: Final = ("loss", "validation_loss", "bytes_per_parameter", "tokens_per_second")
 
 
-def state_of(record: RunRecord, now: float, stale_after_seconds: float) -> State:
+def state_of(record: RunRecord, now: float, stale_after_seconds: float) -> RunState:
     """The run's state at this moment."""
     return state_at(record.state, record.updated_at, now, stale_after_seconds)
+
+
+def said_of(kind: type[_Facts], record: RunRecord, **computed: Any) -> _Facts:
+    """The message of this kind: what is computed, and the rest as the record has it."""
+    stored = (name for name in kind.__struct_fields__ if name not in computed)
+    return kind(**computed, **{name: getattr(record, name) for name in stored})
 
 
 def latest_answer(record: RunRecord, point: NewestPoint | None) -> wire.Latest:
@@ -52,12 +61,8 @@ def latest_answer(record: RunRecord, point: NewestPoint | None) -> wire.Latest:
 
 def run_answer(record: RunRecord, point: NewestPoint | None, now: float, stale_after_seconds: float) -> wire.Run:
     """The run with the metrics of its newest measured step."""
-    computed: dict[str, Any] = {
-        "state": state_of(record, now, stale_after_seconds),
-        "latest": {} if point is None else point.model,
-    }
-    stored = (name for name in wire.Run.__struct_fields__ if name not in computed)
-    return wire.Run(**computed, **{name: getattr(record, name) for name in stored})
+    state = state_of(record, now, stale_after_seconds)
+    return said_of(wire.Run, record, state=state, latest={} if point is None else point.model)
 
 
 def run_row(
@@ -70,20 +75,20 @@ def run_row(
     """The run as a row of the table of runs, with these entries of its configuration."""
     launched = [attempt.measured_from for attempt in record.attempts if attempt.measured_from is not None]
     known = entries(record.config) if config else {}
-    computed: dict[str, Any] = {
-        "state": state_of(record, now, stale_after_seconds),
-        "observed_strategy": record.watch.observed_strategy if record.watch else None,
-        "scalars": {name: record.scalars[name] for name in _ROW_SCALARS if name in record.scalars},
-        "overview": overview,
-        "trained": record.watch.trained if record.watch else [],
-        "configuration": record.treated_as or record.configuration,
-        "is_treated": record.treated_as is not None,
-        "config": {name: known[name] for name in config if name in known},
-        "resumed_at": launched[1:],
-        "beside": record.beside[:_MOST_BESIDE],
-    }
-    stored = (name for name in wire.RunRow.__struct_fields__ if name not in computed)
-    return wire.RunRow(**computed, **{name: getattr(record, name) for name in stored})
+    return said_of(
+        wire.RunRow,
+        record,
+        state=state_of(record, now, stale_after_seconds),
+        observed_strategy=record.watch.observed_strategy if record.watch else None,
+        scalars={name: record.scalars[name] for name in _ROW_SCALARS if name in record.scalars},
+        overview=overview,
+        trained=record.watch.trained if record.watch else [],
+        configuration=record.treated_as or record.configuration,
+        is_treated=record.treated_as is not None,
+        config={name: known[name] for name in config if name in known},
+        resumed_at=launched[1:],
+        beside=record.beside[:_MOST_BESIDE],
+    )
 
 
 def with_lag(streams: Sequence[wire.Stream]) -> list[wire.Stream]:

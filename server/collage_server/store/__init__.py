@@ -30,10 +30,8 @@ from collage_server.store.records import (
     TableQuery,
     state_at,
 )
-from collage_server.store.runs.live_runs import LiveRun
-from collage_server.store.runs.newest_points import KeptNewest, NewestPoint, RunProgress
-from collage_server.store.runs.overviews import DueRun
 from collage_server.store.runs.run_changes import QuotaName
+from collage_server.store.runs.run_summary import KeptPoint, LiveRun, NewestPoint, RunProgress
 from collage_server.store.sealing.archiving import Archiving
 from collage_server.store.sqlite import SqliteStore
 from collage_server.store.store import Store
@@ -43,13 +41,12 @@ __all__ = [
     "ArchiveFiles",
     "Archiving",
     "COPY",
-    "DueRun",
     "FinishedRun",
     "Footer",
     "GroupOutcome",
     "GroupQuery",
     "IncidentQuery",
-    "KeptNewest",
+    "KeptPoint",
     "LatePoints",
     "LatestPoint",
     "LiveRun",

@@ -156,14 +156,12 @@ def _reading(database: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _archived_files(database: Path) -> list[_ArchivedFile]:
-    """Files that a copy of a database names; a database of before there were any names none.
+    """Files that a copy of a database names.
 
     Raises:
         StoreUnusable: a path leads out of the archive.
     """
     with _reading(database) as connection:
-        if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'segment'").fetchone() is None:
-            return []
         rows = connection.execute("SELECT path, run_id, bytes FROM segment ORDER BY path").fetchall()
     files = list(itertools.starmap(_ArchivedFile, rows))
     for file in files:

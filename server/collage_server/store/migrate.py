@@ -1,19 +1,18 @@
 """Bringing a database to this server's schema, forward only; a newer schema is refused.
 
 `collage-monitor migrate` and each store at its start call it. A step of `migrations/versions/` that was released
-never changes (`tests/server/store/test_migrations.py`, `test_release.py`).
+never changes (`tests/server/store/test_migrations.py`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection
 
 from collage_server.errors import StoreUnusable
 from collage_server.store.server_tables import metadata
@@ -21,16 +20,13 @@ from collage_server.store.server_tables import metadata
 __all__ = ["check_revision", "current_revision", "head_revision", "migrate"]
 
 _SCRIPTS = Path(__file__).parent / "migrations"
-_LAST_BEFORE: Final = "0015"
-"""The last revision of the development before the baseline, which takes it over."""
-_BEFORE: Final = frozenset(f"{number:04}" for number in range(1, 15))
 
 
 def migrate(connection: Connection) -> None:
     """Upgrade the schema behind `connection` to this server's; an empty database gets it at once.
 
     Raises:
-        StoreUnusable: the schema's revision is too old, or unknown here, so a newer server made it.
+        StoreUnusable: the schema's revision is unknown here.
     """
     current = current_revision(connection)
     if current == head_revision():
@@ -42,8 +38,6 @@ def migrate(connection: Connection) -> None:
         command.stamp(config, "head")
         return
     check_revision(current)
-    if current == _LAST_BEFORE:
-        connection.execute(text("DELETE FROM alembic_version"))
     command.upgrade(config, "head")
 
 
@@ -51,17 +45,12 @@ def check_revision(revision: str, what: str = "the database") -> None:
     """Refuse a schema that this server cannot bring up to date.
 
     Raises:
-        StoreUnusable: it is too old, or a newer server made it.
+        StoreUnusable: a newer server made it, or a checkout of before the first release.
     """
-    if revision in _BEFORE:
+    if revision not in {entry.revision for entry in _scripts().walk_revisions()}:
         raise StoreUnusable(
-            f"{what} has schema revision {revision}, of the development before 0.1.0: bring it to revision "
-            f"{_LAST_BEFORE} with a checkout whose migrations end there, then start this server"
-        )
-    if revision not in {_LAST_BEFORE, *(entry.revision for entry in _scripts().walk_revisions())}:
-        raise StoreUnusable(
-            f"{what} has schema revision {revision!r}, which this server does not know: a newer "
-            "server made it; start that version or a later one"
+            f"{what} has schema revision {revision!r}, which this server does not know: a newer server made it, or "
+            "a checkout of before the first release; start that version"
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from sqlalchemy import Row
 
 from collage_monitor import wire
+from collage_monitor.wire.answers import RunDescription, RunState
 from collage_server.store.row_helpers import from_json, int_array
 
 __all__ = [
@@ -45,7 +46,6 @@ __all__ = [
     "ScalarPoints",
     "Selection",
     "Sizes",
-    "State",
     "StreamRecord",
     "TableQuery",
     "UNBOUNDED",
@@ -65,7 +65,6 @@ CLOCK_SLACK_SECONDS: Final = 5.0
 UNBOUNDED: Final = 2**62
 """Later than any step."""
 
-State = Literal["running", "finished", "failed", "stale"]
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
@@ -203,30 +202,23 @@ class ReportedState:
     beside: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRecord(ReportedState):
-    """A run as it is stored, its times by the server's clock.
+class RunRecord(RunDescription, kw_only=True, frozen=True):
+    """A run as it is stored, its times by the server's clock; never stale.
 
-    `updated_at` is the training's last sign of life: a launch, a state that was stated, or a report. `changed_at`
-    is the last change of fields by a request, or the last drop of coarse points by retention; None if there was
-    neither. `configuration` and `treated_as` as in `schema.run`.
+    `changed_at` is also the last drop of coarse points by retention. `attempts` to `reports_dropped` as in
+    `ReportedState`, `configuration` and `treated_as` as in `schema.run`.
     """
 
-    run_id: str
-    project: str
-    name: str
-    group: str | None
-    tags: list[str]
-    notes: str
-    seed: int | None
-    config: dict[str, object]
-    state: str
+    attempts: list[wire.Attempt]
+    first_step: int | None
+    last_attempt: int | None
+    first_time: float | None
+    last_report_at: float | None
+    reports: int
+    reports_dropped: float | None
     strategy: str | None
     dtype: str | None
-    created_at: float
-    updated_at: float
-    changed_at: float | None
-    configuration: str | None
+    configuration: str
     treated_as: str | None
     watch: wire.WatchInfo | None
 
@@ -379,7 +371,7 @@ class Sizes:
     archived_bytes: int = 0
 
 
-def state_at(state: str, updated_at: float, now: float, stale_after_seconds: float) -> State:
+def state_at(state: str, updated_at: float, now: float, stale_after_seconds: float) -> RunState:
     """The stored state; a running run without a sign of life for too long is stale."""
     if state == "finished":
         return "finished"

@@ -1,7 +1,7 @@
 """The tables of runs. Every unique key begins with run_id; columns are called as their fields on the wire.
 
-It describes databases that exist: a change is a new step in `migrations/versions/`, held equal to these tables by
-`tests/server/store/test_migrations.py`.
+It describes databases that exist: a change needs a step in `migrations/versions/`, and before a release another
+baseline there. `tests/server/store/test_migrations.py` holds both equal.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ __all__ = [
     "report",
     "run",
     "run_latest",
-    "run_newest",
-    "run_overview",
-    "run_overview_narrow",
+    "run_summary",
+    "run_summary_narrow",
     "run_tag",
     "scalar_chunk",
     "seal_claim",
@@ -66,7 +65,7 @@ OVERVIEW_NUMBERS: Final = (
     "bytes_per_parameter",
     "tokens_per_second",
 )
-"""Columns of `run_overview`: metrics over the recent past, and the newest logged values."""
+"""Columns of `run_summary`: metrics over the recent past, and the newest logged values."""
 
 LONGEST_ID: Final = 64
 LONGEST_NAME: Final = 512
@@ -89,42 +88,44 @@ run: Final = Table(
     Column("created_at", Double, nullable=False),
     Column("updated_at", Double, nullable=False),
     Column("changed_at", Double),
-    Column("configuration", String(32)),
+    Column("configuration", String(32), nullable=False),
     Column("treated_as", String(32)),
 )
 """`updated_at`: the last launch or stated state; the later of it and the newest report is the last sign of life.
 `changed_at`: when a request, or retention of coarse points, last changed the run; null where neither ever did.
-`configuration` is the same for runs of a project that are configured alike but for seeds, null until the next
-evaluation where a server of before r0006 made the run; `treated_as`: that of the runs that people count it to."""
+`configuration` is the same for runs of a project that are configured alike but for seeds; `treated_as`: that of the
+runs that people count it to."""
 Index("run_by_age", run.c.created_at, run.c.run_id)
 Index("run_by_project", run.c.project)
 
-run_overview: Final = Table(
-    "run_overview",
+run_summary: Final = Table(
+    "run_summary",
     metadata,
     Column("run_id", _ID, primary_key=True),
     Column("updated_at", Double, nullable=False),
     Column("reports", BigInteger, nullable=False),
+    Column("is_evaluated", Boolean, nullable=False),
     Column("last_step", BigInteger),
     *(Column(name, Double) for name in OVERVIEW_NUMBERS),
     Column("health", String(32)),
-    Column("configuration", String(32)),
     Column("findings", Text),
     Column("intended_share", Double),
-    Column("overview", Text, nullable=False),
     Column("made_by", _ID),
     Column("made_at", Double),
+    Column("point", LargeBinary),
+    Column("overview", Text),
 )
-"""What is said of a run, made in the background: `overview` is a `wire.Overview`, the rest sorts and filters.
-`findings`, as `wire.Finding`s, is what speaks against it, null if nothing; alerts read it,
-and `intended_share`, which is that of `wire.Overview`.
-`configuration` is what servers of before r0006 write while they are replaced; nobody reads it.
-`updated_at` and `reports` are the run's when it was made, `made_by` tells the code that made it: by them one that
-is out of date is found."""
-run_overview_narrow: Final = Index(
-    "run_overview_narrow",
+"""What is said of a run, made in the background after its reports.
+
+`point` is its newest measured step as msgpack, null where nothing is measured; `updated_at` and `reports` are the
+run's when the point was read, `reports` −1 if it was not, or cannot be. `overview` is a `wire.Overview`, null
+before the first, and made by the code `made_by`; `is_evaluated`: it is of the same reports. The other columns sort
+and filter. `findings`, as `wire.Finding`s, is what speaks against the run, null if nothing; alerts read it,
+and `intended_share`, which is that of `wire.Overview`."""
+run_summary_narrow: Final = Index(
+    "run_summary_narrow",
     *(
-        run_overview.c[name]
+        run_summary.c[name]
         for name in ("run_id", "updated_at", "last_step", *OVERVIEW_NUMBERS, "health", "made_at")
     ),
 )
@@ -240,19 +241,6 @@ run_latest: Final = Table(
 ranges [[first_seq, last_seq], …] that have left the journal for chunks; `given_up`, those that will never come;
 `frozen_step`, up to which the attempt takes no more totals; `unfinished` {step: [parts that came, parts there are]}
 of the newest steps that were sent in several reports and are not whole yet."""
-
-run_newest: Final = Table(
-    "run_newest",
-    metadata,
-    Column("run_id", _ID, primary_key=True),
-    Column("updated_at", Double, nullable=False),
-    Column("reports", BigInteger, nullable=False),
-    Column("made_by", _ID, nullable=False),
-    Column("made_at", Double, nullable=False, server_default="0"),
-    Column("point", LargeBinary),
-)
-"""Per run, written in the background after its reports: `point`, the newest measured step as msgpack, null where
-nothing is measured. The other columns are those of `run_overview`."""
 
 entry: Final = Table(
     "entry",

@@ -1,7 +1,7 @@
 """The tables of the server itself: tokens, audit log, incidents, leases.
 
-It describes databases that exist: a change is a new step in `migrations/versions/`, held equal to these tables by
-`tests/server/store/test_migrations.py`.
+It describes databases that exist: a change needs a step in `migrations/versions/`, and before a release another
+baseline there. `tests/server/store/test_migrations.py` holds both equal.
 """
 
 from __future__ import annotations

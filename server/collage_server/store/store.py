@@ -24,9 +24,8 @@ from collage_server.store.journal.stream_store import StreamStore
 from collage_server.store.reading.snapshot import PointStore
 from collage_server.store.runs.events import EventStore
 from collage_server.store.runs.incidents import IncidentStore
-from collage_server.store.runs.newest_points import NewestStore
-from collage_server.store.runs.overviews import OverviewStore
 from collage_server.store.runs.run_store import RunStore
+from collage_server.store.runs.run_summary import SummaryStore
 from collage_server.store.runs.run_table import TableStore
 from collage_server.store.sealing.archiving import Archiving
 from collage_server.store.sealing.retention import Expiry, Retention, Sealing
@@ -64,8 +63,7 @@ class Store(Database):
         self.archiving = None if files is None else Archiving(self, files, deletion)
         self.finished = FinishedRuns(self)
         self.runs = RunStore(self, self.retention.begin_purge)
-        self.newest = NewestStore(self)
-        self.overviews = OverviewStore(self)
+        self.summaries = SummaryStore(self)
         self.table = TableStore(self)
         self._archived_bytes, self._archived_due = 0, time.monotonic()
 

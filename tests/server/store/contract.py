@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
-from collage_server.overview_keeper import keep_overview
 from collage_server.store import READERS, GroupQuery, ReportGroup, RunQuery, Selection, TableQuery
 from collage_server.store.journal import stream_store
 from collage_server.store.records import CONNECTIONS, stream_record
 from collage_server.store.sealing.seal_plan import SealLimits
+from collage_server.summariser import keep_overview
 
 from collage_monitor import metrics, wire
-from tests.server.reads import latest_point, layer_points, model_points, scalar_points
+from tests.server.reads import due_runs, evaluate_due, latest_point, layer_points, model_points, scalar_points
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create, watch
 from tests.waiting import beside
 
@@ -262,8 +262,8 @@ class StoreContract:
             return store.table.page(TableQuery(limit=1, **more), NOW, 600.0).revision
 
         def evaluate(run_id):
-            (due,) = [entry for entry in store.overviews.due(10) if entry.run_id == run_id]
-            keep_overview(store, due)
+            (due,) = [entry for entry in due_runs(store) if entry.run_id == run_id]
+            keep_overview(store, due.run_id)
 
         self.append(store, streams[1], report(0, 10), now=NOW + 5)
         self.append(store, streams[0], report(0, 10), now=NOW + 1)
@@ -286,8 +286,7 @@ class StoreContract:
             if group:
                 store.runs.update(f"r{place}", wire.RunUpdate(group=group), NOW)
         store.runs.create("q", wire.RunCreate(run_id="r4"), NOW)
-        for due in store.overviews.due(10):
-            keep_overview(store, due)
+        evaluate_due(store)
         cases: list[tuple[wire.GroupBy, str, list[list[str]]]] = [
             ("group", "group", [["r1", "r0"], ["r3"], ["r2"], ["r4"]]),
             ("strategy", "project", [["r3", "r2", "r1", "r0"], ["r4"]]),

@@ -11,6 +11,7 @@ from collage_server.store import IncidentQuery, NewEvent, NewIncident
 from collage_server.store.runs.incidents import incident_id_of
 
 from collage_monitor import wire
+from tests.server.reads import due_runs
 from tests.server.store.contract import NOW, StoreContract
 from tests.waiting import at_once
 
@@ -31,6 +32,13 @@ LOW = NewIncident(
 
 def listed(store, now=NOW, **query):
     return [(entry.alert, entry.state) for entry in store.incidents.read(IncidentQuery(**query), now)]
+
+
+def _findings(store):
+    """What alerts read of the runs that have findings."""
+    with store.points.snapshot() as now:
+        runs = now.live_runs(None, NOW, None, 10).runs
+    return {run.run_id: run.findings for run in runs if run.findings}
 
 
 class IncidentsContract:
@@ -170,19 +178,19 @@ class IncidentsContract:
     def test_a_deleted_run_takes_its_incidents_and_findings_along(self, store):
         StoreContract.fill(store)
         store.incidents.fire(LOW, NOW)
-        (due,) = store.overviews.due(10)
+        assert due_runs(store)
         record = store.runs.get("r1")
         held = wire.Overview(run_id="r1", findings=[wire.Finding("decay is lost", "", "decay_ratio", 0.1)])
-        store.overviews.put(due, record, held)
-        assert store.overviews.of("r1") == held
-        store.overviews.put(due, record, wire.Overview(run_id="r1"))
-        assert store.overviews.of("r1") == wire.Overview(run_id="r1")
-        store.overviews.put(due, record, held)
+        store.summaries.put(record, held)
+        assert _findings(store) == {"r1": held.findings}
+        store.summaries.put(record, wire.Overview(run_id="r1"))
+        assert _findings(store) == {}
+        store.summaries.put(record, held)
         store.runs.delete("r1", NOW)
-        assert (listed(store), store.overviews.of("r1")) == ([], None)
+        assert (listed(store), _findings(store)) == ([], {})
         assert not store.incidents.fire(LOW, NOW)
-        store.overviews.put(due, record, held)
-        assert store.overviews.of("r1") is None
+        store.summaries.put(record, held)
+        assert _findings(store) == {}
 
     def test_what_ended_long_ago_goes_and_what_is_open_stays(self, store):
         StoreContract.fill(store)
@@ -247,20 +255,20 @@ class IncidentsContract:
 
     def test_an_overview_that_other_code_made_before_is_due_again_once(self, store, reopen):
         StoreContract.fill(store)
-        (due,) = store.overviews.due(10, "old")
+        assert due_runs(store)
         record, said = store.runs.get("r1"), wire.Overview(run_id="r1", headline="as it was said")
-        store.overviews.put(due, record, said, "old")
-        assert store.overviews.due(10, "new") == [], "servers of two releases do not take turns"
-        assert store.overviews.of("r1", "new") == said
+        store.summaries.put(record, said, "old")
+        assert due_runs(store, 10, "new") == [], "servers of two releases do not take turns"
+        assert store.summaries.overview("r1", "new") == said
         store = reopen()
-        assert store.overviews.due(10, "old") == []
-        assert store.overviews.of("r1", "new") is None
-        assert store.overviews.of("r1", "old") == store.overviews.of("r1") == said
+        assert store.summaries.due(10, "old") == []
+        assert store.summaries.overview("r1", "new") is None
+        assert store.summaries.overview("r1", "old") == store.summaries.overview("r1") == said
         StoreContract.fill(store, "r2", "s2")
-        (first, due) = store.overviews.due(10, "new")
+        (first, due) = due_runs(store, 10, "new")
         assert [(entry.run_id, entry.is_reworded) for entry in (first, due)] == [("r2", False), ("r1", True)]
-        store.overviews.put(due, record, wire.Overview(run_id="r1"), "new")
-        assert [entry.run_id for entry in store.overviews.due(10, "new")] == ["r2"]
+        store.summaries.put(record, wire.Overview(run_id="r1"), "new")
+        assert [entry.run_id for entry in store.summaries.due(10, "new")] == ["r2"]
 
 
 def expire(store, before, owed_before=NOW + 1e9):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from collage_server.errors import Conflict, Unprocessable
-from collage_server.newest_keeper import NewestKeeper
 from collage_server.store import RunQuery, Selection, schema
+from collage_server.summariser import Summariser
 from sqlalchemy import func, select
 
-from collage_monitor import __version__, wire
+from collage_monitor import wire
 from tests.server.reads import model_points, scalar_points
 from tests.server.samples import report, stream_create
 from tests.server.store.contract import NOW, StoreContract
@@ -139,7 +139,7 @@ class SecondWritersContract:
         launched(store, "e0", first_step=5)
         later = NOW + STALE + 1
         log(store, "e0", (5, 0.1), now=later)
-        NewestKeeper(store).do_due_work()
+        Summariser(store).keep_points()
         record = store.runs.get("r1")
         assert (record.updated_at, record.last_report_at) == (NOW, NOW)
         assert store.runs.revisions(["r1"])["r1"].updated_at == NOW
@@ -154,11 +154,11 @@ class SecondWritersContract:
         trained(store)
         launched(store, "e0", first_step=5)
         log(store, "e0", (5, 0.1), now=NOW + 100)
-        due = store.newest.due(10, __version__)["r1"]
+        due = store.summaries.due_points(10)["r1"]
         record = store.runs.get("r1")
         assert (due.updated_at, due.reports) == (record.updated_at, record.reports)
-        NewestKeeper(store).do_due_work()
-        assert store.newest.due(10, __version__) == {}
+        Summariser(store).keep_points()
+        assert store.summaries.due_points(10) == {}
 
     def test_it_does_not_count_as_a_launch_that_never_forbids(self, store):
         store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)

@@ -21,7 +21,7 @@ from collage_server.store.server_tables import metadata
 from sqlalchemy import event, text
 
 from collage_monitor import wire
-from tests.server.reads import latest_point, model_points
+from tests.server.reads import due_runs, latest_point, model_points
 from tests.server.samples import LAYERS, STATISTICS, report
 from tests.server.store.contract import LIMITS, NOW, StoreContract, reopening
 from tests.server.store.events import EventsContract
@@ -205,20 +205,20 @@ def test_two_servers_creating_the_same_things_make_one_of_each(store, other):
 
 def test_two_servers_that_evaluate_a_run_at_once_keep_one_overview(store, other):
     StoreContract.fill(store)
-    (due,) = store.overviews.due(10)
+    assert due_runs(store)
     record, together = store.runs.get("r1"), threading.Barrier(2)
 
     def put(server):
         try:
             for _ in range(50):
                 together.wait(PATIENCE_SECONDS)
-                server.overviews.put(due, record, wire.Overview(run_id="r1", headline="as it is"))
+                server.summaries.put(record, wire.Overview(run_id="r1", headline="as it is"))
         except Exception:
             together.abort()
             raise
 
     at_once(lambda: put(store), lambda: put(other))
-    assert store.overviews.of("r1").headline == "as it is"
+    assert store.summaries.overview("r1").headline == "as it is"
 
 
 def test_only_one_server_seals_a_run_at_a_time(store, other):

@@ -149,13 +149,13 @@ def test_runs_are_ordered_and_grouped_without_a_look_at_their_wide_rows(store, c
                 opened = GroupQuery(by=by, sort=sort, opened=[group.key], limit=1, offset=1, **chosen)
                 store.table.groups(opened, NOW, 600.0)
     event.remove(store.engine, "before_cursor_execute", note)
-    ordering = [(text, values) for text, values in asked if "run_overview" in text and ".overview" not in text]
+    ordering = [(text, values) for text, values in asked if "run_summary" in text and ".overview" not in text]
     assert len(ordering) > len(typing.get_args(wire.RunSort))
     with store.reading() as connection:
         for text, values in ordering:
             plan = [row.detail for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values)]
-            looked_up = [step for step in plan if "run_overview" in step]
-            assert all("COVERING INDEX run_overview_narrow" in step for step in looked_up), (text, plan)
+            looked_up = [step for step in plan if "run_summary" in step]
+            assert all("COVERING INDEX run_summary_narrow" in step for step in looked_up), (text, plan)
 
 
 def test_every_connection_commits_durably_and_writes_nothing_over_what_it_deletes(store):

@@ -135,7 +135,7 @@ def _runs(connection: Connection, ids: Sequence[str]) -> list[FinishedRun]:
     attempts = _rows_by_run(connection, schema.measured_attempt, ("attempt", "measured_from"), ids)
     numbered = _rows_by_run(connection, schema.attempt, ("attempt",), ids)
     shapes = _rows_by_run(connection, schema.layer, ("shape",), ids)
-    overviews = _rows_by_run(connection, schema.run_overview, ("health", "findings"), ids)
+    overviews = _rows_by_run(connection, schema.run_summary, ("health", "findings"), ids)
     late = _late_chunks(connection, ids)
     found = []
     for run_id, record in records.items():

@@ -3,8 +3,7 @@
 Columns are contiguous over all requested runs; one attempt of one run is a slice.
 Sealing writes with `pack_*`, `reading` reads with `read_*`; together they define the stored format.
 
-The format is fixed: chunks of earlier releases are read for good, and another form needs a migration
-(`tests/server/store/test_release.py`).
+The format is fixed: chunks of earlier releases are read for good, and another form needs a migration.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ def sealed_model(
     }
     merged = {owner: numbers for owner, numbers in chunks.items() if owner not in several}
     keys = _keys(views, wanted, selection.extremes_of, level)
-    points = read_point_rows(connection, level, merged)
+    points = _point_rows(connection, views, level, merged)
     [values] = _model_data(connection, archive, views, level, merged, points, keys, [ALL_RANKS])
     found = _point_tables(views, level, points, keys, values)
     for owner, numbers in several.items():
@@ -392,7 +392,7 @@ def sealed_layers(
 ) -> Tables:
     """Sealed points by layer at a level, by run; `neighbours` as in `read_layer_data`."""
     keys = _keys(views, wanted, extremes_of, level)
-    points = read_point_rows(connection, level, chunks)
+    points = _point_rows(connection, views, level, chunks)
     entries = _entries(views)
     archived = {owner: held for owner, held in chunks.items() if held and owner[1] in views[owner[0]].archived}
     files = archive.find_segments(connection, level, archived) if archived else []
@@ -401,6 +401,17 @@ def sealed_layers(
     if files:
         archive.read_into(values, files, points, keys, positions)
     return _point_tables(views, level, points, keys, values)
+
+
+def _point_rows(connection: Connection, views: Views, level: int, chunks: Chunks) -> PointRows:
+    """The points of these chunks; of one run they are read once, for the model as for its layers."""
+    if len(views) != 1:
+        return read_point_rows(connection, level, chunks)
+    [view] = views.values()
+    place = level, repr(chunks)
+    if place not in view.point_rows:
+        view.point_rows[place] = read_point_rows(connection, level, chunks)
+    return view.point_rows[place]
 
 
 def _entries(views: Views) -> dict[str, Mapping[str, int]]:

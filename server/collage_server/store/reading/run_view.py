@@ -23,12 +23,12 @@ from collage_server.errors import NotFound, Unprocessable
 from collage_server.memory_budget import held_rows
 from collage_server.store import schema
 from collage_server.store.archive.segments import LOGGED
-from collage_server.store.chunks.blobs import ChunkInfo
+from collage_server.store.chunks.blobs import ChunkInfo, PointRows
 from collage_server.store.journal.declarations import unknown_statistics
 from collage_server.store.records import UNBOUNDED, StreamRecord, first_hidden_steps, stream_record
 from collage_server.store.row_helpers import among, contains, ranges_from_json, require_runs
 from collage_server.store.runs.reported_state import newest_logged_steps
-from collage_server.store.runs.run_store import attempts_of_runs, rows_by_run
+from collage_server.store.runs.run_store import RowsOfRuns, attempts_of_runs, rows_by_run
 
 __all__ = [
     "RunView",
@@ -75,6 +75,8 @@ class RunView:
         self.sealed_ranges = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
         self._scalars = rows.scalars
         self.chunk_infos: Sequence[ChunkInfo] | None = None
+        self.point_rows: dict[tuple[int, str], PointRows] = {}
+        """Points of chunks, by level and chunks."""
         self._prefixes: dict[tuple[str, int], int] = {}
         self.unsealed: dict[type, dict[int, list[Any]]] = {}
         """All reports that wait, by kind of row and attempt."""
@@ -122,10 +124,6 @@ class RunView:
             for stream_id, text in self._scalars.items()
             for name, step in newest_logged_steps(text).items()
         }
-
-    def streams_of(self, attempt: int) -> list[StreamRecord]:
-        """The attempt's streams, oldest first."""
-        return [record for record in self.streams.values() if record.attempt == attempt]
 
     def ranks(self, attempt: int) -> set[int]:
         """Ranks registered in an attempt."""
@@ -294,11 +292,13 @@ class RunViews:
             self._known[run_id] = None if keys is None or known is None else known.union(keys)
         return {run_id: self._views[run_id] for run_id in ids}
 
-    def attempts(self, run_ids: Sequence[str]) -> dict[str, list[Row[Any]]] | None:
-        """The attempts of these runs, oldest first, if the views of all were read."""
+    def rows(self, run_ids: Sequence[str]) -> RowsOfRuns | None:
+        """The attempts and streams of these runs, if the views of all were read."""
         if not all(run_id in self._views for run_id in run_ids):
             return None
-        return {run_id: self._views[run_id].attempt_rows for run_id in run_ids}
+        views = {run_id: self._views[run_id] for run_id in run_ids}
+        streams = {run_id: view.latest_rows for run_id, view in views.items()}
+        return RowsOfRuns({run_id: view.attempt_rows for run_id, view in views.items()}, streams)
 
     def _knows(self, run_id: str, keys: Collection[str] | None) -> bool:
         known = self._known[run_id]
@@ -348,7 +348,8 @@ def _streams_of_runs() -> Select[Any]:
     there = stream.join(run, run.c.run_id == stream.c.run_id).join(
         latest, (latest.c.run_id == stream.c.run_id) & (latest.c.stream_id == stream.c.stream_id)
     )
-    places = (latest.c[name] for name in ("sealed", "scalars", "measured_step", "last_step", "last_report_at"))
+    reported = ("reports", "first_step", "last_step", "first_time", "last_report_at", "measured_step")
+    places = (latest.c[name] for name in ("sealed", "scalars", *reported))
     streams = select(*stream.c, *places, run.c.state).select_from(there).where(among(stream.c.run_id))
     return streams.order_by(stream.c.stream)
 

@@ -31,10 +31,15 @@ from collage_server.store.records import (
     Selection,
 )
 from collage_server.store.runs.events import count_events
-from collage_server.store.runs.live_runs import LiveRunPage, Place, read_live_runs
-from collage_server.store.runs.newest_points import KeptNewest, read_newest
 from collage_server.store.runs.reported_state import newest_measured_step
 from collage_server.store.runs.run_store import read_page, read_records
+from collage_server.store.runs.run_summary import (
+    KeptPoint,
+    LiveRunPage,
+    Place,
+    read_kept_points,
+    read_live_runs,
+)
 
 __all__ = ["PointStore", "Snapshot", "newest_step", "read_latest"]
 
@@ -88,9 +93,11 @@ class Snapshot:
         """A page of the runs that are running and not stale, newest first, with what gauges show of them."""
         return read_live_runs(self._connection, projects, now - self._stale_after_seconds, after, limit)
 
-    def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
-        """Several runs, in the order given."""
-        return read_records(self._connection, run_ids, self._views.attempts(run_ids))
+    def records(self, run_ids: Sequence[str], *, before_points: bool = False) -> dict[str, RunRecord]:
+        """Several runs, in the order given; `before_points`: what their points need, too, is read now, once."""
+        if before_points:
+            self._views.of(run_ids, keys=())
+        return read_records(self._connection, run_ids, self._views.rows(run_ids))
 
     def layers(self, run_id: str) -> list[wire.Layer]:
         """The run's layers in the order in which they were first seen."""
@@ -126,9 +133,9 @@ class Snapshot:
         views = self._views.of(run_ids, keys=())
         return read_newest_scalars(self._connection, self._sources.archive, views, count)
 
-    def newest_kept(self, run_ids: Sequence[str]) -> dict[str, KeptNewest]:
+    def kept_points(self, run_ids: Sequence[str]) -> dict[str, KeptPoint]:
         """The newest measured steps as they were written, of those runs that have a row."""
-        return read_newest(self._connection, run_ids)
+        return read_kept_points(self._connection, run_ids)
 
     def newest_step(self, run_id: str) -> int | None:
         """The newest measured step that every live rank has reached; None where nothing is measured."""

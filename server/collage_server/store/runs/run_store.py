@@ -10,7 +10,7 @@ import binascii
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, insert, or_, select, update
@@ -35,6 +35,7 @@ from collage_server.store.runs.reported_state import LAST_SIGN_OF_LIFE, TRAINING
 from collage_server.store.runs.run_changes import QuotaCheck, check_quotas, create_run, update_run
 
 __all__ = [
+    "RowsOfRuns",
     "RunStore",
     "attempts_from",
     "attempts_of_runs",
@@ -55,8 +56,7 @@ _AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"co
 _OWNED: Final = (
     schema.entry,
     schema.run_latest,
-    schema.run_newest,
-    schema.run_overview,
+    schema.run_summary,
     schema.event,
     server_tables.incident,
     server_tables.silence,
@@ -214,15 +214,22 @@ def read_page(connection: Connection, query: RunQuery, now: float, stale_after_s
     return RunPageRecord(_records(connection, page), cursor)
 
 
+class RowsOfRuns(NamedTuple):
+    """By run its attempts, and its streams with what they said of themselves and reported last."""
+
+    attempts: Mapping[str, list[Row[Any]]]
+    streams: Mapping[str, list[Row[Any]]]
+
+
 def read_records(
-    connection: Connection, run_ids: Sequence[str], attempts: Mapping[str, list[Row[Any]]] | None = None
+    connection: Connection, run_ids: Sequence[str], known: RowsOfRuns | None = None
 ) -> dict[str, RunRecord]:
-    """Several runs, in the order given; `attempts`: theirs, where they are read already."""
+    """Several runs, in the order given; `known`: what is read of them already."""
     ids = list(dict.fromkeys(run_ids))
     rows = _held(connection.execute(_runs_by_id(), {"run_ids": ids}))
     if len(rows) < len(ids):
         require_runs(connection, ids)
-    found = {record.run_id: record for record in _records(connection, rows, attempts)}
+    found = {record.run_id: record for record in _records(connection, rows, known)}
     return {run_id: found[run_id] for run_id in ids}
 
 
@@ -283,29 +290,27 @@ def _cursor(created_at: float, run_id: str) -> str:
     return base64.urlsafe_b64encode(f"{created_at.hex()} {run_id}".encode()).decode()
 
 
-def _records(
-    connection: Connection, rows: Sequence[Row[Any]], attempts: Mapping[str, list[Row[Any]]] | None = None
-) -> list[RunRecord]:
+def _records(connection: Connection, rows: Sequence[Row[Any]], known: RowsOfRuns | None = None) -> list[RunRecord]:
     ids = [row.run_id for row in rows]
-    if attempts is None:
-        attempts = rows_by_run(connection, attempts_of_runs(), ids)
-    tags, latest, watches = (rows_by_run(connection, statement, ids) for statement in _beside_runs())
-    return [
-        _record(connection, row, tags[row.run_id], attempts[row.run_id], latest[row.run_id], watches[row.run_id])
-        for row in rows
-    ]
+    tags = rows_by_run(connection, _tags_of_runs(), ids)
+    attempts, streams = known or (
+        rows_by_run(connection, statement, ids) for statement in (attempts_of_runs(), _streams_of_runs())
+    )
+    return [_record(connection, row, tags[row.run_id], attempts[row.run_id], streams[row.run_id]) for row in rows]
 
 
 @cache
-def _beside_runs() -> tuple[Select[Any], ...]:
-    """For some runs, their tags, and each stream's newest values and declaration."""
-    tag, stream = schema.run_tag, schema.stream
-    said = [stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
-    return (
-        select(tag).where(among(tag.c.run_id)).order_by(tag.c.position),
-        latest_of_runs(),
-        select(*said).where(stream.c.watch.is_not(None), among(stream.c.run_id)),
-    )
+def _tags_of_runs() -> Select[Any]:
+    tag = schema.run_tag
+    return select(tag).where(among(tag.c.run_id)).order_by(tag.c.position)
+
+
+@cache
+def _streams_of_runs() -> Select[Any]:
+    """The last reports of each stream of some runs, and what it said of the training."""
+    latest, stream = schema.run_latest, schema.stream
+    same = (stream.c.run_id == latest.c.run_id) & (stream.c.stream_id == latest.c.stream_id)
+    return latest_of_runs().add_columns(stream.c.watch).join(stream, same)
 
 
 @cache
@@ -336,11 +341,11 @@ def _record(
     row: Row[Any],
     tags: list[Row[Any]],
     attempts: list[Row[Any]],
-    latest: list[Row[Any]],
-    watches: list[Row[Any]],
+    streams: list[Row[Any]],
 ) -> RunRecord:
-    watch = max(watches, key=lambda entry: (entry.attempt, -entry.rank), default=None)
-    reported = reported_state(connection, attempts_from(attempts), latest)
+    watches = (stream for stream in streams if stream.watch is not None)
+    watch = max(watches, key=lambda stream: (stream.attempt, -stream.rank), default=None)
+    reported = reported_state(connection, attempts_from(attempts), streams)
     return RunRecord(
         **{column: getattr(row, column) for column in _AS_STORED},
         **vars(reported),

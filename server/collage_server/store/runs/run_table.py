@@ -41,13 +41,13 @@ from collage_server.store.engine.database import Database
 from collage_server.store.records import GroupQuery, RunRecord, TableQuery
 from collage_server.store.row_helpers import insert_into, later
 from collage_server.store.runs.configurations import entry_columns
-from collage_server.store.runs.overviews import DECODE_OVERVIEW
 from collage_server.store.runs.run_store import matching, read_records
+from collage_server.store.runs.run_summary import DECODE_OVERVIEW
 
 __all__ = ["GroupPage", "TablePage", "TableStore"]
 
 _RUN: Final = schema.run
-_OVERVIEW: Final = schema.run_overview
+_SUMMARY: Final = schema.run_summary
 _OF_RUN: Final = ("name", "project", "group", "strategy", "dtype", "created_at")
 _LISTED: Final = 20
 """Runs and names of a group that its row lists: as many as one comparison shows."""
@@ -59,7 +59,7 @@ _NEWEST: Final = frozenset({"created_at", "updated_at", "last_step"})
 _SEPARATOR: Final = "\x1f"
 _NONE: Final = "\x1e"
 """ASCII's own separators: a group's key holds them, and no name that people write does."""
-_NARROW: Final = f"INDEXED BY {schema.run_overview_narrow.name}"
+_NARROW: Final = f"INDEXED BY {schema.run_summary_narrow.name}"
 """SQLite would look up the unique key and then read each run's wide row: over thousands of runs twice the CPU."""
 
 _TableRow = tuple[RunRecord, wire.Overview | None]
@@ -135,6 +135,24 @@ class TableStore:
                     rows += table.rows(connection, max(first, 0), last - max(first, 0), key == found)
             return GroupPage(rows, total)
 
+    def filters(self, projects: Collection[str] | None) -> wire.RunFilters:
+        """The values that runs can be filtered by, with how many runs have each."""
+        mine = [] if projects is None else [_RUN.c.project.in_(sorted(projects))]
+
+        def counted(column: ColumnElement[Any]) -> dict[str, int]:
+            statement = select(column.label("value"), func.count().label("runs")).select_from(_RUN)
+            if column.table is not _RUN:
+                statement = statement.join(column.table, column.table.c.run_id == _RUN.c.run_id)
+            statement = statement.where(*mine, column.is_not(None)).group_by(column).order_by(column)
+            return {row.value: row.runs for row in connection.execute(statement)}
+
+        with self._database.reading() as connection:
+            return wire.RunFilters(
+                **{name: counted(_RUN.c[name]) for name in ("project", "strategy", "group")},
+                tag=counted(schema.run_tag.c.tag),
+                health=counted(_SUMMARY.c.health),
+            )
+
     def views(self, projects: Collection[str] | None) -> list[wire.SavedView]:
         """The saved views of these projects (None: of all), by project and name."""
         chosen = select(_VIEW).order_by(_VIEW.c.project, _VIEW.c.name)
@@ -176,7 +194,7 @@ class _Table:
 
     def __init__(self, query: TableQuery, now: float, stale_after_seconds: float) -> None:
         self._query = query
-        sign = later(_RUN.c.updated_at, _OVERVIEW.c.updated_at)
+        sign = later(_RUN.c.updated_at, _SUMMARY.c.updated_at)
         self._state: ColumnElement[str] = case(
             (_RUN.c.state != "running", _RUN.c.state),
             (sign >= now - stale_after_seconds, literal("running")),
@@ -186,15 +204,15 @@ class _Table:
             **{name: _RUN.c[name] for name in _OF_RUN},
             "state": self._state,
             "updated_at": sign,
-            **{name: _OVERVIEW.c[name] for name in ("health", "last_step", *schema.OVERVIEW_NUMBERS)},
+            **{name: _SUMMARY.c[name] for name in ("health", "last_step", *schema.OVERVIEW_NUMBERS)},
         }
-        equal = ((_OVERVIEW.c.health, query.health), (self._state, query.state))
+        equal = ((_SUMMARY.c.health, query.health), (self._state, query.state))
         conditions = [*matching(query), *(column == value for column, value in equal if value is not None)]
         conditions += [column_condition(text, self._columns, now) for text in query.where]
         if query.run_ids is not None:
             conditions.append(_RUN.c.run_id.in_(query.run_ids))
-        self._base = select(_RUN.c.run_id).outerjoin(_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)
-        self._base = self._base.where(*conditions).with_hint(_OVERVIEW, _NARROW, "sqlite")
+        self._base = select(_RUN.c.run_id).outerjoin(_SUMMARY, _SUMMARY.c.run_id == _RUN.c.run_id)
+        self._base = self._base.where(*conditions).with_hint(_SUMMARY, _NARROW, "sqlite")
 
     def counted(self, connection: Connection) -> tuple[dict[str, int], dict[str, int], str]:
         """The live runs by health, all runs by health, and their revision.
@@ -202,10 +220,10 @@ class _Table:
         The revision is the newest change or report of any run, and the milliseconds at which overviews were made,
         added up: any that is made again, of whichever run, changes the sum.
         """
-        health = func.coalesce(_OVERVIEW.c.health, "").label("health")
+        health = func.coalesce(_SUMMARY.c.health, "").label("health")
         live = (self._state == "running").label("live")
         changed = func.max(later(self._columns["updated_at"], _RUN.c.changed_at)).label("changed_at")
-        made = func.sum(cast(1000 * _OVERVIEW.c.made_at, BigInteger)).label("made")
+        made = func.sum(cast(1000 * _SUMMARY.c.made_at, BigInteger)).label("made")
         counts = self._base.with_only_columns(live, health, func.count().label("runs"), changed, made)
         counts = counts.group_by(live, health)
         rows = connection.execute(counts).all()
@@ -218,7 +236,7 @@ class _Table:
 
     def worst(self, connection: Connection) -> wire.WorstRun | None:
         """The run with the gravest word against it, and of those the one with the lowest EDQ."""
-        health, edq = _OVERVIEW.c.health, _OVERVIEW.c.edq_ratio
+        health, edq = _SUMMARY.c.health, _SUMMARY.c.edq_ratio
         grave = case(*((health == word, place) for place, word in enumerate(GRAVITY)), else_=len(GRAVITY))
         chosen = self._base.where(health.in_(GRAVITY)).order_by(grave, edq.is_(None), edq, _RUN.c.run_id).limit(1)
         run_id = connection.execute(chosen).scalar()
@@ -438,5 +456,6 @@ def _group(
 
 
 def _overviews(connection: Connection, ids: Sequence[str]) -> dict[str, wire.Overview]:
-    chosen = select(_OVERVIEW.c.run_id, _OVERVIEW.c.overview).where(_OVERVIEW.c.run_id.in_(ids))
+    there = (_SUMMARY.c.run_id.in_(ids), _SUMMARY.c.overview.is_not(None))
+    chosen = select(_SUMMARY.c.run_id, _SUMMARY.c.overview).where(*there)
     return {row.run_id: DECODE_OVERVIEW(row.overview) for row in connection.execute(chosen)} if ids else {}
