@@ -33,6 +33,7 @@ from collage_dashboard.pages.comparison_curves import (
 )
 from collage_dashboard.pages.run_about import facts_of
 from collage_dashboard.pages.run_content import draw
+from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.pages.strategies_content import (
     ABOUT_COUNTERFACTUALS,
     COSTS,
@@ -148,11 +149,11 @@ def _about_run(reader: Reader, run_id: str, schedule: RateSchedule | None) -> st
     view = View(page="run", runs=(run_id,))
     watch = run.watch
     strategy = watch.shown_strategy if watch else None
-    colour = strategy_colour(strategy, watch.dtype if watch else None)
+    story = Story(strategy_colour(strategy, watch.dtype if watch else None))
     step = "no step yet" if run.last_step is None else f"step {count(run.last_step)}"
     curves = [key for key in _LOGGED if key in run.scalars]
     curves += [*_MEASURED, *sorted(key for key in run.latest if split_key(key)[0] == STATE)]
-    charts = [_chart(describe(key).title, draw("series", key, view, reader, colour), key) for key in curves]
+    charts = [_chart(describe(key).title, draw("series", key, view, reader, story), key) for key in curves]
     charts.append(_chart("Update size against the grid", draw("histogram", "", view, reader), "histogram"))
     charts.append(_chart("EDQ of each layer", draw("heatmap", "edq_ratio", view, reader), "heatmap", wide=True))
     sections = [

@@ -31,6 +31,7 @@ __all__ = [
     "comparison_of",
     "read_address",
     "read_steps",
+    "usual",
     "write_address",
     "write_steps",
 ]
@@ -209,6 +210,12 @@ _LISTS: Final = (
     ("pair", "pair", 2),
 )
 """What may stand several times: its name in the address and in the view, and how many of it count."""
+
+
+def usual(name: str) -> Any:
+    """What a parameter of the address stands for if it is not given."""
+    attribute = dict(_QUERY).get(name) or {own: attribute for own, attribute, _ in _LISTS}.get(name)
+    return getattr(View(), attribute or ("runs" if name == "run" else name))
 
 
 def _filters(values: Mapping[str, str]) -> dict[str, Any]:

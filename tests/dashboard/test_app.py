@@ -53,6 +53,11 @@ def question(outputs, inputs, state=()):
     }
 
 
+def shown(search):
+    """What a comparison keeps of its address."""
+    return {"pathname": "/compare", "search": search, "zooms": 0}
+
+
 def charts(search, looked, drawn=()):
     """What is asked for the curves and the table of a comparison, after a look, where `drawn` stands already."""
     revision = looked["compare-revision"]["data"]
@@ -63,7 +68,7 @@ def charts(search, looked, drawn=()):
     ]
     outputs += [(f"compare-cost-{place}", "figure") for place in range(2)]
     outputs += [(f"compare-answer-{place}", "data") for place in range(4)]
-    inputs = [("compare-shown", "data", search), ("compare-revision", "data", revision)]
+    inputs = [("compare-shown", "data", shown(search)), ("compare-revision", "data", revision)]
     return question(outputs, inputs, [("compare-rows", "data", kept), ("compare-drawn", "data", list(drawn))])
 
 
@@ -71,7 +76,8 @@ def look(search, known=CALM):
     """What is asked at each tick, and where other runs are chosen."""
     outputs = [("compare-revision", "data"), ("compare-rows", "data")]
     outputs += [(f"compare-{name}", "children") for name in ("alert", "pace", "numbers", "verdicts", "legend")]
-    inputs = [("tick", "data", 1), ("compare-shown", "data", search), ("compare-treated", "data", None)]
+    outputs.append(("compare-choices", "data"))
+    inputs = [("tick", "data", 1), ("compare-shown", "data", shown(search)), ("compare-treated", "data", None)]
     return question(outputs, inputs, [("compare-revision", "data", known)])
 
 

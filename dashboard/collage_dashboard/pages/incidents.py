@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, tzinfo
 from itertools import groupby
 from typing import Any, Final
@@ -29,10 +28,11 @@ from collage_dashboard.components import (
     scrollable,
 )
 from collage_dashboard.descriptions import describe
+from collage_dashboard.navigation import Choice, register_choices, view_of, view_stores
 from collage_dashboard.number_downloads import pandas_note
 from collage_dashboard.pages.incident_content import badges, duration_of
 from collage_dashboard.server_reader import Reader, explain
-from collage_dashboard.view import View, read_address, write_address
+from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
@@ -42,6 +42,7 @@ __all__ = ["layout", "register"]
 
 _MOST: Final = 100
 _FILTERS: Final = ("alert", "severity", "project", "state")
+_CHOICES: Final = {f"by-{name}": Choice(name) for name in _FILTERS}
 _STATES: Final[dict[wire.IncidentState, str]] = {"firing": "Open", "resolved": "Ended"}
 _GLANCE_HOURS: Final = 12
 """A night."""
@@ -53,14 +54,12 @@ def layout(view: View, reader: Reader) -> html.Div:
     Raises:
         CollageError: the server does not answer or refuses.
     """
-    pathname, search = write_address(view)
     filters, *found = reader.ask_together(lambda client: client.run_filters(), *_questions(view))
     shown = _shown(found)
     names = _names(reader, [one.run_id for one in shown if one.run_id] + list(view.runs))
     return page(
         [
-            dcc.Location(id="incidents-address", refresh=False, search=search),
-            dcc.Store(id="incidents-shown", data={"pathname": pathname, "search": search}),
+            *view_stores(view, "incidents", _CHOICES),
             dcc.Store(id="incidents-revision", data=_revision(found)),
             refresh_marker("incidents-pace", LIVE_MILLISECONDS),
             dmc.Title("Incidents", order=1, size="h2", mt=8),
@@ -80,28 +79,7 @@ def layout(view: View, reader: Reader) -> html.Div:
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind filters, acknowledgement and the refresh to the application."""
 
-    @app.callback(
-        Output("incidents-shown", "data"),
-        Output("incidents-address", "search"),
-        *(Output(f"incidents-by-{name}", "value") for name in _FILTERS),
-        Input("incidents-address", "search"),
-        *(Input(f"incidents-by-{name}", "value") for name in _FILTERS),
-        State("incidents-address", "pathname"),
-        State("incidents-shown", "data"),
-        prevent_initial_call=True,
-    )
-    def choose(search: str | None, *rest: Any) -> tuple[Any, ...]:
-        *values, pathname, shown = rest
-        if pathname != shown["pathname"]:
-            raise dash.exceptions.PreventUpdate
-        view = read_address(pathname, search)
-        if dash.ctx.triggered_id != "incidents-address":
-            chosen: dict[str, Any] = {name: value or None for name, value in zip(_FILTERS, values, strict=True)}
-            view = replace(view, **chosen)
-        wanted = write_address(view)[1]
-        if wanted == shown["search"]:
-            raise dash.exceptions.PreventUpdate
-        return {**shown, "search": wanted}, wanted, *(getattr(view, name) for name in _FILTERS)
+    register_choices(app, "incidents", _CHOICES)
 
     @app.callback(
         Output("incidents-revision", "data"),
@@ -113,7 +91,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     def check_for_changes(_tick: Any, shown: dict[str, str], known: list[Any]) -> tuple[Any, ...]:
-        view = read_address(shown["pathname"], shown["search"])
+        view = view_of(shown)
         try:
             found = reader.ask_together(*_questions(view))
         except CollageError as error:

@@ -15,9 +15,9 @@ from dash import MATCH, Input, Output, State, html
 
 from collage_dashboard.components import refusal
 from collage_dashboard.descriptions import byte_count, count, value_text, when
+from collage_dashboard.navigation import view_of
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
-from collage_dashboard.view import read_address
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
 
@@ -138,7 +138,7 @@ def register_writing(app: dash.Dash, reader: Reader) -> None:
     def save(clicks: int | None, tags: list[str] | None, notes: str | None, shown: dict[str, str]) -> Any:
         if not clicks:
             raise dash.exceptions.PreventUpdate
-        run_id = read_address(shown["pathname"], "").runs[0]
+        run_id = view_of(shown).runs[0]
         update = wire.RunUpdate(tags=tags or [], notes=notes or "")
         try:
             reader.ask(lambda client: client.update_run(run_id, update))

@@ -40,12 +40,13 @@ from collage_dashboard.figures import class_shares, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import block_of
 from collage_dashboard.figures.histogram import PREDICTS
-from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
+from collage_dashboard.figures.style import empty_figure, with_subtitle
 from collage_dashboard.number_downloads import numbers_address
+from collage_dashboard.pages.before_after import picked_marks
 from collage_dashboard.pages.run_about import about
 from collage_dashboard.pages.run_curves import draw_curve, draw_stack, series_between, stacked_metrics
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table
-from collage_dashboard.pages.run_marks import Marks
+from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import Tab, View, write_address
@@ -220,6 +221,9 @@ SERIES: Final[dict[Tab, tuple[str, ...]]] = {
 """The curves of each tab that has a fixed list of them."""
 
 
+_UNKNOWN: Final = Story()
+
+
 def panel(view: View, run: wire.Run) -> Any:
     """The content of the view's tab."""
     if view.tab == "about":
@@ -288,39 +292,22 @@ def _strategy(run: wire.Run) -> str | None:
 
 
 def draw(
-    kind: str,
-    metric: str,
-    view: View,
-    reader: Reader,
-    colour: str = ACCENT,
-    *,
-    marks: Marks = (),
-    beside: Sequence[str] = (),
-    since: int | None = None,
-    strategy: str | None = None,
-    zoom_count: int = 0,
+    kind: str, metric: str, view: View, reader: Reader, story: Story = _UNKNOWN, *, zoom_count: int = 0
 ) -> go.Figure:
-    """The figure of `kind` ("stack", "series", "heatmap", "histogram", "classes") for `metric`; curves in `colour`.
+    """The figure of a kind of `_DRAWERS` for `metric`. `zoom_count`: as `with_zoom` has it.
 
-    `marks`: steps, and what happened there. `beside`: names that second writers log. `since`: the onset
-    that the headline names; a histogram from there on is set against what was before. `strategy`: that of the run.
-    `zoom_count`: as `with_zoom` has it.
     A metric that the server refuses is an empty figure with its reason.
 
     Raises:
         CollageError: the server does not answer, or refuses the token.
     """
+    story = msgspec.structs.replace(story, marks=[*story.marks, *picked_marks(view)])
     try:
         if kind == "histogram":
-            return _histogram(view, reader, since)
+            return _histogram(view, reader, story.since)
         steps = steps_within(view, reader)
-        if kind == "stack":
-            drawn = draw_stack(view, reader, steps, colour, marks, beside, strategy, since)
-        elif kind == "series":
-            drawn = _series(metric, view, reader, steps, colour, marks, strategy, since)
-        else:
-            drawn = _DRAWERS[kind](metric, view, reader, steps)
-        shown = {"stack": stacked_metrics(beside), "classes": tuple(CLASSES)}.get(kind, (metric,))
+        drawn = _DRAWERS[kind](metric, view, reader, steps, story)
+        shown = {"stack": stacked_metrics(story.beside), "classes": tuple(CLASSES)}.get(kind, (metric,))
         numbers = numbers_address(view, shown, steps, by_layer=kind == "heatmap")
         return with_zoom(drawn, view, zoom_count).update_layout(meta={"numbers": numbers})
     except NotAuthorised:
@@ -329,23 +316,14 @@ def draw(
         return empty_figure(str(error))
 
 
-def _series(
-    metric: str,
-    view: View,
-    reader: Reader,
-    steps: Steps,
-    colour: str,
-    marks: Marks,
-    strategy: str | None,
-    since: int | None,
-) -> go.Figure:
+def _series(metric: str, view: View, reader: Reader, steps: Steps, story: Story) -> go.Figure:
     answer = _read_series(metric, view, reader, steps)
     name = "whole model" if describe(metric).scalar or not view.layer else view.layer
-    drawn = draw_curve(metric, name, answer, view, colour, strategy, marks, since)
+    drawn = draw_curve(metric, name, answer, view, story)
     return drawn if describe(metric).scalar else with_subtitle(drawn, name)
 
 
-def _heatmap(metric: str, view: View, reader: Reader, steps: Steps) -> go.Figure:
+def _heatmap(metric: str, view: View, reader: Reader, steps: Steps, _story: Story) -> go.Figure:
     run_id = view.runs[0]
     as_in_table = view.order == "worst" and metric in _OF_THE_LOSS
     answer, *known = reader.ask_together(
@@ -395,7 +373,7 @@ def _over(answer: wire.Histogram) -> str:
     return f"steps {count(answer.first_step)} to {count(answer.step)}"
 
 
-def _classes(_metric: str, view: View, reader: Reader, steps: Steps) -> go.Figure:
+def _classes(_metric: str, view: View, reader: Reader, steps: Steps, _story: Story) -> go.Figure:
     shares = {name: _read_series(name, view, reader, steps) for name in CLASSES}
     return with_subtitle(class_shares(shares), view.layer or "whole model")
 
@@ -407,4 +385,5 @@ def _read_series(metric: str, view: View, reader: Reader, steps: Steps) -> wire.
 
 _OF_THE_LOSS: Final = frozenset({"edq_ratio", "lost_update_ratio"})
 """Metrics whose worst layers are those that lose the most; of others, those that are worst by the metric."""
-_DRAWERS = {"heatmap": _heatmap, "classes": _classes}
+_DRAWERS: Final = {"stack": draw_stack, "series": _series, "heatmap": _heatmap, "classes": _classes}
+"""How charts are drawn, by their kind; a histogram has no axis of steps."""

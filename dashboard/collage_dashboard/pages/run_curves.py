@@ -3,8 +3,8 @@
 `run.py` lays out the card and its controls. `run_content.py` draws it by `draw_stack`, and curves behind the tabs
 by `draw_curve`. `draw_stack` and `series_between` ask the server. Figures are `figures/series.py`'s and
 `figures/stack.py`'s, marks are `run_marks.py`'s (`tests/dashboard/test_pages.py`,
-`tests/browser/test_first_screen.py`). Ids are fixed: callbacks of `run.py` and `run_navigation.py`,
-`assets/figures.js` and tests find parts by them. `beside`: names that second writers log.
+`tests/browser/test_first_screen.py`). Ids are fixed: callbacks of `run.py`, `assets/figures.js`
+and tests find parts by them. `beside`: names that second writers log.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import dash_mantine_components as dmc
+import msgspec
 import plotly.graph_objects as go
 from dash import dcc, html
 
@@ -31,7 +32,7 @@ from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.stack import stack_height
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
 from collage_dashboard.pages.before_after import change_controls
-from collage_dashboard.pages.run_marks import Marks, mark_curve, marks_in_words, place_marks
+from collage_dashboard.pages.run_marks import Story, mark_curve, marks_in_words, place_marks
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import View
 from collage_dashboard.zoom import POINTS, Steps
@@ -66,14 +67,14 @@ def stacked_metrics(beside: Sequence[str]) -> tuple[str, ...]:
     return (*STACKED, *beside[:_MOST_BESIDE])
 
 
-def curves_card(controls: Any, marks: Marks, beside: Sequence[str]) -> dmc.Paper:
+def curves_card(controls: Any, story: Story) -> dmc.Paper:
     """The card of the stacked curves, under the controls that act on all curves of the page."""
-    height = stack_height(len(stacked_metrics(beside)))
+    height = stack_height(len(stacked_metrics(story.beside)))
     figure = empty_figure("", height=height)
     graph = dcc.Graph(
         id={"type": "run-figure", **_CHART}, figure=figure, config=GRAPH_CONFIG, clear_on_unhover=True
     )
-    foot = [html.Div(marks_in_words(marks), id="run-marks"), save_buttons(_TITLE)]
+    foot = [html.Div(marks_in_words(story.marks), id="run-marks"), save_buttons(_TITLE)]
     return dmc.Paper(
         [
             controls,
@@ -112,24 +113,14 @@ def curve_controls(view: View, layers: list[str]) -> html.Div:
     return html.Div(controls, className="controls")
 
 
-def draw_stack(
-    view: View,
-    reader: Reader,
-    steps: Steps,
-    colour: str,
-    marks: Marks,
-    beside: Sequence[str],
-    strategy: str | None,
-    since: int | None,
-) -> go.Figure:
-    """The stacked curves between `steps`; measured ones are of the view's layer. `beside`: as `stacked_metrics` has
-    it. `strategy`: that of the run; `since`: the onset that its headline names.
+def draw_stack(_metric: str, view: View, reader: Reader, steps: Steps, story: Story) -> go.Figure:
+    """The stacked curves between `steps`; measured ones are of the view's layer.
 
     Raises:
         CollageError: the server does not answer, or refuses the token.
     """
-    keys = stacked_metrics(beside)
-    logged = [key for key in keys if key in beside or describe(key).scalar]
+    keys = stacked_metrics(story.beside)
+    logged = [key for key in keys if key in story.beside or describe(key).scalar]
     measured = [key for key in keys if key not in logged]
     found: Answers = {}
     for answers in reader.ask_together(
@@ -137,36 +128,24 @@ def draw_stack(
         lambda client: _read(client, view, logged, None, steps),
     ):
         found |= answers
+    unmarked = msgspec.structs.replace(story, marks=())
     figure = stack(
-        {key: _curve(key, found[key], view, colour, strategy, since) for key in keys},
-        view.axis,
-        subtitle=view.layer or "",
+        {key: _curve(key, found[key], view, unmarked) for key in keys}, view.axis, subtitle=view.layer or ""
     )
     whole = next((answer for answer in found.values() if isinstance(answer, wire.Series) and answer.steps), None)
-    return mark_events(figure, place_marks(marks, whole), over="paper") if whole else figure
+    return mark_events(figure, place_marks(story.marks, whole), over="paper") if whole else figure
 
 
-def _curve(
-    metric: str, answer: wire.Series | str, view: View, colour: str, strategy: str | None, since: int | None
-) -> go.Figure:
+def _curve(metric: str, answer: wire.Series | str, view: View, story: Story) -> go.Figure:
     if isinstance(answer, str):
         return empty_figure(answer)
-    return draw_curve(metric, describe(metric).axis_title, answer, view, colour, strategy, since=since)
+    return draw_curve(metric, describe(metric).axis_title, answer, view, story)
 
 
-def draw_curve(
-    metric: str,
-    name: str,
-    answer: wire.Series,
-    view: View,
-    colour: str,
-    strategy: str | None,
-    marks: Marks = (),
-    since: int | None = None,
-) -> go.Figure:
+def draw_curve(metric: str, name: str, answer: wire.Series, view: View, story: Story) -> go.Figure:
     """One curve of a run, under its name, with what `mark_curve` marks."""
-    drawn = curves(metric, [NamedCurve(name, colour, answer)], smoothing=view.smoothing, scale=view.scale)
-    return mark_curve(drawn, metric, answer, strategy, marks, since)
+    line = NamedCurve(name, story.colour, answer)
+    return mark_curve(curves(metric, [line], smoothing=view.smoothing, scale=view.scale), metric, answer, story)
 
 
 def series_between(

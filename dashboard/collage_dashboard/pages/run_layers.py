@@ -9,7 +9,7 @@ from typing import Any, Final
 import dash
 import dash_ag_grid as dag
 import dash_mantine_components as dmc
-from dash import MATCH, ClientsideFunction, Input, Output, State, dcc, html
+from dash import ALL, MATCH, ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import help_text, labelled
 from collage_dashboard.descriptions import (
@@ -22,9 +22,10 @@ from collage_dashboard.descriptions import (
     value_text,
 )
 from collage_dashboard.figures.style import digest
+from collage_dashboard.navigation import register_part
 from collage_dashboard.pages.run_marks import step_of_onset
 from collage_dashboard.server_reader import Reader
-from collage_dashboard.view import View, read_address
+from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
 from collage_monitor.judgement import EDQ_TOLERANCE
@@ -348,25 +349,16 @@ def _since(answer: wire.Heatmap, wanted: set[str], since: int | None) -> dict[st
     return found
 
 
+def _chosen_layer(view: View, reader: Reader, judged: Mapping[str, Any]) -> Any:
+    """The card of the view's layer."""
+    if view.tab == "about" or view.layer is None:
+        return None
+    return layer_card(view, reader.ask(lambda client: client.run(view.runs[0])), reader, judged["first"])
+
+
 def register_layers(app: dash.Dash, reader: Reader) -> None:
     """Bind the card of the chosen layer and the table's rows to the application."""
-
-    @app.callback(
-        Output("run-layer-place", "children"),
-        Input("run-shown", "data"),
-        Input("run-judged", "data"),
-    )
-    def tell_layer(shown: dict[str, Any], judged: dict[str, Any]) -> Any:
-        view = read_address(shown["pathname"], shown["search"])
-        if judged["failed"]:
-            raise dash.exceptions.PreventUpdate
-        if view.tab == "about" or view.layer is None:
-            return None
-        try:
-            run = reader.ask(lambda client: client.run(view.runs[0]))
-            return layer_card(view, run, reader, judged["first"])
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None
+    register_part(app, reader, "run-layer-place", "run-judged", ("layer", "step", "tab"), _chosen_layer)
 
     @app.callback(
         Output({"type": "run-layers", "index": MATCH}, "rowData"),
@@ -395,11 +387,15 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         return rows, f"{over}.{most} A click, or Enter, shows a layer's card and curves.", found
 
     app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "keepKinds"), Output("run-worst", "id"), Input("run-kinds", "data")
+        ClientsideFunction("flow", "keepKinds"), Input("run-kinds", "data")
+    )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("view", "chooseLayer"),
+        Input({"type": "run-layers", "index": ALL}, "cellClicked"),
+        prevent_initial_call=True,
     )
     app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("flow", "showLayer"),
-        Output("run-layer-place", "id"),
         Input("run-layer-place", "children"),
         prevent_initial_call=True,
     )

@@ -30,7 +30,6 @@ __all__ = [
     "headline_of",
     "rows",
     "shown_columns",
-    "with_columns",
 ]
 
 _FORMS: Final = {
@@ -80,15 +79,6 @@ def columns(view: View) -> list[dict[str, Any]]:
 def shown_columns(view: View) -> tuple[str, ...]:
     """The columns after the name: those that the reader chose, else the usual ones."""
     return view.columns or USUAL
-
-
-def with_columns(view: View, chosen: Sequence[str]) -> View:
-    """The view with these columns; an entry of the configuration that is added last comes to the front."""
-    before, after = shown_columns(view), tuple(dict.fromkeys(chosen))
-    if after[:-1] == before and after[-1] not in USUAL and "strategy" in before:
-        place = before.index("strategy") + 1
-        after = (*before[:place], after[-1], *before[place:])
-    return replace(view, columns=() if after == USUAL else after)
 
 
 def _measured() -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ import dash_mantine_components as dmc
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import refusal, tags_of
-from collage_dashboard.pages.runs_content import USUAL, columns, compare_link, shown_columns, with_columns
+from collage_dashboard.navigation import Choice, choices, register_choices, view_of
+from collage_dashboard.pages.runs_content import USUAL, columns, compare_link, shown_columns
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
 from collage_dashboard.view import ARCHIVED, FILTERS, GROUPS, View, read_address, write_address
@@ -21,7 +22,7 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 
-__all__ = ["SELECTS", "columns_menu", "filter_row", "pinned_line", "register_controls", "tray", "views_menu"]
+__all__ = ["CHOICES", "columns_menu", "filter_row", "pinned_line", "register_controls", "tray", "views_menu"]
 
 _AT_ONCE: Final = 100
 """Runs that one question of the table names."""
@@ -36,14 +37,22 @@ _ORDERS: Final = {
     "loss": "Lowest loss first",
     "name": "By name",
 }
-SELECTS: Final = (*FILTERS, "archived", "by")
-"""What is chosen of lists, in the order of `showChoices` in assets/flow.js."""
+CHOICES: Final = choices(
+    *FILTERS,
+    "archived",
+    "where",
+    "sort",
+    query=Choice("q"),
+    by=Choice("by", drops=("open",)),
+    columns=Choice("column", USUAL, behind="strategy"),
+)
+"""The controls of the table."""
 
 
 def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
     """The filters of the table, and the grouping of its runs; a phone shows them at the press of one button."""
     selects = [_filter_select(name, view, filters) for name in FILTERS]
-    is_set = any(getattr(view, name) for name in (*SELECTS, "where"))
+    is_set = any(getattr(view, name) for name in (*FILTERS, "archived", "by", "where"))
     button = dmc.Chip("Filters", checked=is_set, size="sm", color="blue.8", className="show-filters")
     further = (_archived_select(view), _grouping(view), _order(view), _where(view))
     return html.Div([button, *selects, *further], className="filters")
@@ -100,7 +109,7 @@ def _archived_select(view: View) -> dmc.Select:
 
 def columns_menu(view: View) -> html.Details:
     """The columns, to choose and to order; more of them are entries of the configuration, by path."""
-    usual: dict[str, Any] = {"data-usual": ",".join(USUAL), "role": "group", "aria-label": "Columns"}
+    named: dict[str, Any] = {"role": "group", "aria-label": "Columns"}
     chosen = dmc.TagsInput(
         id="runs-columns",
         value=list(shown_columns(view)),
@@ -112,7 +121,7 @@ def columns_menu(view: View) -> html.Details:
         placeholder="optimizer.lr",
     )
     return html.Details(
-        [html.Summary("Columns"), html.Div(chosen, className="menu-card", **usual)], className="menu"
+        [html.Summary("Columns"), html.Div(chosen, className="menu-card", **named)], className="menu"
     )
 
 
@@ -201,20 +210,21 @@ def views_menu() -> html.Details:
 
 def register_controls(app: dash.Dash, reader: Reader) -> None:
     """Bind filters, columns, saved views, and actions on picked runs, to the application."""
-    _register_choices(app)
+    register_choices(app, "runs", CHOICES)
+    _register_picked(app)
     _register_views(app, reader)
 
     @app.callback(
-        Output("runs-address", "search", allow_duplicate=True),
+        Output("runs-address", "search"),
         Input({"type": "picked-action", "index": ALL}, "n_clicks"),
         Input({"type": "unpin", "index": ALL}, "n_clicks"),
         State("runs-picked", "data"),
-        State("runs-address", "search"),
+        State("runs-shown", "data"),
         prevent_initial_call=True,
     )
-    def keep_on_top(_clicks: Any, _unpins: Any, picked: dict[str, str] | None, search: str | None) -> Any:
+    def keep_on_top(_clicks: Any, _unpins: Any, picked: dict[str, str] | None, shown: dict[str, Any]) -> Any:
         pressed = _pressed()
-        view = read_address("/", search)
+        view = view_of(shown)
         if pressed["type"] == "unpin":
             gone = pressed["index"]
             baseline = None if view.baseline == gone else view.baseline
@@ -224,7 +234,7 @@ def register_controls(app: dash.Dash, reader: Reader) -> None:
         elif pressed["index"] == "baseline":
             view = replace(view, baseline=next(iter(picked or {}), None))
         wanted = write_address(view)[1]
-        return no_update if wanted == (search or "") else wanted
+        return no_update if wanted == shown["search"] else wanted
 
     @app.callback(
         Output("runs-alert", "children", allow_duplicate=True),
@@ -343,40 +353,15 @@ def _rows(client: Client, run_ids: Sequence[str]) -> Iterator[wire.RunRow]:
         yield from client.run_table(run_ids=some, limit=_AT_ONCE).rows
 
 
-def _register_choices(app: dash.Dash) -> None:
-    @app.callback(
-        Output("runs-address", "search"),
-        Input("runs-query", "value"),
-        *(Input(f"runs-{name}", "value") for name in (*SELECTS, "where", "columns")),
-        State("runs-address", "search"),
-        prevent_initial_call=True,
-    )
-    def choose(query: str | None, *rest: Any) -> Any:
-        *values, where, wanted_columns, search = rest
-        chosen: dict[str, Any] = {name: value or None for name, value in zip(SELECTS, values, strict=True)}
-        before = read_address("/", search)
-        opened = before.opened if chosen["by"] == before.by else ()
-        asked: dict[str, Any] = {"query": (query or "").strip(), "opened": opened, "where": tuple(where or ())}
-        view = with_columns(replace(before, **asked, **chosen), wanted_columns or USUAL)
-        wanted = write_address(view)[1]
-        return no_update if wanted == (search or "") else wanted
-
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "chooseSort"),
-        Output("runs-address", "search", allow_duplicate=True),
-        Input("runs-sort", "value"),
-        State("runs-address", "search"),
-        prevent_initial_call=True,
-    )
-
+def _register_picked(app: dash.Dash) -> None:
     @app.callback(
         Output("runs-grid", "columnDefs"),
-        Input("runs-address", "search"),
+        Input("runs-shown", "data"),
         State("runs-grid", "columnDefs"),
         prevent_initial_call=True,
     )
-    def show_columns(search: str | None, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        found = columns(read_address("/", search))
+    def show_columns(shown: dict[str, Any], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        found = columns(view_of(shown))
         if [_place_of(column) for column in found] == [_place_of(column) for column in known]:
             raise dash.exceptions.PreventUpdate
         return found
@@ -395,19 +380,8 @@ def _register_choices(app: dash.Dash) -> None:
             raise dash.exceptions.PreventUpdate
         return {}
 
-    @app.callback(
-        Output("runs-query", "value"),
-        *(Output(f"runs-{name}", "value") for name in (*FILTERS, "where")),
-        Input({"type": "clear-filters", "index": dash.ALL}, "n_clicks"),
-        prevent_initial_call=True,
-    )
-    def clear_filters(clicks: list[int | None]) -> tuple[Any, ...]:
-        if not any(clicks):
-            raise dash.exceptions.PreventUpdate
-        return "", *[None] * len(FILTERS), []
-
     app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "picked"), Output("runs-compare", "id"), Input("runs-picked", "data")
+        ClientsideFunction("flow", "picked"), Input("runs-picked", "data")
     )
 
 
