@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ __all__ = [
     "choices",
     "choices_data",
     "clears",
+    "clientside",
+    "or_later",
     "part",
     "register_choices",
     "register_part",
@@ -74,21 +77,40 @@ def choices_data(page: str, controls: Mapping[str, Choice]) -> dict[str, Any]:
     return {"page": page, "controls": found}
 
 
+def clientside(app: dash.Dash, function: str, *bound: Any, prevent_initial_call: bool = True) -> None:
+    """Bind a function of the page's scripts, "NAMESPACE.NAME"."""
+    own = ClientsideFunction(*function.split("."))
+    app.clientside_callback(own, *bound, prevent_initial_call=prevent_initial_call)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def or_later() -> Iterator[None]:
+    """Leave a part of a page as it is if the server does not answer: the next look says what is wrong.
+
+    Raises:
+        PreventUpdate: it did not, or it refused.
+    """
+    try:
+        yield
+    except CollageError:
+        raise dash.exceptions.PreventUpdate from None
+
+
 def register_choices(app: dash.Dash, page: str, controls: Iterable[str]) -> None:
     """Bind the page's address and these controls to each other."""
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("view", "choose"),
+    clientside(
+        app,
+        "view.choose",
         *(Input(f"{page}-{control}", "value") for control in controls),
         State(f"{page}-choices", "data"),
-        prevent_initial_call=True,
     )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("view", "follow"),
+    clientside(
+        app,
+        "view.follow",
         Input(f"{page}-address", "search"),
         Input(f"{page}-choices", "data"),
         State(f"{page}-address", "pathname"),
         State(f"{page}-shown", "data"),
-        prevent_initial_call=True,
     )
 
 
@@ -135,10 +157,8 @@ def register_part(
         asked = asked_of(view, now, fields)
         if now["failed"] or asked == told["asked"]:
             raise dash.exceptions.PreventUpdate
-        try:
+        with or_later():
             content = make(view, reader, now)
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         found = digest(content)
         return no_update if found == told["digest"] else content, {"asked": asked, "digest": found}
 

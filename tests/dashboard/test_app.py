@@ -16,6 +16,7 @@ from collage_dashboard.pages import comparison
 from collage_dashboard.pages.comparison import CHARTS, DEFAULT_METRIC
 
 from collage_monitor.local import LOOPBACK_HOSTS
+from tests.dashboard.fake_server import _error
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,6 @@ def question(outputs, inputs, state=()):
 
 
 def shown(search):
-    """What a comparison keeps of its address."""
     return {"pathname": "/compare", "search": search, "zooms": 0}
 
 
@@ -74,9 +74,8 @@ def charts(search, looked, drawn=()):
 
 def look(search, known=CALM):
     """What is asked at each tick, and where other runs are chosen."""
-    outputs = [("compare-revision", "data"), ("compare-rows", "data")]
+    outputs = [(f"compare-{name}", "data") for name in ("revision", "rows", "choices")]
     outputs += [(f"compare-{name}", "children") for name in ("alert", "pace", "numbers", "verdicts", "legend")]
-    outputs.append(("compare-choices", "data"))
     inputs = [("tick", "data", 1), ("compare-shown", "data", shown(search)), ("compare-treated", "data", None)]
     return question(outputs, inputs, [("compare-revision", "data", known)])
 
@@ -237,8 +236,6 @@ def test_a_metric_that_the_server_refuses_spoils_only_its_own_chart(http, server
     asked = server._compare
 
     def refuse(query):
-        from tests.dashboard.fake_server import _error
-
         return _error(422, "unknown_metric") if "nonsense" in query.get_list("metric") else asked(query)
 
     monkeypatch.setattr(server, "_compare", refuse)

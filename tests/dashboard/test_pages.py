@@ -45,8 +45,6 @@ def overviews(server):
 def test_a_strategy_that_is_not_what_was_declared_is_marked(server):
     class Misled(GeneratedRun):
         def watch(self):
-            import msgspec
-
             return msgspec.structs.replace(super().watch(), strategy="master-weights", observed_strategy="plain")
 
     server.runs["run-x"] = Misled("x", "plain", run_id="run-x")
@@ -352,12 +350,8 @@ def test_the_layers_tab_asks_all_its_questions_at_the_same_time(server, reader):
     server.before_heatmap = lambda: together.wait(timeout=10)
     run = server.client().run("run-plain")
     found = layer_rows(reader, run.run_id, keys_of_layers(run), None)
-    assert len(found) == len(run_layers(server))
+    assert len(found) == len(server.client().layers("run-plain").layers)
     assert together.n_waiting == 0
-
-
-def run_layers(server):
-    return server.client().layers("run-plain").layers
 
 
 def test_an_open_page_is_refreshed_when_only_a_second_writer_has_sent_something(server):

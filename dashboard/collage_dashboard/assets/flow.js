@@ -94,6 +94,20 @@
     window.collageView.put("runs", { open: open.includes(key) ? open.filter((other) => other !== key) : [...open, key] });
   }
 
+  // Picked runs are let go, or kept on top of the table: the address says which are.
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest && event.target.closest("[data-unpick], [data-keeps], [data-frees]");
+    if (!button) return;
+    const { unpick, keeps, frees } = button.dataset;
+    if (unpick !== undefined) return window.dash_clientside.set_props("runs-picked", { data: {} });
+    const given = window.collageView.paramsOf("runs");
+    const [pin, baseline] = [given.getAll("pin"), given.get("baseline")];
+    const picked = Object.keys((window.dash_component_api.getLayout("runs-picked") || { props: {} }).props.data || {});
+    if (keeps === "baseline") window.collageView.put("runs", { baseline: picked[0] });
+    else if (keeps === "pin") window.collageView.put("runs", { pin: [...new Set([...pin, ...picked])] });
+    else window.collageView.put("runs", { pin: pin.filter((run) => run !== frees), baseline: baseline === frees ? null : baseline });
+  });
+
   // A link arrives where it points: at a tab, or at what changed at a step.
   let changeShown = null;
   function arrive() {

@@ -1,5 +1,6 @@
 // A page's view is its address. Its controls write their choices there, and show what stands there.
 (function () {
+  const HOW_TO_PICK = "Give a step, such as 800, or a range of steps, such as 800-900";
   const texts = (value) => [value ?? []].flat().map((text) => String(text).trim()).filter(Boolean);
   const same = (one, other) => JSON.stringify(texts(one)) === JSON.stringify(texts(other));
   const set = (id, props) => window.dash_clientside.set_props(id, props);
@@ -50,7 +51,11 @@
       const control = controls[id];
       const before = shownBy(control, stands);
       let chosen = texts(value);
-      if (control.is_steps && chosen.length) chosen = texts(stepsOf(chosen[0]) ?? before);
+      if (control.is_steps) {
+        const steps = chosen.map(stepsOf);
+        set(id, { error: steps.includes(null) ? HOW_TO_PICK : null });
+        chosen = steps.includes(null) ? texts(before) : steps;
+      }
       if (control.required && !chosen.length) set(id, { value: before });
       if ((control.required && !chosen.length) || same(chosen, before)) continue;
       if (control.behind) chosen = forward(chosen, texts(before), control);

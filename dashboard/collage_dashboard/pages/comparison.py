@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
+from dash import ALL, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
@@ -33,7 +33,16 @@ from collage_dashboard.components import (
     smoothing_control,
 )
 from collage_dashboard.figures.growth import answer_for
-from collage_dashboard.navigation import Choice, choices, choices_data, register_choices, view_of, view_stores
+from collage_dashboard.navigation import (
+    Choice,
+    choices,
+    choices_data,
+    clientside,
+    or_later,
+    register_choices,
+    view_of,
+    view_stores,
+)
 from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.comparison_content import (
     RunNames,
@@ -157,12 +166,12 @@ def register(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
         Output("compare-revision", "data"),
         Output("compare-rows", "data"),
+        Output("compare-choices", "data"),
         Output("compare-alert", "children"),
         Output("compare-pace", "children"),
         Output("compare-numbers", "children"),
         Output("compare-verdicts", "children"),
         Output("compare-legend", "children"),
-        Output("compare-choices", "data"),
         Input("tick", "data"),
         Input("compare-shown", "data"),
         Input("compare-treated", "data"),
@@ -178,13 +187,13 @@ def register(app: dash.Dash, reader: Reader) -> None:
             rows = _rows(reader, view.runs)
         except CollageError as error:
             failed = {**known, "failed": True}
-            return failed, no_update, notice(explain(error)), str(LIVE_MILLISECONDS), *[no_update] * 4
+            return failed, no_update, no_update, notice(explain(error)), str(LIVE_MILLISECONDS), *[no_update] * 3
         found = _revision(view, rows)
         if found == known:
             raise dash.exceptions.PreventUpdate
         wait = str(refresh_milliseconds(rows, time.monotonic() - start))
         kept = choices_data("compare", _choices(view, rows))
-        return found, _rows_to_json(rows), _missing(view, rows), wait, *_first_screen(view, rows), kept
+        return found, _rows_to_json(rows), kept, _missing(view, rows), wait, *_first_screen(view, rows)
 
 
 def _register_charts(app: dash.Dash, reader: Reader) -> None:
@@ -216,14 +225,12 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         asked = [place for place in places if before[place][0] != wanted[place]]
         if not asked:
             raise dash.exceptions.PreventUpdate
-        try:
+        with or_later():
             found = read_curves(reader, read, rows, [metrics[place] for place in asked])
             runs = None
             if before[-1][0] != wanted[-1]:
                 of_all = found if read.zoom is None else read_curves(reader, whole, rows, [metrics[LOSS]])
                 runs = runs_with_throughput(reader, of_all[metrics[LOSS]])
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_by_strategy(run_results(rows, runs or ()))
         told = (
             [no_update] * (len(_ANSWERED) + len(COSTS))
@@ -242,24 +249,16 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         return now, *told, *answers
 
     for place in places:
-        app.clientside_callback(  # type: ignore[no-untyped-call]
-            ClientsideFunction("collage", "keepZoom"),
+        clientside(
+            app,
+            "collage.keepZoom",
             Output(f"compare-chart-{place}", "figure"),
             Input(f"compare-answer-{place}", "data"),
             State(f"compare-chart-{place}", "figure"),
-            prevent_initial_call=True,
         )
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "showZoom"),
-        Input("compare-shown", "data"),
-        prevent_initial_call=True,
-    )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "shareHover"),
-        *(Input(f"compare-chart-{place}", "hoverData") for place in places),
-        prevent_initial_call=True,
-    )
+    clientside(app, "collage.showZoom", Input("compare-shown", "data"))
+    clientside(app, "collage.shareHover", *(Input(f"compare-chart-{place}", "hoverData") for place in places))
 
 
 def _register_pair(app: dash.Dash, reader: Reader) -> None:
@@ -282,10 +281,8 @@ def _register_pair(app: dash.Dash, reader: Reader) -> None:
             return "Choose two different strategies.", no_update
         view = replace(before, pair=tuple(pair), zoom=None)
         metric = charted_metrics(rows)[LOSS]
-        try:
+        with or_later():
             runs = runs_with_throughput(reader, read_curves(reader, view, rows, [metric])[metric])
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_by_strategy(run_results(rows, runs or ()))
         wanted = write_address(replace(before, pair=tuple(pair)))[1]
         return worth(*pair_of(view, results), results), no_update if wanted == shown["search"] else wanted

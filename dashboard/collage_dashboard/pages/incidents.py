@@ -19,20 +19,21 @@ from flask import request
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
+    filter_select,
     limits_note,
     moment,
     notice,
     page,
     refresh_marker,
     refusal,
-    scrollable,
 )
 from collage_dashboard.descriptions import describe
 from collage_dashboard.navigation import Choice, register_choices, view_of, view_stores
 from collage_dashboard.number_downloads import pandas_note
 from collage_dashboard.pages.incident_content import badges, duration_of
 from collage_dashboard.server_reader import Reader, explain
-from collage_dashboard.view import View, write_address
+from collage_dashboard.tables import table_card
+from collage_dashboard.view import View, run_address, write_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
@@ -65,7 +66,17 @@ def layout(view: View, reader: Reader) -> html.Div:
             dmc.Title("Incidents", order=1, size="h2", mt=8),
             html.Div(_about_run(view, names), className="crumbs"),
             html.Div(
-                [_select(name, view, _choices(name, shown, filters)) for name in _FILTERS], className="filters"
+                [
+                    filter_select(
+                        f"incidents-by-{name}",
+                        name.capitalize(),
+                        _choices(name, shown, filters),
+                        getattr(view, name),
+                        searchable=True,
+                    )
+                    for name in _FILTERS
+                ],
+                className="filters",
             ),
             html.Div(id="incidents-alert"),
             html.Div(_content(found, names, view), id="incidents-content"),
@@ -168,20 +179,6 @@ def _choices(name: str, shown: Sequence[wire.Incident], filters: wire.RunFilters
     return {value: value for value in dict.fromkeys([*known, *(getattr(one, name) for one in shown)]) if value}
 
 
-def _select(name: str, view: View, choices: Mapping[str, str]) -> dmc.Select:
-    return dmc.Select(
-        id=f"incidents-by-{name}",
-        data=[{"value": value, "label": label} for value, label in choices.items()],
-        value=getattr(view, name),
-        placeholder=name.capitalize(),
-        searchable=True,
-        clearable=True,
-        size="xs",
-        className="filter",
-        **{"aria-label": name.capitalize()},
-    )
-
-
 def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str], view: View) -> list[Any]:
     shown = _shown(found)
     if not shown:
@@ -253,16 +250,8 @@ def _table(
         rows = [_row(incident, names) for incident in incidents]
         bodies.append(dmc.TableTbody([*(line if day else []), *rows]))
     note = f"The newest {_MOST} of each; `collage-monitor alerts` lists the others." if more else ""
-    return dmc.Paper(
-        [
-            html.H2(title, className="card-title"),
-            scrollable([dmc.Table([head, *bodies], verticalSpacing=6)], f"{title} incidents"),
-            *([dmc.Text(note, size="xs", className="quiet", px=10, pt=6)] if note else []),
-        ],
-        className="card comparison-table incident-table",
-        withBorder=True,
-        mb="md",
-    )
+    shown = dmc.Table([head, *bodies], verticalSpacing=6)
+    return table_card(shown, f"{title} incidents", title=title, note=note, kind="incident-table", mb="md")
 
 
 def _judged(incident: wire.Incident) -> list[Any]:
@@ -277,7 +266,7 @@ def _row(incident: wire.Incident, names: Mapping[str, str]) -> dmc.TableTr:
     name = names.get(incident.run_id or "") or incident.labels.get("run") or incident.run_id
     run: Any = "the server"
     if incident.run_id is not None:
-        run = dcc.Link(name, href=write_address(View(page="run", runs=(incident.run_id,)))[0], title=name)
+        run = dcc.Link(name, href=run_address(incident.run_id), title=name)
     cells = (
         html.Div([dcc.Link(incident.alert, href=address), *_judged(incident)]),
         run,

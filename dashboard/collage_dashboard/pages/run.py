@@ -18,7 +18,7 @@ import dash
 import dash_mantine_components as dmc
 import msgspec
 import plotly.graph_objects as go
-from dash import ALL, MATCH, ClientsideFunction, Input, Output, State, dcc, html, no_update
+from dash import ALL, MATCH, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
@@ -36,6 +36,8 @@ from collage_dashboard.navigation import (
     Choice,
     asked_of,
     choices,
+    clientside,
+    or_later,
     part,
     register_choices,
     view_of,
@@ -224,12 +226,10 @@ def register(app: dash.Dash, reader: Reader) -> None:
         run_id = view_of(shown).runs[0]
         if judged["failed"]:
             raise dash.exceptions.PreventUpdate
-        try:
+        with or_later():
             run, overview = reader.ask_together(
                 lambda client: client.run(run_id), lambda client: client.overview(run_id)
             )
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         return head(run), summary(run, overview), worst_layers(run, overview)
 
 
@@ -325,18 +325,14 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate
         return answer, told
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "keepZoom"),
+    clientside(
+        app,
+        "collage.keepZoom",
         Output({"type": "run-figure", **each}, "figure"),
         Input({"type": "run-answer", **each}, "data"),
         State({"type": "run-figure", **each}, "figure"),
-        prevent_initial_call=True,
     )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "shareHover"),
-        Input({"type": "run-figure", "kind": ALL, "metric": ALL}, "hoverData"),
-        prevent_initial_call=True,
-    )
+    clientside(app, "collage.shareHover", Input({"type": "run-figure", "kind": ALL, "metric": ALL}, "hoverData"))
 
 
 def _draw_ahead(frame: html.Div, reader: Reader, revision: dict[str, Any]) -> html.Div:

@@ -16,14 +16,14 @@ from dash import dcc, html
 
 from collage_dashboard.components import (
     Entry,
+    badge,
     chart_card,
     chart_note,
-    judgement_mark,
     moment,
     number_card,
     over_steps,
-    scrollable,
     state_badge,
+    verdict_line,
 )
 from collage_dashboard.descriptions import (
     STATE,
@@ -49,7 +49,8 @@ from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table
 from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
-from collage_dashboard.view import Tab, View, write_address
+from collage_dashboard.tables import table, table_card
+from collage_dashboard.view import Tab, View, run_address, write_address
 from collage_dashboard.zoom import Steps, steps_within, with_zoom
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
@@ -71,12 +72,10 @@ def head(run: wire.Run) -> html.Div:
     badges: list[Any] = [state_badge(run.state)]
     watch = run.watch
     if watch is not None:
-        badges.append(_badge(strategy_title(watch.shown_strategy)))
-        badges.append(_badge(watch.dtype))
-        badges.append(_badge(watch.optimizer))
+        facts = (strategy_title(watch.shown_strategy), watch.dtype, watch.optimizer)
+        badges += [badge(fact, variant="outline") for fact in facts]
         if watch.strategy and watch.observed_strategy not in {"unknown", watch.strategy}:
-            text = f"observed: {strategy_title(watch.observed_strategy)}"
-            badges.append(dmc.Badge(text, color="orange", variant="light", radius="sm", tt="none"))
+            badges.append(badge(f"observed: {strategy_title(watch.observed_strategy)}", "orange"))
     step = dmc.Text(
         "no step yet" if run.last_step is None else f"step {count(run.last_step)}", className="quiet", size="sm"
     )
@@ -123,14 +122,9 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
 
 def _answer(run: wire.Run, overview: wire.Overview) -> html.Div:
     """One short sentence with advice, and both in full on request."""
-    mark, kind = judgement_mark(overview.health)
-    hidden: dict[str, Any] = {"aria-hidden": "true"}
-    said = html.Div(
-        [html.Span(mark, className=f"mark mark-{kind}", **hidden), html.Div(in_a_sentence(overview))],
-        className="verdict",
-    )
     parts = [html.P(text, className="reasons") for text in (overview.headline, overview.verdict)]
     folded = html.Details([html.Summary("Where, since when, and why"), *parts], className="folded")
+    said = verdict_line(overview.health, in_a_sentence(overview))
     return html.Div([said, *_to_try(run, overview), folded], className="answer")
 
 
@@ -160,34 +154,17 @@ def worst_layers(run: wire.Run, overview: wire.Overview) -> Any:
     if not overview.worst:
         return None
     rows = [
-        dmc.TableTr(
-            [
-                dmc.TableTd(dcc.Link(entry.layer, href="".join(_to_layer(run, entry.layer))), className="text"),
-                dmc.TableTd(share_text(entry.share)),
-                dmc.TableTd(value_text("edq_ratio", entry.edq_ratio)),
-                dmc.TableTd(value_text("lost_update_ratio", entry.lost_update_ratio)),
-            ]
+        (
+            dcc.Link(entry.layer, href=run_address(run.run_id, entry.layer)),
+            share_text(entry.share),
+            value_text("edq_ratio", entry.edq_ratio),
+            value_text("lost_update_ratio", entry.lost_update_ratio),
         )
         for entry in overview.worst
     ]
-    heads = ("Layers that lose the most", "of the lost energy Σu² − Σue", "EDQ", "Updates lost")
-    head = [dmc.TableTh(text, className="text" if not place else "") for place, text in enumerate(heads)]
-    table = dmc.Table([dmc.TableThead(dmc.TableTr(head)), dmc.TableTbody(rows)], verticalSpacing=4)
-    note = dmc.Text(over_steps(overview).capitalize(), size="xs", className="quiet", px=10, pt=6)
-    return dmc.Paper(
-        [scrollable([table], "Layers that lose the most"), note],
-        className="card comparison-table",
-        withBorder=True,
-        mt=14,
-    )
-
-
-def _to_layer(run: wire.Run, layer: str) -> tuple[str, str]:
-    return write_address(View(page="run", runs=(run.run_id,), layer=layer))
-
-
-def _badge(text: str) -> dmc.Badge:
-    return dmc.Badge(text, variant="outline", color="gray", radius="sm", tt="none")
+    title = "Layers that lose the most"
+    heads = (title, "of the lost energy Σu² − Σue", "EDQ", "Updates lost")
+    return table_card(table(heads, rows), title, note=over_steps(overview).capitalize(), mt=14)
 
 
 TABS: Final[dict[Tab, str]] = {

@@ -19,26 +19,27 @@ from dash import dcc, html
 
 from collage_dashboard.components import (
     axis_control,
+    card,
     curve_keys,
     labelled,
     save_buttons,
     scale_control,
+    select,
     smoothing_control,
 )
 from collage_dashboard.descriptions import describe
 from collage_dashboard.figures import NamedCurve, curves, stack
 from collage_dashboard.figures.heatmap import short_layer
-from collage_dashboard.figures.series import mark_events
+from collage_dashboard.figures.series import mark_events, series_of
 from collage_dashboard.figures.stack import stack_height
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
 from collage_dashboard.pages.before_after import change_controls
 from collage_dashboard.pages.run_marks import Story, mark_curve, marks_in_words, place_marks
-from collage_dashboard.server_reader import Reader
+from collage_dashboard.server_reader import Reader, ask_each
 from collage_dashboard.view import View
 from collage_dashboard.zoom import POINTS, Steps
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.errors import NotAuthorised, ServerRefusal
 
 __all__ = [
     "STACKED",
@@ -58,8 +59,6 @@ _MOST_BESIDE: Final = 4
 _TITLE: Final = "Curves of the run"
 _MARK_KEYS: Final = "; n and p ask what changed at the next and the previous mark"
 _CHART: Final = {"kind": "stack", "metric": "stack"}
-Answers = dict[str, wire.Series | str]
-"""By metric its series, or why the server refused it."""
 
 
 def stacked_metrics(beside: Sequence[str]) -> tuple[str, ...]:
@@ -75,33 +74,24 @@ def curves_card(controls: Any, story: Story) -> dmc.Paper:
         id={"type": "run-figure", **_CHART}, figure=figure, config=GRAPH_CONFIG, clear_on_unhover=True
     )
     foot = [html.Div(marks_in_words(story.marks), id="run-marks"), save_buttons(_TITLE)]
-    return dmc.Paper(
-        [
-            controls,
-            html.Div(graph, id="run-stack", style={"minHeight": f"{height}px"}, **curve_keys(_TITLE, _MARK_KEYS)),
-            html.Div(foot, className="chart-foot"),
-            dcc.Store(id={"type": "run-answer", **_CHART}),
-            dcc.Store(id={"type": "run-digest", **_CHART}),
-        ],
-        className="card chart-card",
-        withBorder=True,
+    return card(
+        controls,
+        html.Div(graph, id="run-stack", style={"minHeight": f"{height}px"}, **curve_keys(_TITLE, _MARK_KEYS)),
+        html.Div(foot, className="chart-foot"),
+        dcc.Store(id={"type": "run-answer", **_CHART}),
+        dcc.Store(id={"type": "run-digest", **_CHART}),
+        kind="chart-card",
         mt=14,
     )
 
 
 def curve_controls(view: View, layers: list[str]) -> html.Div:
     """What acts on every curve of the page: those of the first screen, and those behind the tabs."""
-    layer = dmc.Select(
-        id="run-layer",
-        data=[{"value": WHOLE_MODEL, "label": "Whole model"}]
-        + [{"value": name, "label": short_layer(name)} for name in layers],
-        value=view.layer if view.layer in layers else WHOLE_MODEL,
-        searchable=True,
-        allowDeselect=False,
-        limit=200,
-        size="xs",
-        w=300,
-        **{"aria-label": "Curves of"},
+    chosen = view.layer if view.layer in layers else WHOLE_MODEL
+    offered = [{"value": WHOLE_MODEL, "label": "Whole model"}]
+    offered += [{"value": name, "label": short_layer(name)} for name in layers]
+    layer = select(
+        "run-layer", "Curves of", offered, chosen, searchable=True, allowDeselect=False, limit=200, w=300
     )
     controls = [
         labelled("Curves of", layer),
@@ -122,10 +112,14 @@ def draw_stack(_metric: str, view: View, reader: Reader, steps: Steps, story: St
     keys = stacked_metrics(story.beside)
     logged = [key for key in keys if key in story.beside or describe(key).scalar]
     measured = [key for key in keys if key not in logged]
-    found: Answers = {}
+    found: dict[str, wire.Series | str] = {}
     for answers in reader.ask_together(
-        lambda client: _read(client, view, measured, view.layer, steps),
-        lambda client: _read(client, view, logged, None, steps),
+        *(
+            lambda client, keys=keys, layer=layer: ask_each(
+                keys, lambda some: series_between(client, view, some, layer, steps)
+            )
+            for keys, layer in ((measured, view.layer), (logged, None))
+        )
     ):
         found |= answers
     unmarked = msgspec.structs.replace(story, marks=())
@@ -139,6 +133,7 @@ def draw_stack(_metric: str, view: View, reader: Reader, steps: Steps, story: St
 def _curve(metric: str, answer: wire.Series | str, view: View, story: Story) -> go.Figure:
     if isinstance(answer, str):
         return empty_figure(answer)
+    answer = series_of(answer, metric)
     return draw_curve(metric, describe(metric).axis_title, answer, view, story)
 
 
@@ -161,18 +156,3 @@ def series_between(
         first_step=steps[0],
         last_step=steps[1],
     )
-
-
-def _read(client: Client, view: View, metrics: Sequence[str], layer: str | None, steps: Steps) -> Answers:
-    """One question for all of them; one that is refused does not spoil the others."""
-    try:
-        answer = series_between(client, view, metrics, layer, steps)
-    except NotAuthorised:
-        raise
-    except ServerRefusal as error:
-        if len(metrics) == 1:
-            return {metrics[0]: str(error)}
-        return {
-            key: found for metric in metrics for key, found in _read(client, view, [metric], layer, steps).items()
-        }
-    return {answer.metric: answer, **(answer.more if isinstance(answer.more, dict) else {})}

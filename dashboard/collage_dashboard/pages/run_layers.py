@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import dash
-import dash_ag_grid as dag
 import dash_mantine_components as dmc
-from dash import ALL, MATCH, ClientsideFunction, Input, Output, State, dcc, html
+from dash import ALL, MATCH, Input, Output, State, dcc, html
 
-from collage_dashboard.components import help_text, labelled
+from collage_dashboard.components import card, help_text, labelled, segments, select
 from collage_dashboard.descriptions import (
     count,
     describe,
@@ -22,12 +21,13 @@ from collage_dashboard.descriptions import (
     value_text,
 )
 from collage_dashboard.figures.style import digest
-from collage_dashboard.navigation import register_part
+from collage_dashboard.navigation import clientside, or_later, register_part
 from collage_dashboard.pages.run_marks import step_of_onset
 from collage_dashboard.server_reader import Reader
+from collage_dashboard.tables import grid
 from collage_dashboard.view import View
 from collage_monitor import wire
-from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
+from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.judgement import EDQ_TOLERANCE
 from collage_monitor.metrics import METRICS, split_key
 
@@ -110,14 +110,10 @@ def layer_card(view: View, run: wire.Run, reader: Reader, first_step: int | None
     if layer is None:
         return None
     series = [own for one in found for own in (one, *(one.more.values() if isinstance(one.more, dict) else ()))]
-    return dmc.Paper(
-        [
-            html.H2(layer.name, className="layer-name"),
-            html.P(_facts(layer, layers, series), className="quiet layer-facts"),
-            html.Div([_number(own) for own in series if own.values], className="layer-numbers"),
-        ],
-        className="card",
-        withBorder=True,
+    return card(
+        html.H2(layer.name, className="layer-name"),
+        html.P(_facts(layer, layers, series), className="quiet layer-facts"),
+        html.Div([_number(own) for own in series if own.values], className="layer-numbers"),
         mb=14,
         id="run-layer-card",
     )
@@ -159,7 +155,6 @@ def _number(series: wire.Series) -> html.Div:
 
 
 _NOT_MAPPED: Final = frozenset({"elements", "sampled", "oracle_steps", "edq"})
-_ROWS: Final = (("all", "No"), ("block", "By block"), ("type", "By module type"))
 
 
 def layer_metrics(run: wire.Run) -> list[str]:
@@ -170,29 +165,13 @@ def layer_metrics(run: wire.Run) -> list[str]:
 
 def map_controls(view: View, run: wire.Run) -> list[Any]:
     """The heatmap's metric, and the order and groups of its layers."""
-    metric = dmc.Select(
-        id="run-metric",
-        data=metric_choices(layer_metrics(run)),
-        value=view.metric or DEFAULT_METRIC,
-        searchable=True,
-        allowDeselect=False,
-        size="xs",
-        w=260,
-        **{"aria-label": "Heatmap of"},
-    )
-    order = dmc.SegmentedControl(
-        id="run-order",
-        data=[{"value": "depth", "label": "By depth"}, {"value": "worst", "label": "Worst first"}],
-        value=view.order,
-        size="xs",
-    )
-    rows = dmc.SegmentedControl(
-        id="run-rows",
-        data=[{"value": value, "label": label} for value, label in _ROWS],
-        value=view.rows,
-        size="xs",
-    )
-    return [labelled("Heatmap of", metric), labelled("Layers", order), labelled("Grouped", rows)]
+    offered, chosen = metric_choices(layer_metrics(run)), view.metric or DEFAULT_METRIC
+    metric = select("run-metric", "Heatmap of", offered, chosen, searchable=True, allowDeselect=False, w=260)
+    return [
+        labelled("Heatmap of", metric),
+        segments("run-order", "Layers", {"depth": "By depth", "worst": "Worst first"}, view.order),
+        segments("run-rows", "Grouped", {"all": "No", "block": "By block", "type": "By module type"}, view.rows),
+    ]
 
 
 def map_style(view: View) -> dict[str, str]:
@@ -204,73 +183,56 @@ _MOST_ROWS: Final = 1000
 _COLUMNS: Final = 100
 """Columns of the heatmap in which it is looked since when a layer loses."""
 _OF_A_LAYER: Final = ("edq_ratio", "lost_update_ratio", "intended_norm", "half_ulp_margin")
+_LOST_BY = "The layer's share of the model's losses: its Σu² − Σue divided by the model's."
+_NUMBERS: Final = (
+    ("share", "Share of the loss", "ofShare", _LOST_BY),
+    ("lost_update_ratio", "Lost", "ofShare", ""),
+    ("since", "Since", "wholeNumber", f"The step from which its EDQ is below {1 - EDQ_TOLERANCE:g} until now."),
+    ("half_ulp_margin", "Margin", "ofMargin", ""),
+    ("edq_ratio", "EDQ", "ofRatio", ""),
+)
+"""The table's numbers: field, title, the function that writes them, and what they are if no catalogue says it."""
 
 
 def layer_table(run: wire.Run) -> dmc.Paper:
     """The card of the table of all layers, those first that lose the most; its rows come when it is there."""
-    numbers = (
-        (
-            "share",
-            "Share of the loss",
-            "The layer's share of the model's losses: its Σu² − Σue divided by the model's.",
-        ),
-        ("lost_update_ratio", "Lost", describe("lost_update_ratio").help),
-        ("since", "Since", f"The step from which its EDQ is below {1 - EDQ_TOLERANCE:g} until now."),
-        ("half_ulp_margin", "Margin", describe("half_ulp_margin").help),
-        ("edq_ratio", "EDQ", describe("edq_ratio").help),
-    )
-    formats = {"share": "ofShare(params)", "lost_update_ratio": "ofShare(params)", "edq_ratio": "ofRatio(params)"}
-    formats |= {"since": "wholeNumber(params)", "half_ulp_margin": "ofMargin(params)"}
-    filters: dict[str, Any] = {
-        "floatingFilter": True,
-        "suppressFloatingFilterButton": True,
-        "suppressHeaderFilterButton": True,
-    }
+    kind = {"function": "kindOf(params)"}
+    text = {"filter": "agTextColumnFilter"}
+    number = {"type": "rightAligned", "width": 82, "wrapHeaderText": True, "filter": "agNumberColumnFilter"}
+    name = {"cellRenderer": "LayerCell", "tooltipField": "layer", "flex": 1, "minWidth": 150}
     columns: list[dict[str, Any]] = [
-        _name("layer", "Layer", cellRenderer="LayerCell", flex=1, minWidth=150),
+        {"field": "layer", "headerName": "Layer", **name, **text},
         {
             "colId": "kind",
             "headerName": "Kind",
-            "valueGetter": {"function": "kindOf(params)"},
-            "tooltipValueGetter": {"function": "kindOf(params)"},
-            "filter": "agTextColumnFilter",
+            "valueGetter": kind,
+            "tooltipValueGetter": kind,
             "width": 90,
+            **text,
         },
         *(
             {
                 "field": field,
                 "headerName": title,
-                "headerTooltip": text,
-                "type": "rightAligned",
-                "width": 82,
-                "wrapHeaderText": True,
-                "filter": "agNumberColumnFilter",
-                "valueFormatter": {"function": formats[field]},
+                "headerTooltip": told or describe(field).help,
+                "valueFormatter": {"function": f"{form}(params)"},
+                **number,
             }
-            for field, title, text in numbers
+            for field, title, form, told in _NUMBERS
         ),
     ]
-    grid = dag.AgGrid(
-        id={"type": "run-layers", "index": run.run_id},
-        columnDefs=columns,
-        getRowId="params.data.layer",
-        defaultColDef={"sortable": True, "resizable": True, "suppressHeaderMenuButton": True, **filters},
-        dashGridOptions={"rowHeight": 30, "headerHeight": 40, "tooltipShowDelay": 300, "animateRows": False},
+    shown = grid(
+        {"type": "run-layers", "index": run.run_id},
+        columns,
+        "layer",
+        {"floatingFilter": True, "suppressFloatingFilterButton": True},
+        {"rowHeight": 30, "headerHeight": 40},
         className="runs-grid layers-grid",
         style={"height": "100%", "minHeight": "360px"},
     )
     note = html.Div(id={"type": "run-layers-note", "index": run.run_id}, className="quiet layer-facts")
     known = dcc.Store(id={"type": "run-layers-digest", "index": run.run_id})
-    return dmc.Paper(
-        [html.H2("Layers", className="card-title"), note, html.Div(grid, className="layers-place"), known],
-        className="card",
-        withBorder=True,
-    )
-
-
-def _name(field: str, title: str, **more: Any) -> dict[str, Any]:
-    """A column of names, which are told whole where they are cut."""
-    return {"field": field, "headerName": title, "tooltipField": field, "filter": "agTextColumnFilter", **more}
+    return card("Layers", note, html.Div(shown, className="layers-place"), known)
 
 
 def keys_of_layers(run: wire.Run) -> list[str]:
@@ -372,12 +334,10 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         run_id = dash.ctx.outputs_list[0]["id"]["index"]
         if judged["failed"]:
             raise dash.exceptions.PreventUpdate
-        try:
+        with or_later():
             # When the page was opened, nothing may have been measured yet.
             keys = keys or keys_of_layers(reader.ask(lambda client: client.run(run_id)))
             rows = layer_rows(reader, run_id, keys, judged["first"], judged["since"])
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         # The page tells a digest of its rows: the rows themselves would be most of what a live page sends.
         found = digest(rows)
         if found == known:
@@ -386,19 +346,9 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         over = "Over the whole run" if judged["first"] is None else f"From step {judged['first']:,} on"
         return rows, f"{over}.{most} A click, or Enter, shows a layer's card and curves.", found
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "keepKinds"), Input("run-kinds", "data")
-    )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("view", "chooseLayer"),
-        Input({"type": "run-layers", "index": ALL}, "cellClicked"),
-        prevent_initial_call=True,
-    )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "showLayer"),
-        Input("run-layer-place", "children"),
-        prevent_initial_call=True,
-    )
+    clientside(app, "flow.keepKinds", Input("run-kinds", "data"), prevent_initial_call=False)
+    clientside(app, "view.chooseLayer", Input({"type": "run-layers", "index": ALL}, "cellClicked"))
+    clientside(app, "flow.showLayer", Input("run-layer-place", "children"))
 
 
 def run_of(record: str) -> wire.Run:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 import dash
-import dash_ag_grid as dag
 import dash_mantine_components as dmc
-from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
+from dash import Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
     IDLE_MILLISECONDS,
+    judgement_sign,
     limits_note,
     milliseconds_after,
     notice,
@@ -20,10 +20,9 @@ from collage_dashboard.components import (
     problem_page,
     refresh_marker,
     refusal,
-    runs_in_words,
     tags_of,
 )
-from collage_dashboard.navigation import clears, view_of, view_stores
+from collage_dashboard.navigation import clears, clientside, or_later, view_of, view_stores
 from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.runs_content import (
     USUAL,
@@ -44,6 +43,7 @@ from collage_dashboard.pages.runs_controls import (
 )
 from collage_dashboard.prerendering import with_placeholder
 from collage_dashboard.server_reader import Problem, Reader, explain
+from collage_dashboard.tables import grid, table
 from collage_dashboard.view import ARCHIVED, FILTERS, View, write_address
 from collage_monitor import wire
 from collage_monitor.client import Client
@@ -166,14 +166,14 @@ def register(app: dash.Dash, reader: Reader) -> None:
 
 
 def _register_rows(app: dash.Dash, reader: Reader) -> None:
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "firstRows"),
+    clientside(
+        app,
+        "flow.firstRows",
         Output("runs-grid", "getRowsResponse"),
         Output("runs-first", "data"),
         Output("runs-wanted", "data"),
         Input("runs-grid", "getRowsRequest"),
         State("runs-first", "data"),
-        prevent_initial_call=True,
     )
 
     @app.callback(
@@ -216,17 +216,8 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         edits = int((known or {}).get("edits", 0)) + 1
         return {**(known or {}), "edits": edits, "failed": False}, refused
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "reload"),
-        Input("runs-revision", "data"),
-        Input("runs-shown", "data"),
-        prevent_initial_call=True,
-    )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "keepSort"),
-        Input("runs-grid", "getRowsRequest"),
-        prevent_initial_call=True,
-    )
+    clientside(app, "flow.reload", Input("runs-revision", "data"), Input("runs-shown", "data"))
+    clientside(app, "flow.keepSort", Input("runs-grid", "getRowsRequest"))
 
 
 def _register_pinned(app: dash.Dash, reader: Reader) -> None:
@@ -242,17 +233,11 @@ def _register_pinned(app: dash.Dash, reader: Reader) -> None:
         view = view_of(shown)
         if not known and not _pinned(view):
             raise dash.exceptions.PreventUpdate
-        try:
+        with or_later():
             pinned = reader.ask(lambda client: _read_pinned(client, view)) if _pinned(view) else []
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         return beside(pinned, _baseline(pinned, view)), pinned_line(pinned, view)
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "showPinned"),
-        Input("runs-pinned", "data"),
-        prevent_initial_call=True,
-    )
+    clientside(app, "flow.showPinned", Input("runs-pinned", "data"))
 
 
 def _keep(reader: Reader, change: dict[str, Any]) -> None:
@@ -355,32 +340,38 @@ def _shown(shown: bool) -> dict[str, str]:
     return {"display": "block" if shown else "none"}
 
 
-def _grid(view: View, first: Sequence[dict[str, Any]], pinned: Sequence[dict[str, Any]]) -> dag.AgGrid:
+def _grid(view: View, first: Sequence[dict[str, Any]], pinned: Sequence[dict[str, Any]]) -> Any:
     """The grid; until it can be drawn, its first rows in words stand in its place."""
-    grid = dag.AgGrid(
-        id="runs-grid",
-        columnDefs=columns(view),
+    options = {
+        "rowHeight": ROW_PIXELS,
+        "pinnedTopRowData": pinned,
+        "headerHeight": HEADER_PIXELS,
+        "stopEditingWhenCellsLoseFocus": True,
+        "cacheBlockSize": ROWS_PER_REQUEST,
+        "maxBlocksInCache": 4,
+        "maxConcurrentDatasourceRequests": 1,
+        "infiniteInitialRowCount": 1,
+    }
+    shown = grid(
+        "runs-grid",
+        columns(view),
+        "run_id",
+        {},
+        options,
         rowModelType="infinite",
-        getRowId="params.data.run_id",
-        defaultColDef={
-            "sortable": True,
-            "resizable": True,
-            "suppressHeaderMenuButton": True,
-            "suppressHeaderFilterButton": True,
-        },
-        dashGridOptions={
-            "rowHeight": ROW_PIXELS,
-            "pinnedTopRowData": pinned,
-            "headerHeight": HEADER_PIXELS,
-            "tooltipShowDelay": 300,
-            "animateRows": False,
-            "stopEditingWhenCellsLoseFocus": True,
-            "cacheBlockSize": ROWS_PER_REQUEST,
-            "maxBlocksInCache": 4,
-            "maxConcurrentDatasourceRequests": 1,
-            "infiniteInitialRowCount": 1,
-        },
         className="runs-grid",
         style={"height": "calc(100vh - 320px)", "minHeight": "260px"},
     )
-    return with_placeholder(grid, runs_in_words(first[:_ROWS_IN_WORDS]))
+    return with_placeholder(shown, _in_words(first[:_ROWS_IN_WORDS]))
+
+
+def _in_words(rows: Sequence[dict[str, Any]]) -> Any:
+    """Rows of the table as text, before the grid is loaded."""
+    lines = []
+    for row in rows:
+        dot = html.Span(className="dot", style={"--run-colour": row["colour"]})
+        name = html.Span([dot, dcc.Link(row["name"], href=row["address"])], className="run-cell")
+        said = [judgement_sign(row["health"] or "unknown"), row["brief"]]
+        verdict = html.Span(said, title=row["headline"], className="verdict-cell")
+        lines.append((name, row["strategy"], row["state"], verdict))
+    return table(("Run", "Strategy", "State", "Judgement"), lines, className="runs-words")

@@ -17,7 +17,7 @@ from collage_dashboard.components import judgement_mark, text_of_tags
 from collage_dashboard.descriptions import describe, finite, in_few_words, state_key
 from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.run_styles import strategy_title
-from collage_dashboard.view import View, comparison_of, write_address
+from collage_dashboard.view import View, comparison_of, run_address, write_address
 from collage_monitor import wire
 from collage_monitor.judgement import NO_PROBLEM
 
@@ -179,7 +179,7 @@ def compare_link(picked: Mapping[str, str]) -> Any:
     pathname, search = write_address(view)
     names = ", ".join(picked.values())
     link = dcc.Link(text, href=pathname + search, className="button", title=names)
-    clear = dmc.Button("Clear", id={"type": "clear-picked", "index": 0}, variant="subtle", size="compact-sm")
+    clear = dmc.Button("Clear", variant="subtle", size="compact-sm", **{"data-unpick": ""})
     return html.Div([link, clear], className="tray")
 
 
@@ -190,7 +190,7 @@ def _row(run: wire.RunRow) -> dict[str, Any]:
     numbers = run.overview.numbers if run.overview else {}
     return {
         "run_id": run.run_id,
-        "address": write_address(View(page="run", runs=(run.run_id,)))[0],
+        "address": run_address(run.run_id),
         "name": run.name,
         "project": run.project,
         "strategy": f"{title} (observed: {strategy_title(observed)})" if disputed else title,

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
+from dash import ALL, Input, Output, State, dcc, html, no_update
 
-from collage_dashboard.components import refusal, tags_of
-from collage_dashboard.navigation import Choice, choices, register_choices, view_of
+from collage_dashboard.components import filter_select, refusal, tags_of
+from collage_dashboard.navigation import Choice, choices, clientside, register_choices, view_of
 from collage_dashboard.pages.runs_content import USUAL, columns, compare_link, shown_columns
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
-from collage_dashboard.view import ARCHIVED, FILTERS, GROUPS, View, read_address, write_address
+from collage_dashboard.view import ARCHIVED, FILTERS, GROUPS, View, read_address
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
@@ -54,7 +53,17 @@ def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
     selects = [_filter_select(name, view, filters) for name in FILTERS]
     is_set = any(getattr(view, name) for name in (*FILTERS, "archived", "by", "where"))
     button = dmc.Chip("Filters", checked=is_set, size="sm", color="blue.8", className="show-filters")
-    further = (_archived_select(view), _grouping(view), _order(view), _where(view))
+    by = {value: f"By {title}" for value, title in GROUPS.items()}
+    sort = view.sort if view.sort in _ORDERS else None
+    further = (
+        filter_select("runs-archived", "Archived", {"1": "With archived"}, view.archived, told="Archived runs"),
+        filter_select("runs-by", "Group by", by, view.by, told="Group runs that differ by seed"),
+        # For a phone, whose cards have no headers to sort by.
+        filter_select(
+            "runs-sort", "Sort by", _ORDERS, sort, told="Order of the runs", className="filter for-phones"
+        ),
+        _where(view),
+    )
     return html.Div([button, *selects, *further], className="filters")
 
 
@@ -63,23 +72,10 @@ def _filter_select(name: str, view: View, filters: wire.RunFilters) -> Any:
     chosen = getattr(view, name)
     label = _LABELS.get(name, name.capitalize())
     titles = {value: strategy_title(value) if name == "strategy" else value for value in known}
-    data = [
-        {"value": value, "label": titles[value] + (f" ({count})" if count else "")}
-        for value, count in known.items()
-    ]
-    if chosen and chosen not in known:
-        data.append({"value": chosen, "label": chosen})
-    return dmc.Select(
-        id=f"runs-{name}",
-        data=data,
-        value=chosen,
-        placeholder=label,
-        searchable=True,
-        clearable=True,
-        size="xs",
-        className="filter",
-        **{"aria-label": label},
-    )
+    offered = {value: titles[value] + (f" ({count})" if count else "") for value, count in known.items()}
+    if chosen:
+        offered.setdefault(chosen, chosen)
+    return filter_select(f"runs-{name}", label, offered, chosen, searchable=True)
 
 
 def _where(view: View) -> dmc.TagsInput:
@@ -91,19 +87,6 @@ def _where(view: View) -> dmc.TagsInput:
         size="xs",
         className="filter where",
         **{"aria-label": "Conditions on columns and entries of the configuration; Enter adds one"},
-    )
-
-
-def _archived_select(view: View) -> dmc.Select:
-    return dmc.Select(
-        id="runs-archived",
-        data=[{"value": "1", "label": "With archived"}],
-        value=view.archived,
-        placeholder="Archived",
-        clearable=True,
-        size="xs",
-        className="filter",
-        **{"aria-label": "Archived runs"},
     )
 
 
@@ -125,33 +108,6 @@ def columns_menu(view: View) -> html.Details:
     )
 
 
-def _grouping(view: View) -> dmc.Select:
-    return dmc.Select(
-        id="runs-by",
-        data=[{"value": value, "label": f"By {title}"} for value, title in GROUPS.items()],
-        value=view.by,
-        placeholder="Group by",
-        clearable=True,
-        size="xs",
-        className="filter",
-        **{"aria-label": "Group runs that differ by seed"},
-    )
-
-
-def _order(view: View) -> dmc.Select:
-    """For a phone, whose cards have no headers to sort by."""
-    return dmc.Select(
-        id="runs-sort",
-        data=[{"value": value, "label": label} for value, label in _ORDERS.items()],
-        value=view.sort if view.sort in _ORDERS else None,
-        placeholder="Sort by",
-        clearable=True,
-        size="xs",
-        className="filter for-phones",
-        **{"aria-label": "Order of the runs"},
-    )
-
-
 def tray(picked: Mapping[str, str]) -> Any:
     """A link to compare the picked runs, by id and name, and further actions on them."""
     link = compare_link(picked)
@@ -169,7 +125,7 @@ def tray(picked: Mapping[str, str]) -> Any:
     return html.Div(
         [
             link,
-            *(_action(action) for action in ("pin", *one)),
+            *(_keeps(action.capitalize(), {"data-keeps": action}) for action in ("pin", *one)),
             html.Span([tags, _action("tag")], className="tray"),
             *(_action(action) for action in ("archive", "unarchive")),
             dcc.ConfirmDialogProvider(
@@ -189,10 +145,14 @@ def pinned_line(pinned: Sequence[Mapping[str, Any]], view: View) -> Any:
     parts = []
     for row in pinned:
         kind = "Baseline" if row["run_id"] == view.baseline else "Pinned"
-        named: dict[str, Any] = {"aria-label": f"Let go of {row['name']}"}
-        button = html.Button("×", id={"type": "unpin", "index": row["run_id"]}, className="textual", **named)
+        button = _keeps("×", {"data-frees": row["run_id"], "aria-label": f"Let go of {row['name']}"})
         parts.append(html.Span([f"{kind}: {row['name']} ", button]))
     return html.Div(parts, className="kept")
+
+
+def _keeps(text: str, named: dict[str, Any]) -> html.Button:
+    """A button that keeps the picked runs on top of the table, or lets go of one: `assets/flow.js` writes which."""
+    return html.Button(text, type="button", className="textual", **named)
 
 
 def views_menu() -> html.Details:
@@ -215,28 +175,6 @@ def register_controls(app: dash.Dash, reader: Reader) -> None:
     _register_views(app, reader)
 
     @app.callback(
-        Output("runs-address", "search"),
-        Input({"type": "picked-action", "index": ALL}, "n_clicks"),
-        Input({"type": "unpin", "index": ALL}, "n_clicks"),
-        State("runs-picked", "data"),
-        State("runs-shown", "data"),
-        prevent_initial_call=True,
-    )
-    def keep_on_top(_clicks: Any, _unpins: Any, picked: dict[str, str] | None, shown: dict[str, Any]) -> Any:
-        pressed = _pressed()
-        view = view_of(shown)
-        if pressed["type"] == "unpin":
-            gone = pressed["index"]
-            baseline = None if view.baseline == gone else view.baseline
-            view = replace(view, pins=tuple(pin for pin in view.pins if pin != gone), baseline=baseline)
-        elif pressed["index"] == "pin":
-            view = replace(view, pins=tuple(dict.fromkeys([*view.pins, *(picked or {})])))
-        elif pressed["index"] == "baseline":
-            view = replace(view, baseline=next(iter(picked or {}), None))
-        wanted = write_address(view)[1]
-        return no_update if wanted == shown["search"] else wanted
-
-    @app.callback(
         Output("runs-alert", "children", allow_duplicate=True),
         Output("tick", "data", allow_duplicate=True),
         Output("runs-picked", "data", allow_duplicate=True),
@@ -252,7 +190,7 @@ def register_controls(app: dash.Dash, reader: Reader) -> None:
         pressed = _pressed()
         action = "delete" if pressed["type"] == "picked-delete" else pressed["index"]
         named = tags_of(tags[0] or "") if tags and action == "tag" else []
-        if not picked or action in {"pin", "baseline"} or (action == "tag" and not named):
+        if not picked or (action == "tag" and not named):
             raise dash.exceptions.PreventUpdate
         try:
             reader.ask(lambda client: _do(client, action, list(picked), named))
@@ -370,19 +308,7 @@ def _register_picked(app: dash.Dash) -> None:
     def show_picked(picked: dict[str, str] | None) -> Any:
         return tray(picked or {})
 
-    @app.callback(
-        Output("runs-picked", "data"),
-        Input({"type": "clear-picked", "index": dash.ALL}, "n_clicks"),
-        prevent_initial_call=True,
-    )
-    def clear(clicks: list[int | None]) -> Any:
-        if not any(clicks):
-            raise dash.exceptions.PreventUpdate
-        return {}
-
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "picked"), Input("runs-picked", "data")
-    )
+    clientside(app, "flow.picked", Input("runs-picked", "data"), prevent_initial_call=False)
 
 
 def _place_of(column: dict[str, Any]) -> str | None:
