@@ -96,8 +96,10 @@ from collage_monitor.wire.number_encoding import (
 )
 from collage_monitor.wire.overview import Advice, Choice, EdqChange, Finding, Judgement, LayerLoss, Overview
 from collage_monitor.wire.run_table import (
+    RUN_COLUMNS,
     GroupBy,
     GroupValue,
+    RunColumn,
     RunFilters,
     RunGroup,
     RunGroups,
@@ -162,6 +164,7 @@ __all__ = [
     "Number",
     "Overview",
     "ROLES",
+    "RUN_COLUMNS",
     "RejectedReport",
     "Report",
     "ReportBatch",
@@ -169,6 +172,7 @@ __all__ = [
     "ResumeLoss",
     "Role",
     "Run",
+    "RunColumn",
     "RunCreate",
     "RunFilters",
     "RunGroup",

@@ -6,7 +6,7 @@ with a default, but none renamed: dashboards and servers of two versions meet.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
 
 from msgspec import Meta, Struct, field
 
@@ -17,6 +17,8 @@ from collage_monitor.wire.overview import Overview
 __all__ = [
     "GroupBy",
     "GroupValue",
+    "RUN_COLUMNS",
+    "RunColumn",
     "RunFilters",
     "RunGroup",
     "RunGroups",
@@ -30,26 +32,53 @@ __all__ = [
     "WorstRun",
 ]
 
-RunSort = Literal[
-    "name",
-    "project",
-    "group",
-    "strategy",
-    "dtype",
-    "state",
-    "health",
-    "last_step",
-    "edq_ratio",
-    "lost_update_ratio",
-    "state_decrement_ratio",
-    "loss",
-    "validation_loss",
-    "bytes_per_parameter",
-    "tokens_per_second",
-    "created_at",
-    "updated_at",
-]
-"""What the table of runs can be sorted by."""
+ColumnKind = Literal["word", "text", "count", "time", "number", "share", "ratio", "bytes", "curve"]
+"""What a column holds. Only words and numbers sort and are conditions: texts and curves do not. Of a group of runs
+a word is their first, a count or a time the newest, any other number their mean."""
+
+
+class RunColumn(NamedTuple):
+    """A column of the table of runs. `usual`: it is shown unless a reader chooses others."""
+
+    key: str
+    title: str
+    kind: ColumnKind
+    usual: bool = True
+
+    @property
+    def sorts(self) -> bool:
+        """Whether the table can be sorted by it, and conditions name it."""
+        return self.kind not in {"text", "curve"}
+
+
+RUN_COLUMNS: Final = (
+    RunColumn("name", "Run", "word"),
+    RunColumn("health", "Judgement", "word"),
+    RunColumn("strategy", "Strategy", "word"),
+    RunColumn("loss", "Training loss", "number"),
+    RunColumn("lost_update_ratio", "Lost", "share"),
+    RunColumn("edq_ratio", "EDQ", "ratio"),
+    RunColumn("trend", "EDQ over the run", "curve"),
+    RunColumn("bytes_per_parameter", "Bytes per parameter", "bytes"),
+    RunColumn("tokens_per_second", "Tokens/s", "number"),
+    RunColumn("state", "State", "word"),
+    RunColumn("validation_loss", "Validation loss", "number"),
+    RunColumn("state_decrement_ratio", "State decrement", "ratio"),
+    RunColumn("last_step", "Step", "count"),
+    RunColumn("updated_at", "Last data (UTC)", "time"),
+    RunColumn("project", "Project", "word"),
+    RunColumn("tags", "Tags", "text"),
+    RunColumn("notes", "Notes", "text"),
+    RunColumn("group", "Group", "word", usual=False),
+    RunColumn("dtype", "Dtype", "word", usual=False),
+    RunColumn("created_at", "Created (UTC)", "time", usual=False),
+)
+"""The table of runs, from left to right: the server sorts and filters by it, the dashboard shows it."""
+# What the table of runs can be sorted by.
+if TYPE_CHECKING:
+    RunSort = str
+else:
+    RunSort = Literal[tuple(column.key for column in RUN_COLUMNS if column.sorts)]
 GroupBy = Literal["strategy", "group", "configuration"]
 """What runs of one project, strategy and dtype can be grouped by: nothing more, the group that who trained them
 gave, or a configuration that differs in nothing but seeds."""

@@ -32,17 +32,21 @@ __all__ = [
     "IDLE_MILLISECONDS",
     "LIVE_MILLISECONDS",
     "axis_control",
-    "cell_content",
+    "badge",
+    "card",
     "chart_card",
     "chart_note",
     "curve_keys",
     "embed_note",
+    "filter_select",
     "headline_line",
     "help_text",
+    "judgement_mark",
+    "judgement_sign",
     "labelled",
     "limits_note",
-    "moment",
     "milliseconds_after",
+    "moment",
     "notice",
     "number_card",
     "over_steps",
@@ -53,15 +57,15 @@ __all__ = [
     "refusal",
     "report_link",
     "run_label",
-    "runs_in_words",
     "save_buttons",
     "scale_control",
-    "scrollable",
+    "segments",
+    "select",
     "smoothing_control",
     "state_badge",
     "tags_of",
     "text_of_tags",
-    "judgement_mark",
+    "verdict_line",
 ]
 
 _STATE_COLOURS: Final = {"running": "blue", "finished": "gray", "failed": "red", "stale": "yellow"}
@@ -92,16 +96,9 @@ def number_card(key: str, entries: Sequence[Entry], *, title: str = "", note: st
                 f"and {len(entries) - _ENTRIES_SHOWN} more in the table below", size="xs", className="quiet more"
             )
         )
-    return dmc.Paper(
-        [
-            help_text(title or description.title, description),
-            html.Div(rows, className="numbers"),
-            *([dmc.Text(note, size="xs", className="quiet", mt=8)] if note else []),
-        ],
-        className="card number-card",
-        withBorder=True,
-        **{"data-metric": key},
-    )
+    foot = [dmc.Text(note, size="xs", className="quiet", mt=8)] if note else []
+    heading = help_text(title or description.title, description)
+    return card(heading, html.Div(rows, className="numbers"), *foot, kind="number-card", **{"data-metric": key})
 
 
 def chart_card(
@@ -124,23 +121,41 @@ def chart_card(
     keys |= curve_keys(title or describe(key).title) if has_keys else {}
     description = describe(key)
     blank = empty_figure("", height=height)
-    return dmc.Paper(
-        [
-            header if header is not None else help_text(title or description.title, description),
-            html.Div(
-                dcc.Graph(id=graph_id, figure=blank, config=GRAPH_CONFIG, clear_on_unhover=True),
-                className="figure-place",
-                **keys,
-            ),
-            *([html.Div(id="map-cell", role="status", className="quiet map-cell")] if is_map else []),
-            html.Div(
-                [dmc.Text(note, size="xs", className="quiet"), save_buttons(title or description.title)],
-                className="chart-foot",
-            ),
-        ],
-        className="card chart-card",
-        withBorder=True,
+    graph = dcc.Graph(id=graph_id, figure=blank, config=GRAPH_CONFIG, clear_on_unhover=True)
+    foot = [dmc.Text(note, size="xs", className="quiet"), save_buttons(title or description.title)]
+    return card(
+        header if header is not None else help_text(title or description.title, description),
+        html.Div(graph, className="figure-place", **keys),
+        *([html.Div(id="map-cell", role="status", className="quiet map-cell")] if is_map else []),
+        html.Div(foot, className="chart-foot"),
+        kind="chart-card",
     )
+
+
+def card(title: Any, *parts: Any, kind: str = "", note: str = "", **more: Any) -> dmc.Paper:
+    """A card of these parts; above them its title, unless it is empty, below them a note in small print."""
+    heading = html.H2(title, className="card-title") if isinstance(title, str) else title
+    head = [] if title == "" else [heading]
+    foot = [dmc.Text(note, size="xs", className="quiet", px=10, pt=6)] if note else []
+    return dmc.Paper([*head, *parts, *foot], className=f"card {kind}".strip(), withBorder=True, **more)
+
+
+def select(identifier: Any, label: str, data: Any, value: str | None, **more: Any) -> dmc.Select:
+    """A choice of one of many."""
+    return dmc.Select(id=identifier, data=data, value=value, size="xs", **{"aria-label": label}, **more)
+
+
+def filter_select(identifier: str, label: str, choices: Mapping[Any, str], value: str | None, **more: Any) -> Any:
+    """A choice that may be empty; `choices` are titles by value. `told`: its name where `label` is too short."""
+    data = [{"value": value, "label": title} for value, title in choices.items()]
+    named = {"placeholder": label, "className": "filter", "clearable": True, **more}
+    return select(identifier, named.pop("told", label), data, value, **named)
+
+
+def segments(identifier: str, title: str, choices: Mapping[str, str], value: str) -> html.Div:
+    """A choice of one of few, under its name; `choices` are titles by value."""
+    data = [{"value": value, "label": label} for value, label in choices.items()]
+    return labelled(title, dmc.SegmentedControl(id=identifier, data=data, value=value, size="xs"))
 
 
 def curve_keys(title: str, more: str = "") -> dict[str, Any]:
@@ -188,41 +203,33 @@ def help_text(title: str, description: Description) -> dmc.Tooltip:
 
 
 def judgement_mark(health: str) -> tuple[str, str]:
-    """(sign, kind) of a health; it is no traffic light."""
+    """(sign, kind) of a health."""
     return _JUDGEMENT_MARKS.get(health, _BAD_MARK)
-
-
-def cell_content(cell: tuple[str, str]) -> list[Any]:
-    """A cell of a table: its value, and a detail in small print if there is one."""
-    value, detail = cell
-    return [value, html.Span(detail, className="detail")] if detail else [value]
 
 
 def headline_line(overview: wire.Overview | None, style: LineStyle | None = None) -> html.Div:
     """The verdict on a run in one sentence, with the reasons in its tooltip."""
-    mark, kind = judgement_mark(overview.health if overview else "unknown")
     label = [run_label(style), " "] if style else []
-    text = overview.headline if overview else "Not evaluated yet."
-    return html.Div(
-        [
-            html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN),
-            html.Div([*label, text]),
-        ],
-        className="verdict",
-        title=overview.text if overview else "",
-    )
+    if overview is None:
+        return verdict_line("unknown", [*label, "Not evaluated yet."])
+    return verdict_line(overview.health, [*label, overview.headline], title=overview.text)
+
+
+def verdict_line(health: str, said: Any, **more: Any) -> html.Div:
+    """A verdict behind the sign of a health."""
+    return html.Div([judgement_sign(health), html.Div(said)], className="verdict", **more)
+
+
+def judgement_sign(health: str) -> html.Span:
+    """The sign of a health; it is no traffic light."""
+    mark, kind = judgement_mark(health)
+    return html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN)
 
 
 def page(children: list[Any], title: str) -> html.Div:
     """A page whose browser tab says `title`."""
     named: dict[str, Any] = {"data-title": title}
     return html.Div(children, **named)
-
-
-def scrollable(children: list[Any], label: str) -> html.Div:
-    """A wide table that scrolls inside its card, by keyboard, too."""
-    named: dict[str, Any] = {"aria-label": label}
-    return html.Div(children, className="scrollable", tabIndex="0", role="region", **named)
 
 
 def refresh_marker(identifier: str, milliseconds: int | None = None) -> html.Div:
@@ -272,27 +279,14 @@ def run_label(style: LineStyle, href: str | None = None) -> Any:
     return html.Span([dot, name], className="run-label", title=style.label)
 
 
-def runs_in_words(rows: Sequence[Mapping[str, Any]]) -> dmc.Table:
-    """Rows of the table of runs as text, before the grid is loaded."""
-    heads = [dmc.TableTh(name) for name in ("Run", "Strategy", "State", "Judgement")]
-    lines = []
-    for row in rows:
-        mark, kind = row["mark"]
-        dot = html.Span(className="dot", style={"--run-colour": row["colour"]})
-        sign = html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN)
-        cells = [
-            dmc.TableTd([dot, dcc.Link(row["name"], href=row["address"])], className="run-cell"),
-            dmc.TableTd(row["strategy"]),
-            dmc.TableTd(row["state"]),
-            dmc.TableTd(html.Span([sign, row["brief"]], title=row["headline"]), className="verdict-cell"),
-        ]
-        lines.append(dmc.TableTr(cells))
-    return dmc.Table([dmc.TableThead(dmc.TableTr(heads)), dmc.TableTbody(lines)], className="runs-words")
-
-
 def state_badge(state: str) -> dmc.Badge:
     """The run's state."""
-    return dmc.Badge(state, color=_STATE_COLOURS.get(state, "gray"), variant="light", radius="sm", tt="none")
+    return badge(state, _STATE_COLOURS.get(state, "gray"))
+
+
+def badge(text: str, color: str = "gray", variant: str = "light") -> dmc.Badge:
+    """A word or two in a frame."""
+    return dmc.Badge(text, color=color, variant=variant, radius="sm", tt="none")
 
 
 def notice(problem: Problem | None) -> Any:
@@ -364,7 +358,6 @@ def _entry(entry: Entry, *, big: bool) -> html.Div:
 LIVE_MILLISECONDS: Final = 3000
 IDLE_MILLISECONDS: Final = 30_000
 """Between refreshes of what has ended: it may be resumed."""
-_AXIS_CHOICES: Final = (("step", "Step"), ("tokens", "Tokens"), ("time", "Time"))
 
 
 def milliseconds_after(seconds: float) -> int:
@@ -383,14 +376,12 @@ def refresh_milliseconds(rows: Sequence[wire.RunRow], seconds: float) -> int:
 
 def axis_control(identifier: str, view: View) -> Any:
     """The x axis of the curves."""
-    data = [{"value": value, "label": label} for value, label in _AXIS_CHOICES]
-    return labelled("Axis", dmc.SegmentedControl(id=identifier, data=data, value=view.axis, size="xs"))
+    return segments(identifier, "Axis", {"step": "Step", "tokens": "Tokens", "time": "Time"}, view.axis)
 
 
 def scale_control(identifier: str, view: View) -> Any:
     """The scale of the y axis: linear or logarithmic."""
-    data = [{"value": "linear", "label": "Linear"}, {"value": "log", "label": "Log"}]
-    return labelled("Scale", dmc.SegmentedControl(id=identifier, data=data, value=view.scale, size="xs"))
+    return segments(identifier, "Scale", {"linear": "Linear", "log": "Log"}, view.scale)
 
 
 def smoothing_control(identifier: str, view: View) -> Any:

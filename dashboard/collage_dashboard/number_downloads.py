@@ -20,12 +20,12 @@ from dash import html
 from flask import Flask, Response, request, stream_with_context
 
 from collage_dashboard.descriptions import describe
-from collage_dashboard.server_reader import Reader, explain
+from collage_dashboard.server_reader import Reader, refusal_answer
 from collage_dashboard.view import View, read_address
 from collage_dashboard.zoom import Steps
 from collage_monitor import wire
 from collage_monitor.client import Axis, Client
-from collage_monitor.errors import CollageError, NotAuthorised, NotFound, ServerRefusal
+from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
 
 __all__ = ["file_stem", "frame_of", "install_numbers", "numbers_address", "pandas_note"]
 
@@ -86,9 +86,7 @@ def install_numbers(server: Flask, reader: Reader) -> None:
                 reader.ask(lambda client: client.run_table(run_ids=view.runs, limit=500)).rows if view.runs else []
             )
         except CollageError as error:
-            problem = explain(error)
-            status = 404 if isinstance(error, NotFound) else 502
-            return Response(f"{problem.title}: {problem.text}\n", status, mimetype="text/plain")
+            return refusal_answer(error)
         if not runs or not metrics:
             return Response("Name an existing run and a metric.\n", 404, mimetype="text/plain")
         first, last = (_whole_number(given.get(name, [""])[0]) for name in ("from", "to"))

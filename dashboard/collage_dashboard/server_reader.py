@@ -7,19 +7,26 @@ what a page will ask for as soon as it is there: a few, none of them used after 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
 from cachetools import LRUCache, TTLCache
-from flask import copy_current_request_context, has_request_context
+from flask import Response, copy_current_request_context, has_request_context
 
 from collage_monitor.client import Client
-from collage_monitor.errors import CollageError, NotAuthorised, NotFound, ServerUnreachable, Unavailable
+from collage_monitor.errors import (
+    CollageError,
+    NotAuthorised,
+    NotFound,
+    ServerRefusal,
+    ServerUnreachable,
+    Unavailable,
+)
 
-__all__ = ["Problem", "Reader", "explain"]
+__all__ = ["Problem", "Reader", "ask_each", "explain", "refusal_answer"]
 
 _Answer = TypeVar("_Answer")
 _MOST_CLIENTS: Final = 64
@@ -117,6 +124,29 @@ class Reader:
             if client is None:
                 client = self._clients[whose] = self._factory()
             return client
+
+
+def ask_each(metrics: Sequence[str], ask: Callable[[Sequence[str]], _Answer]) -> dict[str, _Answer | str]:
+    """By metric the answer that holds it: one for all of them. One that is refused, and why, does not spoil others.
+
+    Raises:
+        CollageError: the server does not answer, or refuses the token.
+    """
+    try:
+        return dict.fromkeys(metrics, ask(metrics))
+    except NotAuthorised:
+        raise
+    except ServerRefusal as error:
+        if len(metrics) == 1:
+            return {metrics[0]: str(error)}
+        return {metric: found for one in metrics for metric, found in ask_each([one], ask).items()}
+
+
+def refusal_answer(error: CollageError, status: int = 502) -> Response:
+    """Why a file cannot be sent."""
+    problem = explain(error)
+    status = 404 if isinstance(error, NotFound) else status
+    return Response(f"{problem.title}: {problem.text}\n", status, mimetype="text/plain")
 
 
 def explain(error: CollageError) -> Problem:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, get_args
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from collage_monitor import wire
@@ -31,6 +31,8 @@ __all__ = [
     "comparison_of",
     "read_address",
     "read_steps",
+    "run_address",
+    "usual",
     "write_address",
     "write_steps",
 ]
@@ -53,12 +55,6 @@ GROUPS: Final[dict[wire.GroupBy, str]] = {
     "configuration": "configuration",
 }
 """What runs can be grouped by, in words."""
-_MOST_OPEN: Final = 100
-_MOST_COLUMNS: Final = 40
-_MOST_CONDITIONS: Final = 16
-_MOST_PINS: Final = 10
-_SORTS: Final = frozenset(get_args(wire.RunSort))
-_Choice = TypeVar("_Choice", bound=str | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,33 +124,16 @@ def read_address(pathname: str | None, search: str | None) -> View:
     values = dict(given)
     page, runs, incident = _place(pathname or "/", [value for name, value in given if name == "run"])
     compared = comparison_of(runs) if page == "compare" else View(runs=runs)
-    return View(
-        page=page,
-        runs=compared.runs,
-        left_out=compared.left_out + (_whole(values.get("left_out")) or 0 if page == "compare" else 0),
-        incident=incident,
-        alert=values.get("alert"),
-        severity=values.get("severity"),
-        metric=values.get("metric"),
-        axis=_choice(values.get("axis"), get_args(Axis), "step"),
-        layer=values.get("layer"),
-        step=_whole(values.get("step")),
-        smoothing=_share(values.get("smoothing")),
-        lines=_choice(values.get("lines"), (*get_args(Lines), None), None),
-        order=_choice(values.get("order"), get_args(Order), "depth"),
-        rows=_choice(values.get("rows"), get_args(Rows), "all"),
-        tab=_choice(values.get("tab"), get_args(Tab), "layers"),
-        scale=_choice(values.get("scale"), get_args(Scale), "linear"),
-        zoom=_zoom(values.get("from"), values.get("to")),
-        at=read_steps(values.get("at")),
-        query=values.get("q", ""),
-        sort=_sort(values.get("sort")),
-        by=_choice(values.get("by"), (*GROUPS, None), None),
-        archived=_choice(values.get("archived"), ("1", None), None),
-        baseline=values.get("baseline"),
-        **_lists(given),
-        **_filters(values),
-    )
+    found: dict[str, Any] = {
+        attribute: value
+        for name, (attribute, read) in _PARAMETERS.items()
+        if name in values and (value := read(values[name])) is not None
+    }
+    for name, (attribute, most) in _LISTS.items():
+        found[attribute] = tuple(dict.fromkeys(value for own, value in given if own == name))[:most]
+    left_out = compared.left_out + (found.pop("left_out", 0) if page == "compare" else 0)
+    zoom = _zoom(values.get("from"), values.get("to"))
+    return View(page=page, runs=compared.runs, incident=incident, zoom=zoom, **{**found, "left_out": left_out})
 
 
 def write_address(view: View) -> tuple[str, str]:
@@ -168,58 +147,29 @@ def write_address(view: View) -> tuple[str, str]:
         if view.incident is not None:
             pathname += f"/{quote(view.incident, safe='')}"
         pairs += [("run", run) for run in view.runs]
-    defaults = View()
-    for name, attribute in _QUERY:
+    for name, (attribute, _) in _PARAMETERS.items():
         value = getattr(view, attribute)
-        if value != getattr(defaults, attribute):
-            pairs.append((name, f"{value:g}" if isinstance(value, float) else str(value)))
-    pairs += [("at", write_steps(view.at))] if view.at else []
+        if value != getattr(_DEFAULTS, attribute):
+            pairs.append((name, _written(value)))
     pairs += [(name, f"{end:.15g}") for name, end in zip(("from", "to"), view.zoom or (), strict=False)]
-    pairs += [(name, value) for name, attribute, _ in _LISTS for value in getattr(view, attribute)]
+    pairs += [(name, value) for name, (attribute, _) in _LISTS.items() for value in getattr(view, attribute)]
     return pathname, f"?{urlencode(pairs)}" if pairs else ""
 
 
-_QUERY: Final = (
-    ("metric", "metric"),
-    ("axis", "axis"),
-    ("layer", "layer"),
-    ("step", "step"),
-    ("smoothing", "smoothing"),
-    ("lines", "lines"),
-    ("order", "order"),
-    ("rows", "rows"),
-    ("tab", "tab"),
-    ("scale", "scale"),
-    ("q", "query"),
-    *((name, name) for name in FILTERS),
-    ("sort", "sort"),
-    ("by", "by"),
-    ("archived", "archived"),
-    ("baseline", "baseline"),
-    ("alert", "alert"),
-    ("severity", "severity"),
-    ("left_out", "left_out"),
-)
-
-_LISTS: Final = (
-    ("where", "where", _MOST_CONDITIONS),
-    ("column", "columns", _MOST_COLUMNS),
-    ("pin", "pins", _MOST_PINS),
-    ("open", "opened", _MOST_OPEN),
-    ("pair", "pair", 2),
-)
-"""What may stand several times: its name in the address and in the view, and how many of it count."""
+def run_address(run_id: str, layer: str | None = None) -> str:
+    """The address of a run's page, or of one of its layers there."""
+    return "".join(write_address(View(page="run", runs=(run_id,), layer=layer)))
 
 
-def _filters(values: Mapping[str, str]) -> dict[str, Any]:
-    return {name: values.get(name) for name in FILTERS}
+def usual(name: str) -> Any:
+    """What a parameter of the address stands for if it is not given."""
+    return [] if name in {"run", *_LISTS} else getattr(_DEFAULTS, _PARAMETERS[name][0])
 
 
-def _lists(given: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    return {
-        attribute: tuple(dict.fromkeys(value for name, value in given if name == wanted))[:most]
-        for wanted, attribute, most in _LISTS
-    }
+def _written(value: Any) -> str:
+    if isinstance(value, tuple):
+        return write_steps(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _place(pathname: str, runs: Sequence[str]) -> tuple[Page, tuple[str, ...], str | None]:
@@ -238,12 +188,12 @@ def _place(pathname: str, runs: Sequence[str]) -> tuple[Page, tuple[str, ...], s
     return "missing", (), None
 
 
-def _choice(value: str | None, choices: tuple[_Choice, ...], default: _Choice) -> _Choice:
-    return next((choice for choice in choices if choice == value), default)
+def _one_of(choices: Any) -> Callable[[str], str | None]:
+    return lambda value: value if value in choices else None
 
 
-def _sort(value: str | None) -> str:
-    return value if value and value.removeprefix("-") in _SORTS else View().sort
+def _sort(value: str) -> str | None:
+    return value if value.removeprefix("-") in get_args(wire.RunSort) else None
 
 
 def _whole(value: str | None) -> int | None:
@@ -274,9 +224,43 @@ def _zoom(first: str | None, last: str | None) -> tuple[float, float] | None:
     return ends if 0 <= ends[0] < ends[1] < math.inf else None
 
 
-def _share(value: str | None) -> float:
+def _share(value: str) -> float | None:
     try:
-        number = float(value or 0.0)
+        number = float(value)
     except ValueError:
-        return 0.0
-    return min(max(number, 0.0), 0.99) if math.isfinite(number) else 0.0
+        return None
+    return min(max(number, 0.0), 0.99) if math.isfinite(number) else None
+
+
+_DEFAULTS: Final = View()
+_PARAMETERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
+    "metric": ("metric", str),
+    "axis": ("axis", _one_of(get_args(Axis))),
+    "layer": ("layer", str),
+    "step": ("step", _whole),
+    "smoothing": ("smoothing", _share),
+    "lines": ("lines", _one_of(get_args(Lines))),
+    "order": ("order", _one_of(get_args(Order))),
+    "rows": ("rows", _one_of(get_args(Rows))),
+    "tab": ("tab", _one_of(get_args(Tab))),
+    "scale": ("scale", _one_of(get_args(Scale))),
+    "q": ("query", str),
+    **{name: (name, str) for name in FILTERS},
+    "sort": ("sort", _sort),
+    "by": ("by", _one_of(GROUPS)),
+    "archived": ("archived", _one_of({"1"})),
+    "baseline": ("baseline", str),
+    "alert": ("alert", str),
+    "severity": ("severity", str),
+    "left_out": ("left_out", _whole),
+    "at": ("at", read_steps),
+}
+"""What may stand in an address: the view's field, and what reads it; None for what cannot be read."""
+_LISTS: Final = {
+    "where": ("where", 16),
+    "column": ("columns", 40),
+    "pin": ("pins", 10),
+    "open": ("opened", 100),
+    "pair": ("pair", 2),
+}
+"""What may stand several times: the view's field, and how many of it count."""

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import plotly.graph_objects as go
 
@@ -19,22 +19,12 @@ from collage_dashboard.view import View
 from collage_monitor.client import Axis
 from collage_monitor.errors import ServerRefusal
 
-__all__ = ["POINTS", "Steps", "on_axis", "step_at", "steps_within", "with_zoom", "zoomed"]
+__all__ = ["POINTS", "Steps", "on_axis", "step_at", "steps_within", "with_zoom"]
 
 POINTS: Final = 300
 """Of a curve: as many as half a screen shows."""
 Steps = tuple[int | None, int | None]
 """First and last step to read; None: as far as there are any."""
-_DIGITS: Final = {"step": 0, "tokens": 0, "time": 3}
-_SMALLEST: Final = {"step": 1.0, "tokens": 1.0, "time": 0.001}
-
-
-def zoomed(before: View, change: dict[str, Any]) -> View:
-    """The view of what the reader zoomed to, as Plotly tells it; the whole axis after a double click."""
-    if change["xaxis.autorange"]:
-        return replace(before, zoom=None)
-    first, last = sorted(max(round(float(end), _DIGITS[before.axis]), 0.0) for end in change["xaxis.range"])
-    return replace(before, zoom=(first, max(last, first + _SMALLEST[before.axis])))
 
 
 def on_axis(view: View, axis: Axis, reader: Reader) -> View:
@@ -50,8 +40,8 @@ def on_axis(view: View, axis: Axis, reader: Reader) -> View:
     pairs = sorted({here[step]: there[step] for step in here.keys() & there.keys()}.items())
     if len(pairs) < 2:
         return other
-    ends = [_carried(end, pairs) for end in view.zoom]
-    return zoomed(other, {"xaxis.autorange": False, "xaxis.range": ends})
+    first, last = (max(_carried(end, pairs), 0.0) for end in view.zoom)
+    return replace(other, zoom=(first, last))
 
 
 def _carried(place: float, pairs: Sequence[tuple[float, float]]) -> float:
@@ -90,7 +80,13 @@ def steps_within(view: View, reader: Reader) -> Steps:
 
 
 def step_at(place: float, view: View, reader: Reader) -> int | None:
-    """The measured step nearest to a place on the view's axis."""
+    """The measured step nearest to a place on the view's axis; on that of steps, the step itself.
+
+    Raises:
+        CollageError: the server does not answer, or refuses the token.
+    """
+    if view.axis == "step":
+        return int(place)
     return min(((abs(at - place), step) for at, step in _places(view, reader)), default=(0.0, None))[1]
 
 

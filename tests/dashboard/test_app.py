@@ -16,6 +16,7 @@ from collage_dashboard.pages import comparison
 from collage_dashboard.pages.comparison import CHARTS, DEFAULT_METRIC
 
 from collage_monitor.local import LOOPBACK_HOSTS
+from tests.dashboard.fake_server import _error
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +54,10 @@ def question(outputs, inputs, state=()):
     }
 
 
+def shown(search):
+    return {"pathname": "/compare", "search": search, "zooms": 0}
+
+
 def charts(search, looked, drawn=()):
     """What is asked for the curves and the table of a comparison, after a look, where `drawn` stands already."""
     revision = looked["compare-revision"]["data"]
@@ -63,15 +68,15 @@ def charts(search, looked, drawn=()):
     ]
     outputs += [(f"compare-cost-{place}", "figure") for place in range(2)]
     outputs += [(f"compare-answer-{place}", "data") for place in range(4)]
-    inputs = [("compare-shown", "data", search), ("compare-revision", "data", revision)]
+    inputs = [("compare-shown", "data", shown(search)), ("compare-revision", "data", revision)]
     return question(outputs, inputs, [("compare-rows", "data", kept), ("compare-drawn", "data", list(drawn))])
 
 
 def look(search, known=CALM):
     """What is asked at each tick, and where other runs are chosen."""
-    outputs = [("compare-revision", "data"), ("compare-rows", "data")]
+    outputs = [(f"compare-{name}", "data") for name in ("revision", "rows", "choices")]
     outputs += [(f"compare-{name}", "children") for name in ("alert", "pace", "numbers", "verdicts", "legend")]
-    inputs = [("tick", "data", 1), ("compare-shown", "data", search), ("compare-treated", "data", None)]
+    inputs = [("tick", "data", 1), ("compare-shown", "data", shown(search)), ("compare-treated", "data", None)]
     return question(outputs, inputs, [("compare-revision", "data", known)])
 
 
@@ -231,8 +236,6 @@ def test_a_metric_that_the_server_refuses_spoils_only_its_own_chart(http, server
     asked = server._compare
 
     def refuse(query):
-        from tests.dashboard.fake_server import _error
-
         return _error(422, "unknown_metric") if "nonsense" in query.get_list("metric") else asked(query)
 
     monkeypatch.setattr(server, "_compare", refuse)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import pytest
 from collage_dashboard import create_dashboard
 from collage_dashboard.app import render
-from collage_dashboard.pages.before_after import picked_marks
 from collage_dashboard.pages.run_content import draw
 from collage_dashboard.view import View, read_address, write_address
 
@@ -75,7 +74,7 @@ def test_without_a_picked_step_nothing_is_asked_and_nothing_stands_there(raised,
 
 def test_the_curves_mark_what_is_picked(raised, reader):
     view = read_address("/run/run-raised", "?at=800-900")
-    drawn = draw("stack", "stack", view, reader, marks=picked_marks(view))
+    drawn = draw("stack", "stack", view, reader)
     assert sorted({shape.x0 for shape in drawn.layout.shapes if shape.yref == "paper"}) == [800, 900]
 
 
@@ -102,20 +101,21 @@ def test_what_changed_is_told_anew_for_other_steps_and_for_new_points_only(raise
     http = create_dashboard(server.client).server.test_client()
     revision = by_id(render(raised, reader), "run-revision").data
 
-    def tell(at, told, trigger="run-revision"):
-        shown = {"pathname": "/run/run-raised", "search": f"?at={at}" if at else ""}
-        inputs = [("run-shown", "data", shown), ("run-revision", "data", revision)]
+    def tell(at, told, reported=0):
+        shown = {"pathname": "/run/run-raised", "search": f"?at={at}" if at else "", "zooms": 0}
+        now = {**revision, "at": f"{revision['at']} {reported}"}
+        inputs = [("run-shown", "data", shown), ("run-revision", "data", now)]
         outputs = [("run-change", "children"), ("run-change-told", "data")]
-        asked = question(outputs, inputs, [("run-change-told", "data", told)])
-        return answered(http, {**asked, "changedPropIds": [f"{trigger}.data"]})
+        return answered(http, question(outputs, inputs, [("run-change-told", "data", told)]))
 
-    assert tell("", {"at": None}) is None
-    first = tell("800", {"at": None}, "run-shown")
+    told = by_id(render(raised, reader), "run-change-told").data
+    assert "run-change" not in tell("", told)
+    first = tell("800", told)
     assert "What changed at step 800" in str(first["run-change"])
     told = first["run-change-told"]["data"]
     server.asked.clear()
-    assert tell("800", told, "run-shown") is None, "another control was moved"
+    assert tell("800", told) is None, "another control was moved"
     assert server.asked == []
-    assert tell("800", told) is None, "the run has reported, far from there"
-    assert "What changed at step 1,200" in str(tell("1200", told, "run-shown")["run-change"])
-    assert tell("", told, "run-shown")["run-change"]["children"] is None
+    assert "run-change" not in tell("800", told, reported=1), "the run has reported, far from there"
+    assert "What changed at step 1,200" in str(tell("1200", told)["run-change"])
+    assert tell("", told)["run-change"]["children"] is None

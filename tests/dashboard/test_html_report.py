@@ -3,6 +3,7 @@
 import json
 from html.parser import HTMLParser
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from collage_dashboard import create_dashboard, report_command
@@ -77,8 +78,6 @@ def test_nothing_is_loaded_from_elsewhere_and_the_browser_is_told_so(reader):
 def test_names_notes_and_config_are_shown_as_they_are(server, reader):
     class Hostile(GeneratedRun):
         def watch(self):
-            import msgspec
-
             return msgspec.structs.replace(super().watch(), host=HOSTILE)
 
     server.runs["run-x"] = Hostile(HOSTILE, "plain", run_id="run-x")

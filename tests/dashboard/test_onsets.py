@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from collage_dashboard.pages.run_content import draw
 from collage_dashboard.pages.run_layers import keys_of_layers, layer_rows
+from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.view import View
 
 from tests.dashboard.generated import GeneratedRun
@@ -41,7 +42,7 @@ def falling(server):
 def mark_of(reader, axis, since):
     """Where the curve of lost updates is marked, and what its handle says."""
     view = View(page="run", runs=("run-falling",), tab="curves", axis=axis)
-    figure = draw("series", "lost_update_ratio", view, reader, strategy="plus", since=since)
+    figure = draw("series", "lost_update_ratio", view, reader, Story(strategy="plus", since=since))
     [line] = [shape for shape in figure.layout.shapes if shape.yref == "y domain"]
     [handle] = [note for note in figure.layout.annotations if note.text == "▾"]
     return line.x0, handle.hovertext

@@ -13,10 +13,11 @@ from collage_dashboard.incident_evidence import read_incident_evidence
 from collage_dashboard.pages.comparison import _revision as comparison_revision
 from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table
 from collage_dashboard.pages.incident_content import body
-from collage_dashboard.pages.run import _revision as run_revision
+from collage_dashboard.pages.run import _at as run_at
 from collage_dashboard.pages.run_about import about
 from collage_dashboard.pages.run_content import TABS, draw, head, panel, summary
 from collage_dashboard.pages.run_layers import keys_of_layers, layer_rows
+from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.pages.runs_content import compare_link, headline_of, rows
 from collage_dashboard.view import View, read_address
 
@@ -44,8 +45,6 @@ def overviews(server):
 def test_a_strategy_that_is_not_what_was_declared_is_marked(server):
     class Misled(GeneratedRun):
         def watch(self):
-            import msgspec
-
             return msgspec.structs.replace(super().watch(), strategy="master-weights", observed_strategy="plain")
 
     server.runs["run-x"] = Misled("x", "plain", run_id="run-x")
@@ -157,7 +156,7 @@ def test_every_tab_has_content_and_every_figure_of_it_draws(server, reader, tab)
 @pytest.mark.slow
 def test_stacked_curves_share_an_axis_and_say_why_one_is_missing(server, reader):
     view = View(page="run", runs=("run-plain",), layer="head.weight")
-    drawn = draw("stack", "stack", view, reader, marks=[(100, "attempt 2")])
+    drawn = draw("stack", "stack", view, reader, Story(marks=[(100, "attempt 2")]))
     names = [trace.name for trace in drawn.data if trace.fill != "toself"]
     assert names == ["Training loss", "EDQ (ratio)", "Updates lost", "Learning rate"]
     domains = [drawn.layout[f"yaxis{place}"].domain for place in ("", 2, 3, 4)]
@@ -186,7 +185,7 @@ def test_what_second_writers_log_stands_below_the_trainings_curves(server, reade
 
     server.runs["run-evaluated"] = Evaluated("evaluated", "plain", run_id="run-evaluated")
     view = View(page="run", runs=("run-evaluated",))
-    drawn = draw("stack", "stack", view, reader, beside=["evaluator/accuracy"])
+    drawn = draw("stack", "stack", view, reader, Story(beside=["evaluator/accuracy"]))
     assert [trace.name for trace in drawn.data if trace.fill != "toself"][4:] == ["evaluator/accuracy"]
     assert drawn.layout.yaxis5.domain[0] == pytest.approx(0)
     assert "evaluator/accuracy" in drawn.layout.meta["numbers"].replace("%2F", "/")
@@ -351,17 +350,13 @@ def test_the_layers_tab_asks_all_its_questions_at_the_same_time(server, reader):
     server.before_heatmap = lambda: together.wait(timeout=10)
     run = server.client().run("run-plain")
     found = layer_rows(reader, run.run_id, keys_of_layers(run), None)
-    assert len(found) == len(run_layers(server))
+    assert len(found) == len(server.client().layers("run-plain").layers)
     assert together.n_waiting == 0
-
-
-def run_layers(server):
-    return server.client().layers("run-plain").layers
 
 
 def test_an_open_page_is_refreshed_when_only_a_second_writer_has_sent_something(server):
     [row] = server.client().run_table(run_ids=["run-plain"]).rows
     later = msgspec.structs.replace(row, reports=row.reports + 1)
-    for revision in (run_revision, lambda row: comparison_revision(View(page="compare"), [row])):
+    for revision in (run_at, lambda row: comparison_revision(View(page="compare"), [row])):
         assert revision(row) == revision(msgspec.structs.replace(row))
         assert revision(row) != revision(later)

@@ -81,9 +81,9 @@
     "pointerdown",
     (event) => {
       const plot = event.target.closest && event.target.closest(".js-plotly-plot");
-      const store = plot && plot.on && storeOfZoom(plot);
-      if (!store) return;
-      plot.tellZoom = plot.tellZoom || ((change) => tellZoom(store, zoomOf(change)));
+      const page = plot && plot.on && pageOfZoom(plot);
+      if (!page) return;
+      plot.tellZoom = plot.tellZoom || ((change) => tellZoom(page, zoomOf(change)));
       plot.removeListener("plotly_relayout", plot.tellZoom);
       plot.on("plotly_relayout", plot.tellZoom);
       plot.removeListener("plotly_click", pickStep);
@@ -138,18 +138,23 @@
     return next === undefined ? further[0] : next;
   }
 
-  function storeOfZoom(plot) {
+  function pageOfZoom(plot) {
     if (plot.closest('[id*=\'"kind":"histogram"\']')) return null;
-    if (plot.closest("#run-stack, #run-panel")) return "run-zoom";
-    return plot.closest("[id^='compare-chart-']") ? "compare-zoom" : null;
+    if (plot.closest("#run-stack, #run-panel")) return "run";
+    return plot.closest("[id^='compare-chart-']") ? "compare" : null;
   }
 
-  function tellZoom(store, zoom) {
-    if (zoom) window.dash_clientside.set_props(store, { data: zoom });
+  // The address holds what is shown, in whole steps or tokens, or in milliseconds; after a double click nothing.
+  function tellZoom(page, zoom) {
+    if (!zoom) return;
+    const [digits, least] = window.collageView.paramsOf(page).get("axis") === "time" ? [3, 0.001] : [0, 1];
+    const ends = zoom["xaxis.autorange"] ? [] : zoom["xaxis.range"].map((end) => Math.max(Number(Number(end).toFixed(digits)), 0));
+    const [from, last] = ends.sort((one, other) => one - other);
+    window.collageView.put(page, { from, to: ends.length ? Math.max(last, Number((from + least).toFixed(digits))) : null });
   }
 
   // What a comparison shows was read already: its charts follow the address as they are.
-  function showZoom(search) {
+  function showZoom({ search }) {
     const given = new URLSearchParams(search || "");
     const ends = [given.get("from"), given.get("to")];
     const zoom = ends.every((end) => end !== null)
@@ -158,7 +163,6 @@
     for (const plot of plotsOf("[id^='compare-chart-']")) {
       if (!shows(plot, zoom)) window.Plotly.relayout(plot, zoom);
     }
-    return window.dash_clientside.no_update;
   }
 
   function plotsOf(place) {
@@ -261,7 +265,7 @@
     const zoom = isDrawn && zoomBy(event.key, plot._fullLayout.xaxis.range);
     if (!zoom) return;
     event.preventDefault();
-    tellZoom(storeOfZoom(plot), zoom);
+    tellZoom(pageOfZoom(plot), zoom);
   });
 
   function zoomBy(key, [first, last]) {
@@ -281,7 +285,6 @@
       if (point && typeof point.x === "number") window.Plotly.Fx.hover(plot, { xval: point.x }, plot._fullLayout._subplots.cartesian);
       else window.Plotly.Fx.unhover(plot);
     }
-    return window.dash_clientside.no_update;
   }
 
   // A chart as a file: its picture, or the numbers that it draws.

@@ -4,7 +4,7 @@
 (function () {
   const SAYS_AFTER = 1000;
   const HEATMAP = '[id*=\'"kind":"heatmap"\']';
-  const NEWEST = "-updated_at"; // The table's order, unless another one is chosen.
+  const NEWEST = "-updated_at"; // The table's order, unless another one is chosen: the control says so, too.
   const SETTLES_AFTER = 60; // An answer may lead to a further question at once.
   const asked = new Map();
   const ask = window.fetch.bind(window);
@@ -13,7 +13,6 @@
   let due = false;
   let paused = false;
   let leaving = false;
-  let walkedTo = null;
   let ticks = 0;
   const answered = JSON.parse(document.getElementById("answers")?.textContent || "{}");
 
@@ -91,12 +90,23 @@
 
   // A group of runs opens or closes: the address says which are open.
   function toggle(key) {
-    const given = new URLSearchParams(window.location.search);
-    const open = given.getAll("open");
-    given.delete("open");
-    (open.includes(key) ? open.filter((other) => other !== key) : [...open, key]).forEach((each) => given.append("open", each));
-    window.dash_clientside.set_props("runs-address", { search: `?${given}` });
+    const open = window.collageView.paramsOf("runs").getAll("open");
+    window.collageView.put("runs", { open: open.includes(key) ? open.filter((other) => other !== key) : [...open, key] });
   }
+
+  // Picked runs are let go, or kept on top of the table: the address says which are.
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest && event.target.closest("[data-unpick], [data-keeps], [data-frees]");
+    if (!button) return;
+    const { unpick, keeps, frees } = button.dataset;
+    if (unpick !== undefined) return window.dash_clientside.set_props("runs-picked", { data: {} });
+    const given = window.collageView.paramsOf("runs");
+    const [pin, baseline] = [given.getAll("pin"), given.get("baseline")];
+    const picked = Object.keys((window.dash_component_api.getLayout("runs-picked") || { props: {} }).props.data || {});
+    if (keeps === "baseline") window.collageView.put("runs", { baseline: picked[0] });
+    else if (keeps === "pin") window.collageView.put("runs", { pin: [...new Set([...pin, ...picked])] });
+    else window.collageView.put("runs", { pin: pin.filter((run) => run !== frees), baseline: baseline === frees ? null : baseline });
+  });
 
   // A link arrives where it points: at a tab, or at what changed at a step.
   let changeShown = null;
@@ -140,11 +150,6 @@
   // The server groups by the reader's days.
   document.cookie = `zone=${Intl.DateTimeFormat().resolvedOptions().timeZone}; path=/; SameSite=Strict; max-age=31536000`;
 
-  // What changed at a step is put away where the field for the step is emptied.
-  document.addEventListener("click", (event) => {
-    if (event.target.closest && event.target.closest("[data-close-change]")) window.dash_clientside.set_props("run-at", { value: "" });
-  });
-
   // In the table of layers Enter chooses the row's layer, as a click does.
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && event.target.matches && event.target.matches(".layers-grid .ag-cell")) event.target.click();
@@ -166,7 +171,6 @@
   document.addEventListener("visibilitychange", () => due && tick());
   // Who signs out goes where the answer leads, although what the page still asks for is refused meanwhile.
   document.addEventListener("submit", (event) => (leaving = event.target.getAttribute("action") === "/sign-out"));
-  window.addEventListener("popstate", () => (walkedTo = window.location.search));
 
   // Paused, a page asks only for what its reader chooses.
   document.addEventListener("click", (event) => {
@@ -192,16 +196,6 @@
     return given.toString();
   }
 
-  // The address of the same table in another order.
-  function sortedBy(wanted, search) {
-    const given = new URLSearchParams(search || "");
-    if ((given.get("sort") || NEWEST) === wanted) return window.dash_clientside.no_update;
-    if (wanted === NEWEST) given.delete("sort");
-    else given.set("sort", wanted);
-    const text = given.toString();
-    return text ? `?${text}` : "";
-  }
-
   function sortOf(search) {
     const sort = new URLSearchParams(search || "").get("sort") || NEWEST;
     return { colId: sort.replace(/^-/, ""), sort: sort.startsWith("-") ? "desc" : "asc" };
@@ -214,10 +208,6 @@
     const asked = sortOf(window.location.search);
     const isShown = window.dash_ag_grid.getApi("runs-grid").getColumn(asked.colId);
     return isShown ? NEWEST : (asked.sort === "desc" ? "-" : "") + asked.colId;
-  }
-
-  function usualColumns() {
-    return document.querySelector("[data-usual]").dataset.usual.split(",");
   }
 
   // Who drags a column's header chooses their order.
@@ -258,7 +248,7 @@
       },
       retry: (tick, waiting) => (waiting.length ? tick : window.dash_clientside.no_update),
       // The rows on the screen are read again; other filters make another table, and the way back another order.
-      reload: (revision, search) => {
+      reload: (revision, { search }) => {
         window.dash_ag_grid.getApiAsync("runs-grid").then((grid) => {
           const filters = filtersOf(search);
           const sort = sortOf(search);
@@ -277,29 +267,6 @@
             grid.refreshInfiniteCache();
           }
         });
-        return window.dash_clientside.no_update;
-      },
-      // On the way back through the history, the choices above the table are those of the address.
-      showChoices: (search, query, ...shown) => {
-        const no = window.dash_clientside.no_update;
-        const given = new URLSearchParams(search || "");
-        // The address of another page, on the way to it, chooses nothing here.
-        if (window.location.pathname !== "/") return no;
-        const choices = ["project", "strategy", "group", "tag", "state", "health", "archived", "by"];
-        choices.forEach((choice, place) => {
-          const value = given.get(choice);
-          if (value !== (shown[place] || null)) window.dash_clientside.set_props(`runs-${choice}`, { value });
-        });
-        const columns = given.getAll("column");
-        const lists = { where: given.getAll("where"), columns: columns.length ? columns : usualColumns() };
-        Object.entries(lists).forEach(([choice, value], place) => {
-          const now = shown[choices.length + place] || [];
-          if (JSON.stringify(value) !== JSON.stringify(now)) window.dash_clientside.set_props(`runs-${choice}`, { value });
-        });
-        // While its reader types, the box is ahead of the address.
-        const asked = given.get("q") || "";
-        if (search === walkedTo && asked !== (query || "")) window.dash_clientside.set_props("runs-query", { value: asked });
-        return no;
       },
       // The page came with its first rows; all others are asked for.
       firstRows: (request, first) => {
@@ -313,39 +280,33 @@
       // The runs that stay on top stand there whatever is asked for.
       showPinned: (rows) => {
         window.dash_ag_grid.getApiAsync("runs-grid").then((grid) => grid.setGridOption("pinnedTopRowData", rows || []));
-        return window.dash_clientside.no_update;
       },
-      keepSort: (request, search) => {
-        const no = window.dash_clientside.no_update;
-        if (!request || !request.sortModel) return no;
+      keepSort: (request) => {
+        if (!request || !request.sortModel) return;
         const wanted = sortText(request);
         // Asked again in the same order, the grid was not sorted by its reader: the address may be ahead of it.
-        if (wanted === sorted) return no;
+        if (wanted === sorted) return;
         sorted = wanted;
-        return sortedBy(wanted, search);
+        const now = window.collageView.paramsOf("runs").get("sort") || NEWEST;
+        if (wanted !== now) window.collageView.put("runs", { sort: wanted === NEWEST ? null : wanted });
       },
-      chooseSort: (wanted, search) => sortedBy(wanted || NEWEST, search),
       // The layers' kinds stay with the page: sent back with each question, they would be most of it.
       keepKinds: (kinds) => {
         window.collageKinds = kinds || {};
-        return window.dash_clientside.no_update;
       },
       showLayer: () => {
         if (performance.now() - pointedAt < 10000) setTimeout(() => reach("#run-layer-card"), 0);
         pointedAt = -Infinity;
-        return window.dash_clientside.no_update;
       },
       // What changed at a step that is picked anew comes into view.
       showChange: () => {
         const at = new URLSearchParams(window.location.search).get("at");
         if (at !== null && at !== changeShown) setTimeout(() => reach("#run-change"), 0);
         changeShown = at;
-        return window.dash_clientside.no_update;
       },
       picked: () => {
         if (document.getElementById("runs-grid"))
           window.dash_ag_grid.getApiAsync("runs-grid").then((api) => api.refreshCells({ columns: ["name"], force: true }));
-        return window.dash_clientside.no_update;
       },
     },
   });

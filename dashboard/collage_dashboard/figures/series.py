@@ -116,6 +116,11 @@ def curves(
     return add_note(figure, "<br>".join(notes)) if notes else figure
 
 
+def series_of(answer: wire.Series, metric: str) -> wire.Series:
+    """The series of one of the metrics that an answer holds."""
+    return answer if answer.metric == metric else (answer.more or {})[metric]
+
+
 def mark_events(
     figure: go.Figure, marks: Sequence[tuple[float, str]], *, over: Literal["y domain", "paper"] = "y domain"
 ) -> go.Figure:

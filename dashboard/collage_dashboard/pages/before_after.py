@@ -7,27 +7,30 @@ that is typed, or by a link that holds it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-from dash import ClientsideFunction, Input, Output, State, dcc, html
+from dash import Input, html
 
-from collage_dashboard.components import labelled, scrollable
+from collage_dashboard.components import card, labelled
 from collage_dashboard.descriptions import UNDEFINED, describe, number, value_text
-from collage_dashboard.figures.style import digest
 from collage_dashboard.incident_evidence import COMPARED_METRICS, read_before_after
+from collage_dashboard.navigation import clears, clientside, register_part
 from collage_dashboard.server_reader import Reader
-from collage_dashboard.view import View, read_address, read_steps, write_steps
+from collage_dashboard.tables import scrollable, table
+from collage_dashboard.view import View, write_steps
 from collage_monitor import wire
 from collage_monitor.diagnosis.causes import Span
-from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
+from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.metrics import METRICS, split_key
 
 __all__ = [
+    "CHANGED_BY",
     "before_after_card",
     "change_controls",
-    "change_place",
+    "picked_change",
     "picked_marks",
     "register_change",
     "shown_style",
@@ -39,7 +42,8 @@ _GROWING: Final = frozenset({"tokens", "oracle_steps"})
 """Counts that grow at every step: that they did says nothing."""
 _SMALLEST_SHARE: Final = 1e-4
 """A change of a share below this is told by no digit of it."""
-_HOW_TO_PICK: Final = "Give a step, such as 800, or a range of steps, such as 800-900"
+CHANGED_BY: Final = ("at",)
+"""Fields of the view that the card of what changed depends on."""
 Line = tuple[str, str, str, str]
 """What it is, before, after, and what it became, "" where that is hardly different."""
 
@@ -52,24 +56,17 @@ def before_after_card(
     `aside` stands beside the title.
     """
     heads = ("", f"Before{_over(before)}", f"After{_over(after)}", "Change")
-    head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text) for text in heads]))
     lines = [*_values(before, after), *_ranks(before, after)]
-    changed, alike = ([line for line in lines if bool(line[-1]) is said] for said in (True, False))
-    table = dmc.Table([head, dmc.TableTbody([_line(*line) for line in changed])], verticalSpacing=4)
-    others = dmc.Table([head, dmc.TableTbody([_line(*line) for line in alike])], verticalSpacing=4)
-    folded = html.Details([html.Summary(f"{len(alike)} that hardly changed"), others], className="folded")
-    shown = [table] if changed else [html.P("Nothing that was reported changed by a tenth.", className="quiet pad")]
-    told = f"{note} Metrics merged, logged values averaged."
-    return dmc.Paper(
-        [
-            html.H2(title, className="card-title"),
-            *([aside] if aside is not None else []),
-            scrollable([*shown, *([folded] if alike else [])], title),
-            dmc.Text(told, size="xs", className="quiet", px=10, pt=6),
-        ],
-        className="card comparison-table",
-        withBorder=True,
-    )
+    changed, alike = ([_cells(line) for line in lines if bool(line[-1]) is said] for said in (True, False))
+    shown: list[Any] = [html.P("Nothing that was reported changed by a tenth.", className="quiet pad")]
+    if changed:
+        shown = [table(heads, changed)]
+    if alike:
+        summary = html.Summary(f"{len(alike)} that hardly changed")
+        shown.append(html.Details([summary, table(heads, alike)], className="folded"))
+    parts = [*([aside] if aside is not None else []), scrollable(shown, title)]
+    note = f"{note} Metrics merged, logged values averaged."
+    return card(title, *parts, kind="comparison-table", note=note)
 
 
 def _over(span: Span | None) -> str:
@@ -116,9 +113,9 @@ def _of(ranks: int | None, world: int | None) -> str:
     return f"{ranks} of {world}" if world else str(ranks)
 
 
-def _line(title: str, before: str, after: str, change: str) -> dmc.TableTr:
-    cells = (html.Span(title), before, after, html.Span(change, className="changed" if change else ""))
-    return dmc.TableTr([dmc.TableTd(cell) for cell in cells])
+def _cells(line: Line) -> Sequence[Any]:
+    *cells, change = line
+    return *cells, html.Span(change, className="changed" if change else "")
 
 
 def _difference(before: wire.Number | None, after: wire.Number | None, *, key: str = "elements") -> str:
@@ -164,55 +161,18 @@ def picked_marks(view: View) -> list[tuple[int, str]]:
 
 def register_change(app: dash.Dash, reader: Reader) -> None:
     """Bind the table of what changed at the picked step to the application."""
+    register_part(app, reader, "run-change", "run-revision", CHANGED_BY, _asked_change)
 
-    @app.callback(
-        Output("run-change", "children"),
-        Output("run-change-told", "data"),
-        Input("run-shown", "data"),
-        Input("run-revision", "data"),
-        State("run-change-told", "data"),
-        prevent_initial_call=True,
-    )
-    def tell_change(
-        shown: dict[str, Any], revision: dict[str, Any], told: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        """Draw the card again: for other steps, or where the run has reported something that changes it."""
-        view = read_address(shown["pathname"], shown["search"])
-        at = list(view.at) if view.at else None
-        if revision["failed"] or (told["at"] == at and (at is None or dash.ctx.triggered_id == "run-shown")):
-            raise dash.exceptions.PreventUpdate
-        try:
-            card = _picked_change(view, reader.ask(lambda client: client.run(view.runs[0])), reader)
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
-        found = {"at": at, "digest": digest(card)}
-        if found == told:
-            raise dash.exceptions.PreventUpdate
-        return card, found
-
-    @app.callback(Output("run-at", "error"), Input("run-at", "value"), prevent_initial_call=True)
-    def check_steps(value: str | None) -> str | None:
-        return _HOW_TO_PICK if (value or "").strip() and read_steps(value) is None else None
-
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "showChange"),
-        Output("run-change", "id"),
-        Input("run-change", "children"),
-        prevent_initial_call=True,
-    )
+    clientside(app, "flow.showChange", Input("run-change", "children"))
 
 
-def change_place(view: View, run: wire.Run, reader: Reader) -> html.Div:
-    """Where the card stands, with it if the address has a step or a range.
-
-    Raises:
-        CollageError: the server does not answer, or refuses the token.
-    """
-    told = dcc.Store(id="run-change-told", data={"at": view.at})
-    return html.Div([html.Div(_picked_change(view, run, reader), id="run-change"), told])
+def _asked_change(view: View, reader: Reader, _now: Any) -> Any:
+    if view.at is None:
+        return None
+    return picked_change(view, reader.ask(lambda client: client.run(view.runs[0])), reader)
 
 
-def _picked_change(view: View, run: wire.Run, reader: Reader) -> Any:
+def picked_change(view: View, run: wire.Run, reader: Reader) -> Any:
     """What changed at the view's step or range, or why the server does not say; None where none is picked.
 
     Raises:
@@ -230,6 +190,5 @@ def _picked_change(view: View, run: wire.Run, reader: Reader) -> Any:
     first, last = picked
     where = f"at step {first:,}" if first == last else f"in steps {first:,} to {last:,}"
     note = "Divided at the step that was picked." if first == last else "The picked steps against as many before."
-    named: dict[str, Any] = {"data-close-change": ""}
-    close = html.Button("Close", type="button", className="textual card-close", **named)
+    close = clears("Close", "run", "at", className="textual card-close")
     return before_after_card(before, after, note, title=f"What changed {where}", aside=close)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
+from dash import ALL, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
@@ -33,6 +33,16 @@ from collage_dashboard.components import (
     smoothing_control,
 )
 from collage_dashboard.figures.growth import answer_for
+from collage_dashboard.navigation import (
+    Choice,
+    choices,
+    choices_data,
+    clientside,
+    or_later,
+    register_choices,
+    view_of,
+    view_stores,
+)
 from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.comparison_content import (
     RunNames,
@@ -71,8 +81,8 @@ from collage_dashboard.pages.strategies_content import (
 )
 from collage_dashboard.run_styles import styles_of
 from collage_dashboard.server_reader import Problem, Reader, explain
-from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
-from collage_dashboard.zoom import with_zoom, zoomed
+from collage_dashboard.view import View, write_address
+from collage_dashboard.zoom import with_zoom
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
 from collage_monitor.recommendation import recommendation, worth
@@ -102,20 +112,17 @@ def layout(view: View, reader: Reader) -> html.Div:
         recent = reader.ask(lambda client: client.run_table(limit=_PICKABLE_GROUPS)).rows
         return page([problem_page(_NOTHING_PICKED), suggested_comparisons(recent)], "Strategies")
     rows = _rows(reader, view.runs)
-    search = write_address(view)[1]
     shown_numbers, shown_judgements, shown_legend = _first_screen(view, rows)
     results = results_by_strategy(run_results(rows))
     said = recommendation(results, view.left_out)
     return page(
         [
-            dcc.Location(id="compare-address", refresh=False, search=search),
-            dcc.Store(id="compare-shown", data=search),
+            *view_stores(view, "compare", _choices(view, rows)),
             dcc.Store(id="compare-revision", data=_revision(view, rows)),
             dcc.Store(id="compare-rows", data=_rows_to_json(rows)),
             refresh_marker("compare-pace", refresh_milliseconds(rows, 0.0)),
             *(dcc.Store(id=f"compare-answer-{place}") for place in range(len(CHARTS) + 1)),
             dcc.Store(id="compare-drawn", data=[]),
-            dcc.Store(id="compare-zoom"),
             dcc.Store(id="compare-treated"),
             html.Div([dcc.Link("Runs", href="/"), " / Strategies"], className="crumbs"),
             html.Div(picker(view, rows), className="toolbar"),
@@ -150,7 +157,7 @@ def layout(view: View, reader: Reader) -> html.Div:
 
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
-    _register_navigation(app)
+    register_choices(app, "compare", _choices(View(), ()))
     register_search(app, reader)
     register_treat(app, reader)
     _register_pair(app, reader)
@@ -159,6 +166,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
         Output("compare-revision", "data"),
         Output("compare-rows", "data"),
+        Output("compare-choices", "data"),
         Output("compare-alert", "children"),
         Output("compare-pace", "children"),
         Output("compare-numbers", "children"),
@@ -171,20 +179,21 @@ def register(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     def check_for_changes(
-        _tick: int | None, search: str | None, _treated: int | None, known: dict[str, Any]
+        _tick: int | None, shown: dict[str, Any], _treated: int | None, known: dict[str, Any]
     ) -> tuple[Any, ...]:
         """Whether anything changed: one light question, however many charts there are."""
-        view, start = read_address("/compare", search), time.monotonic()
+        view, start = view_of(shown), time.monotonic()
         try:
             rows = _rows(reader, view.runs)
         except CollageError as error:
             failed = {**known, "failed": True}
-            return failed, no_update, notice(explain(error)), str(LIVE_MILLISECONDS), *[no_update] * 3
+            return failed, no_update, no_update, notice(explain(error)), str(LIVE_MILLISECONDS), *[no_update] * 3
         found = _revision(view, rows)
         if found == known:
             raise dash.exceptions.PreventUpdate
         wait = str(refresh_milliseconds(rows, time.monotonic() - start))
-        return found, _rows_to_json(rows), _missing(view, rows), wait, *_first_screen(view, rows)
+        kept = choices_data("compare", _choices(view, rows))
+        return found, _rows_to_json(rows), kept, _missing(view, rows), wait, *_first_screen(view, rows)
 
 
 def _register_charts(app: dash.Dash, reader: Reader) -> None:
@@ -201,8 +210,8 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         State("compare-rows", "data"),
         State("compare-drawn", "data"),
     )
-    def draw(search: str | None, revision: dict[str, Any], kept: str, drawn: list[list[Any]]) -> tuple[Any, ...]:
-        view = read_address("/compare", search)
+    def draw(shown: dict[str, Any], revision: dict[str, Any], kept: str, drawn: list[list[Any]]) -> tuple[Any, ...]:
+        view = view_of(shown)
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
         rows = _rows_from_json(kept)
@@ -216,16 +225,14 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         asked = [place for place in places if before[place][0] != wanted[place]]
         if not asked:
             raise dash.exceptions.PreventUpdate
-        try:
+        with or_later():
             found = read_curves(reader, read, rows, [metrics[place] for place in asked])
             runs = None
             if before[-1][0] != wanted[-1]:
                 of_all = found if read.zoom is None else read_curves(reader, whole, rows, [metrics[LOSS]])
                 runs = runs_with_throughput(reader, of_all[metrics[LOSS]])
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_by_strategy(run_results(rows, runs or ()))
-        shown = (
+        told = (
             [no_update] * (len(_ANSWERED) + len(COSTS))
             if runs is None
             else _tables_and_answer(view, rows, runs, results)
@@ -235,47 +242,37 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         answers: list[Any] = [no_update] * len(places)
         for place in asked:
             figure = with_zoom(draw_curves(found[metrics[place]], metrics[place], view, means), view)
-            answer, told = answer_for(figure, before[place][1])
-            now[place] = [wanted[place], told]
-            if told != before[place][1]:
+            answer, figure_told = answer_for(figure, before[place][1])
+            now[place] = [wanted[place], figure_told]
+            if figure_told != before[place][1]:
                 answers[place] = answer
-        return now, *shown, *answers
+        return now, *told, *answers
 
     for place in places:
-        app.clientside_callback(  # type: ignore[no-untyped-call]
-            ClientsideFunction("collage", "keepZoom"),
+        clientside(
+            app,
+            "collage.keepZoom",
             Output(f"compare-chart-{place}", "figure"),
             Input(f"compare-answer-{place}", "data"),
             State(f"compare-chart-{place}", "figure"),
-            prevent_initial_call=True,
         )
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "showZoom"),
-        Output("compare-legend", "id"),
-        Input("compare-shown", "data"),
-        prevent_initial_call=True,
-    )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "shareHover"),
-        Output("compare-counterfactuals", "id"),
-        *(Input(f"compare-chart-{place}", "hoverData") for place in places),
-        prevent_initial_call=True,
-    )
+    clientside(app, "collage.showZoom", Input("compare-shown", "data"))
+    clientside(app, "collage.shareHover", *(Input(f"compare-chart-{place}", "hoverData") for place in places))
 
 
 def _register_pair(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
         Output("compare-worth", "children"),
-        Output("compare-address", "search", allow_duplicate=True),
+        Output("compare-address", "search"),
         Input({"type": "compare-pair", "index": ALL}, "value"),
         State("compare-rows", "data"),
         State("compare-shown", "data"),
         prevent_initial_call=True,
     )
-    def hold_against(pair: list[str], kept: str, shown: str) -> tuple[Any, Any]:
+    def hold_against(pair: list[str], kept: str, shown: dict[str, Any]) -> tuple[Any, Any]:
         """The two strategies that were chosen, by their losses at a step that all runs have reached."""
-        before, rows = read_address("/compare", shown), _rows_from_json(kept)
+        before, rows = view_of(shown), _rows_from_json(kept)
         known = results_by_strategy(run_results(rows))
         # What the page has just put there is no choice of its reader.
         if len(known) < 2 or [one.title for one in pair_of(before, known)] == pair:
@@ -284,79 +281,23 @@ def _register_pair(app: dash.Dash, reader: Reader) -> None:
             return "Choose two different strategies.", no_update
         view = replace(before, pair=tuple(pair), zoom=None)
         metric = charted_metrics(rows)[LOSS]
-        try:
+        with or_later():
             runs = runs_with_throughput(reader, read_curves(reader, view, rows, [metric])[metric])
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_by_strategy(run_results(rows, runs or ()))
         wanted = write_address(replace(before, pair=tuple(pair)))[1]
-        return worth(*pair_of(view, results)), no_update if wanted == shown else wanted
+        return worth(*pair_of(view, results)), no_update if wanted == shown["search"] else wanted
 
 
-def _register_navigation(app: dash.Dash) -> None:
-    @app.callback(
-        Output("compare-address", "search"),
-        Output("compare-shown", "data"),
-        Output("compare-runs", "value"),
-        Output("compare-lines", "value"),
-        Output("compare-axis", "value"),
-        Output("compare-scale", "value"),
-        Output("compare-smoothing", "value"),
-        Output("compare-metric", "value"),
-        Input("compare-address", "search"),
-        Input("compare-runs", "value"),
-        Input("compare-lines", "value"),
-        Input("compare-axis", "value"),
-        Input("compare-scale", "value"),
-        Input("compare-smoothing", "value"),
-        Input("compare-metric", "value"),
-        Input("compare-zoom", "data"),
-        State("compare-address", "pathname"),
-        State("compare-shown", "data"),
-        State("compare-rows", "data"),
-        prevent_initial_call=True,
+def _choices(view: View, rows: Sequence[wire.RunRow]) -> dict[str, Choice]:
+    """The page's controls; what a curve is depends on the runs."""
+    return choices(
+        "scale",
+        "smoothing",
+        runs=Choice("run", drops=("left_out",), required=True),
+        lines=Choice("lines", lines_of(replace(view, lines=None), rows)),
+        axis=Choice("axis", drops=("from", "to")),
+        metric=Choice("metric", DEFAULT_METRIC),
     )
-    def navigate(
-        search: str | None,
-        runs: list[str] | None,
-        lines: str,
-        axis: str,
-        scale: str,
-        smoothing: float,
-        metric: str | None,
-        zoom: dict[str, Any] | None,
-        pathname: str | None,
-        shown: str,
-        kept: str,
-    ) -> tuple[Any, ...]:
-        if pathname != "/compare":
-            raise dash.exceptions.PreventUpdate
-        if dash.ctx.triggered_id == "compare-address":
-            view = read_address(pathname, search)
-        elif dash.ctx.triggered_id == "compare-zoom" and zoom is not None:
-            view = zoomed(read_address(pathname, shown), zoom)
-        else:
-            before = read_address(pathname, shown)
-            picked = read_address(pathname, f"?axis={axis}&lines={lines}&scale={scale}")
-            view = replace(
-                before,
-                runs=tuple(runs or ())[:MAXIMUM_RUNS],
-                left_out=0 if dash.ctx.triggered_id == "compare-runs" else before.left_out,
-                axis=picked.axis,
-                zoom=before.zoom if picked.axis == before.axis else None,
-                scale=picked.scale,
-                lines=picked.lines if dash.ctx.triggered_id == "compare-lines" else before.lines,
-                smoothing=smoothing or 0.0,
-                metric=None if metric == DEFAULT_METRIC else metric,
-            )
-        wanted = write_address(view)[1]
-        if not view.runs:
-            view, wanted = read_address(pathname, shown), shown
-        elif wanted == shown:
-            raise dash.exceptions.PreventUpdate
-        by = lines_of(view, _rows_from_json(kept))
-        chosen = view.axis, view.scale, view.smoothing, view.metric or DEFAULT_METRIC
-        return wanted, wanted, list(view.runs), by, *chosen
 
 
 def _rows(reader: Reader, run_ids: Sequence[str]) -> list[wire.RunRow]:

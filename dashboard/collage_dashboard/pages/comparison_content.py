@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import dash
@@ -14,25 +13,18 @@ import dash_mantine_components as dmc
 import msgspec
 from dash import Input, Output, State, html
 
-from collage_dashboard.components import (
-    Entry,
-    cell_content,
-    headline_line,
-    number_card,
-    over_steps,
-    run_label,
-    scrollable,
-)
+from collage_dashboard.components import Entry, headline_line, number_card, over_steps, run_label
 from collage_dashboard.descriptions import count, describe, interval, number, state_key, value_text
+from collage_dashboard.figures.series import series_of
+from collage_dashboard.navigation import or_later
 from collage_dashboard.run_styles import LineStyle, NamedRun, is_stochastic, strategy_title, styles_of
 from collage_dashboard.server_reader import Reader
-from collage_dashboard.view import MAXIMUM_RUNS, View, comparison_of, write_address
+from collage_dashboard.tables import Cell, Column, column_cells, column_heads, wide_table
+from collage_dashboard.view import MAXIMUM_RUNS, View, comparison_of, run_address, write_address
 from collage_monitor import wire
-from collage_monitor.errors import CollageError
 
 __all__ = [
     "COLUMNS",
-    "Column",
     "RECENT",
     "RunNames",
     "comparison_table",
@@ -53,7 +45,6 @@ RECENT: Final = (
     "The verdict rests on them."
 )
 _PICKABLE: Final = 50
-Cell = tuple[str, str]
 
 
 class LoggedRun(NamedRun, Protocol):
@@ -61,15 +52,6 @@ class LoggedRun(NamedRun, Protocol):
 
     @property
     def scalars(self) -> dict[str, wire.LoggedScalar]: ...
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the table: its title, its help, and (value, smaller line) of a run."""
-
-    title: str
-    help: str
-    cell: Callable[[wire.ComparedRun], Cell]
 
 
 def number_cards(runs: Sequence[LoggedRun], overviews: Overviews) -> html.Div:
@@ -115,7 +97,7 @@ def legend(styles: Sequence[LineStyle]) -> list[Any]:
 
 def curve_of(run: wire.ComparedRun, metric: str) -> wire.Series:
     """The curve of a metric that was compared."""
-    return run.series if run.series.metric == metric else (run.series.more or {})[metric]
+    return series_of(run.series, metric)
 
 
 def with_recent(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> list[wire.ComparedRun]:
@@ -129,34 +111,17 @@ def with_recent(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> list[
 def comparison_table(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> dmc.Paper:
     """Everything that the runs are compared by; measured numbers are over each run's recent past."""
     runs = with_recent(runs, overviews)
-    head = [dmc.TableTh("Run"), dmc.TableTh("Strategy", className="text"), dmc.TableTh("Over", className="text")]
-    head += [dmc.TableTh(html.Span(column.title, title=column.help)) for column in COLUMNS]
-    body = [
-        dmc.TableTr(
-            [
-                dmc.TableTd(run_label(style, write_address(View(page="run", runs=(run.run_id,)))[0])),
-                dmc.TableTd(strategy_title(run.strategy, run.dtype), className="text"),
-                dmc.TableTd(over_steps(overviews.get(run.run_id)).removeprefix("over "), className="text"),
-                *(dmc.TableTd(cell_content(column.cell(run))) for column in COLUMNS),
-            ]
-        )
+    heads = ["Run", "Strategy", "Over", *column_heads(COLUMNS)]
+    rows = [
+        [
+            run_label(style, run_address(run.run_id)),
+            strategy_title(run.strategy, run.dtype),
+            over_steps(overviews.get(run.run_id)).removeprefix("over "),
+            *column_cells(COLUMNS, run),
+        ]
         for run, style in zip(runs, styles_of(runs), strict=True)
     ]
-    content: list[Any] = [
-        scrollable(
-            [
-                dmc.Table(
-                    [dmc.TableThead(dmc.TableTr(head)), dmc.TableTbody(body)],
-                    highlightOnHover=True,
-                    verticalSpacing="xs",
-                    horizontalSpacing=8,
-                )
-            ],
-            "Compared numbers",
-        ),
-        dmc.Text(notes_on(runs), size="xs", className="quiet", px=10, pt=8),
-    ]
-    return dmc.Paper(content, className="card comparison-table", withBorder=True, mt=14)
+    return wide_table(heads, rows, "Compared numbers", notes_on(runs), texts=(1, 2))
 
 
 def _measured(numbers: Mapping[str, wire.Number | None], key: str) -> Cell:
@@ -293,10 +258,8 @@ def register_search(app: dash.Dash, reader: Reader) -> None:
     )
     def search_for(word: str | None, known: list[dict[str, str]], chosen: list[str] | None) -> Any:
         """The server searches the choices among all runs."""
-        try:
+        with or_later():
             found = reader.ask(lambda client: client.run_table(q=word or None, limit=_PICKABLE)).rows
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None
         kept = [entry for entry in known if entry["value"] in (chosen or [])]
         there = {entry["value"] for entry in kept}
         return kept + [entry for entry in _run_options(found) if entry["value"] not in there]

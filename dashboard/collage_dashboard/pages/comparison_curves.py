@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import dash_mantine_components as dmc
 import msgspec
 import plotly.graph_objects as go
 
-from collage_dashboard.components import chart_card, chart_note, labelled
+from collage_dashboard.components import chart_card, chart_note, segments, select
 from collage_dashboard.descriptions import describe, finite, metric_choices
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.style import empty_figure
@@ -20,11 +19,10 @@ from collage_dashboard.number_downloads import numbers_address
 from collage_dashboard.pages.comparison_content import curve_of
 from collage_dashboard.pages.strategies_content import strategy_styles
 from collage_dashboard.run_styles import styles_of
-from collage_dashboard.server_reader import Reader
+from collage_dashboard.server_reader import Reader, ask_each
 from collage_dashboard.view import Lines, Scale, View
 from collage_dashboard.zoom import POINTS
 from collage_monitor import wire
-from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.metrics import METRICS
 from collage_monitor.seeds import curve_over_seeds
 from collage_monitor.strategy_results import StrategyResult, loss_name
@@ -102,9 +100,8 @@ def lines_of(view: View, rows: Sequence[wire.RunRow]) -> Lines:
 
 def lines_control(view: View, rows: Sequence[wire.RunRow]) -> Any:
     """The choice of what a curve represents."""
-    data = [{"value": "run", "label": "A run"}, {"value": "strategy", "label": "Mean of a strategy"}]
-    control = dmc.SegmentedControl(id="compare-lines", data=data, value=lines_of(view, rows), size="xs")
-    return labelled("A curve is", control)
+    titles = {"run": "A run", "strategy": "Mean of a strategy"}
+    return segments("compare-lines", "A curve is", titles, lines_of(view, rows))
 
 
 def chart_cards(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
@@ -126,17 +123,9 @@ def chart_cards(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
     chosen = view.metric or DEFAULT_METRIC
     if describe(chosen).scalar:
         scalars |= {chosen}
-    select = dmc.Select(
-        id="compare-metric",
-        data=metric_choices(metrics | {chosen}, scalars),
-        value=chosen,
-        searchable=True,
-        allowDeselect=False,
-        size="xs",
-        maw=320,
-        **{"aria-label": "Metric"},
-    )
-    return [*cards, chart_card(chosen, f"compare-chart-{len(CHARTS)}", header=select)]
+    offered = metric_choices(metrics | {chosen}, scalars)
+    header = select("compare-metric", "Metric", offered, chosen, searchable=True, allowDeselect=False, maw=320)
+    return [*cards, chart_card(chosen, f"compare-chart-{len(CHARTS)}", header=header)]
 
 
 def charted_metrics(rows: Sequence[wire.RunRow]) -> tuple[str, ...]:
@@ -155,21 +144,14 @@ def read_curves(
     there = [row.run_id for row in rows]
     if not there:
         return dict.fromkeys(metrics, "none of these runs is there")
-    try:
-        answer = reader.ask(
+    return ask_each(
+        metrics,
+        lambda some: reader.ask(
             lambda client: client.compare(
-                there, metrics, axis=view.axis, points=POINTS, first_step=first, last_step=last
+                there, some, axis=view.axis, points=POINTS, first_step=first, last_step=last
             )
-        )
-    except NotAuthorised:
-        raise
-    except ServerRefusal as error:
-        if len(metrics) == 1:
-            return {metrics[0]: str(error)}
-        # One that is refused shall not spoil the others.
-        alone = [read_curves(reader, view, rows, [metric]) for metric in metrics]
-        return {metric: found for one in alone for metric, found in one.items()}
-    return dict.fromkeys(metrics, answer)
+        ),
+    )
 
 
 def draw_curves(

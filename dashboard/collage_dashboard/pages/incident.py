@@ -23,10 +23,11 @@ from collage_dashboard.components import (
     refusal,
 )
 from collage_dashboard.incident_evidence import STEPS_AFTER_ALERT, read_incident_evidence
+from collage_dashboard.navigation import or_later
 from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.incident_content import body, head
 from collage_dashboard.server_reader import Problem, Reader, explain
-from collage_dashboard.view import View, write_address
+from collage_dashboard.view import View, run_address
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError, NotFound
@@ -62,7 +63,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         name = incident.labels.get("run") or incident.run_id
         crumbs += [
             " / ",
-            dcc.Link(name, href=write_address(View(page="run", runs=(incident.run_id,)))[0], title=name),
+            dcc.Link(name, href=run_address(incident.run_id), title=name),
         ]
     return page(
         [
@@ -116,10 +117,8 @@ def register(app: dash.Dash, reader: Reader) -> None:
     def show(revision: dict[str, Any] | None, shown: str) -> tuple[Any, ...]:
         if revision is None or revision.get("failed"):
             raise dash.exceptions.PreventUpdate
-        try:
+        with or_later():
             evidence = reader.ask(lambda client: read_incident_evidence(client, client.incident(shown)))
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         return head(evidence.incident), body(evidence)
 
     _register_writing(app, reader)

@@ -13,13 +13,14 @@ import dash_mantine_components as dmc
 import msgspec
 from dash import dcc, html
 
-from collage_dashboard.components import save_buttons, scrollable
+from collage_dashboard.components import badge, card, save_buttons
 from collage_dashboard.descriptions import UNDEFINED, count, describe, share_text, value_text, when
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.series import mark_steps
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
 from collage_dashboard.pages.before_after import before_after_card
-from collage_dashboard.view import View, write_address
+from collage_dashboard.tables import scrollable, table, table_card
+from collage_dashboard.view import run_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.diagnosis.causes import Breach, CauseVerdict, IncidentEvidence
@@ -60,14 +61,12 @@ _LIKELIEST: Final = (True, None, False)
 def badges(incident: wire.Incident) -> list[Any]:
     """State, severity, and who takes care of it."""
     firing = incident.state == "firing"
-    found = [
-        _badge("open" if firing else "ended", _SEVERITIES.get(incident.severity, "gray") if firing else "gray")
-    ]
-    found.append(_badge(incident.severity, "gray"))
+    found = [badge("open" if firing else "ended", _SEVERITIES.get(incident.severity, "gray") if firing else "gray")]
+    found.append(badge(incident.severity, "gray"))
     if incident.acknowledged_by is not None:
-        found.append(_badge(f"acknowledged by {incident.acknowledged_by}", "blue"))
+        found.append(badge(f"acknowledged by {incident.acknowledged_by}", "blue"))
     if incident.silenced:
-        found.append(_badge("silenced", "gray"))
+        found.append(badge("silenced", "gray"))
     return found
 
 
@@ -197,7 +196,7 @@ def _picture(evidence: IncidentEvidence) -> Any:
     marks += [(evidence.step, "fired")] if evidence.step is not None else []
     graph = dcc.Graph(id="incident-figure", figure=mark_steps(drawn, marks), config=GRAPH_CONFIG)
     title = describe(evidence.metric).title
-    return _card(title, [html.Div(graph, className="figure-place"), save_buttons(title)], "chart-card")
+    return card(title, html.Div(graph, className="figure-place"), save_buttons(title), kind="chart-card")
 
 
 def _compared(evidence: IncidentEvidence) -> Any:
@@ -217,32 +216,20 @@ def _layers(evidence: IncidentEvidence) -> Any:
     if onset is None or run is None:
         return None
     if not onset.layers:
-        return _card("Layers that changed", html.P("No single layer changed clearly.", className="quiet pad"))
+        return card("Layers that changed", html.P("No single layer changed clearly.", className="quiet pad"))
+    metric = evidence.metric or ""
     rows = [
-        dmc.TableTr(
-            [
-                dmc.TableTd(
-                    dcc.Link(
-                        change.layer,
-                        href="".join(write_address(View(page="run", runs=(run.run_id,), layer=change.layer))),
-                    ),
-                    className="text",
-                ),
-                dmc.TableTd(value_text(evidence.metric or "", change.before)),
-                dmc.TableTd(value_text(evidence.metric or "", change.after)),
-            ]
+        (
+            dcc.Link(change.layer, href=run_address(run.run_id, change.layer)),
+            value_text(metric, change.before),
+            value_text(metric, change.after),
         )
         for change in onset.layers[:_MOST_LAYERS]
     ]
-    heads = (describe(evidence.metric or "").title, "Before", "After")
-    head = dmc.TableThead(
-        dmc.TableTr([dmc.TableTh(text, className="" if place else "text") for place, text in enumerate(heads)])
-    )
     more = len(onset.layers) - _MOST_LAYERS
-    note = [dmc.Text(f"and {more} more", size="xs", className="quiet", px=10, pt=6)] if more > 0 else []
-    table = dmc.Table([head, dmc.TableTbody(rows)], verticalSpacing=4)
     title = f"Layers that changed, {len(onset.layers)} of {len(evidence.types)}"
-    return _card(title, [scrollable([table], "Layers that changed"), *note], "comparison-table")
+    shown = table((describe(metric).title, "Before", "After"), rows)
+    return table_card(shown, "Layers that changed", title=title, note=f"and {more} more" if more > 0 else "")
 
 
 def _causes(evidence: IncidentEvidence) -> Any:
@@ -251,7 +238,7 @@ def _causes(evidence: IncidentEvidence) -> Any:
         return None
     likeliest = sorted(entry.cause_verdicts(evidence), key=lambda pair: _LIKELIEST.index(pair[1].holds))
     items = [_cause(cause, verdict) for cause, verdict in likeliest]
-    return _card("What else it may be", html.Ul(items, className="causes"))
+    return card("What else it may be", html.Ul(items, className="causes"))
 
 
 def _cause(cause: str, verdict: CauseVerdict) -> html.Li:
@@ -273,7 +260,7 @@ def _cause(cause: str, verdict: CauseVerdict) -> html.Li:
 
 def _first_step(evidence: IncidentEvidence) -> Any:
     entry = ALERTS.get(evidence.incident.alert)
-    return None if entry is None else _card("What to do first", html.P(entry.first_step, className="pad"))
+    return None if entry is None else card("What to do first", html.P(entry.first_step, className="pad"))
 
 
 def _timeline(evidence: IncidentEvidence) -> Any:
@@ -282,43 +269,26 @@ def _timeline(evidence: IncidentEvidence) -> Any:
         return None
     rows = [_event(event, evidence.incident) for event in events]
     if run.notes:
-        notes = dmc.TableTd(
-            html.Div([html.Strong("Notes of the run"), html.Div(run.notes, className="notes")]), className="text"
+        rows.insert(
+            0, ("", "", html.Div([html.Strong("Notes of the run"), html.Div(run.notes, className="notes")]))
         )
-        rows.insert(0, dmc.TableTr([dmc.TableTd("", className="text"), dmc.TableTd("", className="text"), notes]))
-    head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text, className="text") for text in ("When", "Step", "What")]))
     older = evidence.older_events + len(evidence.events) - len(events)
     note = [
         dmc.Text(f"{left_out} {which} events are left out", size="xs", className="quiet", px=10)
         for left_out, which in ((older, "older"), (evidence.later_events, "later"))
         if left_out
     ]
-    return _card(
-        "Timeline",
-        [scrollable([dmc.Table([head, dmc.TableTbody(rows)], verticalSpacing=4)], "Timeline"), *note],
-        "comparison-table timeline",
-    )
+    shown = scrollable([table(("When", "Step", "What"), rows, texts=(1, 2))], "Timeline")
+    return card("Timeline", shown, *note, kind="comparison-table timeline")
 
 
-def _event(event: wire.Event, incident: wire.Incident) -> dmc.TableTr:
+def _event(event: wire.Event, incident: wire.Incident) -> Sequence[Any]:
     own = event.kind in {"alert", "alert_resolved"} and event.text.startswith(f"{incident.alert} ")
     resumed = event.kind == "attempt" and (event.attempt or 1) > 1
     title = "Resumed" if resumed else _KINDS[event.kind]
     # What the incident says stands at the top of its page.
     text = event.text.removesuffix(f": {incident.text}") if own else event.text
-    what = html.Div([html.Strong(title), html.Div([text, *_named(event.layers)], className="quiet")])
-    cells = (when(event.time), UNDEFINED if event.step is None else count(event.step), what)
-    return dmc.TableTr([dmc.TableTd(cell, className="text") for cell in cells], className="own" if own else "")
-
-
-def _named(layers: Sequence[str]) -> list[Any]:
-    return [f" ({', '.join(layers)})"] if layers else []
-
-
-def _card(title: str, content: Any, kind: str = "") -> dmc.Paper:
-    parts = content if isinstance(content, list) else [content]
-    return dmc.Paper([html.H2(title, className="card-title"), *parts], className=f"card {kind}", withBorder=True)
-
-
-def _badge(text: str, colour: str) -> dmc.Badge:
-    return dmc.Badge(text, color=colour, variant="light", radius="sm", tt="none")
+    text += f" ({', '.join(event.layers)})" if event.layers else ""
+    what = [html.Strong(title), html.Div(text, className="quiet")]
+    step = UNDEFINED if event.step is None else count(event.step)
+    return when(event.time), step, html.Div(what, className="own" if own else "")

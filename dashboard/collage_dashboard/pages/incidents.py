@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, tzinfo
 from itertools import groupby
 from typing import Any, Final
@@ -20,19 +19,21 @@ from flask import request
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
+    filter_select,
     limits_note,
     moment,
     notice,
     page,
     refresh_marker,
     refusal,
-    scrollable,
 )
 from collage_dashboard.descriptions import describe
+from collage_dashboard.navigation import Choice, register_choices, view_of, view_stores
 from collage_dashboard.number_downloads import pandas_note
 from collage_dashboard.pages.incident_content import badges, duration_of
 from collage_dashboard.server_reader import Reader, explain
-from collage_dashboard.view import View, read_address, write_address
+from collage_dashboard.tables import table_card
+from collage_dashboard.view import View, run_address, write_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
@@ -42,6 +43,7 @@ __all__ = ["layout", "register"]
 
 _MOST: Final = 100
 _FILTERS: Final = ("alert", "severity", "project", "state")
+_CHOICES: Final = {f"by-{name}": Choice(name) for name in _FILTERS}
 _STATES: Final[dict[wire.IncidentState, str]] = {"firing": "Open", "resolved": "Ended"}
 _GLANCE_HOURS: Final = 12
 """A night."""
@@ -53,20 +55,28 @@ def layout(view: View, reader: Reader) -> html.Div:
     Raises:
         CollageError: the server does not answer or refuses.
     """
-    pathname, search = write_address(view)
     filters, *found = reader.ask_together(lambda client: client.run_filters(), *_questions(view))
     shown = _shown(found)
     names = _names(reader, [one.run_id for one in shown if one.run_id] + list(view.runs))
     return page(
         [
-            dcc.Location(id="incidents-address", refresh=False, search=search),
-            dcc.Store(id="incidents-shown", data={"pathname": pathname, "search": search}),
+            *view_stores(view, "incidents", _CHOICES),
             dcc.Store(id="incidents-revision", data=_revision(found)),
             refresh_marker("incidents-pace", LIVE_MILLISECONDS),
             dmc.Title("Incidents", order=1, size="h2", mt=8),
             html.Div(_about_run(view, names), className="crumbs"),
             html.Div(
-                [_select(name, view, _choices(name, shown, filters)) for name in _FILTERS], className="filters"
+                [
+                    filter_select(
+                        f"incidents-by-{name}",
+                        name.capitalize(),
+                        _choices(name, shown, filters),
+                        getattr(view, name),
+                        searchable=True,
+                    )
+                    for name in _FILTERS
+                ],
+                className="filters",
             ),
             html.Div(id="incidents-alert"),
             html.Div(_content(found, names, view), id="incidents-content"),
@@ -80,28 +90,7 @@ def layout(view: View, reader: Reader) -> html.Div:
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind filters, acknowledgement and the refresh to the application."""
 
-    @app.callback(
-        Output("incidents-shown", "data"),
-        Output("incidents-address", "search"),
-        *(Output(f"incidents-by-{name}", "value") for name in _FILTERS),
-        Input("incidents-address", "search"),
-        *(Input(f"incidents-by-{name}", "value") for name in _FILTERS),
-        State("incidents-address", "pathname"),
-        State("incidents-shown", "data"),
-        prevent_initial_call=True,
-    )
-    def choose(search: str | None, *rest: Any) -> tuple[Any, ...]:
-        *values, pathname, shown = rest
-        if pathname != shown["pathname"]:
-            raise dash.exceptions.PreventUpdate
-        view = read_address(pathname, search)
-        if dash.ctx.triggered_id != "incidents-address":
-            chosen: dict[str, Any] = {name: value or None for name, value in zip(_FILTERS, values, strict=True)}
-            view = replace(view, **chosen)
-        wanted = write_address(view)[1]
-        if wanted == shown["search"]:
-            raise dash.exceptions.PreventUpdate
-        return {**shown, "search": wanted}, wanted, *(getattr(view, name) for name in _FILTERS)
+    register_choices(app, "incidents", _CHOICES)
 
     @app.callback(
         Output("incidents-revision", "data"),
@@ -113,7 +102,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     def check_for_changes(_tick: Any, shown: dict[str, str], known: list[Any]) -> tuple[Any, ...]:
-        view = read_address(shown["pathname"], shown["search"])
+        view = view_of(shown)
         try:
             found = reader.ask_together(*_questions(view))
         except CollageError as error:
@@ -190,20 +179,6 @@ def _choices(name: str, shown: Sequence[wire.Incident], filters: wire.RunFilters
     return {value: value for value in dict.fromkeys([*known, *(getattr(one, name) for one in shown)]) if value}
 
 
-def _select(name: str, view: View, choices: Mapping[str, str]) -> dmc.Select:
-    return dmc.Select(
-        id=f"incidents-by-{name}",
-        data=[{"value": value, "label": label} for value, label in choices.items()],
-        value=getattr(view, name),
-        placeholder=name.capitalize(),
-        searchable=True,
-        clearable=True,
-        size="xs",
-        className="filter",
-        **{"aria-label": name.capitalize()},
-    )
-
-
 def _content(found: Sequence[wire.IncidentPage], names: Mapping[str, str], view: View) -> list[Any]:
     shown = _shown(found)
     if not shown:
@@ -275,16 +250,8 @@ def _table(
         rows = [_row(incident, names) for incident in incidents]
         bodies.append(dmc.TableTbody([*(line if day else []), *rows]))
     note = f"The newest {_MOST} of each; `collage-monitor alerts` lists the others." if more else ""
-    return dmc.Paper(
-        [
-            html.H2(title, className="card-title"),
-            scrollable([dmc.Table([head, *bodies], verticalSpacing=6)], f"{title} incidents"),
-            *([dmc.Text(note, size="xs", className="quiet", px=10, pt=6)] if note else []),
-        ],
-        className="card comparison-table incident-table",
-        withBorder=True,
-        mb="md",
-    )
+    shown = dmc.Table([head, *bodies], verticalSpacing=6)
+    return table_card(shown, f"{title} incidents", title=title, note=note, kind="incident-table", mb="md")
 
 
 def _judged(incident: wire.Incident) -> list[Any]:
@@ -299,7 +266,7 @@ def _row(incident: wire.Incident, names: Mapping[str, str]) -> dmc.TableTr:
     name = names.get(incident.run_id or "") or incident.labels.get("run") or incident.run_id
     run: Any = "the server"
     if incident.run_id is not None:
-        run = dcc.Link(name, href=write_address(View(page="run", runs=(incident.run_id,)))[0], title=name)
+        run = dcc.Link(name, href=run_address(incident.run_id), title=name)
     cells = (
         html.Div([dcc.Link(incident.alert, href=address), *_judged(incident)]),
         run,

@@ -7,15 +7,18 @@ It fetches and answers callbacks; content is `run_content.py`'s, `run_curves.py`
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
+import msgspec
 import plotly.graph_objects as go
-from dash import ALL, MATCH, ClientsideFunction, Input, Output, State, dcc, html, no_update
+from dash import ALL, MATCH, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
@@ -28,12 +31,24 @@ from collage_dashboard.components import (
     report_link,
 )
 from collage_dashboard.figures.growth import Told, answer_for
-from collage_dashboard.figures.style import ACCENT, digest, empty_figure, strategy_colour
+from collage_dashboard.figures.style import digest, empty_figure, strategy_colour
+from collage_dashboard.navigation import (
+    Choice,
+    asked_of,
+    choices,
+    clientside,
+    or_later,
+    part,
+    register_choices,
+    view_of,
+    view_stores,
+)
 from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.before_after import (
-    change_place,
-    picked_marks,
+    CHANGED_BY,
+    picked_change,
     register_change,
+    shown_style,
 )
 from collage_dashboard.pages.run_about import register_writing
 from collage_dashboard.pages.run_content import (
@@ -44,20 +59,40 @@ from collage_dashboard.pages.run_content import (
     summary,
     worst_layers,
 )
-from collage_dashboard.pages.run_curves import curve_controls, curves_card
-from collage_dashboard.pages.run_layers import layer_stores, map_controls, map_style, register_layers
-from collage_dashboard.pages.run_marks import marks_in_words, marks_of
-from collage_dashboard.pages.run_navigation import register_navigation
+from collage_dashboard.pages.run_curves import WHOLE_MODEL, curve_controls, curves_card
+from collage_dashboard.pages.run_layers import (
+    DEFAULT_METRIC,
+    layer_stores,
+    map_controls,
+    map_style,
+    register_layers,
+    run_of,
+)
+from collage_dashboard.pages.run_marks import Story, marks_in_words, marks_of
 from collage_dashboard.server_reader import Problem, Reader, explain
-from collage_dashboard.view import View, read_address, write_address
+from collage_dashboard.view import View, write_address
+from collage_dashboard.zoom import on_axis, step_at, steps_within
 from collage_monitor import wire
-from collage_monitor.client import Client
+from collage_monitor.client import Axis, Client
 from collage_monitor.errors import CollageError
 
 __all__ = ["layout", "register"]
 
 _PARTS: Final = {"page": "This run", "curves": "Its curves", "layers": "Its layers"}
 """What of the page another one can show."""
+
+CHOICES: Final = choices(
+    "tab",
+    "order",
+    "rows",
+    "axis",
+    "scale",
+    "smoothing",
+    metric=Choice("metric", DEFAULT_METRIC),
+    layer=Choice("layer", WHOLE_MODEL, drops=("step",)),
+    at=Choice("at", "", is_steps=True),
+)
+"""The page's controls."""
 
 
 def layout(view: View, reader: Reader) -> html.Div:
@@ -73,10 +108,9 @@ def layout(view: View, reader: Reader) -> html.Div:
         lambda client: _row(client, run_id),
         lambda client: _events(client, run_id),
     )
-    marks = _marks(events, row)
-    pathname, search = write_address(view)
-    shown = {"pathname": pathname, "search": search, "zooms": 0}
-    revision = {**_revision(row), "marks": marks}
+    story = _story(row, events)
+    revision = _revision(row, story)
+    change = picked_change(view, run, reader)
     tabs = dmc.Tabs(
         [
             dmc.TabsList([dmc.TabsTab(title, value=name) for name, title in TABS.items()]),
@@ -90,13 +124,12 @@ def layout(view: View, reader: Reader) -> html.Div:
     )
     frame = page(
         [
-            dcc.Location(id="run-address", refresh=False, search=search),
-            dcc.Store(id="run-shown", data=shown),
+            *view_stores(view, "run", CHOICES),
             dcc.Store(id="run-revision", data=revision),
             dcc.Store(id="run-judged", data=_judged(row)),
             *layer_stores(run, layers),
-            dcc.Store(id="run-zoom"),
             dcc.Store(id="run-pick"),
+            dcc.Store(id="run-framed", data=_framed(view)),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
             refresh_marker("run-pace", refresh_milliseconds([row] if row else [], 0.0)),
             html.Div(
@@ -118,28 +151,26 @@ def layout(view: View, reader: Reader) -> html.Div:
                 id="run-summary",
                 className="numbers-place",
             ),
-            curves_card(
-                curve_controls(view, list(dict.fromkeys(layer.name for layer in layers))), marks, run.beside
-            ),
-            change_place(view, run, reader),
+            curves_card(curve_controls(view, list(dict.fromkeys(layer.name for layer in layers))), story),
+            *part("run-change", change, asked_of(view, revision, CHANGED_BY)),
             html.Div(worst_layers(run, row.overview) if row and row.overview else None, id="run-worst"),
             tabs,
             html.Div(map_controls(view, run), id="run-map-controls", className="controls", style=map_style(view)),
-            html.Div(
-                [html.Div(panel(view, run), id="run-panel"), html.Div(id="run-layer-place")], className="beside"
-            ),
+            html.Div([html.Div(panel(view, run), id="run-panel"), *part("run-layer-place")], className="beside"),
             pandas_note(reader, frame_of([run_id])),
-            embed_note(pathname + search, _PARTS),
+            embed_note("".join(write_address(view)), _PARTS),
             limits_note(),
         ],
         run.name,
     )
-    return _draw_ahead(frame, reader, shown, revision)
+    return _draw_ahead(frame, reader, revision)
 
 
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
-    register_navigation(app, reader)
+    register_choices(app, "run", [name for name in CHOICES if name != "axis"])
+    _register_places(app, reader)
+    _register_frame(app, reader)
     register_writing(app, reader)
     register_layers(app, reader)
     register_change(app, reader)
@@ -161,26 +192,25 @@ def register(app: dash.Dash, reader: Reader) -> None:
         _tick: int | None, shown: dict[str, str], known: dict[str, Any], judged: dict[str, Any]
     ) -> tuple[Any, ...]:
         """Whether anything changed: one light question, however many charts there are."""
-        run_id, start = read_address(shown["pathname"], "").runs[0], time.monotonic()
+        run_id, start = view_of(shown).runs[0], time.monotonic()
         try:
             row = reader.ask(lambda client: _row(client, run_id))
-            found, said = _revision(row), _judged(row)
-            is_old = found == {name: value for name, value in known.items() if name != "marks"}
-            if is_old and said == judged:
+            said = _judged(row)
+            if _at(row) == known["at"] and said == judged and not known["failed"]:
                 raise dash.exceptions.PreventUpdate
-            marks = _marks(reader.ask(lambda client: _events(client, run_id)), row) if row else []
+            story = _story(row, reader.ask(lambda client: _events(client, run_id)) if row else ())
         except CollageError as error:
             failed = ({**known, "failed": True}, {**judged, "failed": True})
             return (*failed, notice(explain(error)), str(LIVE_MILLISECONDS), no_update)
         wait = no_update if row is None else str(refresh_milliseconds([row], time.monotonic() - start))
         gone = Problem("This run is gone", f"There is no run {run_id!r} any more.")
-        found["marks"] = [list(mark) for mark in marks]
+        found = _revision(row, story)
         return (
             no_update if found == known else found,
             no_update if said == judged else said,
             notice(gone) if row is None else None,
             wait,
-            no_update if found["marks"] == known["marks"] else marks_in_words(marks),
+            marks_in_words(story.marks),
         )
 
     @app.callback(
@@ -193,16 +223,78 @@ def register(app: dash.Dash, reader: Reader) -> None:
     )
     def refresh(judged: dict[str, Any], shown: dict[str, str]) -> tuple[Any, ...]:
         """The part above the tabs, read again; the page opens with it."""
-        run_id = read_address(shown["pathname"], "").runs[0]
+        run_id = view_of(shown).runs[0]
         if judged["failed"]:
             raise dash.exceptions.PreventUpdate
-        try:
+        with or_later():
             run, overview = reader.ask_together(
                 lambda client: client.run(run_id), lambda client: client.overview(run_id)
             )
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         return head(run), summary(run, overview), worst_layers(run, overview)
+
+
+def _register_places(app: dash.Dash, reader: Reader) -> None:
+    """Bind what only the server knows: which steps stand at a place of the axis, and where on another axis."""
+
+    @app.callback(
+        Output("run-address", "search"),
+        Input("run-axis", "value"),
+        Input("run-pick", "data"),
+        Input("run-at-shown", "n_clicks"),
+        Input({"type": "run-figure", "kind": "heatmap", "metric": ALL}, "clickData"),
+        State("run-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def locate(axis: Axis, pick: dict[str, Any], _shown: Any, cells: list[Any], shown: dict[str, Any]) -> str:
+        before, trigger = view_of(shown), dash.ctx.triggered_id
+        try:
+            if trigger == "run-axis":
+                view = on_axis(before, axis, reader)
+            elif trigger == "run-pick":
+                view = _picked(before, step_at(pick["x"], before, reader))
+            elif trigger == "run-at-shown":
+                view = _picked(before, *steps_within(before, reader))
+            else:
+                point = next(cell["points"][0] for cell in cells if cell and cell.get("points"))
+                view = replace(before, layer=str(point["y"]), step=step_at(point["x"], before, reader))
+        except (CollageError, StopIteration):
+            view = replace(before, axis=axis, zoom=before.zoom if axis == before.axis else None)
+        if view == before:
+            raise dash.exceptions.PreventUpdate
+        return write_address(view)[1]
+
+
+def _picked(before: View, first: int | None, last: int | None = None) -> View:
+    """The view that says what changed at a step, or from the first to the last."""
+    return before if first is None else replace(before, at=(first, first if last is None else max(first, last)))
+
+
+def _register_frame(app: dash.Dash, reader: Reader) -> None:
+    @app.callback(
+        Output("run-panel", "children"),
+        Output("run-framed", "data"),
+        Output("run-map-controls", "style"),
+        Output("run-at-zoom", "style"),
+        Input("run-shown", "data"),
+        State("run-framed", "data"),
+        State("run-record", "data"),
+        prevent_initial_call=True,
+    )
+    def frame(shown: dict[str, Any], known: list[Any], record: str) -> tuple[Any, ...]:
+        """The frame of a tab; while the server is away, by what the page knew of the run when it was opened."""
+        view = view_of(shown)
+        wanted, children = _framed(view), no_update
+        if wanted != known:
+            try:
+                children = panel(view, reader.ask(lambda client: client.run(view.runs[0])))
+            except CollageError:
+                children = panel(view, run_of(record))
+        return children, wanted, map_style(view), shown_style(view)
+
+
+def _framed(view: View) -> list[str]:
+    """What of the view changes the frame of a tab."""
+    return [view.tab, view.metric or DEFAULT_METRIC]
 
 
 def _register_figures(app: dash.Dash, reader: Reader) -> None:
@@ -233,25 +325,21 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate
         return answer, told
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "keepZoom"),
+    clientside(
+        app,
+        "collage.keepZoom",
         Output({"type": "run-figure", **each}, "figure"),
         Input({"type": "run-answer", **each}, "data"),
         State({"type": "run-figure", **each}, "figure"),
-        prevent_initial_call=True,
     )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "shareHover"),
-        Output("run-panel", "id"),
-        Input({"type": "run-figure", "kind": ALL, "metric": ALL}, "hoverData"),
-        prevent_initial_call=True,
-    )
+    clientside(app, "collage.shareHover", Input({"type": "run-figure", "kind": ALL, "metric": ALL}, "hoverData"))
 
 
-def _draw_ahead(frame: html.Div, reader: Reader, shown: dict[str, Any], revision: dict[str, Any]) -> html.Div:
+def _draw_ahead(frame: html.Div, reader: Reader, revision: dict[str, Any]) -> html.Div:
     """The page's frame, while its charts are already drawn: the browser asks for them a second later."""
-    for part in frame._traverse():  # type: ignore[no-untyped-call]
-        chart = getattr(part, "id", None)
+    by_id = [(getattr(found, "id", None), found) for found in frame._traverse()]  # type: ignore[no-untyped-call]
+    shown = next(found.data for name, found in by_id if name == "run-shown")
+    for chart, _ in by_id:
         if isinstance(chart, dict) and chart["type"] == "run-answer":
             reader.begin(_key(chart, shown, revision), partial(_drawn, reader, chart, shown, revision))
     return frame
@@ -262,19 +350,8 @@ def _key(chart: dict[str, str], shown: dict[str, Any], revision: dict[str, Any])
 
 
 def _drawn(reader: Reader, chart: dict[str, str], shown: dict[str, Any], revision: dict[str, Any]) -> go.Figure:
-    view = read_address(shown["pathname"], shown["search"])
-    return draw(
-        chart["kind"],
-        chart["metric"],
-        view,
-        reader,
-        revision["colour"],
-        marks=[*revision["marks"], *picked_marks(view)],
-        beside=revision["beside"],
-        since=revision["since"],
-        strategy=revision["strategy"],
-        zoom_count=shown["zooms"],
-    )
+    story = msgspec.convert(revision["story"], Story)
+    return draw(chart["kind"], chart["metric"], view_of(shown), reader, story, zoom_count=shown["zooms"])
 
 
 def _incidents(run_id: str) -> str:
@@ -289,32 +366,27 @@ def _events(client: Client, run_id: str) -> list[wire.Event]:
     return client.events(run_id, newest=True).events
 
 
-def _marks(events: Sequence[wire.Event], row: wire.RunRow | None) -> list[tuple[int, str]]:
-    return marks_of(events, row.overview.changes if row and row.overview else ())
+def _at(row: wire.RunRow | None) -> str:
+    """A revision that changes whenever a chart of the run may have."""
+    return digest((row.updated_at, row.changed_at, row.reports, row.state)) if row else ""
 
 
-def _revision(row: wire.RunRow | None) -> dict[str, Any]:
-    """A revision that changes whenever a chart of the run may have; its strategy's colour, and the first step with
-    its present EDQ.
-    """
+def _story(row: wire.RunRow | None, events: Sequence[wire.Event]) -> Story:
     if row is None:
-        return {
-            "at": "",
-            "failed": False,
-            "colour": ACCENT,
-            "strategy": None,
-            "since": None,
-            "beside": [],
-        }
+        return Story()
     said = row.overview or wire.Overview(run_id=row.run_id)
-    return {
-        "at": digest((row.updated_at, row.changed_at, row.reports, row.state)),
-        "failed": False,
-        "colour": strategy_colour(row.shown_strategy, row.dtype),
-        "strategy": row.shown_strategy,
-        "since": said.since,
-        "beside": row.beside,
-    }
+    return Story(
+        strategy_colour(row.shown_strategy, row.dtype),
+        row.shown_strategy,
+        said.since,
+        row.beside,
+        marks_of(events, said.changes),
+    )
+
+
+def _revision(row: wire.RunRow | None, story: Story) -> dict[str, Any]:
+    """What the charts depend on."""
+    return {"at": _at(row), "failed": False, "story": json.loads(msgspec.json.encode(story))}
 
 
 def _judged(row: wire.RunRow | None) -> dict[str, Any]:

@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
 from dash import MATCH, Input, Output, State, html
 
-from collage_dashboard.components import refusal
+from collage_dashboard.components import card, refusal
 from collage_dashboard.descriptions import byte_count, count, value_text, when
+from collage_dashboard.navigation import view_of
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
-from collage_dashboard.view import read_address
+from collage_dashboard.tables import table
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
 
@@ -33,8 +33,9 @@ _INTENT: Final = {
 
 def about(run: wire.Run) -> html.Div:
     """People's notes and tags of the run, and its other facts."""
-    facts = dmc.Paper(_table(facts_of(run)), className="card facts", withBorder=True, mt=14)
-    return html.Div([_written(run), facts])
+    return html.Div(
+        [_written(run), card("", table((), facts_of(run), texts=(1,), verticalSpacing=6), kind="facts", mt=14)]
+    )
 
 
 def facts_of(run: wire.Run) -> list[tuple[str, str]]:
@@ -68,12 +69,8 @@ def _written(run: wire.Run) -> dmc.Paper:
         debounce=True,
     )
     save = dmc.Button("Save", id={"type": "run-save", "index": 0}, variant="default", mt="sm")
-    return dmc.Paper(
-        [tags, notes, save, html.Span(id={"type": "run-saved", "index": 0}, role="status", className="saved")],
-        className="card written",
-        withBorder=True,
-        mt=24,
-    )
+    saved = html.Span(id={"type": "run-saved", "index": 0}, role="status", className="saved")
+    return card("", tags, notes, save, saved, kind="written", mt=24)
 
 
 def _watch_facts(watch: wire.WatchInfo) -> list[tuple[str, str]]:
@@ -119,11 +116,6 @@ def _scalar(name: str, entry: wire.LoggedScalar) -> str:
     return f"{shown} at step {entry.step:,}"
 
 
-def _table(facts: Sequence[tuple[str, str]]) -> dmc.Table:
-    rows = [dmc.TableTr([dmc.TableTd(name), dmc.TableTd(text)]) for name, text in facts]
-    return dmc.Table(dmc.TableTbody(rows), verticalSpacing=6)
-
-
 def register_writing(app: dash.Dash, reader: Reader) -> None:
     """Bind tags and notes to the application."""
 
@@ -138,7 +130,7 @@ def register_writing(app: dash.Dash, reader: Reader) -> None:
     def save(clicks: int | None, tags: list[str] | None, notes: str | None, shown: dict[str, str]) -> Any:
         if not clicks:
             raise dash.exceptions.PreventUpdate
-        run_id = read_address(shown["pathname"], "").runs[0]
+        run_id = view_of(shown).runs[0]
         update = wire.RunUpdate(tags=tags or [], notes=notes or "")
         try:
             reader.ask(lambda client: client.update_run(run_id, update))

@@ -15,14 +15,14 @@ from dash import dcc, html
 
 from collage_dashboard.components import (
     Entry,
+    badge,
     chart_card,
     chart_note,
-    judgement_mark,
     moment,
     number_card,
     over_steps,
-    scrollable,
     state_badge,
+    verdict_line,
 )
 from collage_dashboard.descriptions import (
     STATE,
@@ -38,15 +38,17 @@ from collage_dashboard.figures import class_shares, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import block_of
 from collage_dashboard.figures.histogram import PREDICTS
-from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
+from collage_dashboard.figures.style import empty_figure, with_subtitle
 from collage_dashboard.number_downloads import numbers_address
+from collage_dashboard.pages.before_after import picked_marks
 from collage_dashboard.pages.run_about import about
 from collage_dashboard.pages.run_curves import draw_curve, draw_stack, series_between, stacked_metrics
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table
-from collage_dashboard.pages.run_marks import Marks
+from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
-from collage_dashboard.view import Tab, View, write_address
+from collage_dashboard.tables import table, table_card
+from collage_dashboard.view import Tab, View, run_address, write_address
 from collage_dashboard.zoom import Steps, steps_within, with_zoom
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
@@ -68,12 +70,10 @@ def head(run: wire.Run) -> html.Div:
     badges: list[Any] = [state_badge(run.state)]
     watch = run.watch
     if watch is not None:
-        badges.append(_badge(strategy_title(watch.shown_strategy)))
-        badges.append(_badge(watch.dtype))
-        badges.append(_badge(watch.optimizer))
+        facts = (strategy_title(watch.shown_strategy), watch.dtype, watch.optimizer)
+        badges += [badge(fact, variant="outline") for fact in facts]
         if watch.strategy and watch.observed_strategy not in {"unknown", watch.strategy}:
-            text = f"observed: {strategy_title(watch.observed_strategy)}"
-            badges.append(dmc.Badge(text, color="orange", variant="light", radius="sm", tt="none"))
+            badges.append(badge(f"observed: {strategy_title(watch.observed_strategy)}", "orange"))
     step = dmc.Text(
         "no step yet" if run.last_step is None else f"step {count(run.last_step)}", className="quiet", size="sm"
     )
@@ -127,14 +127,8 @@ def _now(key: str, run: wire.Run, overview: wire.Overview) -> str:
 
 def _answer(run: wire.Run, overview: wire.Overview) -> html.Div:
     """One short sentence with advice, and both in full on request."""
-    mark, kind = judgement_mark(overview.health)
-    hidden: dict[str, Any] = {"aria-hidden": "true"}
-    said = html.Div(
-        [html.Span(mark, className=f"mark mark-{kind}", **hidden), html.Div(overview.headline)],
-        className="verdict",
-    )
-    why = html.P(overview.text, className="reasons")
-    folded = html.Details([html.Summary("Why"), why], className="folded")
+    folded = html.Details([html.Summary("Why"), html.P(overview.text, className="reasons")], className="folded")
+    said = verdict_line(overview.health, overview.headline)
     return html.Div([said, *_to_try(run, overview), folded], className="answer")
 
 
@@ -160,34 +154,17 @@ def worst_layers(run: wire.Run, overview: wire.Overview) -> Any:
     if not overview.worst:
         return None
     rows = [
-        dmc.TableTr(
-            [
-                dmc.TableTd(dcc.Link(entry.layer, href="".join(_to_layer(run, entry.layer))), className="text"),
-                dmc.TableTd(share_text(entry.share)),
-                dmc.TableTd(value_text("edq_ratio", entry.edq_ratio)),
-                dmc.TableTd(value_text("lost_update_ratio", entry.lost_update_ratio)),
-            ]
+        (
+            dcc.Link(entry.layer, href=run_address(run.run_id, entry.layer)),
+            share_text(entry.share),
+            value_text("edq_ratio", entry.edq_ratio),
+            value_text("lost_update_ratio", entry.lost_update_ratio),
         )
         for entry in overview.worst
     ]
-    heads = ("Layers that lose the most", "of the lost energy Σu² − Σue", "EDQ", "Updates lost")
-    head = [dmc.TableTh(text, className="text" if not place else "") for place, text in enumerate(heads)]
-    table = dmc.Table([dmc.TableThead(dmc.TableTr(head)), dmc.TableTbody(rows)], verticalSpacing=4)
-    note = dmc.Text(over_steps(overview).capitalize(), size="xs", className="quiet", px=10, pt=6)
-    return dmc.Paper(
-        [scrollable([table], "Layers that lose the most"), note],
-        className="card comparison-table",
-        withBorder=True,
-        mt=14,
-    )
-
-
-def _to_layer(run: wire.Run, layer: str) -> tuple[str, str]:
-    return write_address(View(page="run", runs=(run.run_id,), layer=layer))
-
-
-def _badge(text: str) -> dmc.Badge:
-    return dmc.Badge(text, variant="outline", color="gray", radius="sm", tt="none")
+    title = "Layers that lose the most"
+    heads = (title, "of the lost energy Σu² − Σue", "EDQ", "Updates lost")
+    return table_card(table(heads, rows), title, note=over_steps(overview).capitalize(), mt=14)
 
 
 TABS: Final[dict[Tab, str]] = {
@@ -219,6 +196,9 @@ SERIES: Final[dict[Tab, tuple[str, ...]]] = {
     ),
 }
 """The curves of each tab that has a fixed list of them."""
+
+
+_UNKNOWN: Final = Story()
 
 
 def panel(view: View, run: wire.Run) -> Any:
@@ -289,39 +269,22 @@ def _strategy(run: wire.Run) -> str | None:
 
 
 def draw(
-    kind: str,
-    metric: str,
-    view: View,
-    reader: Reader,
-    colour: str = ACCENT,
-    *,
-    marks: Marks = (),
-    beside: Sequence[str] = (),
-    since: int | None = None,
-    strategy: str | None = None,
-    zoom_count: int = 0,
+    kind: str, metric: str, view: View, reader: Reader, story: Story = _UNKNOWN, *, zoom_count: int = 0
 ) -> go.Figure:
-    """The figure of `kind` ("stack", "series", "heatmap", "histogram", "classes") for `metric`; curves in `colour`.
+    """The figure of a kind of `_DRAWERS` for `metric`. `zoom_count`: as `with_zoom` has it.
 
-    `marks`: steps, and what happened there. `beside`: names that second writers log. `since`: the onset
-    that the headline names; a histogram from there on is set against what was before. `strategy`: that of the run.
-    `zoom_count`: as `with_zoom` has it.
     A metric that the server refuses is an empty figure with its reason.
 
     Raises:
         CollageError: the server does not answer, or refuses the token.
     """
+    story = msgspec.structs.replace(story, marks=[*story.marks, *picked_marks(view)])
     try:
         if kind == "histogram":
-            return _histogram(view, reader, since)
+            return _histogram(view, reader, story.since)
         steps = steps_within(view, reader)
-        if kind == "stack":
-            drawn = draw_stack(view, reader, steps, colour, marks, beside, strategy, since)
-        elif kind == "series":
-            drawn = _series(metric, view, reader, steps, colour, marks, strategy, since)
-        else:
-            drawn = _DRAWERS[kind](metric, view, reader, steps)
-        shown = {"stack": stacked_metrics(beside), "classes": tuple(CLASSES)}.get(kind, (metric,))
+        drawn = _DRAWERS[kind](metric, view, reader, steps, story)
+        shown = {"stack": stacked_metrics(story.beside), "classes": tuple(CLASSES)}.get(kind, (metric,))
         numbers = numbers_address(view, shown, steps, by_layer=kind == "heatmap")
         return with_zoom(drawn, view, zoom_count).update_layout(meta={"numbers": numbers})
     except NotAuthorised:
@@ -330,23 +293,14 @@ def draw(
         return empty_figure(str(error))
 
 
-def _series(
-    metric: str,
-    view: View,
-    reader: Reader,
-    steps: Steps,
-    colour: str,
-    marks: Marks,
-    strategy: str | None,
-    since: int | None,
-) -> go.Figure:
+def _series(metric: str, view: View, reader: Reader, steps: Steps, story: Story) -> go.Figure:
     answer = _read_series(metric, view, reader, steps)
     name = "whole model" if describe(metric).scalar or not view.layer else view.layer
-    drawn = draw_curve(metric, name, answer, view, colour, strategy, marks, since)
+    drawn = draw_curve(metric, name, answer, view, story)
     return drawn if describe(metric).scalar else with_subtitle(drawn, name)
 
 
-def _heatmap(metric: str, view: View, reader: Reader, steps: Steps) -> go.Figure:
+def _heatmap(metric: str, view: View, reader: Reader, steps: Steps, _story: Story) -> go.Figure:
     run_id = view.runs[0]
     as_in_table = view.order == "worst" and metric in _OF_THE_LOSS
     answer, *known = reader.ask_together(
@@ -396,7 +350,7 @@ def _over(answer: wire.Histogram) -> str:
     return f"steps {count(answer.first_step)} to {count(answer.step)}"
 
 
-def _classes(_metric: str, view: View, reader: Reader, steps: Steps) -> go.Figure:
+def _classes(_metric: str, view: View, reader: Reader, steps: Steps, _story: Story) -> go.Figure:
     shares = {name: _read_series(name, view, reader, steps) for name in CLASSES}
     return with_subtitle(class_shares(shares), view.layer or "whole model")
 
@@ -408,4 +362,5 @@ def _read_series(metric: str, view: View, reader: Reader, steps: Steps) -> wire.
 
 _OF_THE_LOSS: Final = frozenset({"edq_ratio", "lost_update_ratio"})
 """Metrics whose worst layers are those that lose the most; of others, those that are worst by the metric."""
-_DRAWERS = {"heatmap": _heatmap, "classes": _classes}
+_DRAWERS: Final = {"stack": draw_stack, "series": _series, "heatmap": _heatmap, "classes": _classes}
+"""How charts are drawn, by their kind; a histogram has no axis of steps."""

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import dash
-import dash_ag_grid as dag
 import dash_mantine_components as dmc
 import numpy as np
-from dash import MATCH, ClientsideFunction, Input, Output, State, dcc, html
+from dash import ALL, MATCH, Input, Output, State, dcc, html
 
-from collage_dashboard.components import help_text, labelled
+from collage_dashboard.components import card, help_text, labelled, segments, select
 from collage_dashboard.descriptions import (
     count,
     describe,
@@ -23,11 +22,13 @@ from collage_dashboard.descriptions import (
     value_text,
 )
 from collage_dashboard.figures.style import digest
+from collage_dashboard.navigation import clientside, or_later, register_part
 from collage_dashboard.server_reader import Reader
-from collage_dashboard.view import View, read_address
+from collage_dashboard.tables import grid
+from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.diagnosis import LOST_TOLERANCE, Track, since_beyond
-from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
+from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.metrics import METRICS, split_key
 
 __all__ = [
@@ -109,14 +110,10 @@ def layer_card(view: View, run: wire.Run, reader: Reader, first_step: int | None
     if layer is None:
         return None
     series = [own for one in found for own in (one, *(one.more.values() if isinstance(one.more, dict) else ()))]
-    return dmc.Paper(
-        [
-            html.H2(layer.name, className="layer-name"),
-            html.P(_facts(layer, layers, series), className="quiet layer-facts"),
-            html.Div([_number(own) for own in series if own.values], className="layer-numbers"),
-        ],
-        className="card",
-        withBorder=True,
+    return card(
+        html.H2(layer.name, className="layer-name"),
+        html.P(_facts(layer, layers, series), className="quiet layer-facts"),
+        html.Div([_number(own) for own in series if own.values], className="layer-numbers"),
         mb=14,
         id="run-layer-card",
     )
@@ -158,7 +155,6 @@ def _number(series: wire.Series) -> html.Div:
 
 
 _NOT_MAPPED: Final = frozenset({"elements", "sampled", "oracle_steps", "edq"})
-_ROWS: Final = (("all", "No"), ("block", "By block"), ("type", "By module type"))
 
 
 def layer_metrics(run: wire.Run) -> list[str]:
@@ -169,29 +165,13 @@ def layer_metrics(run: wire.Run) -> list[str]:
 
 def map_controls(view: View, run: wire.Run) -> list[Any]:
     """The heatmap's metric, and the order and groups of its layers."""
-    metric = dmc.Select(
-        id="run-metric",
-        data=metric_choices(layer_metrics(run)),
-        value=view.metric or DEFAULT_METRIC,
-        searchable=True,
-        allowDeselect=False,
-        size="xs",
-        w=260,
-        **{"aria-label": "Heatmap of"},
-    )
-    order = dmc.SegmentedControl(
-        id="run-order",
-        data=[{"value": "depth", "label": "By depth"}, {"value": "worst", "label": "Worst first"}],
-        value=view.order,
-        size="xs",
-    )
-    rows = dmc.SegmentedControl(
-        id="run-rows",
-        data=[{"value": value, "label": label} for value, label in _ROWS],
-        value=view.rows,
-        size="xs",
-    )
-    return [labelled("Heatmap of", metric), labelled("Layers", order), labelled("Grouped", rows)]
+    offered, chosen = metric_choices(layer_metrics(run)), view.metric or DEFAULT_METRIC
+    metric = select("run-metric", "Heatmap of", offered, chosen, searchable=True, allowDeselect=False, w=260)
+    return [
+        labelled("Heatmap of", metric),
+        segments("run-order", "Layers", {"depth": "By depth", "worst": "Worst first"}, view.order),
+        segments("run-rows", "Grouped", {"all": "No", "block": "By block", "type": "By module type"}, view.rows),
+    ]
 
 
 def map_style(view: View) -> dict[str, str]:
@@ -203,73 +183,56 @@ _MOST_ROWS: Final = 1000
 _COLUMNS: Final = 100
 """Columns of the heatmap in which it is looked since when a layer loses."""
 _OF_A_LAYER: Final = ("edq_ratio", "lost_update_ratio", "intended_norm", "half_ulp_margin")
+_LOST_BY = "The layer's share of the model's losses: its Σu² − Σue divided by the model's."
+_NUMBERS: Final = (
+    ("share", "Share of the loss", "ofShare", _LOST_BY),
+    ("lost_update_ratio", "Lost", "ofShare", ""),
+    ("since", "Since", "wholeNumber", f"The step from which it has lost more than {share_text(LOST_TOLERANCE)}."),
+    ("half_ulp_margin", "Margin", "ofMargin", ""),
+    ("edq_ratio", "EDQ", "ofRatio", ""),
+)
+"""The table's numbers: field, title, the function that writes them, and what they are if no catalogue says it."""
 
 
 def layer_table(run: wire.Run) -> dmc.Paper:
     """The card of the table of all layers, those first that lose the most; its rows come when it is there."""
-    numbers = (
-        (
-            "share",
-            "Share of the loss",
-            "The layer's share of the model's losses: its Σu² − Σue divided by the model's.",
-        ),
-        ("lost_update_ratio", "Lost", describe("lost_update_ratio").help),
-        ("since", "Since", f"The step from which it has lost more than {share_text(LOST_TOLERANCE)} until now."),
-        ("half_ulp_margin", "Margin", describe("half_ulp_margin").help),
-        ("edq_ratio", "EDQ", describe("edq_ratio").help),
-    )
-    formats = {"share": "ofShare(params)", "lost_update_ratio": "ofShare(params)", "edq_ratio": "ofRatio(params)"}
-    formats |= {"since": "wholeNumber(params)", "half_ulp_margin": "ofMargin(params)"}
-    filters: dict[str, Any] = {
-        "floatingFilter": True,
-        "suppressFloatingFilterButton": True,
-        "suppressHeaderFilterButton": True,
-    }
+    kind = {"function": "kindOf(params)"}
+    text = {"filter": "agTextColumnFilter"}
+    number = {"type": "rightAligned", "width": 82, "wrapHeaderText": True, "filter": "agNumberColumnFilter"}
+    name = {"cellRenderer": "LayerCell", "tooltipField": "layer", "flex": 1, "minWidth": 150}
     columns: list[dict[str, Any]] = [
-        _name("layer", "Layer", cellRenderer="LayerCell", flex=1, minWidth=150),
+        {"field": "layer", "headerName": "Layer", **name, **text},
         {
             "colId": "kind",
             "headerName": "Kind",
-            "valueGetter": {"function": "kindOf(params)"},
-            "tooltipValueGetter": {"function": "kindOf(params)"},
-            "filter": "agTextColumnFilter",
+            "valueGetter": kind,
+            "tooltipValueGetter": kind,
             "width": 90,
+            **text,
         },
         *(
             {
                 "field": field,
                 "headerName": title,
-                "headerTooltip": text,
-                "type": "rightAligned",
-                "width": 82,
-                "wrapHeaderText": True,
-                "filter": "agNumberColumnFilter",
-                "valueFormatter": {"function": formats[field]},
+                "headerTooltip": told or describe(field).help,
+                "valueFormatter": {"function": f"{form}(params)"},
+                **number,
             }
-            for field, title, text in numbers
+            for field, title, form, told in _NUMBERS
         ),
     ]
-    grid = dag.AgGrid(
-        id={"type": "run-layers", "index": run.run_id},
-        columnDefs=columns,
-        getRowId="params.data.layer",
-        defaultColDef={"sortable": True, "resizable": True, "suppressHeaderMenuButton": True, **filters},
-        dashGridOptions={"rowHeight": 30, "headerHeight": 40, "tooltipShowDelay": 300, "animateRows": False},
+    shown = grid(
+        {"type": "run-layers", "index": run.run_id},
+        columns,
+        "layer",
+        {"floatingFilter": True, "suppressFloatingFilterButton": True},
+        {"rowHeight": 30, "headerHeight": 40},
         className="runs-grid layers-grid",
         style={"height": "100%", "minHeight": "360px"},
     )
     note = html.Div(id={"type": "run-layers-note", "index": run.run_id}, className="quiet layer-facts")
     known = dcc.Store(id={"type": "run-layers-digest", "index": run.run_id})
-    return dmc.Paper(
-        [html.H2("Layers", className="card-title"), note, html.Div(grid, className="layers-place"), known],
-        className="card",
-        withBorder=True,
-    )
-
-
-def _name(field: str, title: str, **more: Any) -> dict[str, Any]:
-    """A column of names, which are told whole where they are cut."""
-    return {"field": field, "headerName": title, "tooltipField": field, "filter": "agTextColumnFilter", **more}
+    return card("Layers", note, html.Div(shown, className="layers-place"), known)
 
 
 def keys_of_layers(run: wire.Run) -> list[str]:
@@ -335,25 +298,16 @@ def _since(answer: wire.Heatmap, wanted: set[str]) -> dict[str, int | None]:
     return {name: since_beyond(track, LOST_TOLERANCE, below=False) for name, track in tracks.items()}
 
 
+def _chosen_layer(view: View, reader: Reader, judged: Mapping[str, Any]) -> Any:
+    """The card of the view's layer."""
+    if view.tab == "about" or view.layer is None:
+        return None
+    return layer_card(view, reader.ask(lambda client: client.run(view.runs[0])), reader, judged["first"])
+
+
 def register_layers(app: dash.Dash, reader: Reader) -> None:
     """Bind the card of the chosen layer and the table's rows to the application."""
-
-    @app.callback(
-        Output("run-layer-place", "children"),
-        Input("run-shown", "data"),
-        Input("run-judged", "data"),
-    )
-    def tell_layer(shown: dict[str, Any], judged: dict[str, Any]) -> Any:
-        view = read_address(shown["pathname"], shown["search"])
-        if judged["failed"]:
-            raise dash.exceptions.PreventUpdate
-        if view.tab == "about" or view.layer is None:
-            return None
-        try:
-            run = reader.ask(lambda client: client.run(view.runs[0]))
-            return layer_card(view, run, reader, judged["first"])
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None
+    register_part(app, reader, "run-layer-place", "run-judged", ("layer", "step", "tab"), _chosen_layer)
 
     @app.callback(
         Output({"type": "run-layers", "index": MATCH}, "rowData"),
@@ -367,12 +321,10 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         run_id = dash.ctx.outputs_list[0]["id"]["index"]
         if judged["failed"]:
             raise dash.exceptions.PreventUpdate
-        try:
+        with or_later():
             # When the page was opened, nothing may have been measured yet.
             keys = keys or keys_of_layers(reader.ask(lambda client: client.run(run_id)))
             rows = layer_rows(reader, run_id, keys, judged["first"])
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         # The page tells a digest of its rows: the rows themselves would be most of what a live page sends.
         found = digest(rows)
         if found == known:
@@ -381,15 +333,9 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         over = "Over the whole run" if judged["first"] is None else f"From step {judged['first']:,} on"
         return rows, f"{over}.{most} A click, or Enter, shows a layer's card and curves.", found
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "keepKinds"), Output("run-worst", "id"), Input("run-kinds", "data")
-    )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "showLayer"),
-        Output("run-layer-place", "id"),
-        Input("run-layer-place", "children"),
-        prevent_initial_call=True,
-    )
+    clientside(app, "flow.keepKinds", Input("run-kinds", "data"), prevent_initial_call=False)
+    clientside(app, "view.chooseLayer", Input({"type": "run-layers", "index": ALL}, "cellClicked"))
+    clientside(app, "flow.showLayer", Input("run-layer-place", "children"))
 
 
 def run_of(record: str) -> wire.Run:

@@ -5,21 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import plotly.graph_objects as go
 from dash import html
 
 from collage_dashboard.descriptions import describe, finite, value_text
 from collage_dashboard.figures.series import mark_events, shade_beyond
+from collage_dashboard.figures.style import ACCENT
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, Condition
 from collage_monitor.diagnosis import EDQ_TOLERANCE
 from collage_monitor.metrics import split_key
 from collage_monitor.onset import find_onset
 
-__all__ = ["Marks", "mark_curve", "marks_in_words", "marks_of", "place_marks", "step_of_onset"]
+__all__ = ["Marks", "Story", "mark_curve", "marks_in_words", "marks_of", "place_marks", "step_of_onset"]
 
 Marks = Sequence[tuple[int, str]]
 """Steps of a run, and what happened there."""
+
+
+class Story(msgspec.Struct, frozen=True):
+    """What the charts of a run show besides its numbers.
+
+    `strategy` and its `colour`; `since`: the onset that the headline names; `beside`: what second writers log.
+    """
+
+    colour: str = ACCENT
+    strategy: str | None = None
+    since: int | None = None
+    beside: Sequence[str] = ()
+    marks: Marks = ()
+
+
 _MOST_MARKS: Final = 12
 _UNMARKED: Final = frozenset({"retention", "alert_resolved", "continuation"})
 _EVENTS: Final = {
@@ -86,30 +103,23 @@ def _place_of(step: int, answer: wire.Series) -> float | None:
     return next((at for known, at in points if known >= step and at is not None), None)
 
 
-def mark_curve(
-    figure: go.Figure,
-    metric: str,
-    answer: wire.Series,
-    strategy: str | None,
-    marks: Marks = (),
-    since: int | None = None,
-) -> go.Figure:
-    """The figure of one curve with its alert's threshold as a band, these marks, and where it changed abruptly.
+def mark_curve(figure: go.Figure, metric: str, answer: wire.Series, story: Story) -> go.Figure:
+    """The figure of one curve with its alert's threshold as a band, the run's marks, and where it changed abruptly.
 
-    `strategy`: that of the run; an alert may judge some only. `since`: the onset that the run's headline names.
-    The onset is that of the points on the screen: a zoom places it more exactly, and of the model's EDQ it is among
-    the marks of the run already. Where points merge steps, it is the headline's if that lies within the same point.
+    An alert may judge some strategies only. The onset is that of the points on the screen: a zoom places it more
+    exactly, and of the model's EDQ it is among the marks of the run already. Where points merge steps, it is the
+    headline's if that lies within the same point.
     """
     if not figure.data:
         return figure
-    alert, conditions = _alert_on(metric, strategy) if answer.layer is None else ("", [])
+    alert, conditions = _alert_on(metric, story.strategy) if answer.layer is None else ("", [])
     for condition in conditions:
         figure = shade_beyond(
             figure, condition, f"{alert}: {_beyond(condition, metric)}", describe(metric).drawn_scale
         )
-    places = dict(place_marks(marks, answer))
+    places = dict(place_marks(story.marks, answer))
     if metric != "edq_ratio" or answer.layer is not None:
-        for place, told in _onset_of(metric, answer, since):
+        for place, told in _onset_of(metric, answer, story.since):
             places[place] = f"{places[place]} · {told}" if place in places else told
     return mark_events(figure, list(places.items()))
 

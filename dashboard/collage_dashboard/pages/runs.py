@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 import dash
-import dash_ag_grid as dag
 import dash_mantine_components as dmc
-from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
+from dash import Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
     IDLE_MILLISECONDS,
+    judgement_sign,
     limits_note,
     milliseconds_after,
     notice,
@@ -20,9 +20,9 @@ from collage_dashboard.components import (
     problem_page,
     refresh_marker,
     refusal,
-    runs_in_words,
     tags_of,
 )
+from collage_dashboard.navigation import clears, clientside, or_later, view_of, view_stores
 from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.runs_content import (
     USUAL,
@@ -33,7 +33,7 @@ from collage_dashboard.pages.runs_content import (
     rows,
 )
 from collage_dashboard.pages.runs_controls import (
-    SELECTS,
+    CHOICES,
     columns_menu,
     filter_row,
     pinned_line,
@@ -43,7 +43,8 @@ from collage_dashboard.pages.runs_controls import (
 )
 from collage_dashboard.prerendering import with_placeholder
 from collage_dashboard.server_reader import Problem, Reader, explain
-from collage_dashboard.view import ARCHIVED, FILTERS, View, read_address, write_address
+from collage_dashboard.tables import grid, table
+from collage_dashboard.view import ARCHIVED, FILTERS, View, write_address
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
@@ -85,7 +86,7 @@ def layout(view: View, reader: Reader) -> html.Div:
     shown, kept = (beside(found, _baseline(pinned, view)) for found in (_shown_rows(first, view), pinned))
     return page(
         [
-            dcc.Location(id="runs-address", refresh=False, search=write_address(view)[1]),
+            *view_stores(view, "runs", CHOICES),
             dcc.Store(id="runs-revision", data=_revision(table)),
             dcc.Store(id="runs-first", data={"sort": view.sort, "rowData": shown, "rowCount": first.total}),
             dcc.Store(id="runs-wanted"),
@@ -143,12 +144,12 @@ def register(app: dash.Dash, reader: Reader) -> None:
         Output("runs-empty", "style"),
         Output("runs-pace", "children"),
         Input("tick", "data"),
-        Input("runs-address", "search"),
+        Input("runs-shown", "data"),
         State("runs-revision", "data"),
         prevent_initial_call=True,
     )
-    def check_for_changes(_tick: int | None, search: str | None, known: dict[str, Any]) -> tuple[Any, ...]:
-        view = read_address("/", search)
+    def check_for_changes(_tick: int | None, shown: dict[str, Any], known: dict[str, Any]) -> tuple[Any, ...]:
+        view = view_of(shown)
         try:
             table = reader.ask(lambda client: _head(client, view))
             found = {**_revision(table), "edits": (known or {}).get("edits", 0)}
@@ -160,32 +161,32 @@ def register(app: dash.Dash, reader: Reader) -> None:
             said = no_update, notice(explain(error)), no_update, no_update, no_update
             return failed, *said, str(milliseconds_after(0.0))
         empty = _is_empty(table, view)
-        shown = _said(table, view), None, _shown(not empty), nothing, _shown(empty)
-        return found, *shown, str(_wait(table, view))
+        told = _said(table, view), None, _shown(not empty), nothing, _shown(empty)
+        return found, *told, str(_wait(table, view))
 
 
 def _register_rows(app: dash.Dash, reader: Reader) -> None:
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "firstRows"),
+    clientside(
+        app,
+        "flow.firstRows",
         Output("runs-grid", "getRowsResponse"),
         Output("runs-first", "data"),
         Output("runs-wanted", "data"),
         Input("runs-grid", "getRowsRequest"),
         State("runs-first", "data"),
-        prevent_initial_call=True,
     )
 
     @app.callback(
         Output("runs-grid", "getRowsResponse", allow_duplicate=True),
         Output("runs-alert", "children", allow_duplicate=True),
         Input("runs-wanted", "data"),
-        State("runs-address", "search"),
+        State("runs-shown", "data"),
         prevent_initial_call=True,
     )
-    def read_rows(request: dict[str, Any] | None, search: str | None) -> tuple[Any, ...]:
+    def read_rows(request: dict[str, Any] | None, shown: dict[str, Any]) -> tuple[Any, ...]:
         if request is None:
             raise dash.exceptions.PreventUpdate
-        view, start = read_address("/", search), int(request["startRow"])
+        view, start = view_of(shown), int(request["startRow"])
         limit = min(int(request["endRow"]) - start, 500)
         try:
             table, *pinned = reader.ask_together(
@@ -215,54 +216,28 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         edits = int((known or {}).get("edits", 0)) + 1
         return {**(known or {}), "edits": edits, "failed": False}, refused
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "reload"),
-        Output("runs-grid", "id"),
-        Input("runs-revision", "data"),
-        Input("runs-address", "search"),
-        prevent_initial_call=True,
-    )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "showChoices"),
-        Output("runs-address", "id"),
-        Input("runs-address", "search"),
-        *(State(f"runs-{name}", "value") for name in ("query", *SELECTS, "where", "columns")),
-        prevent_initial_call=True,
-    )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "keepSort"),
-        Output("runs-address", "search", allow_duplicate=True),
-        Input("runs-grid", "getRowsRequest"),
-        State("runs-address", "search"),
-        prevent_initial_call=True,
-    )
+    clientside(app, "flow.reload", Input("runs-revision", "data"), Input("runs-shown", "data"))
+    clientside(app, "flow.keepSort", Input("runs-grid", "getRowsRequest"))
 
 
 def _register_pinned(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
         Output("runs-pinned", "data"),
         Output("runs-kept", "children"),
-        Input("runs-address", "search"),
+        Input("runs-shown", "data"),
         Input("runs-revision", "data"),
         State("runs-pinned", "data"),
         prevent_initial_call=True,
     )
-    def read_pinned(search: str | None, _revision: Any, known: list[dict[str, Any]]) -> tuple[Any, ...]:
-        view = read_address("/", search)
+    def read_pinned(shown: dict[str, Any], _revision: Any, known: list[dict[str, Any]]) -> tuple[Any, ...]:
+        view = view_of(shown)
         if not known and not _pinned(view):
             raise dash.exceptions.PreventUpdate
-        try:
+        with or_later():
             pinned = reader.ask(lambda client: _read_pinned(client, view)) if _pinned(view) else []
-        except CollageError:
-            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         return beside(pinned, _baseline(pinned, view)), pinned_line(pinned, view)
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "showPinned"),
-        Output("runs-pinned", "id"),
-        Input("runs-pinned", "data"),
-        prevent_initial_call=True,
-    )
+    clientside(app, "flow.showPinned", Input("runs-pinned", "data"))
 
 
 def _keep(reader: Reader, change: dict[str, Any]) -> None:
@@ -352,7 +327,7 @@ def _said(table: wire.RunTable, view: View) -> list[Any]:
     """The message of the table; if the filters leave nothing, a button that clears them."""
     if table.total or not _is_filtered(view):
         return [headline_of(table)] if table.total else []
-    clear = html.Button("Clear filters", id={"type": "clear-filters", "index": 0}, className="textual")
+    clear = clears("Clear filters", "runs", "q", "where", *FILTERS, className="textual")
     return ["No run matches these filters. ", clear]
 
 
@@ -365,32 +340,38 @@ def _shown(shown: bool) -> dict[str, str]:
     return {"display": "block" if shown else "none"}
 
 
-def _grid(view: View, first: Sequence[dict[str, Any]], pinned: Sequence[dict[str, Any]]) -> dag.AgGrid:
+def _grid(view: View, first: Sequence[dict[str, Any]], pinned: Sequence[dict[str, Any]]) -> Any:
     """The grid; until it can be drawn, its first rows in words stand in its place."""
-    grid = dag.AgGrid(
-        id="runs-grid",
-        columnDefs=columns(view),
+    options = {
+        "rowHeight": ROW_PIXELS,
+        "pinnedTopRowData": pinned,
+        "headerHeight": HEADER_PIXELS,
+        "stopEditingWhenCellsLoseFocus": True,
+        "cacheBlockSize": ROWS_PER_REQUEST,
+        "maxBlocksInCache": 4,
+        "maxConcurrentDatasourceRequests": 1,
+        "infiniteInitialRowCount": 1,
+    }
+    shown = grid(
+        "runs-grid",
+        columns(view),
+        "run_id",
+        {},
+        options,
         rowModelType="infinite",
-        getRowId="params.data.run_id",
-        defaultColDef={
-            "sortable": True,
-            "resizable": True,
-            "suppressHeaderMenuButton": True,
-            "suppressHeaderFilterButton": True,
-        },
-        dashGridOptions={
-            "rowHeight": ROW_PIXELS,
-            "pinnedTopRowData": pinned,
-            "headerHeight": HEADER_PIXELS,
-            "tooltipShowDelay": 300,
-            "animateRows": False,
-            "stopEditingWhenCellsLoseFocus": True,
-            "cacheBlockSize": ROWS_PER_REQUEST,
-            "maxBlocksInCache": 4,
-            "maxConcurrentDatasourceRequests": 1,
-            "infiniteInitialRowCount": 1,
-        },
         className="runs-grid",
         style={"height": "calc(100vh - 320px)", "minHeight": "260px"},
     )
-    return with_placeholder(grid, runs_in_words(first[:_ROWS_IN_WORDS]))
+    return with_placeholder(shown, _in_words(first[:_ROWS_IN_WORDS]))
+
+
+def _in_words(rows: Sequence[dict[str, Any]]) -> Any:
+    """Rows of the table as text, before the grid is loaded."""
+    lines = []
+    for row in rows:
+        dot = html.Span(className="dot", style={"--run-colour": row["colour"]})
+        name = html.Span([dot, dcc.Link(row["name"], href=row["address"])], className="run-cell")
+        said = [judgement_sign(row["health"] or "unknown"), row["brief"]]
+        verdict = html.Span(said, title=row["headline"], className="verdict-cell")
+        lines.append((name, row["strategy"], row["state"], verdict))
+    return table(("Run", "Strategy", "State", "Judgement"), lines, className="runs-words")

@@ -17,7 +17,7 @@ from collage_dashboard.components import judgement_mark, text_of_tags
 from collage_dashboard.descriptions import describe, finite, in_few_words, state_key
 from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.run_styles import strategy_title
-from collage_dashboard.view import View, comparison_of, write_address
+from collage_dashboard.view import View, comparison_of, run_address, write_address
 from collage_monitor import wire
 from collage_monitor.diagnosis import NO_PROBLEM
 
@@ -30,121 +30,105 @@ __all__ = [
     "headline_of",
     "rows",
     "shown_columns",
-    "with_columns",
 ]
 
-_FORMS: Final = {
-    "last_step": "wholeNumber(params)",
-    "bytes_per_parameter": "ofBytes(params)",
-    "lost_update_ratio": "ofShare(params)",
-    "edq_ratio": "ofRatio(params)",
-    "state_decrement_ratio": "ofRatio(params)",
-}
-"""The functions that write numbers that are no four significant digits."""
-_OF_A_RUN: Final = {"function": "params.data && !params.data.group"}
-_OVER_RUNS: Final = {"function": "overRuns(params)"}
-_LARGE: Final = {"cellEditor": "agLargeTextCellEditor", "cellEditorPopup": True}
-_COMPARED: Final = (
-    "loss",
-    "lost_update_ratio",
-    "edq_ratio",
-    "bytes_per_parameter",
-    "tokens_per_second",
-    "validation_loss",
-    "state_decrement_ratio",
-    "last_step",
-)
-"""Numbers that are told as differences from the baseline's, too."""
+USUAL: Final = tuple(column.key for column in wire.RUN_COLUMNS[1:] if column.usual)
+"""The columns after the name, unless a reader chooses others."""
+
+
+def _recent(key: str) -> str:
+    return f"{describe(key).help} Here over the run's recent past, which the judgement rests on."
+
+
 _HOW_TO_EDIT: Final = "Double-click or press Enter to edit."
+_WORDS: Final[dict[str, Any]] = {"width": 110}
+_NUMBERS: Final = {
+    "number": "fourDigitsOver(params)",
+    "share": "ofShare(params)",
+    "ratio": "ofRatio(params)",
+    "bytes": "ofBytes(params)",
+    "count": "wholeNumber(params)",
+}
+_OF_KIND: Final[dict[str, dict[str, Any]]] = {
+    "word": _WORDS,
+    "text": {**_WORDS, "editable": {"function": "params.data && !params.data.group"}},
+    "curve": {"cellRenderer": "TrendCell", "wrapHeaderText": True},
+    "time": {"valueFormatter": {"function": "minuteUtc(params.value)"}, "wrapHeaderText": True},
+    **{
+        kind: {
+            "type": "rightAligned",
+            "cellClass": ["ag-right-aligned-cell", "number-cell"],
+            "tooltipValueGetter": {"function": "overRuns(params)"},
+            "wrapHeaderText": True,
+            "valueFormatter": {"function": form},
+        }
+        for kind, form in _NUMBERS.items()
+    },
+}
+"""How the grid shows each kind of column: the functions are those of `assets/dashAgGridFunctions.js`."""
+_OF_COLUMN: Final[dict[str, dict[str, Any]]] = {
+    "name": {"cellRenderer": "RunCell", "minWidth": 200, "width": 250, "pinned": "left", "lockPosition": "left"},
+    "health": {
+        "cellRenderer": "JudgementCell",
+        "minWidth": 210,
+        "flex": 1,
+        "headerTooltip": "What is wrong in the run's recent past; the full sentence is below the table.",
+    },
+    "strategy": {
+        "width": 168,
+        "cellClass": "wrapped",
+        "cellClassRules": {"disputed": "params.data && params.data.disputed"},
+    },
+    "loss": {"width": 82, "headerTooltip": "The newest logged value."},
+    "lost_update_ratio": {"width": 78, "headerTooltip": _recent("lost_update_ratio")},
+    "edq_ratio": {"width": 72, "headerTooltip": _recent("edq_ratio")},
+    "tokens_per_second": {"width": 78},
+    "state": {"width": 76},
+    "validation_loss": {"width": 88},
+    "state_decrement_ratio": {"headerTooltip": _recent("state_decrement_ratio/exp_avg_sq")},
+    "last_step": {"width": 76, "headerTooltip": "The newest reported step."},
+    "updated_at": {"width": 140},
+    "tags": {
+        "width": 150,
+        "headerTooltip": "Tags, separated by commas; put a tag that contains a comma in quotes. " + _HOW_TO_EDIT,
+    },
+    "notes": {
+        "width": 180,
+        "cellEditor": "agLargeTextCellEditor",
+        "cellEditorPopup": True,
+        "headerTooltip": "Notes. " + _HOW_TO_EDIT,
+    },
+}
+"""What a column has beside what its kind has."""
 
 
 def columns(view: View) -> list[dict[str, Any]]:
     """The table's columns as the view has them; what they mean stands in their header's tooltip."""
-    name = {
-        "field": "name",
-        "headerName": "Run",
-        "cellRenderer": "RunCell",
-        "minWidth": 200,
-        "width": 250,
-        "pinned": "left",
-        "lockPosition": "left",
-    }
-    known = {column["field"]: column for column in _measured()}
-    found = [name, *(known.get(field) or _of_configuration(field) for field in shown_columns(view))]
+    known = {column.key: column for column in wire.RUN_COLUMNS if column.usual}
+    found = [
+        _column(known[key]) if key in known else _of_configuration(key) for key in ("name", *shown_columns(view))
+    ]
     for column in found:
         if column.get("field") == view.sort.removeprefix("-"):
             column["sort"] = "desc" if view.sort.startswith("-") else "asc"
     return found
 
 
+def _column(column: wire.RunColumn) -> dict[str, Any]:
+    """A column as the grid has it."""
+    key = column.key
+    found = {"field": key, "headerName": column.title, "width": 92, "sortable": column.sorts}
+    if column.kind in _NUMBERS:
+        found["headerTooltip"] = describe(key).help
+    found |= _OF_KIND[column.kind] | _OF_COLUMN.get(key, {})
+    return (
+        found if column.kind not in {"word", "text"} or "cellRenderer" in found else {**found, "tooltipField": key}
+    )
+
+
 def shown_columns(view: View) -> tuple[str, ...]:
     """The columns after the name: those that the reader chose, else the usual ones."""
     return view.columns or USUAL
-
-
-def with_columns(view: View, chosen: Sequence[str]) -> View:
-    """The view with these columns; an entry of the configuration that is added last comes to the front."""
-    before, after = shown_columns(view), tuple(dict.fromkeys(chosen))
-    if after[:-1] == before and after[-1] not in USUAL and "strategy" in before:
-        place = before.index("strategy") + 1
-        after = (*before[:place], after[-1], *before[place:])
-    return replace(view, columns=() if after == USUAL else after)
-
-
-def _measured() -> list[dict[str, Any]]:
-    """The columns that every run has."""
-    return [
-        {
-            "field": "health",
-            "headerName": "Judgement",
-            "cellRenderer": "JudgementCell",
-            "minWidth": 210,
-            "flex": 1,
-            "headerTooltip": "What is wrong in the run's recent past; the full sentence is below the table.",
-        },
-        {
-            **_text("strategy", "Strategy", 168),
-            "cellClass": "wrapped",
-            "cellClassRules": {"disputed": "params.data && params.data.disputed"},
-        },
-        _number("loss", "Training loss", "The newest logged value.", width=82),
-        _number("lost_update_ratio", "Lost", _recent("lost_update_ratio"), width=78),
-        _number("edq_ratio", "EDQ", _recent("edq_ratio"), width=72),
-        {
-            "field": "trend",
-            "headerName": "EDQ over the run",
-            "cellRenderer": "TrendCell",
-            "width": 92,
-            "wrapHeaderText": True,
-            "sortable": False,
-        },
-        _number("bytes_per_parameter", "Bytes per parameter", width=92),
-        _number("tokens_per_second", "Tokens/s", width=78),
-        _text("state", "State", 76),
-        _number("validation_loss", "Validation loss", width=88),
-        _number(
-            "state_decrement_ratio",
-            "State decrement",
-            _recent("state_decrement_ratio/exp_avg_sq"),
-            width=92,
-        ),
-        _number("last_step", "Step", "The newest reported step.", width=76),
-        {
-            "field": "updated_at",
-            "headerName": "Last data (UTC)",
-            "wrapHeaderText": True,
-            "width": 140,
-            "valueFormatter": {"function": "minuteUtc(params.value)"},
-        },
-        _text("project", "Project", 110),
-        _editable(
-            "tags",
-            "Tags",
-            150,
-            f"Tags, separated by commas; put a tag that contains a comma in quotes. {_HOW_TO_EDIT}",
-        ),
-        _editable("notes", "Notes", 180, f"Notes. {_HOW_TO_EDIT}", **_LARGE),
-    ]
 
 
 def rows(table: Sequence[wire.RunRow]) -> list[dict[str, Any]]:
@@ -162,7 +146,8 @@ def beside(shown: Sequence[dict[str, Any]], baseline: Mapping[str, Any] | None) 
 def _differences(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float]:
     if row["run_id"] == baseline["run_id"]:
         return {}
-    pairs = {name: (finite(row.get(name)), finite(baseline.get(name))) for name in _COMPARED}
+    numbers = [column.key for column in wire.RUN_COLUMNS if column.kind in _NUMBERS]
+    pairs = {name: (finite(row.get(name)), finite(baseline.get(name))) for name in numbers}
     return {name: own - its for name, (own, its) in pairs.items() if own is not None and its is not None}
 
 
@@ -192,7 +177,7 @@ def compare_link(picked: Mapping[str, str]) -> Any:
     pathname, search = write_address(view)
     names = ", ".join(picked.values())
     link = dcc.Link(text, href=pathname + search, className="button", title=names)
-    clear = dmc.Button("Clear", id={"type": "clear-picked", "index": 0}, variant="subtle", size="compact-sm")
+    clear = dmc.Button("Clear", variant="subtle", size="compact-sm", **{"data-unpick": ""})
     return html.Div([link, clear], className="tray")
 
 
@@ -203,7 +188,7 @@ def _row(run: wire.RunRow) -> dict[str, Any]:
     numbers = run.overview.numbers if run.overview else {}
     return {
         "run_id": run.run_id,
-        "address": write_address(View(page="run", runs=(run.run_id,)))[0],
+        "address": run_address(run.run_id),
         "name": run.name,
         "project": run.project,
         "strategy": f"{title} (observed: {strategy_title(observed)})" if disputed else title,
@@ -221,11 +206,7 @@ def _row(run: wire.RunRow) -> dict[str, Any]:
         "edq_ratio": numbers.get("edq_ratio"),
         "state_decrement_ratio": numbers.get(state_key(numbers)),
         "lost_update_ratio": numbers.get("lost_update_ratio"),
-        **{
-            name: entry.value
-            for name in ("loss", "validation_loss", "bytes_per_parameter", "tokens_per_second")
-            if (entry := run.scalars.get(name))
-        },
+        **{column.key: entry.value for column in wire.RUN_COLUMNS if (entry := run.scalars.get(column.key))},
         "updated_at": run.updated_at,
         "config": run.config,
     }
@@ -284,10 +265,6 @@ def _group_name(group: wire.RunGroup, by: wire.GroupBy | None, title: str) -> st
     return first if group.count == 1 else f"{first} and {group.count - 1:,} more"
 
 
-def _text(field: str, header: str, width: int) -> dict[str, Any]:
-    return {"field": field, "headerName": header, "width": width, "tooltipField": field}
-
-
 def _of_configuration(path: str) -> dict[str, Any]:
     return {
         "colId": path,
@@ -299,34 +276,3 @@ def _of_configuration(path: str) -> dict[str, Any]:
         "wrapHeaderText": True,
         "sortable": False,
     }
-
-
-def _editable(field: str, header: str, width: int, help_line: str, **more: Any) -> dict[str, Any]:
-    own = {
-        "headerTooltip": help_line,
-        "editable": _OF_A_RUN,
-        "sortable": False,
-    }
-    return {**_text(field, header, width), **own, **more}
-
-
-def _recent(key: str) -> str:
-    return f"{describe(key).help} Here over the run's recent past, which the judgement rests on."
-
-
-def _number(field: str, header: str, help_line: str = "", *, width: int) -> dict[str, Any]:
-    return {
-        "field": field,
-        "headerName": header,
-        "headerTooltip": help_line or describe(field).help,
-        "type": "rightAligned",
-        "cellClass": ["ag-right-aligned-cell", "number-cell"],
-        "tooltipValueGetter": _OVER_RUNS,
-        "width": width,
-        "wrapHeaderText": True,
-        "valueFormatter": {"function": _FORMS.get(field, "fourDigitsOver(params)")},
-    }
-
-
-USUAL: Final[tuple[str, ...]] = tuple(column["field"] for column in _measured())
-"""The columns after the name, unless a reader chooses others."""

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
+from dash import ALL, Input, Output, State, dcc, html, no_update
 
-from collage_dashboard.components import refusal, tags_of
-from collage_dashboard.pages.runs_content import USUAL, columns, compare_link, shown_columns, with_columns
+from collage_dashboard.components import filter_select, refusal, tags_of
+from collage_dashboard.navigation import Choice, choices, clientside, register_choices, view_of
+from collage_dashboard.pages.runs_content import USUAL, columns, compare_link, shown_columns
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
-from collage_dashboard.view import ARCHIVED, FILTERS, GROUPS, View, read_address, write_address
+from collage_dashboard.view import ARCHIVED, FILTERS, GROUPS, View, read_address
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 
-__all__ = ["SELECTS", "columns_menu", "filter_row", "pinned_line", "register_controls", "tray", "views_menu"]
+__all__ = ["CHOICES", "columns_menu", "filter_row", "pinned_line", "register_controls", "tray", "views_menu"]
 
 _AT_ONCE: Final = 100
 """Runs that one question of the table names."""
@@ -36,16 +36,34 @@ _ORDERS: Final = {
     "loss": "Lowest loss first",
     "name": "By name",
 }
-SELECTS: Final = (*FILTERS, "archived", "by")
-"""What is chosen of lists, in the order of `showChoices` in assets/flow.js."""
+CHOICES: Final = choices(
+    *FILTERS,
+    "archived",
+    "where",
+    "sort",
+    query=Choice("q"),
+    by=Choice("by", drops=("open",)),
+    columns=Choice("column", USUAL, behind="strategy"),
+)
+"""The controls of the table."""
 
 
 def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
     """The filters of the table, and the grouping of its runs; a phone shows them at the press of one button."""
     selects = [_filter_select(name, view, filters) for name in FILTERS]
-    is_set = any(getattr(view, name) for name in (*SELECTS, "where"))
+    is_set = any(getattr(view, name) for name in (*FILTERS, "archived", "by", "where"))
     button = dmc.Chip("Filters", checked=is_set, size="sm", color="blue.8", className="show-filters")
-    further = (_archived_select(view), _grouping(view), _order(view), _where(view))
+    by = {value: f"By {title}" for value, title in GROUPS.items()}
+    sort = view.sort if view.sort in _ORDERS else None
+    further = (
+        filter_select("runs-archived", "Archived", {"1": "With archived"}, view.archived, told="Archived runs"),
+        filter_select("runs-by", "Group by", by, view.by, told="Group runs that differ by seed"),
+        # For a phone, whose cards have no headers to sort by.
+        filter_select(
+            "runs-sort", "Sort by", _ORDERS, sort, told="Order of the runs", className="filter for-phones"
+        ),
+        _where(view),
+    )
     return html.Div([button, *selects, *further], className="filters")
 
 
@@ -54,23 +72,10 @@ def _filter_select(name: str, view: View, filters: wire.RunFilters) -> Any:
     chosen = getattr(view, name)
     label = _LABELS.get(name, name.capitalize())
     titles = {value: strategy_title(value) if name == "strategy" else value for value in known}
-    data = [
-        {"value": value, "label": titles[value] + (f" ({count})" if count else "")}
-        for value, count in known.items()
-    ]
-    if chosen and chosen not in known:
-        data.append({"value": chosen, "label": chosen})
-    return dmc.Select(
-        id=f"runs-{name}",
-        data=data,
-        value=chosen,
-        placeholder=label,
-        searchable=True,
-        clearable=True,
-        size="xs",
-        className="filter",
-        **{"aria-label": label},
-    )
+    offered = {value: titles[value] + (f" ({count})" if count else "") for value, count in known.items()}
+    if chosen:
+        offered.setdefault(chosen, chosen)
+    return filter_select(f"runs-{name}", label, offered, chosen, searchable=True)
 
 
 def _where(view: View) -> dmc.TagsInput:
@@ -85,22 +90,9 @@ def _where(view: View) -> dmc.TagsInput:
     )
 
 
-def _archived_select(view: View) -> dmc.Select:
-    return dmc.Select(
-        id="runs-archived",
-        data=[{"value": "1", "label": "With archived"}],
-        value=view.archived,
-        placeholder="Archived",
-        clearable=True,
-        size="xs",
-        className="filter",
-        **{"aria-label": "Archived runs"},
-    )
-
-
 def columns_menu(view: View) -> html.Details:
     """The columns, to choose and to order; more of them are entries of the configuration, by path."""
-    usual: dict[str, Any] = {"data-usual": ",".join(USUAL), "role": "group", "aria-label": "Columns"}
+    named: dict[str, Any] = {"role": "group", "aria-label": "Columns"}
     chosen = dmc.TagsInput(
         id="runs-columns",
         value=list(shown_columns(view)),
@@ -112,34 +104,7 @@ def columns_menu(view: View) -> html.Details:
         placeholder="optimizer.lr",
     )
     return html.Details(
-        [html.Summary("Columns"), html.Div(chosen, className="menu-card", **usual)], className="menu"
-    )
-
-
-def _grouping(view: View) -> dmc.Select:
-    return dmc.Select(
-        id="runs-by",
-        data=[{"value": value, "label": f"By {title}"} for value, title in GROUPS.items()],
-        value=view.by,
-        placeholder="Group by",
-        clearable=True,
-        size="xs",
-        className="filter",
-        **{"aria-label": "Group runs that differ by seed"},
-    )
-
-
-def _order(view: View) -> dmc.Select:
-    """For a phone, whose cards have no headers to sort by."""
-    return dmc.Select(
-        id="runs-sort",
-        data=[{"value": value, "label": label} for value, label in _ORDERS.items()],
-        value=view.sort if view.sort in _ORDERS else None,
-        placeholder="Sort by",
-        clearable=True,
-        size="xs",
-        className="filter for-phones",
-        **{"aria-label": "Order of the runs"},
+        [html.Summary("Columns"), html.Div(chosen, className="menu-card", **named)], className="menu"
     )
 
 
@@ -160,7 +125,7 @@ def tray(picked: Mapping[str, str]) -> Any:
     return html.Div(
         [
             link,
-            *(_action(action) for action in ("pin", *one)),
+            *(_keeps(action.capitalize(), {"data-keeps": action}) for action in ("pin", *one)),
             html.Span([tags, _action("tag")], className="tray"),
             *(_action(action) for action in ("archive", "unarchive")),
             dcc.ConfirmDialogProvider(
@@ -180,10 +145,14 @@ def pinned_line(pinned: Sequence[Mapping[str, Any]], view: View) -> Any:
     parts = []
     for row in pinned:
         kind = "Baseline" if row["run_id"] == view.baseline else "Pinned"
-        named: dict[str, Any] = {"aria-label": f"Let go of {row['name']}"}
-        button = html.Button("×", id={"type": "unpin", "index": row["run_id"]}, className="textual", **named)
+        button = _keeps("×", {"data-frees": row["run_id"], "aria-label": f"Let go of {row['name']}"})
         parts.append(html.Span([f"{kind}: {row['name']} ", button]))
     return html.Div(parts, className="kept")
+
+
+def _keeps(text: str, named: dict[str, Any]) -> html.Button:
+    """A button that keeps the picked runs on top of the table, or lets go of one: `assets/flow.js` writes which."""
+    return html.Button(text, type="button", className="textual", **named)
 
 
 def views_menu() -> html.Details:
@@ -201,30 +170,9 @@ def views_menu() -> html.Details:
 
 def register_controls(app: dash.Dash, reader: Reader) -> None:
     """Bind filters, columns, saved views, and actions on picked runs, to the application."""
-    _register_choices(app)
+    register_choices(app, "runs", CHOICES)
+    _register_picked(app)
     _register_views(app, reader)
-
-    @app.callback(
-        Output("runs-address", "search", allow_duplicate=True),
-        Input({"type": "picked-action", "index": ALL}, "n_clicks"),
-        Input({"type": "unpin", "index": ALL}, "n_clicks"),
-        State("runs-picked", "data"),
-        State("runs-address", "search"),
-        prevent_initial_call=True,
-    )
-    def keep_on_top(_clicks: Any, _unpins: Any, picked: dict[str, str] | None, search: str | None) -> Any:
-        pressed = _pressed()
-        view = read_address("/", search)
-        if pressed["type"] == "unpin":
-            gone = pressed["index"]
-            baseline = None if view.baseline == gone else view.baseline
-            view = replace(view, pins=tuple(pin for pin in view.pins if pin != gone), baseline=baseline)
-        elif pressed["index"] == "pin":
-            view = replace(view, pins=tuple(dict.fromkeys([*view.pins, *(picked or {})])))
-        elif pressed["index"] == "baseline":
-            view = replace(view, baseline=next(iter(picked or {}), None))
-        wanted = write_address(view)[1]
-        return no_update if wanted == (search or "") else wanted
 
     @app.callback(
         Output("runs-alert", "children", allow_duplicate=True),
@@ -242,7 +190,7 @@ def register_controls(app: dash.Dash, reader: Reader) -> None:
         pressed = _pressed()
         action = "delete" if pressed["type"] == "picked-delete" else pressed["index"]
         named = tags_of(tags[0] or "") if tags and action == "tag" else []
-        if not picked or action in {"pin", "baseline"} or (action == "tag" and not named):
+        if not picked or (action == "tag" and not named):
             raise dash.exceptions.PreventUpdate
         try:
             reader.ask(lambda client: _do(client, action, list(picked), named))
@@ -343,40 +291,15 @@ def _rows(client: Client, run_ids: Sequence[str]) -> Iterator[wire.RunRow]:
         yield from client.run_table(run_ids=some, limit=_AT_ONCE).rows
 
 
-def _register_choices(app: dash.Dash) -> None:
-    @app.callback(
-        Output("runs-address", "search"),
-        Input("runs-query", "value"),
-        *(Input(f"runs-{name}", "value") for name in (*SELECTS, "where", "columns")),
-        State("runs-address", "search"),
-        prevent_initial_call=True,
-    )
-    def choose(query: str | None, *rest: Any) -> Any:
-        *values, where, wanted_columns, search = rest
-        chosen: dict[str, Any] = {name: value or None for name, value in zip(SELECTS, values, strict=True)}
-        before = read_address("/", search)
-        opened = before.opened if chosen["by"] == before.by else ()
-        asked: dict[str, Any] = {"query": (query or "").strip(), "opened": opened, "where": tuple(where or ())}
-        view = with_columns(replace(before, **asked, **chosen), wanted_columns or USUAL)
-        wanted = write_address(view)[1]
-        return no_update if wanted == (search or "") else wanted
-
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "chooseSort"),
-        Output("runs-address", "search", allow_duplicate=True),
-        Input("runs-sort", "value"),
-        State("runs-address", "search"),
-        prevent_initial_call=True,
-    )
-
+def _register_picked(app: dash.Dash) -> None:
     @app.callback(
         Output("runs-grid", "columnDefs"),
-        Input("runs-address", "search"),
+        Input("runs-shown", "data"),
         State("runs-grid", "columnDefs"),
         prevent_initial_call=True,
     )
-    def show_columns(search: str | None, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        found = columns(read_address("/", search))
+    def show_columns(shown: dict[str, Any], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        found = columns(view_of(shown))
         if [_place_of(column) for column in found] == [_place_of(column) for column in known]:
             raise dash.exceptions.PreventUpdate
         return found
@@ -385,30 +308,7 @@ def _register_choices(app: dash.Dash) -> None:
     def show_picked(picked: dict[str, str] | None) -> Any:
         return tray(picked or {})
 
-    @app.callback(
-        Output("runs-picked", "data"),
-        Input({"type": "clear-picked", "index": dash.ALL}, "n_clicks"),
-        prevent_initial_call=True,
-    )
-    def clear(clicks: list[int | None]) -> Any:
-        if not any(clicks):
-            raise dash.exceptions.PreventUpdate
-        return {}
-
-    @app.callback(
-        Output("runs-query", "value"),
-        *(Output(f"runs-{name}", "value") for name in (*FILTERS, "where")),
-        Input({"type": "clear-filters", "index": dash.ALL}, "n_clicks"),
-        prevent_initial_call=True,
-    )
-    def clear_filters(clicks: list[int | None]) -> tuple[Any, ...]:
-        if not any(clicks):
-            raise dash.exceptions.PreventUpdate
-        return "", *[None] * len(FILTERS), []
-
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("flow", "picked"), Output("runs-compare", "id"), Input("runs-picked", "data")
-    )
+    clientside(app, "flow.picked", Input("runs-picked", "data"), prevent_initial_call=False)
 
 
 def _place_of(column: dict[str, Any]) -> str | None:

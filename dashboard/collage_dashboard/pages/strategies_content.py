@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import dash
@@ -18,13 +17,14 @@ import plotly.graph_objects as go
 from dash import Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
-    cell_content,
-    judgement_mark,
+    card,
+    judgement_sign,
     notice,
     report_link,
     run_label,
     save_buttons,
-    scrollable,
+    select,
+    verdict_line,
 )
 from collage_dashboard.descriptions import UNDEFINED, describe, number, share_text, state_key, value_text
 from collage_dashboard.figures import tradeoff
@@ -32,6 +32,7 @@ from collage_dashboard.figures.style import DASHES, GRAPH_CONFIG, strategy_colou
 from collage_dashboard.figures.tradeoff import Cost
 from collage_dashboard.run_styles import LineStyle, styles_of
 from collage_dashboard.server_reader import Reader, explain
+from collage_dashboard.tables import Cell, Column, cell_content, column_cells, column_heads, wide_table
 from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
@@ -66,16 +67,6 @@ _METHODS: Final = {
     "stochastic/bf16": "Stochastic rounding, bf16",
     "plain/fp8": "Plain, fp8",
 }
-Cell = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class StrategyColumn:
-    """A column of the table of strategies: its title, its help, and (value, smaller line) of a strategy."""
-
-    title: str
-    help: str
-    cell: Callable[[StrategyResult], Cell]
 
 
 def strategy_styles(results: Sequence[StrategyResult]) -> list[LineStyle]:
@@ -94,11 +85,7 @@ def advice(found: Recommendation, view: View, results: Sequence[StrategyResult])
 
     Where configurations keep runs apart, a button treats them as one; where people have done so, one takes it back.
     """
-    mark, kind = judgement_mark("healthy" if found.chosen else "unknown")
-    sentence = html.Div(
-        [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), html.Div(found.brief or found.text)],
-        className="verdict",
-    )
+    sentence = verdict_line("healthy" if found.chosen else "unknown", found.brief or found.text)
     return html.Div(
         [
             html.Div(sentence, className="answer"),
@@ -116,14 +103,13 @@ def pair_question(view: View, results: Sequence[StrategyResult]) -> Any:
     one, other = pair_of(view, results)
     titles = [result.title for result in results]
     selects = [
-        dmc.Select(
-            id={"type": "compare-pair", "index": place},
-            data=titles,
-            value=chosen.title,
+        select(
+            {"type": "compare-pair", "index": place},
+            f"Strategy {'AB'[place]}",
+            titles,
+            chosen.title,
             allowDeselect=False,
-            size="xs",
             w=200,
-            **{"aria-label": f"Strategy {'AB'[place]}"},
         )
         for place, chosen in enumerate((one, other))
     ]
@@ -148,9 +134,6 @@ def _treat(results: Sequence[StrategyResult]) -> list[Any]:
     return [html.Button(said, id="compare-treat", className="textual"), " · "]
 
 
-_HIDDEN: Final[dict[str, Any]] = {"aria-hidden": "true"}
-
-
 def cost_figures(results: Sequence[StrategyResult], found: Recommendation) -> list[Any]:
     """The loss against each cost, in the order of `COSTS`; the recommended strategy is marked."""
     return [tradeoff(results, cost, chosen=found.chosen) for cost in COSTS]
@@ -158,24 +141,12 @@ def cost_figures(results: Sequence[StrategyResult], found: Recommendation) -> li
 
 def strategy_table(results: Sequence[StrategyResult]) -> dmc.Paper:
     """One row per strategy, costs first; numbers are means over its runs."""
-    head = [dmc.TableTh("Strategy"), dmc.TableTh("Verdict", className="text")]
-    head += [dmc.TableTh(html.Span(column.title, title=column.help)) for column in STRATEGY_COLUMNS]
+    heads = ["Strategy", "Verdict", *column_heads(STRATEGY_COLUMNS)]
     rows = [
-        dmc.TableTr(
-            [
-                dmc.TableTd(run_label(style)),
-                dmc.TableTd(_health(result), className="text"),
-                *(dmc.TableTd(cell_content(column.cell(result))) for column in STRATEGY_COLUMNS),
-            ]
-        )
+        [run_label(style), _health(result), *column_cells(STRATEGY_COLUMNS, result)]
         for result, style in zip(results, strategy_styles(results), strict=True)
     ]
-    return _card(
-        head,
-        rows,
-        "Strategies",
-        about_strategies(results),
-    )
+    return wide_table(heads, rows, "Strategies", about_strategies(results), texts=(1,))
 
 
 def about_strategies(results: Sequence[StrategyResult]) -> str:
@@ -193,12 +164,8 @@ def counterfactual_table(runs: Sequence[wire.ComparedRun]) -> Any:
     heads, found = counterfactual_cells(runs)
     if not found:
         return _without_counterfactuals(title)
-    rows = [
-        dmc.TableTr([dmc.TableTd(run_label(style)), *(dmc.TableTd(cell_content(cell)) for cell in cells)])
-        for style, cells in found
-    ]
-    head = [dmc.TableTh(text) for text in heads]
-    return _card(head, rows, "The same steps, kept otherwise", ABOUT_COUNTERFACTUALS, title)
+    rows = [[run_label(style), *map(cell_content, cells)] for style, cells in found]
+    return wide_table(heads, rows, "The same steps, kept otherwise", ABOUT_COUNTERFACTUALS, title=title)
 
 
 def counterfactual_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], list[tuple[LineStyle, list[Cell]]]]:
@@ -238,9 +205,7 @@ def _without_counterfactuals(title: Any) -> dmc.Paper:
         "few hundred steps, or measure at steps divisible by 100: collage_agent.watch(model, optimizer, "
         "every=10)."
     )
-    return dmc.Paper(
-        [title, dmc.Text(text, size="sm", className="quiet", mt=8)], className="card", withBorder=True, mt=14
-    )
+    return card(title, dmc.Text(text, size="sm", className="quiet", mt=8), mt=14)
 
 
 def _kept(run: wire.ComparedRun, method: str) -> wire.Number | None:
@@ -257,11 +222,10 @@ def _labelled(result: StrategyResult) -> str:
 
 
 def _health(result: StrategyResult) -> list[Any]:
-    mark, kind = judgement_mark(result.health)
     apart = result.set_apart
     said = f"{len(apart)} of {len(result.runs)} not counted: {'; '.join(run.why_odd for run in apart)}"
     small = [html.Div(said, className="detail")] if apart else []
-    return [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), result.health, *small]
+    return [judgement_sign(result.health), result.health, *small]
 
 
 def _where_losses_stand(results: Sequence[StrategyResult]) -> str:
@@ -306,41 +270,22 @@ def _state(result: StrategyResult) -> Cell:
 
 
 STRATEGY_COLUMNS: Final = (
-    StrategyColumn(
+    Column(
         "Bytes per parameter",
         describe("bytes_per_parameter").help,
         lambda result: _mean(result.bytes_per_parameter, "bytes_per_parameter"),
     ),
-    StrategyColumn(
+    Column(
         "Tokens/s",
         "The newest that the training loops logged.",
         lambda result: _mean(result.tokens_per_second, "tokens_per_second"),
     ),
-    StrategyColumn("Loss gap", "The loss minus the reference's, at a step that all runs have reached.", _gap),
-    StrategyColumn("Loss", "Validation loss if all runs log one, otherwise training loss.", _loss),
-    StrategyColumn("EDQ", describe("edq_ratio").help, _over("edq_ratio")),
-    StrategyColumn("Updates lost", describe("lost_update_ratio").help, _over("lost_update_ratio")),
-    StrategyColumn("State decrement", describe("state_decrement_ratio/exp_avg_sq").help, _state),
+    Column("Loss gap", "The loss minus the reference's, at a step that all runs have reached.", _gap),
+    Column("Loss", "Validation loss if all runs log one, otherwise training loss.", _loss),
+    Column("EDQ", describe("edq_ratio").help, _over("edq_ratio")),
+    Column("Updates lost", describe("lost_update_ratio").help, _over("lost_update_ratio")),
+    Column("State decrement", describe("state_decrement_ratio/exp_avg_sq").help, _state),
 )
-
-
-def _card(head: list[Any], rows: list[Any], label: str, note: str, title: Any = None) -> dmc.Paper:
-    table = dmc.Table(
-        [dmc.TableThead(dmc.TableTr(head)), dmc.TableTbody(rows)],
-        highlightOnHover=True,
-        verticalSpacing="xs",
-        horizontalSpacing=8,
-    )
-    return dmc.Paper(
-        [
-            *([title] if title is not None else []),
-            scrollable([table], label),
-            dmc.Text(note, size="xs", className="quiet", px=10, pt=8),
-        ],
-        className="card comparison-table",
-        withBorder=True,
-        mt=14,
-    )
 
 
 def cost_cards(results: Sequence[StrategyResult], found: Recommendation) -> html.Div:
@@ -353,14 +298,11 @@ def _cost_card(place: int, cost: Cost, figure: go.Figure) -> dmc.Paper:
     title = f"Loss against {describe(cost).title.lower()}"
     named: dict[str, Any] = {"aria-label": title, "role": "region", "tabIndex": "0"}
     graph = dcc.Graph(id=f"compare-cost-{place}", figure=figure, config=GRAPH_CONFIG)
-    return dmc.Paper(
-        [
-            html.H2(title, className="card-title"),
-            html.Div(graph, className="figure-place cost-place", **named),
-            save_buttons(title),
-        ],
-        className="card chart-card",
-        withBorder=True,
+    return card(
+        title,
+        html.Div(graph, className="figure-place cost-place", **named),
+        save_buttons(title),
+        kind="chart-card",
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from collage_dashboard.figures.series import shade_beyond
 from collage_dashboard.figures.stack import stack_height
 from collage_dashboard.pages.run_content import draw
+from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.view import View
 
 from collage_monitor.alerts import ALERTS
@@ -39,7 +40,7 @@ def axis_of(metric):
 
 
 def drawn(reader, run_id, strategy, **view):
-    return draw("stack", "stack", View(page="run", runs=(run_id,), **view), reader, strategy=strategy)
+    return draw("stack", "stack", View(page="run", runs=(run_id,), **view), reader, Story(strategy=strategy))
 
 
 def bands(figure, metric):
@@ -98,7 +99,7 @@ def test_an_onset_is_marked_in_the_curve_that_has_it_and_found_while_the_run_liv
 def test_a_tabs_curves_are_marked_alike(server, reader):
     server.runs["run-jumping"] = Jumping("jumping", "plus", run_id="run-jumping", steps=2 * JUMPED_AT)
     view = View(page="run", runs=("run-jumping",), tab="curves")
-    figure = draw("series", "lost_update_ratio", view, reader, strategy="plus")
+    figure = draw("series", "lost_update_ratio", view, reader, Story(strategy="plus"))
     assert [shape.x0 for shape in figure.layout.shapes if shape.yref == "y domain"] == [JUMPED_AT]
     assert [shape.y0 for shape in figure.layout.shapes if shape.type == "rect"] == [25]
 
@@ -106,7 +107,7 @@ def test_a_tabs_curves_are_marked_alike(server, reader):
 def test_each_curve_has_its_110_pixels_whatever_is_marked(reader):
     view = View(page="run", runs=("run-plain",))
     for marks in ((), ((100, "attempt 2"),)):
-        layout = draw("stack", "stack", view, reader, marks=marks).layout
+        layout = draw("stack", "stack", view, reader, Story(marks=marks)).layout
         assert layout.height == stack_height(len(STACKED))
         assert layout.height - layout.margin.t - layout.margin.b == 110 * len(STACKED)
 

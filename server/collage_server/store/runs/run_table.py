@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 from sqlalchemy import (
@@ -48,14 +48,13 @@ __all__ = ["GroupPage", "TablePage", "TableStore"]
 
 _RUN: Final = schema.run
 _SUMMARY: Final = schema.run_summary
-_OF_RUN: Final = ("name", "project", "group", "strategy", "dtype", "created_at")
 _LISTED: Final = 20
 """Runs and names of a group that its row lists: as many as one comparison shows."""
 _OF_GROUP: Final = ("created_at", "group", "health", "last_step", *schema.OVERVIEW_NUMBERS)
 """What is read of each run of a group: little, for a group may have thousands."""
 _NOT_AGAINST: Final = NO_PROBLEM | {None}
-_WORDS: Final = frozenset({"name", "project", "group", "strategy", "dtype", "state", "health"})
-_NEWEST: Final = frozenset({"created_at", "updated_at", "last_step"})
+_WORDS: Final = frozenset(column.key for column in wire.RUN_COLUMNS if column.kind == "word")
+_NEWEST: Final = frozenset(column.key for column in wire.RUN_COLUMNS if column.kind in {"time", "count"})
 _SEPARATOR: Final = "\x1f"
 _NONE: Final = "\x1e"
 """ASCII's own separators: a group's key holds them, and no name that people write does."""
@@ -201,10 +200,9 @@ class _Table:
             else_=literal("stale"),
         )
         self._columns: dict[str, ColumnElement[Any]] = {
-            **{name: _RUN.c[name] for name in _OF_RUN},
+            **{name: (_RUN if name in _RUN.c else _SUMMARY).c[name] for name in get_args(wire.RunSort)},
             "state": self._state,
             "updated_at": sign,
-            **{name: _SUMMARY.c[name] for name in ("health", "last_step", *schema.OVERVIEW_NUMBERS)},
         }
         equal = ((_SUMMARY.c.health, query.health), (self._state, query.state))
         conditions = [*matching(query), *(column == value for column, value in equal if value is not None)]
