@@ -109,7 +109,7 @@ class WorstLayer(Struct, kw_only=True, frozen=True):
 
 
 class Run(Struct, kw_only=True, frozen=True):
-    """A run with its newest numbers. `state` "stale": not ended, but silent for `stale_after_seconds`.
+    """A run with its newest numbers. `state` "stale": not ended, but silent for ten minutes.
 
     `updated_at`: the training's last sign of life, a launch, a state that was stated or a report. `changed_at`:
     when a request last changed state, name, group, tags or notes; null if none did. `beside`: the names in

@@ -73,7 +73,7 @@ def create_app(
     The store is opened and the writer started when the application starts, and both are closed when it stops:
     waiting reports are committed first.
     """
-    store = store or make_store(settings)
+    store = store or make_store(settings, limits)
     app_state = _app_state(settings, store, clock or DatabaseClock(store), limits)
     app = FastAPI(
         title="Collage Monitor",
@@ -125,7 +125,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        ends = time.monotonic() + app_state.settings.shutdown_seconds / 2
+        ends = time.monotonic() + app_state.limits.shutdown_seconds / 2
 
         def left() -> float:
             return max(ends - time.monotonic(), 0.0)
@@ -147,13 +147,14 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 def _app_state(settings: Settings, store: Store, clock: Callable[[], float], limits: FixedLimits) -> AppState:
     counters = IngestCounters()
     guard = DiskGuard(store, budget_bytes=settings.disk_budget_bytes, reserve_bytes=settings.disk_reserve_bytes)
-    memory = _memory(settings)
+    memory = _memory(settings, limits)
     store.fit_into(memory)
     # A reader takes all waiting reports of a run into memory.
     bounds = JournalBounds(min(limits.journal_run_bytes, memory.working_bytes // 4), limits.journal_bytes)
-    archiver = _archiver(settings, store, guard, clock, memory)
+    archiver = _archiver(settings, store, guard, clock, memory, limits)
     return AppState(
         settings=settings,
+        limits=limits,
         store=store,
         bounds=bounds,
         writer=Writer(store.journal, counters, clock=clock, admit=guard.admit),
@@ -163,7 +164,7 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
             store.journal.bytes_of,
             bounds,
             clock=clock,
-            interval_seconds=settings.seal_interval_seconds,
+            interval_seconds=limits.seal_interval_seconds,
             sealed=archiver.tell if archiver is not None else lambda _: None,
             memory=memory,
         ),
@@ -194,7 +195,12 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
 
 
 def _archiver(
-    settings: Settings, store: Store, guard: DiskGuard, clock: Callable[[], float], memory: MemoryBudget
+    settings: Settings,
+    store: Store,
+    guard: DiskGuard,
+    clock: Callable[[], float],
+    memory: MemoryBudget,
+    limits: FixedLimits,
 ) -> Archiver | None:
     if store.archiving is None:
         return None
@@ -203,7 +209,7 @@ def _archiver(
         store.archiving,
         guard,
         clock=clock,
-        interval_seconds=settings.seal_interval_seconds,
+        interval_seconds=limits.seal_interval_seconds,
         memory=memory,
         publish=_publisher(store) if settings.archive_publish else None,
     )
@@ -219,11 +225,11 @@ def _publisher(store: Store) -> Callable[[str], object]:
     return partial(publish, store)
 
 
-def _memory(settings: Settings) -> MemoryBudget:
+def _memory(settings: Settings, limits: FixedLimits) -> MemoryBudget:
     limit = settings.memory_bytes
     if limit is None:
         limit = min(max((available_memory() or 0) // 2, _LEAST_MEMORY), _MOST_MEMORY)
-    return MemoryBudget(limit, settings.in_flight_bytes)
+    return MemoryBudget(limit, limits.in_flight_bytes)
 
 
 def _provider(settings: Settings, clock: Callable[[], float]) -> Provider | None:
@@ -258,7 +264,7 @@ def _alert_threads(app_state: AppState) -> list[BackgroundThread]:
     )
 
 
-def make_store(settings: Settings) -> Store:
+def make_store(settings: Settings, limits: FixedLimits = FIXED_LIMITS) -> Store:
     """The store that these settings name, not opened yet.
 
     Raises:
@@ -266,23 +272,21 @@ def make_store(settings: Settings) -> Store:
     """
     address = settings.archive_address
     cache = settings.folder / "archive-cache"
-    archive = None if address is None else archive_files(address, cache, settings.archive_cache_bytes)
+    archive = None if address is None else archive_files(address, cache, limits.archive_cache_bytes)
     store: Store
     if settings.database is not None:
         store = PostgresqlStore(
             settings.database,
-            stale_after_seconds=settings.stale_after_seconds,
+            stale_after_seconds=limits.stale_after_seconds,
             unsafe=settings.unsafe_database,
             archive=archive,
         )
     else:
         store = SqliteStore(
             settings.folder / "collage.sqlite",
-            stale_after_seconds=settings.stale_after_seconds,
+            stale_after_seconds=limits.stale_after_seconds,
             unsafe=settings.unsafe_database,
             archive=archive,
             ballast_bytes=min(_BALLAST_BYTES, settings.disk_reserve_bytes // 4),
         )
-    if store.archiving is not None:
-        store.archiving.bits = settings.archive_bits
     return store

@@ -22,7 +22,7 @@ from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.memory_budget import MemoryBudget
 from collage_server.newest_keeper import NewestKeeper
 from collage_server.overview_keeper import OverviewKeeper
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 from collage_server.store import Store
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class AppState:
     """
 
     settings: Settings
+    limits: FixedLimits
     store: Store
     bounds: JournalBounds
     writer: Writer

@@ -22,7 +22,7 @@ from collage_server.memory_budget import (
 )
 from collage_server.overview_keeper import _warn_of_a_cut
 from collage_server.run_evaluation import evaluate, evaluate_what_fits
-from collage_server.settings import Settings, SettingsError
+from collage_server.settings import FixedLimits, Settings, SettingsError
 from collage_server.store import NewEvent
 from collage_server.store.runs import incidents
 
@@ -229,7 +229,9 @@ def test_by_default_it_is_half_of_what_there_is_within_bounds(tmp_path):
 def small(tmp_path):
     """A server with the least memory."""
     with running(
-        Settings(folder=tmp_path, no_auth=True, memory="256M", seal_interval_seconds=1e6), clock=Clock()
+        Settings(folder=tmp_path, no_auth=True, memory="256M"),
+        limits=FixedLimits(seal_interval_seconds=1e6),
+        clock=Clock(),
     ) as server:
         yield server
 

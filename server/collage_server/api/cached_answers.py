@@ -35,7 +35,7 @@ def revisions_of(request: Request, run_ids: Sequence[str]) -> Revisions:
         Gone: it was deleted.
     """
     app_state = app_state_of(request)
-    now, stale_after = app_state.clock(), app_state.settings.stale_after_seconds
+    now, stale_after = app_state.clock(), app_state.limits.stale_after_seconds
     return {
         run_id: (revision, state_at(revision.state, revision.updated_at, now, stale_after))
         for run_id, revision in app_state.store.runs.revisions(run_ids).items()
