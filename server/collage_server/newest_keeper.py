@@ -1,6 +1,6 @@
 """Keeps the newest measured step of each run, in the background: /metrics and alerts then only look it up.
 
-Rows are `store/runs/newest_points.py`'s. How late they may be is stated in `docs/architecture.md`
+Rows are `store/runs/newest_points.py`'s. How late they may be is stated in `docs/reference/curves.md`
 (`tests/server/test_exposition.py`).
 """
 
