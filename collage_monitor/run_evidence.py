@@ -90,10 +90,10 @@ _METRICS_A_QUESTION: Final = 20
 
 
 def read_evidence(client: Client, run: Run | str) -> Evidence:
-    """What the run's own process judges by, of all ranks together; a question a metric of the layers.
+    """The evidence that the run's own process has, for all ranks together; one request for each layer metric.
 
-    run: its id, or what `client.run` has answered.
-    Where the governor lengthened the interval, the recent past of a run of more than _POINTS measured steps may
+    run: its id, or the answer of `client.run`.
+    If the governor lengthened the interval, the recent past of a run of more than _POINTS measured steps may
     begin later here than in the run's process: an answer does not tell how many steps a point merges.
 
     Raises:

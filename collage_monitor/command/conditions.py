@@ -37,7 +37,7 @@ _CANNOT_TELL: Final = "fails, because nobody can tell"
 
 @dataclass(frozen=True)
 class Facts:
-    """What conditions are held against: a run's name, evidence, judgement, and forecast where one was asked for."""
+    """The facts that conditions check: a run's name, evidence, judgement, and forecast if one was requested."""
 
     name: str
     evidence: Evidence

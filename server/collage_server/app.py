@@ -138,7 +138,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             await asyncio.to_thread(app_state.archiver.stop, left())
         await asyncio.to_thread(app_state.maintenance.stop, left())
         await app_state.directory.close(left())
-        # Last of those that have work: a webhook that hangs must take no time from them. They need the store alone.
+        # Stop alerts last: a webhook that hangs must take no time from the others. They need only the store.
         for thread in app.state.alert_threads:
             await asyncio.to_thread(thread.stop, left())
         await asyncio.to_thread(app_state.store.close)

@@ -35,7 +35,7 @@ __all__ = ["AppState", "app_state_of"]
 class AppState:
     """The objects that requests share. `decoding`: a lock, so that one large body is decoded at a time.
 
-    `archiver` is None where nothing is archived, `provider` where people sign in by token alone.
+    `archiver` is None without an archive, `provider` if people sign in by token alone.
     """
 
     settings: Settings

@@ -37,9 +37,9 @@ _WORST_LAYERS: Final = 3
 def newest_points(
     now: Snapshot, records: Mapping[str, RunRecord], *, layers: bool = False
 ) -> dict[str, NewestPoint | None]:
-    """The newest measured step of each of these runs, None where nothing is measured.
+    """The newest measured step of each of these runs; None without measurements.
 
-    layers: the worst layers are asked for, too; without, they may be left out.
+    layers: include the worst layers; otherwise they may be missing.
     """
     kept = now.newest_kept(list(records))
     found, unknown = {}, []
@@ -142,7 +142,7 @@ class NewestKeeper(BackgroundThread):
         return _evaluated(now, run_ids, layers=False)
 
     def _leave_out(self, run_id: str) -> None:
-        """Without its row the run is not shown, rather than with old numbers; the log says so once."""
+        """Delete the row, so that the run is not shown with old numbers; log it once."""
         if run_id not in self._unreadable:
             self._unreadable.add(run_id)
             _LOG.exception("run %s cannot be read: /metrics and alerts go on without it", run_id)

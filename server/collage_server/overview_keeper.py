@@ -92,5 +92,5 @@ def keep_overview(store: Store, due: DueRun, counters: IngestCounters | None = N
 
 @cached(TTLCache(1_000, 3600.0), key=lambda run_id, _: run_id, lock=Lock())
 def _warn_of_a_cut(run_id: str, first_step: int) -> None:
-    """Log it, at most once an hour a run, which is all that the cache is for: each report brings an evaluation."""
+    """Log the cut, through the cache at most once an hour a run: each report brings an evaluation."""
     _LOG.warning("run %s is judged from step %d on: more does not fit into --memory", run_id, first_step)

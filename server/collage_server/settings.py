@@ -270,9 +270,9 @@ _OIDC: Final = ("oidc_issuer", "oidc_client_id", "oidc_client_secret", "oidc_rol
 
 
 def grants_by_group(text: str) -> dict[str, list[wire.Grant]]:
-    """What members of each group may, from "admins=admin; team-a=operate:vision,speech; *=read".
+    """The grants of each group, from "admins=admin; team-a=operate:vision,speech; *=read".
 
-    A group may stand there several times; `*` is everybody whom the provider lets in.
+    A group may have several entries; `*` is everybody whom the provider lets in.
 
     Raises:
         SettingsError: an entry is not of that form, or nothing is there.

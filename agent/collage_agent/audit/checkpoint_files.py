@@ -174,7 +174,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _load_torch(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            # What torch would warn of here ends in one of the errors below.
+            # torch's warnings repeat the errors below.
             warnings.simplefilter("ignore")
             with torch.serialization.safe_globals([*_CONTAINERS, *_stand_ins(path)]):
                 try:
@@ -205,7 +205,7 @@ def _stand_ins(file: Any) -> list[tuple[Callable[..., Any], str]]:
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except (ValueError, RuntimeError, OSError, pickle.UnpicklingError, KeyError):
-        return []  # The format before torch 1.6, or no torch file: reading it says what is wrong.
+        return []  # The format before torch 1.6, or no torch file: reading it raises the right error.
     known = [f"{entry.__module__}.{entry.__name__}" for entry in _CONTAINERS]
     return [
         (type(name.rpartition(".")[2], (_StandIn,), {}), name)

@@ -86,8 +86,8 @@ def name_by_role(role_of: RoleOf) -> None:
 def find_model(optimizer: Optimizer) -> nn.Module:
     """The outermost module alive that holds most of the optimizer's parameters.
 
-    Where there is none, a module made of the names in the parameter groups, if they have names; else an empty
-    one, with which parameters are called by group and position. Walks all objects of the process, once.
+    Without one, a module made of the names in the parameter groups; if they have no names either, an empty module,
+    so that parameters are named by group and position. Walks all objects of the process, once.
     """
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     modules = [module for module in gc.get_objects() if _is_module(module)]

@@ -1,7 +1,7 @@
 """How the process ends: by SIGTERM, after which queued reports are sent or kept, or by `sys.exit` with a status.
 
-Nothing is touched where somebody else handles the signal: their way out passes through `finish` or the end of the
-interpreter. If nobody handles it, the process still dies of the signal, with the same status, a moment later.
+If the training handles the signal itself, its handler stays: it ends in `finish` or with the interpreter. Otherwise
+the process still dies of the signal, with the same status, a moment later.
 """
 
 from __future__ import annotations

@@ -46,10 +46,10 @@ def dequantised(tensor: Tensor) -> Tensor:
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold a quantised one's bytes; any other by itself. For a distributed tensor, those of this
-    shard.
+    """The tensors that hold the bytes of a quantised tensor, in this shard if it is distributed; any other tensor
+    is its own.
 
-    A sparse one has no storage of its own: none.
+    A sparse tensor has no storage of its own: nothing is returned.
     """
     if tensor.layout != torch.strided:
         return []

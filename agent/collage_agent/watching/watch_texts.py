@@ -118,8 +118,8 @@ def edq_change(past: PastTotals | None, layout: Layout | None) -> str | None:
 
 
 def judgement_text(evidence: Evidence, summary: Mapping[str, Any], changed: str | None = None) -> str:
-    """Several lines for people. `summary` is that of the last measured step, for what only it has; `changed` is the
-    sentence of `edq_change`."""
+    """Several lines for people. `summary`: of the last measured step, for numbers that the evidence lacks;
+    `changed`: the sentence of `edq_change`."""
     info = evidence.watch
     assert info is not None
     believed = f", believed to be {info.strategy}" if info.strategy not in (None, info.observed_strategy) else ""

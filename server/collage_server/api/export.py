@@ -1,6 +1,6 @@
 """Export: a whole run as JSON lines, CSV or Parquet.
 
-What a file holds is `export/`'s; this only streams it, within a lease of memory
+`export/` defines the contents of a file; this module streams it, within a lease of memory
 (`tests/server/life/test_export.py`).
 """
 

@@ -91,8 +91,8 @@ def new_secret() -> str:
 def digest_of(secret: str | bytes) -> bytes:
     """SHA-256 of a secret, which is stored and looked up.
 
-    A plain fast hash is enough, and a salt is not needed: nobody can guess 256 random bits. The look-up's timing
-    says nothing either: it depends on digests, which a caller cannot choose without knowing the secret.
+    A plain fast hash without a salt is enough, because 256 random bits cannot be guessed. Timing leaks nothing: the
+    look-up compares digests, and without the secret a caller cannot choose one.
     """
     return hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
 

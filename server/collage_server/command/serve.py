@@ -170,7 +170,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)  # type: ignore[arg-type]
         if not self.started:
             return
-        # What is there now stays: a full collection that looks through it takes 70 ms, and every request waits.
+        # These objects stay for good: unfrozen, each full collection scans them for 70 ms, and every request waits.
         gc.collect()
         gc.freeze()
         port = self.servers[0].sockets[0].getsockname()[1]

@@ -2,8 +2,8 @@
 
 It bounds request bodies that are read but not yet answered, and reports in the journal that wait to be sealed.
 
-`api/bodies.py` leases the bytes of bodies, the writer those of the journal. An agent that is refused keeps its
-reports and comes again, so bounds may change freely (`tests/server/test_bounds.py`).
+`api/bodies.py` leases bytes for bodies, the writer for the journal. A refused agent keeps its reports and sends
+them again, so bounds may change freely (`tests/server/test_bounds.py`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _RETRY_AFTER_SECONDS: Final = 2
 class InFlightBudget:
     """A budget of bytes; used on the event loop only, so without a lock.
 
-    `bytes` are those of whole bodies, not answered yet, `arriving` those that have come of others. Both together
-    stay within `limit`. At any moment whole bodies are admitted up to `allowed`: less when reports have lately
-    waited longer than `wait_seconds` for their commit, whatever the reason, and more again as they do not. It falls
-    by a share, and grows by a share of the bytes acknowledged in time.
+    `bytes` counts whole bodies that are not answered yet, `arriving` the received part of others. Both together
+    stay within `limit`. Whole bodies are admitted up to `allowed`. It falls by a share when reports wait longer
+    than `wait_seconds` for their commit, and grows by a share of the bytes acknowledged in time.
 
     A holder (a token or project) gets at most half of the budget alone, a third when another one is active, so
     there is always room for one more. A single body passes when nothing else is in flight, however small the
