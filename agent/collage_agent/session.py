@@ -418,7 +418,7 @@ def finish() -> None:
 
 
 def current_run() -> Run | None:
-    """The run that `init` began and nobody has finished; None without one."""
+    """The run that `init` began, until it is finished; None without one."""
     return _SESSION.run
 
 

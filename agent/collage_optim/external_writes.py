@@ -135,9 +135,9 @@ class ExternalWrites:
     ) -> None:
         """Drop the parts beside weights that were changed externally since `remember`.
 
-        groups: each with its members that take a step. Raises RuntimeError for the first such weight that is to
-        `raise`, before anything is changed. Nothing waits for a device, except to raise there after a write in
-        place. On a device a write through `.data` is told, too late to be saved.
+        groups: each with its members that take a step. Raises RuntimeError for the first such weight of a group
+        with `raise`, before anything is changed. Nothing waits for a device, except to raise after a write in place
+        there. A write through `.data` on a device is reported, but too late to be saved.
         """
         self._reads.poll()
         groups = list(groups)
@@ -427,8 +427,8 @@ def _too_large(entry: _Entry) -> Tensor:
         return weight.eq(0).logical_and_(residual.ne(0))
     if residual.dtype != weight.dtype:
         return torch.zeros_like(weight, dtype=torch.bool)
-    # Rounding to nearest leaves half a gap; a residual that is computed with errors, or rounded at random below the
-    # smallest normal number, up to one.
+    # Rounding to nearest leaves at most half a gap. With inexact arithmetic, or random rounding below the smallest
+    # normal number, a residual can be up to a whole gap.
     nearest = strategy.parameter is StateStorage.PAIR and not strategy.stochastic
     largest = 0.5 if nearest and entry.group["arithmetic"] == "fp32" else 1.0
     layout = format_of(weight.dtype)

@@ -179,7 +179,7 @@ class UpdateGuard:
 
     It looks at the updates really made, in fp64 on a sample: at the third step, when the number of steps has
     doubled, and when the rate has fallen by a factor of 1.4; not while it rises, as in a warm-up. Between two looks
-    the last one stands for all steps. An update with |u| below half a gap of the stored value counts as lost.
+    it uses the last one for all steps. An update with |u| below half a gap of the stored value counts as lost.
     Shares are of sum |u|, along the path and not from end to end, so noisy updates warn sooner. No synchronisation:
     on a device the warning comes a step later.
     """

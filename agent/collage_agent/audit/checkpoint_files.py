@@ -1,7 +1,7 @@
 """Reading checkpoints without running their code: torch files, safetensors, folders of both, distributed ones.
 
-Torch files are read with weights_only. Classes that a checkpoint names beyond torch's own list (the model's, where
-the whole model was saved; argparse.Namespace) are replaced by stand-ins that only hold what was saved of them.
+Torch files are read with weights_only. A class that is not in torch's own list (the model's, if the whole model was
+saved; argparse.Namespace) is replaced by a stand-in that only holds its saved data.
 """
 
 from __future__ import annotations

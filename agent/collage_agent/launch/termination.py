@@ -162,7 +162,7 @@ def takes_exit_hooks() -> bool:
 
 
 def is_failure(status: object) -> bool:
-    """Whether a status of `sys.exit` stands for a failure: a number but 0, or a message."""
+    """Whether a status of `sys.exit` means failure: any number but 0, or a message."""
     return status is not None and status != 0
 
 

@@ -213,7 +213,7 @@ class Mirrors:
         self._put(MirrorEvent("alert", step, incident.started_at, text))
 
     def close(self) -> None:
-        """No more rows will come: each mirror writes its pending rows, and closes. Waits for nobody."""
+        """Let each mirror write its pending rows, and close. Returns at once."""
         self._ending.set()
         for thread in self._threads:
             thread.put(None)

@@ -131,7 +131,7 @@ OURS: Final = Composition(PARAMETER_LOW, 1, MASTER_PARAMETER, LOW_COMPONENT_SUFF
 def elementwise_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The entries of an optimizer's state that hold one value for each element of the parameter.
 
-    By shape; torch's scalars are told apart by name, for a parameter without dimensions.
+    Found by shape; for a parameter without dimensions, torch's scalars are excluded by name.
     """
     return {
         key: value

@@ -82,7 +82,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, parameter: Tensor, state: Mapping[str, Any], composition: Composition) -> StateLayout:
-        """The layout of one tensor's state, which stands for its bucket's."""
+        """The layout of one tensor's state; all tensors of its bucket have the same."""
         elementwise = stored_parts.elementwise_state(parameter, state)
         keys = (PARAMETER, *elementwise)
         parts_of_weight = tuple(stored_parts.stored_parameter(keys, composition))

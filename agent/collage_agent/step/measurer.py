@@ -296,7 +296,7 @@ def _tensors(root: object, known: Iterable[int]) -> Iterator[Tensor]:
         if isinstance(found, Tensor):
             yield local_part(found)
         elif isinstance(found, list | tuple | set | frozenset):
-            # Numbers, names and samples are as many as the tensors of a model.
+            # Skip numbers, names and samples: a large model has as many of them as tensors.
             waiting += [entry for entry in found if type(entry) not in _NO_TENSORS]
         elif isinstance(found, Mapping):
             waiting += found.values()

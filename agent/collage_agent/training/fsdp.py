@@ -81,7 +81,7 @@ class FlatParameters:
 
 
 def _position(wrapper: Any) -> tuple[int, int]:
-    """(shard number, replica number) under an FSDP wrapper; in a hybrid one replicas stand on different nodes."""
+    """(shard number, replica number) under an FSDP wrapper; a hybrid one has replicas on different nodes."""
     rank = distributed.get_rank(wrapper.process_group)
     if wrapper.sharding_strategy.name == "NO_SHARD":
         return 0, rank

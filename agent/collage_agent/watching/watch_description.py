@@ -1,6 +1,6 @@
-"""What the run is told about a watch: optimizer, where u comes from, how everything is really kept, its bytes.
+"""The description of a watch: optimizer, source of u, how everything is really kept, its bytes.
 
-The result is `wire.WatchInfo`, which the dashboard shows and alerts read: its fields are the contract's, the
+The result is `wire.WatchInfo`, which the dashboard shows and alerts read. The contract defines its fields; the
 sentences in `notes` are free.
 """
 

@@ -108,7 +108,7 @@ class _Known:
         """Whether this was a session that has ended by now; `used_at` is its last use in this process."""
         token = self.token
         last = max(token.last_used_at or 0.0, token.created_at, used_at)
-        # Dated in the future by a clock that was ahead, a session would last for as much longer.
+        # A clock that was ahead dated this session in the future; it would last longer by that much.
         is_ahead = last > now + _MOST_AHEAD_SECONDS
         if token.expires_at is not None and (now >= token.expires_at or is_ahead):
             return True

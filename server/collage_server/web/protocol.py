@@ -90,7 +90,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self.heard_at = self.loop.time()
         self._unset_keepalive_if_required()
-        # A name or value that is not whole yet is in no callback.
+        # Count all bytes: the parser's callbacks never see an incomplete name or value.
         self._fed_bytes += len(data)
         try:
             self.parser.feed_data(data)
