@@ -35,6 +35,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from collage_monitor import wire
+from tests.server.limited import limits_and_variables
 from tests.server.store.postgresql import Cluster, find_programs
 
 __all__ = [
@@ -50,7 +51,6 @@ __all__ = [
     "serving",
 ]
 
-SERVE: Final = (sys.executable, "-c", "from collage_monitor.command import main; main()", "serve", "--json")
 _SOCKET_SECONDS: Final = 60.0
 _CLOSED: Final = "the server closed the connection in the middle of an answer"
 
@@ -211,11 +211,13 @@ def run_server(
 
 @contextmanager
 def serving(folder: Path, **settings: object) -> Iterator[tuple[int, int]]:
-    """(process id, port) of `collage-monitor serve`, as anybody would start it; ended by SIGTERM."""
+    """(process id, port) of `collage-monitor serve` with these settings and fixed limits; ended by SIGTERM."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
-    environment |= {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
+    limits, variables = limits_and_variables(settings)
+    environment |= variables
     # A line a refusal is nothing to read here; what fails the server is an error all the same.
-    command = [*SERVE, "--dir", str(folder), "--port", "0", "--no-auth", "--log-level", "error"]
+    flags = ["--dir", str(folder), "--port", "0", "--no-auth", "--log-level", "error"]
+    command = [sys.executable, "-m", "tests.server.limited", limits, "serve", "--json", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         if process.stdout is None:
             raise RuntimeError("the server process has no standard output")
@@ -309,6 +311,10 @@ def serve(kind: str, folder: Path, database: str | None = None) -> None:
         database=database,
         port=0,
         no_auth=True,
+    )
+    limits = FixedLimits(
+        journal_run_bytes=_NO_BOUND,
+        journal_bytes=_NO_BOUND,
         seal_interval_seconds=_NEVER,
         idle_seconds=_NEVER,
     )
@@ -316,9 +322,8 @@ def serve(kind: str, folder: Path, database: str | None = None) -> None:
         writer.COMMIT_BYTES = 1
     store = make_store(settings)
     if kind == "null":
-        store = NullStore(folder / "collage.sqlite", stale_after_seconds=settings.stale_after_seconds)
+        store = NullStore(folder / "collage.sqlite", stale_after_seconds=limits.stale_after_seconds)
     threading.Thread(target=_seal_when_told, args=(store,), daemon=True).start()
-    limits = FixedLimits(journal_run_bytes=_NO_BOUND, journal_bytes=_NO_BOUND)
     Server(settings, store, as_json=True, limits=limits).run()
 
 

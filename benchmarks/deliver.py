@@ -143,7 +143,7 @@ class _Answering(BaseHTTPRequestHandler):
     """A server that takes every request."""
 
     protocol_version = "HTTP/1.1"
-    # One packet an answer: a delayed acknowledgement would cost 40 ms that are nobody's fault.
+    # Send an answer as one packet: otherwise TCP's delayed acknowledgement would add 40 ms.
     wbufsize = -1
     disable_nagle_algorithm = True
 

@@ -235,7 +235,7 @@ def noticing_share(step: Step, rounds: int) -> tuple[float, ...]:
 
 
 def extra_memory(step: Step) -> float:
-    """How far the resident memory rises during a step, beside the bytes of the bf16 parameters themselves."""
+    """The rise of resident memory during a step, and the bytes of the bf16 parameters."""
     for _ in range(2):
         step()
     release_scratch()

@@ -17,7 +17,7 @@ _ABOUT: Final = (
 
 
 def load_pyarrow() -> Any:
-    """The library, imported when a frame is asked for; a `CollageError` where it is not installed."""
+    """Import the library when a frame is requested; raises `CollageError` if it is not installed."""
     try:
         import pyarrow
     except ModuleNotFoundError as error:

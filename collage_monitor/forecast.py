@@ -1,11 +1,11 @@
 """Forecast of the step from which a strategy will lose its updates, from watched steps and the rate's schedule.
 
-An update is in proportion to the learning rate r, and a weight's gap hardly changes. So where updates stood against
-the grid at rate r₀ says where they will stand at r: log₂(r / r₀) octaves further. Plain storage loses updates below
-half a gap of the weight, a pair those below half a gap of its low component, a copy in fp32 those below half a gap
-of that copy. Rounding at random loses nothing on average.
+An update is in proportion to the learning rate r, and a weight's gap hardly changes. So |u| / gap, known at rate
+r₀, is r / r₀ times as large at rate r: log₂(r / r₀) octaves further. Plain storage loses updates below half a gap
+of the weight, a pair those below half a gap of its low component, a copy in fp32 those below half a gap of that
+copy. Rounding at random loses nothing on average.
 
-The whole window must not be taken as one: its histogram is of many rates. Each watched step is scaled by its own.
+The window's merged histogram would mix many rates, so each watched step is scaled by its own.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def kinds_of(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 def trained_dtype(layers: Sequence[Layer]) -> str:
-    """The narrow format that most elements have, of those whose grid shows when updates are lost; else any."""
+    """The most common narrow format whose grid shows when updates are lost; without one, any format."""
     elements: dict[str, int] = {}
     for layer in layers:
         elements[layer.dtype] = elements.get(layer.dtype, 0) + layer.elements

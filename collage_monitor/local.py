@@ -208,7 +208,7 @@ def forget_login(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def server_address(environment: Mapping[str, str] | None = None) -> str:
-    """Where the server is if none is named: that of `login`, else what `up` keeps running, else the default."""
+    """The default server: the one of `login`, else the one that `up` keeps running, else the default address."""
     if (login := read_login(environment)) is not None:
         return login.server_url
     found = local_server(environment)
@@ -218,10 +218,10 @@ def server_address(environment: Mapping[str, str] | None = None) -> str:
 def find_token(
     server_url: str, folder: str | Path | None = None, environment: Mapping[str, str] | None = None
 ) -> str | None:
-    """The token of `login` for its server; for another of this machine that of the folder which `up` names, else of
-    the data folder.
+    """The token of `login` for its server; for another server of this machine, the token in the folder that `up`
+    names or in the data folder.
 
-    None for another server elsewhere: a local token never leaves the machine.
+    None for any other server: a local token never leaves the machine.
     """
     login = read_login(environment)
     if login is not None and login.server_url.rstrip("/") == server_url.rstrip("/"):

@@ -9,7 +9,7 @@ warm-up, or autocorrelated noise.
    that already includes autocorrelation. Only the nearest points have weight: time and memory grow with the points.
 2. Around the largest, a parabola with a ramp must be far likelier than one with a bend, or it was a bend. Both have
    one shape to place and one height, so the ratio of their likelihoods is (squares of the bend / squares of the
-   ramp)^(n/2) for n points. 1000 : 1 is asked for: a run has some ten windows that do not share points, so in one
+   ramp)^(n/2) for n points. The bound is 1000 : 1: a run has some ten windows that do not share points, so in one
    run of a hundred a bend may pass for a step.
 3. The ramp that fits best says where the change began and ended.
 """
@@ -169,7 +169,7 @@ def find_onsets(
 ) -> list[Onset]:
     """All changes of a metric over measured steps, in order; arguments as in `find_onset`.
 
-    The largest is found first, then those of the points before it and of those after it.
+    It finds the largest first, then searches before it and after it.
     """
     until = last_steps or steps
     found = find_onset(steps, model, layers, least=least, last_steps=until)
@@ -261,7 +261,7 @@ def _size(values: Array, ramp: _Ramp, times: Array, kernel: Array) -> float:
     height = float(line @ shape / (shape @ shape))
     inner = slice(_FEWEST_BESIDE - 1, len(times) - _FEWEST_BESIDE)
     noise = _TO_DEVIATION * float(np.median(np.abs(_jumps(values - height * rise, kernel)[inner])))
-    # A series without noise still has that of its own rounding.
+    # A series without noise still has rounding noise.
     return abs(height) / max(noise, 1e-9 * float(np.abs(values).max()), np.finfo(np.float64).tiny)
 
 

@@ -41,7 +41,7 @@ def refusal(response: httpx.Response) -> ServerRefusal:
 
 
 def _about_the_token(response: httpx.Response, message: str) -> str:
-    """What to set, for the person who reads it: the server's own message is meant for programmers."""
+    """Name the variable to set: the server's own message is meant for programmers."""
     address = str(response.request.url.join("/")).rstrip("/")
     if response.status_code == 403:
         return f"{address} does not let this token do that ({message}): set COLLAGE_TOKEN to one that may"

@@ -50,10 +50,10 @@ def kinds_of(settings: type, but: Collection[str] = ()) -> dict[str, Any]:
 
 
 def read_setting(label: str, value: Any, kind: Any, *, is_text: bool = False, secret: bool = False) -> Any:
-    """The value as `kind`. `is_text`: it is the text of a variable, in which commas stand between several.
+    """Read the value as `kind`. `is_text`: it is a variable's text, with commas between several values.
 
     Raises:
-        SettingsError: it is none; the message names it by its label, and what to give. A secret stays out of it.
+        SettingsError: it is no such value; the message names the label and what to set, but never a secret.
     """
     plain, wanted = _plain(kind)
     given = value

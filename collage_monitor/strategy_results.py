@@ -226,7 +226,7 @@ def results_by_strategy(runs: Sequence[RunResult]) -> list[StrategyResult]:
 
 
 def differences(results: Sequence[StrategyResult]) -> dict[str, list[Any]]:
-    """Entries beside what names the strategy in which these rows differ, with their values: {"lr": [0.001, 0.01]}.
+    """Entries in which these rows differ, with their values: {"lr": [0.001, 0.01]}; names of strategies left out.
 
     An entry that a configuration does not state does not count as a difference.
     """
@@ -278,8 +278,7 @@ def _counted(runs: Sequence[RunResult]) -> list[RunResult]:
 
 
 def _entries_of(runs: Sequence[RunResult]) -> dict[str, Mapping[str, Any]]:
-    """By configuration its entries: those of a run that has it by its own configuration, not by a person's
-    choice."""
+    """The entries of each configuration, from a run that has it by itself rather than by a person's choice."""
     found: dict[str, Mapping[str, Any]] = {}
     for run in sorted(runs, key=lambda run: run.is_treated):
         found.setdefault(run.configuration, run.entries)
@@ -287,7 +286,7 @@ def _entries_of(runs: Sequence[RunResult]) -> dict[str, Mapping[str, Any]]:
 
 
 def _told_apart(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """What tells each of these configurations from the others: "lr 0.001"; "" where there is one."""
+    """The difference of each configuration from the others, as "lr 0.001"; "" if there is only one."""
     if len(rows) < 2:
         return dict.fromkeys(rows, "")
     names = dict.fromkeys(name for entries in rows.values() for name in entries)

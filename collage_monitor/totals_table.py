@@ -26,7 +26,7 @@ class Axis(Sequence[str]):
         self.extend(names)
 
     def extend(self, names: Iterable[str]) -> None:
-        """Append those of the names that are new."""
+        """Append the new names."""
         for name in names:
             self._positions.setdefault(name, len(self._positions))
 

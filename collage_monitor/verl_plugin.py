@@ -1,4 +1,4 @@
-"""What verl loads in each of its processes, by the entry-point group `verl.plugins`.
+"""The plugin that verl loads in each of its processes, by the entry-point group `verl.plugins`.
 
 If watching is not requested, it costs one look into the environment and imports no module of the agent.
 """

@@ -161,7 +161,7 @@ def offered(environment: Environment) -> int:
 
 
 def installed(folder: Path, wheel: Path, extra: str, python: str, bound: str) -> str | None:
-    """Make the environment; None, or why it could not be made."""
+    """Make the environment; returns the reason if that fails, else None."""
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if uv is None:
         sys.exit("uv is needed: pip install uv")

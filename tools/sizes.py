@@ -34,7 +34,7 @@ BUDGETS = {
     "collage_server": 23877,
     "collage_dashboard": 10129,
     "tests": 70326,
-    "words of pages": 49413,
+    "words of pages": 48185,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01

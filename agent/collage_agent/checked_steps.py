@@ -24,7 +24,7 @@ _RANK: Final = "RANK"
 
 
 class CheckedSteps(msgspec.Struct, frozen=True):
-    """What the first steps of a launch showed on a rank: how many, the observed strategy, and the verdict."""
+    """The outcome of a launch's first steps on one rank: their number, the observed strategy, the verdict."""
 
     steps: int
     last_step: int

@@ -58,7 +58,7 @@ class Expectations:
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any] | Expectations | None) -> Expectations | None:
-        """What `watch(expect=…)` and COLLAGE_EXPECT take.
+        """Read the forms that `watch(expect=…)` and COLLAGE_EXPECT accept.
 
         Raises:
             ValueError, TypeError: a name or value that cannot be expected.
@@ -120,7 +120,7 @@ def _narrow_weights(dtype: str, info: wire.WatchInfo, seen: wire.Fingerprint) ->
     bits_beside = _INTEGER.match(seen.states.get(seen.residual or "", ""))
     held = {name: _bits(name) for name in seen.parameters}
     for name, bits in held.items():
-        # What completes weights stands beside the narrow ones alone.
+        # Only narrow weights have a master weight or a residual.
         if bits < _PRECISION["float32"]:
             held[name] = max(bits + (int(bits_beside[1]) if bits_beside else 0), master)
     narrow = [name for name, bits in held.items() if bits < _PRECISION[dtype]]
@@ -143,7 +143,7 @@ def _averages(seen: wire.Fingerprint) -> dict[str, str]:
 
 
 def _bits(words: str) -> int:
-    """Bits of the significand of what is kept in these words; of what is mixed the fewest."""
+    """Bits of the significand that these words describe; the fewest if they name several dtypes."""
     found = [_KEPT.fullmatch(part) for part in words.split(" and ")]
     return min(_PRECISION.get(one[1], 0) + int(one[2] or 0) if one else 0 for one in found)
 

@@ -1,8 +1,8 @@
 """The handle that `watch` gives the user.
 
 `session.py` makes it for a run, tests without one. It finds the optimizers, makes the parts of `watching/` that
-measure them, and gives what they measure to a `Reporter`. It knows no run: `session.py` joins the two. What a user
-may call on a `Watch` is fixed (`tests/agent/test_watch.py`; the documented methods: `tests/docs/test_api.py`).
+measure them, and gives what they measure to a `Reporter`. It knows no run: `session.py` joins the two. The public
+methods of a `Watch` are fixed (`tests/agent/test_watch.py`; the documented methods: `tests/docs/test_api.py`).
 `look`, `join`, `parameters` and `compare_with_saved` are for the agent, `_last` is for tests.
 """
 
@@ -141,10 +141,10 @@ class Watch:
             hooks.after_by_hand()
 
     def look(self) -> Layout | None:
-        """Look whether something steps the weights unseen, and say so once; see `UnseenSteps`.
+        """Look for steps that the hooks do not see, and report them once; see `UnseenSteps`.
 
-        Returns the new layout, which tells the run; None if there is nothing new, or on another thread than the one
-        that watches. Synchronises nothing.
+        Returns the new layout for the run; None without news, or on any thread but the one that watches.
+        Synchronises nothing.
         """
         found = [hooks.look_for_unseen_steps() for hooks in self._hooks]
         return self._assembly.layout_after_look() if any(found) else None

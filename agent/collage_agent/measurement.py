@@ -5,7 +5,7 @@ The two sides do not import each other (`lint-imports` holds them to that). Besi
 prints its watches.
 
 `watching` fills a `Measurement` and gives it to a `Reporter`: `session.py`'s, which passes it to `Run.measured`, or
-a test's own. A run asks a watch, as a `StepSource`, where it stands. Rows and columns are found by name, so their
+a test's own. A run asks a watch, as a `StepSource`, for its step. Rows and columns are found by name, so their
 first order is free; later layouts only append. Nothing but `Measurement.table` blocks
 (`tests/agent/test_no_synchronisation.py`).
 """

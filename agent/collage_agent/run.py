@@ -1,7 +1,7 @@
 """A run as the training process has it: it takes measurements and scalars, and never blocks training.
 
 `session.py` makes it for `init`. It numbers steps and attempts, and says at the end where to look; sending is
-`transport/pipeline.py`'s. What a user may call on a `Run` is fixed.
+`transport/pipeline.py`'s. The public methods of a `Run` are fixed.
 """
 
 from __future__ import annotations

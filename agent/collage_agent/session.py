@@ -258,7 +258,7 @@ def init(
 ) -> Run:
     """Begin a run; `with init(...) as run:` also ends it. An unfinished earlier run of this process is finished.
 
-    Returns at once: the server is spoken to in the background, and while it is away reports are kept on disk.
+    Returns at once: a background thread talks to the server, and keeps reports on disk while it is away.
     Arguments left out come from the environment: COLLAGE_PROJECT, COLLAGE_RUN_NAME, COLLAGE_RUN_ID,
     COLLAGE_RUN_GROUP, COLLAGE_TAGS, COLLAGE_MIRRORS, COLLAGE_SERVER_URL, COLLAGE_TOKEN, COLLAGE_MODE, COLLAGE_DIR.
     `resume` says what to do when the server knows `run_id`: "allow", "must" or "never"; it is asked in the
@@ -392,8 +392,8 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
 def on_alert(callback: AlertCallback, *, every_seconds: float = 30.0) -> None:
     """Call `callback(incident)` once for each alert that fires on this process's run, the current and later ones.
 
-    The server is asked every `every_seconds` in a thread of the agent's own, and the callback runs there: let it
-    set a flag that the loop reads, to save a checkpoint or to stop. An error of the callback is logged and does not
+    A thread of the agent asks the server every `every_seconds`, and the callback runs there: let it set a flag that
+    the loop reads, to save a checkpoint or to stop. An error of the callback is logged and does not
     propagate. `incident` says `alert`, `severity`, `text`, `step`. Without a server nothing is ever called.
 
     Raises:
@@ -418,7 +418,7 @@ def finish() -> None:
 
 
 def current_run() -> Run | None:
-    """The run that `init` began and nobody has finished; None without one."""
+    """The run that `init` began, until it is finished; None without one."""
     return _SESSION.run
 
 

@@ -78,7 +78,7 @@ class CollageOptimizer(Optimizer):
             self._accepted.extend(map(self._options, self.param_groups))
 
     def _start_without_memory(self) -> None:
-        """What no copy and no checkpoint has: it is made again at every step."""
+        """Begin the parts that no copy or checkpoint has: every step makes them again."""
         self._external_writes = ExternalWrites()
         self._update_guard = UpdateGuard()
         self._accepted: list[tuple[Any, ...]] = []

@@ -52,7 +52,7 @@ _Packed = Callable[[State, torch.Tensor, torch.Tensor | None], Run]
 
 @dataclass(frozen=True)
 class Structure:
-    """What decides the compiled code: everything but sizes and hyper-parameters' values."""
+    """The key of a compiled step: everything but sizes and values of hyper-parameters."""
 
     rule: UpdateRule
     strategy: StorageStrategy
@@ -74,7 +74,7 @@ def check_compiled(compiled: bool, arithmetic: str, strategy: StorageStrategy) -
 
 
 def compiler_options(device_type: str) -> Options:
-    """Options with which the compiler computes like eager steps. Older compilers do not know those of CUDA."""
+    """Options with which the compiler computes like eager steps. Older compilers do not know the CUDA options."""
     return {**_OPTIONS, **(_CUDA_OPTIONS if device_type == "cuda" else {})}
 
 
@@ -113,7 +113,7 @@ def _rounds_roots_correctly(device_type: str) -> bool:
     """
 
     def square_root(x: torch.Tensor) -> torch.Tensor:
-        # A function of our own: those of torch share their compiled forms with all that others compile.
+        # Not torch's function itself: its compiled forms would be shared with other callers of torch.compile.
         return torch.sqrt(x)
 
     root = torch.compile(square_root, dynamic=True, options=compiler_options(device_type))
@@ -353,7 +353,7 @@ class DirectCall:
 
 
 def _name(value: object, given: dict[str, Any]) -> str:
-    """What an input is called; "" where that is not plain."""
+    """The name of an input; "" if it is ambiguous."""
     if isinstance(value, int):
         found = [name for name, own in given.items() if isinstance(own, int) and own == value]
     else:

@@ -48,7 +48,7 @@ def words(components: State) -> State:
 
 
 def begins_at_a_word(tensor: Tensor) -> bool:
-    """Whether a vector can be viewed as words; those that never are can."""
+    """Whether a vector can be viewed as words; true for dtypes that are never packed."""
     return tensor.dtype not in _PACKED or tensor.storage_offset() * tensor.element_size() % _ALIGNMENT_BYTES == 0
 
 

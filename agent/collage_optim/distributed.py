@@ -75,7 +75,7 @@ def load_distributed(checkpoint: str | Path, model: nn.Module, optimizer: Collag
             f"{checkpoint}: has no {'weight ' + missing[0] if missing else 'optimizer state of this model'}"
         )
     with warnings.catch_warnings():
-        # One process alone is told that it is alone.
+        # torch warns a single process that it is alone.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(request, storage_reader=reader)
     with torch.no_grad():

@@ -1,19 +1,18 @@
-"""Writes to a weight by somebody else: the parts beside the weight are dropped before they can undo the write.
+"""External writes to a weight: its residual or master weight is dropped before it can undo the write.
 
-Between two steps others write to weights: an average is swapped in and out, a head is replaced, an adapter is
-merged, weights are pruned. A residual or a master weight belongs to the bits that a step left. If the bits have
-changed, the new ones are the weight, and the parts beside the old ones are dropped. Elsewhere it stays, so that a
-swap and its restore change nothing.
+Between two steps other code writes to weights: it swaps an average in and out, replaces a head, merges an adapter,
+prunes. A residual or a master weight belongs to the bits that a step left. If the bits have changed, the new ones
+are the weight, and the parts beside the old ones are dropped. Where they have not, the parts stay, so that a swap
+and its restore change nothing.
 
 A step remembers of each weight: its version, which a write in place raises, where its elements lie, and the bits
 of a few stretches of them, which show a write through `.data`. Where one of these has changed, elements are
 compared:
 
 - A master weight must round to the weight: exact for each element.
-- The bits of the weight beside a residual are not stored, because that would cost two bytes a weight. If a sampled
-  element has changed, or the elements lie in another order, the residual of the whole weight goes, otherwise that
-  of elements for which it is too large: above half a gap. A weight that is found changed twice gets a copy of the
-  bits from then on; that again is exact.
+- The bits of a weight with a residual are not copied, because that would cost two bytes a weight. If a sampled
+  element has changed, or the elements lie in another order, the whole residual is dropped; otherwise only where it
+  is above half a gap. A weight that is found changed twice gets a copy of its bits from then on: that is exact.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ _Places = tuple[list[int], list[int], list[tuple[int, ...]]]
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    """Stretches that are read together: those of weights of one dtype and device; on a device all of one length.
+    """Stretches that are read together: weights of one dtype and device; on a device, also of one length.
 
     places: of the weights among those that take the step. sizes: elements of each weight's stretches. memory, on
     a host, or views, on a device: the stretches. left: their bits, as the last step left them.
@@ -136,9 +135,9 @@ class ExternalWrites:
     ) -> None:
         """Drop the parts beside weights that were changed externally since `remember`.
 
-        groups: each with its members that take a step. Raises RuntimeError for the first such weight that is to
-        `raise`, before anything is changed. Nothing waits for a device, except to raise there after a write in
-        place. On a device a write through `.data` is told, too late to be saved.
+        groups: each with its members that take a step. Raises RuntimeError for the first such weight of a group
+        with `raise`, before anything is changed. Nothing waits for a device, except to raise after a write in place
+        there. A write through `.data` on a device is reported, but too late to be saved.
         """
         self._reads.poll()
         groups = list(groups)
@@ -418,7 +417,7 @@ def _rounds_elsewhere(master: Tensor, weight: Tensor) -> Tensor:
 
 
 def _too_large(entry: _Entry) -> Tensor:
-    """Where a residual is more than a step leaves beside this weight.
+    """Mask of the elements whose residual is larger than a step can leave.
 
     Bits below a weight are never more than half a gap, but below a zero there are none: they would make it a NaN.
     The gap is that away from zero, 2^(e - 7) in bfloat16: from a power of two towards zero it is half as wide.
@@ -428,8 +427,8 @@ def _too_large(entry: _Entry) -> Tensor:
         return weight.eq(0).logical_and_(residual.ne(0))
     if residual.dtype != weight.dtype:
         return torch.zeros_like(weight, dtype=torch.bool)
-    # Rounding to nearest leaves half a gap; a residual that is computed with errors, or rounded at random below the
-    # smallest normal number, up to one.
+    # Rounding to nearest leaves at most half a gap. With inexact arithmetic, or random rounding below the smallest
+    # normal number, a residual can be up to a whole gap.
     nearest = strategy.parameter is StateStorage.PAIR and not strategy.stochastic
     largest = 0.5 if nearest and entry.group["arithmetic"] == "fp32" else 1.0
     layout = format_of(weight.dtype)

@@ -91,7 +91,7 @@ def store(
 def _load_split(arithmetic: WideArithmetic, high: Tensor, low: Tensor, storage: StateStorage) -> Tensor:
     """The fp32 number of which `high`, bfloat16, holds the upper bits and `low`, integers, the 16 or 8 ones below.
 
-    Its bits are those of `high` · 2^16 + low, a byte shifted to follow them: `high` is the number rounded to
+    Its bits are `high` · 2^16 + low; a byte is shifted to follow them: `high` is the number rounded to
     nearest, ties away from zero, and `low` signed. For int16 exactly what TransformerEngine's FusedAdam keeps
     (`store_param_remainders`).
     """

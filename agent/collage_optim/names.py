@@ -1,4 +1,4 @@
-"""What parameters and dtypes are called."""
+"""Names of parameters and dtypes for messages."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Guards: refuse values that a storage format cannot hold, and warn of those that it holds badly.
+"""Guards: refuse values that a storage format cannot hold, and warn of values that it holds badly.
 
 Options that torch accepts silently are logged once under `collage_optim`. A Python warning, which test suites turn
 into an error, would forbid the very runs that people want to compare.
 
-`base.py` calls them before a step. They read values later, so that no device is waited for
-(`tests/optim/test_range_guards.py`). What is refused is fixed by the formats, the words are free.
+`base.py` calls them before a step. They read values later, so that no step waits for a device
+(`tests/optim/test_range_guards.py`). The formats fix which values are refused; the words are free.
 """
 
 import functools
@@ -179,7 +179,7 @@ class UpdateGuard:
 
     It looks at the updates really made, in fp64 on a sample: at the third step, when the number of steps has
     doubled, and when the rate has fallen by a factor of 1.4; not while it rises, as in a warm-up. Between two looks
-    the last one stands for all steps. An update with |u| below half a gap of the stored value counts as lost.
+    it uses the last one for all steps. An update with |u| below half a gap of the stored value counts as lost.
     Shares are of sum |u|, along the path and not from end to end, so noisy updates warn sooner. No synchronisation:
     on a device the warning comes a step later.
     """

@@ -211,7 +211,7 @@ def note_conversion(group: dict[str, Any], was: Any, states: Iterable[Mapping[st
 
 
 def _seen_strategy(state: Mapping[str, Any]) -> str:
-    """What states without residual and without a name are like: torch's, in 16 bits or wider."""
+    """The strategy that states without a residual or a name resemble: torch's, in 16 bits or wider."""
     dtypes = {value.dtype for key, value in state.items() if isinstance(value, Tensor) and key != "step"}
     return "float32 states" if dtypes & {torch.float32, torch.float64} else "plain"
 

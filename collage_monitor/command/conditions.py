@@ -38,8 +38,7 @@ _CANNOT_TELL: Final = "fails, because nobody can tell"
 
 @dataclass(frozen=True)
 class Facts:
-    """What conditions are held against: a run, its overview with every metric, and a forecast where one was asked
-    for."""
+    """The facts that conditions check: a run, its overview with every metric, a forecast if one was requested."""
 
     run: wire.Run
     judged: wire.Overview

@@ -1,19 +1,22 @@
 """`mcp`: the judgements of runs, for assistants that speak the Model Context Protocol. Every tool only reads.
 
-Answers are sentences with their numbers, at most `ANSWER_BYTES` long. What users wrote (names, notes,
-tags, layers) stands between <data> and </data>, which nothing inside can imitate.
+A tool is a function in `TOOLS`: an assistant sees its name, its docstring, and its signature without the client.
+Answers are sentences with their numbers, at most `ANSWER_BYTES` long. What users wrote (names, notes, tags, layers)
+stands between <data> and </data>, which nothing inside can imitate.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import click
+import msgspec
 from anyio.to_thread import run_sync
 from mcp.server.auth.middleware.auth_context import get_access_token
 from mcp.server.auth.provider import AccessToken
@@ -37,7 +40,7 @@ from collage_monitor.recommendation import recommendation
 from collage_monitor.run_history import read_history
 from collage_monitor.strategy_results import RunResult, loss_name, results_by_strategy, run_results
 
-__all__ = ["ANSWER_BYTES", "RunQuestions", "create_server", "mcp"]
+__all__ = ["ANSWER_BYTES", "TOOLS", "create_server", "mcp"]
 
 MCP_PORT: Final = 7422
 ANSWER_BYTES: Final = 20_000
@@ -55,228 +58,167 @@ _INSTRUCTIONS: Final = (
 )
 _A_WORD: Final = re.compile(r"[\w.-]{1,32}")
 """Too little to instruct anybody."""
-_Function = TypeVar("_Function", bound=Callable[..., str])
-_Run = Annotated[str, Field(max_length=64, description="A run's id, as `runs` lists it.")]
-_Runs = Annotated[
-    list[Annotated[str, Field(max_length=64)]],
-    Field(min_length=1, max_length=_MOST_COMPARED, description="Ids of runs, as `runs` lists them."),
-]
+_Id = Annotated[str, Field(max_length=64, description="A run's id, as `runs` lists it.")]
+_Ids = Annotated[list[_Id], Field(min_length=1, max_length=_MOST_COMPARED)]
 _Metric = Annotated[str, Field(max_length=200, description="A metric's key, such as edq_ratio, or a logged name.")]
 _Text = Annotated[str | None, Field(max_length=512)]
 _Few = Annotated[int, Field(ge=1, le=50)]
 
 
-def _answers(tool: _Function) -> _Function:
-    """The tool's answer, cut to its bound; an error of ours becomes a sentence."""
+def runs(
+    client: Client,
+    search: _Text = None,
+    project: _Text = None,
+    strategy: _Text = None,
+    health: _Text = None,
+    state: _Text = None,
+    limit: _Few = 20,
+) -> Iterator[str]:
+    """List runs, those that changed last first: id, name, strategy, state, and the word and sentence judged.
 
-    @functools.wraps(tool)
-    def answer(*given: Any, **named: Any) -> str:
-        try:
-            return _bounded(tool(*given, **named))
-        except CollageError as error:
-            raise ToolError(_plain(str(error), _PASSAGE_CHARACTERS)) from error
-
-    return answer  # type: ignore[return-value]
-
-
-class RunQuestions:
-    """The tools: each method asks a server and answers in words. Their docstrings are what an assistant reads."""
-
-    def __init__(self, client: Callable[[], Client]) -> None:
-        """client: one that may read, for each question."""
-        self._client = client
-
-    @_answers
-    def runs(
-        self,
-        search: _Text = None,
-        project: _Text = None,
-        strategy: _Text = None,
-        health: _Text = None,
-        state: _Text = None,
-        limit: _Few = 20,
-    ) -> str:
-        """List runs, those that changed last first: id, name, strategy, state, and the word and sentence judged.
-
-        search: in names, ids, groups, tags and notes. health: a judgement, such as "losing updates" or "healthy".
-        state: "running", "finished", "failed" or "stale".
-        """
-        filters: dict[str, Any] = {"q": search, "project": project, "strategy": strategy}
-        with self._client() as client:
-            table = client.run_table(limit=limit, health=health, state=state, **filters)
-        healths = ", ".join(f"{count} {health or 'not judged yet'}" for health, count in table.healths.items())
-        lines = [f"{table.total} {'run' if table.total == 1 else 'runs'}{f': {healths}' if healths else ''}."]
-        return "\n".join([*lines, *(f"- {_row(row)}" for row in table.rows)])
-
-    @_answers
-    def verdict(self, run: _Run) -> str:
-        """The judgement of a run: the verdict, the reasons with their numbers, since when, and advice."""
-        with self._client() as client:
-            found = client.run(run)
-            judged, layers = client.overview(run, fresh=True), client.layers(run).layers
-            firing = client.incidents(run_id=run, state="firing", limit=20).events
-        quoted = [*(layer.name for layer in layers), *_of_agent(found.watch)]
-        lines = [_introduced(found), f"Verdict: {judged.health}. {_told(judged.headline, quoted)}"]
-        lines += [_told(judged.text, quoted)]
-        lines += [f"- {_told(_finding(finding), quoted)}" for finding in judged.findings]
-        if judged.advised:
-            lines += [f"What to try: {_told(judged.advised, quoted)}"]
-            codes = [choice.code for entry in judged.advice for choice in entry.choices]
-            lines += [f"  {_told(line, quoted)}" for code in codes for line in code.splitlines()]
-        lines += [f"Firing now: {_incident(incident)}" for incident in firing]
-        lines += [f"Notes: {_data(found.notes, _PASSAGE_CHARACTERS)}"] if found.notes else []
-        return "\n".join(lines)
-
-    @_answers
-    def worst_layers(
-        self, run: _Run, metric: _Metric = "edq_ratio", count: _Few = 10, step: int | None = None
-    ) -> str:
-        """The layers that are worst in a metric, at the newest measured step or at the one at or before `step`."""
-        with self._client() as client:
-            worst = client.worst(run, metric=metric, k=count, step=step)
-            latest = client.latest(run)
-        of_model = f" (the whole model: {_number(latest.model.get(metric))})" if step is None else ""
-        where = f"step {latest.step}" if step is None else f"or before step {step}"
-        if not worst:
-            return f"No layer of run {run} has {_plain(metric)} at {where}."
-        head = f"The {len(worst)} worst layers of run {run} in {_plain(metric)} at {where}{of_model}:"
-        return "\n".join([head, *(f"- {_data(entry.layer)}: {_number(entry.value)}" for entry in worst)])
-
-    @_answers
-    def since_when(self, run: _Run, metric: _Metric = "edq_ratio") -> str:
-        """The last change of a metric or a logged number: its step, and the values before and after."""
-        with self._client() as client:
-            history = read_history(client, run, metric)
-        own, change = history.series, history.onset
-        said = describe(change, _plain(metric)) if change else None
-        layers = change.layers if change else ()
-        places = [place for place, value in enumerate(own.values) if value is not None]
-        if not places:
-            return f"{_plain(metric)} of run {run} has no value in these steps."
-        begin, end = (f"{_number(own.values[at])} {_covered(own, at)}" for at in (places[0], places[-1]))
-        now = f"{_plain(metric)} of run {run} is {begin} and {end}."
-        if said is None:
-            return f"{now} No abrupt change between: it is steady, or changed slowly."
-        changed = (f"- {_data(one.layer)}: {one.before:.4g} before, {one.after:.4g} after" for one in layers[:20])
-        return "\n".join([f"{_told(said, [entry.layer for entry in layers])}.", now, *changed])
-
-    @_answers
-    def compare(self, runs: _Runs) -> str:
-        """Runs side by side: judgement, EDQ, share of updates lost, loss at a common step, bytes a parameter."""
-        with self._client() as client:
-            results, _, quoted = _read_results(client, runs)
-        lines = [f"{len(results)} of {len(runs)} runs found."]
-        for one in results:
-            loss = "not logged" if one.loss is None else f"{one.loss:.5g} at step {one.loss_step}"
-            parts = [f"{one.loss_name} {loss}"]
-            edq, share = one.numbers.get("edq_ratio"), one.numbers.get("lost_update_ratio")
-            measured = [] if edq is None else [f"EDQ {edq:.3f}"]
-            measured += [] if share is None else [f"{percent(share)} of updates lost"]
-            steps = f" over steps {one.over[0]} to {one.over[1]}" if one.over else ""
-            parts += [f"{' and '.join(measured)}{steps}"] if measured else []
-            parts += [] if one.bytes_per_parameter is None else [f"{one.bytes_per_parameter:.3g} bytes a parameter"]
-            parts += [] if one.tokens_per_second is None else [f"{one.tokens_per_second:.4g} tokens/s"]
-            kind = _kind(one.strategy, one.dtype)
-            lines.append(f"- {one.run_id} {_data(one.name)}, {kind}: {one.health}; {', '.join(parts)}.")
-            lines += [f"  {_told(one.short, quoted)}"] if one.short else []
-        return "\n".join(lines)
-
-    @_answers
-    def recommended_strategy(self, runs: _Runs | None = None, project: _Text = None, group: _Text = None) -> str:
-        """Which precision strategy to train with, judged by runs: those named, or the newest of a project or group.
-
-        The reasons give each strategy's cost, its loss against the reference, and its problems.
-        """
-        with self._client() as client:
-            page = None if runs else client.run_table(project=project, group=group, limit=_MOST_COMPARED)
-            ids = runs or ([row.run_id for row in page.rows] if page else [])
-            results, names, quoted = _read_results(client, ids)
-            left_out = page.total - len(ids) if page else 0
-        said = recommendation(results_by_strategy(results), left_out)
-        told = [*quoted, *names, *(one.name for one in results)]
-        return "\n".join([_told(said.text, told), *(f"- {_told(reason, told)}." for reason in said.reasons)])
-
-    @_answers
-    def incidents(
-        self,
-        run: Annotated[str | None, Field(max_length=64)] = None,
-        project: _Text = None,
-        state: wire.IncidentState | None = None,
-        limit: _Few = 20,
-    ) -> str:
-        """Alerts, newest first: which alert fired on which run, from when until when, and why. `state` "firing":
-        now."""
-        with self._client() as client:
-            events = client.incidents(run_id=run, project=project, state=state, limit=limit).events
-        if not events:
-            return "No incidents: none of the conditions that the server evaluates held."
-        return "\n".join(f"- {_incident(incident)}" for incident in events)
-
-    @_answers
-    def curve(
-        self,
-        run: _Run,
-        metric: _Metric = "edq_ratio",
-        layer: _Text = None,
-        points: Annotated[int, Field(ge=1, le=200)] = 50,
-        first_step: int | None = None,
-        last_step: int | None = None,
-    ) -> str:
-        """A metric or a logged number over the steps, of the model or of one layer, in at most 200 points."""
-        with self._client() as client:
-            found = client.series(
-                run, metric, layer=layer, points=points, first_step=first_step, last_step=last_step
-            )
-        pairs = list(zip(found.steps, found.values, strict=True))
-        known = [(step, float(value)) for step, value in pairs if value is not None]
-        what = f"{_plain(metric)} of run {run}{f', layer {_data(layer)}' if layer else ''}"
-        if not known:
-            return f"{what} has no value in these steps."
-        low, high = min(known, key=lambda pair: pair[1]), max(known, key=lambda pair: pair[1])
-        ends = f"first {_number(known[0][1])}, last {_number(known[-1][1])}"
-        lowest = f"lowest {_number(low[1])} at step {low[0]}, highest {_number(high[1])} at step {high[0]}"
-        head = f"{what}: {len(pairs)} points, steps {pairs[0][0]} to {pairs[-1][0]}; {ends}, {lowest}."
-        return "\n".join([head, "step,value", *(f"{step},{_number(value)}" for step, value in pairs)])
+    search: in names, ids, groups, tags and notes. health: a judgement, such as "losing updates" or "healthy".
+    state: "running", "finished", "failed" or "stale".
+    """
+    filters: dict[str, Any] = {"q": search, "project": project, "strategy": strategy}
+    table = client.run_table(limit=limit, health=health, state=state, **filters)
+    healths = ", ".join(f"{count} {health or 'not judged yet'}" for health, count in table.healths.items())
+    yield f"{table.total} {'run' if table.total == 1 else 'runs'}: {healths or 'none'}."
+    for row in table.rows:
+        own = row.overview
+        judged = f"{own.health}: {_data(own.headline, _PASSAGE_CHARACTERS)}" if own else "not judged yet"
+        yield f"- {_introduced(row, row.shown_strategy, row.dtype)}; {judged}"
 
 
-def _read_results(client: Client, run_ids: Sequence[str]) -> tuple[list[RunResult], list[str], list[str]]:
-    """The runs in the numbers by which they are compared; words of their configurations; names of their layers."""
+def verdict(client: Client, run: _Id) -> Iterator[str]:
+    """The judgement of a run: the verdict, the reasons with their numbers, since when, and advice."""
+    found, judged = client.run(run), client.overview(run, fresh=True)
+    watch, layers = found.watch, client.layers(run).layers
+    tell = functools.partial(
+        _told, quoted=[*(layer.name for layer in layers), *_phrases(msgspec.to_builtins(watch))]
+    )
+    strategy, dtype = (watch.shown_strategy, watch.dtype) if watch else (None, None)
+    yield f"Run {_introduced(found, strategy, dtype)}."
+    yield f"Verdict: {judged.health}. {tell(judged.headline)}"
+    yield tell(judged.text)
+    yield from (f"- {tell(_finding(finding))}" for finding in judged.findings)
+    yield from _given("What to try: {}", tell(judged.advised))
+    codes = [choice.code for advice in judged.advice for choice in advice.choices]
+    yield from (f"  {tell(line)}" for code in codes for line in code.splitlines())
+    firing = client.incidents(run_id=run, state="firing", limit=20).events
+    yield from (f"Firing now: {_incident(incident)}" for incident in firing)
+    yield from _given("Notes: {}", found.notes and _data(found.notes, _PASSAGE_CHARACTERS))
+
+
+def worst_layers(
+    client: Client, run: _Id, metric: _Metric = "edq_ratio", count: _Few = 10, step: int | None = None
+) -> Iterator[str]:
+    """The layers that are worst in a metric, at the newest measured step or at the one at or before `step`."""
+    worst = client.worst(run, metric=metric, k=count, step=step)
+    where = "the newest measured step" if step is None else f"or before step {step}"
+    yield f"The {len(worst)} worst layers of run {run} in {_plain(metric)} at {where}:"
+    yield from (f"- {_data(entry.layer)}: {_number(entry.value)}" for entry in worst)
+
+
+def since_when(client: Client, run: _Id, metric: _Metric = "edq_ratio") -> Iterator[str]:
+    """The last change of a metric or a logged number: its step, and the values before and after."""
+    history = read_history(client, run, metric)
+    series, change = history.series, history.onset
+    since = describe(change, _plain(metric)) if change else None
+    layers = change.layers if change else ()
+    yield from _given("{}.", _told(since or "", [entry.layer for entry in layers]))
+    known = [place for place, value in enumerate(series.values) if value is not None]
+    ends = [f"{_number(series.values[place])} {_covered(series, place)}" for place in (*known[:1], *known[-1:])]
+    now = f"{_plain(metric)} of run {run} is {' and '.join(ends) or 'not known'}."
+    yield now if since else f"{now} No abrupt change between: it is steady, or changed slowly."
+    for entry in layers[:20]:
+        yield f"- {_data(entry.layer)}: {entry.before:.4g} before, {entry.after:.4g} after"
+
+
+def compare(client: Client, runs: _Ids) -> Iterator[str]:
+    """Runs side by side: judgement, EDQ, share of updates lost, loss at a common step, bytes a parameter."""
+    results, texts = _read_results(client, runs)
+    yield f"{len(results)} of {len(runs)} runs found."
+    for one in results:
+        over = " over steps {} to {}".format(*one.over) if one.over else ""
+        lost = one.numbers.get("lost_update_ratio")
+        parts = [
+            one.health,
+            *_given("{} {:.5g} at step {}", one.loss_name, one.loss, one.loss_step),
+            *_given("EDQ {:.3f}" + over, one.numbers.get("edq_ratio")),
+            *_given("{} of updates lost" + over, None if lost is None else percent(lost)),
+            *_given("{:.3g} bytes a parameter", one.bytes_per_parameter),
+            *_given("{:.4g} tokens/s", one.tokens_per_second),
+        ]
+        head = f"{one.run_id} {_data(one.name)}, {_kind(one.strategy, one.dtype)}"
+        yield f"- {head}: {', '.join(parts)}. {_told(one.short, texts)}".rstrip()
+
+
+def recommended_strategy(
+    client: Client, runs: _Ids | None = None, project: _Text = None, group: _Text = None
+) -> Iterator[str]:
+    """Which precision strategy to train with, judged by runs: those named, or the newest of a project or group.
+
+    The reasons give each strategy's cost, its loss against the reference, and its problems.
+    """
+    page = None if runs else client.run_table(project=project, group=group, limit=_MOST_COMPARED)
+    ids = runs or ([row.run_id for row in page.rows] if page else [])
+    results, texts = _read_results(client, ids)
+    advised = recommendation(results_by_strategy(results), page.total - len(ids) if page else 0)
+    yield _told(advised.text, texts)
+    yield from (f"- {_told(reason, texts)}." for reason in advised.reasons)
+
+
+def incidents(
+    client: Client,
+    run: _Id | None = None,
+    project: _Text = None,
+    state: wire.IncidentState | None = None,
+    limit: _Few = 20,
+) -> Iterator[str]:
+    """Alerts, newest first: which one fired on which run, from when until when, and why. `state` "firing": now."""
+    events = client.incidents(run_id=run, project=project, state=state, limit=limit).events
+    yield from (f"- {_incident(incident)}" for incident in events)
+    if not events:
+        yield "No incidents: none of the conditions that the server evaluates held."
+
+
+def curve(
+    client: Client,
+    run: _Id,
+    metric: _Metric = "edq_ratio",
+    layer: _Text = None,
+    points: Annotated[int, Field(ge=1, le=200)] = 50,
+    first_step: int | None = None,
+    last_step: int | None = None,
+) -> Iterator[str]:
+    """A metric or a logged number over the steps, of the model or of one layer, in at most 200 points."""
+    series = client.series(run, metric, layer=layer, points=points, first_step=first_step, last_step=last_step)
+    pairs = list(zip(series.values, series.steps, strict=True))
+    known = [(float(value), step) for value, step in pairs if value is not None]
+    yield f"{_plain(metric)} of run {run}, {_data(layer or 'the model')}: {len(pairs)} points."
+    if known:
+        yield "lowest {:.5g} at step {}, highest {:.5g} at step {}".format(*min(known), *max(known))
+    yield "step,value"
+    yield from (f"{step},{_number(value)}" for value, step in pairs)
+
+
+TOOLS: Final = (runs, verdict, worst_layers, since_when, curve, incidents, compare, recommended_strategy)
+
+
+def _read_results(client: Client, run_ids: Sequence[str]) -> tuple[list[RunResult], list[str]]:
+    """The runs in the numbers by which they are compared; users' texts that a sentence about them may hold."""
     table = client.run_table(run_ids=run_ids, limit=500, differing=True)
     rows = [row for run_id in run_ids for row in table.rows if row.run_id == run_id]
     ids = [row.run_id for row in rows]
     compared = client.compare(ids, loss_name(rows), points=_CURVE_POINTS).runs if ids else []
-    words = {str(part) for row in rows for entry in row.config.items() for part in entry if isinstance(part, str)}
-    words |= {word for row in rows for word in (row.project, row.group) if word}
-    layers = {layer.name for run_id in ids for layer in client.layers(run_id).layers}
-    return run_results(rows, compared), sorted(words), sorted(layers)
+    texts = {str(part) for row in rows for entry in row.config.items() for part in entry if isinstance(part, str)}
+    texts |= {text for row in rows for text in (row.name, row.project, row.group) if text}
+    return run_results(rows, compared), [*texts, *(row.name for id_ in ids for row in client.layers(id_).layers)]
 
 
-def _covered(series: wire.Series, place: int) -> str:
-    """The steps that a point of a series stands for."""
-    first, last = series.first_steps[place], series.steps[place]
-    return f"at step {last}" if first == last else f"on average of steps {first} to {last}"
-
-
-def _introduced(run: wire.Run) -> str:
-    """Which run this is, in one sentence."""
-    watch = run.watch
-    kept = _kind(watch.shown_strategy, watch.dtype) if watch else "not watched"
-    labels = [f"project {_data(run.project)}"]
-    labels += [f"group {_data(run.group)}"] if run.group else []
-    labels += [f"tags {', '.join(map(_data, run.tags))}"] if run.tags else []
-    return f"Run {run.run_id} {_data(run.name)}, {', '.join(labels)}: {kept}, {run.state} at step {run.last_step}."
-
-
-def _row(row: wire.RunRow) -> str:
-    kind = _kind(row.shown_strategy, row.dtype)
-    told = row.overview.headline if row.overview else ""
-    judged = (
-        f"{row.overview.health}{f': {_data(told, _PASSAGE_CHARACTERS)}' if told else ''}" if row.overview else ""
-    )
-    return (
-        f"{row.run_id} {_data(row.name)}, project {_data(row.project)}, {kind}, {row.state} at step "
-        f"{row.last_step}; {judged or 'not judged yet'}"
-    )
+def _introduced(run: wire.Run | wire.RunRow, strategy: str | None, dtype: str | None) -> str:
+    where = f"project {_data(run.project)}{f', group {_data(run.group)}' if run.group else ''}"
+    return f"{run.run_id} {_data(run.name)}, {where}: {_kind(strategy, dtype)}, {run.state} at step {run.last_step}"
 
 
 def _kind(strategy: str | None, dtype: str | None) -> str:
@@ -284,37 +226,50 @@ def _kind(strategy: str | None, dtype: str | None) -> str:
     return "strategy {} on {}".format(*(name if _A_WORD.fullmatch(name) else _data(name) for name in names))
 
 
+def _covered(series: wire.Series, place: int) -> str:
+    """The steps that a point of a series merges."""
+    first, last = series.first_steps[place], series.steps[place]
+    return f"at step {last}" if first == last else f"on average of steps {first} to {last}"
+
+
 def _finding(finding: wire.Finding) -> str:
-    """'lost_update_ratio of head.weight is 0.61, held against 0.25: …'"""
-    where = f" of {finding.layer}" if finding.layer else ""
-    bound = "" if finding.threshold is None else f", held against {finding.threshold:.4g}"
-    value = "" if finding.value is None else f" is {finding.value:.4g}{bound}"
+    """'lost_update_ratio of head.weight is 0.61, held against 0.25 (…)'"""
     unit = METRICS[split_key(finding.key)[0]].unit if is_metric(finding.key) else ""
-    return f"{finding.key}{where}{value}{f' ({unit})' if unit and value else ''}"
+    where, bound = _given(" of {}", finding.layer), _given(", held against {:.4g}", finding.threshold)
+    value = _given(" is {:.4g}", finding.value)
+    return "".join(
+        [finding.key, *where, *value, *(bound if value else []), *_given(" ({})", unit if value else "")]
+    )
 
 
 def _incident(incident: wire.Incident) -> str:
-    ended = "" if incident.resolved_at is None else f" to {clock(incident.resolved_at)}"
     about = f"run {incident.run_id} of project {_data(incident.project or '')}" if incident.run_id else "the server"
-    step = "" if incident.step is None else f" at step {incident.step}"
-    value = "" if incident.value is None else f", value {_number(incident.value)}"
-    when = f"{clock(incident.started_at)}{ended}"
-    head = f"{_plain(incident.alert)} ({_plain(incident.severity)}), {incident.state}, {when}, {about}{step}{value}"
-    taken = f"; acknowledged by {_data(incident.acknowledged_by)}" if incident.acknowledged_by else ""
-    return f"{head}{taken}. {_data(incident.text, _PASSAGE_CHARACTERS)}"
+    parts = [
+        f"{_plain(incident.alert)} ({_plain(incident.severity)})",
+        incident.state,
+        " to ".join(clock(time) for time in (incident.started_at, incident.resolved_at) if time is not None),
+        about,
+        *_given("step {}", incident.step),
+        *_given("value {}", incident.value and _number(incident.value)),
+        *_given("acknowledged by {}", incident.acknowledged_by and _data(incident.acknowledged_by)),
+    ]
+    return f"{', '.join(parts)}. {_data(incident.text, _PASSAGE_CHARACTERS)}"
 
 
-def _of_agent(watch: wire.WatchInfo | None) -> Iterator[str]:
-    """Texts that the training's process wrote and a judgement may quote."""
-    if watch is None:
-        return
-    yield from (trained.optimizer for trained in watch.trained)
-    yield from (str(breach) for breach in watch.broken)
-    yield from (loss.text for loss in watch.resume_losses)
-    if watch.fingerprint is not None:
-        yield from watch.fingerprint.findings
-        yield from watch.fingerprint.states
-        yield watch.fingerprint.unexplained or ""
+def _given(form: str, *values: Any) -> list[str]:
+    """The form with its values, or nothing if one of them is missing."""
+    return [] if any(value is None or value == "" for value in values) else [form.format(*values)]
+
+
+def _phrases(message: Any) -> Iterator[str]:
+    """Every text in a decoded message that could instruct somebody."""
+    if isinstance(message, str) and not _A_WORD.fullmatch(message):
+        yield message
+    elif isinstance(message, dict):
+        yield from _phrases([*message, *message.values()])
+    elif isinstance(message, list):
+        for entry in message:
+            yield from _phrases(entry)
 
 
 def _data(text: str, most: int = _NAME_CHARACTERS) -> str:
@@ -326,11 +281,8 @@ def _told(text: str, quoted: Iterable[str]) -> str:
     """A sentence of ours, with quoted user texts marked."""
     clean = _plain(text, _TEXT_BYTES)
     found = sorted({_plain(name, _TEXT_BYTES) for name in quoted if name}, key=len, reverse=True)
-    found = [name for name in found if name in clean]
-    if not found:
-        return clean
-    pattern = "|".join(map(re.escape, found))
-    return re.sub(rf"(?<!\w)(?:{pattern})(?!\w)", lambda match: _data(match[0]), clean)
+    pattern = "|".join(re.escape(name) for name in found if name in clean)
+    return re.sub(rf"(?<!\w)(?:{pattern})(?!\w)", lambda match: _data(match[0]), clean) if pattern else clean
 
 
 def _plain(text: str, most: int = _NAME_CHARACTERS) -> str:
@@ -343,15 +295,31 @@ def _number(value: wire.Number | None) -> str:
     return "unknown" if value is None else f"{wire.from_number(value):.5g}"
 
 
-def _bounded(text: str) -> str:
-    """The text cut to an answer's length, in whole lines, and how many lines are missing."""
-    lines, size = text.split("\n"), 0
+def _bounded(lines: Sequence[str]) -> str:
+    """The lines, cut to an answer's length, and how many are missing."""
+    size = 0
     for place, line in enumerate(lines):
         size += len(json.dumps(line, ensure_ascii=False).encode())
         if size > _TEXT_BYTES:
             rest = f"… {len(lines) - place} more lines do not fit: ask for fewer, or for less at once."
             return "\n".join([*lines[:place], rest])
-    return text
+    return "\n".join(lines)
+
+
+def _tool(question: Callable[..., Iterator[str]], open_one: Callable[[], Client]) -> Callable[..., str]:
+    """The question as a tool: with a client of its own, cut to its bound; an error of ours becomes a sentence."""
+
+    @functools.wraps(question)
+    def answer(**given: Any) -> str:
+        try:
+            with open_one() as client:
+                return _bounded(list(question(client, **given)))
+        except CollageError as error:
+            raise ToolError(_plain(str(error), _PASSAGE_CHARACTERS)) from error
+
+    _, *asked = inspect.signature(question, eval_str=True).parameters.values()
+    answer.__signature__ = inspect.Signature(asked, return_annotation=str)  # type: ignore[attr-defined]
+    return answer
 
 
 class _ServerTokens:
@@ -386,11 +354,9 @@ def create_server(client: Callable[[], Client], tokens: _ServerTokens | None = N
         token_verifier=tokens,
         log_level="WARNING",
     )
-    ask = RunQuestions(client)
-    of_runs = (ask.runs, ask.verdict, ask.worst_layers, ask.since_when, ask.curve, ask.incidents)
     only_reads = ToolAnnotations(read_only_hint=True, destructive_hint=False, open_world_hint=False)
-    for tool in (*of_runs, ask.compare, ask.recommended_strategy):
-        server.add_tool(tool, annotations=only_reads, structured_output=False)
+    for question in TOOLS:
+        server.add_tool(_tool(question, client), annotations=only_reads, structured_output=False)
     return server
 
 

@@ -1,4 +1,4 @@
-"""Progress of long work, on standard error for a person at a terminal; elsewhere nothing is printed."""
+"""Progress of long work, on standard error if that is a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verbs share that ask a server: its address and token, and the run that a person means.
+"""Options and look-ups that all verbs of a server share: its address and token, and the run that a person means.
 
 A verb that asks a server takes its options from here, so that all have the same (`tests/server/test_run_verbs.py`).
 """
@@ -26,7 +26,7 @@ _NAMED: Final = 5
 
 
 def server_address_options(function: _Function) -> _Function:
-    """Which server is asked, and with which token."""
+    """Add the options for the server's address and the token."""
     for option in (
         click.option(
             "--token",

@@ -40,7 +40,7 @@ _STOP_SECONDS = 10.0
 class Services:
     """Server and dashboard as child processes: entering starts the server, leaving stops both, dashboard first.
 
-    What they print of their own addresses is not shown; their log is.
+    Their log is shown, but not the addresses that they print.
 
     `alone`: they ignore settings of the environment, such as another database.
     `defaults`: settings that hold unless the environment overrides them.
@@ -61,7 +61,7 @@ class Services:
         self.dashboard_url = f"http://127.0.0.1:{dashboard_port}"
         self._ports = (server_port, dashboard_port)
         self._alone = alone
-        # What the server sends about incidents leads to their pages.
+        # Messages about incidents link to the dashboard's pages.
         self._defaults = {"COLLAGE_SERVER_DASHBOARD_URL": self.dashboard_url, **defaults}
         self._processes: list[subprocess.Popen[bytes]] = []
 

@@ -115,7 +115,7 @@ def _number(where: str, name: str, text: str) -> float:
 
 
 def read_events(path: Path) -> Source:
-    """The scalars in an event file, or in all event files right in a folder, oldest file first.
+    """The scalars in an event file, or in all event files directly in a folder, oldest first.
 
     A tag's last value at a step counts, as in TensorBoard; tags become logged scalars under their names.
 
@@ -142,7 +142,7 @@ def read_events(path: Path) -> Source:
 def _scalars(files: list[Path]) -> Iterator[tuple[str, int, float, float]]:
     """(tag, step, Unix seconds, value) of every scalar."""
     loader, make_array = _reader()
-    # The plugin of a tag stands with its first value only.
+    # Only the first value of a tag names its plugin.
     plugins: dict[str, str] = defaultdict(str)
     for file in files:
         for event in loader(str(file)).Load():

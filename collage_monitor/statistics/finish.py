@@ -106,7 +106,7 @@ def metric_keys(statistics: Iterable[str]) -> list[str]:
 
 
 def finish_all(totals: Totals, *, intervals: bool = True) -> dict[str, Array]:
-    """Every metric that the totals can make; 95 % intervals stand beside theirs as NAME_low, NAME_high."""
+    """Every metric that the totals can make; a 95 % interval is NAME_low and NAME_high."""
     finished = {}
     for key in metric_keys(totals):
         finished[key] = finish(key, totals)

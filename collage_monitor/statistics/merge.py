@@ -49,7 +49,7 @@ def merge(parts: Sequence[Totals], *, over: Literal["shards", "steps"]) -> dict[
 
 
 def merge_shards(parts: Sequence[Totals]) -> dict[str, Array]:
-    """Totals of one step from those of its shards; a key that a part lacks counts as not reported."""
+    """Merge the totals of a step's shards; a key that a part lacks counts as not reported."""
     return reduce_shards(_stack(parts), axis=0)
 
 
@@ -84,9 +84,9 @@ def reduce_steps(totals: Totals, axis: int = 0, starts: NDArray[np.intp] | None 
 
 
 def with_variance_product_roots(totals: Totals) -> dict[str, Array]:
-    """The same totals with `variance_product_root/…` added where its two variances are there and it is not.
+    """Add the missing `variance_product_root/…` wherever both variances are known.
 
-    Totals that stand for several steps bring theirs; where it is missing (NaN) the point is a single step.
+    Totals of several steps have it; a point without it (NaN) is a single step.
     """
     result = dict(totals)
     for key, values in totals.items():

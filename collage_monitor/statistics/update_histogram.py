@@ -1,5 +1,4 @@
-"""Where the intended update stands against the grid: a histogram of |u| / gap in octaves, and the metrics made from
-it.
+"""The intended update relative to a weight's gap: a histogram of |u| / gap in octaves, and the metrics from it.
 
 A bin travels as the statistic `update_ulp_histogram/LABEL`, with a label of HISTOGRAM_LABELS. Streams declare it
 and servers store it under that name: neither the name nor the octaves may change.
@@ -38,7 +37,7 @@ def histogram_counts(totals: Mapping[str, Array], name: str = "update_ulp_histog
 
 
 def histogram_quantile(counts: Array, share: float) -> Array:
-    """log₂(|u| / gap) below which `share` of the elements stand; NaN for an empty histogram.
+    """log₂(|u| / gap) that `share` of the elements do not reach; NaN for an empty histogram.
 
     Linear in log₂ inside an octave. A quantile in the underflow (overflow) bin answers the outermost edge,
     −24 (8): the true value lies beyond it.

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.forking import SERVER, fork
+from tests.server.limited import limit_servers, limits_and_variables
 
 __all__ = ["POINTS", "Births", "gone"]
 
@@ -56,18 +57,18 @@ class Births:
     def start(self, verb, arguments=(), *, die=None, clock_off=0.0, **settings):
         """A new life. `die`: (point, count). `clock_off`: so many seconds is its clock ahead.
 
-        `settings` reach the server through its environment.
+        `settings` may name fixed limits, too.
         """
+        fixed, variables = limits_and_variables(settings)
         given = {"verb": verb, "arguments": [str(argument) for argument in arguments], "die": die}
-        order = json.dumps({**given, "clock_off": clock_off, "limits": self.limits})
-        environment = {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
+        order = json.dumps({**given, "clock_off": clock_off, "limits": self.limits, "fixed": fixed})
         with self.log.open("ab") as output:
             life = fork(
                 _IMPORTED,
                 "-m",
                 "drills.torture.life",
                 order,
-                environment={**os.environ, **self.environment, **environment},
+                environment={**os.environ, **self.environment, **variables},
                 output=output,
             )
         self._lives = [life, *(other for other in self._lives if other.poll() is None)]
@@ -144,7 +145,6 @@ def _arm_files(passed):
 
 def _small_chunks(limits):
     """Chunks of few points, so that short lives seal and archive."""
-    from collage_server import app
     from collage_server.command import serve as command
     from collage_server.store import SqliteStore
     from collage_server.store.sealing import archive_plan
@@ -152,7 +152,7 @@ def _small_chunks(limits):
     from tests.server.store.contract import LIMITS
 
     archive_plan._CHUNKS = {1: 2, 16: 2}  # type: ignore[misc]
-    make_store = app.make_store
+    make_store = command.make_store  # type: ignore[attr-defined]
 
     def make_small_store(settings):
         store = make_store(settings)
@@ -162,7 +162,7 @@ def _small_chunks(limits):
             store._busy_timeout_seconds = 2.0
         return store
 
-    command.make_store = make_small_store  # type: ignore[attr-defined]
+    command.make_store = make_small_store  # type: ignore[attr-defined, assignment]
 
 
 def _hold(path, seconds):
@@ -202,6 +202,7 @@ def main(order):
     from collage_server.command.migrate import migrate
     from collage_server.command.serve import serve
 
+    limit_servers(order["fixed"])
     _small_chunks(order["limits"])
     if order["verb"] == "expire":
         _expire(*order["arguments"])

@@ -35,7 +35,7 @@ class AnswerCache:
 
     @property
     def bytes(self) -> int:
-        """What is kept."""
+        """Bytes of the answers in memory."""
         return int(self._answers.currsize)
 
     def encoded(self, key: object, make: Callable[[], Any]) -> msgspec.Raw:

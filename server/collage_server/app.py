@@ -71,7 +71,7 @@ def create_app(
     The store is opened and the writer started when the application starts, and both are closed when it stops:
     waiting reports are committed first.
     """
-    store = store or make_store(settings)
+    store = store or make_store(settings, limits)
     app_state = _app_state(settings, store, clock or DatabaseClock(store), limits)
     app = FastAPI(
         title="Collage Monitor",
@@ -122,7 +122,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        ends = time.monotonic() + app_state.settings.shutdown_seconds / 2
+        ends = time.monotonic() + app_state.limits.shutdown_seconds / 2
 
         def left() -> float:
             return max(ends - time.monotonic(), 0.0)
@@ -134,7 +134,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             await asyncio.to_thread(app_state.archiver.stop, left())
         await asyncio.to_thread(app_state.maintenance.stop, left())
         await app_state.directory.close(left())
-        # Last of those that have work: a webhook that hangs must take no time from them. They need the store alone.
+        # Stop alerts last: a webhook that hangs must take no time from the others. They need only the store.
         for thread in app.state.alert_threads:
             await asyncio.to_thread(thread.stop, left())
         await asyncio.to_thread(app_state.store.close)
@@ -143,13 +143,14 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 def _app_state(settings: Settings, store: Store, clock: Callable[[], float], limits: FixedLimits) -> AppState:
     counters = IngestCounters()
     guard = DiskGuard(store, budget_bytes=settings.disk_budget_bytes, reserve_bytes=settings.disk_reserve_bytes)
-    memory = _memory(settings)
+    memory = _memory(settings, limits)
     store.fit_into(memory)
     # A reader takes all waiting reports of a run into memory.
     bounds = JournalBounds(min(limits.journal_run_bytes, memory.working_bytes // 4), limits.journal_bytes)
-    archiver = _archiver(settings, store, guard, clock, memory)
+    archiver = _archiver(settings, store, guard, clock, memory, limits)
     return AppState(
         settings=settings,
+        limits=limits,
         store=store,
         bounds=bounds,
         writer=Writer(store.journal, counters, clock=clock, admit=guard.admit),
@@ -159,7 +160,7 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
             store.journal.bytes_of,
             bounds,
             clock=clock,
-            interval_seconds=settings.seal_interval_seconds,
+            interval_seconds=limits.seal_interval_seconds,
             sealed=archiver.tell if archiver is not None else lambda _: None,
             memory=memory,
         ),
@@ -188,7 +189,12 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
 
 
 def _archiver(
-    settings: Settings, store: Store, guard: DiskGuard, clock: Callable[[], float], memory: MemoryBudget
+    settings: Settings,
+    store: Store,
+    guard: DiskGuard,
+    clock: Callable[[], float],
+    memory: MemoryBudget,
+    limits: FixedLimits,
 ) -> Archiver | None:
     if store.archiving is None:
         return None
@@ -197,7 +203,7 @@ def _archiver(
         store.archiving,
         guard,
         clock=clock,
-        interval_seconds=settings.seal_interval_seconds,
+        interval_seconds=limits.seal_interval_seconds,
         memory=memory,
         publish=_publisher(store) if settings.archive_publish else None,
     )
@@ -213,11 +219,11 @@ def _publisher(store: Store) -> Callable[[str], object]:
     return partial(publish, store)
 
 
-def _memory(settings: Settings) -> MemoryBudget:
+def _memory(settings: Settings, limits: FixedLimits) -> MemoryBudget:
     limit = settings.memory_bytes
     if limit is None:
         limit = min(max((available_memory() or 0) // 2, _LEAST_MEMORY), _MOST_MEMORY)
-    return MemoryBudget(limit, settings.in_flight_bytes)
+    return MemoryBudget(limit, limits.in_flight_bytes)
 
 
 def _provider(settings: Settings, clock: Callable[[], float]) -> Provider | None:
@@ -252,7 +258,7 @@ def _alert_threads(app_state: AppState) -> list[BackgroundThread]:
     )
 
 
-def make_store(settings: Settings) -> Store:
+def make_store(settings: Settings, limits: FixedLimits = FIXED_LIMITS) -> Store:
     """The store that these settings name, not opened yet.
 
     Raises:
@@ -260,23 +266,21 @@ def make_store(settings: Settings) -> Store:
     """
     address = settings.archive_address
     cache = settings.folder / "archive-cache"
-    archive = None if address is None else archive_files(address, cache, settings.archive_cache_bytes)
+    archive = None if address is None else archive_files(address, cache, limits.archive_cache_bytes)
     store: Store
     if settings.database is not None:
         store = PostgresqlStore(
             settings.database,
-            stale_after_seconds=settings.stale_after_seconds,
+            stale_after_seconds=limits.stale_after_seconds,
             unsafe=settings.unsafe_database,
             archive=archive,
         )
     else:
         store = SqliteStore(
             settings.folder / "collage.sqlite",
-            stale_after_seconds=settings.stale_after_seconds,
+            stale_after_seconds=limits.stale_after_seconds,
             unsafe=settings.unsafe_database,
             archive=archive,
             ballast_bytes=min(_BALLAST_BYTES, settings.disk_reserve_bytes // 4),
         )
-    if store.archiving is not None:
-        store.archiving.bits = settings.archive_bits
     return store

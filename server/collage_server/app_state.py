@@ -19,7 +19,7 @@ from collage_server.disk_guard import DiskGuard
 from collage_server.ingest.report_checks import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, JournalBounds, Writer
 from collage_server.memory_budget import MemoryBudget
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 from collage_server.store import Store
 from collage_server.summariser import Summariser
 
@@ -33,10 +33,11 @@ __all__ = ["AppState", "app_state_of"]
 class AppState:
     """The objects that requests share. `decoding`: a lock, so that one large body is decoded at a time.
 
-    `archiver` is None where nothing is archived, `provider` where people sign in by token alone.
+    `archiver` is None without an archive, `provider` if people sign in by token alone.
     """
 
     settings: Settings
+    limits: FixedLimits
     store: Store
     bounds: JournalBounds
     writer: Writer

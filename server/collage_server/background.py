@@ -2,7 +2,7 @@
 
 The sealer turns journals into chunks; maintenance expires, purges, frees space, and watches the free space.
 
-`create_app` makes the threads. New work derives from `BackgroundThread`; that a stop is never long is fixed
+`create_app` makes the threads. New work derives from `BackgroundThread`. Stopping is quick
 (`tests/server/test_stopping.py`).
 """
 

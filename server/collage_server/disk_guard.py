@@ -1,7 +1,7 @@
 """The disk budget: reports are refused before the disk is full, and all existing data can still be read.
 
-Maintenance measures, and middleware refuses what would store (`ReadOnlyGate`). What is refused is fixed: reports,
-never questions (`tests/server/life/test_maintenance.py`).
+Maintenance measures, and middleware refuses requests that would store (`ReadOnlyGate`): reports, never questions
+(`tests/server/life/test_maintenance.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DiskGuard:
 
     @property
     def left_ratio(self) -> float | None:
-        """Share of the room for data that is left, beside the data or in its budget; None: neither is known."""
+        """Share of the room for data that is left, on the disk or in the budget; None: neither is known."""
         return self._left_ratio
 
     @property
@@ -88,7 +88,7 @@ class DiskGuard:
             self.require_room()
 
     def check_sizes(self, coming_bytes: int = 0) -> None:
-        """Measure the disk, and decide again whether reports may be stored, beside `coming_bytes`."""
+        """Measure the disk, and decide again whether it has room for reports, after `coming_bytes` more."""
         with self._lock:
             known, self._reason = self._reason, self._measured(coming_bytes)
         if (known is None) != (self._reason is None):

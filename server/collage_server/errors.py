@@ -193,7 +193,7 @@ class UnsafeAddress(ServerError):
 
 
 class DamagedFile(ServerError):
-    """An archived file cannot be read as it was written; whoever opened it answers with Busy."""
+    """An archived file cannot be read as it was written; its reader answers with Busy."""
 
     code = "damaged_file"
 

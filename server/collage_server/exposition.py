@@ -71,7 +71,7 @@ RUN_GAUGES: Final = {
 
 @router.get("/metrics", **describes(None))
 def metrics(request: Request) -> Response:
-    """Running runs in the Prometheus text format, those of the token's projects."""
+    """Running runs of the token's projects in the Prometheus text format."""
     text = exposition(app_state_of(request), principal_of(request).projects)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
@@ -86,7 +86,7 @@ def exposition(app_state: AppState, projects: Collection[str] | None = None) -> 
 
 
 def samples(app_state: AppState, names: Collection[str] | None = None) -> Iterator[Sample]:
-    """What the page shows, as the alerts' evaluation takes it; of runs only the series called so (None: all)."""
+    """The samples of the page, for the evaluation of alerts; `names` limits the series of runs (None: all)."""
     yield from itertools.chain.from_iterable(_gauges_of_runs(app_state, None, names).samples())
     for family in _ServerCollector(app_state).collect():
         for sample in family.samples:
@@ -133,7 +133,7 @@ class _ServerCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for family in self._app_state.counters.registry.collect():
-            # When a counter was made is a series that nobody asks for.
+            # Leave out the times at which counters were created.
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
         for name, (text, value, *label) in self._gauges().items():
@@ -296,7 +296,7 @@ def _steps_since_resume(run: ReportedState) -> float | None:
     resumed = max([*begun[1:], *silent[-1:]], key=lambda entry: entry.attempt, default=None)
     if resumed is None or run.last_step is None:
         return None
-    # Before its first report `last_step` is an older attempt's; 0 keeps alerts quiet that let a resume settle.
+    # Until the first report `last_step` is an older attempt's; 0 keeps alerts quiet while a resume settles.
     if run.last_attempt is None or run.last_attempt < resumed.attempt:
         return 0.0
     begin = resumed.first_step if resumed.measured_from is None else resumed.measured_from

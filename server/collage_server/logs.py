@@ -63,7 +63,7 @@ def configure(form: str, level: str, secrets: Iterable[str] = (), stream: TextIO
     root.setLevel(level.upper())
     # Warnings of numpy and others, which would write lines of their own.
     logging.captureWarnings(True)
-    # A migration says what it does at INFO, and at every start that there is none.
+    # alembic logs at INFO at every start, even when there is nothing to migrate.
     logging.getLogger("alembic").setLevel(logging.WARNING)
     for name in ("uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)

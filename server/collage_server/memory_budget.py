@@ -9,9 +9,9 @@
 | evaluations | newest values, overviews, alerts | three quarters of the rest | waits; cut to the newest part |
 | sealing | a part of a chunk on its way | half of the rest | waits, then goes on: the journal must empty |
 
-The last three share the rest. A thread that works for one has a `Lease`; whoever is about to take much memory for
-it calls `hold` with an estimate from counts: rows × bytes. A lease that nobody charged costs no lock. Estimates
-leave out what the heap keeps between what is used: where the process has grown to its limit, all but one wait.
+The last three share the rest. A thread that works for one has a `Lease`; code that is about to take much memory
+calls `hold` with an estimate from counts: rows × bytes. An uncharged lease costs no lock. Estimates leave out gaps
+in the heap: once the process has grown to its limit, only one lease works at a time.
 """
 
 from __future__ import annotations
@@ -188,9 +188,9 @@ class Lease:
     def reserve(self, size: int) -> None:
         """Wait until this much is free, and reserve it, at most half of the share, for repeated holds.
 
-        A stream waits patiently, now and at each later hold: what has begun can no longer be refused. A lease
-        reserves once. Otherwise two leases that hold step by step would wait for each other. The other half is for
-        short holds, and for what this lease needs beyond it: nobody else may reserve that.
+        A stream waits patiently, now and at each later hold, because it has begun and can no longer be refused. A
+        lease reserves once. Otherwise two leases that hold step by step would wait for each other. The other half
+        is for short holds, and for this lease's needs beyond its reservation: no other lease may reserve it.
 
         Raises:
             Busy: it does not fit beside what others hold, or will.
@@ -334,7 +334,7 @@ _LEASE: ContextVar[Lease | None] = ContextVar("lease", default=None)
 
 
 def hold(size: int) -> None:
-    """Charge an estimate to the owner that this thread works for; to nobody in a test or a tool."""
+    """Charge an estimate to the owner that this thread works for; a test or a tool has none."""
     lease = _LEASE.get()
     if lease is not None:
         lease.hold(size)
@@ -398,7 +398,7 @@ def trim_heap() -> None:
 
 
 def private_bytes() -> int:
-    """What this process holds of its own, mapped files left out; 0 where the system does not say."""
+    """Private memory of this process, without mapped files; 0 if the system does not report it."""
     try:
         _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
     except (OSError, ValueError):

@@ -93,7 +93,7 @@ class Published:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A file that the log is to name, by its path below the project's folder."""
+    """A file for the log to name, by its path below the project's folder."""
 
     run_id: str
     part: VisiblePart

@@ -58,7 +58,6 @@ _Archive = Annotated[
         description="a folder, a bucket such as s3://BUCKET/FOLDER, gs://… or az://…, or off",
     ),
 ]
-_Bits = Annotated[int, Meta(ge=24, le=52, description="a whole number from 24 to 52; unset it to keep sums exact")]
 _Port = Annotated[int, Meta(ge=0, le=65_535, description="a whole number from 0 to 65535; 0 takes a free one")]
 _Token = Annotated[
     str,
@@ -89,9 +88,6 @@ _Scopes = Annotated[
         description="scopes with single spaces between them, openid among them",
     ),
 ]
-_IdleSeconds = Annotated[
-    float, Meta(ge=300, le=sys.float_info.max, description="at least 300: uses are known to about a minute")
-]
 _LogFormat = Annotated[Literal["text", "json"], Meta(description="one that it knows; set one of text, json")]
 _LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
@@ -105,13 +101,26 @@ _Size = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class FixedLimits:
-    """Bounds that no operator has a reason to change; tests beyond one use a small value.
+    """Bounds that no operator has a reason to change; tests use others. Sizes in bytes, times in seconds.
+
+    `connections` bounds those open at a time, `idle_seconds` the wait for a whole head. `in_flight_bytes` bounds
+    report bodies that are read but not yet acknowledged: beyond it the answer is 503. A running run that is silent
+    for `stale_after_seconds` is stale. The sealer pauses for `seal_interval_seconds` when it has nothing to do. The
+    server ends within `shutdown_seconds`: half for requests under way, the rest to commit and close. The last
+    `archive_cache_bytes` read from a bucket stay on this machine's disk.
 
     `journal_run_bytes` and `journal_bytes` bound the reports of one run, and of all, that wait to be sealed into
     chunks: beyond them the answer is 429. A reader takes all waiting reports of a run into memory.
     `tags_per_project` and `layers_per_project` stop a script that runs away sooner than `runs_per_project` would.
     """
 
+    connections: int = 1000
+    idle_seconds: float = 10.0
+    in_flight_bytes: int = 128 * 2**20
+    stale_after_seconds: float = 600.0
+    seal_interval_seconds: float = 5.0
+    shutdown_seconds: float = 10.0
+    archive_cache_bytes: int = 2 * 2**30
     journal_run_bytes: int = 128 * 2**20
     journal_bytes: int = 2**30
     tags_per_project: int = 10_000
@@ -128,15 +137,11 @@ class Settings:
     `database` is a postgresql:// URL; without one, SQLite in `folder`. `unsafe_database` accepts a database that
     may lose acknowledged reports. `archive` is where layers of older points lie as Parquet files: a folder, the URL
     of a bucket, or "off". Left out it is the folder `archive` beside an SQLite file, and off for PostgreSQL, which
-    several servers may share. The last `archive_cache_bytes` read from a bucket are cached in `folder`. In files
-    that are made from now on sums have `archive_bits` significant bits, and counts all; None: all of them. With
-    `archive_publish` the server publishes runs that have ended, as `archive publish` does. `token` guards every
-    route but /healthz, /readyz and the API description. `no_auth` does without one, on loopback only.
+    several servers may share. With `archive_publish` the server publishes runs that have ended, as
+    `archive publish` does. `token` guards every route but /healthz, /readyz and the API description. `no_auth` does
+    without one, on loopback only.
     `allowed_hosts` are the names, besides loopback's, under which the server answers; beyond it they must be
     stated. `trusted_proxies` are addresses whose X-Forwarded-For gives the client's address.
-
-    `connections` bounds those open at a time, `idle_seconds` the wait for a whole head. `in_flight_bytes` bounds
-    report bodies that are read but not yet acknowledged: beyond it the answer is 503.
 
     `memory` is what the whole server may take (docs/server.md says by whom), 256M at least; None: half of what its
     control group or the machine has, from 512M to 4G.
@@ -149,7 +154,7 @@ class Settings:
     With `oidc_issuer`, people sign in to the dashboard (at `dashboard_url`) through that provider, where this
     server is the client `oidc_client_id` with `oidc_client_secret`. `oidc_roles` says what members of which group
     may (`grants_by_group`). Groups stand in the claim `oidc_groups_claim` of the ID token; `oidc_scopes` ask for
-    it. A session ends after `session_seconds`, and once it was not used for `session_idle_seconds`.
+    it. A session ends after `session_seconds`.
 
     `retention_raw_days` is how long single measured points are kept, `retention_coarse_days` how long points of 16,
     both for good when None; points of 256 always are. `retention_event_days` is how long incidents that have ended,
@@ -162,8 +167,6 @@ class Settings:
     database: _Database | None = field(default=None, repr=False)
     unsafe_database: _Flag = False
     archive: _Archive | None = None
-    archive_cache_bytes: _Count = 2 * 2**30
-    archive_bits: _Bits | None = None
     archive_publish: _Flag = False
     host: str = "127.0.0.1"
     port: _Port = SERVER_PORT
@@ -171,13 +174,7 @@ class Settings:
     no_auth: _Flag = False
     allowed_hosts: _Names = ()
     trusted_proxies: _Names = ()
-    connections: _Count = 1000
-    idle_seconds: _Number = 10.0
-    in_flight_bytes: _Count = 128 * 2**20
     memory: _Size | None = None
-    stale_after_seconds: _Number = 600.0
-    seal_interval_seconds: _Number = 5.0
-    shutdown_seconds: _Number = 10.0
     runs_per_project: _Count = 10_000
     retention_raw_days: _Number | None = None
     retention_coarse_days: _Number | None = None
@@ -199,7 +196,6 @@ class Settings:
     oidc_groups_claim: _Word = "groups"
     oidc_scopes: _Scopes = "openid profile"
     session_seconds: _Number = 43_200.0
-    session_idle_seconds: _IdleSeconds = 3_600.0
     log_format: _LogFormat = "text"
     log_level: _LogLevel = "info"
 
@@ -274,9 +270,9 @@ _OIDC: Final = ("oidc_issuer", "oidc_client_id", "oidc_client_secret", "oidc_rol
 
 
 def grants_by_group(text: str) -> dict[str, list[wire.Grant]]:
-    """What members of each group may, from "admins=admin; team-a=operate:vision,speech; *=read".
+    """The grants of each group, from "admins=admin; team-a=operate:vision,speech; *=read".
 
-    A group may stand there several times; `*` is everybody whom the provider lets in.
+    A group may have several entries; `*` is everybody whom the provider lets in.
 
     Raises:
         SettingsError: an entry is not of that form, or nothing is there.

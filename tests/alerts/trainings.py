@@ -25,7 +25,7 @@ import torch
 from collage_agent.transport import MemoryTransport
 from collage_optim import CollageAdamW
 from collage_server.alerts import AlertEvaluator
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 from torch import distributed
 
 from collage_monitor import wire
@@ -228,8 +228,8 @@ def incidents_of(
     """
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock(began)
-        settings = Settings(folder=Path(folder), no_auth=True, alerts="off", seal_interval_seconds=3600)
-        with running(settings, clock=clock) as server:
+        settings = Settings(folder=Path(folder), no_auth=True, alerts="off")
+        with running(settings, clock=clock, limits=FixedLimits(seal_interval_seconds=3600)) as server:
             server.app.state.collage.summariser.stop(PATIENCE_SECONDS)
             _replay(server, trace, seconds_a_step, round_seconds, looked_at)
             return server.get("/events?limit=1000", wire.IncidentPage).events[::-1]

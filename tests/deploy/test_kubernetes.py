@@ -8,7 +8,7 @@ import yaml
 from collage_dashboard.command import dashboard
 from collage_server.command.migrate import migrate
 from collage_server.command.serve import serve
-from collage_server.settings import settings_from_environment
+from collage_server.settings import FIXED_LIMITS, settings_from_environment
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "server/deploy/kubernetes").glob("*.yaml"))
@@ -58,7 +58,7 @@ def test_the_server_takes_its_settings(monkeypatch, tmp_path):
     settings = settings_from_environment(folder=tmp_path, token="a-token-of-many-bits-0123456789")
     assert settings.archive_address == "s3://collage/archive"
     cache = next(volume for volume in TEMPLATES["collage-server"]["spec"]["volumes"] if volume["name"] == "data")
-    assert settings.archive_cache_bytes < int(cache["emptyDir"]["sizeLimit"].removesuffix("Gi")) * 2**30
+    assert FIXED_LIMITS.archive_cache_bytes < int(cache["emptyDir"]["sizeLimit"].removesuffix("Gi")) * 2**30
 
 
 def test_no_pod_gets_variables_of_the_cluster():

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from collage_server.settings import Settings
+from collage_server.settings import FIXED_LIMITS, Settings
 from collage_server.store.archive import archive_reader, parquet
 from collage_server.store.sealing import archive_plan
 from collage_server.store.sealing.seal_plan import SealLimits
@@ -40,7 +40,7 @@ CODE = {
     "coarsest_chunks": archive_plan._MOST_CHUNKS,
     "footers_kept": archive_reader._KEPT_BYTES,
     "footer_memory": parquet._MEMORY_A_BYTE,
-    "cache": Settings.archive_cache_bytes,
+    "cache": FIXED_LIMITS.archive_cache_bytes,
 }
 
 

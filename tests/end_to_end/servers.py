@@ -1,9 +1,11 @@
 """A real server in a process of its own."""
 
+import json
+
 import httpx
 
 from tests.forking import SERVER, fork
-from tests.ports import command, free_port
+from tests.ports import free_port
 from tests.waiting import PATIENCE_SECONDS, until
 
 
@@ -16,11 +18,11 @@ class KillableServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def start(self):
-        """Start it, and wait until it answers."""
+    def start(self, **limits):
+        """Start it with these fixed limits, and wait until it answers."""
         with self.log.open("ab") as output:
-            _, *arguments = command("serve", "--port", self.port, "--dir", self.folder)
-            self.process = fork(SERVER, *arguments, output=output)
+            words = ("serve", "--port", self.port, "--dir", self.folder)
+            self.process = fork(SERVER, "-m", "tests.server.limited", json.dumps(limits), *words, output=output)
         until(self.answers, "the server's first answer")
 
     def answers(self):

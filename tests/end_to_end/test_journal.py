@@ -38,8 +38,8 @@ def served(app):
 
 
 def test_what_finds_no_room_is_spooled_and_stored_once_sealing_goes_on(tmp_path):
-    settings = Settings(folder=tmp_path / "data", no_auth=True, seal_interval_seconds=1e6)
-    app = create_app(settings, limits=FixedLimits(journal_run_bytes=BOUND))
+    settings = Settings(folder=tmp_path / "data", no_auth=True)
+    app = create_app(settings, limits=FixedLimits(journal_run_bytes=BOUND, seal_interval_seconds=1e6))
     app_state = app.state.collage
     sealer = app_state.sealer
     work, sealer.do_due_work = sealer.do_due_work, lambda: None

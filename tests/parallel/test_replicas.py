@@ -33,9 +33,7 @@ def compared(tmp_path_factory):
     """(client, {run: id}) once the server has found the flipped bit, and has looked at the others as well."""
     folder = tmp_path_factory.mktemp("replicas")
     server = KillableServer(folder / "data", folder / "server.log")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLLAGE_SERVER_SEAL_INTERVAL_SECONDS", str(LOOK_SECONDS))
-        server.start()
+    server.start(seal_interval_seconds=LOOK_SECONDS)
     try:
         where = {"COLLAGE_SERVER_URL": server.url, "COLLAGE_DIR": str(server.folder)}
         runs, _ = launch("replicas", 2, folder, **where)

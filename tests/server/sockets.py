@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import uvicorn
 from collage_server.app import create_app
 from collage_server.command.serve import uvicorn_config
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 
 from tests.server.conftest import Clock
 from tests.waiting import PATIENCE_SECONDS, until
@@ -40,12 +40,12 @@ class Listening:
 
 
 @contextmanager
-def listening(folder, clock=None, **settings):
+def listening(folder, clock=None, limits=None, **settings):
     """`Listening` on a fresh folder; without a token unless one is set."""
-    given = {"no_auth": "token" not in settings, "port": 0, "shutdown_seconds": 2.0} | settings
-    chosen = Settings(folder=folder, **given)
-    app = create_app(chosen, clock=clock or Clock())
-    server = uvicorn.Server(uvicorn_config(app, chosen))
+    chosen = Settings(folder=folder, **{"no_auth": "token" not in settings, "port": 0} | settings)
+    limits = FixedLimits(**{"shutdown_seconds": 2.0} | (limits or {}))
+    app = create_app(chosen, clock=clock or Clock(), limits=limits)
+    server = uvicorn.Server(uvicorn_config(app, chosen, limits))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 
 from collage_monitor import wire
 from tests.server.conftest import Clock, running
@@ -52,7 +52,9 @@ def sealed(tmp_path_factory):
     """(a server whose run is sealed, every answer from before that)."""
     folder = tmp_path_factory.mktemp("sealed")
     put_migrated(folder)
-    with running(Settings(folder=folder, no_auth=True, seal_interval_seconds=1e6), Clock()) as server:
+    with running(
+        Settings(folder=folder, no_auth=True), Clock(), limits=FixedLimits(seal_interval_seconds=1e6)
+    ) as server:
         fill(server)
         before = every_answer(server)
         server.seal()

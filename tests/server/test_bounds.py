@@ -71,7 +71,7 @@ def test_small_runs_are_left_alone_where_all_together_hold_too_much():
     assert [bounds.must_seal(run_id) for run_id in ("a", "b", "c")] == [True, True, False]
 
 
-SMALL = FixedLimits(journal_run_bytes=20_000)
+SMALL = FixedLimits(journal_run_bytes=20_000, seal_interval_seconds=1e6)
 SENT = {
     "tiny": lambda seq: report(seq, seq + 1),
     "of one step": lambda seq: report(seq, 1),
@@ -88,7 +88,7 @@ def sent(client, batch):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sealing_is_due_whenever_the_bound_is_reached(tmp_path, kind, ranks):
     """Whoever is waited for: of two ranks one never reports; what was refused comes in after a look."""
-    with running(Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=1e6), limits=SMALL) as server:
+    with running(Settings(folder=tmp_path, no_auth=True), limits=SMALL) as server:
         server.run()
         server.attempt()
         for rank in range(ranks):
@@ -116,11 +116,7 @@ def test_sealing_is_due_whenever_the_bound_is_reached(tmp_path, kind, ranks):
 @pytest.fixture
 def bounded(tmp_path):
     """A run of one rank whose journal holds 20 kB, on a database for whose lock a commit waits 50 ms; unsealed."""
-    chosen = Settings(
-        folder=tmp_path,
-        no_auth=True,
-        seal_interval_seconds=1e6,
-    )
+    chosen = Settings(folder=tmp_path, no_auth=True)
     store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0, busy_timeout_seconds=0.05)
     with running(chosen, store=store, limits=SMALL) as server:
         server.filled(steps=())

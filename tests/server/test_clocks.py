@@ -82,7 +82,7 @@ PERSON = Person("ada", "Ada", (wire.Grant(role="read", projects=None),))
 
 
 def has_session(store, tmp_path, began_at):
-    settings = Settings(folder=tmp_path, no_auth=True, session_seconds=12 * 3600.0, session_idle_seconds=3600.0)
+    settings = Settings(folder=tmp_path, no_auth=True, session_seconds=12 * 3600.0)
     made = open_session(store.access, PERSON, settings, began_at, "oidc")
     directory = TokenDirectory(store.access, None, clock=lambda: NOW)
     return asyncio.run(directory.principal(made.secret.encode())) is not None

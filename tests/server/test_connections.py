@@ -68,7 +68,7 @@ def test_heads_of_one_byte_at_a_time_do_not_count_the_bodies(tmp_path):
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"\r\n" + HEAD, HEAD + b"\r\n\r\n\r\n"])
 def test_half_a_head_is_not_waited_for(tmp_path, sent):
     """The connection ends though nobody ends it from here; whole requests before are answered."""
-    with listening(tmp_path, idle_seconds=0.2) as server, server.connect() as client:
+    with listening(tmp_path, limits={"idle_seconds": 0.2}) as server, server.connect() as client:
         client.sendall(sent)
         answer = everything(client)
         assert answer.count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\n") - sent.count(b"\r\n\r\n\r\n\r\n")
@@ -76,7 +76,7 @@ def test_half_a_head_is_not_waited_for(tmp_path, sent):
 
 def test_a_body_that_trickles_after_its_answer_is_not_waited_for(tmp_path):
     head = b"POST /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\n\r\n"
-    with listening(tmp_path, idle_seconds=0.2) as server, server.connect() as client:
+    with listening(tmp_path, limits={"idle_seconds": 0.2}) as server, server.connect() as client:
         client.sendall(head)
         assert status_of(client.recv(65536)) == 405
         client.settimeout(0.01)
@@ -102,7 +102,7 @@ def test_an_idle_connection_is_not_ended_just_when_a_client_uses_it_again(tmp_pa
 
 
 def test_beyond_the_connections_the_silent_ones_go_and_who_asks_is_answered(tmp_path):
-    with listening(tmp_path, connections=20, idle_seconds=3600.0) as server:
+    with listening(tmp_path, limits={"connections": 20, "idle_seconds": 3600.0}) as server:
         silent = [server.connect() for _ in range(40)]
         for client in silent:
             client.setblocking(False)

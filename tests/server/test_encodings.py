@@ -11,7 +11,7 @@ from collage_server.api import bodies
 from collage_server.api.bodies import decompress
 from collage_server.app import create_app
 from collage_server.errors import TooLarge
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
@@ -86,7 +86,7 @@ def test_json_may_not_grow_beyond_what_it_may_be_as_it_is_sent(tmp_path, monkeyp
 
 
 def test_what_is_decompressed_counts_as_in_flight(tmp_path):
-    app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=10_000))
+    app = create_app(Settings(folder=tmp_path, no_auth=True), limits=FixedLimits(in_flight_bytes=10_000))
     budget = app.state.collage.memory.bodies
     body = gzip.compress(b"x" * 20_000)
     headers = {"Content-Type": wire.MSGPACK, **GZIP}

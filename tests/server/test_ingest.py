@@ -17,7 +17,7 @@ from collage_server.app import create_app
 from collage_server.errors import Busy
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.memory_budget import BodyBudget
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 from collage_server.store import READERS, GroupOutcome, ReportGroup, StreamRecord
 from starlette.testclient import TestClient
 
@@ -172,7 +172,7 @@ def test_the_budget_falls_while_reports_wait_and_grows_back_when_they_do_not():
 
 @pytest.mark.slow
 def test_beyond_the_budget_the_answer_is_503_with_retry_after(tmp_path, monkeypatch):
-    app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=10))
+    app = create_app(Settings(folder=tmp_path, no_auth=True), limits=FixedLimits(in_flight_bytes=10))
     store = app.state.collage.store
     entered, gate = threading.Event(), threading.Event()
     append = store.journal.append
@@ -240,7 +240,7 @@ def test_a_request_that_is_cut_off_by_the_shutdown_is_told_to_come_again(tmp_pat
 def test_a_body_that_stops_arriving_gives_its_room_back(tmp_path, monkeypatch):
     """A sender that died in the middle of its body would keep all others out for ever."""
     monkeypatch.setattr(bodies, "_PATIENCE_SECONDS", 0.05)
-    app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=1000))
+    app = create_app(Settings(folder=tmp_path, no_auth=True), limits=FixedLimits(in_flight_bytes=1000))
     answered: list[dict[str, Any]] = []
     with TestClient(app, base_url="http://127.0.0.1") as client:
         filled(client)

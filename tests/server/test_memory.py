@@ -101,8 +101,8 @@ def test_of_a_long_journal_what_is_not_asked_for_stands_in_memory_once(store):
 def test_a_run_whose_scalars_fill_the_journal_is_told_to_wait(tmp_path):
     """Two megabytes on the wire are more than the bound once they are read."""
     with running(
-        Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=1e6),
-        limits=FixedLimits(journal_run_bytes=2**22),
+        Settings(folder=tmp_path, no_auth=True),
+        limits=FixedLimits(journal_run_bytes=2**22, seal_interval_seconds=1e6),
     ) as server:
         server.filled(steps=())
         server.app.state.collage.sealer.stop(10.0)
@@ -157,7 +157,7 @@ def test_what_is_refused_of_a_large_body_is_numbered_as_it_was_sent(server):
 
 
 def test_a_body_in_flight_holds_what_its_scalars_take_as_objects(tmp_path):
-    with running(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=2**22)) as server:
+    with running(Settings(folder=tmp_path, no_auth=True), limits=FixedLimits(in_flight_bytes=2**22)) as server:
         server.filled(steps=())
         small, large = (wire.encode_batch(wire.ReportBatch(reports=logged(count))) for count in (50, 350))
         assert len(large) < 2**20

@@ -20,7 +20,7 @@ from collage_server.memory_budget import (
     released_afterwards,
     reserve,
 )
-from collage_server.settings import Settings, SettingsError
+from collage_server.settings import FixedLimits, Settings, SettingsError
 from collage_server.store import NewEvent
 from collage_server.store.runs import incidents
 from collage_server.summariser import _warn_of_a_cut, evaluate, evaluate_what_fits
@@ -228,7 +228,9 @@ def test_by_default_it_is_half_of_what_there_is_within_bounds(tmp_path):
 def small(tmp_path):
     """A server with the least memory."""
     with running(
-        Settings(folder=tmp_path, no_auth=True, memory="256M", seal_interval_seconds=1e6), clock=Clock()
+        Settings(folder=tmp_path, no_auth=True, memory="256M"),
+        limits=FixedLimits(seal_interval_seconds=1e6),
+        clock=Clock(),
     ) as server:
         yield server
 

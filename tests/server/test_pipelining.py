@@ -118,7 +118,7 @@ def test_a_request_names_one_host(tmp_path, hosts):
 def test_an_upgrade_is_not_taken_and_what_follows_it_is_not_read(tmp_path):
     """What comes behind may be in the other protocol, or the body of the request."""
     asked = HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 3\r\n\r\n"
-    with listening(tmp_path, idle_seconds=3600.0) as server:
+    with listening(tmp_path, limits={"idle_seconds": 3600.0}) as server:
         answer = server.ask(asked + b"abc" + NEXT)
     assert answer.count(b"HTTP/1.1 200") == answer.count(b"HTTP/1.1 ") == 1
     assert b"connection: close" in answer

@@ -14,6 +14,7 @@ from collage_server.store import SqliteStore
 
 from collage_monitor import wire
 from tests.forking import SERVER, command, fork, run_command
+from tests.server.limited import limits_and_variables
 from tests.server.samples import report, stream_create
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -25,21 +26,22 @@ SERVE = command(*SERVES)
 
 @contextmanager
 def serving(folder, *flags, stderr=None, **settings):
-    """(process, client, ready line) of a server on a free port; `settings` reach it through its environment.
+    """(process, client, ready line) of a server on a free port, with these settings and fixed limits.
 
     stderr: an open file for its standard error, which is told at its end otherwise.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
-    environment |= {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
-    words = ["--dir", str(folder), "--port", "0", *flags]
+    limits, variables = limits_and_variables(settings)
+    words = ["-m", "tests.server.limited", limits, *SERVES, "--dir", str(folder), "--port", "0", *flags]
+    environment |= variables
     if stderr is None:
-        process = fork(SERVER, *SERVE[1:], *words, environment=environment)
+        process = fork(SERVER, *words, environment=environment)
         output = process.stdout
     else:
         read, write = os.pipe()
         output = os.fdopen(read)
         with os.fdopen(write, "w") as theirs:
-            process = fork(SERVER, *SERVE[1:], *words, environment=environment, output=(theirs, stderr))
+            process = fork(SERVER, *words, environment=environment, output=(theirs, stderr))
     try:
         ready = json.loads(output.readline())
         with httpx.Client(base_url=ready["server_url"], timeout=PATIENCE_SECONDS, trust_env=False) as client:

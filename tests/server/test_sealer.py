@@ -8,7 +8,7 @@ import pytest
 from collage_server.background import Sealer
 from collage_server.errors import Busy, Gone
 from collage_server.ingest.writer import JournalBounds
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 
 from collage_monitor import wire
 from tests.server.conftest import running
@@ -114,7 +114,7 @@ def test_a_database_that_is_away_is_one_line_and_no_traceback(caplog):
 
 @pytest.mark.slow
 def test_a_running_server_seals_a_finished_run(tmp_path):
-    with running(Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=0.01)) as server:
+    with running(Settings(folder=tmp_path, no_auth=True), limits=FixedLimits(seal_interval_seconds=0.01)) as server:
         server.filled()
         before = [server.get(path) for path in paths()]
         server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)

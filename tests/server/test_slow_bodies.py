@@ -64,7 +64,7 @@ def begun(server, size, stream="slow", secret=OWN, **headers):
 
 @pytest.fixture
 def server(tmp_path):
-    with listening(tmp_path, token=OWN, in_flight_bytes=2**24) as server:
+    with listening(tmp_path, token=OWN, limits={"in_flight_bytes": 2**24}) as server:
         for project in ("slow", "quick"):
             prepare(server, project)
         yield server

@@ -6,7 +6,7 @@ from threading import Event
 
 from collage_server.app import create_app
 from collage_server.background import BackgroundThread
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 from starlette.testclient import TestClient
 
 from tests.server.migrated import put_migrated
@@ -27,7 +27,7 @@ class HangingMessages(BackgroundThread):
 
 def test_a_webhook_that_hangs_takes_no_time_from_what_waits_to_be_committed(tmp_path, monkeypatch):
     put_migrated(tmp_path)
-    app = create_app(Settings(folder=tmp_path, no_auth=True, shutdown_seconds=0.5))
+    app = create_app(Settings(folder=tmp_path, no_auth=True), limits=FixedLimits(shutdown_seconds=0.5))
     writer, hanging, left = app.state.collage.writer, HangingMessages(), []
     stop = writer.stop
 

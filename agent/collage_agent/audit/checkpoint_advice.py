@@ -1,7 +1,7 @@
 """Advice for parameters of a checkpoint that keep too little of their weights or states.
 
-The words and the choice are `collage_monitor.diagnosis.advice`'s: this only says what is trained, as far as a
-checkpoint shows it. `findings.py`, `checkpoint_audit.py` and `cure.py` ask here, so that all three give one advice
+`collage_monitor.diagnosis.advice` makes the choice and the words; this module describes the training, as far as a
+checkpoint shows it. `findings.py`, `checkpoint_audit.py` and `cure.py` call it, so that all three give one advice
 (`tests/audit/test_cure.py`).
 """
 

@@ -1,7 +1,7 @@
 """Reading checkpoints without running their code: torch files, safetensors, folders of both, distributed ones.
 
-Torch files are read with weights_only. Classes that a checkpoint names beyond torch's own list (the model's, where
-the whole model was saved; argparse.Namespace) are replaced by stand-ins that only hold what was saved of them.
+Torch files are read with weights_only. A class that is not in torch's own list (the model's, if the whole model was
+saved; argparse.Namespace) is replaced by a stand-in that only holds its saved data.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _load_torch(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            # What torch would warn of here ends in one of the errors below.
+            # torch's warnings repeat the errors below.
             warnings.simplefilter("ignore")
             with torch.serialization.safe_globals([*_CONTAINERS, *_stand_ins(path)]):
                 try:
@@ -205,7 +205,7 @@ def _stand_ins(file: Any) -> list[tuple[Callable[..., Any], str]]:
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except (ValueError, RuntimeError, OSError, pickle.UnpicklingError, KeyError):
-        return []  # The format before torch 1.6, or no torch file: reading it says what is wrong.
+        return []  # The format before torch 1.6, or no torch file: reading it raises the right error.
     known = [f"{entry.__module__}.{entry.__name__}" for entry in _CONTAINERS]
     return [
         (type(name.rpartition(".")[2], (_StandIn,), {}), name)

@@ -65,8 +65,8 @@ class CheckpointParameter:
     """One parameter: every named tensor has its shape. `averages` are the states without low parts and weights, as
     they are stored; `state` has every tensor of the state but the counter, also those of other shapes.
 
-    paired: if set, the weight is the one that the states belong to; otherwise it is another of the same shape, good
-    for counting, but its elements may not be compared with those of a state.
+    paired: whether the weight belongs to the states. Otherwise it is another weight of the same shape: good for
+    counting, but its elements may not be compared with a state's.
     """
 
     name: str
@@ -116,7 +116,7 @@ class CheckpointParameter:
 
     @property
     def remainder_words(self) -> str:
-        """What the integer remainder is, by its name."""
+        """Words for the integer remainder, by its name."""
         return _REMAINDERS.get(self.remainder_key, "bits beyond the weight's")
 
     @property
@@ -140,7 +140,7 @@ class CheckpointParameter:
 
     @property
     def second_decay(self) -> float | None:
-        """What a step takes from the second moment: 1 − β₂, or RMSprop's 1 − α; None where it is unknown."""
+        """The share of the second moment that decays in a step: 1 − β₂, or RMSprop's 1 − α; None if unknown."""
         if "betas" in self.group:
             return None if self.betas is None else 1 - self.betas[1]
         alpha = number_of(self.group.get("alpha"))

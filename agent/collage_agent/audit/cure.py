@@ -1,7 +1,7 @@
 """A checkpoint's cure: the findings, the advice, the converted file, the code, and steps that prove it.
 
-`collage-monitor cure` calls it. The parts are others': `findings.py`, `checkpoint_advice.py`, `conversion.py` and,
-for the steps that prove it, `checked_steps.py`.
+`collage-monitor cure` calls it. The work is done in `findings.py`, `checkpoint_advice.py`, `conversion.py` and, for
+the steps that prove it, `checked_steps.py`.
 """
 
 from __future__ import annotations
@@ -203,8 +203,7 @@ def _first_steps(program: Sequence[str], checkpoint: str, steps: int) -> tuple[l
 
 
 def _differing(checked: Sequence[CheckedSteps]) -> list[CheckedSteps]:
-    """What rank 0 found, and of other ranks what it did not find. On other machines than this one ranks are not
-    heard."""
+    """The outcome of rank 0, and of other ranks if it differs. Only ranks on this machine report."""
     seen: dict[tuple[object, ...], CheckedSteps] = {}
     for entry in checked:
         seen.setdefault((entry.steps, entry.last_step, entry.strategy, entry.health), entry)

@@ -59,7 +59,7 @@ class _AutomaticWatches:
         if role is not None:
             self.roles.setdefault(role)
             if role != next(iter(self.roles)):
-                # A second role in this process: its layers are told from those of the first by its name.
+                # A second role in this process: prefix its layers, so that they differ from the first role's.
                 model = nn.ModuleDict({role: model})
         session.watch(model, optimizer)
 
@@ -86,8 +86,8 @@ def name_by_role(role_of: RoleOf) -> None:
 def find_model(optimizer: Optimizer) -> nn.Module:
     """The outermost module alive that holds most of the optimizer's parameters.
 
-    Where there is none, a module made of the names in the parameter groups, if they have names; else an empty
-    one, with which parameters are called by group and position. Walks all objects of the process, once.
+    Without one, a module made of the names in the parameter groups; if they have no names either, an empty module,
+    so that parameters are named by group and position. Walks all objects of the process, once.
     """
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     modules = [module for module in gc.get_objects() if _is_module(module)]
@@ -128,7 +128,7 @@ def _names(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _is_module(value: object) -> bool:
-    # A proxy's class is what it stands for, and asking it may wake it up.
+    # type() and not __class__: a proxy claims its target's class, and may load the target to answer.
     return issubclass(type(value), nn.Module) and "_modules" in value.__dict__
 
 

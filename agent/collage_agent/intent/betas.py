@@ -1,7 +1,7 @@
 """Averages that decay differently from the group's betas: an error that a clone of the optimizer shares.
 
-A β that is rounded or cut inside the step (0.999 in bfloat16 is 0.996 or 1) is in the clone's step, too: what the
-states do then equals what the clone says. Of Adam's family the rule is known, so the group's own numbers decide.
+If a step rounds or truncates β (0.999 in bfloat16 is 0.996 or 1), the clone does, too, and its states agree with
+the wrong ones. For Adam's family the rule is known, so u uses the betas of the group.
 """
 
 from __future__ import annotations

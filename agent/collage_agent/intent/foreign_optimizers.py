@@ -1,6 +1,6 @@
 """Optimizers of other makes: wrappers around another optimizer, objects that only look like one, step functions.
 
-Nothing of them is called but what is listed here. A library is added by its form, never by importing it.
+Only the attributes listed here are called. A library is recognised by its form, never by importing it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ForeignOptimizer:
     """Parameter groups and states of an object that is not a torch optimizer, if it has them; otherwise those of
     the model.
 
-    given: what takes the steps. `named` is its usual name; `advice` says what to do, in one sentence. Whether
-    a clone of it may be stepped: `cloneable`.
+    given: the object that takes the steps. `named` is its usual name; `advice` says what to do, in one sentence.
+    Whether a clone of it may be stepped: `cloneable`.
     """
 
     def __init__(self, given: object, model: nn.Module) -> None:
@@ -104,7 +104,7 @@ def inner_optimizers(given: object) -> Iterator[tuple[str, object]]:
 
 
 def why_no_clone(optimizer: object) -> str | None:
-    """Why no clone of it may step: it would step the live weights. None: nothing that it holds leads to them."""
+    """The reason why no clone may step: it would step the live weights. None if the clone cannot reach them."""
     for path, held in inner_optimizers(optimizer):
         return (
             f"{type(optimizer).__name__} steps through {type(held).__name__}: watch optimizer.{path} in its place"

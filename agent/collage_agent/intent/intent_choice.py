@@ -83,7 +83,7 @@ class _ExactArithmetic(WideArithmetic):
 class OwnRuleIntent:
     """u from the rule of a CollageOptimizer; same calls as `Shadow`, no clone and no self-test.
 
-    It is that of `exact_displacement`: to the bit, or within fp64's rounding of Adam's by torch's fused kernel.
+    It equals `exact_displacement`: bit-identical, or within fp64's rounding for Adam by torch's fused kernel.
     """
 
     kind: Final = "rule"
@@ -320,7 +320,7 @@ def _collect_sync_warnings(device: torch.device) -> Iterator[list[Any]]:
 
 
 def _kind_of(group: dict[str, Any]) -> object:
-    """What decides the form of a step: which settings exist, and the values of those that are not plain numbers."""
+    """A key for the form of a step: names of the settings, and the values that are not plain numbers."""
     switches = []
     for key, value in sorted(group.items()):
         if key == "params" or isinstance(value, Tensor):

@@ -50,10 +50,10 @@ _LONGEST_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class ObservedStorage:
-    """What the stored weight is made of, and whether weights are rounded at random; None: not known.
+    """The parts of the stored weight, and whether weights are rounded at random; None: not known.
 
     failure: why the clone's fp64 steps differ from the live optimizer's after all; None if they do not.
-    unexplained: the state that keeps part of the weights in a way that is not understood; None if there is none.
+    unexplained: a state that keeps part of the weights in an unknown way; None if there is none.
     """
 
     composition: Composition = PLAIN
@@ -78,7 +78,8 @@ class _Step:
 def observe_storage(optimizer: Optimizer, group: dict[str, Any], found: SelfTestResult) -> ObservedStorage:
     """Watch a clone step probe weights in the 16-bit dtype of the group's, if it has any; 10 to 100 ms.
 
-    Touches neither the optimizer nor any random state; synchronises no device. What cannot be run is not known.
+    Touches neither the optimizer nor any random state; synchronises no device. If the clone cannot run, the storage
+    is unknown.
     """
     dtypes = [parameter.dtype for parameter in group["params"]]
     # Weights of more bits need no help: how a mixed group keeps weights shows in the others.

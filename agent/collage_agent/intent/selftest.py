@@ -37,7 +37,7 @@ _COARSE: Final = "computes in fp32 inside an operation of its own, where a small
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """What the self-test found.
+    """The result of the self-test.
 
     kind: "shadow": elementwise; "whole-tensor": each tensor by itself; "before-after": neither. widens: its own
     code casts down, so its steps are taken under `Widening`. bits: it takes weights apart into bits. reason: why it

@@ -1,9 +1,9 @@
-"""Steps that take a weight apart into bits, in exact arithmetic: the bits stand for the number that they make up.
+"""Exact arithmetic for steps that take a weight apart into bits: an integer view keeps the fp64 number.
 
-Code that knows 16-bit weights reads them as integers, appends the bits that are kept beside them, and writes both
-halves back; code that rounds at random adds noise to the bits below. Neither operation makes sense for an fp64
-number. So an integer view of one carries the number itself: whatever is done to the integers, viewed as a float
-they are that number. `observed_storage.py` checks it against a clone in the weight's own dtype.
+Some code reads 16-bit weights as integers, appends the bits that are kept beside them, and writes both halves back;
+code that rounds at random adds noise to the bits below. Neither operation makes sense for an fp64 number. So an
+integer view of one carries the number itself: viewed as a float again, it is that number, whatever was done to the
+integers. `observed_storage.py` checks this against a clone in the weight's own dtype.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class CarriedNumbers:
 
 
 def _dtype_of_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype as which a tensor is to be seen; None: it is another call."""
+    """The dtype that a call of `Tensor.view` requests; None for any other call."""
     if func is not Tensor.view:
         return None
     asked = kwargs.get("dtype", args[1] if len(args) == 2 else None)

@@ -1,7 +1,7 @@
 """Keeps an optimizer's step in fp64 where its own code would cast down: exact arithmetic has no casts.
 
-Some optimizers compute in fp32 (or bf16) whatever they are given. While a clone of one steps fp64 tensors, such
-casts return what they were given, tensors made on the way are fp64, and quantised states come back as plain ones.
+Some optimizers compute in fp32 (or bf16) whatever their inputs are. While a clone of one runs in fp64, such casts
+are no-ops, new tensors are fp64, and quantised states come back as plain ones.
 """
 
 from __future__ import annotations

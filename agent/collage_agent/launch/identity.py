@@ -140,7 +140,7 @@ def _store(environment: Mapping[str, str], seconds: float) -> distributed.Store 
     if not distributed.is_available():
         return None
     if distributed.is_initialized():
-        # A clone, so that a store that hangs holds up nobody else's questions.
+        # A clone: if the store hangs, other users of it do not wait.
         known: Any = distributed.distributed_c10d._get_default_store()
         own: distributed.Store = known.clone()
         return own

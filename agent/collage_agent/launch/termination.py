@@ -1,7 +1,7 @@
 """How the process ends: by SIGTERM, after which queued reports are sent or kept, or by `sys.exit` with a status.
 
-Nothing is touched where somebody else handles the signal: their way out passes through `finish` or the end of the
-interpreter. If nobody handles it, the process still dies of the signal, with the same status, a moment later.
+If the training handles the signal itself, its handler stays: it ends in `finish` or with the interpreter. Otherwise
+the process still dies of the signal, with the same status, a moment later.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def takes_exit_hooks() -> bool:
 
 
 def is_failure(status: object) -> bool:
-    """Whether a status of `sys.exit` stands for a failure: a number but 0, or a message."""
+    """Whether a status of `sys.exit` means failure: any number but 0, or a message."""
     return status is not None and status != 0
 
 

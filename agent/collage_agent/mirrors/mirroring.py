@@ -1,4 +1,4 @@
-"""What every mirror is given: a row a measured step, events, and a thread of its own in which it writes them.
+"""Gives every mirror a row for each measured step, events, and its own thread to write them in.
 
 The training thread does nothing here. The worker makes rows of the totals that it sends anyway, and puts them
 into a bounded queue for each mirror; a tracker that is slow or fails holds up neither reports nor another mirror.
@@ -91,7 +91,7 @@ class MirrorRow:
 
 @dataclass(frozen=True)
 class MirrorEvent:
-    """What happened: EDQ changed at once ("onset"), or an alert fired. `time` is Unix time in seconds."""
+    """An event of the run: EDQ changed at once ("onset"), or an alert fired. `time` is Unix time in seconds."""
 
     kind: str
     step: int
@@ -118,7 +118,7 @@ class MirroredRun:
 class Mirror(Protocol):
     """Writes to one tracker. All but `find` runs in a thread of the mirror's own, in order, and may block or raise.
 
-    What the training itself logs there must stay as it is: no row of it lost, moved or delayed.
+    The training's own rows must stay as they are: none lost, moved or delayed.
     """
 
     package: ClassVar[str]
@@ -213,7 +213,7 @@ class Mirrors:
         self._put(MirrorEvent("alert", step, incident.started_at, text))
 
     def close(self) -> None:
-        """No more rows will come: each mirror writes its pending rows, and closes. Waits for nobody."""
+        """Let each mirror write its pending rows, and close. Returns at once."""
         self._ending.set()
         for thread in self._threads:
             thread.put(None)

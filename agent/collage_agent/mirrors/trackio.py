@@ -46,7 +46,7 @@ class TrackioMirror:
         if self._own is None:
             import trackio
 
-            # The current run is this thread's alone: that of the training stays what it is.
+            # trackio's current run is per thread, so the training keeps its own.
             self._own = trackio.init(
                 project=getattr(self._theirs, "project", None) or self._run.project,
                 name=f"{getattr(self._theirs, 'name', None) or self._run.name}-collage",

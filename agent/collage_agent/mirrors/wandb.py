@@ -66,7 +66,7 @@ class WandbMirror:
         self._filled = self._into.step
 
     def _wait_for_the_next_row(self) -> None:
-        """Until the training has committed the row in which the last of ours stands, or _PATIENCE_SECONDS."""
+        """Wait until the training has committed the row that has our last numbers, or for _PATIENCE_SECONDS."""
         until = time.monotonic() + _PATIENCE_SECONDS
         while self._into.step == self._filled and time.monotonic() < until:
             if self._run.ending.wait(_PAUSE_SECONDS):

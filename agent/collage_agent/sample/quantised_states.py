@@ -46,10 +46,10 @@ def dequantised(tensor: Tensor) -> Tensor:
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold a quantised one's bytes; any other by itself. For a distributed tensor, those of this
-    shard.
+    """The tensors that hold the bytes of a quantised tensor, in this shard if it is distributed; any other tensor
+    is its own.
 
-    A sparse one has no storage of its own: none.
+    A sparse tensor has no storage of its own: nothing is returned.
     """
     if tensor.layout != torch.strided:
         return []
@@ -115,7 +115,7 @@ def _is_coded(state: Mapping[str, Any], key: str) -> bool:
     if not isinstance(tensor, Tensor):
         return False
     in_part = isinstance(low, Tensor) and not low.dtype.is_floating_point
-    # Sixteen bits of a root stand beside bits below the weight; elsewhere such integers are something else.
+    # int16 is the root of a second moment only beside the weight's low bits.
     root = tensor.dtype == torch.int16 and key != PARAMETER_LOW and PARAMETER_LOW in state
     return root or in_part or key + SCALE_SUFFIX in state
 

@@ -33,7 +33,7 @@ class RemainderCode:
     outwards: bool = True
 
     def appends_bits(self, weight: torch.dtype) -> bool:
-        """Whether θ is an fp32 number, that of p's bits and k's."""
+        """Whether the bits of p, followed by the bits of k, are θ in fp32."""
         return weight == torch.bfloat16 and self.outwards and self.units in (2**8, 2**16)
 
     def joined(self, weight: Tensor, counts: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ _INTEGERS: Final = frozenset((torch.int8, torch.uint8, torch.int16, torch.uint16
 
 
 def codes_of(integers: torch.dtype, weight: torch.dtype) -> Iterator[RemainderCode]:
-    """The forms in which integers of this dtype may stand beside weights of that; none for other dtypes."""
+    """The forms that integers of this dtype may have beside weights of that dtype; none for other dtypes."""
     if integers not in _INTEGERS or weight not in (torch.bfloat16, torch.float16):
         return
     yield from _CODES[8 * integers.itemsize]

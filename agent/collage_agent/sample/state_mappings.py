@@ -121,7 +121,7 @@ def _is_stack(value: object, members: Sequence[Tensor]) -> bool:
 
 
 def _is_shared(value: object) -> bool:
-    """Whether an entry beside the first parameter speaks for all: a count or a setting, no tensor of elements."""
+    """Whether an entry of the first parameter holds for all: a count or a setting, not a tensor of elements."""
     return not isinstance(value, Tensor) or value.numel() == 1
 
 

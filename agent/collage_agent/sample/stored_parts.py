@@ -73,7 +73,7 @@ class Composition:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the registered parameter is all that is stored."""
+        """Whether the registered parameter is the whole stored weight."""
         return self.residual is None and self.master is None
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
@@ -111,7 +111,7 @@ class Composition:
         return self.sign > 0 and self.code_in(residual).appends_bits(weight)
 
     def code_in(self, integers: torch.dtype) -> RemainderCode:
-        """What these integers mean: ours keep one byte under the same key as two. Only where there is a code."""
+        """The meaning of these integers: ours keep one byte under the same key as two. Needs a code."""
         assert self.code is not None
         return SIGNED_BYTE if self.code is SIGNED_BITS and integers == torch.int8 else self.code
 
@@ -131,7 +131,7 @@ OURS: Final = Composition(PARAMETER_LOW, 1, MASTER_PARAMETER, LOW_COMPONENT_SUFF
 def elementwise_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The entries of an optimizer's state that hold one value for each element of the parameter.
 
-    By shape; torch's scalars are told apart by name, for a parameter without dimensions.
+    Found by shape; for a parameter without dimensions, torch's scalars are excluded by name.
     """
     return {
         key: value
@@ -176,8 +176,8 @@ def elementwise_dtypes(parameter: Tensor, state: Mapping[str, Any]) -> tuple[tup
 
 
 def form_of(parameter: Tensor, state: Mapping[str, Any]) -> object:
-    """What decides how a state is read: alike for parameters that agree in keys, classes and dtypes, and in which
-    entries are of the parameter's shape or hold more than one number."""
+    """A key for how a state is read: equal for parameters whose states have the same keys, classes and dtypes, and
+    the same entries of the parameter's shape or of more than one number."""
     shape, found = parameter.shape, list[object]()
     for key, value in state.items():
         kind = type(value)
@@ -224,7 +224,7 @@ def leaves_residual(update: Tensor, weight: Tensor) -> Tensor:
     update: fp64; weight: as many, in their own dtype. No synchronisation.
 
     It is not where the update is a whole number of quarters of the weight's gap, as Lion's may be at a rate that is
-    a power of two. Then a residual has few values, and 0 is one of them. Of whole gaps it is the only one.
+    a power of two. Then a residual has few values, and 0 is one of them; after updates by whole gaps, the only one.
     """
     quarters = update / gap_towards(weight, update) * _PARTS_OF_GAP
     return quarters.round().ne(quarters)

@@ -42,11 +42,11 @@ def measure(step: StepView) -> Sums:
 def cast_block_sums(
     copies: Copies, intended: Tensor, squares: Tensor, excluded: Tensor, block: int, name: str
 ) -> Table[Tensor]:
-    """Elements, those whose copy changed, Σ u² and Σ u·c by block, for each format: fp64 [rows, blocks].
+    """Counts of elements and of changed copies, Σ u² and Σ u·c by block, for each format: fp64 [rows, blocks].
 
-    For a format with scales, also the elements whose code changed, and those whose block's or tile's scale changed.
+    For a format with scales, also the elements whose code changed, and whose block's or tile's scale changed.
     u = intended: fp64 [slots], 0 where excluded, and squares its Σ u², fp64 [blocks]; `excluded` uint8 [slots]:
-    elements that enter no sum, nor does one whose copy is not finite. Keys are `name`_…/FORMAT. NaN in the blocks
+    elements that no sum includes, like those without a finite copy. Keys are `name`_…/FORMAT. NaN in the blocks
     of a tensor whose copy is not known. No synchronisation.
     """
     keys, found = [], []
@@ -68,7 +68,8 @@ def cast_block_sums(
 
 
 def _route_block_sums(copies: Copies, excluded: Tensor, block: int) -> Table[Tensor] | None:
-    """Elements, and those whose codes differ between two routes to one format, after the step: fp64 [rows, blocks].
+    """Counts of elements, and of those with different codes by two routes to one format, after the step: fp64
+    [rows, blocks].
 
     None: no two of the copies are such routes. The rest is as for `cast_block_sums`.
     """

@@ -221,9 +221,9 @@ def measure_residuals(step: StepView) -> Sums:
 def _dropped(step: StepView, residual: Tensor, held: Tensor) -> Tensor:
     """Residuals that should be there and are 0, by block.
 
-    If few numbers lie within half a gap, 0 is one of them and means nothing, as with small weights in fp16. Steps
-    between may have brought residuals back to 0, as two of Lion's do that go to and fro: there only what exceeds
-    those that still hold something counts, of those to which 0 is strange.
+    If few numbers lie within half a gap, 0 is one of them and means nothing, as with small weights in fp16. Unseen
+    steps may have brought residuals back to 0, as two opposite steps of Lion do. Then only the residuals for which
+    0 is unusual count, less as many as still hold something.
     """
     least = _FEWEST_IN_HALF_A_GAP * 2 * torch.finfo(step.registered.dtype).smallest_normal
     gone = residual.logical_not().view(torch.uint8).bitwise_and_(held)

@@ -65,9 +65,9 @@ def oracle_block_sums(rows: Tensor, excluded: Tensor | None, padding: Tensor, bl
     """Σ x² of o, u, O, E − O, then Σ o·e, Σ E·O and (Σ o·e − Σ o²)² by block, of rows o, u, O, E − O, e, E: fp64
     [6, slots], weight.
 
-    `excluded` uint8 [slots]: elements that enter no sum, nor does what is not finite; `padding` lists those among
-    them that hold nothing. Without `excluded`, known on the host only, e is finite, and no other element is to be
-    left out. Writes to `rows`. No synchronisation.
+    `excluded` uint8 [slots]: elements that no sum includes, like those that are not finite; `padding` lists the
+    empty slots among them. None, on the host only: e is finite, and only the padding is left out. Writes to `rows`.
+    No synchronisation.
     """
     squares = None
     if excluded is None:

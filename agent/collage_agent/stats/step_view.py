@@ -51,7 +51,7 @@ class MovingAverages:
 class LargestWeights:
     """The largest |θ| among the elements that share a scale with each sampled block, at one moment; NaN if unknown.
 
-    tensor: of the whole tensor, fp64 [blocks], or None: nobody asked. tiles: by rows × columns, of the tile that
+    tensor: of the whole tensor, fp64 [blocks], or None if not needed. tiles: by rows × columns, of the tile that
     each run of a block lies in, fp64 [blocks, runs].
     """
 
@@ -59,7 +59,7 @@ class LargestWeights:
     tiles: Mapping[tuple[int, int], Tensor]
 
     def of(self, blocks: slice) -> LargestWeights:
-        """Those of some of the blocks."""
+        """The same for some of the blocks."""
         tiles = {tile: found[blocks] for tile, found in self.tiles.items()}
         return LargestWeights(None if self.tensor is None else self.tensor[blocks], tiles)
 
@@ -92,13 +92,12 @@ class Copies:
 
 @dataclass(frozen=True)
 class StepView:
-    """A tile of the sampled elements of one measured step: what statistics are measured from, and never write to.
+    """A tile of the sampled elements of one measured step. Statistics read it and never write to it.
 
     parameter θ before the step, gradient g, intended u, effective e, visible eᵛ: fp64 [slots], 0 where `excluded`
     uint8 [slots] is 1: what is not finite, and slots without an element. `finite`: no other element is left out,
-    and averages are 0 there, too; unknown on a device. e and eᵛ are one tensor where the registered parameter is
-    all
-    that is stored. `intended_known`: there is a u; without, it is 0.
+    and averages are 0 there, too; unknown on a device. e and eᵛ are one tensor if nothing but the registered
+    parameter is stored. `intended_known`: there is a u; without, it is 0.
     registered: θᵛ before the step in its own dtype [slots].
     Slots come in blocks of `block`, each of one tensor: `tensor_of_block` int64 [blocks] is below `tensors`;
     `block_elements` fp64 [blocks] counts the slots that hold an element.

@@ -1,7 +1,7 @@
 """A bucket: watched tensors that are stepped in lock-step, gathered and measured as one flat sample.
 
-`bucket_planner.py` makes it, `measurer.py` calls it before and after each measured step. What is fixed between two
-plans is computed in `layout.py` and `gather.py`, so that a step only looks it up.
+`bucket_planner.py` makes it, `measurer.py` calls it before and after each measured step. `layout.py` and
+`gather.py` compute once, at the plan, everything that stays fixed until the next one.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ class Bucket:
             self._remember(view, tile)
             for oracle in self.oracles:
                 oracle.copy_tile(number, view)
-            del view  # Its memory, still in the cache, is that of the next one.
+            del view  # The next view reuses its memory while that is in the cache.
         return combine_tiles(found), states
 
     def _observed_step(

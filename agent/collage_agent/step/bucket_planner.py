@@ -42,7 +42,7 @@ _CLOSURE: Final = BeforeAfter("the step evaluates a closure repeatedly, so no on
 
 
 class Signature(NamedTuple):
-    """What decides which tensors are stepped alike: watched tensors, by their places, of each kind."""
+    """The key of a plan: places of the watched tensors of each kind. Tensors of one kind are stepped alike."""
 
     closure: bool
     oracles: tuple[Oracle, ...]

@@ -138,7 +138,7 @@ class BlockLayout:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Positions, in this layout and in the other, of the blocks that are in both.
 
-        `members` and `others` name their tensors. None are where blocks are of another size.
+        `members` and `others` name their tensors. Blocks of different sizes have nothing in common.
         """
         if self.block != other.block:
             return _EMPTY, _EMPTY
@@ -276,7 +276,7 @@ class TensorViews:
         theirs = set() if contiguous else {_address(local_part(tensor)) for tensor in viewed}
         made = () if contiguous else (*self.sampled, *self.pieces)
         self.copies = [view for view in made if _address(view) not in theirs]
-        # What has become smaller, or of another dtype, torch refuses: "clip" would read other blocks.
+        # A tensor that shrank or changed its dtype: let torch refuse it, because "clip" would read other blocks.
         whole = all(
             blocks.dtype == self.zeros.dtype and len(blocks) > chosen.max(initial=-1)
             for blocks, chosen in zip(self.sampled, layout._chosen, strict=True)

@@ -82,7 +82,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, parameter: Tensor, state: Mapping[str, Any], composition: Composition) -> StateLayout:
-        """The layout of one tensor's state, which stands for its bucket's."""
+        """The layout of one tensor's state; all tensors of its bucket have the same."""
         elementwise = stored_parts.elementwise_state(parameter, state)
         keys = (PARAMETER, *elementwise)
         parts_of_weight = tuple(stored_parts.stored_parameter(keys, composition))
@@ -123,7 +123,7 @@ class StateLayout:
 
     @cached_property
     def is_sum(self) -> bool:
-        """Whether the stored weight is the registered one with something beside it."""
+        """Whether the stored weight is the registered one plus another part."""
         return self.stored[0] == PARAMETER and len(self.stored) > 1
 
 
@@ -206,7 +206,7 @@ def differing_counters(counters: Sequence[Tensor]) -> Tensor:
 def decoupled_rate(optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor | None:
     """lr·λ of a parameter group, a tensor where the learning rate is one on a device; None: coupled, or not known.
 
-    Torch says so in the group (`decoupled_weight_decay`); of other classes only ours are known. Synchronises
+    Torch marks the group with `decoupled_weight_decay`; other classes are unknown, except ours. Synchronises
     nothing: tensors on the host are read, others not.
     """
     always = isinstance(optimizer, _ALWAYS_DECOUPLED) and not isinstance(optimizer, CollageAdam)
@@ -223,8 +223,8 @@ def _number(value: Any) -> float | Tensor | None:
 
 
 def stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[bool | Tensor, bool | Tensor]:
-    """Whether a tensor took a step that could leave a residual; and whether steps of one size may have taken back
-    what they left: two may, and four, but no odd number of them. Bools, or bool [()] on the counter's device.
+    """Whether a tensor took a step that could leave a residual; and whether an even number of equal steps may have
+    cancelled it. Bools, or bool [()] on the counter's device.
 
     Ours record since when; with others the first step may have had a rate of 0, as in a warm-up.
     """

@@ -154,7 +154,7 @@ class StepMeasurer:
     def step_oracles(self, optimizer: Optimizer, *, measured: bool) -> None:
         """Have the oracles take the step that the optimizer is about to take. Inside `isolated`.
 
-        measured: `before` follows, and has them take it when it has gathered the gradients.
+        measured: skip the step now; `before` lets the oracles take it once it has gathered the gradients.
         """
         if self._oracles is not None:
             self._oracles.prepare(optimizer, self.sample, written=self._weights_were_written())
@@ -276,8 +276,8 @@ def _rotates(intents: Sequence[Intent]) -> bool:
 def buffer_bytes(root: object, parameters: Iterable[Tensor]) -> int:
     """Bytes of the tensors reachable from `root` through our own objects, on whatever device they are.
 
-    Memory is counted once, however many views share it, that of the training's `parameters` not at all. Reads sizes
-    and addresses only: synchronises no device.
+    Memory that views share counts once, the memory of the training's `parameters` not at all. Reads sizes and
+    addresses only: synchronises no device.
     """
     found = _tensors(root, {id(parameter) for parameter in parameters})
     storages = [tensor.untyped_storage() for tensor in found]
@@ -296,7 +296,7 @@ def _tensors(root: object, known: Iterable[int]) -> Iterator[Tensor]:
         if isinstance(found, Tensor):
             yield local_part(found)
         elif isinstance(found, list | tuple | set | frozenset):
-            # Numbers, names and samples are as many as the tensors of a model.
+            # Skip numbers, names and samples: a large model has as many of them as tensors.
             waiting += [entry for entry in found if type(entry) not in _NO_TENSORS]
         elif isinstance(found, Mapping):
             waiting += found.values()

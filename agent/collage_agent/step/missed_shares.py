@@ -31,10 +31,10 @@ _SquareSums = tuple[Tensor, Tensor]
 class MissedShares:
     """How much of each tensor the sample misses, from one look at whole tensors to the next.
 
-    `shares` fp64 [tensors]: the largest `missed_share` of the last few looks, and `tail_share` of those before this
-    one: what is large may be another element at each step. 0 before the first. `unseen` bool [tensors]: of which
-    the sample saw no gradient; None: of none. A look begins before a step, with its gradients, and ends after it,
-    with the momenta and the block totals. Two passes over each tensor looked at.
+    `shares` fp64 [tensors]: the largest `missed_share` of the last few looks, and the largest `tail_share` of the
+    looks before this one, because each step may have another large element. 0 before the first. `unseen` bool
+    [tensors]: tensors without a gradient in the sample; None: there are none. A look begins before a step, with its
+    gradients, and ends after it, with the momenta and the block totals. It passes twice over each tensor.
     """
 
     def __init__(self, samples: Sequence[TensorSample], layout: BlockLayout, shares: Tensor) -> None:

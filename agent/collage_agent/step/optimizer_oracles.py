@@ -187,7 +187,7 @@ class Oracles:
     def _put_in_lock_step(self, oracles: Sequence[Oracle]) -> None:
         """Split oracles whose tensors are in different groups now, or of which only some have a gradient.
 
-        Tensors whose gradient is sparse, and those that are no longer stepped, or by a group without u, leave.
+        A tensor leaves if its gradient is sparse, if it is no longer stepped, or if its group has no u.
         """
         everyone: list[Oracle] = []
         for oracle in oracles:

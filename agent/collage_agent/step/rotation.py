@@ -67,7 +67,7 @@ class Rotation:
         self._waiting = eligible.keys() - self._held.keys()
         chosen = [(index, eligible[index]) for index in self._next(planner.watched)]
         if not self.kept or chosen != self._made_for:
-            # What was kept goes before its successors come.
+            # Free the kept tensors before their successors are made.
             self.kept = self._turn = ()
             self._made_for = chosen
             self._turn = tuple(_planned(index, planner, intent) for index, intent in chosen)

@@ -206,6 +206,6 @@ class _TileIndex:
 
 
 def _own_part(tensor: Tensor, sample: TensorSample) -> Tensor:
-    """What the sample was drawn from: this rank's part, of a flat parameter the part that is this tensor's."""
+    """The part that the sample was drawn from: this rank's shard, or this tensor's piece of a flat parameter."""
     part = local_part(tensor.detach())
     return part if sample.start is None else part.reshape(-1)[sample.start : sample.start + sample.elements]

@@ -2,8 +2,8 @@
 
 Keys are the catalogue's; the rows and columns of each part find their places by name.
 
-Scaling from sample to tensor happens here alone. What each total means is the catalogue's, and may not change
-without it (`tests/agent/stats/test_sums.py`).
+Scaling from sample to tensor happens here alone. The catalogue defines each total, and both change together
+(`tests/agent/stats/test_sums.py`).
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def estimated_totals(
 
 
 class TableUnion:
-    """The statistics and layers of all that is watched; both are only ever appended to.
+    """The statistics and layers of everything watched; both only grow.
 
     Parts are tables of some statistics and some layers, of buckets, oracles and windows of one optimizer or more.
     """

@@ -48,7 +48,7 @@ class TouchedRows:
         width = values[0].numel() if len(values) else gradient.shape[1:].numel()
         is_touched = len(rows) > 0
         if not is_touched:
-            # A row of zeros stands for what is not there: `number`, of the touched rows, stays 0.
+            # Nothing was touched: use one row of zeros; `number`, the count of touched rows, stays 0.
             rows, values = rows.new_zeros(1), values.new_zeros(1, width)
         values = values.reshape(len(rows), width)
         ordered = rows.sort().values

@@ -1,7 +1,6 @@
 """Averages of the weights: their tensors and classes, the calls that update them, and the decay.
 
-`watching/` finds averages by these calls. Only what is listed here is known of torch's and other libraries'
-averages.
+`watching/` finds averages by these calls. Averages of torch and other libraries are known only if listed here.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ __all__ = ["DataParallel", "stepping_optimizer"]
 
 
 class DataParallel:
-    """Which replica of a parameter this rank holds, where a wrapper in the model says so."""
+    """The replica of a parameter that this rank holds, under a wrapper in the model."""
 
     def __init__(self, model: nn.Module | None) -> None:
         """model: None where there is one process."""

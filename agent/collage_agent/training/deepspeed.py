@@ -25,7 +25,7 @@ _Fragment = tuple[str, tuple[int, ...], int, int, str]
 
 @dataclass(frozen=True, eq=False)
 class SubGroup:
-    """One flat partition on this rank; `group` is the parameter group in which it stands during its own step.
+    """One flat partition on this rank; `group` is its parameter group during its own step.
 
     cast_from: dtypes of the weights that are copies of it, none where it is their own memory's dtype.
     """
@@ -101,7 +101,7 @@ def _add(sub_group: SubGroup, name: str, parameter: Any, place: tuple[int, int, 
 
 
 def _rank_among(name: str, parameter: Any) -> int:
-    """This rank among those that share the weight out: all, or it is refused."""
+    """This rank's place in the weight's process group; refuses a group without all ranks."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0
     ranks, everyone = distributed.get_world_size(parameter.ds_process_group), distributed.get_world_size()

@@ -13,7 +13,7 @@ __all__ = ["mesh_shard", "placed_alike", "rows_of_a_shard"]
 
 
 def mesh_shard(parameter: Tensor, outer_replica: int | None) -> Shard:
-    """The shard of a distributed tensor; `outer_replica`: that of its whole mesh under a wrapper around it."""
+    """The shard of a distributed tensor; `outer_replica`: the replica of its whole mesh under an outer wrapper."""
     number, replica, replicas = _mesh_position(parameter)
     replica += replicas * (outer_replica or 0)
     replicated = replicas > 1 or outer_replica is not None
@@ -21,7 +21,7 @@ def mesh_shard(parameter: Tensor, outer_replica: int | None) -> Shard:
 
 
 def placed_alike(parameter: Tensor, gradient: Tensor | None) -> bool:
-    """Whether the local part of a gradient is that of its parameter: not so while it is still to be reduced."""
+    """Whether a gradient is sharded like its parameter: not so until it is reduced."""
     placements = getattr(parameter, "placements", None)
     return placements is None or gradient is None or getattr(gradient, "placements", placements) == placements
 

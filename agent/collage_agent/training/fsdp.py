@@ -1,7 +1,7 @@
 """The first FSDP: flat parameters that hold pieces of several tensors, and the dtypes that FSDP casts shards to.
 
-Newer FSDP makes distributed tensors: `dtensors.py`. What is read of torch's private names is tested for existence
-(`tests/test_borrowed_names.py`).
+Newer FSDP makes distributed tensors: `dtensors.py`. The private names of torch that it reads are tested for
+existence (`tests/test_borrowed_names.py`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FlatParameters:
 
 
 def _position(wrapper: Any) -> tuple[int, int]:
-    """(shard number, replica number) under an FSDP wrapper; in a hybrid one replicas stand on different nodes."""
+    """(shard number, replica number) under an FSDP wrapper; a hybrid one has replicas on different nodes."""
     rank = distributed.get_rank(wrapper.process_group)
     if wrapper.sharding_strategy.name == "NO_SHARD":
         return 0, rank

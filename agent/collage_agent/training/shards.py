@@ -1,8 +1,8 @@
 """How parameters are spread over ranks: which part of a tensor lives here, of which shape, and which replica it is.
 
 Read from the wrappers themselves, on each rank for itself: nothing here communicates. Each sharding system has a
-file of its own: `ddp`, `dtensors` (FSDP2, tensor parallelism), `fsdp` (the first), `deepspeed`. With Megatron one
-can only read which weight an optimizer's tensor stands for: `stand_ins`.
+file of its own: `ddp`, `dtensors` (FSDP2, tensor parallelism), `fsdp` (the first), `deepspeed`. For
+Megatron, `stand_ins` finds the weight behind an optimizer's tensor.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _MANY_LAYERS: Final = 2_000
 
 
 class Assembly:
-    """Joins what the hooks of one watch measured of an iteration, and hands it to the reporter.
+    """Joins what the hooks of one watch measured in an iteration, and hands it to the reporter.
 
     `last` is the newest measurement; `last_occasional` the newest for keys that not every step reports; `history`
     holds all of them, merged; `layout` gives the meaning of their rows and columns. Errors end in the guard.
@@ -120,7 +120,7 @@ class Assembly:
             known = self._steps_taken() if first is None else first - 1
             taken = known or 0
             if known is None:
-                # None: nobody knows which of the run's points these steps would hide.
+                # None: which of the run's points these steps would hide is unknown.
                 self._reporter = None
             if self._reporter is not None:
                 self._reporter.started(taken + 1)
@@ -176,7 +176,7 @@ class Assembly:
             self._contract.enforce()
 
     def _begin_again(self, step: int) -> None:
-        """What was measured before this step is no part of the recent past."""
+        """Start the recent past at this step: it leaves out everything measured before."""
         self._kept_since = step
         self.history.begin_anew()
         self.last_occasional.clear()
@@ -244,7 +244,7 @@ class Assembly:
         return None if layout is known else layout
 
     def _current_layout(self) -> Layout:
-        """What rows and columns mean now: rebuilt only if something has changed since."""
+        """The present meaning of rows and columns; built again only after a change."""
         layout, union, closures, changes = self.layout, self._union, False, 0
         seen_by = list[SeenBy]()
         for hooks in self._hooks:

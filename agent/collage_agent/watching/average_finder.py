@@ -47,7 +47,7 @@ class AverageFinder:
         self._wrapped: dict[tuple[type, str], Any] = {}
 
     def watch_began(self, watch: ModelWatch) -> None:
-        """A model is watched: it reports its averages, and those that are still to be found."""
+        """Let a newly watched model report its averages, also those that are found later."""
         self._watches = [ref for ref in (*self._watches, weakref.ref(watch)) if self._alive(ref) is not None]
         for average in [average for average, handle in self._handles.items() if handle is None]:
             del self._handles[average]
@@ -72,7 +72,7 @@ class AverageFinder:
     ) -> AverageWatch:
         """Watch an average; see `collage_agent.watch_average`.
 
-        given: the weights that it averages, in its order. found: nobody passed it.
+        given: the weights that it averages, in its order. found: not by the user.
         """
         watch = self.watch_of(frozenset(map(id, model.parameters())))
         thins = every is None and (watch is None or watch.options.budget is not None)
@@ -150,7 +150,7 @@ class AverageFinder:
 
     def _find(self, average: Any, source: object) -> None:
         """An average is updated for the first time, from `source`: watch it, if that is a watched model."""
-        # An iterator would be used up: what the call is to read is never read here.
+        # Never read the call's argument here: that would use up an iterator.
         given: Sequence[Tensor] = ()
         if isinstance(source, nn.Module):
             given = [*source.parameters()]

@@ -87,7 +87,7 @@ class AverageWatch:
     ) -> None:
         """given: the averaged weights, in order; left out: the model's other weights.
 
-        thins: after a while, measure a tenth of the updates that `every` names. found: nobody passed it.
+        thins: after a while, measure a tenth of the updates that `every` names. found: not by the user.
         """
         WatchOptions(every=every, sample=sample)
         if decay is not None and not 0 <= decay <= 1:
@@ -110,7 +110,7 @@ class AverageWatch:
             self._meter: AverageMeter | None = self._make_meter(tensors)
         self._replaceable = averages_now(average, tensors) is not None
         self._decay_is_known_after = decay is None and hasattr(average, "shadow_params")
-        # What cannot be looked up by who it is, is not called either, and is held as long as it is watched.
+        # Lists and mappings have no identity to look up and are never called, so the watch keeps a reference.
         self._container = average if isinstance(average, Mapping | Sequence) else None
         self._tensors: Sequence[AveragedTensor] = tensors
         self._form = self._first_form()
@@ -127,7 +127,7 @@ class AverageWatch:
         self._reports_to: weakref.ref[Any] | None = None
         self._chosen: dict[tuple[Axis, int], tuple[Tensor, Axis]] = {}
         if hasattr(average, "__weakref__"):
-            # Nobody else is to keep an average alive that the training has dropped.
+            # The watch must not keep an average alive that the training has dropped.
             weakref.finalize(average, self.remove).atexit = False
 
     def before(self) -> None:
@@ -307,7 +307,7 @@ class AverageWatch:
         return id(first), first._version
 
     def _look_again(self, average: object) -> None:
-        """Another tensor may stand in an average's place."""
+        """Take over the new tensor if the training replaced one of the average."""
         if average is None or not self._replaceable:
             return
         now = averages_now(average, self._tensors)
@@ -356,7 +356,7 @@ class AverageWatch:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Whatever mode the training averages in, buffers are plain tensors, and nothing is recorded."""
+    """Create plain tensors and record no graph, whatever mode the training averages in."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 

@@ -117,7 +117,7 @@ class Contract:
             raise SystemExit(BREACH_EXIT_STATUS)
 
     def _judge(self, step: int) -> None:
-        """The recent past up to this step, merged, beside the bounds."""
+        """Compare the recent past up to this step, merged, with the bounds."""
         keys = set.intersection(*(set(totals) for totals in self._recent))
         merged = reduce_steps({key: np.array([totals[key] for totals in self._recent]) for key in keys}, axis=0)
         for bound, key in self._metrics.items():
@@ -134,7 +134,7 @@ class Contract:
 
 
 def _later(chosen: Tensor, *, wait: bool) -> Callable[[], NDArray[np.float64]]:
-    """The numbers, when they are asked for: from a device by a stream of their own, which waits for nobody else."""
+    """A function that reads the numbers; from a device it uses its own stream, so it waits for no other work."""
     if chosen.device.type != "cuda" or wait:
         return lambda: chosen.cpu().numpy()
     ready = torch.cuda.current_stream(chosen.device).record_event()

@@ -1,7 +1,7 @@
 """The hooks around one optimizer's step: values are gathered before it, the step is measured after it.
 
-`handle.py` makes one for each optimizer, and removes it. It decides when something is measured; what is measured is
-`step/measurer.py`'s. It raises nothing and leaves weights, states and random numbers as they are
+`handle.py` makes one for each optimizer, and removes it. It decides when to measure; `step/measurer.py` does
+it. It raises nothing and leaves weights, states and random numbers as they are
 (`tests/agent/test_bit_identity.py`).
 """
 
@@ -55,7 +55,7 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class OptimizerHooks:
-    """The hooks on one watched optimizer. `totals` are those of the last measured step, until the watch takes them.
+    """The hooks on one watched optimizer. `totals`: of the last measured step, until the watch takes them.
 
     `number` is the optimizer's place in its watch; `names_used` holds the layer names used so far in that watch.
     With a `sub_group` the hooks cover only that part of the optimizer, and must be made while it is shown.
@@ -79,7 +79,7 @@ class OptimizerHooks:
         sub_group: SubGroup | None = None,
     ) -> None:
         self.foreign = optimizer if isinstance(optimizer, ForeignOptimizer) else None
-        # What is foreign has parameter groups and states too; nothing else of it is read.
+        # A foreign optimizer has parameter groups and states too; nothing else is read from it.
         self.optimizer = cast(Optimizer, optimizer)
         self.stepping = stepping_optimizer(self.optimizer)
         self.options = options
@@ -249,7 +249,7 @@ class OptimizerHooks:
         return self._before(optimizer, args, kwargs)
 
     def _is_being_captured(self) -> bool:
-        """Whether a CUDA graph records the step: nothing is computed now, and work of ours would be replayed."""
+        """Whether a CUDA graph is being captured: nothing runs now, and the graph would replay our work."""
         if _device_of(self.measurer).type != "cuda" or not torch.cuda.is_current_stream_capturing():
             return False
         if self.seen_by == "hooks":
@@ -267,7 +267,7 @@ class OptimizerHooks:
         if self._iterations is not None and self._iterations.step is None and makes_states_only(optimizer):
             return None
         if self._depth or self._missed_steps:
-            # Left over from a step that raised; or steps were taken that nobody has seen.
+            # An earlier step raised, or steps ran unseen: drop what was gathered for them.
             self._missed_steps = False
             self.measurer.step_raised()
         self._depth = 1
@@ -404,7 +404,7 @@ class OptimizerHooks:
         self.measurer.state_was_loaded()
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
-        # What weights and states are now is no trace of an unseen step.
+        # Changed weights and states come from the load, not from an unseen step.
         self._calls += 1
         self._looks_at_resume = True
         self._governor.measure_next_step()

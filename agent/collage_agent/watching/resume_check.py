@@ -1,10 +1,10 @@
 """Checks whether an optimizer's states survived the resume.
 
-Checked once around the first measured step of a launch, and again after states are loaded later.
-Samples are read before the step, and some counters after it: a device is waited for then, and at no other step.
-Nothing is said if nothing was loaded. Zeros are a loss only if the step fills them, and a count of 0 only beside
-averages that steps alone can have filled: what is suspected before the step is told after it.
-Only empty states are read to their end: for intact states the first tensors are enough.
+Checked once around the first measured step of a launch, and again after states are loaded later. It reads samples
+before the step and some counters after it: this is the only step that waits for a device. It reports nothing if
+nothing was loaded. Zeros are a loss only if the step fills them, and a count of 0 only beside averages that nothing
+but steps can fill. So it suspects before the step, and reports after it. Of intact states it reads the first
+tensors; only empty states are read to their end.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ResumeCheck:
     def _look_at_averages(self, kept: _Kept) -> None:
         """Suspects averages that are 0 everywhere though steps are counted, and counts of 0 beside averages."""
         if self._empty or self._came_along or self._taken is None or 0 < self._taken < _FEWEST_STEPS:
-            # What is still suspected is told after this step: a closure called again kept the last from being seen.
+            # An earlier suspicion is reported after this step: a repeated closure call hid the last step.
             return
         filled = _holding(kept, _is_filled)
         if not self._taken:
@@ -143,13 +143,13 @@ class ResumeCheck:
             self._note("masters", text, step, lasting=False)
 
     def _note_averages(self, optimizer: Optimizer, kept: _Kept, step: int) -> None:
-        """Notes what was suspected. An average that this step leaves at 0 is one that nothing fills."""
+        """Notes the suspected losses, except of averages that this step leaves at 0: nothing fills them."""
         empty, self._empty, came_along, self._came_along = self._empty, [], self._came_along, []
         if empty and not _was_skipped(optimizer):
             filled = _holding(kept, _is_filled)
             empty = [name for name in empty if filled.get(name, False)]
         if came_along:
-            # Had these been loaded, no other would begin at 0. A count that stays 0 counts something else.
+            # If another average begins at 0, nothing was loaded; a counter that stays 0 counts something else.
             if not empty and not self._stands_still(optimizer):
                 text = f"steps are counted from 0 again, though {' and '.join(came_along)} came along: "
                 self._note("count", text + "bias is corrected for as if it had not", step, lasting=False)
@@ -180,8 +180,8 @@ class ResumeCheck:
 class _Kept:
     """Each stepped parameter that has a state, with that state and its group's intent.
 
-    Each look finds them again: 20,000 tuples that stay have Python's collector visit all there is, for longer
-    than the rest of the look takes.
+    Each look builds them again: 20,000 kept tuples would make Python's garbage collector scan everything, which
+    takes longer than the rest of the look.
     """
 
     optimizer: Optimizer
@@ -206,7 +206,7 @@ def _was_skipped(optimizer: Optimizer) -> bool:
 
 
 def _spread(counters: Sequence[Any]) -> Sequence[Any]:
-    """A few, from all over: those of layers without a gradient stand still."""
+    """A few counters, evenly spread: layers without a gradient do not count."""
     return counters[:: max(-(-len(counters) // _SOME_COUNTERS), 1)]
 
 
@@ -227,7 +227,7 @@ def _in_narrow_counters(counters: Sequence[Any]) -> _Found:
 
 
 def _beside_weights(optimizer: Optimizer, kept: _Kept, taken: int | None) -> _Found:
-    """Master weights that hold nothing but the weight, or residuals that are 0: all of them, or nothing is said."""
+    """Finds master weights that equal the weight, and residuals that are 0, if this holds for all of them."""
     names: dict[wire.LossKind, dict[str, None]] = {}
     sampled = 0
     for entry, state, intent in kept:
@@ -260,7 +260,7 @@ def _beside_weights(optimizer: Optimizer, kept: _Kept, taken: int | None) -> _Fo
 
 
 def _sums(kept: _Kept) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The identity and a sample of each 16-bit weight and, in fp64, of what it is with the part beside it."""
+    """The identity and a sample of each 16-bit weight, and the same sample in fp64 with the part kept beside it."""
     for entry, state, intent in kept:
         own, weight = intent.composition, local_part(entry.parameter.detach())
         master, residual = (state.get(key) if key else None for key in (own.master, own.residual))
@@ -275,8 +275,8 @@ def _sums(kept: _Kept) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def _leaves_nothing(before: Mapping[int, Tensor], kept: _Kept) -> bool:
-    """Whether the step that was taken left next to nothing beside the weights, which had nothing beside them: then
-    nothing need have been lost."""
+    """Whether the step, which began without parts beside the weights, left next to nothing in them: then their
+    absence is no loss."""
     moved = left = 0
     for place, _, now in _sums(kept):
         if place in before:
@@ -304,13 +304,13 @@ def _just_converted(optimizer: Optimizer, entry: WatchedParameter, taken: int | 
 
 
 def _holding(kept: _Kept, holds: Callable[[Tensor, Tensor], bool]) -> dict[str, bool]:
-    """Whether each moving average holds something in any layer, by `holds(average, weight)`. An average of too few
-    elements to say that it holds nothing is left out."""
+    """Whether each moving average holds something in any layer, by `holds(average, weight)`. Averages of very few
+    elements are left out: their zeros prove nothing."""
     found: dict[str, bool] = {}
     sampled: dict[str, int] = {}
     settled: set[object] = set()
     for entry, state, intent in kept:
-        # Once an average is seen to hold something, those of its name in states alike need no look.
+        # Once an average holds something, the same average of states like this one is not checked again.
         if (alike := (entry.group, *state)) in settled:
             continue
         names, weight = [], local_part(entry.parameter)

@@ -3,11 +3,11 @@ where.
 
 A training saves a checkpoint through `optimizer.state_dict()`. Only at that call, it keeps a checksum and a few
 numbers of each weight and state, with the step. They are in the run's data folder, so this works online and
-offline, and needs no server. Before its first step a launch of the same run that goes on from one of these steps is
-compared with them. Where the folder is another (another machine's disk), or the tensor is cut otherwise (2 ranks →
-4), nothing can be compared and nothing is said.
+offline, and needs no server. A resumed launch is compared with these numbers before its first step. If it has
+another folder (another machine's disk), or shards a tensor differently (2 ranks → 4), nothing is compared or
+reported.
 
-It is told, not weighed: weights may be changed on purpose. `ResumeCheck` finds the losses.
+A difference is reported, not judged: weights may be changed on purpose. `ResumeCheck` finds the losses.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def describe_trained(
 
 
 def _bytes_of_states(optimizer: Optimizer, alike: Sequence[Tensor]) -> int:
-    """Bytes of the numbers kept for parameters of one form, beside weights in fp32: of those in the dtype of the
-    weight 4 each. Numbers kept once for a tensor are left out."""
+    """Bytes of the states for parameters of one form, if weights were fp32: numbers in the weight's dtype count 4
+    each. Numbers kept once for a tensor are left out."""
     size, weight = 0, alike[0]
     elements: int | None = None
     for key, value in state_of(optimizer, weight).items():

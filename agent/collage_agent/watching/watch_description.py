@@ -1,6 +1,6 @@
-"""What the run is told about a watch: optimizer, where u comes from, how everything is really kept, its bytes.
+"""The description of a watch: optimizer, source of u, how everything is really kept, its bytes.
 
-The result is `wire.WatchInfo`, which the dashboard shows and alerts read: its fields are the contract's, the
+The result is `wire.WatchInfo`, which the dashboard shows and alerts read. The contract defines its fields; the
 sentences in `notes` are free.
 """
 
@@ -52,7 +52,7 @@ def notes_on(
     shared_by: str | None,
     cast_to: Collection[str],
 ) -> list[str]:
-    """What is not measured, or measured otherwise.
+    """Sentences about tensors that are not measured, or measured differently.
 
     left_out: names of tensors. shared_by: who shares out tensors over ranks. cast_to: dtypes of the forward pass.
     """
@@ -250,7 +250,7 @@ def _fingerprint(
             states.setdefault(key, set()).add(_kept_as(state, key, composition))
         for key, value in factored_state(parameter, state).items():
             factored.setdefault(key, set()).add(dtype_name(value.dtype))
-    # Before the first step there are no states: what was seen at attach is what will be there.
+    # Before the first step there are no states: use the observations at attach.
     seen = {intents[entry.group].composition: None for entry in watched}
     made = [one for one in seen if states or one is not OURS]
     residuals = [one for one in made if one.residual and (one.residual in states or not states)]
@@ -291,7 +291,7 @@ def _observed_strategy(
     if isinstance(optimizer, CollageOptimizer):
         names = {str(group["strategy"]) for group in optimizer.param_groups}
         return names.pop() if len(names) == 1 else _UNKNOWN
-    # fp32 weights beside 16-bit ones need no help, nor do small tensors: the others give the strategy its name.
+    # fp32 weights need no strategy, so in a mixed model only the 16-bit ones name it, weighted by their size.
     narrow = [(entry, elements) for entry, elements in kinds if entry.parameter.dtype.itemsize < 4]
     found: Counter[str] = Counter()
     for entry, elements in narrow or kinds:

@@ -131,7 +131,7 @@ def _history(past: PastTotals, names: Sequence[str]) -> History:
 
 
 def judgement_text(evidence: Evidence, summary: Mapping[str, Any]) -> str:
-    """Several lines for people. `summary` is that of the last measured step, for what only it has."""
+    """Several lines for people. `summary`: of the last measured step, for numbers that the evidence lacks."""
     info = evidence.watch
     assert info is not None
     believed = f", believed to be {info.strategy}" if info.strategy not in (None, info.observed_strategy) else ""

@@ -93,7 +93,7 @@ class CastCodes:
     tensor_scale: Tensor | None = None
 
     def values(self) -> Tensor:
-        """What the numbers stand for: [n], exact in fp64; without scales the numbers themselves."""
+        """The values, numbers times scales: [n], exact in fp64; without scales the numbers themselves."""
         if self.scales is None:
             return self.numbers
         scales = self.scales if self.tensor_scale is None else self.scales * self.tensor_scale

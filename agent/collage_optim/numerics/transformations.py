@@ -1,9 +1,9 @@
 """Error-free transformations: a sum or a product together with its exact rounding error.
 
-Operands and results are tensors of one format (bfloat16, float16, float8, float32; `two_sum` and
-`fast_two_sum` also float64), of shapes that broadcast. Rounding is to nearest even. Nothing synchronises the
-device. They are made of single operations in the format, each correctly rounded, which stand here too. The stated
-domains were checked over all pairs of finite bfloat16 and float16 numbers.
+Operands and results are tensors of one format (bfloat16, float16, float8, float32; `two_sum` and `fast_two_sum`
+also float64), of shapes that broadcast. Rounding is to nearest even. Nothing synchronises the device. They are made
+of single operations in the format, each correctly rounded; this module has those, too. The stated domains were
+checked over all pairs of finite bfloat16 and float16 numbers.
 """
 
 import torch

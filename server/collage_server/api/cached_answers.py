@@ -1,10 +1,11 @@
 """Answers about runs, kept until the run changes: a dashboard that polls finished runs costs next to nothing.
 
 An answer is known by its route, its parameters, and the revisions of its runs; the same makes its ETag.
-`answer_cache.AnswerCache` is the memory; this asks it, and answers 304 to who has the answer already.
+`answer_cache.AnswerCache` is the memory; this looks answers up there, and sends 304 to a client that has the
+answer.
 
-A new kind of answer about runs needs nothing but `respond`. What a revision covers is `RunRevision`'s: it must
-change with whatever the answer shows (`tests/server/test_answers.py`).
+A new kind of answer about runs needs nothing but `respond`. `RunRevision` defines a revision: it must change with
+everything that the answer shows (`tests/server/test_answers.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def revisions_of(request: Request, run_ids: Sequence[str]) -> Revisions:
         Gone: it was deleted.
     """
     app_state = app_state_of(request)
-    now, stale_after = app_state.clock(), app_state.settings.stale_after_seconds
+    now, stale_after = app_state.clock(), app_state.limits.stale_after_seconds
     return {
         run_id: (revision, state_at(revision.state, revision.updated_at, now, stale_after))
         for run_id, revision in app_state.store.runs.revisions(run_ids).items()

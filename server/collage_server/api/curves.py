@@ -278,7 +278,7 @@ def _digest_up_to(held: Points | ScalarPoints, last: int) -> bytes:
         return _digest([array[:end].tobytes() for array in (held.steps, held.times, held.values)])
     parts = [array[:end].tobytes() for array in (held.steps, held.times, held.ranks, held.counts)]
     for key, values in sorted(held.totals.items()):
-        # What nobody reported is absent once it is sealed.
+        # Sealing drops a statistic that no rank reported.
         if not np.isnan(values[:end]).all():
             parts += [key.encode(), values[:end].tobytes()]
     return _digest(parts)

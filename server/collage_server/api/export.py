@@ -1,6 +1,6 @@
 """Export: a whole run as JSON lines, CSV or Parquet.
 
-What a file holds is `export/`'s; this only streams it, within a lease of memory
+`export/` defines the contents of a file; this module streams it, within a lease of memory
 (`tests/server/life/test_export.py`).
 """
 
@@ -86,5 +86,5 @@ def _content(app_state: AppState, plan: ExportPlan, export_format: str) -> Gener
         return csv_bytes(store, plan)
     with store.points.snapshot() as snapshot:
         point = newest_points(snapshot, {plan.run.run_id: plan.run})[plan.run.run_id]
-    run = run_answer(plan.run, point, app_state.clock(), app_state.settings.stale_after_seconds)
+    run = run_answer(plan.run, point, app_state.clock(), app_state.limits.stale_after_seconds)
     return jsonl_bytes(store, plan, run)

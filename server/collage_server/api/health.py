@@ -24,7 +24,7 @@ async def healthz() -> Response:
 
 @router.get("/readyz", **describes(wire.Health))
 def readyz(request: Request) -> Response:
-    """The database answers and the writer runs; `status` says so when the server only reads."""
+    """Ready: the database answers and the writer runs; `status` shows if the server is read-only."""
     app_state = app_state_of(request)
     if not app_state.writer.running:
         raise Busy("the writer does not run; the server is starting or going down", retry_after_seconds=1)

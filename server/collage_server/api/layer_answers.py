@@ -53,7 +53,7 @@ def get_heatmap(
     last_step: query_parameters.LastStep = None,
     axis: query_parameters.AxisName = "step",
 ) -> Response:
-    """values[layer][point]; layers in the order first seen, or worst first over all that is asked for."""
+    """values[layer][point]; layers in the order first seen, or worst first over the requested steps."""
     store = app_state_of(request).store
     keys = statistics_for(query_parameters.checked_metric(metric), intervals=False)
 

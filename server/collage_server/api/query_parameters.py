@@ -95,7 +95,7 @@ async def _run_filter(
     state: Literal["running", "finished", "failed", "stale"] | None = None,
     q: Filter = None,
 ) -> RunFilter:
-    """The requested runs among those that the caller may see."""
+    """The requested runs that the caller may see."""
     return RunFilter(
         project=project,
         projects=principal_of(request).projects,
@@ -166,7 +166,7 @@ def _query_parameters(dependant: Dependant) -> Iterator[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class LayerChoice:
-    """Which layers of a run are asked for: one, those of a glob or of a module type; with none, the whole model."""
+    """The requested layers of a run: one, a glob, or a module type; without any, the whole model."""
 
     layer: str | None = None
     pattern: str | None = None
@@ -178,7 +178,7 @@ class LayerChoice:
         return next(filter(None, (self.layer, self.pattern, self.module_type)), None)
 
     def names(self, snapshot: Snapshot, run_id: str) -> tuple[str, ...] | None:
-        """The layers of a run; None where neither glob nor module type is asked for.
+        """The layers of a run; None without a glob or a module type.
 
         Raises:
             NotFound: there is no such layer.

@@ -1,7 +1,7 @@
 """The route that takes reports in. It answers after the commit that makes them durable.
 
-Bodies are `api/bodies.py`'s, checks `ingest/report_checks.py`'s, the commit `ingest/writer.py`'s. That an answer
-follows the commit is fixed: agents delete what was acknowledged (`tests/server/test_ingest.py`).
+`api/bodies.py` reads bodies, `ingest/report_checks.py` checks them, `ingest/writer.py` commits. The answer must
+follow the commit, because agents delete acknowledged reports (`tests/server/test_ingest.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def add_reports(request: Request, stream_id: Id) -> Response:
         body = await read_body(request, held, content_type)
         batch, refused = await batch_in(app_state, body, content_type, held)
         size, began = len(body), time.monotonic()
-        # The reports hold copies: kept beside them until the commit, bodies would take twice what is counted.
+        # The reports hold copies: until the commit, a body would take its memory twice, and only one is counted.
         del body
         stored = await _store(app_state, stream_id, batch, size)
         if refused:
@@ -108,7 +108,7 @@ async def _commit(app_state: AppState, group: ReportGroup) -> GroupOutcome:
 async def _checked(
     batch: wire.ReportBatch, stream: StreamRecord, size: int
 ) -> tuple[list[wire.Report], list[wire.RejectedReport]]:
-    """A million scalars take 50 CPU-ms to check: not those of every other request."""
+    """Check a large batch in a thread: a million scalars take 50 CPU-ms, and other requests would wait."""
     if size > LARGE_BYTES:
         return await run_in_threadpool(check_batch, batch, stream)
     return check_batch(batch, stream)

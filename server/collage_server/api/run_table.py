@@ -55,7 +55,7 @@ def get_run_table(
     """Rows of the table of runs, from `offset` on. `q` searches names, ids, projects, groups, tags and notes."""
     app_state = app_state_of(request)
     query = replace(part, run_ids=tuple(run_id) or None)
-    now, stale_after = app_state.clock(), app_state.settings.stale_after_seconds
+    now, stale_after = app_state.clock(), app_state.limits.stale_after_seconds
     page = app_state.store.table.page(query, now, stale_after)
     asked = [*config, *(differing_entries([record.config for record, _ in page.rows]) if differing else ())]
     rows = [run_row(*row, now, stale_after, dict.fromkeys(asked)) for row in page.rows]
@@ -79,7 +79,7 @@ def get_run_groups(
     """Rows `offset` … of the table of runs in groups. Numbers sort by their mean, times by the newest."""
     app_state = app_state_of(request)
     query = GroupQuery(**vars(part), by=by, opened=opened)
-    now, stale_after = app_state.clock(), app_state.settings.stale_after_seconds
+    now, stale_after = app_state.clock(), app_state.limits.stale_after_seconds
     page = app_state.store.table.groups(query, now, stale_after)
     rows = [
         wire.TableEntry(group=row)

@@ -39,7 +39,7 @@ def _answer(app_state: AppState, record: RunRecord, reader: Principal) -> wire.R
     if reader.may("read"):
         with app_state.store.points.snapshot() as snapshot:
             point = newest_points(snapshot, {record.run_id: record})[record.run_id]
-    return _as_seen(record, point, reader, app_state.clock(), app_state.settings.stale_after_seconds)
+    return _as_seen(record, point, reader, app_state.clock(), app_state.limits.stale_after_seconds)
 
 
 def _as_seen(
@@ -88,7 +88,7 @@ def list_runs(
     """A page of runs, newest first; `q` searches names, ids, projects, groups, tags and notes."""
     app_state = app_state_of(request)
     query = RunQuery(**vars(filters), cursor=cursor, limit=limit)
-    reader, now, stale_after = principal_of(request), app_state.clock(), app_state.settings.stale_after_seconds
+    reader, now, stale_after = principal_of(request), app_state.clock(), app_state.limits.stale_after_seconds
     with app_state.store.points.snapshot() as snapshot:
         page = snapshot.run_page(query, now)
         shown = {record.run_id: record for record in page.runs} if reader.may("read") else {}

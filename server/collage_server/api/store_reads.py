@@ -50,7 +50,7 @@ def check_scalar_exists(snapshot: Snapshot, key: str, run_ids: Sequence[str]) ->
 def scalars_of(
     snapshot: Snapshot, run_ids: Sequence[str], name: str, selection: Selection
 ) -> dict[str, ScalarPoints]:
-    """The logged scalar `name` of each run; a clip ratio that nobody logged is computed."""
+    """The logged scalar `name` of each run; a missing clip ratio is computed."""
     names = (name, UNCLIPPED) if name == CLIP_RATIO else (name,)
     logged = snapshot.scalars(run_ids, names, selection)
     found = {run_id: held.get(name, _NOTHING) for run_id, held in logged.items()}
@@ -123,7 +123,7 @@ def _every_step(selection: Selection) -> Selection:
 
 
 def _layers_as_one(points: Points) -> Points:
-    """The layers merged as shards. Extremes are left out: those of a sum do not follow from its parts'."""
+    """The layers merged as shards. Extremes are left out: they do not follow from the extremes of the parts."""
     if len(points.layers) != 1:
         return dataclasses.replace(points, totals=reduce_shards(points.totals, axis=1), extremes={}, layers=[])
     totals = {key: values[:, 0] for key, values in points.totals.items()}
@@ -151,7 +151,7 @@ def worst_of(
     k: int,
     layers: tuple[str, ...] | None = None,
 ) -> list[wire.WorstLayer]:
-    """The k layers worst in a metric at one measured step (None: there is none), of these (None: of all)."""
+    """The k layers worst in a metric at one measured step, among `layers` (None: all). Empty without a step."""
     if step is None:
         return []
     keys = statistics_for(key, intervals=False)

@@ -108,7 +108,7 @@ async def receive_alerts(request: Request) -> Response:
 
 
 def _left_out(settings: Settings) -> set[str]:
-    """Alerts of the catalogue that the settings leave out: one setting, whoever evaluates. With "off" others do."""
+    """Alerts that the settings switch off, here and in Prometheus. With "off" none: Prometheus evaluates all."""
     if settings.alerts == "off":
         return set()
     chosen = enabled_alerts(None if settings.alerts == "default" else settings.alerts)

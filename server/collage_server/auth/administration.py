@@ -20,6 +20,8 @@ from collage_server.store import AccessStore, LogOut
 __all__ = ["create_token", "end_session", "end_sessions", "new_audit_log_entry", "open_session", "revoke_token"]
 
 _ID_BYTES: Final = 8
+_SESSION_IDLE_SECONDS: Final = 3_600.0
+"""A session that is not used for so long ends; uses are known to about a minute."""
 
 
 def new_audit_log_entry(now: float, actor: str, action: str, subject: str, **more: Any) -> wire.AuditLogEntry:
@@ -83,7 +85,7 @@ def open_session(
         created_at=now,
         created_by=actor,
         expires_at=now + settings.session_seconds,
-        idle_seconds=settings.session_idle_seconds,
+        idle_seconds=_SESSION_IDLE_SECONDS,
     )
     details = {"name": person.name, "subject": person.subject, "grants": msgspec.to_builtins(person.grants)}
     entry = new_audit_log_entry(now, actor, "session.begin", session.token_id, details=details, **asked)

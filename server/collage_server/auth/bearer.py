@@ -1,7 +1,7 @@
 """Who may ask for what: a bearer token's role and projects; without tokens only this machine, no foreign page.
 
-Middleware asks it before each request; what a role may do is `roles.py`'s table, and who a token stands for
-`principals.py`'s. It fails closed (`tests/server/test_access.py`, `test_matrix.py`).
+Middleware calls it before each request. `roles.py` has the table of what a role may do, `principals.py` finds the
+owner of a token. It fails closed (`tests/server/test_access.py`, `test_matrix.py`).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class AccessPolicy:
     async def _check_projects(
         self, principal: Principal, anywhere: Principal, ids: dict[str, str], query: bytes
     ) -> None:
-        """`principal` is who may do this, `anywhere` the same with all projects of which they may know."""
+        """Check the projects. `principal`: the caller here; `anywhere`: with all projects that it may see."""
         if "project" in ids and not principal.owns(ids["project"]):
             raise Forbidden(
                 f"this token is not for project {ids['project']!r}; it is for "
@@ -198,7 +198,7 @@ def _out_of_reach(
 
 
 def _check_origin(headers: Mapping[bytes, bytes]) -> None:
-    """Against foreign pages: where there is an Origin, it must be the address that is asked."""
+    """Refuse foreign pages: an Origin, if there is one, must equal the Host."""
     origin = headers.get(b"origin")
     if origin is not None and origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower():
         page = origin.decode("latin-1")

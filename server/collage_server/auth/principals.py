@@ -91,8 +91,8 @@ def new_secret() -> str:
 def digest_of(secret: str | bytes) -> bytes:
     """SHA-256 of a secret, which is stored and looked up.
 
-    A plain fast hash is enough, and a salt is not needed: nobody can guess 256 random bits. The look-up's timing
-    says nothing either: it depends on digests, which a caller cannot choose without knowing the secret.
+    A plain fast hash without a salt is enough, because 256 random bits cannot be guessed. Timing leaks nothing: the
+    look-up compares digests, and without the secret a caller cannot choose one.
     """
     return hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
 
@@ -108,7 +108,7 @@ class _Known:
         """Whether this was a session that has ended by now; `used_at` is its last use in this process."""
         token = self.token
         last = max(token.last_used_at or 0.0, token.created_at, used_at)
-        # Dated in the future by a clock that was ahead, a session would last for as much longer.
+        # A clock that was ahead dated this session in the future; it would last longer by that much.
         is_ahead = last > now + _MOST_AHEAD_SECONDS
         if token.expires_at is not None and (now >= token.expires_at or is_ahead):
             return True

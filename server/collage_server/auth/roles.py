@@ -84,7 +84,7 @@ RULES: Final[Mapping[tuple[str, str], Capability]] = {
 
 
 def matched_rule(method: str, path: str) -> tuple[Capability, dict[str, str]] | None:
-    """The capability that a request needs and the ids in its path; None where no rule stands.
+    """The capability that a request needs and the ids in its path; None without a rule.
 
     `path` is decoded, as routing sees it.
     """

@@ -109,14 +109,14 @@ def _read_token(path: Path) -> str:
     return token
 
 
-def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
-    """How uvicorn serves the application, within the settings' limits of connections."""
-    limits = ConnectionLimits(settings.idle_seconds, _connections(settings.connections))
+def uvicorn_config(app: FastAPI, settings: Settings, limits: FixedLimits = FIXED_LIMITS) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    connections = ConnectionLimits(limits.idle_seconds, _connections(limits.connections))
     return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=partial(BoundedProtocol, limits=limits),  # type: ignore[arg-type]
+        http=partial(BoundedProtocol, limits=connections),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         log_level="warning",
@@ -125,9 +125,9 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         forwarded_allow_ips=list(settings.trusted_proxies),
         server_header=False,
         # uvicorn's own 5 seconds are the clients' as well: who asks just as they are over is not heard.
-        timeout_keep_alive=math.ceil(settings.idle_seconds),
+        timeout_keep_alive=math.ceil(limits.idle_seconds),
         # Half of the time for requests under way; the other half commits what they left (`app`).
-        timeout_graceful_shutdown=max(round(settings.shutdown_seconds / 2), 1),
+        timeout_graceful_shutdown=max(round(limits.shutdown_seconds / 2), 1),
     )
 
 
@@ -164,13 +164,13 @@ class Server(uvicorn.Server):
     def __init__(self, settings: Settings, store: Store, as_json: bool, limits: FixedLimits = FIXED_LIMITS) -> None:
         self.settings = settings
         self._as_json = as_json
-        super().__init__(uvicorn_config(create_app(settings, store=store, limits=limits), settings))
+        super().__init__(uvicorn_config(create_app(settings, store=store, limits=limits), settings, limits))
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         await super().startup(sockets)  # type: ignore[arg-type]
         if not self.started:
             return
-        # What is there now stays: a full collection that looks through it takes 70 ms, and every request waits.
+        # These objects stay for good: unfrozen, each full collection scans them for 70 ms, and every request waits.
         gc.collect()
         gc.freeze()
         port = self.servers[0].sockets[0].getsockname()[1]

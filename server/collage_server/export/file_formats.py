@@ -61,11 +61,11 @@ _ROOT: Final = "variance_product_root/"
 
 @dataclass(frozen=True, eq=False)
 class TableRows:
-    """Some rows, oldest first, the model before its layers; or those of one `rank`, of the whole model.
+    """Some rows, oldest first, the model before its layers; with `rank`, rows of the model on that rank.
 
     Values are (numbers [rows], present [rows]).
 
-    A metric that is undefined, and a statistic that nobody reported, is absent; a logged NaN is present.
+    An undefined metric and an unreported statistic are absent; a logged NaN is present.
     """
 
     steps: NDArray[np.int64]
@@ -374,7 +374,7 @@ def _write(store: Store, plan: ExportPlan, cells: int) -> Generator[bytes, None,
                 yield sink.taken()
         yield sink.taken()
     finally:
-        # What the writer kept of each column lies scattered: 50 MiB an export stayed with the process.
+        # The writer leaves scattered memory behind: without this, the process kept 50 MiB an export.
         trim_heap()
 
 

@@ -37,11 +37,11 @@ _POINT_BYTES: Final = 24
 
 @dataclass(frozen=True, eq=False)
 class ExportPlan:
-    """What there is to export, as it stood when the export began: its steps, layers, statistics and scalars.
+    """The contents of an export, fixed at its begin: steps, layers, statistics and scalars.
 
     `events` had happened to the run, the newest numbered `last_event`. `steps` holds every step that was measured
     or has a logged value. Later steps are left out; a late report for one of these is included if it comes before
-    its batch is read. `ranks` are those whose own totals of the whole model are wanted, too.
+    its batch is read. `ranks`: also export whole-model totals for each of these ranks.
     """
 
     run: RunRecord
@@ -57,7 +57,7 @@ class ExportPlan:
 
     @property
     def rows(self) -> int:
-        """Rows of the whole model and of layers, without those of single ranks."""
+        """Rows of the whole model and of layers; rows of single ranks do not count."""
         return len(self.steps) + len(self.measured) * len(self.layers)
 
     @property
@@ -82,7 +82,7 @@ class ExportPlan:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """Consecutive steps, those of `selection`. `points.steps` is a subset of `steps`.
+    """The consecutive steps of `selection`. `points.steps` is a subset of `steps`.
 
     `layers` holds totals [points, layers]; `scalars`: name → (values [steps], which of them were logged).
     """
@@ -124,7 +124,7 @@ def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False)
 
 
 def take_memory(plan: ExportPlan, beside: int = 0) -> None:
-    """Hold the plan's memory, and `beside` it, to the end, and reserve that of its batches.
+    """Hold the plan's memory and `beside` more bytes to the end, and reserve memory for its batches.
 
     Raises:
         Busy: others hold the memory that a batch takes.

@@ -45,7 +45,7 @@ class _PendingGroup:
 class Writer:
     """Owns the only thread that appends reports. `submit` belongs to the event loop.
 
-    `admit` is told the bytes of each commit before it begins, and may refuse it.
+    `admit` gets the bytes of each commit before it begins, and may refuse it.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Writer:
         return answer
 
     def _hand_over(self, entry: _PendingGroup | None) -> None:
-        """Wake the thread once all that is ready has run: sooner, it would wait for the interpreter."""
+        """Wake the thread after the tasks that are ready: sooner, it would only wait for the interpreter lock."""
         if self._loop is not None:
             self._loop.call_soon(self._queue.put, entry)
 

@@ -228,7 +228,7 @@ MEAN_OF_LAST: Final = 20
 def run_summary(
     record: RunRecord, state: str, merged: dict[str, Number | None], newest: Mapping[str, FloatArray]
 ) -> wire.RunSummary:
-    """The run beside others; `merged` are its metrics over everything measured, `newest` its last logged values."""
+    """The run in a comparison; `merged`: its metrics over all measured steps, `newest`: its last logged values."""
     means = {name: _mean(values) for name, values in newest.items()}
     return said_of(wire.RunSummary, record, state=state, merged=merged, mean_scalars=means)
 

@@ -42,7 +42,7 @@ def worst_order(key: str, values: NDArray[np.float64]) -> NDArray[np.intp]:
 
 
 def worst_layers(key: str, points: Points, k: int) -> list[wire.WorstLayer]:
-    """The k worst layers, of those in which the metric is defined, at the last of the points."""
+    """The k worst layers at the last point; layers without the metric are left out."""
     layers = points.layers
     if not len(points.steps):
         return []

@@ -261,7 +261,8 @@ def _not_finite(losses: Mapping[str, ScalarPoints]) -> dict[str, int]:
 
 
 def most_losing(layers: Points, most: int) -> tuple[str, ...] | None:
-    """The layers that lose the most energy, in the run's order; None: all, they are no more than `most`."""
+    """The layers that lose the most energy, in the run's order; None if there are at most `most` layers: take
+    all."""
     if len(layers.layers) <= most:
         return None
     lost = _lost_energy(layers)
@@ -279,7 +280,7 @@ def _lost_energy(layers: Points) -> NDArray[np.float64]:
 
 
 def _worst(layers: Points) -> list[wire.LayerLoss]:
-    """The layers that lose the most, of those that lose any."""
+    """The layers that lose the most; layers without a loss are left out."""
     lost = _lost_energy(layers)
     whole = float(lost.sum())
     if whole <= 0:

@@ -63,7 +63,7 @@ def _routing(error: HTTPException, scope: Scope, request_id: str | None) -> Resp
 
 
 def _methods(scope: Scope) -> list[str]:
-    """All that the path can be asked by: a router names those of the first route alone."""
+    """All methods that the path allows: the router names only the first route's."""
     routes = [route for route in scope["app"].router.routes if isinstance(route, Route)]
     there = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
     return sorted({method for route in there for method in route.methods or ()})

@@ -35,10 +35,10 @@ _SMALL: Final = ("/acknowledge", "/sign-in", "/sessions", "/sign-out", "/back-ch
 
 
 class RequestIdentity:
-    """Gives each request an id, the client's own where it sends a sane one, answers with it, and logs with it.
+    """Gives each request an id, the client's own if it sends a sane one, answers with it, and logs with it.
 
-    Whatever is raised behind it becomes an answer. The request's headers stand in its state as a dictionary: of
-    equal names the first.
+    Every error raised behind it becomes an answer. The request's state has the headers as a dictionary; of equal
+    names it keeps the first.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -125,7 +125,7 @@ class AccessControl:
 
 
 class ReadOnlyGate:
-    """While the server is read-only, refuses whatever adds rows: a new route does until it says otherwise."""
+    """Refuses requests that add rows while the server is read-only; a new route counts as one unless declared."""
 
     def __init__(self, app: ASGIApp, guard: DiskGuard) -> None:
         self.app = app

@@ -46,9 +46,9 @@ class ConnectionLimits:
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol within `ConnectionLimits`.
 
-    When all connections are taken, the one that has been silent for longest goes, of those that wait for their
-    client. Input that is not HTTP is answered in the one error shape. A request that may not be read any further
-    ends the connection, after the answers to those before it.
+    When all connections are taken, it closes the longest silent one that waits for its client. Input that is not
+    HTTP is answered in the one error shape. A request that may not be read any further ends the connection, after
+    the answers to those before it.
     """
 
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **more: Any) -> None:
@@ -90,12 +90,12 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self.heard_at = self.loop.time()
         self._unset_keepalive_if_required()
-        # A name or value that is not whole yet is in no callback.
+        # Count all bytes: the parser's callbacks never see an incomplete name or value.
         self._fed_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            # What follows an upgrade may be in the other protocol.
+            # Bytes after an upgrade may be in the other protocol.
             self._refuse(self._fault or _NO_HTTP)
         else:
             if self._fed_bytes > self.limits.head_bytes:
@@ -188,7 +188,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if not waiting:
             return False
         silent = min(waiting, key=lambda held: held.heard_at)
-        self.connections.discard(silent)  # Its end is told later: the next in this round takes another place.
+        # Its own end comes later: without this, the next eviction would pick it again.
+        self.connections.discard(silent)
         silent.transport.abort()
         return True
 
@@ -210,7 +211,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _PipelineFlow(FlowControl):
-    """Reads on once no request of the connection waits behind another: then one read is all that waits."""
+    """Reads on once no request waits behind another, so that at most one read waits."""
 
     def __init__(self, transport: Transport, waiting: Sized) -> None:
         super().__init__(transport)

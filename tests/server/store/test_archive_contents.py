@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -20,7 +18,6 @@ from collage_server.store.archive.parquet import (
     Rows,
     read_footer,
     read_layers,
-    rounded,
     write_layers,
 )
 from collage_server.store.archive.segments import Segment, add_segment
@@ -171,53 +168,6 @@ def test_footers_in_memory_are_bounded_by_what_they_take(written, tmp_path, monk
         assert len(reader.find_segments(connection, 1, {("r", 1): range(20)})) == 20
     assert len(reader._footers) == 4
     store.close()
-
-
-@pytest.mark.parametrize(("bits", "error"), [(24, 2.0**-24), (31, 2.0**-31)])
-def test_sums_are_rounded_and_counts_are_not(bits, error):
-    values = np.random.default_rng(0).lognormal(size=10_000) * np.array([1.0, -1e-300] * 5000)
-    values[:5] = [np.nan, np.inf, -np.inf, 0.0, -0.0]
-    counts = np.array([0.0, 1.0, 2.0**40 + 1, -3.0, 2.0**53])
-    short = rounded(values, bits)
-    assert short[:5].tobytes() == values[:5].tobytes()
-    assert rounded(counts, bits).tobytes() == counts.tobytes()
-    np.testing.assert_allclose(short[5:], values[5:], rtol=error, atol=0)
-    assert not (short[5:].view(np.int64) & ((1 << (53 - bits)) - 1)).any()
-    assert (short[5:] != values[5:]).mean() > 0.9
-
-
-@pytest.mark.parametrize(("bits", "error"), [(24, 1e-7), (31, 1e-9)])
-def test_answers_of_rounded_sums_are_as_close_as_it_says(tmp_path, bits, error):
-    stores = []
-    for name, kept in (("exact", None), ("rounded", bits)):
-        files = Folder(tmp_path / name / "archive")
-        store = SqliteStore(tmp_path / name / "collage.sqlite", stale_after_seconds=600.0, archive=files)
-        store.open()
-        assert store.archiving is not None
-        store.archiving.bits = kept
-        filled(store, "r", 3, reports(3, 600, seed=0))
-        stores.append(store)
-    for selection in (Selection(by_layer=True), Selection(), Selection(by_layer=True, points=20)):
-        found = []
-        for store in stores:
-            with store.points.snapshot() as snapshot:
-                found.append(snapshot.points(["r"], None, selection)["r"])
-        exact, short = found
-        for key, values in exact.totals.items():
-            np.testing.assert_allclose(short.totals[key], values, rtol=error, atol=0, err_msg=key)
-        assert short.totals["lost"].tobytes() == exact.totals["lost"].tobytes()
-        edq = [points.totals["intended_effective_sum"] / points.totals["intended_squared_sum"] for points in found]
-        np.testing.assert_allclose(edq[1], edq[0], rtol=2 * error)
-        assert (edq[1] != edq[0]).any()
-    archiving = stores[1].archiving
-    assert archiving is not None
-    said = []
-    for file in archiving.files.stored():
-        with archiving.files.open(file.path) as source:
-            said.append(json.loads(pyarrow.parquet.read_metadata(source).metadata[b"collage"]))
-    assert {file["bits"] for file in said if file["parts"]} == {bits}
-    for store in stores:
-        store.close()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 2**15])

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 from collage_server.app import create_app
-from collage_server.settings import Settings
+from collage_server.settings import FixedLimits, Settings
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
@@ -42,9 +42,9 @@ def test_a_follower_that_asks_two_servers_in_turn_misses_nothing(database, tmp_p
     with ExitStack() as stack:
         servers = []
         for name in "ab":
-            settings = Settings(folder=tmp_path / name, database=database, no_auth=True, seal_interval_seconds=60.0)
+            settings = Settings(folder=tmp_path / name, database=database, no_auth=True)
             clock = Clock()
-            app = create_app(settings, clock=clock)
+            app = create_app(settings, clock=clock, limits=FixedLimits(seal_interval_seconds=60.0))
             app.state.collage.store.sealing.limits = LIMITS
             client = stack.enter_context(TestClient(app, base_url="http://127.0.0.1"))
             servers.append(Server(client, clock, app))

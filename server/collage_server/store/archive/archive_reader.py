@@ -1,7 +1,7 @@
 """Totals and logged values out of archived files, put where a question keeps its numbers.
 
 `reading/` and `sealing/` ask for chunks whose layers lie in files, `runs/reported_state.py` for last values. Points
-equal those from rows (`tests/server/store/test_archived.py`), but for sums rounded by `archive_bits`
+equal those from rows (`tests/server/store/test_archived.py`)
 (`test_archive_contents.py`).
 
 Formats are `parquet.py`'s and `logged_values.py`'s. Fixed here: a footer never changes, so one in memory is not

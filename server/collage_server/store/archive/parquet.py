@@ -46,7 +46,6 @@ __all__ = [
     "read_footer",
     "read_groups",
     "read_layers",
-    "rounded",
     "write_layers",
     "write_points",
 ]
@@ -57,7 +56,6 @@ _READ_BYTES: Final = 2**24
 """Of row groups that are decoded at a time."""
 _MEMORY_A_BYTE: Final = 12
 """Of a footer, once read: measured, 11.7."""
-_MANTISSA_BITS: Final = 53
 _FORMAT: Final = 1
 _METADATA: Final = b"collage"
 _OF_A_POINT: Final = {
@@ -95,7 +93,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a file, from its metadata.
 
     `ranks`: of the model's totals, whose each "layer" is, -1 for all together. `series`: of logged values, in the
-    order of the rows. `bits`: sums are rounded to so many, None: not at all.
+    order of the rows.
     """
 
     run_id: str
@@ -107,7 +105,6 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     format: int = _FORMAT
     ranks: tuple[int, ...] = ()
     series: tuple[LoggedSeries, ...] = ()
-    bits: int | None = None
 
     @property
     def points(self) -> int:
@@ -121,15 +118,6 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decode_contents: Final = msgspec.json.Decoder(Contents).decode
-
-
-def rounded(values: FloatArray, bits: int) -> FloatArray:
-    """To so many significant bits, ties to even: a relative error of 2^-bits at most. Whole numbers stay exact."""
-    drop = _MANTISSA_BITS - bits
-    held = np.ascontiguousarray(values).view(np.int64)
-    shorter = (held + ((1 << (drop - 1)) - 1) + ((held >> drop) & 1)) & -(1 << drop)
-    whole = ~np.isfinite(values) | (values == np.trunc(values))
-    return np.where(whole, values, shorter.view(np.float64))
 
 
 def layers_in_group(points: int) -> int:

@@ -35,7 +35,6 @@ from collage_server.store.archive.parquet import (
     HeldPart,
     LoggedSeries,
     layers_in_group,
-    rounded,
     write_layers,
 )
 from collage_server.store.archive.paths import archived_path, run_of
@@ -49,8 +48,6 @@ from collage_server.store.archive.segments import (
 from collage_server.store.chunks.blobs import (
     LEVELS,
     PointRows,
-    maximum_key,
-    minimum_key,
     packed,
     read_layer_data,
     read_model_data,
@@ -98,8 +95,6 @@ class Archiving:
     def __init__(self, database: Database, files: ArchiveFiles, deletion: SliceDeletion) -> None:
         self._database = database
         self.files = files
-        self.bits: int | None = None
-        """Sums are rounded to so many bits in files that are made from now on; None: not at all."""
         self._deletion = deletion
 
     def archive(self, run_id: str) -> bool:
@@ -201,11 +196,8 @@ class Archiving:
                     layers=len(ranks or view.layers),
                     layers_a_group=1 if ranks else layers_in_group(len(points.steps)),
                     ranks=ranks,
-                    bits=self.bits,
                 )
                 groups = (self._of_ranks if ranks else self._groups)(view, contents, points, keys)
-                if self.bits is not None:
-                    groups = (_with_rounded_sums(totals, keys, self.bits) for totals in groups)
                 footer = write_layers(made, contents, points, list(view.layers), keys, groups)
             path, size = self._put(made, project, contents, plan.chunks[0], plan.chunks[-1])
         segment = Segment(run_id, plan.attempt, plan.level, plan.chunks[0], plan.chunks[-1], path, size, footer)
@@ -344,17 +336,6 @@ class Archiving:
 
 def _packed_points(points: bytes, count: int) -> bytes:
     return packed(points) if len(points) == _POINT_BYTES * count else points
-
-
-def _with_rounded_sums(totals: FloatArray, keys: Sequence[str], bits: int) -> FloatArray:
-    """Extremes of metrics stay as they are."""
-    extremes = (minimum_key(""), maximum_key(""))
-    return np.stack(
-        [
-            values if key.startswith(extremes) else rounded(values, bits)
-            for key, values in zip(keys, totals, strict=True)
-        ]
-    )
 
 
 def _is_archived(connection: Connection, segment: Segment) -> bool:
