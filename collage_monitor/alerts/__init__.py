@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from collage_monitor.alerts import descent, operation, states, training
+from collage_monitor.alerts import changes, operation, training
 from collage_monitor.diagnosis.alert import (
     RECORDED,
     Alert,
@@ -44,9 +44,8 @@ __all__ = [
 
 SEVERITIES: Final[tuple[Severity, ...]] = ("info", "warning", "critical")
 _ALERTS = (
-    *descent.ALERTS,
+    *changes.ALERTS,
     *(problem.alert for problem in PROBLEMS if problem.alert is not None),
-    *states.ALERTS,
     *training.ALERTS,
     *operation.ALERTS,
 )

@@ -10,9 +10,8 @@ import pytest
 from collage_dashboard.incident_evidence import COMPARED_METRICS, _rises
 
 from collage_monitor import wire
-from collage_monitor.alerts import ALERTS, Alert, descent, operation, states, training
-from collage_monitor.diagnosis import causes, residuals, updates, weights
-from collage_monitor.diagnosis import states as optimizer_states
+from collage_monitor.alerts import ALERTS, Alert, changes, operation, training
+from collage_monitor.diagnosis import causes, residuals, states, updates, weights
 from collage_monitor.diagnosis.causes import IncidentEvidence, Span, restarted
 
 READERS = {"both", "now", "number", "rose", "_growth"}
@@ -291,7 +290,7 @@ def test_layers_that_are_rounded_differently_leave_open_whether_rounding_is_rand
 def test_every_metric_that_a_check_compares_is_read():
     read = {bound for name in COMPARED_METRICS for bound in (name, f"{name}_low", f"{name}_high")}
     asked = set()
-    for module in (causes, descent, operation, states, training, residuals, updates, weights, optimizer_states):
+    for module in (causes, changes, operation, training, residuals, states, updates, weights):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if not isinstance(node, ast.Call) or ast.unparse(node.func).startswith("case."):
                 continue

@@ -44,6 +44,9 @@ CASES = {
     "CollageWindowUpdatesLost": Case(
         "collage_lost_window_ratio", 0.1, 0.6, {"window": "64", "strategy": "stochastic"}
     ),
+    "CollageExpectationBroken": Case("collage_expectations_broken", 0.0, 1.0),
+    "CollageReplicaMismatch": Case("collage_replica_mismatches", None, 1.0),
+    "CollageExternalWrites": Case("collage_external_writes", None, 1.0, holds_minutes=30),
     "CollageNotFinite": _finding("CollageNotFinite", "nonfinite_params", 3.0),
     "CollageResumeLoss": _finding("CollageResumeLoss", "resume_losses", 1.0),
     "CollageEdqLow": _finding("CollageEdqLow", "edq_ratio", 0.89),
@@ -54,9 +57,6 @@ CASES = {
     "CollageOracleDrift": _finding("CollageOracleDrift", "edq_oracle_ratio", 0.7),
     "CollageResidualsOff": _finding("CollageResidualsOff", "residual_dropped_ratio", 0.08),
     "CollageAverageOff": _finding("CollageAverageOff", "average_lost_ratio", 0.9),
-    "CollageExpectationBroken": Case("collage_expectations_broken", 0.0, 1.0),
-    "CollageReplicaMismatch": Case("collage_replica_mismatches", None, 1.0),
-    "CollageExternalWrites": Case("collage_external_writes", None, 1.0, holds_minutes=30),
     "CollageGradientExploding": Case("collage_grad_norm", 1.0, 30.0, undefined=True),
     "CollageGradientVanishing": Case("collage_grad_norm", 1.0, 0.001, undefined=True),
     "CollageLossUnstable": Case("collage_loss", 3.0, 9.0, undefined=True),
