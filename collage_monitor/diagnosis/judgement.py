@@ -54,13 +54,15 @@ def headline(case: Case, findings: Sequence[Finding]) -> str:
     parts: list[str] = []
     losing = [finding for finding in findings if finding.health == "losing updates"]
     for finding in findings:
-        if finding.health in NO_PROBLEM:
+        # What a run loses beside a NaN is no help to anybody.
+        if finding.health in NO_PROBLEM or "not finite" == findings[0].health != finding.health:
             continue
         if finding not in losing:
             parts.append(finding.short + finding.since_words)
         elif finding is losing[0]:
             parts += _losing(case, finding)
-    parts = parts or [finding.text for finding in findings]
+    # What speaks for a healthy run stands in its reasons.
+    parts = parts or ["healthy"] if findings[0].health == "healthy" else parts or [own.text for own in findings]
     silent = case.evidence.silent
     if silent is not None and not any(silence(silent) in part for part in parts):
         parts.append(silence(silent))
@@ -69,7 +71,7 @@ def headline(case: Case, findings: Sequence[Finding]) -> str:
 
 def _losing(case: Case, told: Finding) -> list[str]:
     """How much is lost, since when, and where."""
-    edq = case.moved("edq_ratio") or case.number("edq_ratio")
+    edq = case.number("edq_ratio") if (now := case.moved("edq_ratio")) is None else now
     text = told.short + (" now" if told.now is not None and "now" not in told.short else "")
     if told.key.startswith("edq_window_ratio"):
         steps = told.key.partition("/")[2]
@@ -77,7 +79,7 @@ def _losing(case: Case, told: Finding) -> list[str]:
     elif told.layer is None and edq is not None:
         text += f" (EDQ {edq:.3f})"
     fall = _fall(case, told.since)
-    text += told.since_words
+    text += " in its one measured step" if case.one_step else told.since_words
     text += "" if fall is None or fall.first_changed == told.since else f", more since step {fall.first_changed:,}"
     where = _where(case, fall)
     return [text, where] if where else [text]

@@ -64,13 +64,15 @@ class History:
             track = self.tracks.get(key)
         else:
             track = None if self.of_layer is None else self.of_layer(key, layer)
-        track = None if track is None else track.known
         place = None if track is None else _first_beyond(track, bound, below=below)
         if track is None or place is None:
             return None
-        # What the first measured step says is often that of a warm-up.
+        begun, track = track.first_steps[:2], track.known
+        # What the first measured step says is often that of a warm-up, and no state is there before it.
         if place <= 1:
-            return track.first_steps[0], _from_the_start(track.first_steps[0])
+            step = track.first_steps[0]
+            whole = begun[0] <= 1 and step in begun
+            return step, ", from the start" if whole else f", since the first measured step ({step:,})"
         for _ in range(_MOST_READINGS):
             if self.finer is None or layer is not None or not track.merges or place == 0:
                 break
@@ -91,10 +93,6 @@ def since_beyond(track: Track, bound: float, *, below: bool) -> int | None:
     if place is None:
         return None
     return track.known.first_steps[0] if place <= 1 else track.known.last_steps[place]
-
-
-def _from_the_start(step: int) -> str:
-    return ", from the start" if step <= 1 else f", since the first measured step ({step:,})"
 
 
 def _first_beyond(track: Track, bound: float, *, below: bool) -> int | None:

@@ -104,11 +104,13 @@ def _layers(case: Case) -> Iterator[Finding]:
     verb = ("stands" if one else "stand") if still else ("loses" if one else "lose")
     short = f"{many} {verb} {'still' if still else 'most'}"
     verb += " still" if still else f" most of {'its' if one else 'their'} updates"
-    worst = next((name for name in losing if shares[name] >= STILL), losing[0])
+    worst = losing[0]
     size = sum(sizes[name] for name in losing) / sum(sizes.values())
     share, more = case.share_of(losing), "" if one else ", …"
     text = f"{many} {verb} ({worst}{more}: {percent(size)} of the measured elements, {percent(share)} of Σ u²)"
-    yield Finding("losing updates", text, "lost_update_ratio", shares[worst], LAYER_LOST, worst, short)
+    # Who is woken by one that stands still is told which.
+    named = next((name for name in losing if shares[name] >= STILL), worst)
+    yield Finding("losing updates", text, "lost_update_ratio", shares[named], LAYER_LOST, named, short)
 
 
 def _warming_up(evidence: IncidentEvidence) -> CauseVerdict:

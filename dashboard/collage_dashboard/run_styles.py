@@ -64,9 +64,10 @@ def styles_of(runs: Sequence[NamedRun]) -> list[LineStyle]:
 
 
 def is_stochastic(name: str | None) -> bool:
-    """Whether the strategy's updates arrive only on average, so that one step's lost share misjudges it."""
+    """Whether the strategy's updates arrive only on average, so that one step's lost share misjudges it; not where
+    fp32 weights are kept, of which rounding at random loses next to nothing."""
     entry = STRATEGIES.get(name or "unknown")
-    return entry is not None and entry.stochastic
+    return entry is not None and entry.stochastic and entry.weights != "fp32"
 
 
 def _short(name: str) -> str:

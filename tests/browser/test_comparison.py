@@ -72,9 +72,9 @@ def test_the_runs_table_leads_to_curves_with_the_right_names_and_numbers_and_bac
     row = page.locator("#compare-table tr", has_text="Collage light")
     assert row.get_by_text("0.030").count() == 1
     light = page.locator(".verdict", has_text="light")
-    assert "exp_avg_sq stuck" in light.inner_text(), "nothing is healthy by EDQ alone"
+    assert "exp_avg_sq is stuck" in light.inner_text(), "nothing is healthy by EDQ alone"
     assert "does not decay" in light.get_attribute("title")
-    assert page.locator(".verdict", has_text="plus").get_by_text("Updates arrive").count() == 1
+    assert page.locator(".verdict", has_text="plus").get_by_text("Healthy.").count() == 1
     page.go_back()
     page.get_by_role("link", name="Compare 5 runs").wait_for()
     page.get_by_role("checkbox", name="Pick plain to compare", checked=True, exact=True).wait_for()
@@ -83,10 +83,10 @@ def test_the_runs_table_leads_to_curves_with_the_right_names_and_numbers_and_bac
 def test_another_metric_and_other_strategies_stand_in_the_address_and_come_back_from_it(watched):
     page = open_comparison(watched)
     answer = page.locator("#compare-advice .answer .verdict")
-    answer.get_by_text("Use Collage plus: the smallest that keeps its updates").wait_for()
+    answer.get_by_text("Use Collage plus · bfloat16").wait_for()
     assert len(answer.inner_text().replace("✓", "").split()) <= 15
     said = page.locator("#compare-worth")
-    said.get_by_text("is worth its 2 bytes more than Plain").wait_for()
+    said.get_by_text("is worth its 2 bytes more than Plain · bfloat16").wait_for()
     assert "pair=" not in page.url, "nobody has chosen yet"
     page.get_by_role("textbox", name="Strategy B").click()
     page.get_by_role("option", name="Collage plus").click()

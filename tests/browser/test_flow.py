@@ -103,7 +103,7 @@ def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):
             page.wait_for_selector(f"#compare-chart-{chart} .scatterlayer .trace")
         page.goto(f"{watched.url}/run/run-live")
         page.wait_for_selector("#run-panel .hm image")
-        page.locator(".answer", has_text="Updates arrive").wait_for()
+        page.locator(".answer", has_text="Healthy.").wait_for()
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def violations_now(page):
 def test_names_verdicts_and_costs_are_read_whole_on_a_laptop(open_page, dashboard_url):
     page = open_page(dashboard_url, width=1280).page
     page.goto(dashboard_url + "/?q=run-")
-    page.locator(".runs-grid .verdict-cell", has_text="not finite since step 110").wait_for()
+    page.locator(".runs-grid .verdict-cell", has_text="oss is not finite").wait_for()
     page.locator(".runs-grid").get_by_role("link", name=LONG, exact=True).wait_for()
     cut = "(cells) => cells.filter((c) => c.scrollHeight > c.clientHeight + 1).map((c) => c.textContent)"
     assert page.locator(".runs-grid .verdict-cell").evaluate_all(cut) == []
@@ -207,9 +207,9 @@ def test_a_page_says_its_answer_before_any_script_has_run(browser, dashboard_url
     page = context.new_page()
     page.set_default_timeout(1e3 * PATIENCE_SECONDS)
     page.goto(dashboard_url)
-    page.locator(".runs-words .verdict-cell", has_text="not finite since step 110").wait_for()
+    page.locator(".runs-words .verdict-cell", has_text="oss is not finite").wait_for()
     page.get_by_role("link", name=NOT_FINITE, exact=True).click()
-    page.locator(".answer", has_text="Loss is not finite since step 110").wait_for()
+    page.locator(".answer", has_text="Loss is not finite, since step 110").wait_for()
     assert page.locator(".number-card").count() == 4
     page.goto(f"{dashboard_url}/compare?run=run-plain&run=run-plus")
     page.locator(".verdict", has_text="of its updates").wait_for()
@@ -221,7 +221,7 @@ def test_a_phone_names_a_loss_that_is_nan_with_its_step_and_shows_notes_whole_an
 ):
     page = open_page(dashboard_url, width=390).page
     page.goto(f"{dashboard_url}/run/run-nan?tab=curves")
-    page.locator(".answer", has_text="Loss is not finite since step 110").wait_for()
+    page.locator(".answer", has_text="Loss is not finite, since step 110").wait_for()
     for chart in ("#run-stack", "#run-panel"):
         note = page.locator(chart).get_by_text("10 points are not finite, the first at step 110")
         note.wait_for()

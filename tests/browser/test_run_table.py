@@ -140,7 +140,7 @@ def test_conditions_narrow_the_table_and_one_that_cannot_be_read_says_what_to_wr
 def test_a_row_is_one_line_with_numbers_as_on_pages_and_its_sentence_is_told_on_focus(watched):
     page = watched.page
     page.goto(watched.url)
-    row = page.locator(".ag-center-cols-container .ag-row", has_text="of updates lost")
+    row = page.locator(".ag-center-cols-container .ag-row", has_text="of its updates")
     row.wait_for()
     assert row.bounding_box()["height"] == 36
     words = row.locator(".verdict-cell").inner_text().replace("!", "").split()

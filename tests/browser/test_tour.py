@@ -26,7 +26,7 @@ def runs():
 def losing(page, url):
     """The first question: the run with the mark "!" that loses its updates, and what its page says."""
     page.goto(url)
-    said = page.locator(".ag-row .verdict-cell", has_text="of updates lost").first
+    said = page.locator(".ag-row .verdict-cell", has_text="of its updates").first
     assert said.locator(".mark").inner_text() == "!"
     # The grid keeps a row's pinned cells elsewhere, under the same number.
     number = said.evaluate("cell => cell.closest('.ag-row').getAttribute('row-index')")

@@ -177,7 +177,7 @@ def test_a_refresh_fills_the_page_and_rests_when_all_runs_are_finished(http, mon
     monkeypatch.setattr(comparison, "time", SimpleNamespace(monotonic=lambda: 0.0))
     search = "?run=run-plain&run=run-plus"
     looked = answered(http, look(search))
-    assert "Updates arrive" in str(looked["compare-verdicts"])
+    assert "Healthy." in str(looked["compare-verdicts"])
     drawn = answered(http, charts(search, looked))
     assert len(drawn["compare-answer-0"]["data"]["data"]) >= 2
     assert "Collage plus" in str(drawn["compare-table"])

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from collage_dashboard.app import render
 from collage_dashboard.components import over_steps
-from collage_dashboard.descriptions import in_few_words, number
+from collage_dashboard.descriptions import in_few_words, number, value_text
 from collage_dashboard.html_report import report
 from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table
 from collage_dashboard.pages.run_content import panel
@@ -95,3 +95,16 @@ def test_a_runs_training_loss_is_its_newest_on_every_page(reader, row, compared)
     newest = row.scalars["loss"]
     assert rows([row])[0]["loss"] == newest.value
     assert cell(compared, "Training loss") == (number(newest.value), f"step {newest.step:,}")
+
+
+def test_a_runs_throughput_is_its_newest_in_every_table(row, compared):
+    """The strategies ranked by the last logged value first, and by a mean once the curves were drawn."""
+    newest = row.scalars["tokens_per_second"]
+    of_mean = compared.mean_scalars | {"tokens_per_second": 2 * newest.value}
+    compared = msgspec.structs.replace(compared, mean_scalars=of_mean)
+    assert rows([row])[0]["tokens_per_second"] == newest.value
+    assert cell(compared, "Tokens/s")[0] == value_text("tokens_per_second", newest.value)
+    for curves in ((), [compared]):
+        [result] = results_by_strategy(run_results([row], curves))
+        assert result.tokens_per_second is not None
+        assert result.tokens_per_second.value == newest.value

@@ -64,7 +64,7 @@ def test_words_escape_text_and_attributes():
     [
         ("/", ["Runs", "Plain · bfloat16", "/run/run-plain", "of its updates"]),
         ("/run/run-plain", ["of its updates", "Updates lost", "number-card"]),
-        ("/compare?run=run-plain&run=run-plus", ["of its updates", "Updates arrive", "number-card"]),
+        ("/compare?run=run-plain&run=run-plus", ["of its updates", "Healthy.", "number-card"]),
         ("/run/never-existed", ["Nothing is stored under this address"]),
     ],
 )

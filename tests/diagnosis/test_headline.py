@@ -198,10 +198,16 @@ def test_of_one_step_and_of_a_mean_that_moves_no_interval_is_told():
     assert Case(moved).interval("edq_ratio") is None
 
 
+def test_a_run_of_one_step_is_told_with_that_caution():
+    """ "81.8 % of updates are lost, since step 1", with an interval, was said of the first step of a warm-up."""
+    found = judge(Evidence(LOSING, first_step=1, last_step=1))
+    assert found.headline == "Loses 70.0 % of its updates (EDQ 0.800) in its one measured step."
+
+
 def test_what_is_not_finite_gets_advice_of_its_own():
     """A run whose loss was NaN was told to try another strategy, which mends no NaN."""
     found = judge(Evidence(LOSING, first_step=1, last_step=9, logged={"loss": 7}))
     assert (found.health, found.short) == ("not finite", "loss is not finite")
-    assert found.headline.startswith("Loss is not finite, since step 7; loses 70.0 %")
+    assert found.headline == "Loss is not finite, since step 7.", "what it loses beside that helps nobody"
     assert found.advised.startswith("Stop it, and resume from a checkpoint before this step")
     assert "strategy" not in found.advised

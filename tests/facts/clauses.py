@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -146,35 +146,56 @@ def onset_of(run: RawRun, key: str, layers: bool = True) -> tuple[Any, ...]:
     return tuple(found)
 
 
-@says(
-    rf"(?:loses )?{PERCENT} of (?:its )?updates(?: are)?(?: lost)?(?: \(EDQ {NUMBER}\))?"
-    rf"(?:,?( more)? since step {STEP})?"
-)
-def loses(about: About, lost: str, edq: str | None, more: str | None, since: str | None) -> None:
-    run = about.the_run
-    assert_share(lost, run.metric("lost_update_ratio", run.recent), "updates lost")
+def now_of(run: RawRun) -> list[int]:
+    """The newest five measured steps of the recent past; all of it where it has no more."""
+    return run.recent[-5:]
+
+
+SINCE = rf"(?:, (from the start)|, since step {STEP}|, since the first measured step \({STEP}\))?"
+
+
+def first_beyond(curve: Mapping[int, float], bound: float, *, below: bool) -> tuple[int, int] | None:
+    """(place, step) from which on the curve stays beyond the bound, by the most of three points; None if it is not
+    beyond it at its end, or has one point alone."""
+    known = {step: value for step, value in curve.items() if not math.isnan(value)}
+    steps, beyond = list(known), [value < bound if below else value > bound for value in known.values()]
+    if len(steps) < 2:
+        return None
+    most = [sum((beyond[:1] + beyond + beyond[-1:])[place : place + 3]) >= 2 for place in range(len(beyond))]
+    most[-1] = most[-1] or (len(most) > 2 and most[-2])
+    place = max((place + 1 for place, own in enumerate(most) if not own), default=0)
+    return None if place == len(steps) else (place, steps[0 if place <= 1 else place])
+
+
+def check_since(run: RawRun, key: str, bound: float, told: Sequence[str | None], *, below: bool) -> None:
+    """Since when the metric is beyond its bound, in one of three forms."""
+    start, since, first = told
+    found = first_beyond(run.curve(key), bound, below=below)
+    assert found is not None
+    place, step = found
+    if place > 1:
+        assert step_of(since or "0") == step, f"{key}: since {told}, not {step}"
+    elif start is None:
+        assert step_of(first or "0") == step > 1, f"{key}: {told}"
+    else:
+        assert run.steps[0] == 1
+
+
+@says(rf"loses {PERCENT} of its updates( now)?(?: \(EDQ {NUMBER}\))?{SINCE}(?:, more since step {STEP})?")
+def loses(about: About, lost: str, now: str | None, edq: str | None, *told: str | None) -> None:
+    run, (*since, more) = about.the_run, told
+    present = run.metric("lost_update_ratio", now_of(run))
+    whole = run.metric("lost_update_ratio", run.recent)
+    assert_share(lost, present if abs(present - whole) > TOLERANCE else whole, "updates lost")
+    assert now is None or abs(present - whole) > TOLERANCE
     if edq is not None:
-        assert_shown(edq, run.metric("edq_ratio", run.recent), "EDQ")
-    if since is None:
-        return
-    step = step_of(since)
-    assert onset_of(run, "edq_ratio")[1] == step, f"EDQ changed at {onset_of(run, 'edq_ratio')[1]}"
-    before, after = ([at for at in run.steps if (at < step) == early] for early in (True, False))
-    assert run.metric("edq_ratio", after) < run.metric("edq_ratio", before)
-    lost_before = onset_of(run, "edq_ratio")[3] < 1 - TOLERANCE
-    if more is None:
-        assert run.recent[0] >= step, f"{lost} % is over steps from {run.recent[0]} on, not since step {step}"
-        assert not lost_before, f"it lost before step {step}, too"
-    elif not lost_before:
-        assert run.metric("lost_update_ratio", after) > run.metric("lost_update_ratio", run.recent)
-
-
-@says(rf"{PERCENT} of updates are lost, from the start")
-def loses_from_the_start(about: About, lost: str) -> None:
-    run = about.the_run
-    assert_share(lost, run.metric("lost_update_ratio", run.recent))
-    first = next(value for value in run.curve("lost_update_ratio").values() if not math.isnan(value))
-    assert first > TOLERANCE, f"at the first measured step {first:.3f} were lost"
+        found = [run.metric("edq_ratio", steps) for steps in (run.recent, now_of(run))]
+        assert_shown(edq, found[abs(found[1] - found[0]) > TOLERANCE], "EDQ")
+    if any(since):
+        check_since(run, "lost_update_ratio", TOLERANCE, since, below=False)
+    if more is not None:
+        _, changed, _, before, after, _ = onset_of(run, "edq_ratio")
+        assert (changed, after < before) == (step_of(more), True)
 
 
 @says(rf"all {NUMBER} layers changed then")
@@ -189,18 +210,15 @@ def one_changed(about: About, layer: str, share: str) -> None:
     assert_share(share, about.the_run.share_of_elements([layer]))
 
 
-@says(r"(\w+) (?:is )?stuck(?: since step ([\d,]+))?")
-def state_stuck(about: About, state: str, since: str | None) -> None:
+@says(rf"(\w+) is stuck{SINCE}")
+def state_stuck(about: About, state: str, *since: str | None) -> None:
     run, key = about.the_run, f"state_decrement_ratio/{state}"
     assert run.metric(key, run.recent) < 0.9
-    if since is not None:
-        known = {step: value for step, value in run.curve(key).items() if not math.isnan(value)}
-        low = [step for step, value in known.items() if value < 0.9]
-        assert low[0] == step_of(since)
-        assert low == list(known), "it was never better"
+    if any(since):
+        check_since(run, key, 0.9, since, below=True)
 
 
-@says(rf"(\w+) (?:is )?not finite since step {STEP}")
+@says(rf"(\w+) is not finite,? since step {STEP}")
 def scalar_not_finite(about: About, name: str, since: str) -> None:
     logged = about.the_run.scalars[name.lower()]
     bad = [step for step, value in sorted(logged.items()) if not math.isfinite(value)]
@@ -208,12 +226,24 @@ def scalar_not_finite(about: About, name: str, since: str) -> None:
     assert bad == [step for step in sorted(logged) if step >= bad[0]]
 
 
+@says(rf"{NUMBER} weights are not finite{SINCE}")
+def weights_are_not_finite(about: About, count: str, *_since: str | None) -> None:
+    assert_shown(count, about.the_run.metric("nonfinite_params", about.the_run.recent))
+
+
+@says(rf"the average loses {PERCENT}")
+def average_is_off(about: About, lost: str) -> None:
+    assert_share(lost, about.the_run.metric("average_lost_ratio", about.the_run.recent))
+
+
 # --- The verdict's reasons ---
 
 
-@says(rf"{PERCENT} of the updates are rounded away")
-def rounded_away(about: About, lost: str) -> None:
+@says(rf"{PERCENT}(?: \({PERCENT} now\))? of the updates are rounded away")
+def rounded_away(about: About, lost: str, now: str | None) -> None:
     assert_share(lost, about.the_run.metric("lost_update_ratio", about.the_run.recent))
+    if now is not None:
+        assert_share(now, about.the_run.metric("lost_update_ratio", now_of(about.the_run)))
 
 
 @says(
@@ -315,7 +345,7 @@ def measured(about: About, first: str, last: str, share: str) -> None:
     assert_share(share, known / (run.total("elements", run.recent) - run.total("nonfinite", run.recent)))
 
 
-@says(rf"over steps {STEP} to {STEP}(?:, (?:with )?95 % intervals?)?(?: newest step (.+))?")
+@says(rf"over steps {STEP} to {STEP}(?:, (?:with )?95 % intervals?)?(?: (?:newest step|now) (.+))?")
 def over_steps(about: About, first: str, last: str, _newest: str | None) -> None:
     assert (step_of(first), step_of(last)) == (about.the_run.recent[0], about.the_run.recent[-1])
 

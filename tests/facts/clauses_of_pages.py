@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from calendar import timegm
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -136,27 +137,38 @@ def reference_of(about: About) -> StrategyGroup:
     return about.strategies["Plain · float32"]
 
 
-def assert_smallest(about: About, group: StrategyGroup, size: str) -> None:
-    """It is healthy and no worse than the reference, and no other that is needs fewer bytes."""
-    assert_shown(size, group.mean_of("bytes_per_parameter"))
+def fitting(about: About) -> list[StrategyGroup]:
+    """Those that are healthy, and whose loss is not shown to be noticeably above the reference's."""
     reference, limit = reference_of(about), SMALL * reference_of(about).loss_of()
-    fit = [one for one in about.strategies.values() if one.is_healthy and one.gap(reference)[0] <= limit]
-    assert group in fit
-    assert min(round(one.mean_of("bytes_per_parameter"), 1) for one in fit) == float(size)
+    found = {id(one): one for one in about.strategies.values() if one.is_healthy}
+    gaps = {key: one.gap(reference)[:2] for key, one in found.items()}
+    return [one for key, one in found.items() if (half := gaps[key][1]) is None or gaps[key][0] - half <= limit]
 
 
-@says(rf"use (.+): the smallest that keeps its updates \({NUMBER} bytes a parameter\)")
-def use(about: About, title: str, size: str) -> None:
-    assert_smallest(about, strategy(about, title), size)
+def assert_fitting(about: About, titles: Sequence[str], size: str, count: str | None = None) -> None:
+    """All of them are named, the smallest first, or so many."""
+    fit = fitting(about)
+    groups = [strategy(about, title) for title in titles]
+    assert all(group in fit for group in groups)
+    assert len(fit) == (len(groups) if count is None else int(count))
+    smallest = min(round(one.mean_of("bytes_per_parameter"), 1) for one in fit)
+    assert smallest == round(groups[0].mean_of("bytes_per_parameter"), 1) == float(size)
+
+
+@says(rf"use (.+): all (\d+) keep their updates \({NUMBER} bytes a parameter\)")
+def use(about: About, title: str, count: str, size: str) -> None:
+    assert_fitting(about, [title], size, count)
 
 
 @says(
-    rf"train with (.+?): of what was compared, it keeps its updates in the fewest bytes \({NUMBER} bytes a "
+    rf"train with (.+?): (?:all \d+|both) keep their updates, and (.+?) in the fewest bytes \({NUMBER} bytes a "
     r"parameter\), (.+)"
 )
-def train_with(about: About, title: str, size: str, loss: str) -> None:
-    group = strategy(about, title)
-    assert_smallest(about, group, size)
+def train_with(about: About, titles: str, smallest: str, size: str, loss: str) -> None:
+    named = re.split(r", | or ", titles)
+    assert named[0] == smallest
+    assert_fitting(about, named, size)
+    group = strategy(about, smallest)
     if loss == "but its loss cannot be compared with the reference's yet":
         return
     gap, half, pairs = group.gap(reference_of(about))
@@ -191,13 +203,17 @@ def reason(about: About, title: str, size: str, *rests: str | None) -> None:
         assert_share(share, abs(over))
         assert sign == ("" if abs(over) < 5e-5 else "−" if over < 0 else "+")
     ill = [run for run in group.runs if run.created.name in about.sick]
-    assert (rest == "nothing speaks against it") == (not ill)
+    assert (rest == "healthy") == (not ill)
     if not ill or rest is None:
         return
     about.run = ill[0]
     if told := re.fullmatch(r"(\d+) of (\d+) runs: (.+)", rest):
         assert (int(told[1]), int(told[2])) == (len(ill), len(group.runs))
         rest = told[3]
+    if told := re.fullmatch(rf"losing updates, {PERCENT} on average", rest):
+        shares = [run.metric("lost_update_ratio", run.recent) for run in ill]
+        assert_share(told[1], sum(shares) / len(shares))
+        return
     check_clause(about, rest)
 
 

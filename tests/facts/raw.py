@@ -170,21 +170,9 @@ class RawRun:
         """The layers' part of the model's elements."""
         return float(sum(self.sizes[layer] for layer in layers) / sum(self.sizes.values()))
 
-    def error(self, layer: str, steps: Sequence[int]) -> float:
-        """√(Σ (e − u)² / Σ u²) of a layer."""
-        uu, ue, ee = (
-            self.total(f"{name}_sum", steps, [layer])
-            for name in ("intended_squared", "intended_effective", "effective_squared")
-        )
-        return float(np.sqrt(max(ee - 2 * ue + uu, 0.0) / uu)) if uu else float("nan")
-
     def losing_layers(self, steps: Sequence[int]) -> list[str]:
-        """Layers that lose more than half of their updates, by number and by error."""
-        return [
-            layer
-            for layer in self.layers
-            if self.metric("lost_update_ratio", steps, [layer]) > 0.5 and self.error(layer, steps) > 0.5
-        ]
+        """Layers that lose more than half of their updates."""
+        return [layer for layer in self.layers if self.metric("lost_update_ratio", steps, [layer]) > 0.5]
 
     def newest(self, name: str) -> tuple[int, float]:
         """(step, value) of a scalar's newest entry."""

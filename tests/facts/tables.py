@@ -100,7 +100,7 @@ OF_RUNS: dict[str, Cell] = {
     "State decrement": _state,
     "Updates lost": _metric("lost_update_ratio"),
     "Bytes per parameter": _scalar("bytes_per_parameter"),
-    "Tokens/s": _mean_of_last("tokens_per_second"),
+    "Tokens/s": _scalar("tokens_per_second"),
 }
 """Columns of the table of compared runs."""
 
@@ -175,9 +175,7 @@ def _check_strategies(about: About, table: Table) -> None:
             elif head == "Bytes per parameter":
                 assert_shown(value, group.mean_of("bytes_per_parameter"))
             elif head == "Tokens/s":
-                means = float(np.mean([_last_mean(run, "tokens_per_second") for run in group.counted]))
-                # What is logged last is shown until the curves are there.
-                assert is_shown(value, means) or is_shown(value, group.mean_of("tokens_per_second")), name
+                assert_shown(value, group.mean_of("tokens_per_second"), name)
             else:
                 key = "state_decrement_ratio/exp_avg_sq" if head == "State decrement" else TITLES[head]
                 found = [run.metric(key, run.recent) for run in group.counted]

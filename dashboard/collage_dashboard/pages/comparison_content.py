@@ -140,8 +140,12 @@ def _scalar(name: str) -> Callable[[LoggedRun], Cell]:
     return cell
 
 
-def _mean(name: str) -> Callable[[wire.ComparedRun], Cell]:
-    return lambda run: (value_text(name, run.mean_scalars.get(name)), "")
+def _rate(run: wire.ComparedRun) -> Cell:
+    """The newest throughput that was logged, as the table of runs and the strategies have it; else that of tokens
+    over time."""
+    logged = run.scalars.get("tokens_per_second")
+    value = logged.value if logged is not None else run.mean_scalars.get("tokens_per_second")
+    return value_text("tokens_per_second", value), ""
 
 
 def _state(run: wire.ComparedRun) -> Cell:
@@ -177,9 +181,7 @@ COLUMNS: Final = (
     _column("State decrement", "state_decrement_ratio/exp_avg_sq", _state),
     _column("Updates lost", "lost_update_ratio", _merged("lost_update_ratio")),
     _column("Bytes per parameter", "bytes_per_parameter", lambda run: (_scalar("bytes_per_parameter")(run)[0], "")),
-    Column(
-        "Tokens/s", "As logged, otherwise tokens divided by the run's wall-clock time.", _mean("tokens_per_second")
-    ),
+    Column("Tokens/s", "The newest logged, otherwise tokens divided by the run's wall-clock time.", _rate),
 )
 
 
