@@ -67,7 +67,7 @@ def nothing_intended(case: Case) -> Finding:
 
 
 def _doubt(text: str, short: str, key: str, value: float | None = None, threshold: float | None = None) -> Finding:
-    return Finding("unknown", text, key, value, threshold, None, short)
+    return Finding("unknown", text, key, value, threshold, short=short)
 
 
 def _silent_ranks(case: Case) -> Iterator[Finding]:
@@ -117,7 +117,7 @@ def _moves_away(case: Case) -> Iterator[Finding]:
         value = case.moved(key)
         if value is not None and abs(1 - value) > EDQ_TOLERANCE:
             text = f"{name} is {value:.3f} now, {case.number(key) or 0.0:.3f} over these steps"
-            yield Finding("unknown", text, key, value, EDQ_TOLERANCE, None, f"{name} is {value:.3f} now", value)
+            yield Finding("unknown", text, key, value, EDQ_TOLERANCE, short=f"{name} is {value:.3f} now", now=value)
 
 
 def _unknown_rounding(case: Case) -> Iterator[Finding]:
@@ -188,4 +188,4 @@ def witnesses(case: Case) -> Iterator[Finding]:
 
 
 def _witness(text: str, key: str, value: float | None, threshold: float | None = None) -> Finding:
-    return Finding("healthy", text, key, value, threshold, None, "healthy")
+    return Finding("healthy", text, key, value, threshold, short="healthy")

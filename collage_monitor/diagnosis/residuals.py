@@ -45,7 +45,7 @@ def _lost_at_a_resume(case: Case) -> Iterator[Finding]:
         if loss.lasting or (first is not None and first <= loss.step):
             health: Health = "residuals are off" if loss.kind in ("masters", "residuals") else "steps are off"
             short, count = f"a resume lost {_KINDS[loss.kind]}", float(len(losses))
-            yield Finding(health, loss.text, _LOST_AT_A_RESUME.metric, count, 0.0, None, short)
+            yield Finding(health, loss.text, _LOST_AT_A_RESUME.metric, count, 0.0, short=short)
 
 
 _KINDS: Final = {
@@ -62,7 +62,7 @@ def _fill(case: Case) -> Iterator[Finding]:
     fill = case.number(FILL.metric)
     if fill is not None and fill > FILL.held:
         text = f"the residuals hold {fill:.3g} half gaps each, where what rounding leaves is at most one"
-        yield Finding("residuals are off", text, FILL.metric, fill, FILL.held, None, "residuals hold too much")
+        yield Finding("residuals are off", text, FILL.metric, fill, FILL.held, short="residuals hold too much")
 
 
 def _dropped(case: Case) -> Iterator[Finding]:
@@ -71,7 +71,7 @@ def _dropped(case: Case) -> Iterator[Finding]:
     told = "were 0 again before a step: what they kept was dropped"
     if (dropped := case.number(key) or 0.0) > bound:
         text = f"{percent(dropped)} of the residuals {told}"
-        yield Finding("residuals are off", text, key, dropped, bound, None, short)
+        yield Finding("residuals are off", text, key, dropped, bound, short=short)
         return
     large = [name for name in case.evidence.layers if (case.number("elements", name) or 0.0) >= FEWEST_RESIDUALS]
     shares = {name: case.number(key, name) or 0.0 for name in large}
@@ -81,7 +81,7 @@ def _dropped(case: Case) -> Iterator[Finding]:
         worst, others = emptied[0], len(emptied) - 1
         more = f" and of {others} more layers" if others > 1 else " and of another layer" if others else ""
         text = f"{percent(shares[worst])} of the residuals of {worst}{more} {told}"
-        yield Finding("residuals are off", text, key, shares[worst], DROPPED.held, worst, short)
+        yield Finding("residuals are off", text, key, shares[worst], DROPPED.held, worst, short=short)
 
 
 def _empty(case: Case) -> Iterator[Finding]:
@@ -102,7 +102,7 @@ def _empty(case: Case) -> Iterator[Finding]:
             "of the updates do not move the weights"
         )
         short = f"{percent(lost)} move no weight"
-        yield Finding("losing updates", text, _EMPTY.metric, zero, threshold, None, short)
+        yield Finding("losing updates", text, _EMPTY.metric, zero, threshold, short=short)
 
 
 def _residuals(case: Case) -> Iterator[Finding]:

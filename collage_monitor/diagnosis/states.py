@@ -69,7 +69,7 @@ def _states(case: Case) -> Iterator[Finding]:
         moved = "" if now is None else f", {now:.3f} now"
         health, bound = ("states are stuck", 1 - slack) if value < 1 else ("steps are off", 1 + slack)
         text = f"the state {name} {told} ({value:.3f}{moved})"
-        yield Finding(health, text, key, value, bound, None, f"{name} {wrong}", now)
+        yield Finding(health, text, key, value, bound, short=f"{name} {wrong}", now=now)
 
 
 def _decay(case: Case) -> Iterator[Finding]:
@@ -81,7 +81,7 @@ def _decay(case: Case) -> Iterator[Finding]:
     apart = set(seen.implementation.split(" and ")) <= OWN_DECAY and case.watch.intent != "rule"
     if apart and not case.keeps_more_than_visible and not case.stochastic:
         text = f"weight decay moves next to nothing ({percent(kept)} of it is kept)"
-        yield Finding("decay is lost", text, DECAY.metric, kept, DECAY.held, None, "weight decay is lost")
+        yield Finding("decay is lost", text, DECAY.metric, kept, DECAY.held, short="weight decay is lost")
 
 
 def _oracle(case: Case) -> Iterator[Finding]:
@@ -94,9 +94,9 @@ def _oracle(case: Case) -> Iterator[Finding]:
     text = f"EDQ against the oracle is {value:.3f}" + ("" if now is None else f" ({now:.3f} now)")
     short = "steps are not the oracle's"
     if value < 1 - slack and (high is None or high < 1 - ORACLE_TOLERANCE):
-        yield Finding("steps are off", text, key, value, 1 - ORACLE_TOLERANCE, None, short, now)
+        yield Finding("steps are off", text, key, value, 1 - ORACLE_TOLERANCE, short=short, now=now)
     elif value > 1 + slack and (low is None or low > 1 + ORACLE_TOLERANCE):
-        yield Finding("steps are off", text, key, value, 1 + ORACLE_TOLERANCE, None, short, now)
+        yield Finding("steps are off", text, key, value, 1 + ORACLE_TOLERANCE, short=short, now=now)
 
 
 def _gradients_grow(evidence: IncidentEvidence) -> CauseVerdict:

@@ -66,10 +66,12 @@ def _descent(case: Case) -> Iterator[Finding]:
     if edq < 1 - slack and (high is None or high < 1 - EDQ_TOLERANCE):
         missing = 1 - (edq if now is None else now)
         short = f"loses {percent(missing)} of its descent" if missing > 0 else "lost part of its descent"
-        yield Finding("losing updates", f"{told}: updates are lost", key, edq, 1 - EDQ_TOLERANCE, None, short, now)
+        yield Finding(
+            "losing updates", f"{told}: updates are lost", key, edq, 1 - EDQ_TOLERANCE, short=short, now=now
+        )
     elif edq > 1 + slack and (low is None or low > 1 + EDQ_TOLERANCE):
         text, short = f"{told}: updates overshoot", "updates overshoot"
-        yield Finding("steps are off", text, key, edq, 1 + EDQ_TOLERANCE, None, short, now)
+        yield Finding("steps are off", text, key, edq, 1 + EDQ_TOLERANCE, short=short, now=now)
 
 
 def _loss(case: Case) -> Iterator[Finding]:
@@ -87,7 +89,7 @@ def _loss(case: Case) -> Iterator[Finding]:
     if now is not None and now <= LOST.held:
         short = f"lost {percent(lost)}, now {percent(now)}"
     text = f"{told} of the updates{where} are rounded away"
-    yield Finding("losing updates", text, LOST.metric, lost, LOST.held, None, short, now)
+    yield Finding("losing updates", text, LOST.metric, lost, LOST.held, short=short, now=now)
 
 
 def _layers(case: Case) -> Iterator[Finding]:
@@ -110,7 +112,7 @@ def _layers(case: Case) -> Iterator[Finding]:
     text = f"{many} {verb} ({worst}{more}: {percent(size)} of the measured elements, {percent(share)} of Σ u²)"
     # Who is woken by one that stands still is told which.
     named = next((name for name in losing if shares[name] >= STILL), worst)
-    yield Finding("losing updates", text, "lost_update_ratio", shares[named], LAYER_LOST, named, short)
+    yield Finding("losing updates", text, "lost_update_ratio", shares[named], LAYER_LOST, named, short=short)
 
 
 def _warming_up(evidence: IncidentEvidence) -> CauseVerdict:

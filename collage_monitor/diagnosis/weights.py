@@ -50,11 +50,11 @@ def _not_finite(case: Case) -> Iterator[Finding]:
             narrow = case.trains("float16")
             text += "; the gradients were finite, so the step made them" + (_SMALL_EPS if narrow else "")
         short = f"{count:,.0f} weights are not finite"
-        yield Finding("not finite", text, _WEIGHTS.metric, count, 0.0, None, short)
+        yield Finding("not finite", text, _WEIGHTS.metric, count, 0.0, short=short)
     if count := case.number(_RESIDUALS.metric):
         text = f"{count:,.0f} residuals are NaN or infinite"
         short = f"{count:,.0f} residuals are not finite"
-        yield Finding("not finite", text, _RESIDUALS.metric, count, 0.0, None, short)
+        yield Finding("not finite", text, _RESIDUALS.metric, count, 0.0, short=short)
 
 
 def _logged(case: Case) -> Iterator[Finding]:
@@ -63,7 +63,7 @@ def _logged(case: Case) -> Iterator[Finding]:
         since = f", since step {step:,}"
         short = f"{name} is not finite"
         text = f"{short} since step {step:,}"
-        yield Finding("not finite", text, name, None, None, None, short, since=step, since_words=since)
+        yield Finding("not finite", text, name, None, short=short, since=step, since_words=since)
 
 
 def average_findings(metrics: Values) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ def average_findings(metrics: Values) -> Iterator[Finding]:
     """
     if broken := finite(metrics.get(_AVERAGE.metric)):
         text = f"{broken:,.0f} elements of the average of the weights are NaN or infinite"
-        yield Finding("average is off", text, _AVERAGE.metric, broken, 0.0, None, "the average is not finite")
+        yield Finding("average is off", text, _AVERAGE.metric, broken, 0.0, short="the average is not finite")
     edq, lost = finite(metrics.get("average_edq_ratio")), finite(metrics.get(_AVERAGE_LOST.metric))
     noise, moved = finite(metrics.get("average_edq_noise_ratio")), finite(metrics.get("average_moved_ratio"))
     if edq is None or abs(1 - edq) <= EDQ_TOLERANCE + 3 * (noise or 0.0):
@@ -82,12 +82,12 @@ def average_findings(metrics: Values) -> Iterator[Finding]:
         text = f"the average of the weights loses its updates: its EDQ is {edq:.3f}, {percent(lost)} of them are "
         text += f"rounded away, {percent(moved or 0.0)} of its elements ever moved"
         short = f"the average loses {percent(lost)}"
-        yield Finding("average is off", text, _AVERAGE_LOST.metric, lost, _AVERAGE_LOST.held, None, short)
+        yield Finding("average is off", text, _AVERAGE_LOST.metric, lost, _AVERAGE_LOST.held, short=short)
     else:
         text = f"the average of the weights moves by {edq:.3f} of what its decay says: it is another decay, or sign"
         bound = _AVERAGE_LOW.held if edq < 1 else _AVERAGE_HIGH.held
         short = "the average has another decay"
-        yield Finding("average is off", text, "average_edq_ratio", edq, bound, None, short)
+        yield Finding("average is off", text, "average_edq_ratio", edq, bound, short=short)
 
 
 def _average(case: Case) -> Iterator[Finding]:
