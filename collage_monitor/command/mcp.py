@@ -123,7 +123,7 @@ def since_when(client: Client, run: _Id, metric: _Metric = "edq_ratio") -> Itera
     """The last change of a metric or a logged number: its step, and the values before and after."""
     history = read_history(client, run, metric)
     series, change = history.series, history.onset
-    since = describe(change, _plain(metric)) if change else None
+    since = describe(change, "EDQ" if metric == "edq_ratio" else _plain(metric)) if change else None
     layers = change.layers if change else ()
     yield from _given("{}.", _told(since or "", [entry.layer for entry in layers]))
     known = [place for place, value in enumerate(series.values) if value is not None]

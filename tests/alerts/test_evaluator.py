@@ -14,7 +14,7 @@ from sqlalchemy import text
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, alert
 from tests.server.guarded import guarded_server
-from tests.server.reads import current_samples
+from tests.server.reads import current_samples, evaluate_due
 from tests.server.samples import report
 from tests.waiting import PATIENCE_SECONDS
 
@@ -54,9 +54,7 @@ def rounds(server, work, seconds, *, alive=True):
 
 def judge_what_is_new(server):
     """As the server's own thread does, but here and now."""
-    store = server.app.state.collage.store
-    for due in store.summaries.due(10):
-        keep_overview(store, due.run_id)
+    evaluate_due(server.app.state.collage.store)
 
 
 def test_each_server_knows_when_alerts_were_last_evaluated(server):

@@ -46,7 +46,7 @@ def alert_key(alert: str, labels: Mapping[str, str]) -> str:
 
     A run has one finding that is the alert, whatever its key is at the time.
     """
-    telling = _TELLING - {"key"} if "alert" in labels else _TELLING
+    telling = _TELLING - {"alert", "key"} if labels.get("alert") == alert else _TELLING
     text = repr((alert, sorted((name, value) for name, value in labels.items() if name in telling))).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
