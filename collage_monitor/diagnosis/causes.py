@@ -1,7 +1,7 @@
-"""A run's reports around an incident, and whether they support a cause that the runbook names.
+"""The evidence around an incident, and the checks shared by problems: does a run's data support a named cause?
 
-A check is a small function beside its alert: it weighs one of the alert's `other_causes`. A missing report decides
-nothing, and the check says what is missing.
+A check is a small function beside its alert that weighs one of the alert's `other_causes`. If a report is missing,
+the check leaves the cause open and says what is missing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = [
 ]
 
 _SCHEDULE_END: Final = 0.1
-"""Share of the run's largest learning rate, below which a schedule is at its end."""
+"""A schedule is at its end below this share of the run's largest learning rate."""
 _CHANGED: Final = 0.1
 """Relative difference that counts as a change."""
 
 
 @dataclass(frozen=True)
 class CauseVerdict:
-    """Whether a cause holds, None where the reports cannot tell; `because` is a clause with the reason."""
+    """Whether a cause holds, None if the reports cannot tell; `because` is a clause with the reason."""
 
     holds: bool | None
     because: str
@@ -66,8 +66,8 @@ def left_open(because: str) -> CauseVerdict:
 class Span:
     """Steps of a run merged into one point.
 
-    values: metrics merged, logged scalars averaged, by key. lowest, highest: over the single steps. attempt: the
-    newest one that had begun; ranks: those that reported, of world_size.
+    values: merged metrics and mean logged scalars, by key. lowest, highest: extremes over the single steps.
+    attempt: the newest that had begun. ranks: how many of `world_size` reported.
     """
 
     first_step: int
@@ -80,7 +80,7 @@ class Span:
     world_size: int | None = None
 
     def number(self, key: str) -> float | None:
-        """The value, None where it is undefined, not finite or not reported."""
+        """The value; None if it is undefined, not finite or not reported."""
         return finite(self.values.get(key))
 
 
@@ -88,8 +88,8 @@ class Span:
 class Breach:
     """The consecutive steps at which an alert's condition held.
 
-    before: the metric's value just before, None if it was not measured; value: its extreme where the breach began.
-    lasts: whether it still held when the alert fired; from_start: whether it held from the first measured step on.
+    before: the metric's value just before, None if not measured. value: its extreme as the breach began. lasts: the
+    condition still held when the alert fired. from_start: it held from the first measured step on.
     """
 
     first_step: int
@@ -102,15 +102,14 @@ class Breach:
 
 @dataclass(frozen=True)
 class IncidentEvidence:
-    """A run's reports around an incident. `run` is None where the run is gone or the alert is about the server.
+    """A run's reports around an incident.
 
-    step: the run's step when the alert fired. metric: what the alert judges, with its `series` up to there. onset:
-    the change of that metric; breach: the steps at which the condition held, if there is no onset.
-    resumed_at: the step of the resume at which the change came or, with none found, of the newest before the alert.
-    before, after: the steps beside the change, the breach or the resume. highest: largest logged values since the
-    run began; rising: whether they still grow at `step`. layers: metrics by layer after the change; types: their
-    module types. events: the run's around the alert, oldest first; older_events and later_events count those left
-    out.
+    run: None if it is deleted, or the alert is about the server. step: the run's when the alert fired. metric: the
+    one that the alert judges; series: its values up to `step`. onset: when the metric changed. breach: without an
+    onset, the steps at which the condition held. resumed_at: the resume that brought the change, or the newest one.
+    before, after: the steps on both sides of the change, breach or resume. highest: largest logged values of the
+    run; rising: whether they still grow at `step`. layers: metrics by layer after the change; types: of modules.
+    events: of the run around the alert, oldest first; older_events, later_events: how many are left out.
     """
 
     incident: wire.Incident
@@ -166,7 +165,7 @@ def rose(evidence: IncidentEvidence, key: str, *, by: float = _CHANGED) -> Cause
 
 
 def restarted(evidence: IncidentEvidence) -> wire.Attempt | None:
-    """The newest restart of the training among the steps looked at, up to the one at which the alert fired.
+    """The newest restart between the first step of `before` and the step at which the alert fired.
 
     An attempt that only logs, such as a later evaluation, restarts nothing.
     """

@@ -151,12 +151,12 @@ def _decay_of_several(case: Case) -> Iterator[Finding]:
     """Several optimizers, only some of which decay weights by a separate operation."""
     kept = case.number("decay_ratio")
     ways = set(case.fingerprint.implementation.split(" and ")) if case.fingerprint else set()
-    if kept is not None and kept < DECAY.held and ways & OWN_DECAY and ways - OWN_DECAY:
+    if kept is not None and kept < DECAY.threshold and ways & OWN_DECAY and ways - OWN_DECAY:
         text = (
             f"weight decay by itself moves next to nothing ({percent(kept)} of it is kept), and only some of the "
             "optimizers decay so"
         )
-        yield _doubt(text, "some weight decay is lost", "decay_ratio", kept, DECAY.held)
+        yield _doubt(text, "some weight decay is lost", "decay_ratio", kept, DECAY.threshold)
 
 
 def _no_second_witness(case: Case) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""A problem is written once: its rule with its bounds and words, other causes, what to do first, and what it wakes.
+"""A problem is written once: its rule with its bounds and words, other causes, what to do first, and its alert.
 
 Modules beside this one hold the problems: `updates.py`, `states.py`, `residuals.py`, `weights.py`. Terminal,
 notebook, pages, report, alerts, Prometheus rules and runbook read them; none has a bound or a sentence of its own.
@@ -28,37 +28,38 @@ _STOCHASTIC: Final = "|".join(name for name, entry in STRATEGIES.items() if entr
 
 @dataclass(frozen=True)
 class Bound:
-    """From where on a metric is held against a run, and from where on that wakes somebody; None: from there on.
+    """Beyond `threshold` a metric counts against a run; beyond `alert_threshold` it also fires the alert.
 
-    to_nearest: of weights that are rounded at random it says nothing.
+    side: "<" if small values are bad. alert_threshold: None if every finding fires it. to_nearest: the metric says
+    nothing about weights that are rounded at random.
     """
 
     metric: str
     side: Literal["<", ">"]
-    held: float
-    wakes: float | None = None
+    threshold: float
+    alert_threshold: float | None = None
     to_nearest: bool = False
 
-    def is_awaking(self, value: float) -> bool:
-        """Whether a value that is held against a run wakes somebody."""
-        if self.wakes is None:
+    def fires_alert(self, value: float) -> bool:
+        """Whether a value that counts against a run fires the alert, too."""
+        if self.alert_threshold is None:
             return True
-        return value < self.wakes if self.side == "<" else value > self.wakes
+        return value < self.alert_threshold if self.side == "<" else value > self.alert_threshold
 
-    def drawn(self) -> Condition:
-        """What wakes somebody, as a condition on the metric itself, for a curve of it."""
+    def alert_condition(self) -> Condition:
+        """The alert's condition on the metric itself, to be drawn into a curve of it."""
         labels: tuple[Label, ...] = (("strategy", "!~", _STOCHASTIC),) if self.to_nearest else ()
-        threshold = self.held if self.wakes is None else self.wakes
+        threshold = self.threshold if self.alert_threshold is None else self.alert_threshold
         return Condition(f"collage_{self.metric}", self.side, threshold, labels=labels)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What can be wrong with a run.
+    """One way in which a run can be wrong.
 
-    rule: finds it in the evidence. bounds: of the metrics that its findings name. alert: wakes somebody while one
-    of its findings stands beyond the bound that wakes; it has no condition of its own. needs_updates: it is none of
-    a run without an intended update."""
+    rule: finds it in the evidence. bounds: one for each metric that its findings name. alert: fires while a finding
+    is beyond its bound's `alert_threshold`. needs_updates: only runs whose intended updates are measured have it.
+    """
 
     rule: Rule
     bounds: tuple[Bound, ...]
@@ -67,30 +68,30 @@ class Problem:
 
     @classmethod
     def with_alert(cls, name: str, rule: Rule, *bounds: Bound, needs_updates: bool = True, **texts: Any) -> Problem:
-        """A problem that wakes somebody; `texts`: of `about_runs`."""
+        """Make a problem with an alert; `texts`: further arguments of `about_runs`."""
         stands = Condition(_GAUGE, measure="stands", labels=(("alert", "=", name),))
         entry = about_runs(name, stands, **texts)
-        drawn = tuple(bound.drawn() for bound in bounds if bound.wakes is None or math.isfinite(bound.wakes))
+        drawn = tuple(bound.alert_condition() for bound in bounds if math.isfinite(bound.alert_threshold or 0.0))
         return cls(rule, bounds, replace(entry, drawn=drawn), needs_updates)
 
     def findings(self, case: Case) -> Iterator[Finding]:
-        """What speaks against the run, with the alert that it is and since when."""
+        """Find what counts against the run; each finding says which alert it fires and since when it holds."""
         if self.needs_updates and not case.active:
             return
         for finding in self.rule(case):
             about = (finding.key, split_key(finding.key)[0])
             own = [bound for bound in self.bounds if bound.metric in about]
-            wakes = self.alert is not None and any(bound.is_awaking(finding.value or 0.0) for bound in own)
+            fires = any(bound.fires_alert(finding.value or 0.0) for bound in own)
             yield msgspec.structs.replace(
                 finding,
-                alert=self.alert.name if self.alert is not None and wakes else "",
+                alert=self.alert.name if self.alert is not None and fires else "",
                 **_since(case, finding, own),
             )
 
 
 def _since(case: Case, finding: Finding, bounds: list[Bound]) -> dict[str, Any]:
     for bound in bounds:
-        found = case.evidence.history.since(finding.key, finding.layer, bound.held, below=bound.side == "<")
+        found = case.evidence.history.since(finding.key, finding.layer, bound.threshold, below=bound.side == "<")
         if found is not None:
             return {"since": found[0], "since_words": found[1]}
     return {}

@@ -60,14 +60,14 @@ _KINDS: Final = {
 def _fill(case: Case) -> Iterator[Finding]:
     """Rounding to nearest leaves a residual of at most half a gap, truncation one of up to a whole gap."""
     fill = case.number(FILL.metric)
-    if fill is not None and fill > FILL.held:
+    if fill is not None and fill > FILL.threshold:
         text = f"the residuals hold {fill:.3g} half gaps each, where what rounding leaves is at most one"
-        yield Finding("residuals are off", text, FILL.metric, fill, FILL.held, short="residuals hold too much")
+        yield Finding("residuals are off", text, FILL.metric, fill, FILL.threshold, short="residuals hold too much")
 
 
 def _dropped(case: Case) -> Iterator[Finding]:
     """A residual carries part of one step to the next; if it is 0 again before that, this part never arrives."""
-    key, bound, short = DROPPED.metric, DROPPED.held * (1 - case.idle), "residuals were dropped"
+    key, bound, short = DROPPED.metric, DROPPED.threshold * (1 - case.idle), "residuals were dropped"
     told = "were 0 again before a step: what they kept was dropped"
     if (dropped := case.number(key) or 0.0) > bound:
         text = f"{percent(dropped)} of the residuals {told}"
@@ -76,12 +76,12 @@ def _dropped(case: Case) -> Iterator[Finding]:
     large = [name for name in case.evidence.layers if (case.number("elements", name) or 0.0) >= FEWEST_RESIDUALS]
     shares = {name: case.number(key, name) or 0.0 for name in large}
     squares = {name: (case.number("intended_norm", name) or 0.0) ** 2 for name in shares}
-    emptied = sorted((name for name in shares if shares[name] > DROPPED.held), key=lambda name: -squares[name])
+    emptied = sorted((name for name in shares if shares[name] > DROPPED.threshold), key=lambda name: -squares[name])
     if sum(squares[name] for name in emptied) > LAYER_TOLERANCE * sum(squares.values()):
         worst, others = emptied[0], len(emptied) - 1
         more = f" and of {others} more layers" if others > 1 else " and of another layer" if others else ""
         text = f"{percent(shares[worst])} of the residuals of {worst}{more} {told}"
-        yield Finding("residuals are off", text, key, shares[worst], DROPPED.held, worst, short=short)
+        yield Finding("residuals are off", text, key, shares[worst], DROPPED.threshold, worst, short=short)
 
 
 def _empty(case: Case) -> Iterator[Finding]:
@@ -89,9 +89,9 @@ def _empty(case: Case) -> Iterator[Finding]:
     visible weights counts."""
     zero = case.number(_EMPTY.metric)
     # Elements that are never stepped have a residual of 0.
-    threshold = case.idle + _EMPTY.held * (1 - case.idle)
+    threshold = case.idle + _EMPTY.threshold * (1 - case.idle)
     dropped = case.number(DROPPED.metric)
-    held = dropped is None or dropped > DROPPED.held * (1 - case.idle)
+    held = dropped is None or dropped > DROPPED.threshold * (1 - case.idle)
     # None was there before a conversion, or before the first step that moves weights.
     if zero is None or zero <= threshold or case.one_step or not held:
         return

@@ -33,22 +33,22 @@ __all__ = ["DECAY", "ORACLE_TOLERANCE", "OWN_DECAY", "PROBLEMS", "STATE_TOLERANC
 STATE_TOLERANCE: Final = 0.1
 ORACLE_TOLERANCE: Final = 0.05
 OWN_DECAY: Final = frozenset({"foreach", "for-loop"})
-"""Implementations of a step that decay weights by an operation of its own."""
+"""Implementations of a step that decay weights in a separate operation."""
 _INTENDED: Final = 0.1
-"""As in `updates.py`."""
+"""The same as in `updates.py`."""
 _CATCHES_UP_STEPS: Final = 3000
-"""Steps until an oracle's second moment, at β₂ = 0.999, is that of its own gradients: three time constants."""
-_STUCK: Final = Bound("state_decrement_ratio", "<", 1 - STATE_TOLERANCE, wakes=-math.inf)
-_SECOND_MOMENT: Final = Bound("state_decrement_ratio/exp_avg_sq", "<", 1 - STATE_TOLERANCE, wakes=0.5)
-_FAST: Final = Bound("state_decrement_ratio", ">", 1 + STATE_TOLERANCE, wakes=math.inf)
+"""Three time constants of a second moment at β₂ = 0.999: until then an oracle's still shows how it began."""
+_STUCK: Final = Bound("state_decrement_ratio", "<", 1 - STATE_TOLERANCE, alert_threshold=-math.inf)
+_SECOND_MOMENT: Final = Bound("state_decrement_ratio/exp_avg_sq", "<", 1 - STATE_TOLERANCE, alert_threshold=0.5)
+_FAST: Final = Bound("state_decrement_ratio", ">", 1 + STATE_TOLERANCE, alert_threshold=math.inf)
 DECAY: Final = Bound("decay_ratio", "<", 0.5)
-_ORACLE_LOW: Final = Bound("edq_oracle_ratio", "<", 1 - ORACLE_TOLERANCE, wakes=0.75, to_nearest=True)
-_ORACLE_HIGH: Final = Bound("edq_oracle_ratio", ">", 1 + ORACLE_TOLERANCE, wakes=1.25, to_nearest=True)
+_ORACLE_LOW: Final = Bound("edq_oracle_ratio", "<", 1 - ORACLE_TOLERANCE, alert_threshold=0.75, to_nearest=True)
+_ORACLE_HIGH: Final = Bound("edq_oracle_ratio", ">", 1 + ORACLE_TOLERANCE, alert_threshold=1.25, to_nearest=True)
 
 
 def state_in_words(case: Case, name: str, value: float) -> tuple[str, str]:
-    """(what is wrong in few words, "" if nothing is; a clause) about how a state's decrements, here `value` of
-    those intended, stand to what they should be."""
+    """(what is wrong, "" if nothing; a clause that says it) for a state that shrinks by `value` times the intended
+    decrements."""
     slack = STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}")
     if value < 1 - slack:
         return "is stuck", "does not decay as it should"
@@ -58,34 +58,33 @@ def state_in_words(case: Case, name: str, value: float) -> tuple[str, str]:
 
 
 def _states(case: Case) -> Iterator[Finding]:
-    """A moving average in low precision whose decrements are below half a gap can only grow, and makes steps too
-    small; EDQ trusts the stored state, so it cannot see this."""
+    """Find averages that decay too little or too fast. Decrements below half a gap are rounded away: the average
+    can only grow, and steps become too small. EDQ trusts the stored state, so it cannot see this."""
     for name, value in state_decrements(case.model).items():
-        wrong, told = state_in_words(case, name, value)
+        wrong, clause = state_in_words(case, name, value)
         if not wrong:
             continue
         key = f"state_decrement_ratio/{name}"
         now, slack = case.moved(key), STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}")
         moved = "" if now is None else f", {now:.3f} now"
         health, bound = ("states are stuck", 1 - slack) if value < 1 else ("steps are off", 1 + slack)
-        text = f"the state {name} {told} ({value:.3f}{moved})"
+        text = f"the state {name} {clause} ({value:.3f}{moved})"
         yield Finding(health, text, key, value, bound, short=f"{name} {wrong}", now=now)
 
 
 def _decay(case: Case) -> Iterator[Finding]:
-    """Decay that the optimizer applies to the weights as a separate, rounded operation, as torch's optimizers
-    do."""
-    kept, seen = case.number(DECAY.metric), case.fingerprint
-    if kept is None or kept >= DECAY.held or seen is None or case.watch is None:
+    """Find weight decay that is rounded away because it is a separate operation, as in torch's optimizers."""
+    kept, fingerprint = case.number(DECAY.metric), case.fingerprint
+    if kept is None or kept >= DECAY.threshold or fingerprint is None or case.watch is None:
         return
-    apart = set(seen.implementation.split(" and ")) <= OWN_DECAY and case.watch.intent != "rule"
-    if apart and not case.keeps_more_than_visible and not case.stochastic:
+    separate = set(fingerprint.implementation.split(" and ")) <= OWN_DECAY and case.watch.intent != "rule"
+    if separate and not case.keeps_more_than_visible and not case.stochastic:
         text = f"weight decay moves next to nothing ({percent(kept)} of it is kept)"
-        yield Finding("decay is lost", text, DECAY.metric, kept, DECAY.held, short="weight decay is lost")
+        yield Finding("decay is lost", text, DECAY.metric, kept, DECAY.threshold, short="weight decay is lost")
 
 
 def _oracle(case: Case) -> Iterator[Finding]:
-    """An fp64 optimizer with weights and states of its own sees every error that has ever entered the state."""
+    """Compare with an fp64 optimizer that has its own weights and states: it shows every error in a state."""
     key = "edq_oracle_ratio"
     value, low, high = (case.number(name) for name in (key, f"{key}_low", f"{key}_high"))
     if value is None:

@@ -38,13 +38,13 @@ cosine to zero, which hold less than a thousandth of all its rates. A rate lower
 _ERROR_TOLERANCE: Final = 0.05
 STILL: Final = 0.9995
 """Share of its updates that a layer loses which does not move at all."""
-EDQ_LOW: Final = Bound("edq_ratio", "<", 1 - EDQ_TOLERANCE, wakes=_GOOD)
-_WINDOW_LOW: Final = Bound("edq_window_ratio", "<", 1 - EDQ_TOLERANCE, wakes=_GOOD)
-_EDQ_HIGH: Final = Bound("edq_ratio", ">", 1 + EDQ_TOLERANCE, wakes=math.inf)
-LOST: Final = Bound("lost_update_ratio", ">", LOST_TOLERANCE, wakes=0.25, to_nearest=True)
+EDQ_LOW: Final = Bound("edq_ratio", "<", 1 - EDQ_TOLERANCE, alert_threshold=_GOOD)
+_WINDOW_LOW: Final = Bound("edq_window_ratio", "<", 1 - EDQ_TOLERANCE, alert_threshold=_GOOD)
+_EDQ_HIGH: Final = Bound("edq_ratio", ">", 1 + EDQ_TOLERANCE, alert_threshold=math.inf)
+LOST: Final = Bound("lost_update_ratio", ">", LOST_TOLERANCE, alert_threshold=0.25, to_nearest=True)
 """Of the trainings of docs/studies that round to nearest none lies between 0.16 and 0.28, and most of those beyond
 end above fp32: docs/false-alarms.md."""
-_OF_A_LAYER: Final = Bound("lost_update_ratio", ">", LAYER_LOST, wakes=0.98, to_nearest=True)
+_OF_A_LAYER: Final = Bound("lost_update_ratio", ">", LAYER_LOST, alert_threshold=0.98, to_nearest=True)
 
 
 def _descent(case: Case) -> Iterator[Finding]:
@@ -66,9 +66,8 @@ def _descent(case: Case) -> Iterator[Finding]:
     if edq < 1 - slack and (high is None or high < 1 - EDQ_TOLERANCE):
         missing = 1 - (edq if now is None else now)
         short = f"loses {percent(missing)} of its descent" if missing > 0 else "lost part of its descent"
-        yield Finding(
-            "losing updates", f"{told}: updates are lost", key, edq, 1 - EDQ_TOLERANCE, short=short, now=now
-        )
+        text = f"{told}: updates are lost"
+        yield Finding("losing updates", text, key, edq, 1 - EDQ_TOLERANCE, short=short, now=now)
     elif edq > 1 + slack and (low is None or low > 1 + EDQ_TOLERANCE):
         text, short = f"{told}: updates overshoot", "updates overshoot"
         yield Finding("steps are off", text, key, edq, 1 + EDQ_TOLERANCE, short=short, now=now)
@@ -80,16 +79,16 @@ def _loss(case: Case) -> Iterator[Finding]:
     if case.arrives_later:
         return
     lost, error = case.lost_where(at_random=False)
-    if lost is None or lost <= LOST.held or (error is not None and error <= _ERROR_TOLERANCE):
+    if lost is None or lost <= LOST.threshold or (error is not None and error <= _ERROR_TOLERANCE):
         return
     where = " of the layers that round to nearest" if case.differing else ""
     now = None if case.differing else case.moved(LOST.metric)
     told = percent(lost) + ("" if now is None else f" ({percent(now)} now)")
     short = f"loses {percent(lost if now is None else now)} of its updates"
-    if now is not None and now <= LOST.held:
+    if now is not None and now <= LOST.threshold:
         short = f"lost {percent(lost)}, now {percent(now)}"
     text = f"{told} of the updates{where} are rounded away"
-    yield Finding("losing updates", text, LOST.metric, lost, LOST.held, short=short, now=now)
+    yield Finding("losing updates", text, LOST.metric, lost, LOST.threshold, short=short, now=now)
 
 
 def _layers(case: Case) -> Iterator[Finding]:

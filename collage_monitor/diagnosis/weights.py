@@ -78,14 +78,14 @@ def average_findings(metrics: Values) -> Iterator[Finding]:
     noise, moved = finite(metrics.get("average_edq_noise_ratio")), finite(metrics.get("average_moved_ratio"))
     if edq is None or abs(1 - edq) <= EDQ_TOLERANCE + 3 * (noise or 0.0):
         return
-    if lost is not None and lost > _AVERAGE_LOST.held:
+    if lost is not None and lost > _AVERAGE_LOST.threshold:
         text = f"the average of the weights loses its updates: its EDQ is {edq:.3f}, {percent(lost)} of them are "
         text += f"rounded away, {percent(moved or 0.0)} of its elements ever moved"
         short = f"the average loses {percent(lost)}"
-        yield Finding("average is off", text, _AVERAGE_LOST.metric, lost, _AVERAGE_LOST.held, short=short)
+        yield Finding("average is off", text, _AVERAGE_LOST.metric, lost, _AVERAGE_LOST.threshold, short=short)
     else:
         text = f"the average of the weights moves by {edq:.3f} of what its decay says: it is another decay, or sign"
-        bound = _AVERAGE_LOW.held if edq < 1 else _AVERAGE_HIGH.held
+        bound = _AVERAGE_LOW.threshold if edq < 1 else _AVERAGE_HIGH.threshold
         short = "the average has another decay"
         yield Finding("average is off", text, "average_edq_ratio", edq, bound, short=short)
 

@@ -20,10 +20,10 @@ FOREACH = {"fingerprint": wire.Fingerprint(implementation="foreach", stochastic_
         (STATE, 1 + STATE_TOLERANCE, 1, "steps are off", GOOD, {}),
         ("edq_oracle_ratio", 1 - states.ORACLE_TOLERANCE, -1, "steps are off", GOOD, {}),
         ("edq_oracle_ratio", 1 + states.ORACLE_TOLERANCE, 1, "steps are off", GOOD, {}),
-        ("lost_update_ratio", updates.LOST.held, 1, "losing updates", LOSING, {}),
-        ("decay_ratio", states.DECAY.held, -1, "decay is lost", GOOD, FOREACH),
-        ("residual_fill_ratio", residuals.FILL.held, 1, "residuals are off", GOOD, {}),
-        ("residual_dropped_ratio", residuals.DROPPED.held, 1, "residuals are off", GOOD, {}),
+        ("lost_update_ratio", updates.LOST.threshold, 1, "losing updates", LOSING, {}),
+        ("decay_ratio", states.DECAY.threshold, -1, "decay is lost", GOOD, FOREACH),
+        ("residual_fill_ratio", residuals.FILL.threshold, 1, "residuals are off", GOOD, {}),
+        ("residual_dropped_ratio", residuals.DROPPED.threshold, 1, "residuals are off", GOOD, {}),
         ("nonfinite_params", 0.0, 1, "not finite", GOOD, {}),
     ],
 )
@@ -57,5 +57,5 @@ def test_a_layer_counts_from_its_share_and_its_residuals_from_their_number():
 
     assert emptied(residuals.FEWEST_RESIDUALS) == "residuals are off"
     assert emptied(residuals.FEWEST_RESIDUALS - 1) == "healthy"
-    assert emptied(residuals.FEWEST_RESIDUALS, residuals.DROPPED.held) == "healthy"
+    assert emptied(residuals.FEWEST_RESIDUALS, residuals.DROPPED.threshold) == "healthy"
     assert emptied(None) == "healthy"
