@@ -30,9 +30,9 @@ _SLICES: Final = 16
 _PAUSE_SECONDS: Final = 0.02
 _DAY_SECONDS: Final = 86_400.0
 _SILENT_SECONDS: Final = 60.0
-"""Between two lines of one thread that something is busy: a database that is away is so for every thread."""
+"""A thread logs "busy" at most this often: every thread meets a database that is away."""
 _OWED_DAYS: Final = 2.0
-"""Longer than a message about an incident is tried."""
+"""Messages about incidents are given up earlier than this."""
 
 
 class BackgroundThread(ABC):
@@ -68,7 +68,7 @@ class BackgroundThread(ABC):
         self._thread.start()
 
     def stop(self, deadline_seconds: float) -> None:
-        """End after the slice at hand, or leave it unfinished at the deadline."""
+        """Stop after the current slice of work, or leave it unfinished at the deadline."""
         self.stopping.set()
         self.wake()
         if self._thread is not None:
@@ -76,7 +76,7 @@ class BackgroundThread(ABC):
             self._thread = None
 
     def wake(self) -> None:
-        """Look now, whatever is left of the interval."""
+        """Look for work now, without waiting for the interval to end."""
         self._woken.set()
 
     def attempt(self, work: Callable[[], object]) -> None:
@@ -86,13 +86,13 @@ class BackgroundThread(ABC):
         except Exception as error:
             self.log_failure(error, f"{self._name} failed; the next round tries again")
 
-    def log_failure(self, error: Exception, told: str) -> None:
-        """Log an error with its traceback; that database or memory is busy in one line, at most once a minute."""
+    def log_failure(self, error: Exception, message: str) -> None:
+        """Log an error with its traceback; if database or memory is only busy, log one line, once a minute."""
         if not isinstance(error, Busy):
-            _LOG.error(told, exc_info=error)
+            _LOG.error(message, exc_info=error)
         elif time.monotonic() >= self._silent_until:
             self._silent_until = time.monotonic() + _SILENT_SECONDS
-            _LOG.warning("%s: %s", told, error.message)
+            _LOG.warning("%s: %s", message, error.message)
 
     def _run(self) -> None:
         while not self.stopping.is_set():
@@ -104,9 +104,9 @@ class BackgroundThread(ABC):
 
 
 class Sealer(BackgroundThread):
-    """Once an interval, and when the journal is half full, calls `seal` for every run that is `waiting`.
+    """Calls `seal` for every run that is `waiting`, once an interval and when the journal is half full.
 
-    `sealed` is called with each run of which something was sealed.
+    After each seal that sealed something, `sealed` is called with the run.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ class Sealer(BackgroundThread):
 
 
 class Maintenance(BackgroundThread):
-    """Looks at the disk every `disk_seconds`, however long a round takes, at the rest every `interval_seconds`.
+    """Checks the disk every `disk_seconds`, even during a round; begins a round every `interval_seconds`.
 
-    `days` maps a level (measured points a stored point merges) to how long it is kept; `event_days` is how long
-    incidents that have ended and events are, `audit_days` how long the audit log is, None for good.
+    days: how long points of each level (measured points merged into one) are kept. event_days: the same for events
+    and ended incidents; audit_days: for the audit log. None keeps them for good.
     """
 
     def __init__(
@@ -190,19 +190,19 @@ class Maintenance(BackgroundThread):
         """When the oldest report that waits to be sealed was made, as of the last round; None: none waits."""
 
     def start(self) -> None:
-        """Look at the disk before the first report comes, then start the thread."""
+        """Check the disk before the first report comes, then start the thread."""
         self.attempt(self._guard.check_sizes)
         super().start()
 
     def do_due_work(self) -> None:
-        """Look at the disk, and go a round if one is due."""
+        """Check the disk, and run a round if one is due."""
         self._watch_disk()
         if time.monotonic() >= self._round_due:
             self.attempt(self.once)
             self._round_due = time.monotonic() + self._round_seconds
 
     def set_clock(self) -> None:
-        """Follow the database's clock, and once at each start correct the times that a fast clock has set."""
+        """Follow the database's clock; at each start, correct times that a fast clock has set."""
         if isinstance(self._clock, DatabaseClock):
             self._clock.follow()
         brought_back = self._store.runs.bring_back(self._clock())
@@ -212,11 +212,23 @@ class Maintenance(BackgroundThread):
             )
 
     def once(self) -> None:
-        """One round: expire, purge, give space back. A pause after each slice lets others write."""
+        """Run one round: expire, purge, give space back. A pause after each slice lets others write."""
         if isinstance(self._clock, DatabaseClock):
             self.attempt(self._clock.follow)
         self._store.incidents.end_silences(self._clock())
         self.oldest_unsealed = self._store.journal.oldest_time()
+        self._expire_points()
+        if self._event_days is not None:
+            now = self._clock()
+            before, owed_before = now - self._event_days * _DAY_SECONDS, now - _OWED_DAYS * _DAY_SECONDS
+            self._repeat(lambda: self._store.expiry.expire(before, owed_before) > 0)
+        if self._audit_days is not None:
+            audit_before = self._clock() - self._audit_days * _DAY_SECONDS
+            self._repeat(lambda: self._store.expiry.expire_audit_log(audit_before) > 0)
+        self._repeat(lambda: self._store.retention.purge(_SLICES))
+        self._repeat(self._store.release_space)
+
+    def _expire_points(self) -> None:
         for run_id in self._store.retention.sealed_runs() if self._days else ():
             if self.stopping.is_set():
                 return
@@ -235,15 +247,6 @@ class Maintenance(BackgroundThread):
                 self.log_failure(
                     error, f"retention of run {run_id} failed; the next round tries again, the others go on"
                 )
-        if self._event_days is not None:
-            now = self._clock()
-            before, owed_before = now - self._event_days * _DAY_SECONDS, now - _OWED_DAYS * _DAY_SECONDS
-            self._repeat(lambda: self._store.expiry.expire(before, owed_before) > 0)
-        if self._audit_days is not None:
-            audit_before = self._clock() - self._audit_days * _DAY_SECONDS
-            self._repeat(lambda: self._store.expiry.expire_audit_log(audit_before) > 0)
-        self._repeat(lambda: self._store.retention.purge(_SLICES))
-        self._repeat(self._store.release_space)
 
     def _record_event(self, run_id: str, gone: int, now: float) -> None:
         levels = f"{gone} chunk level{'s' if gone > 1 else ''}"
