@@ -1,4 +1,4 @@
-"""The store on an SQL database: one object for each thing that changes together, on the same transactions.
+"""The store on an SQL database: one object for each group of tables that change together.
 
 `SqliteStore` and `PostgresqlStore` derive from it; routes reach each part by its name (`store.runs`,
 `store.points`, …). The contract suite of `tests/server/store/contract.py` holds both to it.
@@ -34,16 +34,15 @@ from collage_server.store.sealing.slice_deletion import SliceDeletion
 
 __all__ = ["Store"]
 
-
 _COARSE_BYTES_A_NUMBER: Final = 320
+"""Memory for one total while a chunk's coarse levels are made: 17 points, and their extremes."""
 _ARCHIVED_SECONDS: Final = 60.0
-"""A number of every point takes so much where a chunk's coarse levels are made: 17 points, and their extremes."""
 
 
 class Store(Database):
-    """Keeps runs and reports, in one object for each thing that changes together; a backend adds its dialect.
+    """Keeps runs and reports in one object for each group of tables; a backend adds its dialect.
 
-    Every method of theirs may be called from any thread. Unknown ids raise NotFound, deleted runs Gone,
+    The methods of these objects may be called from any thread. Unknown ids raise NotFound, deleted runs Gone,
     contradictions Conflict. Times are Unix seconds.
     """
 
@@ -68,7 +67,7 @@ class Store(Database):
         self._archived_bytes, self._archived_due = 0, time.monotonic()
 
     def open(self) -> None:
-        """As every database; an archive that is another's is refused, one that is away is waited for."""
+        """Open the database; refuse an archive of another server, but not one that is unreachable now."""
         super().open()
         self.engine.update_execution_options(**{ARCHIVE: self._reader})
         if self.archiving is not None:
@@ -80,7 +79,7 @@ class Store(Database):
                 raise
 
     def archived_bytes(self) -> int:
-        """The size of all archived files, at most a minute old: adding up a million takes a while."""
+        """The size of all archived files, at most a minute old: adding up a million files takes a while."""
         if time.monotonic() >= self._archived_due:
             with self.reading() as connection:
                 self._archived_bytes = archived_bytes(connection)
@@ -88,7 +87,7 @@ class Store(Database):
         return self._archived_bytes
 
     def fit_into(self, memory: MemoryBudget) -> None:
-        """Keep caches, and the size of a sealing, within a budget."""
+        """Keep caches, and how much is sealed at a time, within a memory budget."""
         self.points.limit_cache(memory.cache_bytes // 2)
         self.streams.most_numbers = memory.working_bytes // (2 * _COARSE_BYTES_A_NUMBER)
         limits = self.sealing.limits
