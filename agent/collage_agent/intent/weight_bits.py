@@ -1,9 +1,9 @@
-"""Exact arithmetic for steps that take a weight apart into bits: an integer view keeps the fp64 number.
+"""Lets a clone run in fp64 although its step takes weights apart into bits: an integer view keeps the number.
 
-Some code reads 16-bit weights as integers, appends the bits that are kept beside them, and writes both halves back;
-code that rounds at random adds noise to the bits below. Neither operation makes sense for an fp64 number. So an
-integer view of one carries the number itself: viewed as a float again, it is that number, whatever was done to the
-integers. `observed_storage.py` checks this against a clone in the weight's own dtype.
+Some optimizers read a 16-bit weight as an integer, append the bits kept beside it, and write both halves back;
+others add noise to the bits below, to round at random. Neither makes sense for an fp64 number. So an integer view
+of one carries the number itself: viewed as a float again, it is that number, whatever was done to the integers.
+`observed_storage.py` checks this against a clone in the weight's own dtype.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["CarriedNumbers", "UnsignedBits"]
 
-_INTEGERS: Final = frozenset(
-    (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32)
-)  # As wide as fp64 itself, int64 shows its own bits.
+# Without int64: a view as wide as fp64 shows the number's own bits.
+_INTEGERS: Final = frozenset((torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32))
 _UNSIGNED: Final = frozenset((torch.uint16, torch.uint32))
 _OF_BITS: Final = frozenset(
     f"{start}{name}{end}"
@@ -36,22 +35,21 @@ _OF_BITS: Final = frozenset(
 
 
 class CarriedNumbers:
-    """Integer tensors of one step that carry fp64 numbers, and the results of operations on them. `met`: whether
-    any did."""
+    """The integer tensors of one step that carry fp64 numbers. `met`: whether there ever was one."""
 
     def __init__(self) -> None:
         self.met = False
         self._carried: dict[int, tuple[Tensor, Tensor]] = {}
 
     def clear(self) -> None:
-        """The step is over."""
+        """Forget the tensors of a step that is over."""
         self._carried.clear()
 
     def result_of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of `func` if a number is viewed as bits, or bits that carry one are used; otherwise None."""
+        """The result of `func` if it views a number as bits, or works on bits that carry one; otherwise None."""
         seen_as = _dtype_of_view(func, args, kwargs)
         first = args[0] if args else None
-        # A single number is a setting that is rounded on purpose, such as a β, and no weight.
+        # A tensor without dimensions is a setting that is rounded on purpose, such as a β, not a weight.
         weights = isinstance(first, Tensor) and first.dtype == torch.float64 and first.dim()
         if isinstance(first, Tensor) and weights and seen_as in _INTEGERS:
             self.met = True
@@ -94,12 +92,16 @@ class CarriedNumbers:
         return target
 
     def _worked_on(self, name: str, args: tuple[Any, ...], numbers: list[Tensor | None], number: Tensor) -> Tensor:
-        """Bits put together, shifted or masked; noise below them is not part of the number."""
-        target: Tensor = args[0]
-        if (name.startswith("__i") and name != "__invert__") or (name.endswith("_") and not name.endswith("__")):
-            return target if numbers[0] is not None else self._tag(target, number.clone())
+        """The result of joining, shifting or masking bits; noise below them does not change the number."""
+        if _is_in_place(name):
+            return args[0] if numbers[0] is not None else self._tag(args[0], number.clone())
         carrier = args[0] if numbers[0] is not None else args[1]
         return self._carrier(number.clone(), carrier.dtype)
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a method of tensors changes its own: `add_` and `__iadd__` do, `add` and `__invert__` do not."""
+    return (name.startswith("__i") and name != "__invert__") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _dtype_of_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
@@ -111,8 +113,8 @@ def _dtype_of_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class UnsignedBits(TorchFunctionMode):
-    """While entered, bits of unsigned 16 and 32-bit integers can be worked on: torch's host has no kernels for it
-    but in compiled code."""
+    """While entered, bits of unsigned 16 and 32-bit integers can be worked on, for which torch has kernels on the
+    host only in compiled code."""
 
     def __torch_function__(
         self,
@@ -127,5 +129,4 @@ class UnsignedBits(TorchFunctionMode):
         kind = first.dtype
         wide = [value.to(torch.int64) if isinstance(value, Tensor) else value for value in args]
         found = func(*wide, **(kwargs or {})).bitwise_and(2 ** (8 * kind.itemsize) - 1).to(kind)
-        in_place = func.__name__.endswith("_") and not func.__name__.endswith("__")
-        return first.copy_(found) if in_place else found
+        return first.copy_(found) if _is_in_place(func.__name__) else found

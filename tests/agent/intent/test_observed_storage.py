@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 
 import optimi
 import pytest
@@ -11,6 +12,7 @@ import torch
 from collage_agent.handle import watch
 from collage_agent.intent.observed_storage import observe_storage
 from collage_agent.intent.selftest import run_selftest
+from collage_agent.intent.weight_bits import UnsignedBits
 from collage_agent.sample.stored_parts import PLAIN, Composition
 from torch import nn
 
@@ -138,3 +140,13 @@ def test_later_groups_loaded_states_and_copies_go_on(name):
     loaded = handle.summary()["model"]["edq_ratio"]
     assert (loaded == pytest.approx(1.0, abs=0.05)) == (name != "master")
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(with_agent, without, strict=True))
+
+
+@pytest.mark.parametrize("operator_of", [operator.iand, operator.ior, operator.ixor, operator.iadd])
+def test_an_operator_in_place_changes_the_bits_that_others_view(operator_of):
+    bits = torch.tensor([255, 3], dtype=torch.uint16)
+    expected = operator_of(bits.to(torch.int32), 12).to(torch.uint16)
+    with UnsignedBits():
+        view = operator_of(bits, 12)
+    assert view is bits
+    assert torch.equal(bits, expected)
