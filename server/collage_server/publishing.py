@@ -32,7 +32,7 @@ from collage_monitor.backoff import Backoff
 from collage_server.errors import Busy, StoreUnusable
 from collage_server.store import (
     COPY,
-    OF_A_ROW,
+    ROW_COLUMNS,
     ArchiveFiles,
     FinishedRun,
     Footer,
@@ -200,7 +200,7 @@ def _add_actions(
         size, metadata = entry.part.size, footer.metadata
         if entry.part.chunks is not None:
             size, metadata = _copy(store, files, entry, f"{folder}/{entry.path}", footer)
-        columns |= dict.fromkeys(key for key in metadata.schema.names if key not in OF_A_ROW)
+        columns |= dict.fromkeys(key for key in metadata.schema.names if key not in ROW_COLUMNS)
         partitions = {"run": entry.run_id, "attempt": str(entry.part.attempt), "level": str(entry.part.level)}
         now = int(1000 * time.time())
         actions.append(AddAction(entry.path, size, partitions, now, True, json.dumps(_bounds(metadata))))
@@ -259,7 +259,7 @@ def _bounds(metadata: pq.FileMetaData) -> dict[str, Any]:
 
 
 def _schema(columns: Collection[str]) -> Schema:
-    fields = [*_PARTITIONS.items(), *OF_A_ROW.items(), *((key, pa.float64()) for key in columns)]
+    fields = [*_PARTITIONS.items(), *ROW_COLUMNS.items(), *((key, pa.float64()) for key in columns)]
     return Schema.from_arrow(pa.schema(fields))
 
 

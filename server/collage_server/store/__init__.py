@@ -3,7 +3,7 @@
 from collage_server.store.access.access_store import AccessStore, LogOut
 from collage_server.store.archive.file_storage import ArchiveFiles, archive_files
 from collage_server.store.archive.finished import FinishedRun, LatePoints, VisiblePart
-from collage_server.store.archive.parquet import OF_A_ROW, Footer, copy_points, write_points
+from collage_server.store.archive.parquet import ROW_COLUMNS, Footer, copy_points, write_points
 from collage_server.store.archive.paths import COPY, archived_path, project_folder
 from collage_server.store.journal.report_journal import ReportJournal
 from collage_server.store.postgresql import PostgresqlStore
@@ -54,7 +54,7 @@ __all__ = [
     "NewEvent",
     "NewIncident",
     "NewestPoint",
-    "OF_A_ROW",
+    "ROW_COLUMNS",
     "Points",
     "PostgresqlStore",
     "QuotaName",

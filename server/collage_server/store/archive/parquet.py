@@ -5,12 +5,9 @@ columns identify a row (`layer`, `name`, `first_step`, `step`, `time`, `ranks`, 
 column per statistic under its key, null where no rank reported it. At coarse levels there are "minimum METRIC" and
 "maximum METRIC", too. Sums are byte-stream-split and compressed with zstd.
 
-A file of the model's totals has a column `rank` in place of the layer, -1 for all ranks together; they are read as
-layers are.
-
-The file's metadata say in `collage` which parts of which chunks it holds, in the order of its rows.
-
-Each page has a CRC, which `read_groups` checks. Older files have none: their pages are read unchecked.
+A file of the model's totals has a column `rank` in place of the layer columns, -1 for all ranks together, and is
+read in the same way. The metadata entry `collage` lists the parts of chunks that a file holds, in the order of its
+rows. Each page has a CRC, which `read_groups` checks. Older files have none: their pages are read unchecked.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ __all__ = [
     "Footer",
     "HeldPart",
     "LoggedSeries",
-    "OF_A_ROW",
+    "ROW_COLUMNS",
     "Rows",
     "check_pages",
     "copy_points",
@@ -51,30 +48,30 @@ __all__ = [
 ]
 
 _ROWS_A_GROUP: Final = 2**14
-"""Of fewer, all layers together cost more to read; of more, one layer alone."""
+"""With fewer rows, reading all layers costs more; with more rows, reading one layer does."""
 _READ_BYTES: Final = 2**24
-"""Of row groups that are decoded at a time."""
+"""How much of the row groups is decoded at a time."""
 _MEMORY_A_BYTE: Final = 12
-"""Of a footer, once read: measured, 11.7."""
+"""Memory for each byte of a footer, once parsed; 11.7 was measured."""
 _FORMAT: Final = 1
 _METADATA: Final = b"collage"
-_OF_A_POINT: Final = {
+_POINT_COLUMNS: Final = {
     "first_step": pa.int64(),
     "step": pa.int64(),
     "time": pa.timestamp("us", tz="UTC"),
     "ranks": pa.int32(),
     "points": pa.int32(),
 }
-OF_A_ROW: Final = {"layer": pa.int32(), "name": pa.string(), **_OF_A_POINT}
-"""What a row is of, in the order of the columns."""
-_OF_A_RANK: Final = {"rank": pa.int64(), **_OF_A_POINT}
-"""The same in a file of the model's totals."""
+ROW_COLUMNS: Final = {"layer": pa.int32(), "name": pa.string(), **_POINT_COLUMNS}
+"""The columns that identify a row, in order."""
+_RANK_ROW_COLUMNS: Final = {"rank": pa.int64(), **_POINT_COLUMNS}
+"""The same, for a file of the model's totals."""
 _TAIL_BYTES: Final = 8
-"""The length of the footer and a mark."""
+"""At a file's end: the length of the footer, and a mark."""
 
 
 class HeldPart(NamedTuple):
-    """A part of a chunk in a file: how many of its points."""
+    """A part of a chunk in a file, and how many points of it the file holds."""
 
     chunk: int
     part: int
@@ -92,8 +89,8 @@ class LoggedSeries(NamedTuple):
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a file, from its metadata.
 
-    `ranks`: of the model's totals, whose each "layer" is, -1 for all together. `series`: of logged values, in the
-    order of the rows.
+    ranks: in a file of the model's totals, the rank that each "layer" stands for, -1 for all together. series: in a
+    file of logged values, its series in the order of the rows.
     """
 
     run_id: str
@@ -112,7 +109,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
         return sum(part.points for part in self.parts)
 
     def places(self) -> list[tuple[HeldPart, int]]:
-        """Each part with the first of its rows."""
+        """Each part with its first row."""
         starts = accumulate((part.points for part in self.parts), initial=0)
         return list(zip(self.parts, starts, strict=False))
 
@@ -121,7 +118,7 @@ _decode_contents: Final = msgspec.json.Decoder(Contents).decode
 
 
 def layers_in_group(points: int) -> int:
-    """How many layers of so many points a row group holds."""
+    """How many layers a row group holds, if each has this many points."""
     return max(_ROWS_A_GROUP // max(points, 1), 1)
 
 
@@ -133,37 +130,39 @@ def write_layers(
     keys: Sequence[str],
     groups: Iterable[FloatArray],
 ) -> bytes:
-    """Write a file; its footer, to be kept beside its path.
+    """Write a file, and return its footer, which the database keeps beside the path.
 
-    `groups`: totals [keys, points, layers] of each row group's layers, best with the points of each side by side.
-    `names`: of all layers, as many as `contents` says. `points` are those of the parts, in their order.
+    points: of all parts, in their order. names: of all layers. groups: for each row group, the totals
+    [keys, points, layers] of its layers, fastest if the points of a layer are contiguous.
     """
-    of_a_row = _OF_A_RANK if contents.ranks else OF_A_ROW
-    schema = _schema(of_a_row, keys)
+    row_columns = _RANK_ROW_COLUMNS if contents.ranks else ROW_COLUMNS
+    schema = _schema(row_columns, keys)
     with _writer(file, schema, keys) as writer:
         writer.add_key_value_metadata(metadata_of(contents))
         first = 0
         for totals in groups:
             rows, count = totals.shape[1:]
             held = slice(first, first + count)
-            of_rows = (
-                _of_ranks(contents.ranks[held], rows) if contents.ranks else _of_layers(names[held], first, rows)
+            identities = (
+                _rank_column(contents.ranks[held], rows)
+                if contents.ranks
+                else _layer_columns(names[held], first, rows)
             )
-            writer.write_table(_table(schema, of_rows, points, totals), row_group_size=count * rows)
+            writer.write_table(_table(schema, identities, points, totals), row_group_size=count * rows)
             first += count
     return read_footer(file)
 
 
 def write_points(file: Path, keys: Sequence[str], groups: Iterable[Points]) -> None:
-    """Write points of some layers after the other, which no reader of ours asks for: without metadata of ours."""
-    schema = _schema(OF_A_ROW, keys)
+    """Write points, one group of layers after the other, for other tools: the file has no metadata of ours."""
+    schema = _schema(ROW_COLUMNS, keys)
     with _writer(file, schema, keys) as writer:
         first = 0
         for points in groups:
             rows, count = len(points.steps), len(points.layers)
             unknown = np.full((rows, count), np.nan)
             totals = np.stack([points.totals.get(key, unknown) for key in keys])
-            table = _table(schema, _of_layers(points.layers, first, rows), points, totals)
+            table = _table(schema, _layer_columns(points.layers, first, rows), points, totals)
             writer.write_table(table, row_group_size=max(layers_in_group(rows) * rows, 1))
             first += count
 
@@ -174,10 +173,10 @@ def metadata_of(contents: Contents) -> dict[bytes, bytes]:
 
 
 def copy_points(file: Path, source: pa.NativeFile, footer: Footer, chunks: Collection[int], before: int) -> None:
-    """Write the points of some chunks of a file, before a step, to another one, which has no metadata of ours."""
+    """Copy the points of some chunks, before a step, to a file for other tools, without metadata of ours."""
     held = np.concatenate([np.full(part.points, part.chunk in chunks) for part in footer.contents.parts])
     schema = footer.metadata.schema.to_arrow_schema().remove_metadata()
-    keys = [name for name in schema.names if name not in OF_A_ROW]
+    keys = [name for name in schema.names if name not in ROW_COLUMNS]
     groups = ([group] for group in range(footer.metadata.num_row_groups))
     with _writer(file, schema, keys) as writer:
         for read in read_groups(source, footer, groups, schema.names):
@@ -188,42 +187,44 @@ def copy_points(file: Path, source: pa.NativeFile, footer: Footer, chunks: Colle
 
 
 def _writer(file: Path, schema: pa.Schema, keys: Sequence[str]) -> pq.ParquetWriter:
-    of_a_row = schema.names[: len(schema) - len(keys)]
+    row_columns = schema.names[: len(schema) - len(keys)]
     return pq.ParquetWriter(
         file,
         schema,
         compression="zstd",
         compression_level=1,
-        use_dictionary=of_a_row,
+        use_dictionary=row_columns,
         use_byte_stream_split=list(keys),
-        write_statistics=of_a_row,
+        write_statistics=row_columns,
         write_page_checksum=True,
         store_schema=False,
     )
 
 
-def _schema(of_a_row: Mapping[str, pa.DataType], keys: Sequence[str]) -> pa.Schema:
-    columns = (pa.field(name, kind, nullable=False) for name, kind in of_a_row.items())
+def _schema(row_columns: Mapping[str, pa.DataType], keys: Sequence[str]) -> pa.Schema:
+    columns = (pa.field(name, kind, nullable=False) for name, kind in row_columns.items())
     return pa.schema([*columns, *(pa.field(key, pa.float64()) for key in keys)])
 
 
-def _of_layers(names: Sequence[str], first: int, points: int) -> list[pa.Array]:
-    """The columns `layer` and `name` of the rows of these layers, which follow on each other from `first` on."""
+def _layer_columns(names: Sequence[str], first: int, points: int) -> list[pa.Array]:
+    """The columns `layer` and `name` for consecutive layers that begin with number `first`."""
     layers = np.arange(first, first + len(names), dtype=np.int32)
     indices = np.repeat(np.arange(len(layers), dtype=np.int32), points)
     named = pa.DictionaryArray.from_arrays(indices, pa.array(list(names), pa.string()))
     return [pa.array(np.repeat(layers, points)), named.dictionary_decode()]
 
 
-def _of_ranks(ranks: Sequence[int], points: int) -> list[pa.Array]:
-    """The column `rank`."""
+def _rank_column(ranks: Sequence[int], points: int) -> list[pa.Array]:
+    """The column `rank`, `points` rows for each rank."""
     return [pa.array(np.repeat(np.array(ranks, dtype=np.int64), points))]
 
 
-def _table(schema: pa.Schema, of_rows: list[pa.Array], points: PointRows | Points, totals: FloatArray) -> pa.Table:
+def _table(
+    schema: pa.Schema, identities: list[pa.Array], points: PointRows | Points, totals: FloatArray
+) -> pa.Table:
     width = totals.shape[2]
     moments = np.rint(points.times * 1e6).astype(np.int64)
-    of_points: dict[str, NDArray[Any]] = {
+    by_column: dict[str, NDArray[Any]] = {
         "first_step": points.first_steps,
         "step": points.steps,
         "time": moments,
@@ -231,16 +232,16 @@ def _table(schema: pa.Schema, of_rows: list[pa.Array], points: PointRows | Point
         "points": points.counts.astype(np.int32),
     }
     columns = [
-        *of_rows,
-        *(pa.array(np.tile(values, width), OF_A_ROW[name]) for name, values in of_points.items()),
-        # NaN is what nobody reported; other tools read it as null.
+        *identities,
+        *(pa.array(np.tile(values, width), ROW_COLUMNS[name]) for name, values in by_column.items()),
+        # NaN marks a total that no rank reported; other tools read it as null.
         *(pa.array(np.ascontiguousarray(values.T).reshape(-1), from_pandas=True) for values in totals),
     ]
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def read_footer(file: Path) -> bytes:
-    """A file's footer, as it stands at its end."""
+    """Read the footer from a file's end."""
     with file.open("rb") as opened:
         opened.seek(-_TAIL_BYTES, 2)
         length = int.from_bytes(opened.read(_TAIL_BYTES)[:4], "little")
@@ -256,14 +257,14 @@ class Footer:
     metadata: pq.FileMetaData
     keys: frozenset[str]
     memory_bytes: int
-    """About what it takes."""
+    """Its approximate size in memory."""
 
     @classmethod
     def of(cls, data: bytes) -> Footer:
         """Read the bytes that `write_layers` returned."""
         metadata = pq.read_metadata(BytesIO(data))
         contents = _decode_contents(metadata.metadata[_METADATA])
-        keys = frozenset(metadata.schema.names).difference(OF_A_ROW, _OF_A_RANK)
+        keys = frozenset(metadata.schema.names).difference(ROW_COLUMNS, _RANK_ROW_COLUMNS)
         return cls(contents, metadata, keys, cls.bytes_of(data))
 
     @staticmethod
@@ -275,7 +276,7 @@ class Footer:
 def read_groups(
     source: pa.NativeFile, footer: Footer, groups: Iterable[Sequence[int]], columns: Sequence[str]
 ) -> Iterator[pa.Table]:
-    """Columns of some row groups at a time. Each page is compared with its CRC.
+    """Yield these columns, some row groups at a time; each page is compared with its CRC.
 
     Raises:
         DamagedFile: a page differs from what was written, or is not there.
@@ -289,7 +290,7 @@ def read_groups(
 
 
 def check_pages(file: Path, data: bytes) -> None:
-    """Read a whole file, whose footer is known from elsewhere.
+    """Read a whole file and compare it with the footer that the database keeps.
 
     Raises:
         DamagedFile: a page, or the file's own footer, differs from what was written.
@@ -305,7 +306,7 @@ def check_pages(file: Path, data: bytes) -> None:
 
 
 class Rows(NamedTuple):
-    """Points that follow on each other both in a file and where they are wanted."""
+    """A stretch of points that is contiguous both in the file and in the target."""
 
     target: int
     row: int
@@ -319,9 +320,9 @@ def read_layers(
     rows: Sequence[Rows],
     targets: Mapping[str, FloatArray],
 ) -> None:
-    """Put totals of some layers into `targets` [points, layers] by key.
+    """Copy totals of some layers into `targets` [points, layers], one array for each key.
 
-    Values that the file does not have are left unchanged. Row groups without any of the layers are not touched.
+    Values that the file does not have are left unchanged. Only row groups with one of the layers are read.
     """
     held, contents = [key for key in targets if key in footer.keys], footer.contents
     group_of = np.where(layers < contents.layers, layers // contents.layers_a_group, -1)
@@ -344,6 +345,6 @@ def read_layers(
 
 
 def _slice_of(places: IntArray) -> slice | IntArray:
-    """The same places as a slice where they follow on each other: numpy then copies them once."""
+    """Consecutive places as a slice, with which numpy copies only once; others unchanged."""
     first, last = int(places[0]), int(places[-1])
     return slice(first, last + 1) if np.array_equal(places, np.arange(first, last + 1)) else places
