@@ -331,7 +331,7 @@ def test_totals_past_the_raw_horizon_are_named_counted_and_not_stored(server):
 
 def test_names_without_end_are_refused_and_what_is_known_goes_on(server, monkeypatch):
     """Every commit of a stream carries all names that it has logged: a name a step would slow everybody down."""
-    monkeypatch.setattr("collage_server.store.journal.report_journal._NAMES", 5)
+    monkeypatch.setattr("collage_server.store.journal.report_journal._MOST_NAMES", 5)
     server.filled(steps=())
     answer = server.reports([report(i, i + 1, scalars={f"loss/{i}": 1.0}) for i in range(7)])
     assert (answer.accepted, answer.duplicates) == (5, 0)

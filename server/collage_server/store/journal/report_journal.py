@@ -1,7 +1,7 @@
 """The journal: one packed row a report, inserted exactly once, read back as vectors and tables.
 
-The writer appends, `reading/unsealed.py` and sealing read. Exactly once per (stream, number) is fixed
-(`tests/server/store/laws.py`); the form of a row is `schema.report`'s, and another one needs a migration.
+The writer appends; `reading/unsealed.py` and sealing read. Each (stream, number) is stored exactly once
+(`tests/server/store/laws.py`). `schema.report` defines a row; changing it needs a migration.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ from collage_server.store.runs.events import COUNTS_WITH_EVENTS, add_events, cou
 __all__ = ["REPORT_BYTES", "ReportJournal"]
 
 _MARK: Final = '":'
-"""Stands after each name in a report's scalars, as JSON text."""
+"""Follows each name in a report's scalars, which are JSON text."""
 _MARKS: Final = func.length(schema.report.c.scalars) - func.length(func.replace(schema.report.c.scalars, _MARK, ""))
 REPORT_BYTES: Final[ColumnElement[int]] = sum(
     (func.coalesce(func.length(schema.report.c[name]), 0) for name in ("scalars", "model", "statistics")),
     literal(ROW_BYTES) + SCALAR_BYTES // len(_MARK) * func.coalesce(_MARKS, 0),
 )
-"""The same as `report_bytes`, of a row of the journal."""
+"""The same estimate as `report_bytes`, in SQL for a row of the journal."""
 _Destination = Literal["journal", "sealed", "late", "too_many_names", "gone"]
 _LATEST: Final = schema.run_latest
 _REPORT: Final = schema.report
-_NAMES: Final = wire.LIMITS["scalar_names_per_stream"]
+_MOST_NAMES: Final = wire.LIMITS["scalar_names_per_stream"]
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 _DECODE_UNFINISHED: Final = msgspec.json.Decoder(dict[int, tuple[int, int]]).decode
 _REPORTS_A_STATEMENT: Final = (4, 2, 1)
-"""One each takes PostgreSQL 1.3 times as long; psycopg parses a text of more values again."""
+"""One report a statement takes PostgreSQL 1.3 times as long; of more, psycopg parses the text each time."""
 _MOST_GAPS: Final = 10_000
 _UNFINISHED_STEPS: Final = 64
-"""Of how many steps at most a stream's row remembers that reports are missing: what is older was given up."""
-_MOVING: Final = (
+"""How many steps with missing reports a stream's row remembers; the oldest are given up."""
+_WRITTEN_COLUMNS: Final = (
     "reports",
     "last_seq",
     "first_step",
@@ -84,35 +84,37 @@ _MOVING: Final = (
     "clock_skew_seconds",
     "unfinished",
 )
-_PLACE: Final = ("run_id", "stream_id", "attempt", "rank", "frozen_step", "sealed")
+_READ_COLUMNS: Final = ("run_id", "stream_id", "attempt", "rank", "frozen_step", "sealed")
 
 
 @lru_cache(maxsize=64)
 def _read_latest(dialect: Dialect, count: int) -> Statement:
-    """Reads so many streams in the key's order: servers that lock the same rows then do not wait for each other."""
+    """Lock and read the rows of `count` streams, always in the key's order, so that servers cannot deadlock."""
     key = (_LATEST.c.run_id, _LATEST.c.stream_id)
     own: BindParameter[Any] = bindparam("own", [("", "")] * count, expanding=True)
-    columns = (_LATEST.c[name] for name in (*_PLACE, *_MOVING))
+    columns = (_LATEST.c[name] for name in (*_READ_COLUMNS, *_WRITTEN_COLUMNS))
     return Statement(select(*columns).where(tuple_(*key).in_(own)).order_by(*key).with_for_update(), dialect)
 
 
 @lru_cache(maxsize=4)
 def _write_latest(dialect: Dialect) -> Statement:
     own = (_LATEST.c.run_id == bindparam("own_run"), _LATEST.c.stream_id == bindparam("own_stream"))
-    return Statement(update(_LATEST).where(*own).values({name: bindparam(name) for name in _MOVING}), dialect)
+    return Statement(
+        update(_LATEST).where(*own).values({name: bindparam(name) for name in _WRITTEN_COLUMNS}), dialect
+    )
 
 
 class _LatestRow:
-    """A stream's row of `run_latest`, being brought forward."""
+    """A stream's locked row of `run_latest`: decides where reports go, and counts the stored ones."""
 
     def __init__(self, row: Sequence[Any]) -> None:
-        run_id, self.stream_id, attempt, rank, self.frozen_step, sealed = row[: len(_PLACE)]
-        self.values: dict[str, Any] = dict(zip(_MOVING, row[len(_PLACE) :], strict=True))
+        self.run_id, self.stream_id, attempt, rank, self.frozen_step, sealed = row[: len(_READ_COLUMNS)]
+        self.values: dict[str, Any] = dict(zip(_WRITTEN_COLUMNS, row[len(_READ_COLUMNS) :], strict=True))
         self.scalars = _DECODE(self.values["scalars"])
         self._unfinished = _DECODE_UNFINISHED(self.values["unfinished"])
         self._fresh: set[str] = set()
         self._sealed = ranges_from_json(sealed)
-        self.own = {"own_run": run_id, "own_stream": self.stream_id}
+        self.key = {"own_run": self.run_id, "own_stream": self.stream_id}
         self._place = {"stream_id": self.stream_id, "attempt": attempt, "rank": rank}
         self.events: list[NewEvent] = []
         self.moved = False
@@ -121,16 +123,14 @@ class _LatestRow:
         self.newest_time = -math.inf
 
     def destination(self, report: wire.Report) -> _Destination:
-        """The fate of a report; the journal knows whether it already has it.
+        """Decide where a report goes; whether the journal already has it is found out later.
 
-        "late": it brings totals for which there is no place any more. One that is stored already is not late.
-        "too_many_names": it logs under new names, beyond a stream's limit: every commit of the stream carries them.
+        "sealed": it is stored in a chunk. "late": its totals belong to steps that retention has made coarse.
+        "too_many_names": its new names exceed a stream's limit, because each commit of the stream writes all names.
         """
         if contains(self._sealed, report.seq):
             return "sealed"
-        horizon = self.frozen_step
-        late = horizon is not None and report.step <= horizon and report.model is not None
-        if late:
+        if self.frozen_step is not None and report.step <= self.frozen_step and report.model is not None:
             return "late"
         if not self._has_room_for_names(report):
             return "too_many_names"
@@ -138,15 +138,15 @@ class _LatestRow:
         return "journal"
 
     def _has_room_for_names(self, report: wire.Report) -> bool:
-        """Whether the stream may log under the report's names, too; they are remembered if so."""
+        """Whether the stream may log under the report's names, too; if so, they are remembered."""
         fresh = [name for name in report.scalars if name not in self.scalars and name not in self._fresh]
-        if fresh and len(self.scalars) + len(self._fresh) + len(fresh) > _NAMES:
+        if fresh and len(self.scalars) + len(self._fresh) + len(fresh) > _MOST_NAMES:
             return False
         self._fresh.update(fresh)
         return True
 
     def _note_order(self, seq: int) -> None:
-        """Whoever stores a report of this stream holds its row: one above `last_seq` is in no journal yet."""
+        """Note whether numbers only ascend: above `last_seq` none can be stored yet, since this row is locked."""
         if self._highest_seq is None or seq > self._highest_seq:
             self._highest_seq = seq
         else:
@@ -175,7 +175,7 @@ class _LatestRow:
                 self.scalars[name] = (report.step, wire.to_number(value))
 
     def _is_whole(self, report: wire.Report) -> bool:
-        """Whether all reports of the step have come with this one."""
+        """Whether this report completes its step."""
         came, expected = self._unfinished.pop(report.step, (0, 1))
         came, expected = came + 1, max(expected, report.reports_of_step)
         if came < expected:
@@ -191,12 +191,12 @@ class _LatestRow:
             self.events.append(event)
 
     def parameters(self, now: float) -> dict[str, Any]:
-        """The parameters of the update statement."""
+        """Parameters for `_write_latest`."""
         skews = [self.newest_time - now, self.values["clock_skew_seconds"]]
         skew = max(entry for entry in skews if entry is not None)
         self.values.update(last_report_at=now, scalars=to_json(self.scalars), clock_skew_seconds=skew)
         self.values["unfinished"] = to_json(self._unfinished)
-        return {**self.values, **self.own}
+        return {**self.values, **self.key}
 
 
 @lru_cache(maxsize=4)
@@ -215,9 +215,9 @@ def _insert_reports(dialect: Dialect, count: int) -> Statement:
 
 
 class ReportJournal:
-    """Reports as they come in, each one once, until they are sealed. `append`: from one thread at a time.
+    """Keeps each report once until it is sealed. Only one thread at a time may call `append`.
 
-    `last_bytes`: bytes of the request bodies in the newest commit, set as it begins.
+    last_bytes: the size of the request bodies in the newest commit, set as it begins.
     """
 
     def __init__(self, database: Database) -> None:
@@ -225,56 +225,54 @@ class ReportJournal:
         self.last_bytes = 0
 
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
-        """Store all groups in one transaction; durable when it returns."""
+        """Store all groups in one transaction, which is durable when this returns."""
         self.last_bytes = sum(group.body_bytes for group in groups)
         with self._database.appending() as connection:
             return append(connection, groups, now)
 
     def record_gaps(self, stream: StreamRecord, gaps: Sequence[wire.ReportGap], now: float) -> None:
-        """Add these gaps to the stream's, with an event for new ones; the same gap again changes nothing.
+        """Add gaps to the stream's, with an event if any is new.
 
-        Beyond the most ranges that are kept, gaps are not recorded and count as missing; no report is refused.
+        A stream keeps up to `_MOST_GAPS` ranges. Later gaps count as missing; no report is refused.
         """
         with self._database.writing() as connection:
-            table = schema.run_latest
-            mine = (table.c.run_id == stream.run_id, table.c.stream_id == stream.stream_id)
-            known = connection.execute(select(table.c.given_up).where(*mine).with_for_update()).scalar()
+            mine = (_LATEST.c.run_id == stream.run_id, _LATEST.c.stream_id == stream.stream_id)
+            known = connection.execute(select(_LATEST.c.given_up).where(*mine).with_for_update()).scalar()
             if known is None:
                 return
             before = ranges_from_json(known)
             merged = add_ranges(before, [(gap.first_seq, gap.last_seq) for gap in gaps])
             if merged != before and len(merged) <= _MOST_GAPS:
-                connection.execute(update(table).where(*mine).values(given_up=ranges_to_json(merged)))
+                connection.execute(update(_LATEST).where(*mine).values(given_up=ranges_to_json(merged)))
                 add_events(connection, stream.run_id, [_gap_event(stream, gaps, before, merged)], now)
 
     def runs(self) -> list[str]:
-        """Runs that have reports in the journal; a long one is not read for that."""
+        """Runs with reports in the journal, found without reading all of it."""
         with self._database.reading() as connection:
             run_id = schema.run.c.run_id
-            waiting = exists().where(schema.report.c.run_id == run_id)
+            waiting = exists().where(_REPORT.c.run_id == run_id)
             return list(connection.execute(select(run_id).where(waiting).order_by(run_id)).scalars())
 
     def oldest_time(self) -> float | None:
         """When the oldest report that waits to be sealed was made, by its sender's clock; None: none waits."""
-        report, latest = schema.report, schema.run_latest
-        own = (report.c.run_id == latest.c.run_id, report.c.stream_id == latest.c.stream_id)
-        first = select(report.c.time).where(*own).order_by(report.c.seq).limit(1).scalar_subquery()
+        own = (_REPORT.c.run_id == _LATEST.c.run_id, _REPORT.c.stream_id == _LATEST.c.stream_id)
+        first = select(_REPORT.c.time).where(*own).order_by(_REPORT.c.seq).limit(1).scalar_subquery()
         with self._database.reading() as connection:
-            found = connection.execute(select(func.min(first)).select_from(latest)).scalar_one()
+            found = connection.execute(select(func.min(first)).select_from(_LATEST)).scalar_one()
         return None if found is None else float(found)
 
     def bytes_of(self, run_id: str) -> int:
-        """What the run's reports in the journal take of its bounds."""
+        """The size of the run's reports in the journal, as its bounds count it."""
         with self._database.reading() as connection:
-            total = select(func.coalesce(func.sum(REPORT_BYTES), 0)).where(schema.report.c.run_id == run_id)
+            total = select(func.coalesce(func.sum(REPORT_BYTES), 0)).where(_REPORT.c.run_id == run_id)
             return int(connection.execute(total).scalar_one())
 
 
 def append(connection: Connection, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
-    """Insert the groups' reports and bring `run_latest` forward; nothing may follow in the caller's transaction.
+    """Insert the groups' reports and update `run_latest`; the caller's transaction ends with this.
 
-    On the driver's own cursor, on PostgreSQL in its pipeline: through SQLAlchemy's, each statement there is a round
-    trip of its own, and a report costs the server and its database 1.6 to 2.2 times the CPU (SQLite: 1.2 to 1.4).
+    It uses the driver's own cursor, in a pipeline on PostgreSQL. Through SQLAlchemy each statement is a round trip
+    there, and a report costs server and database 1.6 to 2.2 times the CPU (SQLite: 1.2 to 1.4).
     """
     latest: dict[str, _LatestRow | None] = {group.stream.stream_id: None for group in groups}
     dialect = connection.dialect
@@ -301,23 +299,23 @@ def append(connection: Connection, groups: Sequence[ReportGroup], now: float) ->
                 cursor.execute(write.text, write.bind(entry.parameters(now)))
         if not any(entry.events for entry in found):
             _commit(cursor)
-    for entry in sorted(found, key=lambda entry: entry.own["own_run"]):
+    for entry in sorted(found, key=lambda entry: entry.run_id):
         if entry.events:
-            add_events(connection, entry.own["own_run"], entry.events, now)
+            add_events(connection, entry.run_id, entry.events, now)
     return outcomes
 
 
 def _commit(cursor: Any) -> None:
-    """In the pipeline: the end of the transaction is sent together with what waits."""
+    """Commit in the pipeline, so that it is sent together with the statements that wait."""
     cursor.execute("COMMIT")
 
 
 def _insert_new(
     cursor: Any, dialect: Dialect, rows: Sequence[dict[str, Any]], repeated: Sequence[_LatestRow]
 ) -> list[bool]:
-    """Insert the missing rows, and return which were missing. Only streams `repeated` may have some.
+    """Insert the rows that the journal lacks, and return which these are. Only `repeated` streams may have some.
 
-    Their places are locked (`_lock_latest`), so a row that is missing now is still missing at the insert.
+    `_lock_latest` has locked the streams: a row that is missing now is still missing at the insert.
     """
     known = {entry.stream_id: _known_seqs(cursor, dialect, rows, entry) for entry in repeated}
     flags = []
@@ -337,15 +335,15 @@ def _insert_new(
 
 
 def _known_seqs(cursor: Any, dialect: Dialect, rows: Sequence[dict[str, Any]], entry: _LatestRow) -> set[int]:
-    """The seqs of the stream that the journal has, as far as these rows reach."""
+    """The stream's numbers in the journal, within the range of these rows."""
     numbers = [row["seq"] for row in rows if row["stream_id"] == entry.stream_id]
     read = _read_known(dialect)
-    cursor.execute(read.text, read.bind({**entry.own, "first": min(numbers), "last": max(numbers)}))
+    cursor.execute(read.text, read.bind({**entry.key, "first": min(numbers), "last": max(numbers)}))
     return {seq for (seq,) in cursor.fetchall()}
 
 
 def _lock_latest(cursor: Any, dialect: Dialect, groups: Sequence[ReportGroup]) -> Iterator[_LatestRow]:
-    """The rows of these groups' streams, locked; keys are repeated up to a power of two, so that texts are few."""
+    """Lock the rows of these streams. Repeating keys up to a power of two keeps the number of SQL texts small."""
     own = sorted({(group.stream.run_id, group.stream.stream_id) for group in groups})
     own += own[-1:] * ((1 << (len(own) - 1).bit_length()) - len(own))
     values = {f"own_{i}_{j}": part for i, key in enumerate(own, 1) for j, part in enumerate(key, 1)}
