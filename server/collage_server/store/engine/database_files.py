@@ -1,8 +1,6 @@
-"""A database's file and its folder: the space it takes, holds and gives back, the lock of the server that seals.
+"""SQLite's files on the disk: permissions, the lock of the server that seals, sizes, write-ahead log, free space.
 
-A folder is refused where its disk is a network's.
-
-`sqlite.py` calls it (`tests/server/life/test_full_disk.py`); archive and back-up take `sync`.
+`sqlite.py` calls these functions (`tests/server/life/test_full_disk.py`); archive and back-up use `sync`.
 """
 
 from __future__ import annotations
@@ -58,9 +56,9 @@ _PIECE: Final = bytes(2**20)
 
 
 def network_file_system(folder: Path) -> str | None:
-    """The type of the network file system that holds the folder; None on a local one, and where nothing tells.
+    """The type of the network file system that holds the folder; None on a local one, or if it cannot be found out.
 
-    Linux tells by its table of mounts. The last entry of the longest mount point that leads to the folder counts.
+    Linux lists its mounts. The longest mount point above the folder counts, its last entry if there are several.
     """
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -80,7 +78,7 @@ def network_file_system(folder: Path) -> str | None:
 
 
 def make_private(path: Path) -> None:
-    """A file that only its owner may read, made if it is not there, and the folder that holds it.
+    """Make the file, and the folder that holds it, readable by their owner alone; create them if missing.
 
     SQLite gives its log and index the permissions of the database.
     """
@@ -94,7 +92,7 @@ def make_private(path: Path) -> None:
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:
-    """The identity of a file, which another file of the same name does not have; None if there is no file."""
+    """The identity of a file, different for another file at the same path; None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -104,10 +102,10 @@ def file_identity(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[bool]:
-    """Whether this process alone has the folder's lock, as long as the context lasts; it ends with the process.
+    """Try to lock the folder for this process while the context lasts; yields whether it worked.
 
-    It leaves no file behind, and is apart from the locks that SQLite takes on its files. Windows has no such lock:
-    there a file is for one server.
+    The lock ends with the process, leaves no file behind, and is independent of SQLite's own. Windows has no such
+    lock: there only one server may use a file.
     """
     if sys.platform == "win32":
         yield True
@@ -127,7 +125,7 @@ def folder_lock(folder: Path) -> Iterator[bool]:
 
 
 def sync(path: Path) -> None:
-    """A file's bytes, or a folder's entries, are on the disk when this returns."""
+    """Write a file's bytes, or a folder's entries, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -136,7 +134,7 @@ def sync(path: Path) -> None:
 
 
 def log_bytes(path: Path) -> int:
-    """What the write-ahead log of a database takes on the disk."""
+    """The size of a database's write-ahead log on the disk."""
     try:
         return path.with_name(f"{path.name}-wal").stat().st_size
     except FileNotFoundError:
@@ -144,10 +142,10 @@ def log_bytes(path: Path) -> int:
 
 
 def sqlite_sizes(path: Path, held_bytes: int) -> Sizes:
-    """What the data takes, without free pages and the write-ahead log; and what the disk has left for more.
+    """The size of the data, without free pages, and the room on the disk for more.
 
-    `held_bytes` of it are kept elsewhere. Data in the log counts as used, because it will also be written to the
-    file.
+    held_bytes: further room, which the ballast holds. The write-ahead log reduces the room: its content will also
+    be written to the file.
     """
     with _opened(path) as connection:
         total, free, page = (
@@ -159,11 +157,10 @@ def sqlite_sizes(path: Path, held_bytes: int) -> Sizes:
 
 
 def checkpoint_log(path: Path) -> bool:
-    """Fold the write-ahead log into the file and empty it; the caller keeps this process from writing meanwhile.
+    """Move the write-ahead log into the file and empty it; the caller keeps this process from writing meanwhile.
 
-    Readers that follow on each other without a pause keep it from beginning again, and it grows. It waits at most
-    half a second for present readers; new ones need no log. False: one of them reads for longer, or the disk has no
-    room for what the file would grow by.
+    Without this the log grows as long as readers overlap. It waits up to half a second for the present readers; new
+    ones need no log. False: a reader took longer, or the disk has no room for the larger file.
     """
     with _opened(path, _PATIENCE_SECONDS) as connection:
         try:
@@ -174,9 +171,9 @@ def checkpoint_log(path: Path) -> bool:
 
 
 def return_pages(path: Path, timeout_seconds: float) -> bool:
-    """Give a slice of free pages back; True if there are more. The file shrinks at the next checkpoint.
+    """Free some unused pages; True if there are more. The file shrinks at the next checkpoint.
 
-    `execute` would step the statement once and free one page whatever the number says: `executescript` frees all.
+    `executescript`, because `execute` steps the statement once and so frees a single page.
     """
     with _opened(path, timeout_seconds) as connection:
         if not connection.execute("PRAGMA freelist_count").fetchone()[0]:
@@ -189,17 +186,15 @@ def return_pages(path: Path, timeout_seconds: float) -> bool:
 
 
 def _opened(path: Path, timeout_seconds: float = 5.0) -> closing[sqlite3.Connection]:
-    """A connection to a file that is there: an empty one, made again, would swallow the log of the one that was."""
+    """Connect to an existing file. A new, empty file in place of a lost one would swallow the lost one's log."""
     address = f"{path.absolute().as_uri()}?mode=rw"
     return closing(sqlite3.connect(address, timeout=timeout_seconds, isolation_level=None, uri=True))
 
 
 class Ballast:
-    """Disk space for operations that must work on a full disk: `size` bytes in the file `path`; with 0 there is no
-    file.
+    """A file of `size` bytes that reserves room for operations that must work on a full disk; 0: no file.
 
-    Other programs that fill the disk cannot take these bytes. `release` gives them to the database, `keep` takes
-    them again.
+    Other programs cannot take these bytes. `release` frees them for the database, `keep` takes them again.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -208,18 +203,18 @@ class Ballast:
 
     @property
     def bytes(self) -> int:
-        """What the file takes now."""
+        """The size of the file now."""
         try:
             return self._path.stat().st_size
         except OSError:
             return 0
 
     def keep(self) -> None:
-        """Take the space, if the disk has twice of it: space that was just released is not taken again."""
+        """Take the space if twice as much is free, so that space just released is not taken again."""
         if self.bytes >= self._size or shutil.disk_usage(self._path.parent).free < 2 * self._size:
             return
         try:
-            descriptor = os.open(self._path, os.O_CREAT | os.O_WRONLY, 0o600)
+            descriptor = os.open(self._path, os.O_CREAT | os.O_WRONLY, _PRIVATE_FILE)
             try:
                 _allocate(descriptor, self._size)
             finally:
@@ -229,7 +224,7 @@ class Ballast:
             self.release()
 
     def release(self) -> None:
-        """Give the space back if the disk has less than that left."""
+        """Give the space back if less than it is free."""
         if self.bytes and shutil.disk_usage(self._path.parent).free < self._size:
             os.truncate(self._path, 0)
 
