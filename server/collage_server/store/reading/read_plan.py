@@ -1,9 +1,8 @@
 """What to read of a run: the chunks to read with their levels, and the unsealed reports.
 
-`points.py` carries the plan out. The choice of a level is free as long as enough points are left
-(`Selection.points`); what is hidden is `run_view.py`'s. That enough points are left, and that answers do not depend
-on sealing, is held by `tests/server/test_axes.py`; frozen chunks by `tests/server/store/life.py`, run by
-`test_life_sqlite.py` and others.
+`points.py` carries the plan out; `run_view.py` decides what is hidden. Any level will do that leaves enough points
+(`Selection.points`). `tests/server/test_axes.py` checks this, and that answers do not depend on sealing;
+`tests/server/store/life.py` checks frozen chunks.
 
 A point of level n merges n measured points. A frozen chunk has lost level 1 to retention. A late report is
 unsealed, though its chunk is sealed.
@@ -28,14 +27,15 @@ from collage_server.store.records import UNBOUNDED, IntArray, Selection
 __all__ = ["ReadPlan", "plan_read"]
 
 _COARSE_FROM: Final = {16: 8, 256: 128}
-"""A level is used when more than so many measured points fall on one wanted: at least half of them are left."""
+"""A level is used if a requested point covers more measured points than this: half of those requested are left."""
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Chunks by attempt and level, unsealed reports by attempt, and who stands in the chunks that have late ones.
+    """Numbers of chunks by (attempt, level), and unsealed reports by attempt.
 
-    `infos` says of the same chunks what the snapshot knows of them.
+    contributors: by attempt, which ranks the chunks with late reports already contain. infos: the same chunks as
+    the snapshot describes them.
     """
 
     chunks: dict[tuple[int, int], list[int]]
@@ -45,50 +45,49 @@ class ReadPlan:
 
     @property
     def sealed_points(self) -> int:
-        """How many points the chunks hold at their levels."""
-        points = 0
-        for (_, level), infos in self.infos.items():
-            for info in infos:
-                points += -(-info.point_count // level)
-        return points
+        """How many points the chunks hold at the chosen levels."""
+        return sum(-(-info.point_count // level) for (_, level), infos in self.infos.items() for info in infos)
 
 
 def plan_read(
     view: RunView, unsealed: UnsealedReports, selection: Selection, infos: Sequence[ChunkInfo]
 ) -> ReadPlan:
-    """Coarse levels if few points are wanted; level 1 at the ends of a range and where reports came late."""
+    """Plan coarse levels if few points are requested, but level 1 at the ends of a range and for late reports."""
     unsealed = _without_frozen(unsealed, infos)
     late = {(attempt, chunk) for attempt, rows in unsealed.items() for chunk in _late_chunks(attempt, rows, infos)}
     inside, cut = _inside(view, infos, selection)
-    level = _level(view, inside, unsealed, selection)
-    fine = cut | late
+    level, fine = _level(view, inside, unsealed, selection), cut | late
     chosen: dict[tuple[int, int], list[ChunkInfo]] = defaultdict(list)
     for info in inside:
-        wanted = 1 if fine and (info.attempt, info.chunk) in fine else level
+        wanted = 1 if (info.attempt, info.chunk) in fine else level
         chosen[info.attempt, _available_level(info, wanted)].append(info)
-    chunks = {place: [info.chunk for info in members] for place, members in chosen.items()}
-    contributors: dict[int, Contributors] = {
-        attempt: read_contributors(
-            view.connection,
-            view.run_id,
-            attempt,
-            [chunk for owner, chunk in late if owner == attempt],
-            selection.rank,
-        )
-        for attempt in {attempt for attempt, _ in late}
+    return ReadPlan(
+        chunks={place: [info.chunk for info in members] for place, members in chosen.items()},
+        unsealed=unsealed,
+        contributors=_contributors(view, late, selection),
+        infos={place: tuple(members) for place, members in chosen.items()},
+    )
+
+
+def _contributors(view: RunView, late: set[tuple[int, int]], selection: Selection) -> dict[int, Contributors]:
+    chunks: dict[int, list[int]] = defaultdict(list)
+    for attempt, chunk in late:
+        chunks[attempt].append(chunk)
+    return {
+        attempt: read_contributors(view.connection, view.run_id, attempt, numbers, selection.rank)
+        for attempt, numbers in chunks.items()
     }
-    return ReadPlan(chunks, unsealed, contributors, {place: tuple(members) for place, members in chosen.items()})
 
 
 def _available_level(info: ChunkInfo, wanted: int) -> int:
-    """The coarsest level that the chunk has up to the one wanted; a frozen chunk may only have coarser ones."""
+    """The coarsest level of the chunk up to the wanted one; a frozen chunk may have coarser ones only."""
     if wanted in info.levels:
         return wanted
     return max((level for level in info.levels if level <= wanted), default=min(info.levels))
 
 
 def _without_frozen(unsealed: UnsealedReports, infos: Sequence[ChunkInfo]) -> UnsealedReports:
-    """Without reports that came too late: their steps are frozen into coarse points."""
+    """Leave out reports that came too late, because their steps are frozen into coarse points."""
     frozen: dict[int, list[ChunkInfo]] = defaultdict(list)
     for info in infos if unsealed else ():
         if info.frozen:
@@ -96,7 +95,7 @@ def _without_frozen(unsealed: UnsealedReports, infos: Sequence[ChunkInfo]) -> Un
     if not frozen:
         return unsealed
     return {
-        attempt: list(compress(rows, _place(_steps(rows), frozen[attempt]) < 0))
+        attempt: list(compress(rows, _chunk_index(_steps(rows), frozen[attempt]) < 0))
         for attempt, rows in unsealed.items()
     }
 
@@ -106,13 +105,13 @@ def _steps(rows: Sequence[Any]) -> IntArray:
 
 
 def _late_chunks(attempt: int, rows: Sequence[Any], infos: Sequence[ChunkInfo]) -> set[int]:
-    """Chunks in whose steps some reports are not sealed yet."""
+    """Chunks whose range of steps contains unsealed reports."""
     own = [info for info in infos if info.attempt == attempt]
-    return {own[place].chunk for place in np.unique(_place(_steps(rows), own)).tolist() if place >= 0}
+    return {own[place].chunk for place in np.unique(_chunk_index(_steps(rows), own)).tolist() if place >= 0}
 
 
-def _place(steps: IntArray, infos: Sequence[ChunkInfo]) -> IntArray:
-    """For each step, which of these chunks of one attempt (oldest first) it falls into; −1: into none."""
+def _chunk_index(steps: IntArray, infos: Sequence[ChunkInfo]) -> IntArray:
+    """For each step, the index of the chunk that contains it, or −1; chunks of one attempt, oldest first."""
     first = np.array([info.first_step for info in infos] + [UNBOUNDED], dtype=np.int64)
     last = np.array([info.last_step for info in infos], dtype=np.int64)
     place = np.searchsorted(last, steps)
@@ -122,7 +121,7 @@ def _place(steps: IntArray, infos: Sequence[ChunkInfo]) -> IntArray:
 def _inside(
     view: RunView, infos: Sequence[ChunkInfo], selection: Selection
 ) -> tuple[Sequence[ChunkInfo], set[tuple[int, int]]]:
-    """Chunks with requested and visible points, and those among them that are cut."""
+    """Chunks with points that are requested and visible, and those of them that the range cuts."""
     first, last = selection.first_step or 0, selection.last_step
     end = UNBOUNDED if last is None else last + 1
     ends = {attempt: min(view.first_hidden_step(attempt), end) for attempt in {info.attempt for info in infos}}
@@ -138,7 +137,7 @@ def _inside(
 
 
 def _level(view: RunView, infos: Iterable[ChunkInfo], unsealed: UnsealedReports, selection: Selection) -> int:
-    """The coarsest level that still leaves at least half of the points wanted."""
+    """The coarsest level that leaves at least half of the requested points."""
     several = selection.rank is not None and any(view.ranks(info.attempt) != {selection.rank} for info in infos)
     lacking = any(minimum_key(metric) not in view.entries for metric in selection.extremes_of)
     if selection.points is None or several or lacking:
