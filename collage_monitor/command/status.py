@@ -24,9 +24,9 @@ from collage_monitor.errors import NotAuthorised, ServerRefusal, ServerUnreachab
 __all__ = ["status"]
 
 _SAMPLE: Final = re.compile(r'^collage_server_(\w+)(?:\{\w+="([^"]*)"\})? (\S+)$', re.MULTILINE)
+# Two bounds of the alerts CollageDiskNearlyFull and CollageAlertsNotEvaluated.
 _LEAST_DISK: Final = 0.1
 _LONGEST_ROUND_SECONDS: Final = 300.0
-"""As of the alerts CollageAlertsNotEvaluated and CollageDiskNearlyFull."""
 _LONGEST_AWAY_SECONDS: Final = 1800.0
 _MOST_SKEW_SECONDS: Final = 60.0
 _SHOWN_SECONDS: Final = 0.1
@@ -36,7 +36,7 @@ _OWNERS: Final = ("bodies", "caches", "answers", "evaluations", "sealing")
 
 @dataclass(frozen=True)
 class Check:
-    """One line. `ok` is None if the number says nothing about health, or this token may not see it."""
+    """One line; `ok` is None if its number says nothing about health, or may not be read with this token."""
 
     name: str
     ok: bool | None
@@ -77,47 +77,47 @@ def _checks(client: Client) -> Iterator[Check]:
     if "memory_limit_bytes" not in numbers:
         yield Check("numbers", None, "not to be seen with this token: it is for some projects, not for every one")
         return
-    yield from _of_numbers(numbers, now)
+    yield from _number_checks(numbers, now)
     held = {owner: found.get(("memory_bytes", owner), 0.0) for owner in _OWNERS}
     owned = ", ".join(f"{owner} {size / _MIB:.0f}" for owner, size in held.items())
     yield Check("memory", None, f"MiB of {numbers['memory_limit_bytes'] / _MIB:.0f}: {owned}")
 
 
-def _of_numbers(numbers: Mapping[str, float], now: float) -> Iterator[Check]:
-    """What the server says about itself; `now` is its machine's clock, stored times are the database's."""
+def _number_checks(numbers: Mapping[str, float], now: float) -> Iterator[Check]:
+    """Check the server's gauges; `now` is its machine's clock, stored times are by the database's."""
     skew = numbers.get("clock_skew_seconds")
     stored_now = now + (skew or 0.0)
     left = numbers.get("disk_left_ratio")
-    yield _check(
-        "disk", left, left is not None and left >= _LEAST_DISK, "{:.0%} of the room is left", "no bound known"
-    )
+    has_room = left is not None and left >= _LEAST_DISK
+    yield _check("disk", left, ok=has_room, text="{:.0%} of the room is left", absent="no bound known")
     oldest = numbers.get("oldest_unsealed_timestamp_seconds")
     waiting = "none waits" if oldest is None else f"the oldest was made {max(stored_now - oldest, 0.0):.0f} s ago"
     yield Check("journal", None, f"{numbers.get('journal_bytes', 0.0) / _MIB:.1f} MiB wait to be sealed; {waiting}")
-    yield _age("sealer", numbers.get("sealer_round_timestamp_seconds"), stored_now, "no round yet")
+    yield _age("sealer", numbers.get("sealer_round_timestamp_seconds"), stored_now, absent="no round yet")
     mine = {1.0: "this server", 0.0: "another server"}.get(numbers.get("alerts_lease_held", -1.0))
     evaluated = numbers.get("alerts_evaluated_timestamp_seconds")
-    yield _age("alerts", evaluated, stored_now, "not evaluated here", f", by {mine}" if mine else "")
+    by = f", by {mine}" if mine else ""
+    yield _age("alerts", evaluated, stored_now, absent="not evaluated here", more=by)
     away = numbers.get("archive_away_seconds")
     is_there = away is not None and away <= _LONGEST_AWAY_SECONDS
-    yield _check("archive", away, is_there, "away for {:.0f} s", "nothing is archived")
+    yield _check("archive", away, ok=is_there, text="away for {:.0f} s", absent="nothing is archived")
     near = skew is not None and abs(skew) <= _MOST_SKEW_SECONDS
-    yield _check("clock", skew, near, _in_words(skew or 0.0), "SQLite goes by the machine's")
+    yield _check("clock", skew, ok=near, text=_in_words(skew or 0.0), absent="SQLite goes by the machine's")
 
 
 def _in_words(skew: float) -> str:
-    """By how much the database's clock is ahead of the server's."""
+    """Say by how much the database's clock differs from the server's."""
     if abs(skew) < _SHOWN_SECONDS / 2:
         return "the database's agrees with the server's"
     return f"the database's is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the server's"
 
 
-def _check(name: str, value: float | None, ok: bool, text: str, without: str) -> Check:
-    return Check(name, None, without) if value is None else Check(name, ok, text.format(value))
+def _check(name: str, value: float | None, *, ok: bool, text: str, absent: str) -> Check:
+    return Check(name, None, absent) if value is None else Check(name, ok, text.format(value))
 
 
-def _age(name: str, at: float | None, now: float, without: str, more: str = "") -> Check:
+def _age(name: str, at: float | None, now: float, *, absent: str, more: str = "") -> Check:
     if at is None:
-        return Check(name, None, without)
+        return Check(name, None, absent)
     age = max(now - at, 0.0)
     return Check(name, age <= _LONGEST_ROUND_SECONDS, f"last round {age:.0f} s ago{more}")

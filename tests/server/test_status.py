@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.command.status import _of_numbers, status
+from collage_monitor.command.status import _number_checks, status
 from collage_monitor.local import ensure_token, token_path
 from tests.ports import command, free_port, running
 from tests.server.test_process import serving
@@ -76,5 +76,5 @@ def test_a_token_that_may_not_see_the_numbers_says_so(tmp_path):
     [(-0.04, "agrees with the server's"), (1.26, "is 1.3 s ahead of the server's"), (-2.0, "is 2.0 s behind the")],
 )
 def test_a_clock_is_ahead_behind_or_agrees(skew, told):
-    checks = {check.name: check.text for check in _of_numbers({"clock_skew_seconds": skew}, 0.0)}
+    checks = {check.name: check.text for check in _number_checks({"clock_skew_seconds": skew}, 0.0)}
     assert told in checks["clock"]
