@@ -1,7 +1,7 @@
-"""The first FSDP: flat parameters that hold pieces of several tensors, and the dtypes that FSDP casts shards to.
+"""FSDP1's flat parameters, which hold pieces of several tensors, and the dtypes that FSDP1 or 2 casts shards to.
 
-Newer FSDP makes distributed tensors: `dtensors.py`. The private names of torch that it reads are tested for
-existence (`tests/test_borrowed_names.py`).
+For FSDP2's distributed tensors see `dtensors.py`. `tests/test_borrowed_names.py` checks that torch still has the
+private names that are read here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _FLAT_PARAMETER: Final = "_flat_param"
 
 
 class FlatParameters:
-    """The flat parameters in a model. `cast_to`: dtypes for the forward pass, of the second FSDP's shards too."""
+    """The flat parameters of a model. `cast_to`: the forward pass's dtypes, in either FSDP."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        """model: None where there is one process."""
+        """model: None if there is a single process."""
         self._wrappers: dict[int, Any] = {}
         self._originals: dict[int, tuple[tuple[int, ...], Any]] = {}
-        # Who uses it has imported it; importing it for the others would cost them its warnings and its time.
+        # A training that uses FSDP has imported it; for others the import would cost time and print warnings.
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         dtypes: dict[str, None] = {}
         for module in () if model is None else model.modules():
@@ -45,7 +45,7 @@ class FlatParameters:
         return id(parameter) in self._wrappers
 
     def pieces(self, name: str, parameter: Any) -> Iterator[Piece]:
-        """The tensors of which this flat parameter, registered as `name`, holds pieces."""
+        """Yield the pieces of tensors in this flat parameter, which is registered as `name`."""
         prefix, wrapper = name.removesuffix(_FLAT_PARAMETER), self._wrappers[id(parameter)]
         (number, replica), replicated = _position(wrapper), _is_replicated(wrapper)
         described = zip(
@@ -56,13 +56,12 @@ class FlatParameters:
             strict=True,
         )
         for own, shape, place, info in described:
-            elements = place.numel_in_shard if place.in_shard else 0
-            start = place.offset_in_shard if place.in_shard else 0
-            shard = Shard(tuple(shape), elements, number, replica, start, replicated)
+            elements, start = (place.numel_in_shard, place.offset_in_shard) if place.in_shard else (0, 0)
+            shard = Shard(tuple(shape), elements, number, replica, start=start, replicated=replicated)
             yield prefix + own, shard, type(info.module).__name__
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
-        """The shard that a registered parameter views, under use_orig_params; None for any other parameter."""
+        """The shard that a parameter is a view of, under use_orig_params; None for any other parameter."""
         if id(parameter) not in self._originals:
             return None
         shape, wrapper = self._originals[id(parameter)]
@@ -75,13 +74,13 @@ class FlatParameters:
             return
         flat = handle.flat_param
         self._wrappers[id(flat)] = wrapper
-        # With use_orig_params the registered parameters are views of the shard, one-dimensional and maybe empty.
+        # Under use_orig_params the registered parameters are flat views of the shard, which may be empty.
         for parameter, shape in zip(flat._params or (), flat._shapes, strict=False):
             self._originals[id(parameter)] = (tuple(shape), wrapper)
 
 
 def _position(wrapper: Any) -> tuple[int, int]:
-    """(shard number, replica number) under an FSDP wrapper; a hybrid one has replicas on different nodes."""
+    """(shard number, replica number) of this rank; hybrid sharding keeps replicas on different nodes."""
     rank = distributed.get_rank(wrapper.process_group)
     if wrapper.sharding_strategy.name == "NO_SHARD":
         return 0, rank
