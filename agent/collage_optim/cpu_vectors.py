@@ -1,14 +1,12 @@
 """Two aids for torch's compiler on a CPU, with which a compiled step runs at the speed of memory.
 
-Four elements to a word: the compiler has no vectors for 16-bit integers. Beside integers it loads and stores
-bfloat16 16 at a time under a mask: such a load waits for the store before it, which takes more than half of a step.
-Words of four elements go whole.
+Words: four elements travel as one integer. The compiler has no vectors for 16-bit integers, and beside integers it
+loads and stores bfloat16 under a mask. Such a load waits for the store before it, for more than half of a step.
 
-Casts between a float's bits and an integer stay in registers: it writes such a cast as a store, a loop of copies
-and a load. Where gcc prefers vectors of 256 bits, as it does for most processors with AVX-512, the load of 512 bits
-waits for two narrower stores. A step of `split-master` over 10 million parameters then takes 1.8 times as long
-(`benchmarks.optimizer`). torch's own vectors have the cast as a function, which needs no instruction: the
-compiler uses it while it compiles our step.
+Casts in registers: the compiler writes a cast between a float's bits and an integer as a store, a loop of copies
+and a load. If gcc prefers 256-bit vectors, as it does on most processors with AVX-512, the 512-bit load waits for
+two narrower stores, and a step of `split-master` over 10 million parameters takes 1.8 times as long
+(`benchmarks.optimizer`). While it compiles our step, it uses the cast of torch's own vectors, which costs nothing.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ __all__ = ["ELEMENTS", "begins_at_a_word", "casts_in_registers", "packed", "unpa
 
 _COMPILING: Final = threading.RLock()
 _CAST: Final = {torch.float32: "float", torch.int32: "int32_t"}
-"""Formats that are cast, and what they are called in C++."""
+"""The dtypes that are cast, with their names in C++."""
 ELEMENTS = 4
 _ALIGNMENT_BYTES = 8
 _PACKED = {torch.bfloat16, torch.int16, torch.int8}
 
 
 def words(components: State) -> State:
-    """Flat vectors [4 n] of bfloat16, int16 or int8 as words [n], int32 or int64; those that lie between words are
-    copied. Others, such as an fp32 gradient of a bfloat16 weight, as rows of four: [n, 4], as they are.
+    """View flat vectors [4 n] of bfloat16, int16 or int8 as words [n], int32 or int64; copy unaligned ones first.
+    View vectors of other dtypes, such as an fp32 gradient, as rows of four [n, 4].
     """
     found = {}
     for name, tensor in components.items():
@@ -48,19 +46,17 @@ def words(components: State) -> State:
 
 
 def begins_at_a_word(tensor: Tensor) -> bool:
-    """Whether a vector can be viewed as words; true for dtypes that are never packed."""
+    """Whether a vector is aligned to words; true for dtypes that are never packed."""
     return tensor.dtype not in _PACKED or tensor.storage_offset() * tensor.element_size() % _ALIGNMENT_BYTES == 0
 
 
 def unpacked(word: Tensor, place: int, dtype: torch.dtype) -> Tensor:
-    """The element of `dtype` in this place of each word, 0 to 3: bfloat16 as fp32, integers as int32; of rows as it
-    is.
-    """
-    if word.dim() == 2:
+    """The element of `dtype` at `place` (0 to 3) of each word: bfloat16 as fp32, integers as int32."""
+    if word.dim() == 2:  # Rows, as `words` makes them of other dtypes.
         return word[:, place]
     if dtype == torch.int8:
         return word << 24 - 8 * place >> 24
-    # Two at a time: lanes of 64 bits take several instructions to narrow.
+    # Narrow two elements at once, because narrowing a 64-bit lane takes several instructions.
     two = (word if place < 2 else word >> 32).to(torch.int32)
     if dtype == torch.int16:
         return two >> 16 if place % 2 else two << 16 >> 16
@@ -68,15 +64,15 @@ def unpacked(word: Tensor, place: int, dtype: torch.dtype) -> Tensor:
 
 
 def packed(elements: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The words of these elements, as `unpacked` returns them: an integer's lower bits, an fp32's upper ones."""
+    """Join four elements, as `unpacked` returns them, to words: an integer's lower bits, an fp32's upper bits."""
     if dtype == torch.int8:
         first, second, third, fourth = elements
         return first & 0xFF | (second & 0xFF) << 8 | (third & 0xFF) << 16 | fourth << 24
-    lower, upper = (_two(elements[place], elements[place + 1], dtype).to(torch.int64) for place in (0, 2))
+    lower, upper = (_joined_pair(elements[place], elements[place + 1], dtype).to(torch.int64) for place in (0, 2))
     return lower & 0xFFFFFFFF | upper << 32
 
 
-def _two(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
+def _joined_pair(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.int16:
         return first & 0xFFFF | second << 16
     first, second = (element.to(torch.float32).view(torch.int32) for element in (first, second))
@@ -85,9 +81,9 @@ def _two(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def casts_in_registers() -> Iterator[None]:
-    """Code compiled inside casts fp32 to int32 and back without going through memory; the bits are the same.
+    """Make code that is compiled inside cast fp32 to int32 and back without memory; the bits are the same.
 
-    Leans on private names of torch's compiler. One that has others casts by memory, as without this.
+    It relies on private names of torch's compiler; a compiler without them casts through memory.
     """
     with _COMPILING:
         try:

@@ -1,7 +1,7 @@
-"""Integer remainders: integers beside a 16-bit weight, decoded to the part that the weight lacks.
+"""Integers that optimizers keep beside 16-bit weights, decoded to the part that rounding cut off.
 
-A weight p and an integer k of the same element make one number of more bits, θ = p + r. The forms differ in the
-value of one unit of k, and in whether it counts from zero outwards or upwards.
+A weight p and its integer k stand for a longer number θ = p + r. The codes differ in the value of one unit of k,
+and in its direction: away from zero, or upwards.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["RemainderCode", "SIGNED_BITS", "SIGNED_BYTE", "codes_of"]
 
 @dataclass(frozen=True)
 class RemainderCode:
-    """How an integer k beside a 16-bit weight p is read: r = k · gap(p) / units.
+    """One meaning of the integer k beside a 16-bit weight p: r = k · gap(p) / units.
 
-    words: its name for people. units: how many make a gap. unsigned: k counts from 0. outwards: k is added to
-    the bits of p, so that it counts away from zero, and the gap is that in its direction (half as wide below a
-    power of two); else it is added to the value, and the gap is the ulp.
+    words: the code's name for people. units: how many make a gap. unsigned: k is never negative. outwards: k is
+    added to the bits of p, so it counts away from zero, in gaps of its direction (half as wide below a power of
+    two); otherwise k is added to the value, in ulps.
     """
 
     words: str
@@ -33,22 +33,20 @@ class RemainderCode:
     outwards: bool = True
 
     def appends_bits(self, weight: torch.dtype) -> bool:
-        """Whether the bits of p, followed by the bits of k, are θ in fp32."""
+        """Whether appending the bits of k to those of p gives θ in fp32."""
         return weight == torch.bfloat16 and self.outwards and self.units in (2**8, 2**16)
 
     def joined(self, weight: Tensor, counts: Tensor) -> Tensor:
-        """θ, fp32 of the same shape, new: the bits of p, bfloat16, lengthened by the counts, 8 to 32 bits."""
+        """θ as a new fp32 tensor: the bits of p, bfloat16, lengthened by `counts`, int32 of the same shape."""
         value = weight.to(torch.float32)
         value.view(torch.int32).add_(counts, alpha=2**16 // self.units)
         return value
 
     def residual(self, weight: Tensor, integers: Tensor) -> Tensor:
-        """r = θ − p of the same shape, exact for units that are powers of two; NaN where p is not finite.
+        """r = θ − p of the same shape, fp64 or, if it holds r, fp32; exact if `units` is a power of two.
 
-        fp64, or fp32 where that holds it.
-
-        weight: bfloat16 or float16; integers: 8 or 16 bits, signed or not, of which the bits count; floats are
-        counts that were cast. No synchronisation.
+        NaN where p is not finite. weight: bfloat16 or float16. integers: 8 or 16 bits, read by `unsigned` whatever
+        their dtype says; floats hold values of k. No synchronisation.
         """
         if integers.is_floating_point():
             counts = integers.to(torch.int32)
@@ -60,7 +58,7 @@ class RemainderCode:
             away = torch.zeros((), dtype=torch.int32, device=weight.device)
             return gap_outwards(weight, away).mul_(counts).div_(self.units)
         if weight.is_cpu and weight.dtype == torch.bfloat16:
-            # That fails only below zero itself, and where p is not finite.
+            # Not finite: p is, or k reaches below zero itself.
             found = self.joined(weight, counts).sub_(weight)
             if math.isfinite(found.sum().numpy()):
                 return found
@@ -70,7 +68,7 @@ class RemainderCode:
 
 
 SIGNED_BITS: Final = RemainderCode("the signed remainder of rounding to nearest, 16 bits", 2**16)
-"""TransformerEngine's and Megatron's: bits of θ = (bits of p · 2^16) + k."""
+"""The code of TransformerEngine and Megatron: bits of θ = (bits of p · 2^16) + k."""
 
 SIGNED_BYTE: Final = RemainderCode("the signed remainder of rounding to nearest, 8 bits", 2**8)
 
@@ -94,7 +92,7 @@ _INTEGERS: Final = frozenset((torch.int8, torch.uint8, torch.int16, torch.uint16
 
 
 def codes_of(integers: torch.dtype, weight: torch.dtype) -> Iterator[RemainderCode]:
-    """The forms that integers of this dtype may have beside weights of that dtype; none for other dtypes."""
+    """Yield the codes that integers of this dtype can be in beside weights of that dtype; none for other dtypes."""
     if integers not in _INTEGERS or weight not in (torch.bfloat16, torch.float16):
         return
     yield from _CODES[8 * integers.itemsize]
