@@ -1,8 +1,7 @@
-"""The layout of an optimizer's state for tensors that are stepped alike: decided at the plan, looked up at each
-step.
+"""Describes the state that an optimizer keeps for the tensors of a bucket: which entries are weights or averages.
 
-Nothing here runs at a step but look-ups. A new kind of state is described here once, and gathering, observing and
-oracles follow.
+A layout is made when steps are planned; a step only looks it up. A new kind of state is described here once, and
+gathering, observing and oracles follow. Beside it: what counters and groups say about a step.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ __all__ = [
 ]
 
 _FEW_STEPS: Final = 10
-"""Of so many that go to and fro at random a quarter of the elements come back to where they began."""
+"""After this many random steps to and fro, a quarter of the elements are back where they began."""
 _ALWAYS_DECOUPLED: Final = (torch.optim.AdamW, CollageAdamW, CollageLion)
 
 
 @dataclass(frozen=True)
 class KeptState:
-    """A state that holds one value for each element, and how its sample becomes numbers.
+    """A state with one value for each element, and how its sample becomes numbers of `dtype`.
 
-    plain: the tensor is gathered as it is. parts: keys of the codes in which our own optimizers keep it; they are
-    gathered and then decoded. Neither: whole tensors are read as numbers first. completes: the gathered values
-    encode the residual of the weight and must be decoded. dtype: of the numbers.
+    plain: the tensor is gathered as it is. parts: our own optimizers keep codes under these keys, which are
+    gathered, then decoded. With neither, the whole tensor is decoded first. completes: the gathered values encode
+    the weight's residual and are decoded beside the weight.
     """
 
     key: str
@@ -56,7 +55,7 @@ class KeptState:
 
 @dataclass(frozen=True)
 class Average:
-    """A moving average: the keys whose values add up to it, and whether it is kept as floats."""
+    """A moving average, the sum of the values under these keys."""
 
     name: str
     components: tuple[str, ...]
@@ -66,10 +65,11 @@ class Average:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The role of each entry of the states, the same for all tensors of a bucket.
+    """The role of each entry of the state, the same for all tensors of a bucket.
 
-    weights: states that are part of the stored weight; others: the rest of those that are elementwise. scalars:
-    entries kept once for a whole tensor. stored: the keys whose values add up to the stored weight.
+    weights: elementwise states that are part of the stored weight; others: all other elementwise states. scalars:
+    entries kept once for a whole tensor. stored: the keys whose values add up to the stored weight. form: keys,
+    classes and dtypes, by which `fits` recognises a state.
     """
 
     form: tuple[object, ...]
@@ -82,43 +82,43 @@ class StateLayout:
 
     @classmethod
     def of(cls, parameter: Tensor, state: Mapping[str, Any], composition: Composition) -> StateLayout:
-        """The layout of one tensor's state; all tensors of its bucket have the same."""
+        """Make the layout of a bucket from the state of one of its tensors."""
         elementwise = stored_parts.elementwise_state(parameter, state)
         keys = (PARAMETER, *elementwise)
-        parts_of_weight = tuple(stored_parts.stored_parameter(keys, composition))
+        stored = tuple(stored_parts.stored_parameter(keys, composition))
         kept = {key: _kept(state, key, composition) for key in elementwise}
         parts = {part for entry in kept.values() for part in entry.parts}
         averages = tuple(
             Average(
                 name,
-                tuple(stored_parts.components(name, keys, composition)),
-                kept[name].dtype.is_floating_point,
-                stored_parts.decaying(name, kept[name].dtype),
+                components=tuple(stored_parts.components(name, keys, composition)),
+                is_float=kept[name].dtype.is_floating_point,
+                is_decaying=stored_parts.decaying(name, kept[name].dtype),
             )
             for name in stored_parts.average_names(keys, composition)
         )
         return cls(
-            _form_of(state),
-            tuple(entry for key, entry in kept.items() if key in parts_of_weight),
-            tuple(entry for key, entry in kept.items() if key not in parts_of_weight),
-            tuple(key for key in state if key not in elementwise and key not in parts),
-            parts_of_weight,
-            averages,
-            _rounds_once_to(parameter.dtype, [kept[key].dtype for key in parts_of_weight[1:]], composition),
+            form=_form_of(state),
+            weights=tuple(entry for key, entry in kept.items() if key in stored),
+            others=tuple(entry for key, entry in kept.items() if key not in stored),
+            scalars=tuple(key for key in state if key not in elementwise and key not in parts),
+            stored=stored,
+            averages=averages,
+            rounds_once_to=_rounds_once_to(parameter.dtype, [kept[key].dtype for key in stored[1:]], composition),
         )
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether it is the layout of this state: the same keys, classes and dtypes."""
+        """Whether a state has this layout: the same keys, classes and dtypes."""
         return self.form == _form_of(state)
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """The gathered tensors: the registered parameter and the elementwise states."""
+        """Keys of the gathered tensors: the registered parameter and the elementwise states."""
         return (PARAMETER, *(entry.key for entry in self.weights), *(entry.key for entry in self.others))
 
     @cached_property
     def weight_keys(self) -> tuple[str, ...]:
-        """The components of the weights, visible and stored."""
+        """Keys of the weight's components, visible and stored."""
         return (PARAMETER, *(entry.key for entry in self.weights))
 
     @cached_property
@@ -129,24 +129,24 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The layouts of the states before a step and after it: the first step of an optimizer makes its states."""
+    """The layouts before a step and after it, which differ at an optimizer's first step: it makes the states."""
 
     before: StateLayout
     after: StateLayout
 
     @cached_property
     def averages(self) -> tuple[Average, ...]:
-        """Those kept as floats before the step: the values that are compared with exact arithmetic."""
+        """The averages kept as floats before the step, which are compared with exact arithmetic."""
         return tuple(entry for entry in self.before.averages if entry.is_float)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the layers, in order."""
+        """Names of `averages`, in order."""
         return tuple(entry.name for entry in self.averages)
 
     @cached_property
     def decaying(self) -> tuple[str, ...]:
-        """Averages after the step that can be judged by how they shrink; others than `names` are new."""
+        """Names of averages that can be judged by how they shrink: those of `names`, and new ones."""
         before = {entry.name for entry in self.before.averages}
         return tuple(
             entry.name
@@ -156,13 +156,13 @@ class StepLayout:
 
     @cached_property
     def present(self) -> dict[str, tuple[str, ...]]:
-        """The averages that still exist after the step, with their components then."""
+        """Names of averages that still exist after the step, with their components then."""
         after = {entry.name: entry.components for entry in self.after.averages}
         return {name: after[name] for name in self.names if name in after}
 
     @cached_property
     def is_visible(self) -> bool:
-        """Whether the registered parameter is all that is stored: then eᵛ is e."""
+        """Whether only the registered parameter is stored, so that eᵛ is e."""
         return self.after.stored == (PARAMETER,)
 
 
@@ -183,10 +183,10 @@ def _kept(state: Mapping[str, Any], key: str, composition: Composition) -> KeptS
 
 
 def out_of_lock_step(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """bool [tensors]: which step counters differ from the first; None where counters are on the host.
+    """bool [tensors]: which step counters differ from the first; None if counters are on the host.
 
-    Counters on the host separate tensors into buckets. Reading counters on a device would synchronise it: there the
-    shadow steps a tensor that missed a step with a wrong counter, so that tensor is not reported.
+    By counters on the host, tensors were put into different buckets. Those on a device cannot be read without
+    synchronising it; the shadow steps a tensor that missed a step with a wrong counter, so it is not reported.
     """
     counters = []
     for state in states:
@@ -204,10 +204,10 @@ def differing_counters(counters: Sequence[Tensor]) -> Tensor:
 
 
 def decoupled_rate(optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor | None:
-    """lr·λ of a parameter group, a tensor where the learning rate is one on a device; None: coupled, or not known.
+    """lr·λ of a parameter group, a tensor if the learning rate is on a device; None: coupled, or not known.
 
-    Torch marks the group with `decoupled_weight_decay`; other classes are unknown, except ours. Synchronises
-    nothing: tensors on the host are read, others not.
+    Torch marks the group with `decoupled_weight_decay`; of unmarked classes only ours are known. Reads tensors on
+    the host only, so nothing is synchronised.
     """
     always = isinstance(optimizer, _ALWAYS_DECOUPLED) and not isinstance(optimizer, CollageAdam)
     if not group.get("decoupled_weight_decay", always):
@@ -223,10 +223,10 @@ def _number(value: Any) -> float | Tensor | None:
 
 
 def stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[bool | Tensor, bool | Tensor]:
-    """Whether a tensor took a step that could leave a residual; and whether an even number of equal steps may have
-    cancelled it. Bools, or bool [()] on the counter's device.
+    """(whether a tensor took a step that could leave a residual, whether few even steps may have cancelled it), as
+    bools or bool [()] on the counter's device.
 
-    Ours record since when; with others the first step may have had a rate of 0, as in a warm-up.
+    Our optimizers record since when residuals are kept. In others the first step may have had a rate of 0.
     """
     count, since = step_of(state), group.get(RESIDUALS_FROM, 1)
     count = group.get("step") if count is None else count
