@@ -25,13 +25,15 @@ _REFRESH_SECONDS: Final = 1.5
 _OLDEST_SECONDS: Final = 4.5
 _UNKNOWN_REFRESH_SECONDS: Final = 0.25
 _NOTE_SECONDS: Final = 60.0
+_MOST_AHEAD_SECONDS: Final = 300.0
+"""More than the clocks of servers on one database may differ."""
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Who a request comes from. `projects` None is every project; `actor` is what the audit log says.
+    """Who sends a request. actor: the name in the audit log. projects: None for every project.
 
-    `also` grants more roles elsewhere. A route sees the principal `narrowed` to the grants that it needs.
+    also: further roles in other projects. A route gets the principal `narrowed` to the grants that it needs.
     """
 
     actor: str
@@ -41,29 +43,24 @@ class Principal:
     is_session: bool = False
 
     def may(self, capability: Capability) -> bool:
-        """Whether this role grants it."""
+        """Whether this role grants the capability."""
         return capability == "open" or capability in GRANTS[self.role]
 
     def narrowed(self, capability: Capability) -> Principal | None:
-        """This principal where a grant allows it: those projects, the least of those roles; None if none does."""
+        """This principal with the projects whose grants allow it and their least role; None if none does."""
         if not self.also:
             return self if self.may(capability) else None
         own = wire.Grant(role=self.role, projects=None if self.projects is None else sorted(self.projects))
         allowed = [grant for grant in (own, *self.also) if capability == "open" or capability in GRANTS[grant.role]]
         if not allowed:
             return None
-        projects: set[str] | None = set()
-        for grant in allowed:
-            projects = None if projects is None or grant.projects is None else projects | set(grant.projects)
-        return replace(
-            self,
-            role=min((grant.role for grant in allowed), key=wire.ROLES.index),
-            projects=None if projects is None else frozenset(projects),
-            also=(),
-        )
+        everywhere = any(grant.projects is None for grant in allowed)
+        projects = frozenset(project for grant in allowed for project in grant.projects or ())
+        role = min((grant.role for grant in allowed), key=wire.ROLES.index)
+        return replace(self, role=role, projects=None if everywhere else projects, also=())
 
     def owns(self, project: str | None) -> bool:
-        """Whether this project is allowed; None (an unknown one) only if all are."""
+        """Whether this project is allowed; an unknown one (None) only if every project is."""
         return self.projects is None or project in self.projects
 
 
@@ -84,12 +81,12 @@ SERVER_TOKEN: Final = Principal("server-token", "admin")
 
 
 def new_secret() -> str:
-    """256 random bits, with a prefix by which secret scanners know it."""
+    """Draw 256 random bits, with a prefix that secret scanners recognise."""
     return _PREFIX + secrets.token_urlsafe(32)
 
 
 def digest_of(secret: str | bytes) -> bytes:
-    """SHA-256 of a secret, which is stored and looked up.
+    """The SHA-256 of a secret: the store keeps this, never the secret.
 
     A plain fast hash without a salt is enough, because 256 random bits cannot be guessed. Timing leaks nothing: the
     look-up compares digests, and without the secret a caller cannot choose one.
@@ -105,22 +102,18 @@ class _Known:
     token: wire.Token
 
     def is_over(self, now: float, used_at: float) -> bool:
-        """Whether this was a session that has ended by now; `used_at` is its last use in this process."""
+        """Whether this is a session that has ended; `used_at`: its last use in this process."""
         token = self.token
         last = max(token.last_used_at or 0.0, token.created_at, used_at)
-        # A clock that was ahead dated this session in the future; it would last longer by that much.
+        # A fast clock dated this session in the future, which would make it last longer.
         is_ahead = last > now + _MOST_AHEAD_SECONDS
         if token.expires_at is not None and (now >= token.expires_at or is_ahead):
             return True
         return token.idle_seconds is not None and now - last >= token.idle_seconds
 
 
-_MOST_AHEAD_SECONDS: Final = 300.0
-"""More than the clocks of servers on one database may differ."""
-
-
 class TokenDirectory:
-    """The valid tokens, read again in the background; used on the event loop only.
+    """A copy of the valid tokens, refreshed in the background; used on the event loop only.
 
     A revocation by any process takes effect here within five seconds: an older copy is never used, even if the
     answer is then 503. `clock` gives Unix seconds, `monotonic` measures the copy's age.
@@ -147,9 +140,9 @@ class TokenDirectory:
         self._noted: dict[str, float] = {}
 
     async def principal(self, secret: bytes, *, look_up: bool = True) -> Principal | None:
-        """The principal behind this secret; None if it is unknown or revoked, or a session that has ended.
+        """The principal behind this secret; None if it is unknown, revoked, or of a session that has ended.
 
-        look_up: read the table again for an unknown one.
+        look_up: read the table again if the secret is unknown.
 
         Raises:
             Busy: the token table cannot be read, and the copy is too old to be trusted.
@@ -228,7 +221,7 @@ class TokenDirectory:
             self._start_noting(due)
 
     def _start_noting(self, uses: dict[str, float]) -> None:
-        # Not on the loop's threads: these are waited for at the end, however long a locked database takes.
+        # A thread of its own: the loop waits at its end for its own threads, however long a locked database takes.
         self._noting = Thread(target=self._note, args=(uses,), name="collage-last-uses", daemon=True)
         self._noting.start()
 
