@@ -1,8 +1,8 @@
 """Tokens, the audit log, and which project owns a run, on an SQL database.
 
-`store.access`: `auth/`, `api/` and the command `token` ask it. Secrets are digests here. Entries of the audit log
-never change; only `sealing/retention.py` deletes, and old ones alone (`tests/server/store/access_contract.py`, run
-by `test_access.py`). `run_store.py` appends the entry of a deletion in the deletion's own transaction.
+`auth/`, `api/` and the command `token` use it as `store.access`. It stores digests, never secrets. Entries of the
+audit log do not change, and only `sealing/retention.py` deletes old ones (`tests/server/store/access_contract.py`).
+`run_store.py` appends the entry of a deletion in the deletion's own transaction.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ _SHOWN: Final = [column for column in TOKEN.columns if column.name not in _HIDDE
 
 @dataclass(frozen=True)
 class LogOut:
-    """The content of a provider's log-out token: a person whose sessions end, or one session; at least one of the
-    two.
+    """A provider's log-out token: it ends all sessions of `subject`, or the one session; at least one is given.
 
-    `digest` is the SHA-256 of its id, which counts once; it may be forgotten at `expires_at`.
+    digest: the SHA-256 of the token's id, by which it works once; it may be forgotten at `expires_at`.
     """
 
     digest: bytes
@@ -62,9 +61,9 @@ class AccessStore:
         audit_entries: Sequence[wire.AuditLogEntry],
         provider_session: str | None = None,
     ) -> None:
-        """Keep a new token, and the entry of the audit log that says who made it; sessions that have ended go.
+        """Keep a new token with its entry in the audit log; a new session also deletes those that have ended.
 
-        provider_session: the provider's id of the session in which a person signed in.
+        provider_session: the provider's id of the session, if a person signed in.
         """
         values = msgspec.structs.asdict(token)
         values["projects"] = None if token.projects is None else to_json(token.projects)
@@ -90,7 +89,7 @@ class AccessStore:
             return {bytes(row.digest): _token(row) for row in connection.execute(statement)}
 
     def revoke_token(self, token_id: str, now: float, audit_entries: Sequence[wire.AuditLogEntry]) -> wire.Token:
-        """Revoke a token, once; a second time changes and records nothing.
+        """Revoke a token; a second call changes and records nothing.
 
         Raises:
             NotFound: no token has this id.
@@ -110,7 +109,7 @@ class AccessStore:
     def end_sessions(
         self, log_out: LogOut, now: float, audit_entry: Callable[[str], wire.AuditLogEntry]
     ) -> list[str]:
-        """End the sessions that a provider's log-out token is about, each with its entry; the ids of those ended.
+        """End the sessions that a log-out token names, with an entry for each; return their ids.
 
         Raises:
             BadRequest: this log-out token was taken before.
@@ -135,7 +134,7 @@ class AccessStore:
         return ended
 
     def note_uses(self, last_used_at: Mapping[str, float]) -> None:
-        """Write when tokens were last used; an older time than the known one changes nothing."""
+        """Store when tokens were last used, unless a later use is known."""
         newer = or_(TOKEN.c.last_used_at.is_(None), TOKEN.c.last_used_at < bindparam("used_at"))
         statement = update(TOKEN).where(TOKEN.c.token_id == bindparam("used_id"), newer)
         rows = [{"used_id": token_id, "used_at": at} for token_id, at in last_used_at.items()]
@@ -172,7 +171,7 @@ class AccessStore:
     def count_layers(self, project: str) -> int:
         """How many layers a project holds, summed over its runs."""
         run, layer = schema.run, schema.layer
-        # Numbered from 0: the last number of each run is one look-up, where counting reads all rows.
+        # Layers are numbered from 0: the last number is one look-up, while counting reads all rows.
         last = select(func.max(layer.c.layer)).where(layer.c.run_id == run.c.run_id).scalar_subquery()
         count = select(func.coalesce(func.sum(last + 1), 0)).where(run.c.project == project)
         with self._reading() as connection:
@@ -188,13 +187,13 @@ def _project_of(connection: Connection, run_id: str) -> str | None:
 
 
 def append_to_audit_log(connection: Connection, entries: Sequence[wire.AuditLogEntry]) -> None:
-    """Append entries in the transaction of the change that they record: neither is stored without the other."""
+    """Append entries in the transaction of the change that they record, so that both are stored or neither."""
     if entries:
         connection.execute(insert(ACT), [_entry_row(entry) for entry in entries])
 
 
 def _entry_row(entry: wire.AuditLogEntry) -> dict[str, Any]:
-    """The client stands among the details: the table has no column of its own for it."""
+    """Make a row; the client goes into the details, because the table has no column for it."""
     values = msgspec.structs.asdict(entry)
     client = values.pop("client")
     return values | {"details": to_json(entry.details if client is None else {**entry.details, _CLIENT: client})}
