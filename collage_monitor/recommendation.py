@@ -1,8 +1,7 @@
 """Recommends a precision strategy, and says whether one of two is worth its bytes, with reasons.
 
-A verdict's findings count beside the loss, because a state that cannot decay shows in the loss late.
-
-The comparison's page, the report and `mcp` quote it; numbers are `strategy_results.py`'s
+Findings count beside the loss, because a state that cannot decay shows late in the loss. The numbers come from
+`strategy_results.py`; the comparison's page, the report and `mcp` quote the sentences
 (`tests/dashboard/test_recommendation.py`).
 """
 
@@ -20,14 +19,16 @@ from collage_monitor.strategy_results import RunResult, StrategyResult, differen
 __all__ = ["Recommendation", "recommendation", "signed", "worth"]
 
 _NOTICEABLE_LOSS_SHARE: Final = 0.005
-"""Of the reference's loss: between strategies whose gaps are below this, memory decides."""
+"""Memory decides between strategies whose losses differ by less than this share of the reference's loss."""
+_MANY: Final = 4
+"""A sentence lists fewer values than this, and at most so many settings."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommendation: `chosen`, None if none can be named; a sentence, and its reasons.
+    """A recommended strategy, None if none can be named, with a sentence and its reasons.
 
-    brief: the sentence in fifteen words at most, "" where it is as short itself.
+    brief: the sentence in at most fifteen words, "" if `text` is short enough.
     """
 
     chosen: StrategyResult | None
@@ -37,13 +38,12 @@ class Recommendation:
 
 
 def recommendation(results: Sequence[StrategyResult], left_out: int = 0) -> Recommendation:
-    """All strategies without a problem, the one that needs the fewest bytes first.
+    """Recommend all strategies without a problem, the one with the fewest bytes first.
 
-    A problem is a verdict of one of its runs, or a loss whose 95 % interval lies beyond `_NOTICEABLE_LOSS_SHARE` of
-    the reference's. A strategy is not recommended unless its runs are known to be healthy and differ only in their
-    strategy.
+    A strategy has a problem if a run is not known to be healthy, or if the 95 % interval of its loss is more than
+    `_NOTICEABLE_LOSS_SHARE` above the reference's. Runs that differ in other settings are not compared.
 
-    left_out: requested runs that are not among the results; the sentence says how many it covers.
+    left_out: how many requested runs are not among the results; the sentence then says how many it covers.
     """
     found = _recommended(results)
     if not left_out:
@@ -62,15 +62,22 @@ def _recommended(results: Sequence[StrategyResult]) -> Recommendation:
     reference = next((result for result in results if result.is_reference), None)
     reasons = [_reason(result, reference) for result in results]
     if found := differences(results):
-        told = _of_configurations(results)
-        first = told.partition(" (95 %")[0].partition(";")[0].rstrip(".")
-        brief = f"{first}{'; it may be chance' if 'chance' in told else ''}."
-        return Recommendation(None, f"{_differ(found)} {told}", tuple(reasons), brief)
-    fit = [result for result in results if _against(result, reference) is None]
+        better = _better_configuration(results)
+        first = better.partition(" (95 %")[0].partition(";")[0].rstrip(".")
+        brief = f"{first}{'; it may be chance' if 'chance' in better else ''}."
+        return Recommendation(None, f"{_differing(found)} {better}", tuple(reasons), brief)
+    fit = [result for result in results if _problem_of(result, reference) is None]
     if not fit:
         losing = results and not any(result.health == "unknown" for result in results)
         brief = "No compared strategy keeps its updates and reaches the reference's loss." if losing else ""
         return Recommendation(None, _none_fits(results), tuple(reasons), brief)
+    text, brief = _sentences(fit, results)
+    text += _loss_in_words(fit[0], reference)
+    return Recommendation(fit[0], f"{text}.", (*reasons, *_not_compared(fit[0], results)), brief)
+
+
+def _sentences(fit: Sequence[StrategyResult], results: Sequence[StrategyResult]) -> tuple[str, str]:
+    """(the sentence without its end, its short form) that recommends the strategies in `fit`."""
     chosen, keeping = fit[0], sum(result.health == "healthy" for result in results)
     size = f" ({chosen.bytes_per_parameter.value:.3g} bytes a parameter)" if chosen.bytes_per_parameter else ""
     what = "its updates" if keeping == len(fit) else "its updates and the reference's loss"
@@ -86,8 +93,7 @@ def _recommended(results: Sequence[StrategyResult]) -> Recommendation:
         brief = (
             f"Use {_either(fit[:2])}: {all_keep}." if len(fit) == 2 else f"Use {chosen.title}: {all_keep}{size}."
         )
-    text += _of_the_gap(chosen, reference)
-    return Recommendation(chosen, f"{text}.", (*reasons, *_not_compared(chosen, results)), brief)
+    return text, brief
 
 
 def _either(results: Sequence[StrategyResult]) -> str:
@@ -97,7 +103,7 @@ def _either(results: Sequence[StrategyResult]) -> str:
 
 
 def worth(one: StrategyResult, other: StrategyResult) -> str:
-    """Whether the larger of two strategies is worth its bytes: the difference in loss, and how certain it is.
+    """Say whether the larger of two strategies is worth its bytes: the difference in loss, and how certain it is.
 
     'Kahan is worth its 2 bytes more than Plain: its loss is lower by 0.0021 (95 %: 0.001 to 0.003, 3 pairs).'
     """
@@ -110,7 +116,7 @@ def worth(one: StrategyResult, other: StrategyResult) -> str:
         f"its {more:.3g} {'byte' if more == 1 else 'bytes'} more than {second}" if more else f"more than {second}"
     )
     if found := differences([one, other]):
-        return f"{_differ(found)} Their losses say nothing of the strategies."
+        return f"{_differing(found)} Their losses say nothing of the strategies."
     ill = [f"{result.title}: {result.health}." for result in (one, other) if result.health not in NO_PROBLEM]
     return " ".join([_worth(first, over, difference(_seeds(one), _seeds(other))), *ill])
 
@@ -137,7 +143,7 @@ def _seeds(result: StrategyResult) -> list[SeedValue]:
     return [SeedValue(run.loss, run.group, run.seed) for run in result.counted if run.loss is not None]
 
 
-def _differ(found: Mapping[str, Sequence[Any]]) -> str:
+def _differing(found: Mapping[str, Sequence[Any]]) -> str:
     """'These runs differ in learning_rate (0.0003 and 0.001).'"""
     named = [
         f"{name} ({' and '.join(map(str, values))})" if len(values) < _MANY else f"{name} ({len(values)} values)"
@@ -147,8 +153,8 @@ def _differ(found: Mapping[str, Sequence[Any]]) -> str:
     return f"These runs differ in {', '.join(named)}{more}."
 
 
-def _of_configurations(results: Sequence[StrategyResult]) -> str:
-    """Which of two configurations of one strategy has the lower loss; otherwise that no strategy can be named."""
+def _better_configuration(results: Sequence[StrategyResult]) -> str:
+    """Say which of two configurations of one strategy has the lower loss, or that no strategy can be named."""
     same = len({(result.strategy, result.dtype) for result in results}) == 1
     losses = [_seeds(result) for result in results]
     if not same or len(results) != 2 or not all(losses):
@@ -165,17 +171,14 @@ def _of_configurations(results: Sequence[StrategyResult]) -> str:
     return f"{words} (95 %: {signed(gap.low)} to {signed(gap.high)}){sure}."
 
 
-_MANY: Final = 4
-
-
 def signed(value: float, digits: int = 3) -> str:
-    """A difference with its sign, a true minus, and so many significant digits: '+0.0931', '−0.002', '+1e−05'."""
+    """Write a difference with its sign, a true minus and `digits` significant digits: '+0.0931', '−0.002'."""
     text = f"{value:+.{digits if abs(value) >= 1e-3 else 1}g}" if abs(value) >= 1e-12 else "0"
     return text.replace("-", "−")
 
 
-def _of_the_gap(result: StrategyResult, reference: StrategyResult | None) -> str:
-    """', and its loss is …', with how certain that is."""
+def _loss_in_words(result: StrategyResult, reference: StrategyResult | None) -> str:
+    """Continue the sentence by how the loss compares with the reference's, and how certain that is."""
     if result.is_reference:
         return ", and it is the reference"
     if reference is None:
@@ -193,28 +196,28 @@ def _of_the_gap(result: StrategyResult, reference: StrategyResult | None) -> str
 
 
 def _reason(result: StrategyResult, reference: StrategyResult | None) -> str:
-    """One line about a strategy: its cost, its gap, and its problems, if any."""
+    """Describe a strategy in a line: its bytes, the difference in loss, and its problems."""
     size = result.bytes_per_parameter
     parts = [f"{size.value:.3g} bytes a parameter"] if size else []
     if result.is_reference:
         parts.append("the reference")
     elif result.gap is not None:
         parts.append(f"loss {signed(result.gap.value)}{_share(result.gap, reference)}")
-    parts.append(_against(result, reference) or "healthy")
+    parts.append(_problem_of(result, reference) or "healthy")
     if result.set_apart:
         parts.append(f"not counted: {'; '.join(run.why_odd for run in result.set_apart)}")
     return f"{result.title}: {', '.join(parts)}"
 
 
-def _against(result: StrategyResult, reference: StrategyResult | None) -> str | None:
-    """The reason not to recommend a strategy."""
+def _problem_of(result: StrategyResult, reference: StrategyResult | None) -> str | None:
+    """The reason not to recommend a strategy, None if there is none."""
     if result.health != "healthy":
-        said = [run for run in result.runs if run.health == result.health]
+        ill = [run for run in result.runs if run.health == result.health]
         if len(result.runs) == 1:
-            return said[0].short or result.health
-        return f"{len(said)} of {len(result.runs)} runs: {result.health}{_on_average(said)}"
+            return ill[0].short or result.health
+        return f"{len(ill)} of {len(result.runs)} runs: {result.health}{_on_average(ill)}"
     limit = _noticeable(reference)
-    # Without an interval, or within one that reaches the limit, chance may have made it so.
+    # Without an interval above the limit the difference may be chance.
     if result.gap is not None and limit is not None and result.gap.low is not None and result.gap.low > limit:
         return f"its loss is more than {percent(_NOTICEABLE_LOSS_SHARE)} above the reference's"
     return None
@@ -249,12 +252,12 @@ def _none_fits(results: Sequence[StrategyResult]) -> str:
         return "No run to compare yet."
     if all(result.health == "unknown" for result in results):
         return "No strategy can be named yet: no run is known to keep its updates."
-    told = dict.fromkeys(run.advice for result in results for run in result.runs if run.advice)
-    return " ".join(["None of the compared strategies is known to keep its updates.", *told])
+    advice = dict.fromkeys(run.advice for result in results for run in result.runs if run.advice)
+    return " ".join(["None of the compared strategies is known to keep its updates.", *advice])
 
 
 def _not_compared(chosen: StrategyResult, results: Sequence[StrategyResult]) -> list[str]:
-    """The most exact strategy with no more bytes for these weights, if it is not among the compared ones."""
+    """Name the most exact strategy that needs no more bytes than `chosen`, if it was not compared."""
     size, trained = chosen.bytes_per_parameter, chosen.runs[0].trained
     best = most_exact(trained[0], round(size.value, 1)) if size and len(trained) == 1 else None
     if best is None or any(result.strategy == best.strategy for result in results):
