@@ -45,7 +45,7 @@ _WRITES_BEFORE_COPY = 2
 _NEVER_STEPPED = -1
 _version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 _Place = tuple[int, tuple[int, ...]]
-"""Where a weight's elements lie: the address of the first one, and the strides."""
+"""A weight's place in memory: the address of its first element, and the strides."""
 _NOWHERE: _Place = (0, ())
 
 
@@ -125,7 +125,7 @@ class ExternalWrites:
         self._reads = DeferredReads()
 
     def forget(self) -> None:
-        """Weights and states were loaded: only contradictions between them count as a write."""
+        """Note that weights and states were loaded: only contradictions between them count as a write."""
         self._tracked.clear()
         self._order, self._samples, self._places = [], [], None
 
@@ -252,7 +252,7 @@ class ExternalWrites:
             moved.append(elsewhere or entry.version() != tracked.version)
             if elsewhere:
                 if place[1] != tracked.place[1]:
-                    # Stretches are read in the order of the memory: what they held says nothing of these elements.
+                    # Stretches are read in memory order, which has changed: the old bits belong to other elements.
                     tracked.sample = None
                     entry.reordered = tracked.place is not _NOWHERE
                 tracked.place, tracked.stretches, relocated = place, None, True
@@ -262,7 +262,7 @@ class ExternalWrites:
         return moved
 
     def _suspects(self, moved: list[bool]) -> Iterator[tuple[_Entry, bool | Tensor]]:
-        """The weights that may have been written to, each with whether its sample has other bits.
+        """The weights that may have been written to, each with whether its sampled bits have changed.
 
         On a device that is a tensor, and said only of weights that have moved.
         """
@@ -290,7 +290,7 @@ class ExternalWrites:
         if entry.strategy.parameter_state == MASTER_PARAMETER and not entry.strategy.stochastic:
             changed = _rounds_elsewhere(state, weight)
             if tracked.version == _NEVER_STEPPED:
-                # A loaded master may lie halfway between its weight and the next one, which to even is the other.
+                # A loaded master may be a tie between its weight and a neighbour, to which it would round.
                 changed &= _rounds_elsewhere(torch.nextafter(state, weight.to(state.dtype)), weight)
             return changed
         if tracked.copy is not None and tracked.state_version == state._version:
@@ -411,7 +411,7 @@ def _differs(entry: _Entry, now: Tensor) -> bool | Tensor:
 
 
 def _rounds_elsewhere(master: Tensor, weight: Tensor) -> Tensor:
-    """Where a master weight does not round to the weight; a NaN rounds to a NaN."""
+    """Mask of the elements whose master weight does not round to the weight; a NaN rounds to a NaN."""
     rounded = master.to(weight.dtype)
     return rounded.ne(weight).logical_and_(rounded.isnan().logical_and_(weight.isnan()).logical_not_())
 

@@ -160,7 +160,7 @@ def up(folder: Path | None, port: int, dashboard_port: int, as_json: bool) -> No
     signal.signal(signal.SIGTERM, _interrupt)
     with Services(where, port, dashboard_port) as services:
         server = LocalServer(services.server_url, services.dashboard_url, str(where), os.getpid())
-        # A page that answers is a promise that trainings find the server: it is announced before.
+        # Announce the server first: once the dashboard answers, trainings must be able to find the server.
         with announced(server) as found:
             services.start_dashboard()
             _say(server, found, as_json=as_json)

@@ -109,7 +109,7 @@ def report(
 
 
 def file_name(names: Sequence[str]) -> str:
-    """A name for the report's file, whatever the runs are called."""
+    """Make a valid file name for the report from the names of its runs."""
     return f"{file_stem(names)}.html"
 
 

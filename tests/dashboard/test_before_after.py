@@ -59,7 +59,7 @@ def test_the_page_of_a_link_says_what_changed_at_its_steps(raised, reader, searc
 
 def test_what_did_not_change_there_is_not_said_to_have(raised, reader):
     said, *_ = changed(render(read_address("/run/run-raised", "?at=1200"), reader))
-    assert "Nothing that was reported changed by a tenth." in said
+    assert "No reported value changed by more than 10 %." in said
 
 
 @pytest.mark.parametrize(("search", "side"), [("?at=1", "Before: no step"), ("?at=5000-6000", "After: no step")])

@@ -1,8 +1,8 @@
 """The tensors of each parameter: which ones in a checkpoint are weight, averages and low components.
 
 It reads what `checkpoint_files.py` has opened, by the names that each library gives its states, and changes
-nothing. All others of this package ask here. A library's names are added to the tables at the top, with a
-checkpoint of its own in `tests/audit/`.
+nothing. The other modules of this package read tensors through it. A library's names are added to the tables at
+the top, with a checkpoint of its own in `tests/audit/`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _REMAINDERS: Final = {
     "mantissa": "bits appended",
     "error_bits": "a fraction of half a gap",
 }
-"""TransformerEngine and Megatron, modded-nanogpt, FlashOptim: what their integers are."""
+"""How TransformerEngine and Megatron, modded-nanogpt and FlashOptim code their integers."""
 _INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 _FACTORS: Final = ("_row", "_col", "row_var", "col_var")
-"""How states of rows and columns end, in transformers, pytorch_optimizer and torch."""
+"""Suffixes of factored states (rows and columns) in transformers, pytorch_optimizer and torch."""
 _TABLES: Final = ("qmap", "absmax")
 _NESTED: Final = "__bnb_optimizer_quant_state__"
 """bitsandbytes: what its bytes are read with, and where its state dict keeps both."""
@@ -148,7 +148,7 @@ class CheckpointParameter:
 
     @property
     def missing(self) -> list[str]:
-        """State keys that the declared strategy needs for the averages that are there, and that are not."""
+        """State keys that the declared strategy needs for the averages present, and that are missing."""
         strategy = self.declared
         if strategy is None or not self.has_state or self.weight is None or not is_narrow(self.weight.dtype):
             return []
@@ -251,7 +251,7 @@ def _parameters_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def place_of(tensor: Tensor) -> tuple[int, int, torch.Size]:
-    """Where a tensor lies: tied weights are one."""
+    """A tensor's place in memory, the same for tied weights."""
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape
 
 
@@ -310,7 +310,7 @@ def _names(
             if certain is not None:
                 names[place] = certain, True
             elif len(candidates) == len(found):
-                # Where one of each is left over, they belong together.
+                # If one weight and one member are left over, they belong together.
                 names[place] = others.pop(0), sure.count(None) == 1
     rest = [place for place, (_, _, state) in enumerate(members) if _shape_of(state) is None]
     taken = {name for name, _ in names}
@@ -322,7 +322,7 @@ def _names(
 
 
 def _is_rounded(state: Mapping[str, Any], weight: Tensor) -> bool:
-    """Whether nearly all of a master weight in this state rounds to the weight; looks at a part of them."""
+    """Whether the state has a master weight that rounds to the weight nearly everywhere, judged by a sample."""
     masters = (state[key] for key in _MASTERS if isinstance(state.get(key), Tensor))
     return any(
         master.dtype.itemsize > weight.dtype.itemsize
@@ -355,7 +355,7 @@ def _parameter(
     entry = CheckpointParameter(
         name, weight, group, bool(state), _step(state.get("step")), state=tensors, paired=paired
     )
-    # Integers of ours are what the strategy says, not remainders by their looks.
+    # Our own integers are what the strategy says, even if they look like remainders.
     coded = entry.declared if entry.declared is not None and entry.declared.is_coded else None
     for key, value in tensors.items():
         if value.shape != shape:

@@ -62,23 +62,23 @@ class ProbeRun:
         rate = own.get("lr", 1.0)
         # None: the optimizer works its rate out itself.
         if rate is not None and float(rate) < _SMALLEST_RATE:
-            # Some refuse a rate that is a number where theirs was a tensor.
+            # Some optimizers refuse a number if their own rate is a tensor.
             own["lr"] = torch.full_like(rate, _PROBE_RATE) if isinstance(rate, Tensor) else _PROBE_RATE
         own["params"] = self.parameters
         self._clone.param_groups = [own]
 
     @property
     def optimizer(self) -> Optimizer:
-        """The clone that takes the steps."""
+        """The clone of the user's optimizer."""
         return self._clone
 
     @property
     def group(self) -> dict[str, Any]:
-        """The settings that it steps by."""
+        """The clone's only parameter group."""
         return self._clone.param_groups[0]
 
     def step(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Take a step with these gradients; the displacements."""
+        """Take a step with these gradients, and return the displacements."""
         before = [parameter.clone() for parameter in self.parameters]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             self._composition.give(parameter, gradient.clone())

@@ -37,7 +37,7 @@ __all__ = ["Kind", "Planner", "Signature", "step_counter_of"]
 Kind = tuple[int, int, float, torch.dtype | None, bool]
 """Parameter group, number of states, steps ahead of the first tensor, the gradient's dtype, is it sparse?"""
 _MOST_TOUCHED: Final = 2**20
-"""Elements of a tensor with a sparse gradient, where all are asked for: their places take 8 bytes each."""
+"""Most elements of a tensor with a sparse gradient under sample="all"; each index takes 8 bytes."""
 _CLOSURE: Final = BeforeAfter("the step evaluates a closure repeatedly, so no one gradient leads to it")
 
 
@@ -65,7 +65,7 @@ class Planner:
         seed: int,
         casts: Sequence[str] = (),
     ) -> None:
-        """casts: the formats in which copies of the weights are looked at."""
+        """casts: the formats in which copies of the weights are measured."""
         self.scratch = Scratch()
         self._seed = seed
         self._casts = tuple(casts)
@@ -77,7 +77,7 @@ class Planner:
         self.regroup(watched, intents)
 
     def regroup(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
-        """The parameter groups are others now: all parameters, those so far in their places, one intent a group."""
+        """Take over changed groups, with an intent for each; known parameters keep their places in `watched`."""
         self.watched, self.intents = list(watched), list(intents)
         self.stepped = [
             (index, entry.parameter, entry.group, self.intents[entry.group].composition.gradient)
@@ -88,7 +88,7 @@ class Planner:
     def plans(
         self, optimizer: Optimizer, signature: Signature, cap: int | Literal["all"], oracles: Sequence[Oracle]
     ) -> list[Bucket]:
-        """A bucket for each kind of tensor in the signature; `oracles` are those that may look on."""
+        """Make a bucket for each kind of tensor in the signature; `oracles`: those that may follow it."""
         kinds: dict[object, list[int]] = {}
         found: list[Bucket] = []
         for kind, indices in signature.kinds.items():
@@ -133,7 +133,7 @@ class Planner:
         return placed_alike(entry.parameter, gradient)
 
     def _touched(self, index: int, cap: int | Literal["all"], optimizer: Optimizer) -> list[Bucket]:
-        """A bucket of a tensor with a sparse gradient, none if it cannot be measured.
+        """Make a bucket of a tensor with a sparse gradient, none if it cannot be measured.
 
         That is a tensor which is no plain one, a gradient sparse in more than rows, or a state that is sparse too.
         """
@@ -187,7 +187,7 @@ class Planner:
         return Axis(self.watched[member].name for member in members)
 
     def casts_known(self, members: Sequence[int]) -> dict[str, list[bool]]:
-        """The formats of copies, and of which of these watched parameters a copy can be worked out from samples."""
+        """The formats of copies, and which of these parameters' copies can be computed from samples."""
         return {
             key: [_copy_is_known(self.watched[member], route_of(key).last) for member in members]
             for key in self._casts
@@ -236,7 +236,7 @@ def _has_whole_tiles(watched: WatchedParameter, high: int) -> bool:
 
 
 def step_counter_of(state: Mapping[str, Any]) -> float:
-    """The step counter of one tensor's state, 0 where it is on a device: reading it would wait."""
+    """The step counter of one tensor's state; 0 if it is on a device, where reading it would synchronise."""
     step = step_of(state)
     if isinstance(step, Tensor):
         return step.item() if step.is_cpu else 0.0

@@ -33,7 +33,7 @@ _PLAIN: Final = {Tensor, Parameter}
 _EMPTY: Final = np.empty(0, dtype=np.int64)
 _MOST_BLOCKS: Final = 2**40
 _MANY: Final = 16
-"""Tensors of one shape that are joined as they are: below that, a call for them costs more than views of them."""
+"""Fewest tensors of one shape that one call joins; for fewer, the call costs more than views do."""
 
 
 class BlockLayout:
@@ -79,7 +79,7 @@ class BlockLayout:
             self._alike.append((members, slice(start, self._boundary), shape))
         first = [tensor for members, _, _ in self._alike for tensor in members]
         others = sorted({*range(len(samples))}.difference(first))
-        # Lists of numbers: 20,000 pairs would have Python's collector visit all tensors.
+        # Two lists, because 20,000 pairs would set off a garbage collection that visits all tensors.
         pieces = [tensor for tensor in (*first, *others) if _length(samples[tensor])]
         of, lengths = np.array([pieces, [_length(samples[tensor]) for tensor in pieces]], dtype=np.int64)
         blocks = -(-lengths // self.block)
@@ -243,7 +243,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _length(sample: TensorSample) -> int:
-    """How many elements are taken one after the other: all, or a ragged tail."""
+    """How many elements are copied as one stretch: all, or a ragged tail."""
     return sample.elements if sample.whole else sample.tail * sample.tail_elements
 
 
@@ -315,7 +315,7 @@ class GatheredSample:
 
     @classmethod
     def pair(cls, layout: BlockLayout, composition: Composition) -> tuple[GatheredSample, GatheredSample]:
-        """Before a step and after it. They share the views of tensors that come again."""
+        """Make the samples before and after a step, which share the views of weights and states."""
         before, after = cls(layout, composition), cls(layout, composition)
         before._others, after._others = after._stagings, before._stagings
         return before, after
@@ -328,7 +328,7 @@ class GatheredSample:
         self.gather_states(layout.weights, states)
 
     def gather_states(self, kept: Iterable[KeptState], states: Sequence[Mapping[str, Any]]) -> None:
-        """These of the states, as numbers."""
+        """These states as numbers."""
         for entry in kept:
             key = entry.key
             numbers = self._decoded(entry, states) if entry.parts else None

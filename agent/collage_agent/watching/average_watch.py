@@ -45,7 +45,7 @@ __all__ = ["EVERY", "SAMPLE", "AverageWatch", "ModelWatch"]
 EVERY: Final = 10
 SAMPLE: Final = 1024
 _THINNED: Final = 10
-"""After so many measured updates only each of so many is, where nobody asks for more."""
+"""After ten measured updates only every tenth is measured, unless more are requested."""
 
 
 class ModelWatch(Protocol):
@@ -61,7 +61,7 @@ class ModelWatch(Protocol):
         """Identities of the watched parameters."""
 
     def join(self, average: AverageWatch) -> Governor | None:
-        """Report the average from now on; None: another one is."""
+        """Report the average from now on; None: another average is reported already."""
 
 
 class AverageWatch:
@@ -147,7 +147,7 @@ class AverageWatch:
                     self._prepare()
 
     def remove(self) -> None:
-        """Stop watching. Numbers measured so far stay; safe to call twice."""
+        """Stop watching; the numbers measured so far are kept. It may be called twice."""
         self.removed = True
         self._meter = self._container = None
         self._tensors = []
@@ -164,7 +164,7 @@ class AverageWatch:
             self._reports_to = weakref.ref(watch) if self.reported else None
 
     def watch_removed(self) -> None:
-        """The watch that reports it has ended: an average that was found then goes with it, until found again."""
+        """Note that the watch that reports it has ended; an average that the agent found ends with it."""
         if self.found:
             self.may_return = True
             self.remove()
@@ -246,7 +246,7 @@ class AverageWatch:
 
     @contextmanager
     def _safely(self) -> Iterator[None]:
-        """Errors end here, cost is counted, buffers are plain tensors, whatever mode the training averages in."""
+        """Catch errors, count the cost, and make plain tensors, whatever mode the training averages in."""
         governor = self._governor
         try:
             with nullcontext() if governor is None else governor.timing(), _undisturbed():
@@ -255,7 +255,7 @@ class AverageWatch:
             self._guard.caught("looking at an average of the weights", error)
 
     def _announced(self, average: object) -> None:
-        """An update is about to be made; a write to the average since the last one counts as a reset."""
+        """Prepare for an update; a write to the average since the last one counts as a reset."""
         self._look_again(average)
         written = self._written()
         if self._form != self._first_form():
@@ -286,8 +286,8 @@ class AverageWatch:
         self._meter.start()
 
     def _prepare(self) -> None:
-        """Keep what the next update is about to change, if that is measured: the last one ahead of a measured step,
-        and the first of all."""
+        """Keep the values before the next update if it is measured: the first update of all, and each that is the
+        last one before a measured step."""
         assert self._meter is not None
         interval = self._every << (self._governor.doublings if self._governor is not None else 0)
         if self._thins and self._updates > _THINNED * interval:
@@ -296,7 +296,7 @@ class AverageWatch:
             self._meter.before()
 
     def _first_form(self) -> list[object]:
-        """Where and in what dtype the first weight and its average lie: moved or cast, they are watched again."""
+        """Device and dtype of the first weight and its average; if they change, all are watched again."""
         first = self._tensors[0]
         return [kind for part in (first.weight, first.average) for kind in (part.device, part.dtype)]
 
@@ -317,7 +317,7 @@ class AverageWatch:
             self._meter.replace(now)
 
     def _look(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """The optimizer is about to step: was the average updated since the last time?"""
+        """Before a step of the optimizer, note whether the average was updated since the last one."""
         first = optimizer.param_groups[0]["params"]
         if self._by_hand or not self._goes_on or not any(id(weight) in self.parameters for weight in first):
             return

@@ -2,8 +2,8 @@
 
 Everything here works element by element or block by block, stays on the tensor's device and never synchronises it.
 
-The agent's casts and counterfactuals read `CAST_FORMATS`. A format's codes and scales are its standard's and fixed;
-each is tested over all its codes (`tests/numerics/test_cast_formats.py`).
+The agent's casts and counterfactuals read `CAST_FORMATS`. Standards fix the codes and scales of each format;
+`tests/numerics/test_cast_formats.py` tests all codes.
 """
 
 import math
@@ -129,7 +129,7 @@ def coded(
 
 def _coded(values: Tensor, kind: CastFormat, tensor: Tensor | None, tile: Tensor | None) -> CastCodes:
     if kind.dtype is not None:
-        # By the format's own grid it takes a third of the passes of `round_to`, to the same numbers.
+        # Rounding to the format's grid first equals `round_to` in a third of its passes over memory.
         on_grid = round_to_grid(values, kind.bits, kind.smallest)[0] if values.dtype == torch.float64 else values
         return CastCodes(on_grid.to(kind.dtype))
     if kind.scale == "none":

@@ -58,7 +58,7 @@ def before_after_card(
     heads = ("", f"Before{_over(before)}", f"After{_over(after)}", "Change")
     lines = [*_values(before, after), *_ranks(before, after)]
     changed, alike = ([_cells(line) for line in lines if bool(line[-1]) is said] for said in (True, False))
-    shown: list[Any] = [html.P("Nothing that was reported changed by a tenth.", className="quiet pad")]
+    shown: list[Any] = [html.P("No reported value changed by more than 10 %.", className="quiet pad")]
     if changed:
         shown = [table(heads, changed)]
     if alike:

@@ -114,7 +114,7 @@ def layout(view: View, reader: Reader) -> html.Div:
     tabs = dmc.Tabs(
         [
             dmc.TabsList([dmc.TabsTab(title, value=name) for name, title in TABS.items()]),
-            # What a tab shows stands below, after the controls; each tab names a panel all the same.
+            # Empty panels: each tab must name one, but its content is below the controls.
             *(dmc.TabsPanel("", value=name) for name in TABS),
         ],
         id="run-tab",

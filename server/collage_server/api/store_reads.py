@@ -39,7 +39,7 @@ def check_scalar_exists(snapshot: Snapshot, key: str, run_ids: Sequence[str]) ->
     """Refuse a name that is neither a metric nor a reserved scalar, and that none of the runs logged."""
     if key not in SCALARS and not any(key in record.scalars for record in snapshot.records(run_ids).values()):
         if split_key(key)[0] in METRICS:
-            checked_metric(key)  # Says which label it takes.
+            checked_metric(key)  # Raises an error that names the missing label.
         raise Unprocessable(
             f"no metric is called {key!r} and no run here logged a scalar of that name; "
             "GET /api/v1/metrics-catalogue lists the metrics",

@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 POINT_COLUMNS: Final = ("first_steps", "steps", "times", "ranks", "counts")
-"""What points have beside their totals."""
+"""Columns of points beside their totals."""
 _BLOCK_BYTES: Final = 2**23
-"""Of layers that are merged at a time, where all of them are too many bytes for one table."""
+"""How much of the layers is merged at a time, if one table of all would be too large."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,7 +133,7 @@ def _visible_order(
 
 
 def _merge_equal_steps(points: Points) -> Points:
-    """Late ranks stand in parts of their own: the parts of one step are shards."""
+    """Merge parts of one step as shards: late ranks have parts of their own."""
     if np.all(points.steps[1:] > points.steps[:-1]):
         return points
     steps, index = np.unique(points.steps, return_inverse=True)
@@ -148,7 +148,7 @@ def _merge_equal_steps(points: Points) -> Points:
     twice = np.diff(np.append(starts, len(index))) > 1
 
     def alone(extreme: FloatArray) -> FloatArray:
-        # Merged are single steps, whose value is its own extreme.
+        # NaN where parts were merged: these are single steps, whose value is the extreme.
         kept = extreme[starts]
         kept[twice] = np.nan
         return kept

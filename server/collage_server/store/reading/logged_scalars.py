@@ -53,7 +53,7 @@ _KEYS_A_STATEMENT: Final = 1000
 _KEY: Final = ("run_id", "stream_id", "name")
 _ROWS_AT_ONCE: Final = 256
 _COPIES: Final = 4
-"""Of a logged value that stand side by side: as stored, unpacked, joined, and in an answer."""
+"""Memory for a logged value, which exists as stored, unpacked, joined, and in an answer at once."""
 _ROW_BYTES: Final = 1024
 LoggedPart = tuple[str, str, int]
 """Stream, name, part."""
@@ -170,7 +170,7 @@ def _runs_to_read_whole(
             short.add(run_id)
         elif spans[-1][1] != newest[run_id, key[0], key[1]]:
             ends[run_id] = min(spans[-1][1], ends.get(run_id, UNBOUNDED))
-    # The newest value waits in the journal or stands in an earlier part: not there if nothing later is sealed.
+    # The newest value is in the journal or in an earlier part; a later sealed step means an earlier part.
     sealed = {run_id: step for (run_id, _), step in last_sealed_steps(connection, ends).items()} if ends else {}
     return short | {run_id for run_id, end in ends.items() if end < sealed.get(run_id, UNBOUNDED)}
 
@@ -249,7 +249,7 @@ def _read_journal(
     found: dict[str, dict[tuple[str, str], _LoggedValues]],
 ) -> None:
     if any(len(view.attempts) > 1 for view in views.values()):
-        # Where an attempt began to log a name may lie before what is asked for.
+        # An attempt may have begun to log a name before the requested steps.
         selection = replace(selection, first_step=None)
     for stream, row in unsealed_rows(connection, views, ScalarRow, "scalars", selection):
         held = found[stream.run_id]
@@ -262,7 +262,7 @@ def _read_journal(
 
 
 def _of_one_stream(view: RunView, values: _LoggedValues, selection: Selection) -> ScalarPoints:
-    """Nothing to merge: only hidden or unrequested values are dropped."""
+    """Drop hidden and unrequested values; nothing is merged."""
     table = values.table()
     seen = table[0] < view.first_hidden_step(values.stream.attempt)
     if selection.first_step is not None:
@@ -324,7 +324,7 @@ def pack_scalars(rows: Sequence[Row[Any]]) -> dict[tuple[str, str], tuple[int, b
 
 
 def of_series(run_id: str, keys: Sequence[tuple[str, str]]) -> tuple[ColumnElement[bool], ...]:
-    """Which rows hold what these streams have logged under these names."""
+    """The condition for rows with values of these streams and names."""
     table = schema.scalar_chunk
     return table.c.run_id == run_id, tuple_(table.c.stream_id, table.c.name).in_(keys)
 

@@ -37,12 +37,12 @@ _PASSED: Final = 64
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 _LATEST: Final = schema.run_latest
 TRAINING_REPORTED_AT: Final = func.max(case((_LATEST.c.attempt > 0, _LATEST.c.last_report_at)))
-"""When the training reported last: what second writers report is no sign of its life."""
+"""When the training reported last; second writers' reports do not count."""
 LAST_SIGN_OF_LIFE: Final = later(
     schema.run.c.updated_at,
     select(TRAINING_REPORTED_AT).where(_LATEST.c.run_id == schema.run.c.run_id).scalar_subquery(),
 )
-"""Of a run: its training's last report, a launch or a stated state."""
+"""A run's last sign of life: a report of its training, a launch, or a state that was set."""
 
 
 def reported_state(
@@ -250,7 +250,7 @@ def awaited_streams(
         passed = sum(row.measured_step < step <= row.last_step for step in others)
         return bool(sealed <= row.measured_step) and passed < _PASSED
 
-    # All that are left may be behind what is sealed, when who was ahead fell silent: then they wait for each other.
+    # If every rank has been given up, none is: the leader fell silent, and the others wait for each other.
     given_up = [row for row in measuring if not goes_on(row)]
     return live if len(given_up) == len(measuring) else [row for row in live if row not in given_up]
 
