@@ -342,7 +342,7 @@ def _common(found: Mapping[int, _Ramp], series: Array, times: Array) -> tuple[_R
     costs = np.zeros(len(ramps))
     for index in together:
         squares = _squares(ramps, near, series[index], times)
-        # In units of the least that any ramp leaves of the series: a product of likelihoods.
+        # Divided by the smallest remainder of any ramp, which makes it a product of likelihoods.
         costs += np.log(squares / squares.min())
     return ramps[int(np.argmin(costs))], together
 

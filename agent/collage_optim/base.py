@@ -251,7 +251,7 @@ class CollageOptimizer(Optimizer):
             # A wrapper's own entries may be there first.
             if "step" not in state:
                 if not new:
-                    # Its dtype may be another one than when the group was added.
+                    # Its dtype may have changed since the group was added.
                     self._check_group(group)
                     new = True
                 initial = self._initial_state(group, strategy, parameter)
@@ -366,7 +366,7 @@ class CollageOptimizer(Optimizer):
 
     def _initial_state(self, group: dict[str, Any], strategy: StorageStrategy, parameter: Tensor) -> State:
         check_dtype(strategy, parameter.dtype)
-        # As in torch: a counter must not follow a 16-bit default dtype, which stops counting at 256.
+        # As in torch: a counter of a 16-bit default dtype would stop at 256.
         double = torch.get_default_dtype() == torch.float64
         state = {"step": torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)}
         for moment in self._moments(group):

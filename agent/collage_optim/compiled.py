@@ -41,7 +41,7 @@ _TESTED_SEEDING = Seeding(0, 1)
 Options = dict[str, str | int | bool | Callable[..., object]]
 _OPTIONS: Options = {"emulate_precision_casts": True}
 _CUDA_OPTIONS: Options = {
-    # Otherwise a quotient is approximated there, and a subnormal number taken for 0.
+    # Otherwise the device approximates quotients and takes subnormal numbers for 0.
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
 }
@@ -205,7 +205,7 @@ def _advance_in_words(
 ) -> Run:
     """Whole words are stepped compiled, and the few elements behind them eagerly."""
     elements = components["parameter"].numel()
-    # A single word the compiler takes for a constant size, and would compile once more.
+    # The compiler treats a size of one as a constant, and would compile again.
     within = elements - elements % cpu_vectors.ELEMENTS if elements >= 2 * cpu_vectors.ELEMENTS else 0
     runs: list[Run] = []
     if within:
@@ -215,7 +215,7 @@ def _advance_in_words(
         if all(map(cpu_vectors.begins_at_a_word, whole.values())):
             runs.append(stepped(cpu_vectors.words(whole), scalars, source))
         else:
-            # Later: copies of all tensors at a time would take the memory of a second model.
+            # Not now: copies of all tensors together would take the memory of a second model.
             runs.append(functools.partial(_advance_copies, stepped, whole, scalars, source))
     if within < elements:
         rest = {name: tensor[within:] for name, tensor in components.items()}

@@ -187,7 +187,7 @@ def _store_root(arithmetic: WideArithmetic, value: Tensor, code: Tensor, draws: 
     root = arithmetic.square_root(value)
     bits = arithmetic.on(torch.mul, root, 1 / _ROOT_SCALE).view(torch.int32)
     bits = arithmetic.on(torch.clamp_max, bits, (1 << 30) - (1 << _ROOT_DROPPED))
-    # Where the codes are dense, numbers count four times.
+    # Numbers count four times if the codes are dense.
     within = _clamped(arithmetic, bits, _FINE_FROM, _FINE_UP_TO)
     within = arithmetic.on(torch.sub, within, _FINE_FROM)
     bits = arithmetic.on(functools.partial(torch.add, alpha=3), bits, within)
@@ -318,7 +318,7 @@ def round_sum_at_random(
     nearest = arithmetic.on(torch.bitwise_and, nearest, -(1 << dropped))
     rest = arithmetic.on(torch.add, arithmetic.on(torch.sub, total, nearest.view(torch.float32)), error)
     arithmetic.give_back(error)
-    # Outwards where the rest has the number's sign, else towards zero: one more or less of the integer.
+    # One more in the integer if the rest has the number's sign, otherwise one less.
     other = arithmetic.fresh(torch.bitwise_xor, rest.view(torch.int32), nearest)
     other = arithmetic.on(torch.bitwise_right_shift, other, 31)
     other = arithmetic.on(torch.bitwise_or, other, 1)

@@ -261,7 +261,7 @@ def _parameter_components(
     held = state.get(PARAMETER_LOW)
     integers = held is not None and not held.dtype.is_floating_point
     if held is not None and visible.dtype != (torch.bfloat16 if integers else held.dtype):
-        # It completes a weight of another format, and this one has been rounded since.
+        # It belongs to a weight of another format, which was then rounded to this one.
         state = {key: tensor for key, tensor in state.items() if key != PARAMETER_LOW}
     stored = state.get(MASTER_PARAMETER)
     if stored is None:

@@ -186,7 +186,7 @@ def _train(program: Sequence[str], folder: Path, steps: int, timeout: float, opt
     added |= {CHECK_STEPS: str(steps), CHECK_REPORT: str(folder / "steps.json")}
     environment = {**os.environ, **launch_variables(os.environ), **added}
     try:
-        # Its output goes where no reader of JSON looks. A group of its own: a shell's children end with it.
+        # Its output goes to stderr, since readers of JSON read stdout; a process group ends a shell's children, too.
         process = subprocess.Popen(program, env=environment, stdout=2, start_new_session=True)
     except OSError as error:
         raise click.ClickException(
@@ -206,7 +206,7 @@ def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            # The group outlives its leader while anybody else of it lives: so long killpg finds it.
+            # The group outlives its leader as long as it has a process: killpg still finds it.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
                 until = time.monotonic() + _STOP_SECONDS

@@ -14,7 +14,7 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[int], N
 
     total: units in all; None or 0: not known, and a spinner is shown.
     """
-    # Loaded here: a tenth of a second that other verbs need not wait for.
+    # Imported here, because it takes a tenth of a second that other verbs need not wait for.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -67,7 +67,7 @@ class Services:
 
     def __enter__(self) -> Services:
         server_port, dashboard_port = self._ports
-        # Whatever listens there would be taken for the service that is about to start.
+        # Another program on this port would be mistaken for the new service.
         _require_free(server_port, "--port")
         _require_free(dashboard_port, "--dashboard-port")
         try:

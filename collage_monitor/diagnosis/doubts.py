@@ -173,7 +173,7 @@ def witnesses(case: Case) -> Iterator[Finding]:
     told = f"EDQ {edq:.3f}" + ("" if now is None else f", {now:.3f} now")
     yield _witness(f"updates arrive ({told})", "edq_ratio", edq, EDQ_TOLERANCE)
     for name, value in state_decrements(case.model).items():
-        # A witness that chance could bring from 0 to here says nothing.
+        # A witness proves nothing if chance could have moved it here from 0.
         if STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}") < 1:
             text = f"{name} {state_in_words(case, name, value)[1]} ({value:.3f})"
             yield _witness(text, f"state_decrement_ratio/{name}", value, STATE_TOLERANCE)

@@ -81,7 +81,7 @@ class History:
             if finer is None or within is None:
                 break
             track, place = finer.known, within
-        # By its last step the merged point was beyond for certain.
+        # The merged point was beyond the bound by its last step at the latest.
         step = track.last_steps[place]
         return step, f", since step {step:,}"
 

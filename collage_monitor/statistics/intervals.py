@@ -111,7 +111,7 @@ def bounds(name: str, pair: Interval, totals: Totals) -> tuple[Array, Array]:
         enough = blocks >= MINIMUM_BLOCKS
         if pair.share:
             quantile = _quantile(effective)
-            # Steps look at the same elements again and again: n_eff is bounded by those of one step.
+            # Each step samples the same elements, so n_eff is at most that of one step.
             active = sampled * b / elements / totals.get("measured_steps", np.float64(1.0))
             low, high = _wilson(ratio, variance, sampled / elements, active, blocks, quantile)
         else:

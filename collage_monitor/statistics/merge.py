@@ -140,7 +140,7 @@ def _last(values: Array, missing: NDArray[np.bool_], bounds: NDArray[np.intp], a
 def _merge_width(counts: NDArray[np.int64], points: int) -> int:
     """Measured steps in each merged point, so that there are at most `points`."""
     size = max(-(-int(counts.sum()) // points), 1)
-    # Frozen points are far coarser than asked: each stays one point, and does not coarsen the others.
+    # Frozen points are coarser than requested: each stays one point and does not coarsen the others.
     coarsest = int(counts[counts <= 2 * size].max(initial=1))
     return -(-size // coarsest) * coarsest
 

@@ -161,7 +161,7 @@ def _register_routing(app: dash.Dash, reader: Reader) -> None:
         Input("address", "pathname"),
         Input("retry-tick", "data"),
         State("address", "search"),
-        prevent_initial_call=True,  # The layout came with its page, or the address is told as a change.
+        prevent_initial_call=True,  # The layout contains its page already, or the address counts as a change.
     )
     def show(pathname: str | None, _tick: int | None, search: str | None) -> Any:
         return render(read_address(pathname, search), reader)

@@ -95,7 +95,7 @@ def dashboard(
         return Client(server_url, own, timeout_seconds=_TIMEOUT_SECONDS)
 
     beyond = host not in LOOPBACK_HOSTS
-    # Who comes through a proxy comes from beyond this machine.
+    # Requests through a proxy come from beyond this machine.
     asked: ClientOfToken | None = client_of if beyond or trusted_proxy or sign_in else None
     names = frozenset(allowed_hosts) | LOOPBACK_HOSTS
     app = create_dashboard(
@@ -156,7 +156,7 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
             except OSError as error:
                 if error.errno not in _NOT_HERE:
                     raise
-                # The name has an address of a kind that this machine lacks, ::1 in most containers.
+                # This machine lacks the kind of address that the name has; most containers lack ::1.
                 absent = error
             else:
                 sockets.append(stack.enter_context(closing(one)))

@@ -101,7 +101,7 @@ def report(
     chosen, left_out = list(view.runs), view.left_out + left_out
     if not chosen:
         raise CollageError("no run is named; `collage-monitor list` shows the ids of those that are there")
-    # The table of runs holds what was evaluated before; this evaluates what is new.
+    # The table of runs holds stored judgements; this makes new ones.
     reader.ask_together(*(lambda client, run_id=run_id: client.overview(run_id) for run_id in chosen))
     if len(chosen) == 1:
         return _about_run(reader, chosen[0], schedule)

@@ -120,7 +120,7 @@ class PrerenderingDash(dash.Dash):
         try:
             layout = self.layout_for(pathname, search)
             first = {"_dash-layout": layout, "_dash-dependencies": self._callback_list}
-            # What the application asks for first is answered already. Characters of HTML are escaped in this JSON.
+            # The page contains the answers to the application's first requests, with HTML's characters escaped.
             answers = f'<script type="application/json" id="answers">{to_json_plotly(first)}</script>'
             page = f'<div id="opening">{static_html(layout)}</div>{answers}'
         except Exception:

@@ -130,7 +130,7 @@ def install_compression(server: Flask) -> None:
     @server.after_request
     def keep_versions(response: Response) -> Response:
         if request.path.startswith("/assets/") and request.args.get("m") and response.status_code == 200:
-            # As a whole it is compressed once, and its file is closed here.
+            # Read whole, it is compressed once, and its file is closed here.
             response.direct_passthrough = False
             response.make_sequence()
             response.headers["Cache-Control"] = _FOR_GOOD

@@ -161,7 +161,7 @@ def install_sign_in(server: Flask, client_of: ClientOfToken, own_client: Callabl
         token = session.get("token") if "at_provider" in session else None
         session.clear()
         elsewhere = None if token is None else _signed_out(client_of, token)
-        # As a page: browsers let no form lead to another site.
+        # A page instead of a redirect, because browsers stop forms that lead to another site.
         return redirect("/sign-in", 303) if elsewhere is None else _answer(_led_on(elsewhere))
 
 
@@ -178,7 +178,7 @@ def _signed_out(client_of: ClientOfToken, token: str) -> str | None:
         with client_of(token) as client:
             return client.send("POST", "/sign-out", wire.SignedOut).log_out_url
     except CollageError:
-        return None  # It has ended already, or ends by itself.
+        return None  # The session has ended already, or will by itself.
 
 
 def _install_provider(server: Flask, form_page: _FormPage, failures: RecentFailures) -> None:
@@ -246,12 +246,12 @@ def _install_provider(server: Flask, form_page: _FormPage, failures: RecentFailu
             failures.add(request.remote_addr)
             return form_page(begun.wanted, f"{str(error)[:1].upper()}{str(error)[1:]}.", 403)
         _begin_session(server, token=created.secret, at_provider=True)
-        # As a page: a redirect from the provider's site would not bring the new cookie along.
+        # A page instead of a redirect, because one from the provider's site would not carry the new cookie.
         return _answer(_led_on(begun.wanted))
 
 
 def _install_sessions(server: Flask) -> None:
-    # Loaded here: a dashboard of this machine alone needs neither.
+    # Imported here, because a dashboard for this machine alone needs neither.
     from cachelib import SimpleCache
     from flask_session import Session
 

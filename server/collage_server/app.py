@@ -93,8 +93,8 @@ def create_app(
     )
     app.state.collage = app_state
     app.state.alert_threads = _alert_threads(app_state)
-    # As a flat list: an included router is matched twice for each request, and those around it once more.
-    # A redirect would have no shape, and the name in Host for its address.
+    # A flat list, because an included router is matched twice for each request.
+    # A redirect would lack our error shape and trust the name in Host.
     app.router.redirect_slashes = False
     app.router.routes += [*api_routes(), *exposition.router.routes]
     add_description_and_pages(app, settings.dashboard_url)
@@ -229,7 +229,7 @@ def _memory(settings: Settings, limits: FixedLimits) -> MemoryBudget:
 def _provider(settings: Settings, clock: Callable[[], float]) -> Provider | None:
     if settings.oidc_issuer is None:
         return None
-    # Loaded here: a server whose people sign in by token needs none of its libraries.
+    # Imported here, because a server without this sign-in needs none of its libraries.
     from collage_server.auth.oidc import Provider
 
     return Provider(settings, clock=clock)

@@ -76,7 +76,7 @@ class Archiver(BackgroundThread):
             return
         try:
             if time.monotonic() >= self._round_due:
-                # First of all: while the archive is away, not all runs are looked through again and again.
+                # Set before the search, so that a failure (the archive is away) does not repeat it at once.
                 self._round_due = time.monotonic() + _ROUND_SECONDS
                 for sealed in self._store.retention.sealed_runs():
                     self.tell(sealed)

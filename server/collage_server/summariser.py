@@ -210,7 +210,7 @@ class Summariser(BackgroundThread):
         reworded = 0
         for due in self._store.summaries.due(_OVERVIEWS_A_ROUND, MADE_BY):
             reworded += due.is_reworded
-            # Those that are only to be reworded come last, so this leaves no run with new reports.
+            # Runs that only need new wording come last, so no run with new reports is left out.
             if self.stopping.is_set() or reworded > _REWORDED_A_ROUND:
                 return
             began = time.thread_time()

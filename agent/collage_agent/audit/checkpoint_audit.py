@@ -143,7 +143,7 @@ def _lost_of(
     direction = torch.zeros(()) if first is None else -first
     half_gap = 0.5 * gap_towards(weight, direction)
     if low is not None:
-        # A pair with nothing in its low component takes an update of any size there.
+        # A pair whose low component is 0 can take up an update of any size in it.
         fine = 0.5 * gap_towards(low, direction)
         half_gap = torch.where(low == 0, torch.full_like(fine, math.ldexp(1.0, _BOTTOM)), fine)
     elif parameter.master is None:

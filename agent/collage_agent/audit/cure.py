@@ -176,7 +176,7 @@ def _advice(path: Path, lacking: Sequence[AuditFinding]) -> Advice | None:
     parameters, _ = checkpoint_parameters(read_checkpoint(path))
     entries = [entry for entry in parameters if entry.has_state and (entry.name in named or not named)]
     made_anew = any(finding.code == "master-rounded" for finding in lacking)
-    # A master weight that equals its weight is as if there were none.
+    # A master weight that equals its weight adds nothing.
     return advice_about(entries, kind, strategy="fp32-states" if made_anew else None)
 
 
@@ -189,7 +189,7 @@ def _first_steps(program: Sequence[str], checkpoint: str, steps: int) -> tuple[l
         command = [part.replace(_PLACEHOLDER, checkpoint) for part in program]
         try:
             environment = {**os.environ, **launch_variables(os.environ), **added}
-            # Its output goes where no reader of JSON looks.
+            # Its output goes to stderr, because readers of JSON read stdout.
             status = subprocess.run(command, env=environment, stdout=2, check=False).returncode
         except OSError as error:
             raise CollageError(f"{command[0]}: {error.strerror}; pass a program that the shell finds") from error

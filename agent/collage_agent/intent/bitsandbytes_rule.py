@@ -121,7 +121,7 @@ def rule_mismatch(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
         with isolated(HOST):
             generator = torch.Generator().manual_seed(0)
             for shape in ((64, 64), (40,)):
-                # Small weights: the rounding of large ones is no small part of an update by a small rate.
+                # Small weights, because the rounding of large ones is large beside an update at a small rate.
                 run = ProbeRun(optimizer, group, [_SMALL * torch.randn(shape, generator=generator)])
                 for _ in range(_PROBE_STEPS):
                     if _misses(run, torch.randn(shape, generator=generator)):

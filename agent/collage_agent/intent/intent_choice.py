@@ -232,7 +232,7 @@ def fitting_class(optimizer: Optimizer, intents: Sequence[Intent]) -> type[Colla
         return None
     named = f"Collage{type(optimizer).__name__}"
     with without_output_or_warnings(), isolated(HOST):
-        # Adam is AdamW where nothing decays.
+        # Without weight decay Adam equals AdamW.
         for kind in sorted(_CLASSES, key=lambda kind: kind.__name__ != named):
             if all(_steps_alike(optimizer, group, intent, kind) for group, intent in kinds.values()):
                 return kind

@@ -82,7 +82,7 @@ def observe_storage(optimizer: Optimizer, group: dict[str, Any], found: SelfTest
     is unknown.
     """
     dtypes = [parameter.dtype for parameter in group["params"]]
-    # Weights of more bits need no help: how a mixed group keeps weights shows in the others.
+    # Probe 16-bit weights if there are any: they show how a mixed group keeps its weights.
     narrow = [dtype for dtype in dtypes if dtype.itemsize == 2]
     dtype = max(narrow or dtypes, key=dtypes.count, default=torch.float32)
     group = {**group, "weight_decay": 0.0} if isinstance(group.get("weight_decay"), int | float) else group

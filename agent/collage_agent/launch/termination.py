@@ -100,7 +100,7 @@ class TerminationHandler:
 
     def _listen(self, reader: int) -> None:
         while numbers := os.read(reader, 512):
-            # A handler that was put before ours may call ours: with the default meaning there was nothing to call.
+            # A later handler may call ours even if the signal had its default meaning, which cannot be called.
             if signal.SIGTERM in numbers and self._is_ours():
                 self._has_come = True
                 self._flush_quietly()

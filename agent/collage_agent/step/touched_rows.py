@@ -165,7 +165,7 @@ class TouchedBucket(Bucket):
         (table,) = super().measure(optimizer, scale, counterfactuals=counterfactuals)
         rows = dict(table)
         still = rows["elements"] - rows["nonfinite"]
-        # Slots that hold nothing did not move either; how many moved is what the sample tells.
+        # Empty slots did not move either; only the sample tells how many elements moved.
         slots = self.sizes.scale * self.layout.slots
         moved = slots - rows["nonfinite"] - rows["unchanged"]
         rows["unchanged"] = still - moved

@@ -150,7 +150,7 @@ class Partitions:
         for name, weight, tie, kind in ties:
             shape = tuple(weight.shape)
             if tie is None:
-                # Another rank has it all: announced here with nothing, by whichever partition comes first.
+                # Another rank has all of it: the first partition here announces it as empty.
                 self._fragments.setdefault(id(next(iter(flats.values()))), []).append((name, shape, 0, 0, kind))
                 continue
             flat = flats.get(tie.hp_fragment.untyped_storage().data_ptr())

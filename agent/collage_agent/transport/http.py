@@ -88,7 +88,7 @@ class HttpTransport:
         try:
             return decode_message(response.content, BatchAnswer, JSON)
         except WireError as error:
-            # Without the server's word nothing is acknowledged.
+            # Nothing counts as acknowledged before the server says so.
             raise Unavailable(
                 f"{self._address}{path}: an answer that is not a batch answer: {error}", status=response.status_code
             ) from error
@@ -125,7 +125,7 @@ class HttpTransport:
 
     def _opened(self) -> httpx.Client:
         if self._client is None:
-            # A line per request is nothing that a training log should hold.
+            # Keep the client's line per request out of the training's log.
             logging.getLogger("httpx").addFilter(_is_not_ours)
             self._client = httpx.Client(
                 base_url=self._address,

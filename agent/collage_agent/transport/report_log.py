@@ -234,7 +234,7 @@ class ReportLog:
     def _advance(self) -> None:
         settled = self._front.popleft()
         if settled.kind == "attempt":
-            # The stream so far is an older attempt's.
+            # The current stream belongs to an older attempt.
             self.registrations.pop("stream", None)
         if settled.kind in _REGISTRATIONS:
             self.registrations[settled.kind] = _allowing_resume(settled)
@@ -342,7 +342,7 @@ class ReportLog:
         self._descriptor = target
         moved = len(begin) - cut
         if cut > self._cursor:
-            # What gave way is told from the beginning; registrations that are sent again do no harm.
+            # Send what gave way from its beginning; repeated registrations do no harm.
             self._record.clear()
             self._cursor = len(_MAGIC)
         else:
@@ -400,7 +400,7 @@ def _emptied(envelope: Envelope, earlier: Envelope | None) -> Envelope:
 
 def _lock(descriptor: int) -> bool:
     if sys.platform == "win32":
-        # An open file cannot be deleted there, which serves as the lock.
+        # Windows cannot delete an open file, which serves as the lock.
         return True
     import fcntl
 

@@ -129,7 +129,7 @@ class Sender:
         else:
             self._refused(first, answer)
         if first.kind not in {"run", "attempt"}:
-            # A server may accept these two every time, and still refuse the stream that follows.
+            # A server may accept these two each time and still refuse the stream after them.
             self.last_error = None
             self._next_try = 0.0
             self._backoff.reset()

@@ -310,7 +310,7 @@ def _holding(kept: _Kept, holds: Callable[[Tensor, Tensor], bool]) -> dict[str, 
     sampled: dict[str, int] = {}
     settled: set[object] = set()
     for entry, state, intent in kept:
-        # Once an average holds something, the same average of states like this one is not checked again.
+        # Once an average is not 0, it is not checked again in states like this one.
         if (alike := (entry.group, *state)) in settled:
             continue
         names, weight = [], local_part(entry.parameter)

@@ -44,7 +44,7 @@ def describe_trained(
     watched: by how it is kept (`stored_parts.form_of`). Bytes are counted from the states that there are. No
     synchronisation.
     """
-    if not optimizer.param_groups:  # Somebody took them all away.
+    if not optimizer.param_groups:  # Other code has removed all groups.
         fitting = None
     parameters: Counter[str] = Counter()
     of_sparse, size, has_states = 0, 0, False

@@ -114,7 +114,7 @@ class UnseenSteps:
                 for value in state_of(optimizer, entry.parameter).values():
                     states += _sampled(value)
             device = weights[0].device if weights else torch.device("cpu")
-            # A graph on a device moves nothing that lies elsewhere.
+            # A graph on one device moves no tensors on others.
             parts = [
                 [tensor for tensor in part if tensor.device == device] for part in (weights, gradients, states)
             ]

@@ -57,7 +57,7 @@ def _add_row(figure: go.Figure, metric: str, own: go.Figure, place: int, rows: i
         figure.add_trace(trace.update(yaxis=name))
     if own.data:
         scale: dict[str, Any] = own.layout.yaxis.to_plotly_json()
-        # Dragged over, a chart as low as this is zoomed along the axis that all share.
+        # A drag over such a low chart zooms along the shared axis only.
         scale |= {
             "title": None,
             "domain": [bottom, ceiling],

@@ -274,7 +274,7 @@ def _register_pair(app: dash.Dash, reader: Reader) -> None:
         """The two strategies that were chosen, by their losses at a step that all runs have reached."""
         before, rows = view_of(shown), _rows_from_json(kept)
         known = results_by_strategy(run_results(rows))
-        # What the page has just put there is no choice of its reader.
+        # The page has just set this value: the reader did not choose it.
         if len(known) < 2 or [one.title for one in pair_of(before, known)] == pair:
             raise dash.exceptions.PreventUpdate
         if len(set(pair)) < 2:

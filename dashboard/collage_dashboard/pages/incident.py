@@ -54,7 +54,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         id="incident-note",
         placeholder="Write into the run's timeline",
         className="grow",
-        debounce=True,  # Enter brings the text along: a page that still draws would tell it later.
+        debounce=True,  # Enter sends the text along, which a page that still draws would report later.
         **{"aria-label": "Note for the run's timeline"},
     )
     actions: list[Any] = [dmc.Button("Add note", id="incident-note-add", variant="default"), note]

@@ -286,7 +286,7 @@ def _event(event: wire.Event, incident: wire.Incident) -> Sequence[Any]:
     own = event.kind in {"alert", "alert_resolved"} and event.text.startswith(f"{incident.alert} ")
     resumed = event.kind == "attempt" and (event.attempt or 1) > 1
     title = "Resumed" if resumed else _KINDS[event.kind]
-    # What the incident says stands at the top of its page.
+    # The page's top already shows what the incident says.
     text = event.text.removesuffix(f": {incident.text}") if own else event.text
     text += f" ({', '.join(event.layers)})" if event.layers else ""
     what = [html.Strong(title), html.Div(text, className="quiet")]

@@ -322,7 +322,7 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
         if judged["failed"]:
             raise dash.exceptions.PreventUpdate
         with or_later():
-            # When the page was opened, nothing may have been measured yet.
+            # The page may have been opened before the first measurement.
             keys = keys or keys_of_layers(reader.ask(lambda client: client.run(run_id)))
             rows = layer_rows(reader, run_id, keys, judged["first"])
         # The page tells a digest of its rows: the rows themselves would be most of what a live page sends.

@@ -77,7 +77,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         lambda client: client.run_filters(),
         lambda client: _head(client, view) if view.by else _read_rows(client, view, view.sort, 0, ROWS_PER_REQUEST),
     )
-    # What the table's revision stands for is read after it: a change between them is then seen at the next look.
+    # Read the revision first: a change between the two reads is then seen at the next look.
     first, pinned = table, []
     if view.by:
         first = reader.ask(lambda client: _read_rows(client, view, view.sort, 0, ROWS_PER_REQUEST))

@@ -58,7 +58,7 @@ def filter_row(view: View, filters: wire.RunFilters) -> html.Div:
     further = (
         filter_select("runs-archived", "Archived", {"1": "With archived"}, view.archived, told="Archived runs"),
         filter_select("runs-by", "Group by", by, view.by, told="Group runs that differ by seed"),
-        # For a phone, whose cards have no headers to sort by.
+        # For phones, whose cards have no headers to sort by.
         filter_select(
             "runs-sort", "Sort by", _ORDERS, sort, told="Order of the runs", className="filter for-phones"
         ),

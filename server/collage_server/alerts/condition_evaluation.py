@@ -232,7 +232,7 @@ class Evaluation:
             low, middle, high = (quantile(past, share) for share in (0.25, 0.5, 0.75))
             spread = (high - low) / _TO_DEVIATION + 0.01 * abs(middle)
             return _compared(condition, _divided(value - middle, spread))
-        # Most are nowhere near: sorting an hour of each series was a quarter of a round.
+        # Most are far from it, and sorting an hour of each series took a quarter of a round.
         nearest = (max if condition.comparison == "<" else min)(past, default=math.nan)
         if not math.isnan(nearest) and not _holds(condition, value, condition.threshold * nearest):
             return None

@@ -92,7 +92,7 @@ class AlertEvaluator(BackgroundThread):
             self._evaluation = self._taken_over()
             self._unkept = {}
         for change in self._evaluation.observe(now, self._samples()):
-            # Each is told once: what cannot be stored now is tried again, until it changes again.
+            # Each change is sent once; one that cannot be stored now is tried again until the next change.
             self._unkept[change.alert.name, identity_labels(change.labels)] = change, now
         self._rounds.evaluated_at, self._rounds.is_mine = now, True
         for key, (change, changed_at) in list(self._unkept.items()):

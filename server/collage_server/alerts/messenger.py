@@ -85,7 +85,7 @@ class Messenger(BackgroundThread):
     def _send(self, target: Target, incident: wire.Incident) -> bool:
         """Try once, if the target's last failure is long enough ago."""
         now = self._clock()
-        # A clock that was set back since makes no pause longer.
+        # A clock that has been set back must not make a pause longer.
         if 0 < self._not_before[target.name] - now <= _LONGEST_PAUSE_SECONDS:
             return False
         try:

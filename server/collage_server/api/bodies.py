@@ -178,7 +178,7 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
     with body_lease(request, app_state, content_type) as held:
         data = await read_body(request, held, content_type)
         if kind is wire.RunCreate:
-            # Its config may hold what msgpack cannot, and is small.
+            # Its configuration is small and may hold what msgpack cannot.
             if len(data) > limit:
                 raise TooLarge(f"a run's description is larger than {limit} bytes", field="config", limit=limit)
             return await run_in_threadpool(decoded_message, data, kind, content_type)

@@ -55,7 +55,7 @@ async def add_reports(request: Request, stream_id: Id) -> Response:
         body = await read_body(request, held, content_type)
         batch, refused = await batch_in(app_state, body, content_type, held)
         size, began = len(body), time.monotonic()
-        # The reports hold copies: until the commit, a body would take its memory twice, and only one is counted.
+        # Free the body: the reports hold copies, and only one of the two is counted until the commit.
         del body
         stored = await _store(app_state, stream_id, batch, size)
         if refused:
@@ -81,7 +81,7 @@ async def _store(app_state: AppState, stream_id: str, batch: wire.ReportBatch, s
     if batch.gaps:
         await run_in_threadpool(app_state.store.journal.record_gaps, stream, batch.gaps, app_state.clock())
     outcome = await _commit(app_state, ReportGroup(stream, kept, size)) if kept else GroupOutcome(0, 0)
-    # Only now: of a batch that is refused as a whole, and sent again, each report is one outcome.
+    # Count only now, so that a batch that is refused and sent again is counted once.
     app_state.counters.count(rejected=len(rejected))
     if outcome.gone:
         app_state.registry.forget_run(stream.run_id)

@@ -174,7 +174,7 @@ class Provider:
             "timeout": _TIMEOUT_SECONDS,
             "follow_redirects": False,
             "verify": self._trusted,
-            # A proxy of the environment leads out, not to this machine.
+            # A proxy from the environment leads to the network, not to this machine.
             "trust_env": not is_loopback(self._issuer),
         }
 

@@ -124,7 +124,7 @@ def uvicorn_config(app: FastAPI, settings: Settings, limits: FixedLimits = FIXED
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
         server_header=False,
-        # uvicorn's own 5 seconds are the clients' as well: who asks just as they are over is not heard.
+        # Clients reuse connections for 5 seconds, too: with uvicorn's own 5, a request could meet a closing one.
         timeout_keep_alive=math.ceil(limits.idle_seconds),
         # Half of the time for requests under way; the other half commits what they left (`app`).
         timeout_graceful_shutdown=max(round(limits.shutdown_seconds / 2), 1),

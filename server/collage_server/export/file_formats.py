@@ -364,7 +364,7 @@ def _write(store: Store, plan: ExportPlan, cells: int) -> Generator[bytes, None,
     places += [("rank", pyarrow.int64())] if plan.ranks else []
     schema = pyarrow.schema(places + [(name, pyarrow.float64()) for name in names])
     sink = _Sink()
-    # Few totals come twice: a dictionary of them is made in vain. Nobody looks for one by its bounds.
+    # Few totals repeat, so a dictionary of them saves nothing. No reader searches by their bounds.
     options: dict[str, Any] = {"use_dictionary": ["layer"], "write_statistics": [name for name, _ in places]}
     options["write_page_checksum"] = True
     try:

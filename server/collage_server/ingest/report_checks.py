@@ -63,7 +63,7 @@ def decoded_batch(data: Body, content_type: str) -> tuple[wire.ReportBatch, list
 
 
 def _decoded(data: Body, content_type: str) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
-    # At once, a batch of 13 MB would hold the interpreter for 0.1 CPU-seconds: no other thread gets on meanwhile.
+    # Decoded at once, a batch of 13 MB would keep other threads waiting for 0.1 s.
     if content_type == wire.JSON or len(data) <= LARGE_BYTES:
         with suppress(WireError):
             return wire.decode_batch(data, content_type), []

@@ -211,7 +211,7 @@ def _mark_as_restored(database: Path, made_at: datetime, now: float) -> None:
     )
     with closing(sqlite3.connect(database)) as connection, connection:
         connection.execute(statement, (f"restored/{now:.0f}", now, text))
-        # Whether it takes its original's place in the archive is not known here.
+        # A copy does not know whether it replaces its original in the archive.
         connection.execute("DELETE FROM lease WHERE name = 'archive'")
 
 

@@ -53,7 +53,7 @@ _MOST_BLOBS_OPENED: Final = 4096
 _CURSORS: Final = "cursors"
 """Where a connection's `info` holds those of its statements that are still in use."""
 _PRAGMAS: Final = (
-    # Debian's SQLite would write zeros over all that is deleted: each journal row and chunk a second time.
+    # Debian's SQLite overwrites deleted data with zeros, which writes each journal row and chunk twice.
     "secure_delete = OFF",
     "synchronous = FULL",
     "foreign_keys = ON",
@@ -104,7 +104,7 @@ class SqliteStore(Store):
             self._ballast.keep()
         except (sqlite3.Error, OSError) as error:
             raise StoreUnusable(f"{self.path} cannot be opened as a database: {error}") from error
-        # Never made again: beside the old log an empty file would be taken for what that log goes on from.
+        # Do not create it: SQLite would apply the old log to an empty file.
         query = {"mode": "rw", "uri": "true"}
         engine = create_engine(
             URL.create("sqlite", database=self.path.absolute().as_uri(), query=query),

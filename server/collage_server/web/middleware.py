@@ -70,7 +70,7 @@ class RequestIdentity:
                 await answer_to(_GOING_DOWN, scope)(scope, receive, send_with_id)
             raise
         except ClientDisconnect:
-            return  # Nobody is left to answer.
+            return  # The client has gone.
         except Exception as error:
             if status:
                 raise

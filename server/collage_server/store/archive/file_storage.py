@@ -225,7 +225,7 @@ class Folder(ArchiveFiles):
             self.folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
             if mark.exists():
                 return
-            # Never half a mark; of two databases that begin here at once, the first to look again is refused.
+            # Written whole. If two databases begin here at once, the first to read the mark again is refused.
             descriptor, made = tempfile.mkstemp(dir=self.folder, prefix="_")
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
@@ -351,7 +351,7 @@ class Bucket(ArchiveFiles):
     def _keep(self, made: Path, path: str) -> None:
         cached = self._cache / path
         size = made.stat().st_size
-        # What a power cut leaves of a file that was not on the disk would be read for ever.
+        # Sync the file: if a power cut damaged it, the damage would be read for ever.
         sync(made)
         with self._lock:
             self._make_room(size)
@@ -393,7 +393,7 @@ class Bucket(ArchiveFiles):
 
 
 def _log_and_busy(address: str, error: Exception) -> Busy:
-    # Its own words name hosts and addresses: they are for the log.
+    # The error's own text names hosts and addresses: it goes to the log only.
     _LOG.warning("the archive %s cannot be used now: %s", address, " ".join(str(error).split())[:_LOG_CHARACTERS])
     return _busy_error(address)
 

@@ -39,7 +39,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (OperationalError, InternalError) as error:
-        # Its own words name hosts and addresses: they are for the log.
+        # The error's own text names hosts and addresses: it goes to the log only.
         _LOG.warning("the database cannot do this now: %s", error.orig)
         raise Busy("the database cannot do this now; send this again later", retry_after_seconds=5) from error
     except DataError as error:

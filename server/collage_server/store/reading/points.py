@@ -366,7 +366,7 @@ def _model_of_rank(
         place = slice(start, start + len(present))
         there[place] = present
         if only_one and np.isnan(values[:, place]).all():
-            # Sealed before another rank was known, its totals stand there as those of all.
+            # It was sealed before another rank was known, so its totals are stored as those of all ranks.
             values[:, place] = merged[:, place]
     tables = []
     for table in _point_tables(views, 1, points, keys, values)[view.run_id]:

@@ -220,7 +220,7 @@ def merged_tables(
         level = max(steps // wanted, 1)
     for attempt, rows in sorted(reports.items()):
         held = contributors.get(attempt, {})
-        # Reports of steps that are sealed in part are joined to those, step by step.
+        # Join late reports to the sealed part of their step.
         end = max(held, default=-1)
         late = rows if level == 1 else [row for row in rows if row.step <= end]
         if late or level == 1:

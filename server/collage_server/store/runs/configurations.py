@@ -136,6 +136,6 @@ def _on_sqlite(element: _Entry | _Kind, compiler: Any, **options: Any) -> str:
 @compiles(_Kind, "postgresql")
 def _on_postgresql(element: _Entry | _Kind, compiler: Any, **options: Any) -> str:
     config, _, place = (compiler.process(part, **options) for part in element.clauses)
-    # Its jsonb has no character 0: a configuration with one has no entries there.
+    # PostgreSQL's jsonb has no character 0: a configuration with one gets no entries.
     document = f"CASE WHEN strpos({config}, '\\u0000') = 0 THEN CAST({config} AS JSONB) END"
     return element.on_postgresql.format(f"({document})", place)

@@ -248,7 +248,7 @@ class _Table:
     ) -> list[_TableRow]:
         """Some of the runs, in order."""
         column = self._columns[self._query.sort]
-        # What is not known stands last, whichever way; the newest of equals first.
+        # Unknown values are last in either direction; among equals the newest is first.
         order = (column.is_(None), self._directed(column), _RUN.c.created_at.desc(), _RUN.c.run_id.desc())
         ordered = self._base.where(*conditions).order_by(*order).offset(offset).limit(limit)
         ids = list(connection.execute(ordered).scalars())
@@ -394,7 +394,7 @@ def _parts(by: wire.GroupBy) -> list[ColumnElement[Any]]:
 
 def _key(by: wire.GroupBy) -> ColumnElement[str]:
     """What the runs of a group have in common, as one text."""
-    # Written into the statement: with parameters GROUP BY is another expression, and each key is made twice.
+    # A literal: with a parameter, GROUP BY is a different expression and each key is made twice.
     separator, none = (literal_column(f"'{character}'", String) for character in (_SEPARATOR, _NONE))
     first, *others = _parts(by)
     key: ColumnElement[str] = first

@@ -93,7 +93,7 @@ def _due_of_model(infos: Sequence[ChunkInfo], held: _Chunks, archived: _Chunks) 
             known = sorted(archived.get((attempt, model_level(level)), ()))
             left = held.get((attempt, level), set()).difference(known)
             chunks = [info.chunk for info in own if level in info.levels and info.chunk in left]
-            # None may span what stands in another file.
+            # None may span points of another file.
             places = {
                 chunk: (chunk == own[-1].chunk, chunk // _MOST_CHUNKS, bisect(known, chunk)) for chunk in chunks
             }

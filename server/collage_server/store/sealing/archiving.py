@@ -328,7 +328,7 @@ class Archiving:
             with self._database.freeing() as connection:
                 rows = [dict(row) for row in connection.execute(chosen).mappings()]
                 if any(len(row["points"]) == _POINT_BYTES * row["point_count"] for row in rows):
-                    # Updated in place, rows leave SQLite's pages half empty.
+                    # Rows that are updated in place leave SQLite's pages half empty.
                     connection.execute(delete(table).where(*where))
                     again = [{**row, "points": _packed_points(row["points"], row["point_count"])} for row in rows]
                     connection.execute(insert(table), again)

@@ -192,7 +192,7 @@ class Retention:
             run_id = self._next_deleted()
             if run_id is None:
                 return False
-            # The lock of the file's one writer goes to whoever asks first: who waits for it does so now.
+            # Let waiting writers take the file's only write lock now.
             time.sleep(_PAUSE_SECONDS)
             if not self._purge_slice(run_id):
                 with self._lock:
@@ -228,7 +228,7 @@ class Retention:
             if entry.level == 1 and not freeze(connection, run_id, entry.attempt, entry.last_step):
                 return False
             if entry.level > 1:
-                # Level 1 moves the horizon, which is part of the revision; of another, the revision would not tell.
+                # For level 1 `freeze` has moved the horizon, which changes the revision; others change it here.
                 require_run(connection, run_id, lock=True)
                 note_change(connection, run_id, time.time())
             connection.execute(delete(schema.point_chunk).where(*_rows_of(schema.point_chunk, run_id, entry)))
