@@ -6,9 +6,8 @@ in it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from itertools import chain
 from operator import itemgetter
@@ -25,7 +24,7 @@ from collage_server.store import schema
 from collage_server.store.archive.segments import LOGGED
 from collage_server.store.chunks.blobs import ChunkInfo, PointRows
 from collage_server.store.journal.declarations import unknown_statistics
-from collage_server.store.records import UNBOUNDED, StreamRecord, first_hidden_steps, stream_record
+from collage_server.store.records import UNBOUNDED, first_hidden_steps, stream_record
 from collage_server.store.row_helpers import among, contains, ranges_from_json, require_runs
 from collage_server.store.runs.reported_state import newest_logged_steps
 from collage_server.store.runs.run_store import RowsOfRuns, attempts_of_runs, rows_by_run
@@ -42,38 +41,26 @@ _MOST_NAMES: Final = 500
 _STREAM_BYTES: Final = 4096
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A run's streams and attempts in the database."""
-
-    streams: list[StreamRecord] = field(default_factory=list)
-    latest: list[Row[Any]] = field(default_factory=list)
-    attempts: list[Row[Any]] = field(default_factory=list)
-    sealed: dict[str, str] = field(default_factory=dict)
-    scalars: dict[str, str] = field(default_factory=dict)
-
-
 class RunView:
     """One run, as one transaction sees it. Its chunks and waiting reports are cached once read."""
 
-    def __init__(self, connection: Connection, run_id: str, rows: _Rows | None = None) -> None:
-        rows = rows or _read(connection, [run_id])[run_id]
+    def __init__(self, connection: Connection, run_id: str, rows: RowsOfRuns | None = None) -> None:
+        rows = rows or _read(connection, [run_id])
         self.connection = connection
         self.run_id = run_id
-        self.streams = {record.stream_id: record for record in rows.streams}
-        self.latest_rows = rows.latest
+        self.latest_rows = rows.streams.get(run_id, [])
         """Its streams with their places in `run_latest`, and the run's `state`."""
-        self.attempt_rows = rows.attempts
-        self.attempts = [(row.attempt, row.measured_from) for row in rows.attempts]
-        self.archived = frozenset(row.attempt for row in rows.attempts if row.archived is not None)
+        self.streams = {row.stream_id: stream_record(row) for row in self.latest_rows}
+        self.attempt_rows = rows.attempts.get(run_id, [])
+        self.attempts = [(row.attempt, row.measured_from) for row in self.attempt_rows]
+        self.archived = frozenset(row.attempt for row in self.attempt_rows if row.archived is not None)
         """Attempts of which something lies in archived files."""
         self.archived_whole = frozenset(
-            row.attempt for row in rows.attempts if row.archived is not None and row.archived <= LOGGED
+            row.attempt for row in self.attempt_rows if row.archived is not None and row.archived <= LOGGED
         )
         """Those of which totals of the model do, or logged values."""
         self.first_hidden_steps = first_hidden_steps(self.attempts)
-        self.sealed_ranges = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
-        self._scalars = rows.scalars
+        self.sealed_ranges = {row.stream_id: ranges_from_json(row.sealed) for row in self.latest_rows}
         self.chunk_infos: Sequence[ChunkInfo] | None = None
         self.point_rows: dict[tuple[int, str], PointRows] = {}
         """Points of chunks, by level and chunks."""
@@ -120,9 +107,9 @@ class RunView:
     def newest_logged_steps(self) -> dict[tuple[str, str], int]:
         """(stream_id, name) → the newest step, of everything that was logged."""
         return {
-            (stream_id, name): step
-            for stream_id, text in self._scalars.items()
-            for name, step in newest_logged_steps(text).items()
+            (row.stream_id, name): step
+            for row in self.latest_rows
+            for name, step in newest_logged_steps(row.scalars).items()
         }
 
     def ranks(self, attempt: int) -> set[int]:
@@ -282,9 +269,11 @@ class RunViews:
             NotFound, Gone: one of the runs is not there.
         """
         ids = list(dict.fromkeys(run_ids))
-        unread = [run_id for run_id in ids if run_id not in self._views]
-        for run_id, view in (_read_views(self._connection, unread, keys=()) if unread else {}).items():
-            self._views[run_id], self._known[run_id] = view, set()
+        if unread := [run_id for run_id in ids if run_id not in self._views]:
+            rows = _read(self._connection, unread)
+            for run_id in unread:
+                view = self._views[run_id] = RunView(self._connection, run_id, rows)
+                view.entries, self._known[run_id] = {}, set()
         lacking = [run_id for run_id in ids if not self._knows(run_id, keys)]
         for run_id, entries in (_read_entries(self._connection, lacking, keys) if lacking else {}).items():
             view, known = self._views[run_id], self._known[run_id]
@@ -305,36 +294,18 @@ class RunViews:
         return known is None or (keys is not None and known.issuperset(keys))
 
 
-def _read_views(
-    connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
-) -> dict[str, RunView]:
-    """Views of several runs, in the order given, in as many statements as one takes.
-
-    They know only `keys` of the dictionary of the chunks' entries (None: all).
+def _read(connection: Connection, run_ids: Sequence[str]) -> RowsOfRuns:
+    """Streams and attempts of several runs, in as many statements as one takes.
 
     Raises:
         NotFound, Gone: one of the runs is not there.
     """
-    ids = list(dict.fromkeys(run_ids))
-    views = {run_id: RunView(connection, run_id, rows) for run_id, rows in _read(connection, ids).items()}
-    entries = _read_entries(connection, ids, keys)
-    for run_id, view in views.items():
-        view.entries = entries[run_id]
-    return views
-
-
-def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
-    found: dict[str, _Rows] = {run_id: _Rows() for run_id in run_ids}
+    streams: dict[str, list[Row[Any]]] = defaultdict(list)
     rows = connection.execute(_streams_of_runs(), {"run_ids": run_ids})
     for row in held_rows((row, _stream_bytes(row)) for row in rows):
-        found[row.run_id].streams.append(stream_record(row))
-        found[row.run_id].latest.append(row)
-        found[row.run_id].sealed[row.stream_id] = row.sealed
-        found[row.run_id].scalars[row.stream_id] = row.scalars
-    require_runs(connection, [run_id for run_id, rows in found.items() if not rows.streams])
-    for run_id, attempts in rows_by_run(connection, _attempts_with_files(), run_ids).items():
-        found[run_id].attempts.extend(attempts)
-    return found
+        streams[row.run_id].append(row)
+    require_runs(connection, [run_id for run_id in run_ids if run_id not in streams])
+    return RowsOfRuns(rows_by_run(connection, _attempts_with_files(), run_ids), streams)
 
 
 def _stream_bytes(row: Any) -> int:
