@@ -100,13 +100,13 @@ class SealedContract(Senders):
         self.send(store, stream, range(1, 101))
         assert seal_all(store) == 3
         known = []
-        read = logged_scalars._read
+        read = logged_scalars._LoggedReading.points
 
         def counted(*arguments):
             known.append({run_id: len(held) for run_id, held in arguments[-1].items()})
             return read(*arguments)
 
-        monkeypatch.setattr(logged_scalars, "_read", counted)
+        monkeypatch.setattr(logged_scalars._LoggedReading, "points", counted)
         for _ in range(2):
             with store.points.snapshot() as snapshot:
                 assert len(snapshot.newest_scalars(["r1"], 10)["r1"]["loss"]) == 10

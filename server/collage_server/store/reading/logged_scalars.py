@@ -18,6 +18,7 @@ from itertools import groupby, pairwise
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy import ColumnElement, Connection, Row, TextClause, select, text, tuple_
 
 from collage_server.memory_budget import held_rows
@@ -30,6 +31,7 @@ from collage_server.store.reading.unsealed import ScalarRow, unsealed_rows
 from collage_server.store.records import (
     UNBOUNDED,
     FloatArray,
+    IntArray,
     ScalarPoints,
     Selection,
     StreamRecord,
@@ -93,7 +95,7 @@ def read_scalar_points(
     """Logged values by run and name: a rank's last value for a step counts, then the mean over the ranks."""
     for view in views.values():
         view.check_rank(selection.rank)
-    return _read(connection, archive, views, names, selection, {})
+    return _LoggedReading(connection, archive, views, names, selection).points({})
 
 
 def read_newest_scalars(
@@ -103,32 +105,86 @@ def read_newest_scalars(
     alone = {run_id: view for run_id, view in views.items() if len(view.attempts) == len(view.streams) == 1}
     in_rows = {run_id: view for run_id, view in alone.items() if not view.archived_whole}
     newest = _newest_rows(connection, in_rows, 2 * count)
-    points = _read(connection, archive, views, None, Selection(), newest)
+    points = _LoggedReading(connection, archive, views, None, Selection()).points(newest)
     return {
         run_id: {name: entry.values[-count:] for name, entry in held.items()} for run_id, held in points.items()
     }
 
 
-def _read(
-    connection: Connection,
-    archive: ArchiveReader,
-    views: Mapping[str, RunView],
-    names: Collection[str] | None,
-    selection: Selection,
-    known: Mapping[str, Sequence[Row[Any]]],
-) -> dict[str, dict[str, ScalarPoints]]:
-    found: dict[str, dict[tuple[str, str], _LoggedValues]] = {run_id: {} for run_id in views}
-    _read_archived(connection, archive, views, names, selection, found)
-    _read_sealed(connection, views, names, selection, known, found)
-    _read_journal(connection, views, names, selection, found)
-    points = {}
-    for run_id, view in views.items():
-        by_name: dict[str, list[_LoggedValues]] = defaultdict(list)
-        for (name, _), values in sorted(found[run_id].items(), key=lambda entry: entry[1].stream.number):
-            by_name[name].append(values)
-        merged = {name: _merge(view, members, selection) for name, members in sorted(by_name.items())}
-        points[run_id] = {name: entry for name, entry in merged.items() if len(entry.steps)}
-    return points
+@dataclass(frozen=True)
+class _LoggedReading:
+    """A question about logged values of several runs, and the values found so far, by run, name and stream."""
+
+    connection: Connection
+    archive: ArchiveReader
+    views: Mapping[str, RunView]
+    names: Collection[str] | None
+    selection: Selection
+    found: dict[str, dict[tuple[str, str], _LoggedValues]] = field(default_factory=lambda: defaultdict(dict))
+
+    def points(self, known: Mapping[str, Sequence[Row[Any]]]) -> dict[str, dict[str, ScalarPoints]]:
+        """The answer by run and name; `known`: sealed rows of runs whose others need not be read."""
+        self._read_archived()
+        self._read_sealed(known)
+        self._read_journal()
+        points = {}
+        for run_id, view in self.views.items():
+            by_name: dict[str, list[_LoggedValues]] = defaultdict(list)
+            for (name, _), values in sorted(self.found[run_id].items(), key=lambda entry: entry[1].stream.number):
+                by_name[name].append(values)
+            merged = {name: _merge(view, members, self.selection) for name, members in sorted(by_name.items())}
+            points[run_id] = {name: entry for name, entry in merged.items() if len(entry.steps)}
+        return points
+
+    def _values(self, run_id: str, stream_id: str, name: str) -> _LoggedValues | None:
+        """Where a stream's values of a name are put; None if nobody asks for them."""
+        held = self.found[run_id]
+        if (name, stream_id) not in held:
+            stream = self.views[run_id].streams.get(stream_id)
+            if stream is None or not (self.names is None or name in self.names):
+                return None
+            if self.selection.rank not in (None, stream.rank):
+                return None
+            held[name, stream_id] = _LoggedValues(stream)
+        return held[name, stream_id]
+
+    def _read_archived(self) -> None:
+        """Values in files count before those sealed since."""
+
+        def is_wanted(run_id: str, series: LoggedSeries) -> bool:
+            return self._values(run_id, series.stream_id, series.name) is not None
+
+        runs = [run_id for run_id, view in self.views.items() if view.archived_whole]
+        for run_id, series, table in self.archive.logged(self.connection, runs, is_wanted) if runs else ():
+            self.found[run_id][series.name, series.stream_id].parts.append(table)
+
+    def _read_sealed(self, known: Mapping[str, Sequence[Row[Any]]]) -> None:
+        """Rows that are not `known` already are read."""
+        table = schema.scalar_chunk
+        rows = [row for members in known.values() for row in members]
+        if whole := [run_id for run_id in self.views if run_id not in known]:
+            statement = select(table).where(table.c.run_id.in_(whole)).execution_options(blobs=True)
+            if self.names is not None:
+                statement = statement.where(table.c.name.in_(list(self.names)))
+            ordered = statement.order_by(table.c.run_id, table.c.stream_id, table.c.name, table.c.part)
+            stored = self.connection.execute(ordered.execution_options(yield_per=_ROWS_AT_ONCE))
+            rows += held_rows((row, _COPIES * len(row.data) + _ROW_BYTES) for row in stored)
+        alike = groupby(rows, lambda row: (row.run_id, row.stream_id, row.name, row.point_count))
+        for (run_id, stream_id, name, count), members in alike:
+            values = self._values(run_id, stream_id, name)
+            if values is not None:
+                values.parts.append(_unpack(b"".join([row.data for row in members]), count))
+
+    def _read_journal(self) -> None:
+        selection = self.selection
+        if any(len(view.attempts) > 1 for view in self.views.values()):
+            # Where an attempt began to log a name may lie before what is asked for.
+            selection = replace(selection, first_step=None)
+        for stream, row in unsealed_rows(self.connection, self.views, ScalarRow, "scalars", selection):
+            for name, value in scalars_from_json(row.scalars).items():
+                values = self._values(stream.run_id, stream.stream_id, name)
+                if values is not None:
+                    values.waiting.extend((row.seq, row.step, row.time, value))
 
 
 def _newest_rows(connection: Connection, views: Mapping[str, RunView], count: int) -> dict[str, list[Row[Any]]]:
@@ -187,53 +243,6 @@ def _newest_statement(dialect: str, shape: int) -> TextClause:
     ).execution_options(blobs=True)
 
 
-def _read_archived(
-    connection: Connection,
-    archive: ArchiveReader,
-    views: Mapping[str, RunView],
-    names: Collection[str] | None,
-    selection: Selection,
-    found: dict[str, dict[tuple[str, str], _LoggedValues]],
-) -> None:
-    """Values in files count before those sealed since."""
-    runs = [run_id for run_id, view in views.items() if view.archived_whole]
-
-    def is_wanted(run_id: str, series: LoggedSeries) -> bool:
-        stream = views[run_id].streams.get(series.stream_id)
-        is_asked = names is None or series.name in names
-        return is_asked and stream is not None and selection.rank in (None, stream.rank)
-
-    for run_id, series, table in archive.logged(connection, runs, is_wanted) if runs else ():
-        stream = views[run_id].streams[series.stream_id]
-        found[run_id].setdefault((series.name, series.stream_id), _LoggedValues(stream)).parts.append(table)
-
-
-def _read_sealed(
-    connection: Connection,
-    views: Mapping[str, RunView],
-    names: Collection[str] | None,
-    selection: Selection,
-    known: Mapping[str, Sequence[Row[Any]]],
-    found: dict[str, dict[tuple[str, str], _LoggedValues]],
-) -> None:
-    """Rows that are not `known` already are read."""
-    table = schema.scalar_chunk
-    rows = [row for members in known.values() for row in members]
-    if whole := [run_id for run_id in views if run_id not in known]:
-        statement = select(table).where(table.c.run_id.in_(whole)).execution_options(blobs=True)
-        if names is not None:
-            statement = statement.where(table.c.name.in_(list(names)))
-        ordered = statement.order_by(table.c.run_id, table.c.stream_id, table.c.name, table.c.part)
-        stored = connection.execute(ordered.execution_options(yield_per=_ROWS_AT_ONCE))
-        rows += held_rows((row, _COPIES * len(row.data) + _ROW_BYTES) for row in stored)
-    alike = groupby(rows, lambda row: (row.run_id, row.stream_id, row.name, row.point_count))
-    for (run_id, stream_id, name, count), members in alike:
-        stream = views[run_id].streams.get(stream_id)
-        if stream is not None and selection.rank in (None, stream.rank):
-            values = found[run_id].setdefault((name, stream_id), _LoggedValues(stream))
-            values.parts.append(_unpack(b"".join([row.data for row in members]), count))
-
-
 def _unpack(data: bytes, count: int) -> FloatArray:
     """[3][values]: steps, times, values of parts that hold `count` values each."""
     packed = np.frombuffer(data, dtype="<i8").reshape(-1, 3, count)
@@ -241,35 +250,16 @@ def _unpack(data: bytes, count: int) -> FloatArray:
     return np.stack([steps, packed[:, 1].ravel().view("<f8"), packed[:, 2].ravel().view("<f8")])
 
 
-def _read_journal(
-    connection: Connection,
-    views: Mapping[str, RunView],
-    names: Collection[str] | None,
-    selection: Selection,
-    found: dict[str, dict[tuple[str, str], _LoggedValues]],
-) -> None:
-    if any(len(view.attempts) > 1 for view in views.values()):
-        # An attempt may have begun to log a name before the requested steps.
-        selection = replace(selection, first_step=None)
-    for stream, row in unsealed_rows(connection, views, ScalarRow, "scalars", selection):
-        held = found[stream.run_id]
-        for name, value in scalars_from_json(row.scalars).items():
-            if names is None or name in names:
-                values = held.get((name, stream.stream_id))
-                if values is None:
-                    values = held[name, stream.stream_id] = _LoggedValues(stream)
-                values.waiting.extend((row.seq, row.step, row.time, value))
-
-
 def _of_one_stream(view: RunView, values: _LoggedValues, selection: Selection) -> ScalarPoints:
     """Drop hidden and unrequested values; nothing is merged."""
     table = values.table()
-    seen = table[0] < view.first_hidden_step(values.stream.attempt)
-    if selection.first_step is not None:
-        seen &= table[0] >= selection.first_step
-    if selection.last_step is not None:
-        seen &= table[0] <= selection.last_step
+    seen = (table[0] < view.first_hidden_step(values.stream.attempt)) & _within(table[0], selection)
     return ScalarPoints(table[0][seen].astype(np.int64), table[1][seen], table[2][seen])
+
+
+def _within(steps: IntArray | FloatArray, selection: Selection) -> NDArray[np.bool_]:
+    last = UNBOUNDED if selection.last_step is None else selection.last_step
+    return ((selection.first_step or 0) <= steps) & (steps <= last)
 
 
 def _merge(view: RunView, members: list[_LoggedValues], selection: Selection) -> ScalarPoints:
@@ -285,11 +275,7 @@ def _merge(view: RunView, members: list[_LoggedValues], selection: Selection) ->
         steps=joined[0].astype(np.int64),
         times=joined[1],
     )
-    seen = visible(origins, first_hidden_steps(_begins(view, tables)))
-    if selection.first_step is not None:
-        seen &= origins.steps >= selection.first_step
-    if selection.last_step is not None:
-        seen &= origins.steps <= selection.last_step
+    seen = visible(origins, first_hidden_steps(_begins(view, tables))) & _within(origins.steps, selection)
     grouped = group_steps(origins[seen])
     with np.errstate(invalid="ignore"):
         sums = np.bincount(grouped.points, weights=joined[2][seen], minlength=len(grouped.steps))
