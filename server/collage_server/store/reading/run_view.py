@@ -90,10 +90,10 @@ class RunView:
                 f"run {self.run_id!r} has no rank {rank}; its ranks are {min(ranks)} to {max(ranks)}", field="rank"
             )
 
-    def check_only_rank(self, rank: int) -> None:
+    def check_only_rank(self, rank: int | None) -> None:
         """Raise Unprocessable unless it is the run's only one: layers are kept with all ranks merged."""
         ranks = {record.rank for record in self.streams.values()}
-        if ranks - {rank}:
+        if rank is not None and ranks - {rank}:
             raise Unprocessable(
                 f"run {self.run_id!r} has {len(ranks)} ranks: its layers are kept with all ranks merged, single "
                 "ranks as totals of their whole model; leave rank out, or leave layer, pattern and module_type out",

@@ -18,7 +18,7 @@ from collage_server.store.chunks.column_cache import ColumnCache
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.stream_store import read_layers, read_streams
 from collage_server.store.reading.logged_scalars import read_newest_scalars, read_scalar_points
-from collage_server.store.reading.points import Sources, points_of_views, read_points
+from collage_server.store.reading.points import PointReading, Sources, read_points
 from collage_server.store.reading.run_view import RunView, RunViews
 from collage_server.store.records import (
     FloatArray,
@@ -163,7 +163,8 @@ def read_latest(
     }
     latest: dict[str, LatestPoint | None] = dict.fromkeys(views)
     standing = {run_id: views[run_id] for run_id in steps}
-    for run_id, points in points_of_views(connection, standing, None, Selection(at=steps), sources).items():
+    reading = PointReading(connection, standing, None, Selection(at=steps), sources.archive, sources.columns)
+    for run_id, points in reading.points().items():
         if len(points.steps):
             totals = {key: values[0] for key, values in points.totals.items()}
             latest[run_id] = LatestPoint(steps[run_id], float(points.times[0]), totals)
@@ -177,5 +178,7 @@ def newest_step(connection: Connection, view: RunView, stale_after_seconds: floa
     )
     if step is not None or not view.is_measured:
         return step
-    found = points_of_views(connection, {view.run_id: view}, ("measured_steps",), Selection(), sources)[view.run_id]
+    views, wanted = {view.run_id: view}, ("measured_steps",)
+    reading = PointReading(connection, views, wanted, Selection(), sources.archive, sources.columns)
+    found = reading.points()[view.run_id]
     return max(found.steps[found.ranks > 0].tolist(), default=None)

@@ -26,7 +26,7 @@ from collage_server.store.chunks.point_merging import (
     layer_extremes,
     model_extremes,
 )
-from collage_server.store.reading.points import sealed_layers, sealed_model
+from collage_server.store.reading.points import PointReading
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Points, Selection
 from collage_server.store.sealing.seal_plan import SealLimits, SealPlan
@@ -87,8 +87,8 @@ def _join_part(
 def _whole_model(view: RunView, plan: SealPlan, part: ChunkLevel, archive: ArchiveReader) -> Points:
     """All points of the chunk so far, this part's joined in."""
     held = {(view.run_id, plan.attempt): plan.chunk_so_far}
-    views = {view.run_id: view}
-    old = sealed_model(view.connection, archive, views, 1, held, None, Selection())[view.run_id]
+    reading = PointReading(view.connection, {view.run_id: view}, None, Selection(), archive)
+    old = reading.sealed_model(1, held)[view.run_id]
     return _join_part(plan, old, part, part.model)
 
 
@@ -113,20 +113,12 @@ def _coarse_layers(
     """The layers' stored columns by coarse level, made for some layers at a time, however many there are."""
     count, keys = _widest(view, plan, part, archive), view.statistics(None)
     held = {(view.run_id, plan.attempt): plan.chunk_so_far}
+    reading = PointReading(view.connection, {view.run_id: view}, keys, Selection(), archive)
     width = max(limits.coarse_bytes // (8 * limits.points * max(len(keys), 1)), 1)
     found: dict[int, dict[str, list[FloatArray]]] = {level: defaultdict(list) for level in LEVELS[1:]}
     for start in range(0, count, width):
         positions = np.arange(start, min(start + width, count), dtype=np.int64)
-        old = sealed_layers(
-            view.connection,
-            archive,
-            {view.run_id: view},
-            1,
-            held,
-            keys,
-            {view.run_id: positions},
-            neighbours=width < count,
-        )
+        old = reading.sealed_layers(1, held, {view.run_id: positions}, neighbours=width < count)
         own = {key: _at(values, positions) for key, values in part.layers.items()}
         layers = _join_part(plan, old[view.run_id], part, own, [""] * len(positions))
         for level, stored in found.items():
