@@ -77,7 +77,7 @@ class Environment:
     folder: Path
 
     def run(self, *words: str, seconds: float = SECONDS) -> str:
-        """All that a program prints; None of the caller's settings reach it."""
+        """Run a program without the caller's settings, and return what it prints."""
         command = [str(self.programs / words[0]), *words[1:]]
         done = subprocess.run(
             command,
@@ -206,7 +206,7 @@ def matrix(wheel: Path, extras: Sequence[str], pythons: Sequence[str], bounds: S
 
 
 def main() -> int:
-    """Look at this environment, or at all that were asked for."""
+    """Check this environment, or all that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("dist", nargs="?", help="folder with the wheel")
     parser.add_argument("--here", action="store_true", help="the environment that runs this")

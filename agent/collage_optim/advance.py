@@ -95,7 +95,7 @@ def _store_parameter(
     """Store `value` + `displacement`, both used up, as the strategy keeps a weight."""
     parameter, storage = chunk["parameter"], step.strategy.parameter
     if storage is StateStorage.COMPENSATED:
-        # The compensation takes the displacement up before the weight does: two small numbers, added in fp32.
+        # Add the displacement to the compensation first: both are small numbers, added in fp32.
         low = chunk[PARAMETER_LOW]
         pending = arithmetic.load(low).add_(displacement)
         before = arithmetic.load(parameter)

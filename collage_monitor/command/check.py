@@ -186,7 +186,7 @@ def _train(program: Sequence[str], folder: Path, steps: int, timeout: float, opt
     added |= {CHECK_STEPS: str(steps), CHECK_REPORT: str(folder / "steps.json")}
     environment = {**os.environ, **launch_variables(os.environ), **added}
     try:
-        # Its output goes to stderr, since readers of JSON read stdout; a process group ends a shell's children, too.
+        # Its output goes to stderr, since readers of JSON read stdout. A process group ends a shell's children.
         process = subprocess.Popen(program, env=environment, stdout=2, start_new_session=True)
     except OSError as error:
         raise click.ClickException(

@@ -104,7 +104,7 @@ def _create(client: Client, source: Source, project: str, run_id: str) -> wire.R
 
 
 def _send(client: Client, source: Source, run_id: str, progress: Callable[[int], None]) -> None:
-    # Times and steps are the file's: the attempt begins at 0, before all of them.
+    # The file brings its own steps and times; the attempt begins at 0, before all of them.
     client.create_attempt(run_id, wire.AttemptCreate(launch_id=_LAUNCH, first_step=0))
     stream_id = _stream_of(run_id)
     client.create_stream(

@@ -72,7 +72,7 @@ def _entry(entry: str | MarkdownTable | Plot | Picture, folder: Path) -> str:
 def draw(plot: Plot, folder: Path) -> Path:
     """Draw a plot into FOLDER/images; an interval is a band, one number a dot."""
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=_DOTS_PER_INCH, layout="constrained")
-    # Ten colours that differ, again as dashes: no two curves of a page look alike.
+    # Ten colours as lines, then as dashes, so that no two curves of a page look alike.
     axes.set_prop_cycle(cycler(linestyle=["-", "--"]) * rcParams["axes.prop_cycle"])
     for name, points in plot.curves.items():
         (line,) = axes.plot(points.x, points.y, label=name)

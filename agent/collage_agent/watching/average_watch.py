@@ -131,14 +131,14 @@ class AverageWatch:
             weakref.finalize(average, self.remove).atexit = False
 
     def before(self) -> None:
-        """The average is about to be updated. Not needed for averages of known classes; never raises."""
+        """Report that the average is about to be updated. Not needed for known classes; never raises."""
         if self.method is None and self._goes_on:
             self._by_hand = True
             with self._safely():
                 self._announced(self._container)
 
     def after(self, decay: float | None = None) -> None:
-        """It was updated, from the weights as they are now; `decay`: of this update, where it changes."""
+        """Report that the average was updated from the present weights; `decay`: this update's, if it changes."""
         if self.method is None and self._goes_on:
             self._by_hand = True
             with self._safely():

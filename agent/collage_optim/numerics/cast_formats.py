@@ -143,7 +143,7 @@ def _coded(values: Tensor, kind: CastFormat, tensor: Tensor | None, tile: Tensor
     runs = values.view(len(largest), -1)
     if kind.scale == "fp32":
         single = largest.to(torch.float32)
-        # A number over a tensor, or the other way round, may be taken as a product with the reciprocal.
+        # Two tensors, because torch may divide by a number, or a number, by multiplying with a reciprocal.
         scale = single.div(torch.full_like(single, kind.largest)).clamp_(min=_FP32.tiny)
         scale = torch.where(single.isfinite(), scale, torch.nan)
         return CastCodes(_saturated(runs.to(torch.float32).div(scale).double(), kind).view(-1), scale.double())

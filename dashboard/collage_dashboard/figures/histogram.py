@@ -16,7 +16,7 @@ from collage_monitor.metrics import HISTOGRAM_OCTAVES
 __all__ = ["PREDICTS", "update_histogram"]
 
 PREDICTS = (
-    "Updates left of half a gap are rounded away by plain storage in the parameter's dtype. This predicts "
+    "Updates smaller than half a gap are rounded away by plain storage in the parameter's dtype. This predicts "
     "nothing for pairs or master weights."
 )
 _HALF_GAP = -1.0

@@ -189,6 +189,6 @@ def picked_change(view: View, run: wire.Run, reader: Reader) -> Any:
         return html.P(str(error), className="quiet")
     first, last = picked
     where = f"at step {first:,}" if first == last else f"in steps {first:,} to {last:,}"
-    note = "Divided at the step that was picked." if first == last else "The picked steps against as many before."
+    note = "Divided at the step that was picked." if first == last else "The picked steps, and as many before them."
     close = clears("Close", "run", "at", className="textual card-close")
     return before_after_card(before, after, note, title=f"What changed {where}", aside=close)

@@ -66,7 +66,7 @@ async def add_reports(request: Request, stream_id: Id) -> Response:
 
 
 def _with_refused(stored: wire.BatchAnswer, refused: Sequence[wire.RejectedReport], kept: int) -> wire.BatchAnswer:
-    """The answer with its indices as in the batch that was sent, refused reports included."""
+    """Number the rejected reports of an answer as in the batch that was sent, refused reports included."""
     return msgspec.structs.replace(stored, rejected=merge_rejected(stored.rejected, refused, kept))
 
 

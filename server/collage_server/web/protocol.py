@@ -36,7 +36,7 @@ _READER_SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """`head_bytes` of request line, headers and trailers, `idle_seconds` for a head, `connections` at a time."""
+    """head_bytes: of request line, headers and trailers. idle_seconds: to wait for a head. connections: at once."""
 
     idle_seconds: float
     connections: int

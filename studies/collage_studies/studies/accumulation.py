@@ -200,7 +200,7 @@ def _plot(records: Sequence[Record], rate: float) -> Plot:
             mean_over_seeds([value for record in own if (value := record.curves[CURVE].values[place]) is not None])
             for place in range(len(steps))
         ]
-        # On a logarithmic axis a band cannot reach below what is positive.
+        # A logarithmic axis needs a positive lower end of the band.
         low = [
             e.value if e is None or e.spread is None else max(e.value - e.spread, e.value / 10) for e in found if e
         ]

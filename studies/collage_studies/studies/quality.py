@@ -57,7 +57,7 @@ def trials(quick: bool) -> Sequence[Trial]:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A strategy in a setting (all of a training but strategy and seed): its runs, and their gap to fp32."""
+    """The runs of one strategy in one setting (a training but for strategy and seed), with their gap to fp32."""
 
     setting: str
     plan: Plan
