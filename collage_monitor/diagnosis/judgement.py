@@ -78,22 +78,23 @@ def _losing(case: Case, told: Finding) -> list[str]:
         text += f" (EDQ {told.value:.3f} over {steps} steps)"
     elif told.layer is None and edq is not None:
         text += f" (EDQ {edq:.3f})"
-    fall = _fall(case, told.since)
+    fall = _fall(case, told)
     text += " in its one measured step" if case.one_step else told.since_words
     text += "" if fall is None or fall.first_changed == told.since else f", more since step {fall.first_changed:,}"
     where = _where(case, fall)
     return [text, where] if where else [text]
 
 
-def _fall(case: Case, since: int | None) -> Onset | None:
+def _fall(case: Case, told: Finding) -> Onset | None:
     """The newest abrupt fall of EDQ, if it began what is wrong, or made it notably worse."""
     fall = next((onset for onset in reversed(case.evidence.history.changes) if onset.after < onset.before), None)
-    if fall is None or since is None or fall.settled < since:
+    since = told.since or 0
+    if fall is None or not told.since_words or fall.settled < since:
         return None
     if fall.last_before < since <= fall.settled:
         return fall
-    told = fall.before - fall.after >= max(EDQ_TOLERANCE, _TOLD_SHARE * (1 - fall.after))
-    return fall if told else None
+    notable = fall.before - fall.after >= max(EDQ_TOLERANCE, _TOLD_SHARE * (1 - fall.after))
+    return fall if notable else None
 
 
 def _where(case: Case, fall: Onset | None) -> str:

@@ -57,9 +57,9 @@ class History:
     changes: Sequence[Onset] = ()
     finer: Callable[[int, int], Mapping[str, Track]] | None = None
 
-    def since(self, key: str, layer: str | None, bound: float, *, below: bool) -> tuple[int, str] | None:
-        """The first measured step from which a metric has stayed beyond a bound, and how it reads after a clause:
-        ", since step 1,020"; None where it is not beyond it now, or not known."""
+    def since(self, key: str, layer: str | None, bound: float, *, below: bool) -> tuple[int | None, str] | None:
+        """The first measured step from which a metric has stayed beyond a bound (None: from the first one on), and
+        how it reads after a clause: ", since step 1,020"; None where it is not beyond it now, or not known."""
         if layer is None:
             track = self.tracks.get(key)
         else:
@@ -72,7 +72,7 @@ class History:
         if place <= 1:
             step = track.first_steps[0]
             whole = begun[0] <= 1 and step in begun
-            return step, ", from the start" if whole else f", since the first measured step ({step:,})"
+            return None, ", from the start" if whole else f", since the first measured step ({step:,})"
         for _ in range(_MOST_READINGS):
             if self.finer is None or layer is not None or not track.merges or place == 0:
                 break

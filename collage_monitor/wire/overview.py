@@ -23,7 +23,8 @@ class Finding(Struct, frozen=True):
 
     text: a clause with the reason; short: at most six words. now: the value over the newest steps, null unless it
     moves. alert: the alert that it is, "" if it need wake nobody. since: the first step from which the number has
-    stayed beyond the threshold, null if that is not known; since_words: ", since step 1,020", ", from the start".
+    stayed beyond the threshold, null if it was so from the first measured one on, or that is not known;
+    since_words: ", since step 1,020", ", from the start".
     """
 
     health: str

@@ -54,7 +54,6 @@ def test_the_sentence_names_the_step_and_the_layers(watched):
     assert all(name in sentence for name in FALLEN), sentence
     page.get_by_role("link", name="falling", exact=True).click()
     page.locator(".answer .verdict", has_text=f"since step {FELL_AT}").wait_for()
-    page.get_by_text("Where, since when, and why").click()
     page.locator(".answer").get_by_text(re.compile(rf"since step {FELL_AT}; .*changed then")).wait_for()
     worst = page.get_by_role("region", name="Layers that lose the most").get_by_role("link")
     assert worst.first.inner_text() in FALLEN

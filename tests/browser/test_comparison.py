@@ -90,7 +90,8 @@ def test_another_metric_and_other_strategies_stand_in_the_address_and_come_back_
     assert "pair=" not in page.url, "nobody has chosen yet"
     page.get_by_role("textbox", name="Strategy B").click()
     page.get_by_role("option", name="Collage plus").click()
-    page.wait_for_function("new URLSearchParams(location.search).getAll('pair').includes('Collage plus')")
+    chosen = "new URLSearchParams(location.search).getAll('pair').includes('Collage plus · bfloat16')"
+    page.wait_for_function(chosen)
     said.get_by_text("more than").wait_for()
     told = said.inner_text()
     page.locator("#compare-metric").click()

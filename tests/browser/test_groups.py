@@ -3,7 +3,6 @@
 import pytest
 
 from collage_monitor.client import Client
-from collage_monitor.seeds import mean_over_seeds
 from tests.browser.test_comparison import tick
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
@@ -73,9 +72,8 @@ def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
     page.wait_for_function("location.search.includes('by=strategy')")
     first_row(page, "Collage plus · bfloat16 · 3 runs")
     assert names(page) == ["Collage plus · bfloat16 · 3 runs", "Plain · bfloat16 · 3 runs"]
-    loss = mean_over_seeds([LOSSES["plus"] + 0.25 * seed for seed in range(SEEDS)]) or pytest.fail("no mean")
     cell = page.locator('.ag-row[row-index="0"] .ag-cell[col-id="loss"]')
-    assert cell.text_content().replace("\u00a0", " ") == f"{loss.value:.3f} ± {loss.spread:.2f}"
+    assert cell.text_content() == "–", "last losses of other seeds, at other steps, do not compare strategies"
     choose_grouping(page, "By configuration")
     first_row(page, "plus-seed2 and 2 more · 3 runs")
     page.go_back()
