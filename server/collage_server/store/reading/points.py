@@ -302,14 +302,12 @@ class PointReading:
         return {run_id: self.views[run_id] for run_id, _ in chunks}
 
     def _point_rows(self, views: Views, level: int, chunks: Chunks) -> PointRows:
-        """The points of these chunks; of one run they are read once, for the model as for its layers."""
-        if len(views) != 1:
-            return read_point_rows(self.connection, level, chunks)
-        [view] = views.values()
+        """The points of these chunks, read once for the model as for its layers; kept on the first run's view."""
+        held = next(iter(views.values())).point_rows if views else {}
         place = level, repr(chunks)
-        if place not in view.point_rows:
-            view.point_rows[place] = read_point_rows(self.connection, level, chunks)
-        return view.point_rows[place]
+        if place not in held:
+            held[place] = read_point_rows(self.connection, level, chunks)
+        return held[place]
 
 
 def _most_points(selection: Selection) -> int:
