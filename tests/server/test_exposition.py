@@ -14,7 +14,7 @@ from collage_server.errors import Busy, Gone
 from collage_server.exposition import exposition, samples
 from collage_server.store import schema
 from collage_server.store.reading import snapshot
-from collage_server.store.reading.snapshot import Snapshot, read_latest
+from collage_server.store.reading.snapshot import Snapshot
 from collage_server.store.runs import run_store
 from collage_server.summariser import Summariser, newest_points
 from msgspec.structs import replace as replace_fields
@@ -121,14 +121,14 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
     store = server.app.state.collage.store
-    read = read_latest
+    read = Snapshot.latest_of
 
     def deleted_first(*asked):
         with contextlib.suppress(Gone):
             store.runs.delete("r1", clock())
         return read(*asked)
 
-    monkeypatch.setattr(snapshot, "read_latest", deleted_first)
+    monkeypatch.setattr(Snapshot, "latest_of", deleted_first)
     page = server.get("/metrics")
     assert ('run_id="r1"' in page, 'run_id="r2"' in page) == (False, True)
     monkeypatch.undo()
@@ -148,13 +148,13 @@ def test_a_run_that_cannot_be_read_takes_no_other_with_it(server, monkeypatch, c
         server.filled(run_id, f"{run_id}-s")
     assert 'run_id="r1"' in server.get("/metrics")
 
-    def broken(connection, views, *more):
-        if "r1" in views:
+    def broken(now, run_ids):
+        if "r1" in run_ids:
             raise ValueError("r1")
-        return read(connection, views, *more)
+        return read(now, run_ids)
 
-    read = read_latest
-    monkeypatch.setattr(snapshot, "read_latest", broken)
+    read = Snapshot.latest_of
+    monkeypatch.setattr(Snapshot, "latest_of", broken)
     for step in (100, 110):
         for run_id in ("r1", "r2"):
             server.reports([report(step, step)], f"{run_id}-s")
@@ -177,7 +177,7 @@ def test_a_database_that_does_not_answer_is_no_run_s_failure(server, monkeypatch
     with pytest.raises(Busy):
         exposition(server.app.state.collage)
     monkeypatch.undo()
-    monkeypatch.setattr(snapshot, "read_latest", lost)
+    monkeypatch.setattr(Snapshot, "latest_of", lost)
     with pytest.raises(Busy):
         server.app.state.collage.summariser.keep_points()
 

@@ -41,7 +41,7 @@ from collage_server.store.runs.run_summary import (
     read_live_runs,
 )
 
-__all__ = ["PointStore", "Snapshot", "newest_step", "read_latest"]
+__all__ = ["PointStore", "Snapshot"]
 
 _CACHED_COLUMN_BYTES: Final = 64 * 2**20
 
@@ -139,46 +139,37 @@ class Snapshot:
 
     def newest_step(self, run_id: str) -> int | None:
         """The newest measured step that every live rank has reached; None where nothing is measured."""
-        view = self._views.of([run_id])[run_id]
-        return newest_step(self._connection, view, self._stale_after_seconds, self._sources)
+        return self._newest_step(self._views.of([run_id])[run_id])
 
     def latest_of(self, run_ids: Sequence[str]) -> dict[str, LatestPoint | None]:
-        """The newest measured step of each of these runs, None where nothing is measured; they are read together.
+        """The newest measured step that every live rank of each run has reached whole, with the model's totals.
+
+        None where nothing is measured; they are read together.
 
         Raises:
             NotFound, Gone: one of the runs is not there.
         """
         views = self._views.of(run_ids)
-        return read_latest(self._connection, views, self._stale_after_seconds, self._sources)
+        steps = {run_id: step for run_id, view in views.items() if (step := self._newest_step(view)) is not None}
+        latest: dict[str, LatestPoint | None] = dict.fromkeys(views)
+        standing = {run_id: views[run_id] for run_id in steps}
+        for run_id, points in self._points_of(standing, None, Selection(at=steps)).items():
+            if len(points.steps):
+                totals = {key: values[0] for key, values in points.totals.items()}
+                latest[run_id] = LatestPoint(steps[run_id], float(points.times[0]), totals)
+        return latest
 
+    def _newest_step(self, view: RunView) -> int | None:
+        step = newest_measured_step(
+            self._connection, view.run_id, view.latest_rows, view.first_hidden_steps, self._stale_after_seconds
+        )
+        if step is not None or not view.is_measured:
+            return step
+        found = self._points_of({view.run_id: view}, ("measured_steps",), Selection())[view.run_id]
+        return max(found.steps[found.ranks > 0].tolist(), default=None)
 
-def read_latest(
-    connection: Connection, views: Mapping[str, RunView], stale_after_seconds: float, sources: Sources
-) -> dict[str, LatestPoint | None]:
-    """By run the newest measured step that every live rank has reached whole, with the model's totals."""
-    steps = {
-        run_id: step
-        for run_id, view in views.items()
-        if (step := newest_step(connection, view, stale_after_seconds, sources)) is not None
-    }
-    latest: dict[str, LatestPoint | None] = dict.fromkeys(views)
-    standing = {run_id: views[run_id] for run_id in steps}
-    reading = PointReading(connection, standing, None, Selection(at=steps), sources.archive, sources.columns)
-    for run_id, points in reading.points().items():
-        if len(points.steps):
-            totals = {key: values[0] for key, values in points.totals.items()}
-            latest[run_id] = LatestPoint(steps[run_id], float(points.times[0]), totals)
-    return latest
-
-
-def newest_step(connection: Connection, view: RunView, stale_after_seconds: float, sources: Sources) -> int | None:
-    """The newest measured step that every live rank has reached; None where nothing is measured."""
-    step = newest_measured_step(
-        connection, view.run_id, view.latest_rows, view.first_hidden_steps, stale_after_seconds
-    )
-    if step is not None or not view.is_measured:
-        return step
-    views, wanted = {view.run_id: view}, ("measured_steps",)
-    reading = PointReading(connection, views, wanted, Selection(), sources.archive, sources.columns)
-    found = reading.points()[view.run_id]
-    return max(found.steps[found.ranks > 0].tolist(), default=None)
+    def _points_of(
+        self, views: Mapping[str, RunView], wanted: Collection[str] | None, selection: Selection
+    ) -> dict[str, Points]:
+        archive, columns = self._sources.archive, self._sources.columns
+        return PointReading(self._connection, views, wanted, selection, archive, columns).points()
