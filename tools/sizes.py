@@ -31,7 +31,7 @@ BUDGETS = {
     "collage_monitor": 13882,
     "collage_agent": 22090,
     "collage_optim": 5010,
-    "collage_server": 23877,
+    "collage_server": 23519,
     "collage_dashboard": 10129,
     "tests": 70326,
     "words of pages": 48185,
