@@ -28,13 +28,13 @@ USUAL_FUNCTION, LONGEST_FUNCTION, USUAL_SHARE = 40, 100, 0.95
 SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
-    "collage_monitor": 13882,
-    "collage_agent": 22090,
-    "collage_optim": 5010,
-    "collage_server": 23519,
-    "collage_dashboard": 10129,
-    "tests": 70326,
-    "words of pages": 48185,
+    "collage_monitor": 14332,
+    "collage_agent": 21949,
+    "collage_optim": 5015,
+    "collage_server": 23506,
+    "collage_dashboard": 9593,
+    "tests": 70468,
+    "words of pages": 48235,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01
