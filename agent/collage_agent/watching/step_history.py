@@ -1,4 +1,4 @@
-"""All measurements since attach, in bounded memory: steps are merged with their neighbours when it is full.
+"""All measurements since attach, in bounded memory: older steps are merged with their neighbours when it is full.
 
 `summary()` and the printed verdict read it; the server keeps a history of its own. Merging follows the contract's
 rules (`tests/agent/watching/test_step_history.py`), the bound on memory is free.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from collage_agent.measurement import Layout, Measurement
 from collage_monitor.definitions import HISTOGRAM_LABELS
-from collage_monitor.diagnosis import recent_points
+from collage_monitor.diagnosis import RECENT_STEPS, recent_points
 from collage_monitor.forecast import GridRecord, record_of
 from collage_monitor.metrics import split_key, statistic
 
@@ -128,7 +128,7 @@ class GridHistory:
 
 
 class StepHistory:
-    """Measured steps, each a point at first; when full, all neighbours are merged in the same way.
+    """Measured steps, each a point at first; when full, all neighbours but the newest are merged in the same way.
 
     Adding waits for nothing, and costs a few operations on the tables' device for _TOGETHER measured steps, or so
     many as are _WAITING_BYTES; `past` synchronises the device.
@@ -169,6 +169,7 @@ class StepHistory:
         """Weights and states are kept otherwise from now on: later steps are not merged with those so far. No
         synchronisation."""
         self._take_in()
+        self._merge_older(0)
         if self._unmerged:
             self._points.append(self._merged(self._unmerged))
             self._unmerged = []
@@ -194,13 +195,13 @@ class StepHistory:
 
     def _keep(self, point: _Point) -> None:
         self._unmerged.append(point)
-        if len(self._unmerged) == self._steps_per_point:
-            self._points.append(self._merged(self._unmerged))
-            self._unmerged = []
         size = point.array.nbytes + point.roots.nbytes
         most = 2 * max(_FEWEST_POINTS, min(_MOST_POINTS, self._limit_bytes // max(size, 1)))
+        # The recent past of single steps begins where a server's does.
+        newest = min(RECENT_STEPS, most // 4)
+        self._merge_older(newest)
         # Tables that grew leave room for far fewer points than there are.
-        while len(self._points) >= most:
+        while len(self._points) + newest >= most:
             before, since = self._points[: self._points_before], self._points[self._points_before :]
             self._points = [
                 self._merged(part[i : i + 2]) for part in (before, since) for i in range(0, len(part), 2)
@@ -208,11 +209,16 @@ class StepHistory:
             self._points_before = -(-len(before) // 2)
             self._steps_per_point *= 2
 
+    def _merge_older(self, newest: int) -> None:
+        """Make points of the single steps before the `newest` ones, as far as they fill points."""
+        while len(self._unmerged) >= newest + self._steps_per_point:
+            self._points.append(self._merged(self._unmerged[: self._steps_per_point]))
+            del self._unmerged[: self._steps_per_point]
+
     def past(self) -> PastTotals | None:
         """Everything kept, oldest first; None before the first measured step. Synchronises the device."""
         self._take_in()
-        # The steps that no point holds yet are one point of their own.
-        points = [*self._points, *([self._merged(self._unmerged)] if self._unmerged else [])]
+        points = [*self._points, *self._unmerged]
         if not points:
             return None
         array = torch.stack([self._widened(point).array for point in points], 1).cpu().numpy()

@@ -166,6 +166,7 @@ def test_the_recent_past_has_enough_steps_and_enough_of_the_descent():
 
     assert recent([1.0] * 10) == (1, 10)
     assert recent([1.0] * 100) == (69, 100)
+    assert recent([1.0] * 301) == (270, 301), "the newest steps are not merged: a server takes the same ones"
     assert recent([(1 - step / 100) ** 2 for step in range(100)])[0] == pytest.approx(
         100 * (1 - 0.05 ** (1 / 3)), abs=2
     )
