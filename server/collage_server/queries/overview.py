@@ -147,7 +147,7 @@ def overview(record: RunRecord, points: OverviewPoints, *, every_number: bool = 
     numbers: dict[str, wire.Number | None] = {
         key: case.number(key) for key in shown if (of := _interval_of(key)) is None or case.interval(of)
     }
-    now = {key: moved for key in numbers if (moved := case.moved(key)) is not None}
+    now = {key: moved for key in numbers if _interval_of(key) is None and (moved := case.moved(key)) is not None}
     return wire.Overview(
         **msgspec.structs.asdict(judge(evidence)),
         run_id=record.run_id,
