@@ -146,12 +146,10 @@ def _about_run(reader: Reader, run_id: str, schedule: RateSchedule | None) -> st
     charts = [_chart(describe(key).title, draw("series", key, view, reader, story), key) for key in curves]
     charts.append(_chart("Update size against the grid", draw("histogram", "", view, reader), "histogram"))
     charts.append(_chart("EDQ of each layer", draw("heatmap", "edq_ratio", view, reader), "heatmap", wide=True))
+    bounded = any(key.endswith("_low") for key in overview.numbers)
+    over = f"{over_steps(overview).capitalize()}{', with 95 % intervals' if bounded else ''}."
     sections = [
-        Section(
-            "Numbers",
-            numbers=_numbers(run, overview),
-            note=f"{over_steps(overview).capitalize()}, with 95 % intervals.",
-        ),
+        Section("Numbers", numbers=_numbers(run, overview), note=over),
         Section("Curves", charts=charts),
     ]
     if overview.worst:
