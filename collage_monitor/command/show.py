@@ -135,10 +135,11 @@ def show(server_url: str, token: str | None, as_json: bool, run: str) -> None:
 
 
 def _print_numbers(judged: wire.Overview, latest: wire.Latest) -> None:
-    steps = f"steps {judged.first_step} to {judged.last_step}"
+    one = judged.first_step == judged.last_step
+    steps = f"at step {judged.last_step}" if one else f"over the steps {judged.first_step} to {judged.last_step}"
     shown = [(key, value) for key, value in judged.numbers.items() if split_key(key)[0] in METRICS]
     if shown:
-        click.echo(f"Over the {steps} that were judged:")
+        click.echo(f"{steps.capitalize()}{'' if one else ' that were judged'}:")
     for key, value in shown:
         click.echo(f"  {key:<44}{_shown(value):>14}  {METRICS[split_key(key)[0]].unit}")
     if latest.scalars:
@@ -146,7 +147,7 @@ def _print_numbers(judged: wire.Overview, latest: wire.Latest) -> None:
     for name, logged in latest.scalars.items():
         click.echo(f"  {printable(name):<44}{_shown(logged.value):>14}  at step {logged.step}")
     if judged.worst:
-        click.echo(f"Layers that lose the most over the {steps}, with their EDQ:")
+        click.echo(f"Layers that lose the most {steps}, with their EDQ:")
     for layer in judged.worst[:_WORST]:
         click.echo(f"  {printable(layer.layer):<44}{_shown(layer.edq_ratio):>14}")
 
