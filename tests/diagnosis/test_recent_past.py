@@ -16,42 +16,22 @@ from collage_agent import init
 from collage_agent.audit.conversion import convert_checkpoint
 from collage_agent.handle import watch
 from collage_agent.measurement import Layout
-from collage_agent.session import _SESSION
 from collage_agent.transport.report_maker import ReportMaker, SteadyTime
 from collage_optim import CollageAdamW
 from collage_server.alerts.condition_evaluation import Evaluation
-from collage_server.app import create_app
 from collage_server.exposition import samples
-from collage_server.settings import Settings
-from starlette.testclient import TestClient
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
-from collage_monitor.client import Client
 from tests.agent.training import mlp, train
 from tests.agent_delivery.test_attempts import Application
 from tests.dashboard.generated import GeneratedRun
-from tests.server.conftest import NOW, Clock, Server
+from tests.server.conftest import NOW
 from tests.server.reads import evaluate_due
 from tests.waiting import PATIENCE_SECONDS
 
 CURE = "split-master"
 SICK_STEPS, STEPS_SINCE = 100, 30
-
-
-@pytest.fixture
-def served(tmp_path):
-    """A server of this process with its helper, and a client that reads from it."""
-    clock = Clock()
-    app = create_app(Settings(folder=tmp_path, no_auth=True), clock=clock)
-    with TestClient(app, base_url="http://127.0.0.1") as inside:
-        app.state.collage.summariser.stop(PATIENCE_SECONDS)
-        server = Server(inside, clock, app)
-        yield server, Client("http://127.0.0.1", transport=server.transport())
-    if _SESSION.run is not None:
-        _SESSION.run.finish(seconds=1.0)
-    _SESSION.run = None
-    _SESSION.waiting.clear()
 
 
 def stuck(strategy=None):
