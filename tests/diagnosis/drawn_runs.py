@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import collage_agent as collage
 import torch
@@ -68,7 +69,11 @@ def draw(seed: int) -> Training:
         oracle=random_.random() < 0.5,
         cosine=random_.random() < 0.5,
     )
-    changes = {"one step": {"steps": 3, "every": 1000}, "long": {"every": 1}, "standing layer": {"lr": 3e-3}}
+    changes: dict[str, dict[str, Any]] = {
+        "one step": {"steps": 3, "every": 1000},
+        "long": {"every": 1},
+        "standing layer": {"lr": 3e-3},
+    }
     return replace(drawn, **changes.get(kind, {}))
 
 
@@ -76,8 +81,8 @@ def optimizer_of(training, model):
     standing = list(model[2].parameters()) if training.kind == "standing layer" else []
     moving = [own for own in model.parameters() if not any(own is other for other in standing)]
     # In the standing layer no update reaches half a gap.
-    groups = [{"params": moving}, *([{"params": standing, "lr": 1e-6}] if standing else [])]
-    options = {"lr": training.lr, "betas": (0.9, training.beta2)}
+    groups: list[dict[str, Any]] = [{"params": moving}, *([{"params": standing, "lr": 1e-6}] if standing else [])]
+    options: dict[str, Any] = {"lr": training.lr, "betas": (0.9, training.beta2)}
     if training.strategy == "float32":
         return torch.optim.AdamW(groups, **options)
     return CollageAdamW(groups, strategy=training.strategy, **options)

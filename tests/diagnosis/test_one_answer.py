@@ -7,6 +7,7 @@ Onsets, present values and intervals are held against each measured step as the 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -133,10 +134,10 @@ def check_pages(there, client):
 def check_metrics(there, inside):
     families = text_string_to_metric_families(inside.get("/metrics"))
     samples = [own for family in families for own in family.samples if own.name == "collage_finding"]
-    shown = sorted(
+    shown: list[Any] = sorted(
         (own.labels["key"], own.labels.get("layer", ""), own.labels.get("alert", ""), own.value) for own in samples
     )
-    held = sorted(
+    held: list[Any] = sorted(
         (own.key, own.layer or "", own.alert, own.value) for own in there.against if own.value is not None
     )
     assert shown == [(key, layer, alert, pytest.approx(value)) for key, layer, alert, value in held]
