@@ -157,17 +157,15 @@ def check_since(finding, client):
     known = [(step, value) for step, value in zip(series.steps, series.values, strict=True) if value is not None]
     steps, beyond = [step for step, _ in known], [is_beyond(finding, value) for _, value in known]
 
-    def stays(place):
-        return all(one or other for one, other in pairwise(beyond[place:]))
-
-    if finding.since is None:
+    if finding.since is None and not finding.since_words:
         assert len(steps) < 2 or not (beyond[-1] and beyond[-2]), finding
         return
-    place = steps.index(finding.since)
-    assert stays(max(place, 1)), (finding, known)
-    if place == 0:
-        assert beyond[0] or beyond[1], finding
-        words = ", from the start" if steps[0] <= 1 else f", since the first measured step ({steps[0]:,})"
+    place = steps.index(finding.since) if finding.since else 1
+    assert all(one or other for one, other in pairwise(beyond[place:])), (finding, known)
+    if finding.since is None:
+        assert beyond[0] or beyond[1], (finding, known)
+        whole = series.steps[0] <= 1 and steps[0] in series.steps[:2]
+        words = ", from the start" if whole else f", since the first measured step ({steps[0]:,})"
     else:
         assert beyond[place], (finding, known)
         assert not beyond[place - 1], (finding, known)
