@@ -125,7 +125,7 @@ def _history(past: PastTotals, names: Sequence[str]) -> History:
     )
     return History(
         {key: track(key, MODEL) for key in keys},
-        of_layer=lambda key, layer: track(key, MODEL + 1 + names.index(layer)),
+        of_layer=lambda key, layer: track(key, MODEL + 1 + names.index(layer)) if key in columns else None,
         changes=changes,
     )
 

@@ -86,6 +86,7 @@ def test_a_residual_that_is_zero_again_was_dropped():
     dropped.zero_()
     train(model, optimizer, 1, start=5)
     layers = handle.summary()["layers"]
+    assert ("residual_dropped_ratio", "0.weight") in [(one.key, one.layer) for one in handle.judgement().against]
     assert 0 < held <= 30 * 70
     assert totals_of(handle)["0.weight"]["residual_dropped"] == held
     assert layers["0.weight"]["residual_dropped_ratio"] == pytest.approx(held / (30 * 70))
