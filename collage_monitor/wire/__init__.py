@@ -222,6 +222,6 @@ __all__ = [
 
 # msgspec learns a type when it first decodes it; two threads that do so at the same time crash the process. At
 # import there is only one thread.
-for _kind in list(vars().values()):
-    if isinstance(_kind, type) and issubclass(_kind, msgspec.Struct):
+for _kind in {base for kind in list(vars().values()) if isinstance(kind, type) for base in kind.__mro__}:
+    if issubclass(_kind, msgspec.Struct):
         msgspec.json.Decoder(_kind)

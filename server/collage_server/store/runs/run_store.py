@@ -46,7 +46,7 @@ __all__ = [
     "rows_by_run",
 ]
 
-
+msgspec.json.Decoder(RunRecord)  # A type is learnt at import, as in `collage_monitor.wire`.
 _RUN: Final = schema.run
 _ROWS_AT_ONCE: Final = 32
 _RECORD_BYTES: Final = 8192
