@@ -171,7 +171,7 @@ def test_a_link_arrives_at_what_changed_and_a_typed_step_or_range_stands_in_the_
     page.keyboard.press("Control+a")
     page.keyboard.type("400-600")
     page.keyboard.press("Enter")
-    page.get_by_role("region", name="What changed in steps 400 to 600").get_by_text("Nothing that was").wait_for()
+    page.get_by_role("region", name="What changed in steps 400 to 600").get_by_text("No reported value").wait_for()
     marks = "document.querySelector('#run-stack .js-plotly-plot').layout.shapes?.map((shape) => shape.x0)"
     page.wait_for_function(f"{marks}?.includes(400) && {marks}.includes(600)")
     page.go_back()

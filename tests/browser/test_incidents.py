@@ -96,14 +96,11 @@ def runs():
 def client(server_url):
     address, token_file = server_url
     with Client(address, token_file.read_text().strip()) as own:
-        fired = [("CollageEdqDrop", "run-drop", HOSTILE), ("CollageEdqLow", "run-decline", "declining")]
+        drop = {"alertname": "CollageEdqDrop", "run_id": "run-drop", "run": HOSTILE}
+        low = {"alertname": "CollageEdqLow", "run_id": "run-decline", "run": "declining", "key": "edq_ratio"}
+        severe = {"severity": "warning"}
         sent = [
-            wire.AlertmanagerAlert(
-                status="firing",
-                labels={"alertname": alert, "run_id": run_id, "run": name, "severity": "warning"},
-                annotations={"summary": f"EDQ fell: {name}"},
-            )
-            for alert, run_id, name in fired
+            wire.AlertmanagerAlert("firing", labels | severe, {"summary": "EDQ fell"}) for labels in (drop, low)
         ]
         own.post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=sent), wire.AlertmanagerAnswer)
         yield own

@@ -54,8 +54,7 @@ def overview(server_url):
 def shares(first, last):
     """By layer its share of what the model loses between two steps, from the totals that were sent."""
     sent = [PLAIN.totals(step) for step in PLAIN.measured if first <= step <= last]
-    lost = sum(totals["intended_squared_sum"] - totals["intended_effective_sum"] for totals in sent)
-    lost = np.maximum(lost, 0.0)
+    lost = np.maximum(sum(own["intended_squared_sum"] - own["intended_effective_sum"] for own in sent), 0.0)
     return dict(zip((layer.name for layer in PLAIN.layers), lost / lost.sum(), strict=True))
 
 
@@ -67,9 +66,8 @@ def test_the_first_sentence_is_the_headline_and_one_table_has_every_layer_with_i
     said = page.locator(".answer .verdict")
     said.wait_for()
     sentence = said.inner_text().replace("!", "").strip()
-    lost = overview.numbers["lost_update_ratio"]
     assert sentence == overview.headline
-    assert sentence.startswith(f"Loses {100 * lost:.1f} % of its updates")
+    assert sentence.startswith(f"Loses {100 * overview.now['lost_update_ratio']:.1f} % of its updates now")
     assert page.get_by_text(overview.text).is_hidden()
     page.get_by_text("Why", exact=True).click()
     page.get_by_text(overview.text).wait_for()

@@ -1,5 +1,7 @@
 """What stands in a table is read whole: a cell that is cut says all of it to who points at it."""
 
+from contextlib import suppress
+
 import msgspec
 import pytest
 from playwright.sync_api import TimeoutError
@@ -48,16 +50,19 @@ CUT = """(cells, inner) => {
 
 def untold(page, cells, inner=None):
     """The columns with cells that are cut, in the parts `inner`, and told by no tooltip either."""
-    found = []
-    for place in cells.evaluate_all(CUT, inner):
-        cell = cells.nth(place)
-        cell.hover()
-        try:
-            page.locator(".ag-tooltip", has_text=cell.inner_text().split("\n")[0]).wait_for(timeout=5000)
-        except TimeoutError:
-            found.append((cell.get_attribute("col-id"), cell.inner_text()))
+    cut = [cells.nth(place) for place in cells.evaluate_all(CUT, inner)]
+    return [(cell.get_attribute("col-id"), cell.inner_text()) for cell in cut if not is_told(page, cell)]
+
+
+def is_told(page, cell):
+    """A pointer that rests on it is shown the whole; where a row is drawn anew meanwhile, the next one."""
+    for _ in range(3):
         page.mouse.move(0, 0)
-    return found
+        cell.hover()
+        with suppress(TimeoutError):
+            page.locator(".ag-tooltip", has_text=cell.inner_text().split("\n")[0]).wait_for(timeout=5000)
+            return True
+    return False
 
 
 @pytest.mark.parametrize("search", ["", pytest.param("?by=strategy", marks=pytest.mark.nightly)])

@@ -26,7 +26,7 @@ class About:
     """What a text is about: all runs by name, and the run that its clauses speak of now.
 
     sick: names of those that have a problem, by how they were made. strategies: of a comparison, by title.
-    picked: the step or range of which a reader asks what changed.
+    picked: the step or range of which a reader asks what changed. announced: rows of its table, unchanged: all.
     """
 
     runs: dict[str, RawRun]
@@ -38,6 +38,7 @@ class About:
     changed: str = ""
     picked: tuple[int, int] | None = None
     announced: int | None = None
+    unchanged: bool = False
 
     @property
     def the_run(self) -> RawRun:

@@ -20,6 +20,7 @@ TITLES = {entry.title: name for name, entry in METRICS.items()} | {e.title: name
 VALUES = re.compile(r"(?:[<>] )?[−-]?\d[\d.,]*(?:e[−+-]?\d+)?(?: %| or (?:more|less))?|–|NaN")
 """The numbers of a cell, in the forms that pages have."""
 RESUMED_STATES = ("Attempts begun", "Resumes")
+SHARES = tuple(entry.title for entry in METRICS.values() if entry.unit == "share")
 
 
 def key_of(title: str) -> str:
@@ -192,8 +193,7 @@ def _check_before_and_after(about: About, table: Table) -> None:
     found = [re.findall(r"[\d,]+\d|\d", head) for head in table.heads[1:3]]
     spans = [(step_of(steps[0]), step_of(steps[-1])) if steps else (0, -1) for steps in found]
     _check_picked(about, spans) if about.picked else _check_spans(about, spans)
-    if about.announced is not None:
-        assert len(table.rows) == about.announced
+    assert about.announced in {None, len(table.rows)}
     steps = [[at for at in run.steps if first <= at <= last] for first, last in spans]
     for title, *told, change in table.rows:
         values = [_value_over(run, title, own, span) for own, span in zip(steps, spans, strict=True)]
@@ -201,6 +201,7 @@ def _check_before_and_after(about: About, table: Table) -> None:
             if text not in {"not reported", "–"}:
                 assert_shown(text.removesuffix(" of 1"), value, f"{title} over {spans}")
         _check_change(title, change, *values)
+        assert not (about.unchanged and change), title
 
 
 def _check_spans(about: About, spans: Sequence[tuple[int, ...]]) -> None:
@@ -229,9 +230,10 @@ def _check_picked(about: About, spans: Sequence[tuple[int, ...]]) -> None:
 
 
 def _value_over(run: RawRun, title: str, steps: Sequence[int], span: tuple[int, ...]) -> float:
+    if span[1] < span[0]:
+        return float("nan")
     if title in RESUMED_STATES:
-        begun = sum(begin <= span[1] for begin in run.begins)
-        return float(begun - (title == "Resumes"))
+        return float(sum(begin <= span[1] for begin in run.begins) - (title == "Resumes"))
     if title == "Ranks that reported":
         return 1.0
     key = key_of(title)
@@ -244,6 +246,8 @@ def _value_over(run: RawRun, title: str, steps: Sequence[int], span: tuple[int, 
 
 def _check_change(title: str, change: str, before: float, after: float) -> None:
     if not change:
+        hardly = max(0.1 * abs(before), 1e-4 * title.startswith(SHARES)) * (1 + 1e-9)
+        assert title in {"Oracle steps", "Tokens"} or not abs(after - before) > hardly, (title, before, after)
         return
     sign, _, size = change.partition(" ")
     if sign == "×":
