@@ -21,7 +21,6 @@ from collage_monitor.statistics import (
     element_counts,
     intervals,
     optimizer_state,
-    replicas,
     several_steps,
     update_histogram,
 )
@@ -54,7 +53,7 @@ _OWN: Final = {
     "updates": update_histogram.DEFINITION,
     "counts": element_counts.DEFINITION,
     "intervals": intervals.DEFINITION,
-    "replicas": replicas.DEFINITION,
+    "replicas": element_counts.REPLICAS,
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collage_monitor.definitions import Definition, Metric, Statistic, as_is, sums
 from collage_monitor.statistics import classes
 
-__all__ = ["DEFINITION"]
+__all__ = ["DEFINITION", "REPLICAS"]
 
 _SIZES = sums(
     "elements",
@@ -70,3 +70,20 @@ DEFINITION = Definition(
         ),
     ),
 )
+
+REPLICAS = Definition(
+    statistics=(
+        Statistic(
+            "replica_checksum",
+            "sum",
+            "last",
+            "1",
+            "Of the sampled weights' bits after the step, below 2³² a tensor: raw, equal in replicas.",
+            raw=True,
+        ),
+        Statistic(
+            "replica_checksum_elements", "sum", "last", "elements", "Elements that it was made of: raw.", raw=True
+        ),
+    )
+)
+"""Checksums of replicated weights, for the server to compare. No metric is made of them."""

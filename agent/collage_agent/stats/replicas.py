@@ -1,7 +1,7 @@
 """Checksums of replicated weights: the bits of the sampled elements after the step, for the server to compare.
 
 The server's `sealing/replica_comparison.py` compares them. The checksum is fixed: ranks of two versions must agree
-on it. `step/bucket.py` calls it. Names are those of `collage_monitor/statistics/replicas.py` and repeated in the
+on it. `step/bucket.py` calls it. Names are those of `collage_monitor/statistics/element_counts.py`, repeated in the
 server; the sum is held by `tests/agent/stats/test_replicas.py`.
 """
 
