@@ -37,6 +37,8 @@ KINDS: Mapping[str, Callable[[Course], bool]] = {
 STATED: Mapping[str, tuple[float, float, float, float, float]] = {
     "split-master": (3e-4, 3e-4, 3e-4, 5e-4, 5e-3),
     "split-master-16bit": (6e-3, 6e-3, 2e-3, 1.3e-2, 1.3e-2),
+    "coupled-9": (5e-4, 5e-4, 1e-4, 2e-3, 4e-3),
+    "coupled-8": (6e-3, 5e-3, 1e-3, 2e-2, 2e-2),
     "split-master-8bit": (4e-2, 4e-2, 1e-2, 6e-2, 6e-2),
 }
 """What each must keep to, by kind, at β₂ = 0.999."""
@@ -65,6 +67,11 @@ class _ScheduledRule(AdamRule):
         for name in ("negative_step_size", "decay"):
             numbers[name] = (rates * numbers[name]).to(torch.float32)
         return numbers
+
+    def scalars_ahead(self, group: Group, step: int) -> dict[str, Scalar]:
+        numbers = super().scalars_ahead(group, step)
+        assert self.courses is not None
+        return numbers | {"lr_ahead": (self.courses.rates(step) * numbers["lr_ahead"]).to(torch.float32)}
 
 
 class Contender:

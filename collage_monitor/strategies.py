@@ -6,7 +6,7 @@ The code of a strategy has the same name in the agent (`collage_agent.optim`, en
 Names are fixed: reports, checkpoints, filters and pages use them. Each strategy of `collage_optim/strategies.py`
 needs an entry here (`tests/audit/test_findings.py`); an entry alone is only recognised. An entry needs a colour
 (`tests/dashboard/test_run_styles.py`) and a row in `docs/metrics.md` (`tests/docs/test_metrics.py`). The
-order of `_RECOMMENDED` was measured; `tests/optim/test_accumulation.py` holds it.
+order of `_recommended` was measured; `tests/optim/test_accumulation.py` holds it.
 `advice.py` calls `recommend` and `more_exact`, the optimizers' `range_guards.py` calls `more_exact`.
 """
 
@@ -77,7 +77,7 @@ _STRATEGIES = (
     Strategy(
         "split-master-8bit",
         "Split master, 8-bit states",
-        "fp32 weights as bfloat16 and 16 bits below; m and √v in 8-bit blocks of 128; all rounded stochastically",
+        "fp32 weights as bfloat16 and 16 bits below; m and √v in 8-bit blocks of 128; coupled rounding",
         8,
         True,
         moment_bytes=(1, 1),
@@ -86,10 +86,35 @@ _STRATEGIES = (
     Strategy(
         "split-24bit-8bit",
         "24-bit weights, 8-bit states",
-        "weights as bfloat16 and 8 bits below; m and √v in 8-bit blocks of 128; all rounded stochastically",
+        "weights as bfloat16 and 8 bits below; m and √v in 8-bit blocks of 128; coupled rounding",
         7,
         True,
         moment_bytes=(1, 1),
+    ),
+    Strategy(
+        "coupled-9",
+        "Coupled, 9 bytes",
+        "fp32 weights as bfloat16 and 16 bits below; m in 8-bit and √v in 16-bit blocks of 128; coupled rounding",
+        9,
+        True,
+        moment_bytes=(1, 2),
+        weights="fp32",
+    ),
+    Strategy(
+        "coupled-8",
+        "Coupled, 8 bytes",
+        "weights as bfloat16 and 8 bits below; m in 8-bit and √v in 16-bit blocks of 128; coupled rounding",
+        8,
+        True,
+        moment_bytes=(1, 2),
+    ),
+    Strategy(
+        "coupled-7",
+        "Coupled, 7 bytes",
+        "weights as bfloat16 and 8 bits below; m in 6-bit and √v in 10-bit blocks of 128; coupled rounding",
+        7,
+        True,
+        moment_bytes=(0, 2),
     ),
     Strategy(
         "integer-remainder",
@@ -129,38 +154,61 @@ def catalogue_of(own: Sequence[Strategy], added: Mapping[str, Any]) -> dict[str,
 STRATEGIES: Final = catalogue_of(_STRATEGIES, extensions("collage_monitor.strategies"))
 
 
-_RECOMMENDED: Final = ("split-master", "split-master-16bit", "split-master-8bit", "split-24bit-8bit")
-"""One for each number of bytes, the most exact first: docs/explanation/what-accumulates.md has the figures."""
+_FAST: Final = 0.98
 
 
 def recommend(
-    bytes_per_parameter: float = inf, *, first_moments: int = 1, second_moments: int = 1
+    bytes_per_parameter: float = inf,
+    betas: Sequence[float] = (),
+    *,
+    first_moments: int = 1,
+    second_moments: int = 1,
+    sharded: bool = False,
 ) -> Strategy | None:
     """The strategy to train bfloat16 weights with in so many bytes a parameter, states and gradient included.
 
     The most exact of those that need no more under a rule of so many moments (AdamW's are one and one), by the
     largest error of the displacement after 10,000 steps on the courses of `benchmarks.accumulation`; None where
-    nothing here fits. The scales of 8-bit blocks, 1/32 of a byte a moment, are not counted.
+    nothing here fits. betas: the decays of first and second moment, of which the last decides: up to 0.98, or above
+    it, as where they are not known. sharded: weights are distributed tensors, whose blocks cannot be cut. The
+    scales of blocks, 1/32 of a byte a moment, are not counted.
     """
-    for name in _RECOMMENDED:
-        size = STRATEGIES[name].bytes_of(first_moments, second_moments)
-        if size is not None and size <= bytes_per_parameter:
-            return STRATEGIES[name]
+    for name in _recommended(betas, second_moments):
+        entry = STRATEGIES[name]
+        size, in_blocks = entry.bytes_of(first_moments, second_moments), min(entry.moment_bytes or (2,)) < 2
+        if size is not None and size <= bytes_per_parameter and not (sharded and in_blocks):
+            return entry
     return None
+
+
+def _recommended(betas: Sequence[float], second_moments: int) -> tuple[str, ...]:
+    """The most exact first: docs/explanation/what-accumulates.md has the figures.
+
+    A second moment that moves slowly walks at random in 8 bits; bits of its own are worth more there than the
+    weight's. Without second moments those that differ in them alone are one.
+    """
+    if not second_moments:
+        return "split-master", "split-master-16bit", "split-master-8bit", "split-24bit-8bit"
+    slow = not betas or betas[-1] > _FAST
+    in_eight, in_seven = ("coupled-8", "coupled-7") if slow else ("split-master-8bit", "split-24bit-8bit")
+    return "split-master", "coupled-9", "split-master-16bit", in_eight, in_seven
 
 
 def more_exact(
     present: str | None,
     lacking: Literal["weights", "states"],
     *,
+    betas: Sequence[float] = (),
     float16: bool = False,
     first_moments: int = 1,
     second_moments: int = 1,
+    sharded: bool = False,
 ) -> tuple[Strategy, ...]:
     """Strategies that keep more of the lacking parts than `present` does, and no less of the rest.
 
     The most exact strategy, and the most exact that needs no more bytes than the present one under a rule of so
-    many moments. float16: for float16 weights, which are not the leading bits of fp32, only fp32 weights keep more.
+    many moments and these decays (`recommend`). float16: for float16 weights, which are not the leading bits of
+    fp32, only fp32 weights keep more.
     """
     known = STRATEGIES.get(present or "unknown")
     whole = known is not None and known.weights == "fp32"
@@ -169,7 +217,9 @@ def more_exact(
     if float16:
         return () if present == "master-weights" else (STRATEGIES["master-weights"],)
     held = None if known is None else known.bytes_of(first_moments, second_moments)
-    in_no_more = recommend(held or 0, first_moments=first_moments, second_moments=second_moments)
+    in_no_more = recommend(
+        held or 0, betas, first_moments=first_moments, second_moments=second_moments, sharded=sharded
+    )
     if present == "fp32-states" or (present == "master-weights" and lacking == "states"):
         in_no_more = None
     found = dict.fromkeys((recommend(), in_no_more))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from collage_optim import integer_codes
 from collage_optim.arithmetic import Scalar, State, StorageArithmetic, WideArithmetic, Workspace
+from collage_optim.coupling import store_coupled
 from collage_optim.numerics.expansions import grow
 from collage_optim.numerics.transformations import fast_two_sum, two_sum
 from collage_optim.random_numbers import RandomBits, RandomSource, Seeding
@@ -34,7 +35,8 @@ Advance = Callable[[State, Mapping[str, Scalar], RandomSource | None], Run]
 
 @dataclass(frozen=True)
 class Step:
-    """Everything that a step needs besides the tensors. dtype: the weights'."""
+    """Everything that a step needs besides the tensors. dtype: the weights'. is_coupled: whether weight and first
+    moment exchange what rounding takes (`collage_optim.coupling`)."""
 
     dtype: torch.dtype
     rule: UpdateRule
@@ -46,6 +48,7 @@ class Step:
     workspace: Workspace
     seeding: Seeding | None = None
     compiled: Advance | None = None
+    is_coupled: bool = False
 
 
 def advance_in_wide(
@@ -70,11 +73,22 @@ def advance_in_wide(
         value = arithmetic.load(chunk[MASTER_PARAMETER])
     else:
         value = integer_codes.load(arithmetic, chunk, "parameter", step.strategy.parameter)
-    displacement = step.rule.displacement(arithmetic, value, gradient, moments, scalars or step.scalars)
-    arithmetic.give_back(gradient)
+    scalars = scalars or step.scalars
     draws = None if source is None else RandomBits(source, arithmetic, chunk["gradient"])
-    _store_parameter(step, arithmetic, value, displacement, chunk, draws)
+    coupled = None
+    if step.is_coupled and draws is not None:
+        moved = step.rule.coupled_displacement(arithmetic, value, gradient, moments, scalars)
+        arithmetic.give_back(gradient)
+        coupled = next(moment.name for moment in step.moments if not moment.second)
+        storage = step.strategy.parameter
+        store_coupled(arithmetic, chunk, coupled, storage, value, moved, moments[coupled], draws)
+    else:
+        displacement = step.rule.displacement(arithmetic, value, gradient, moments, scalars)
+        arithmetic.give_back(gradient)
+        _store_parameter(step, arithmetic, value, displacement, chunk, draws)
     for moment in step.moments:
+        if moment.name == coupled:
+            continue
         storage = step.strategy.moment_storage(moment.second)
         if moment.second and storage not in (StateStorage.SINGLE, StateStorage.WIDE):
             # The square of a finite gradient may be infinite: as a pair that would be infinity minus infinity, as

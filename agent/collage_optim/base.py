@@ -340,6 +340,8 @@ class CollageOptimizer(Optimizer):
         """Step `number` of this group for tensors of one dtype on one device."""
         rule = self.rule_of(group)
         moments, scalars = rule.moments(group), rule.scalars(group, number)
+        ahead = rule.scalars_ahead(group, number) if strategy.coupled else {}
+        scalars.update(ahead)
         wide, compiled = wide_dtype(dtype), None
         if group["compiled"]:
             form = (group["maximize"], dtype, device.type, tuple(scalars))
@@ -359,6 +361,7 @@ class CollageOptimizer(Optimizer):
             workspace=shared_workspace(device, wide, longest_chunk(device)),
             seeding=Seeding(group["seed"], number) if strategy.stochastic else None,
             compiled=compiled,
+            is_coupled=bool(ahead),
         )
 
     def _moments(self, group: Group) -> tuple[Moment, ...]:

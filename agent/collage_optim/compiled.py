@@ -69,8 +69,8 @@ def check_compiled(compiled: bool, arithmetic: str, strategy: StorageStrategy) -
         raise ValueError(f"Invalid compiled: {compiled!r}; use True (its bits are the eager step's) or False")
     if compiled and arithmetic != "fp32":
         raise ValueError(f"compiled=True is for arithmetic 'fp32'; leave it out with {arithmetic!r}")
-    if compiled and StateStorage.BLOCKS in strategy.storages:
-        raise ValueError(f"compiled=True has no 8-bit blocks; leave it out with {strategy.name!r}")
+    if compiled and any(storage.has_scales for storage in strategy.storages):
+        raise ValueError(f"compiled=True has no blocks; leave it out with {strategy.name!r}")
 
 
 def compiler_options(device_type: str) -> Options:

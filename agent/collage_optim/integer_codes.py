@@ -1,4 +1,4 @@
-"""Values kept as integers, wholly or in part: the bits below a bfloat16 number, 16-bit roots, 8-bit blocks.
+"""Values kept as integers, wholly or in part: the bits below a bfloat16 number, 16-bit roots, blocks with scales.
 
 Each is written once, in the operations of `WideArithmetic`: in scratch for a step in chunks, as new tensors for the
 compiled step, checkpoints and the agent. Without random bits everything is rounded to nearest. Nothing
@@ -12,22 +12,33 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from collage_optim.arithmetic import State, WideArithmetic
+from collage_optim.blocks import BLOCK_ELEMENTS, load_blocks, store_blocks
 from collage_optim.numerics.formats import round_at
 from collage_optim.random_numbers import RandomBits
-from collage_optim.strategies import LOW_COMPONENT_SUFFIX, SCALE_SUFFIX, StateStorage
+from collage_optim.strategies import (
+    LOW_COMPONENT_SUFFIX,
+    PACKED_FIRST,
+    PACKED_SECOND,
+    SCALE_SUFFIX,
+    StateStorage,
+)
 
 __all__ = [
-    "BLOCK_ELEMENTS",
+    "CHANCE_BITS",
+    "chances",
     "decoded",
     "empty_low",
     "empty_state",
+    "gap_of",
     "load",
     "move_at_random",
+    "move_by_gaps",
     "round_at_random",
     "round_sum_at_random",
     "state_of",
@@ -35,10 +46,11 @@ __all__ = [
     "store_low",
     "store_split",
     "stored_value",
+    "unpacked",
 ]
 
-BLOCK_ELEMENTS = 128
-"""Elements that share the scale of 8-bit codes."""
+CHANCE_BITS: Final = 16
+"""Random bits that decide whether a weight moves by one gap more."""
 
 _LARGEST_POSITIVE = 0x7FFFFFFF
 _EXPONENT, _MANTISSA_BITS = 0x7F800000, 23
@@ -57,8 +69,9 @@ def load(arithmetic: WideArithmetic, chunk: State, name: str, storage: StateStor
         return _load_split(arithmetic, chunk[name], low, storage)
     if storage is StateStorage.ROOT:
         return _load_root(arithmetic, chunk[name])
-    if storage is StateStorage.BLOCKS:
-        return _load_blocks(arithmetic, chunk[name], chunk[name + SCALE_SUFFIX])
+    if storage.has_scales:
+        packed = storage is StateStorage.BLOCKS_6
+        return load_blocks(arithmetic, chunk[name], chunk[name + SCALE_SUFFIX], packed=packed)
     return arithmetic.load(chunk[name], low)
 
 
@@ -76,8 +89,10 @@ def store(
         store_split(arithmetic, value, high, low, storage, draws)
     elif storage is StateStorage.ROOT:
         _store_root(arithmetic, value, high, draws)
-    elif storage is StateStorage.BLOCKS:
-        _store_blocks(arithmetic, value, high, chunk[name + SCALE_SUFFIX], draws)
+    elif storage.has_scales:
+        beside = storage is StateStorage.BLOCKS_10 and name == PACKED_SECOND
+        signed = storage is StateStorage.BLOCKS_6 or high.dtype == torch.int8
+        store_blocks(arithmetic, value, high, chunk[name + SCALE_SUFFIX], draws, signed=signed, beside=beside)
     elif draws is not None:
         round_at_random(arithmetic, value, high, draws)
     else:
@@ -204,70 +219,11 @@ def _clamped(arithmetic: WideArithmetic, values: Tensor, low: int, high: int) ->
     return torch.clamp(values, low, high, out=arithmetic.take(values).view(values.dtype))
 
 
-def _load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor, block: int = BLOCK_ELEMENTS) -> Tensor:
-    """Values from 8-bit codes c [n] and their blocks' scales s [⌈n / block⌉]: sign(c) (c / 127)² s for int8.
-
-    uint8 codes hold the root of an unsigned value: ((c / 255)² s)². Small values of a block keep more digits than
-    by
-    equal steps: the smallest is 2^-16 of the largest for a root, 2^-32 for v.
-    """
-    flat, elements = code.reshape(-1), code.numel()
-    if elements % block:
-        value = _load_blocks(WideArithmetic(), _padded(flat), scale)[:elements].view(code.shape)
-        return value if arithmetic.keeps_new_tensors else arithmetic.load(value)
-    signed = code.dtype == torch.int8
-    numbers = arithmetic.load(flat)
-    sizes = torch.abs(numbers, out=arithmetic.take(numbers)) if signed else numbers
-    squares = arithmetic.on(torch.mul, sizes, numbers)
-    if signed:
-        arithmetic.give_back(numbers)
-    squares.view(-1, block).mul_((scale * (1 / (127 if signed else 255) ** 2)).unsqueeze(1))
-    return (squares if signed else squares.square_()).view(code.shape)
-
-
-def _store_blocks(
-    arithmetic: WideArithmetic, value: Tensor, code: Tensor, scale: Tensor, draws: RandomBits | None = None
-) -> None:
-    """Keep fp32 values in 8-bit codes, rounded at random or to nearest; sets the scales.
-
-    value: any shape, its elements in the order of blocks. A block with a NaN or infinity becomes NaN.
-    """
-    flat, elements = value.reshape(-1), value.numel()
-    if elements % BLOCK_ELEMENTS:
-        whole = _padded(code.reshape(-1))
-        longer = None if draws is None else draws.longer(whole)
-        _store_blocks(WideArithmetic(), _padded(flat), whole, scale, longer)
-        code.copy_(whole[:elements].view(code.shape))
-        return
-    signed, levels = (True, 127.0) if code.dtype == torch.int8 else (False, 255.0)
-    squares = torch.abs(flat, out=arithmetic.take(flat)) if signed else arithmetic.square_root(flat)
-    blocks = squares.view(-1, BLOCK_ELEMENTS)
-    scale.copy_(blocks.amax(1))
-    blocks.div_(torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(1))
-    squares.mul_(levels * levels)
-    lower = arithmetic.square_root(squares).floor_().clamp_(max=levels - 1)
-    below = arithmetic.fresh(torch.mul, lower, lower)
-    squares.sub_(below)
-    arithmetic.give_back(below)
-    # Divided by half the gap it is twice the share, exactly: one pass to make that half, where the gap takes two.
-    half = arithmetic.fresh(torch.add, lower, 0.5)
-    squares.div_(half)
-    arithmetic.give_back(half)
-    drawn = 1.0 if draws is None else draws.uniform(2.0)
-    lower.add_(torch.gt(squares, drawn, out=squares))
-    if signed:
-        lower.copysign_(flat)
-        code.copy_(lower.view(code.shape))
-    else:
-        # By way of 32 bits: torch converts fp32 to uint8 one element at a time, five times as slowly.
-        code.copy_(squares.view(torch.int32).copy_(lower).view(code.shape))
-    for vector in (lower, squares, *(() if draws is None else (drawn,))):
-        arithmetic.give_back(vector)
-
-
-def _padded(flat: Tensor) -> Tensor:
-    """Zeros behind the elements up to whole blocks."""
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_ELEMENTS))
+def unpacked(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state in which packed moments lie under the keys of both; itself where none are."""
+    if PACKED_SECOND in state or PACKED_SECOND + SCALE_SUFFIX not in state:
+        return state
+    return {**state, PACKED_SECOND: state[PACKED_FIRST]}
 
 
 def round_at_random(arithmetic: WideArithmetic, value: Tensor, out: Tensor, draws: RandomBits) -> None:
@@ -282,23 +238,41 @@ def round_at_random(arithmetic: WideArithmetic, value: Tensor, out: Tensor, draw
     out.copy_(arithmetic.on(torch.bitwise_and, bits, -0x10000).view(torch.float32))
 
 
-def move_at_random(arithmetic: WideArithmetic, value: Tensor, displacement: Tensor, draws: RandomBits) -> Tensor:
-    """fp32 `value` + `displacement`, both used up, moved by a whole number of the value's gaps, drawn at random.
-
-    The mean is right for updates far below fp32's own resolution, down to 2^-16 of a gap; zero moves nothing. Gaps
-    are those away from zero, at least 2^-103. Every operation is exact but the last, which rounds where the sum has
-    wider gaps than the value.
-    """
+def gap_of(arithmetic: WideArithmetic, value: Tensor, storage: StateStorage) -> Tensor:
+    """The gaps of fp32 weights that are kept as SPLIT or SPLIT_24: those away from zero, at least 2^-103, fresh."""
+    dropped = 8 if storage is StateStorage.SPLIT_24 else 0
     gap = arithmetic.fresh(torch.bitwise_and, value.view(torch.int32), _EXPONENT)
     smallest = math.frexp(_SMALLEST_GAP)[1] + 126 + _MANTISSA_BITS << _MANTISSA_BITS
     gap = arithmetic.on(torch.clamp_min, gap, smallest)
-    gap = arithmetic.on(torch.sub, gap, _MANTISSA_BITS << _MANTISSA_BITS).view(torch.float32)
-    number = arithmetic.over_power(displacement, gap)
-    drawn = draws.take(16)
+    return arithmetic.on(torch.sub, gap, _MANTISSA_BITS - dropped << _MANTISSA_BITS).view(torch.float32)
+
+
+def move_at_random(arithmetic: WideArithmetic, value: Tensor, displacement: Tensor, draws: RandomBits) -> Tensor:
+    """`move_by_gaps` of SPLIT weights, all used up."""
+    gap = gap_of(arithmetic, value, StateStorage.SPLIT)
+    return move_by_gaps(arithmetic, value, displacement, gap, chances(arithmetic, draws))
+
+
+def chances(arithmetic: WideArithmetic, draws: RandomBits) -> Tensor:
+    """CHANCE_BITS random bits an element, as fp32 numbers, fresh."""
+    drawn = draws.take(CHANCE_BITS)
     chance = arithmetic.load(drawn)
     arithmetic.give_back(drawn)
+    return chance
+
+
+def move_by_gaps(
+    arithmetic: WideArithmetic, value: Tensor, displacement: Tensor, gap: Tensor, chance: Tensor
+) -> Tensor:
+    """fp32 `value` + `displacement`, all used up, moved by a whole number of the value's gaps, drawn at random.
+
+    chance: fp32 numbers of CHANCE_BITS random bits. The mean is right for updates far below the gap, down to 2^-16
+    of it; zero moves nothing. Every operation is exact but the last, which rounds where the sum has wider gaps than
+    the value.
+    """
+    number = arithmetic.over_power(displacement, gap)
     # Products with powers of two are exact: these are the bits of separate operations, in fewer passes.
-    number.add_(chance, alpha=2.0**-16).floor_()
+    number.add_(chance, alpha=2.0**-CHANCE_BITS).floor_()
     value.addcmul_(number, gap)
     for vector in (chance, gap, number):
         arithmetic.give_back(vector)
@@ -338,27 +312,40 @@ def empty_state(name: str, storage: StateStorage, second: bool, parameter: Tenso
 
     Raises ValueError for blocks of a sharded tensor, whose scales could not be cut as its elements are.
     """
-    dtype = {StateStorage.WIDE: torch.float32, StateStorage.ROOT: torch.int16}.get(storage, parameter.dtype)
+    codes = torch.int16 if storage.is_root or storage.is_packed else parameter.dtype
+    dtype = torch.float32 if storage is StateStorage.WIDE else codes
     if storage is StateStorage.BLOCKS:
         dtype = torch.uint8 if second else torch.int8
-    state = {name: torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)}
+    state = {}
+    if storage is not StateStorage.BLOCKS_10 or name != PACKED_SECOND:
+        state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
     if storage.has_low:
         state[name + LOW_COMPONENT_SUFFIX] = empty_low(storage, parameter)
-    if storage is StateStorage.BLOCKS:
+    if storage.has_scales:
         if hasattr(parameter, "to_local"):
             raise ValueError(
-                f"{name} in 8-bit blocks is not for sharded parameters, whose blocks could not be cut as they are: "
-                "use a strategy without 8-bit states"
+                f"{name} in blocks is not for sharded parameters, whose blocks could not be cut as they are: "
+                "use a strategy without blocks"
             )
         blocks = math.ceil(parameter.numel() / BLOCK_ELEMENTS)
         state[name + SCALE_SUFFIX] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
     return state
 
 
-def state_of(name: str, value: Tensor, storage: StateStorage, second: bool, parameter: Tensor) -> dict[str, Tensor]:
-    """The state entries that keep an average's `value`, fp32 of the parameter's shape, rounded to nearest."""
+def state_of(
+    name: str,
+    value: Tensor,
+    storage: StateStorage,
+    second: bool,
+    parameter: Tensor,
+    others: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The state entries that keep an average's `value`, fp32 of the parameter's shape, rounded to nearest.
+
+    others: the entries of averages before it. A packed second moment is written into the first one's tensor.
+    """
     state = empty_state(name, storage, second, parameter)
-    store(WideArithmetic(), value, state, name, storage)
+    store(WideArithmetic(), value, dict(unpacked({**(others or {}), **state})), name, storage)
     return state
 
 
@@ -377,6 +364,7 @@ def decoded(
     high: the weight itself, for name "parameter". block: elements that share a scale, in a sample fewer than kept.
     The dtypes say what is stored: see `StateStorage`. For a sharded tensor the result is sharded in the same way.
     """
+    state = unpacked(state)
     first = (state[name] if high is None else high).detach()
     if hasattr(first, "to_local"):
         own = {key: value.to_local() for key, value in state.items() if hasattr(value, "to_local")}
@@ -386,7 +374,8 @@ def decoded(
         return None if found is None else sharded(found, *mesh, run_check=False)
     low, scale = state.get(name + LOW_COMPONENT_SUFFIX), state.get(name + SCALE_SUFFIX)
     if scale is not None:
-        return _load_blocks(WideArithmetic(), first, scale, block)
+        packed = name == PACKED_FIRST and first.dtype == torch.int16
+        return load_blocks(WideArithmetic(), first, scale, block, packed=packed)
     if first.dtype == torch.int16:
         return _load_root(WideArithmetic(), first)
     if low is not None and not low.dtype.is_floating_point:

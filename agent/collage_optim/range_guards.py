@@ -21,7 +21,7 @@ from torch import Tensor
 
 from collage_monitor.strategies import more_exact
 from collage_optim.numerics.formats import format_of, gap_towards, round_to
-from collage_optim.strategies import STRATEGIES, StateStorage, StorageStrategy
+from collage_optim.strategies import STRATEGIES, StateStorage, StorageStrategy, check_packed
 from collage_optim.update_rules import Moment
 
 __all__ = ["DeferredReads", "UpdateGuard", "check_moments", "check_range", "log_once", "range_findings"]
@@ -64,7 +64,9 @@ def log_once(finding: str) -> None:
 
 
 def check_moments(strategy: StorageStrategy, rule_name: str, moments: tuple[Moment, ...]) -> None:
-    """Raise ValueError if one of our simpler strategies keeps everything that the rule has in the same way."""
+    """Raise ValueError if one of our simpler strategies keeps everything that the rule has in the same way, or if
+    the strategy needs moments that the rule has not."""
+    check_packed(strategy, rule_name, [moment.name for moment in moments])
 
     def storages_of(candidate: StorageStrategy) -> tuple[object, ...]:
         averages = [
@@ -155,6 +157,7 @@ def _advised(
     found = more_exact(
         strategy.name,
         lacking,
+        betas=[moment.decay for moment in moments if moment.decay is not None],
         float16=dtype == torch.float16,
         first_moments=counts[0],
         second_moments=counts[1],

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_optim import integer_codes
+from collage_optim.blocks import BLOCK_ELEMENTS
 from collage_optim.hyperparameter_checks import TORCH_FORMS
 from collage_optim.strategies import (
     LOW_COMPONENT_SUFFIX,
@@ -155,14 +156,14 @@ def _check_state(
     kind = type(optimizer).__name__
     needed = [moment.name for moment in moments]
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and key != "step"}
-    missing = [name for name in needed if name not in tensors]
+    missing = [name for name in needed if name not in integer_codes.unpacked(tensors)]
     known = {*needed, *OF_WRAPPERS, *(name + suffix for name in needed for suffix in _SUFFIXES), *_KEPT_BESIDE}
     strange = [key for key, value in tensors.items() if key not in known and value.shape == parameter.shape]
     if missing or strange:
         found, wanted = ", ".join(tensors) or "no average", ", ".join(needed) or "no average"
         raise ValueError(f"the state of {label} holds {found}; {kind} keeps {wanted}: it is of another update rule")
     # One scale a block, so the number of elements decides how many there are.
-    blocks = torch.Size([math.ceil(parameter.numel() / integer_codes.BLOCK_ELEMENTS)])
+    blocks = torch.Size([math.ceil(parameter.numel() / BLOCK_ELEMENTS)])
     for key, value in tensors.items():
         expected = blocks if key.endswith(SCALE_SUFFIX) else parameter.shape
         if key in known and value.shape != expected:
@@ -225,26 +226,30 @@ def convert(
     rounded to nearest, in a single number, a pair, fp32, or in fewer bits.
     """
     converted = {"step": state["step"]}
-    for name, second in moments.items():
-        converted.update(_average_of(state, name, strategy.moment_storage(second), second, parameter))
+    for name, second in sorted(moments.items()):
+        converted.update(_average_of(state, name, strategy.moment_storage(second), second, parameter, converted))
     converted.update(_parameter_components(state, parameter, strategy))
     converted.update({key: state[key] for key in OF_WRAPPERS if key in state})
     return converted
 
 
 def _average_of(
-    state: dict[str, Tensor], name: str, storage: StateStorage, second: bool, parameter: Tensor
+    state: dict[str, Tensor],
+    name: str,
+    storage: StateStorage,
+    second: bool,
+    parameter: Tensor,
+    converted: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """The entries of one average."""
+    """The entries of one average, `converted` being those before it."""
     empty = integer_codes.empty_state(name, storage, second, parameter)
-    if name not in state:
+    if name not in integer_codes.unpacked(state):
         return empty
     held = {key: state[key] for key in (name, name + LOW_COMPONENT_SUFFIX, name + SCALE_SUFFIX) if key in state}
     if {key: tensor.dtype for key, tensor in held.items()} == {key: tensor.dtype for key, tensor in empty.items()}:
         return held
-    return integer_codes.state_of(
-        name, integer_codes.stored_value(held, name).to(torch.float32), storage, second, parameter
-    )
+    value = integer_codes.stored_value(state, name).to(torch.float32)
+    return integer_codes.state_of(name, value, storage, second, parameter, converted)
 
 
 def _parameter_components(

@@ -8,7 +8,7 @@ Names and the states that each keeps are fixed: they stand in checkpoints, repor
 (`tests/optim/test_extensions.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -20,6 +20,8 @@ from collage_monitor.extensions import extensions
 __all__ = [
     "LOW_COMPONENT_SUFFIX",
     "MASTER_PARAMETER",
+    "PACKED_FIRST",
+    "PACKED_SECOND",
     "PARAMETER_LOW",
     "SCALE_SUFFIX",
     "STRATEGIES",
@@ -27,6 +29,7 @@ __all__ = [
     "StorageStrategy",
     "check_arithmetic",
     "check_dtype",
+    "check_packed",
     "known_strategy",
     "strategy_named",
 ]
@@ -36,13 +39,17 @@ LOW_COMPONENT_SUFFIX = "_low"
 integer dtype, it holds the bits below K's own (`collage_optim.integer_codes`)."""
 
 SCALE_SUFFIX = "_scale"
-"""State key K + this suffix holds one fp32 scale for each block of K's 8-bit codes."""
+"""State key K + this suffix holds one fp32 scale for each block of K's codes."""
 
 PARAMETER_LOW = "parameter" + LOW_COMPONENT_SUFFIX
 """State key of the weight's low component: a float, as Kahan's compensation, or the bits below the weight's."""
 
 MASTER_PARAMETER = "master_parameter"
 """State key of the fp32 master weight, which is the stored weight where it exists."""
+
+
+PACKED_FIRST, PACKED_SECOND = "exp_avg", "exp_avg_sq"
+"""State keys of the moments that BLOCKS_6 and BLOCKS_10 keep in one tensor, which lies under the first of them."""
 
 
 class StateStorage(Enum):
@@ -56,6 +63,9 @@ class StateStorage(Enum):
     SPLIT_24 = "bfloat16, and eight of the bits below it as an integer: together 24 bits"
     ROOT = "sixteen bits of its square root"
     BLOCKS = "eight bits, with a scale for each block"
+    BLOCKS_16 = "sixteen bits of its square root, with a scale for each block"
+    BLOCKS_6 = "six bits, with a scale for each block, in the integers of a second moment in BLOCKS_10"
+    BLOCKS_10 = "ten bits of its square root, with a scale for each block, above a first moment's six"
 
     @property
     def has_low(self) -> bool:
@@ -68,9 +78,24 @@ class StateStorage(Enum):
         return self in (StateStorage.SPLIT, StateStorage.SPLIT_24)
 
     @property
+    def has_scales(self) -> bool:
+        """Whether blocks of elements share a scale, under its key + SCALE_SUFFIX."""
+        return self in (StateStorage.BLOCKS, StateStorage.BLOCKS_16) or self.is_packed
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a first and a second moment are the low and the high bits of one integer."""
+        return self in (StateStorage.BLOCKS_6, StateStorage.BLOCKS_10)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether 16-bit codes hold a square root, so that only second moments can be kept."""
+        return self in (StateStorage.ROOT, StateStorage.BLOCKS_16, StateStorage.BLOCKS_10)
+
+    @property
     def is_coded(self) -> bool:
         """Whether integers hold the value, or a part of it."""
-        return self.is_split or self in (StateStorage.ROOT, StateStorage.BLOCKS)
+        return self.is_split or self.is_root or self.has_scales
 
 
 @dataclass(frozen=True)
@@ -79,9 +104,12 @@ class StorageStrategy:
 
     stochastic: the last component of the weight, and a moment kept in 24 bits or fewer, are rounded up or down at
     random so that the expected value is right. A compensated weight never is, nor are values in fp32 or as a pair.
-    A package adds one of its own through the entry-point group `collage_agent.strategies`, under the same name. If
-    any part is kept in fp32, both arithmetics compute in fp32. Raises ValueError for a compensated moment, a weight
-    in blocks, and a root of a signed value.
+    coupled: weight and first moment exchange what rounding takes, under rules that say how far a first moment will
+    still move a weight (`collage_optim.coupling`); for weights with integer bits below them, first moments in
+    blocks, and stochastic rounding. A package adds a strategy through the entry-point group
+    `collage_agent.strategies`, under the same name. If any part is kept in fp32, both arithmetics compute in fp32.
+    Raises ValueError for a compensated moment, a weight in blocks, a root of a signed value, one packed moment
+    without the other, and what cannot be coupled.
     """
 
     name: str
@@ -89,12 +117,26 @@ class StorageStrategy:
     first_moment: StateStorage
     second_moment: StateStorage
     stochastic: bool = False
+    coupled: bool = False
 
     def __post_init__(self) -> None:
         if StateStorage.COMPENSATED in (self.first_moment, self.second_moment):
             raise ValueError(f"strategy {self.name!r}: only a weight can be COMPENSATED; keep moments otherwise")
-        if self.parameter in (StateStorage.ROOT, StateStorage.BLOCKS) or self.first_moment is StateStorage.ROOT:
-            raise ValueError(f"strategy {self.name!r}: ROOT is for second moments, BLOCKS for moments")
+        if self.parameter.is_root or self.parameter.has_scales or self.first_moment.is_root:
+            raise ValueError(
+                f"strategy {self.name!r}: ROOT and BLOCKS_16 are for second moments, BLOCKS for moments"
+            )
+        packed = self.first_moment is StateStorage.BLOCKS_6, self.second_moment is StateStorage.BLOCKS_10
+        if self.second_moment is StateStorage.BLOCKS_6 or packed[0] != packed[1]:
+            raise ValueError(f"strategy {self.name!r}: first moments in BLOCKS_6 need second ones in BLOCKS_10")
+        blocks = self.first_moment.has_scales
+        if self.coupled and not (blocks and self.parameter.is_split and self.stochastic):
+            raise ValueError(f"strategy {self.name!r}: coupled is for split weights and BLOCKS, rounded at random")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a first and a second moment share a tensor, so that a rule needs both, under torch's names."""
+        return self.first_moment.is_packed
 
     @property
     def is_plain(self) -> bool:
@@ -137,8 +179,10 @@ class StorageStrategy:
         return PARAMETER_LOW if self.parameter.has_low else None
 
 
-_SINGLE, _PAIR, _COMPENSATED, _WIDE, _SPLIT, _SPLIT_24, _ROOT, _BLOCKS = StateStorage
-_ROUNDED_AT_RANDOM = (_SINGLE, _SPLIT_24, _ROOT, _BLOCKS)
+_SINGLE, _PAIR, _COMPENSATED, _WIDE, _SPLIT, _SPLIT_24, _ROOT, _BLOCKS, _BLOCKS_16, _BLOCKS_6, _BLOCKS_10 = (
+    StateStorage
+)
+_ROUNDED_AT_RANDOM = (_SINGLE, _SPLIT_24, _ROOT, _BLOCKS, _BLOCKS_16, _BLOCKS_6, _BLOCKS_10)
 _TABLE = (
     StorageStrategy("plain", _SINGLE, _SINGLE, _SINGLE),
     StorageStrategy("stochastic", _SINGLE, _SINGLE, _SINGLE, stochastic=True),
@@ -150,8 +194,11 @@ _TABLE = (
     StorageStrategy("fp32-states", _SINGLE, _WIDE, _WIDE),
     StorageStrategy("split-master", _SPLIT, _SPLIT_24, _SPLIT_24, stochastic=True),
     StorageStrategy("split-master-16bit", _SPLIT, _SINGLE, _ROOT, stochastic=True),
-    StorageStrategy("split-master-8bit", _SPLIT, _BLOCKS, _BLOCKS, stochastic=True),
-    StorageStrategy("split-24bit-8bit", _SPLIT_24, _BLOCKS, _BLOCKS, stochastic=True),
+    StorageStrategy("split-master-8bit", _SPLIT, _BLOCKS, _BLOCKS, stochastic=True, coupled=True),
+    StorageStrategy("split-24bit-8bit", _SPLIT_24, _BLOCKS, _BLOCKS, stochastic=True, coupled=True),
+    StorageStrategy("coupled-9", _SPLIT, _BLOCKS, _BLOCKS_16, stochastic=True, coupled=True),
+    StorageStrategy("coupled-8", _SPLIT_24, _BLOCKS, _BLOCKS_16, stochastic=True, coupled=True),
+    StorageStrategy("coupled-7", _SPLIT_24, _BLOCKS_6, _BLOCKS_10, stochastic=True, coupled=True),
     StorageStrategy("master-weights", _WIDE, _WIDE, _WIDE),
 )
 
@@ -199,6 +246,15 @@ def check_arithmetic(strategy: StorageStrategy, arithmetic: str) -> None:
         raise ValueError(
             f"arithmetic='storage' rounds each operation to the parameters' dtype, but strategy {strategy.name!r} "
             "keeps other bits than those: leave arithmetic out"
+        )
+
+
+def check_packed(strategy: StorageStrategy, rule_name: str, averages: Sequence[str]) -> None:
+    """Raise ValueError where the strategy packs two moments that a rule of these averages has not both."""
+    if strategy.is_packed and tuple(averages[:2]) != (PACKED_FIRST, PACKED_SECOND):
+        raise ValueError(
+            f"strategy {strategy.name!r} packs {PACKED_FIRST} and {PACKED_SECOND} into one tensor, and {rule_name} "
+            f"keeps {' and '.join(averages) or 'no average'}: use strategy 'split-24bit-8bit'"
         )
 
 

@@ -17,10 +17,12 @@ from torch.nn import Parameter
 from collage_optim import integer_codes
 from collage_optim.advance import Run, Step, advance_in_storage, advance_in_wide
 from collage_optim.arithmetic import State, WideArithmetic
+from collage_optim.blocks import BLOCK_ELEMENTS
 from collage_optim.random_numbers import RandomSource, shard_number
 from collage_optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
+    PACKED_SECOND,
     SCALE_SUFFIX,
     StateStorage,
     StorageStrategy,
@@ -95,8 +97,8 @@ def chunks(tensors: State, size: int) -> Iterator[State]:
     """Slice flat tensors of one length into chunks of nearly equal length, at most 1.5 times `size`: whole blocks,
     with the blocks' scales."""
     elements = tensors["parameter"].numel()
-    blocks = math.ceil(elements / max(1, round(elements / size)) / integer_codes.BLOCK_ELEMENTS)
-    length = blocks * integer_codes.BLOCK_ELEMENTS
+    blocks = math.ceil(elements / max(1, round(elements / size)) / BLOCK_ELEMENTS)
+    length = blocks * BLOCK_ELEMENTS
     if length >= elements:
         return iter([tensors] if elements else [])
     sliced = zip(
@@ -114,10 +116,11 @@ def component_names(strategy: StorageStrategy, moments: tuple[Moment, ...]) -> l
     names = []
     for moment in moments:
         storage = strategy.moment_storage(moment.second)
-        names.append(moment.name)
+        if storage is not StateStorage.BLOCKS_10 or moment.name != PACKED_SECOND:
+            names.append(moment.name)
         if storage.has_low:
             names.append(moment.name + LOW_COMPONENT_SUFFIX)
-        if storage is StateStorage.BLOCKS:
+        if storage.has_scales:
             names.append(moment.name + SCALE_SUFFIX)
     if strategy.parameter_state is not None:
         names.append(strategy.parameter_state)
@@ -169,7 +172,7 @@ def step_tensors(step: Step, members: list[Member]) -> None:
     small: list[State] = []
     prepared: list[Run] = []
     gathered = first = 0
-    mixed = step.seeding is None or StateStorage.BLOCKS not in step.strategy.storages
+    mixed = step.seeding is None or not any(storage.has_scales for storage in step.strategy.storages)
     for member in members:
         components = member.components(names)
         elements = components["parameter"].numel()
@@ -211,7 +214,8 @@ def _prepared_components(step: Step, components: State, position: int, shard: in
 
 def _flat(components: State) -> State:
     """Contiguous tensors as vectors. Most are vectors already, and a view that changes nothing has its cost."""
-    return {name: tensor if tensor.dim() == 1 else tensor.view(-1) for name, tensor in components.items()}
+    flat = {name: tensor if tensor.dim() == 1 else tensor.view(-1) for name, tensor in components.items()}
+    return dict(integer_codes.unpacked(flat))
 
 
 def _step_together(step: Step, parts: list[State], position: int) -> None:

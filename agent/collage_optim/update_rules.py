@@ -9,8 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import numpy
+import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
@@ -19,9 +21,10 @@ from collage_monitor.extensions import extensions
 from collage_optim.arithmetic import Arithmetic, Scalar, State
 from collage_optim.hyperparameter_checks import check_learning_rate, check_not_negative, checked_betas
 
-__all__ = ["AdamRule", "Group", "LionRule", "Moment", "SGDRule", "UpdateRule", "rule_named"]
+__all__ = ["AdamRule", "CoupledDisplacement", "Group", "LionRule", "Moment", "SGDRule", "UpdateRule", "rule_named"]
 
 Group = Mapping[str, Any]
+_MOST_TERMS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,18 @@ class Moment:
     name: str
     second: bool = False
     decay: float | None = field(default=None, compare=False)
+
+
+class CoupledDisplacement(NamedTuple):
+    """A step's displacement, and how far its first moment m will still move a weight (`collage_optim.coupling`).
+
+    ahead: c, without further gradients the weight would move by −c m; reach: about how far a gradient moves it.
+    Each of the three is a tensor, fresh, or of no dimension.
+    """
+
+    displacement: Tensor
+    ahead: Tensor
+    reach: Tensor
 
 
 class UpdateRule(ABC):
@@ -76,6 +91,25 @@ class UpdateRule(ABC):
         Elements must not mix: the agent calls this on samples, and large tensors are stepped in chunks.
         """
 
+    def scalars_ahead(self, group: Group, step: int) -> dict[str, Scalar]:
+        """What `coupled_displacement` needs beside the numbers of the step; empty where nothing is coupled.
+
+        So it is without a moment or a rate, and where a moment moves the weight by no fixed multiple of it, as
+        under Lion's sign.
+        """
+        return {}
+
+    def coupled_displacement(
+        self,
+        arithmetic: Arithmetic,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        scalars: Mapping[str, Scalar],
+    ) -> CoupledDisplacement:
+        """As `displacement`, for coupled rounding. Raises NotImplementedError where `scalars_ahead` has none."""
+        raise NotImplementedError
+
     def torch_step(self, group: Group, parameter: Tensor, gradient: Tensor, state: State) -> bool:
         """Let torch's own for-loop optimizer make the step, `step` counter included; False where torch has none."""
         return False
@@ -114,6 +148,14 @@ def _decays(group: Group, *, decoupled: bool) -> dict[str, Scalar]:
         name, factor = ("decay", float(group["lr"])) if decoupled else ("coupled_decay", 1.0)
         numbers[name] = factor * weight_decay
     return numbers
+
+
+def _ahead_of(beta: float, step: int) -> float:
+    """Σ_k β^k / (1 − β^(t + k)) over k ≥ 1, by Σ_j β^(j t) q_j / (1 − q_j) with q_j = β^(j + 1), j ≥ 0."""
+    terms = min(_MOST_TERMS, math.ceil(math.log(1e-17) / (math.log(beta) * (step + 1))))
+    numbers = numpy.arange(terms, dtype=numpy.float64)
+    powers = beta ** (numbers + 1)
+    return float((beta ** (numbers * step) * powers / (1 - powers)).sum())
 
 
 def _with_coupled_decay(
@@ -166,6 +208,19 @@ class AdamRule(UpdateRule):
         state: State,
         scalars: Mapping[str, Scalar],
     ) -> Tensor:
+        first, denominator = self._averages(arithmetic, parameter, gradient, state, scalars)
+        displacement = arithmetic.quotient(first, denominator).mul_(scalars["negative_step_size"])
+        return _with_decay(arithmetic, parameter, displacement, scalars)
+
+    def _averages(
+        self,
+        arithmetic: Arithmetic,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        scalars: Mapping[str, Scalar],
+    ) -> tuple[Tensor, Tensor]:
+        """The first moment, and √v̂ + ε as a fresh tensor."""
         gradient = _with_coupled_decay(arithmetic, parameter, gradient, scalars)
         increment = arithmetic.product(gradient, scalars["one_minus_beta1"])
         first = arithmetic.average(state, "exp_avg", scalars["beta1"], increment)
@@ -173,9 +228,28 @@ class AdamRule(UpdateRule):
         second = arithmetic.average(state, "exp_avg_sq", scalars["beta2"], increment)
         if "max_exp_avg_sq" in state:
             second = arithmetic.keep_maximum(state, "max_exp_avg_sq", "exp_avg_sq")
-        denominator = arithmetic.square_root(second).mul_(scalars["root_correction"]).add_(scalars["eps"])
-        displacement = arithmetic.quotient(first, denominator).mul_(scalars["negative_step_size"])
-        return _with_decay(arithmetic, parameter, displacement, scalars)
+        return first, arithmetic.square_root(second).mul_(scalars["root_correction"]).add_(scalars["eps"])
+
+    def scalars_ahead(self, group: Group, step: int) -> dict[str, Scalar]:
+        rate, beta1 = float(group["lr"]), float(group["betas"][0])
+        if not rate * beta1:
+            return {}
+        ahead = _ahead_of(beta1, step)
+        return {"lr_ahead": rate * ahead, "step_of_ahead": -1 / (ahead * (1 - beta1**step))}
+
+    def coupled_displacement(
+        self,
+        arithmetic: Arithmetic,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        scalars: Mapping[str, Scalar],
+    ) -> CoupledDisplacement:
+        first, denominator = self._averages(arithmetic, parameter, gradient, state, scalars)
+        reach = torch.as_tensor(scalars["lr_ahead"])
+        ahead = denominator.reciprocal_().mul_(reach)
+        displacement = arithmetic.product(first, ahead).mul_(scalars["step_of_ahead"])
+        return CoupledDisplacement(_with_decay(arithmetic, parameter, displacement, scalars), ahead, reach)
 
     def torch_step(self, group: Group, parameter: Tensor, gradient: Tensor, state: State) -> bool:
         adam(
@@ -268,6 +342,23 @@ class SGDRule(UpdateRule):
         if "nesterov_momentum" in scalars:
             direction = arithmetic.product(direction, scalars["nesterov_momentum"]).add_(gradient)
         return arithmetic.product(direction, scalars["negative_lr"])
+
+    def scalars_ahead(self, group: Group, step: int) -> dict[str, Scalar]:
+        rate, momentum = float(group["lr"]), float(group["momentum"])
+        ahead = rate * momentum / (1 - momentum) if momentum < 1 else 0.0
+        return {"lr_ahead": ahead * (momentum if group["nesterov"] else 1.0)} if ahead else {}
+
+    def coupled_displacement(
+        self,
+        arithmetic: Arithmetic,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        scalars: Mapping[str, Scalar],
+    ) -> CoupledDisplacement:
+        displacement = self.displacement(arithmetic, parameter, gradient, state, scalars)
+        ahead = torch.as_tensor(scalars["lr_ahead"])
+        return CoupledDisplacement(displacement, ahead, arithmetic.product(gradient, ahead).abs_())
 
     def torch_step(self, group: Group, parameter: Tensor, gradient: Tensor, state: State) -> bool:
         # torch keeps no buffer before the first step, and copies the gradient into it then.

@@ -76,9 +76,11 @@ def advice_for(
     named = more_exact(
         trained.strategy,
         lacking,
+        betas=trained.betas,
         float16="float16" in narrow,
         first_moments=trained.first_moments,
         second_moments=trained.second_moments,
+        sharded=trained.sharded,
     )
     if not named:
         return None
@@ -102,7 +104,9 @@ def most_exact(trained: Trained, bytes_per_parameter: float) -> Choice | None:
     if trained.fitting is None or trained.sparse or set(trained.parameters) != {"bfloat16"}:
         return None
     first, second = _moments(trained)
-    found = recommend(bytes_per_parameter, first_moments=first, second_moments=second)
+    found = recommend(
+        bytes_per_parameter, trained.betas, first_moments=first, second_moments=second, sharded=trained.sharded
+    )
     return None if found is None else Choice(_code(trained, found.name), found.bytes_of(first, second), found.name)
 
 

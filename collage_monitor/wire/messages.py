@@ -286,10 +286,10 @@ class Trained(Struct, kw_only=True, frozen=True):
 
     `strategy` is the observed one. `fitting` is the class of `collage_agent.optim` that was seen to take the
     same steps; None: none here does, or it is not known. `first_moments` and `second_moments` are the numbers a
-    parameter that this rule averages. `parameters` maps dtype to elements, `sparse` counts those with sparse
-    gradients. `sharded`: weights are distributed tensors. `float32_bytes`: bytes a parameter of weights,
-    gradients and states, were the 16-bit ones among them in float32; None before there are states. `device` is
-    its type.
+    parameter that this rule averages, `betas` their decays: Adam's β₁ and β₂. `parameters` maps dtype to elements,
+    `sparse` counts those with sparse gradients. `sharded`: weights are distributed tensors. `float32_bytes`: bytes
+    a parameter of weights, gradients and states, were the 16-bit ones among them in float32; None before there are
+    states. `device` is its type.
     """
 
     optimizer: Name
@@ -297,6 +297,7 @@ class Trained(Struct, kw_only=True, frozen=True):
     fitting: Name | None = None
     first_moments: Index = 0
     second_moments: Index = 0
+    betas: list[float] = field(default_factory=list)
     parameters: dict[Name, Index] = field(default_factory=dict)
     sparse: Index = 0
     sharded: bool = False

@@ -186,6 +186,9 @@ def test_strategies():
         "split-master-16bit",
         "split-master-8bit",
         "split-24bit-8bit",
+        "coupled-9",
+        "coupled-8",
+        "coupled-7",
     }
     with pytest.raises(CatalogueError, match=r"'collage'.*choose one of"):
         strategy("collage")

@@ -353,7 +353,7 @@ def over_steps(about: About, first: str, last: str, _newest: str | None) -> None
 
 # --- Advice: what it names costs what it says ---
 
-BYTES = {"split-master": 12, "split-master-8bit": 8, "split-master-16bit": 10}
+BYTES = {"split-master": 12, "coupled-9": 9, "coupled-8": 8, "split-master-8bit": 8}
 """Weight 2, gradient 2; the master's low half 2; states 4 and 4, 2 and 2 with rounding, or 1 and 1."""
 
 

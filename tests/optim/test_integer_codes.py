@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_optim import CollageAdamW, StateStorage, integer_codes
+from collage_optim import CollageAdamW, StateStorage, StorageStrategy, integer_codes
 from collage_optim.arithmetic import WideArithmetic
 from collage_optim.random_numbers import RandomBits, Seeding
 
@@ -132,7 +132,16 @@ def test_roots_of_what_is_too_large_are_the_largest():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("storage", "second"), [("ROOT", True), ("SPLIT_24", False), ("BLOCKS", True), ("BLOCKS", False)]
+    ("storage", "second"),
+    [
+        ("ROOT", True),
+        ("SPLIT_24", False),
+        ("BLOCKS", True),
+        ("BLOCKS", False),
+        ("BLOCKS_16", True),
+        ("BLOCKS_6", False),
+        ("BLOCKS_10", True),
+    ],
 )
 def test_rounded_at_random_the_mean_is_right(storage, second):
     """1,280 numbers, 400 steps each: the mean is within four 400ths of a gap, as even spreading says."""
@@ -140,17 +149,52 @@ def test_rounded_at_random_the_mean_is_right(storage, second):
     value = torch.randn(1280, generator=generator).mul_(1e-3)
     value = value.square() if second else value
     total = torch.zeros(1280).double()
-    state = integer_codes.state_of("average", value, StateStorage[storage], second, value.bfloat16())
+    name = "exp_avg_sq" if second else "exp_avg"
+    state = {"exp_avg": torch.arange(1280).to(torch.int16)} if storage == "BLOCKS_10" else {}
+    state |= integer_codes.state_of(name, value, StateStorage[storage], second, value.bfloat16(), state)
+    seen = dict(integer_codes.unpacked(state))
     for step in range(400):
-        integer_codes.store(WIDE, value.clone(), state, "average", StateStorage[storage], draws(value, step=step))
-        found = reference_value(state, "average")
+        integer_codes.store(WIDE, value.clone(), seen, name, StateStorage[storage], draws(value, step=step))
+        found = reference_value(state, name)
         found = found.sqrt() if second else found
         total += found
     exact = value.double().sqrt() if second else value.double()
-    gap = exact.abs().max() * 2 / (255 if second else 127)
-    if storage != "BLOCKS":
+    levels = {"BLOCKS_16": 65535, "BLOCKS_6": 31, "BLOCKS_10": 1024}
+    gap = exact.abs().max() * 2 / levels.get(storage, 255 if second else 127)
+    if "BLOCKS" not in storage:
         gap = exact.abs() * (2.0**-8 if storage == "ROOT" else 2.0**-15)
     assert ((total / 400 - exact).abs() <= gap * 4 / 400).all()
+
+
+def test_packed_moments_leave_each_other_alone():
+    """The second moment is the nearest of the codes with the first one's bits, and the largest is exact."""
+    generator = torch.Generator().manual_seed(6)
+    first, second = torch.randn(300, generator=generator), torch.rand(300, generator=generator) ** 8
+    parameter = first.bfloat16()
+    state = integer_codes.state_of("exp_avg", first, StateStorage.BLOCKS_6, False, parameter)
+    before = reference_value(state, "exp_avg")
+    assert (before - first).abs().max() <= 1 / 31 * first.abs().max()
+    state |= integer_codes.state_of("exp_avg_sq", second, StateStorage.BLOCKS_10, True, parameter, state)
+    assert set(state) == {"exp_avg", "exp_avg_scale", "exp_avg_sq_scale"}
+    assert torch.equal(reference_value(state, "exp_avg"), before)
+    found = reference_value(state, "exp_avg_sq")
+    for name in ("exp_avg", "exp_avg_sq"):
+        decoded = integer_codes.stored_value(state, name)
+        torch.testing.assert_close(decoded, reference_value(state, name), rtol=1e-6, atol=0)
+    for block in range(0, 300, 128):
+        exact, kept = second[block : block + 128].double().sqrt(), found[block : block + 128].sqrt()
+        assert kept[exact.argmax()] == pytest.approx(float(exact.max()), rel=1e-6)
+        # A code c stands for c² of the largest: the middle of a step of 64 is 32 to 45 above its lower end.
+        codes = (kept / exact.max()).sqrt(), (exact / exact.max()).sqrt()
+        assert ((codes[0] - codes[1]).abs() <= 46 / 65535 + 64 / 65535 * (codes[1] < 64 / 65535)).all()
+
+
+def test_one_packed_moment_needs_the_other():
+    kinds = StateStorage.SPLIT_24, StateStorage.BLOCKS_6, StateStorage.BLOCKS_10, StateStorage.BLOCKS_16
+    weight, first, second, other = kinds
+    for moments in ((first, other), (first, first), (StateStorage.BLOCKS, second), (second, second)):
+        with pytest.raises(ValueError, match="strategy 'mine': "):
+            StorageStrategy("mine", weight, *moments)
 
 
 def test_blocks_keep_small_values_beside_large_ones():

@@ -32,8 +32,8 @@ def findings(caplog, make, steps=0):
 
 
 BEYOND = [
-    ("plain", 0.999, "use strategy 'split-master' (12 bytes a parameter) or 'split-master-8bit' (8 bytes"),
-    ("light", 0.999, "use strategy 'split-master' (12 bytes a parameter) or 'split-master-16bit' (10 bytes"),
+    ("plain", 0.999, "use strategy 'split-master' (12 bytes a parameter) or 'coupled-8' (8 bytes"),
+    ("light", 0.999, "use strategy 'split-master' (12 bytes a parameter) or 'coupled-9' (9 bytes"),
     ("kahan", 0.9985, "exp_avg_sq with decay 0.9985 is more than 'kahan' can hold in torch.bfloat16"),
     ("plus", 0.99998, "not at all below 1 - decay = 2**-15; use strategy 'split-master' (12 bytes"),
 ]

@@ -33,6 +33,12 @@ def refusal(rule, strategy, dtype, arithmetic):
         return "use bfloat16 parameters, or strategy 'master-weights'"
     if strategy == "plus" and rule in ("SGD", "Lion"):
         return "has none: use 'light'"
+    if strategy == "coupled-7" and rule in ("SGD", "Lion"):
+        return "packs exp_avg and exp_avg_sq into one tensor, and .* use strategy 'split-24bit-8bit'"
+    if strategy in ("coupled-9", "coupled-8") and rule in ("SGD", "Lion"):
+        return (
+            "has none: use 'split-master-8bit'" if strategy == "coupled-9" else "has none: use 'split-24bit-8bit'"
+        )
     if dtype == torch.float16 and rule in ("AdamW", "Adam"):
         if strategy in ("plus", "full"):
             return "use bfloat16 parameters, or strategy 'master-weights'"

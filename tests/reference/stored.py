@@ -8,8 +8,14 @@ BLOCK = 128
 
 def reference_value(state, name, high=None):
     """The value kept under `name` as fp64, of the state's shape; `high` is the weight for "parameter"."""
-    first = (state[name] if high is None else high).detach()
+    packed = name == "exp_avg_sq" and name not in state
+    first = (state["exp_avg" if packed else name] if high is None else high).detach()
     low, scale = state.get(f"{name}_low"), state.get(f"{name}_scale")
+    if scale is not None and name == "exp_avg" and first.dtype == torch.int16:
+        # Six bits, two's complement; all sixteen are the second moment's.
+        code = (first.flatten().numpy().astype(np.int64) + 32) % 64 - 32
+        share = np.sign(code) * (code / 31) ** 2
+        return torch.from_numpy(share * np.repeat(scale.double().numpy(), BLOCK)[: code.size]).view(first.shape)
     if scale is not None:
         return torch.from_numpy(_blocks(first.flatten().numpy(), scale.double().numpy())).view(first.shape)
     if first.dtype == torch.int16:
@@ -44,6 +50,8 @@ def _root(code):
 
 def _blocks(code, scale):
     signed = code.dtype == np.int8
-    share = (code / (127 if signed else 255)) ** 2 * np.sign(code)
+    if code.dtype == np.int16:
+        code = code.view(np.uint16)
+    share = (code / (127 if signed else np.iinfo(code.dtype).max)) ** 2 * np.sign(code)
     value = share * np.repeat(scale, BLOCK)[: code.size]
     return value if signed else value**2

@@ -62,6 +62,7 @@ def advice_about(
             fitting=_fitting(first),
             first_moments=len(first.averages) - seconds,
             second_moments=seconds,
+            betas=[float(beta) for beta in first.group.get("betas", ())],
             parameters=dict(dtypes),
             float32_bytes=(weights + states) / max(dtypes.total(), 1),
         ),

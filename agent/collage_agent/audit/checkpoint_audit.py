@@ -348,7 +348,8 @@ def _dtypes(entry: CheckpointParameter) -> dict[str, str]:
 
 
 def _bytes_per_weight(entries: Sequence[CheckpointParameter]) -> float:
-    held = sum(tensor.numel() * tensor.dtype.itemsize for entry in entries for _, tensor in entry.tensors())
+    kept = ({id(tensor): tensor for _, tensor in entry.tensors()} for entry in entries)
+    held = sum(tensor.numel() * tensor.dtype.itemsize for tensors in kept for tensor in tensors.values())
     return held / (sum(entry.elements for entry in entries) or 1)
 
 

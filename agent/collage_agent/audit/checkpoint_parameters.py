@@ -21,6 +21,7 @@ from collage_optim import (
     StorageStrategy,
     known_strategy,
 )
+from collage_optim.integer_codes import unpacked
 from collage_optim.names import dtype_name
 from collage_optim.state_loading import OF_WRAPPERS
 from collage_optim.tensor_step import component_names
@@ -350,7 +351,7 @@ def _shape_of(state: Mapping[str, Any]) -> torch.Size | None:
 def _parameter(
     name: str, weight: Tensor | None, group: Mapping[str, Any], state: Mapping[str, Any], *, paired: bool
 ) -> CheckpointParameter:
-    shape = weight.shape if weight is not None else _shape_of(state)
+    shape, state = weight.shape if weight is not None else _shape_of(state), unpacked(state)
     tensors = {str(key): value for key, value in state.items() if isinstance(value, Tensor) and key != "step"}
     entry = CheckpointParameter(
         name, weight, group, bool(state), _step(state.get("step")), state=tensors, paired=paired

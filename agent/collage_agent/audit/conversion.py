@@ -24,9 +24,9 @@ from collage_optim import (
     Moment,
     StorageStrategy,
 )
-from collage_optim.integer_codes import stored_value
+from collage_optim.integer_codes import stored_value, unpacked
 from collage_optim.state_loading import convert, note_conversion
-from collage_optim.strategies import SCALE_SUFFIX, check_dtype, strategy_named
+from collage_optim.strategies import SCALE_SUFFIX, check_dtype, check_packed, strategy_named
 from collage_optim.tensor_step import component_names
 from msgspec import Struct
 from torch import Tensor
@@ -228,7 +228,8 @@ def _converted(
         if entry.weight is not None:
             weights[place_of(entry.weight)] = visible
     sources.append({**own, **({"step": state["step"]} if "step" in state else {})})
-    moments = {name: name in SECOND_MOMENTS for name in _averages(own)}
+    moments = {name: name in SECOND_MOMENTS for name in _averages(unpacked(own))}
+    check_packed(target, "the checkpoint", sorted(moments))
     parameter = torch.nn.Parameter(visible, requires_grad=False)
     new = convert({"step": torch.zeros(()), **own}, moments, parameter, target)
     tally.sources.add(_name_of(entry, own, moments))
@@ -243,7 +244,7 @@ def _in_our_words(entry: CheckpointParameter, tensors: Mapping[str, Tensor]) -> 
     if entry.master is not None:
         own[MASTER_PARAMETER] = entry.master
     foreign = [key for key, value in own.items() if value is entry.low and key != PARAMETER_LOW]
-    foreign += [key for key in entry.state if key not in tensors]
+    foreign += [key for key in entry.state if key not in unpacked(tensors)]
     foreign += [
         key
         for key, value in tensors.items()
@@ -317,7 +318,9 @@ def _tell(
         if key in new and key not in held:
             whole = "weight" if key in _BESIDE_WEIGHT else key.removesuffix(LOW_COMPONENT_SUFFIX)
             kept_more = (
-                bool(own.keys() & set(_BESIDE_WEIGHT)) if whole == "weight" else own[whole].dtype.itemsize >= 4
+                bool(own.keys() & set(_BESIDE_WEIGHT))
+                if whole == "weight"
+                else unpacked(own)[whole].dtype.itemsize >= 4
             )
             what = "master weight" if key == MASTER_PARAMETER else f"residual of {whole}"
             tally.gained[f"a {what}{'' if kept_more else ', which begins at zero'}"] = None

@@ -2,7 +2,8 @@
 
 Most keep `state[parameter][name]`. HeavyBall keeps a mapping for each view of a parameter, and a counter beside the
 first parameter alone. Optimizers that step equal shapes at once, such as nanochat's Muon, keep what belongs to a
-whole group beside its first parameter: stacked, one row a parameter.
+whole group beside its first parameter: stacked, one row a parameter. Our own moments that share one tensor are both
+seen under their names (`collage_optim.integer_codes.unpacked`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from collage_optim import CollageOptimizer
+from collage_optim.integer_codes import unpacked
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -43,14 +45,14 @@ def state_of(optimizer: Any, parameter: Tensor) -> Mapping[str, Any]:
     An entry is never made.
     """
     if keeps_by_name(optimizer):
-        return optimizer.state.get(parameter, _NOTHING)  # type: ignore[no-any-return]
+        return unpacked(optimizer.state.get(parameter, _NOTHING))
     return _flat(optimizer, parameter) or _NOTHING
 
 
 def states_of(optimizer: Any) -> Callable[[Tensor, Mapping[str, Any]], Mapping[str, Any]]:
     """`state_of` for many parameters: called with a parameter and a default."""
     if keeps_by_name(optimizer):
-        return optimizer.state.get  # type: ignore[no-any-return]
+        return lambda parameter, default: unpacked(optimizer.state.get(parameter, default))
     return lambda parameter, default: _flat(optimizer, parameter) or default
 
 

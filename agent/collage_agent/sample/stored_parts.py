@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
-from collage_optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
+from collage_optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, SCALE_SUFFIX
 from collage_optim.numerics.formats import gap_towards
+from collage_optim.strategies import PACKED_FIRST
 from collage_optim.tensor_step import local_part
 from torch import Tensor
 from torch.nn import Parameter
@@ -213,9 +214,14 @@ def average_names(keys: Iterable[str], composition: Composition) -> list[str]:
     return [key for key in names if key not in lows]
 
 
-def decaying(name: str, tensor_dtype: torch.dtype) -> bool:
-    """Whether a kept average can be judged by its decrements: a float, and no running maximum."""
-    return tensor_dtype.is_floating_point and name not in _RUNNING_MAXIMA
+def decaying(state: Mapping[str, Any], name: str) -> bool:
+    """Whether a kept average can be judged by its decrements: a float, and no running maximum.
+
+    Nor one that takes what the weight's rounding left (`collage_optim.coupling`): ours in signed codes with scales.
+    """
+    signed = state[name].dtype == torch.int8 or (state[name].dtype == torch.int16 and name == PACKED_FIRST)
+    coupled = signed and name + SCALE_SUFFIX in state
+    return reading_dtype(state, name).is_floating_point and name not in _RUNNING_MAXIMA and not coupled
 
 
 def leaves_residual(update: Tensor, weight: Tensor) -> Tensor:

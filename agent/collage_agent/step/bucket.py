@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from collage_optim.from_host import from_host
+from collage_optim.integer_codes import unpacked
 from collage_optim.numerics.cast_formats import route_of
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -159,7 +160,7 @@ class Bucket:
         """The optimizer's state for each tensor of the bucket."""
         # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
         if self.keeps_by_name:
-            return [optimizer.state.get(parameter, {}) for parameter in self.parameters]
+            return [unpacked(optimizer.state.get(parameter, {})) for parameter in self.parameters]
         return [state_of(optimizer, parameter) for parameter in self.parameters]
 
     def gather_before(self, optimizer: Optimizer, *, weights_gathered: bool = False) -> None:

@@ -14,8 +14,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 from collage_optim import SCALE_SUFFIX
+from collage_optim.blocks import BLOCK_ELEMENTS
 from collage_optim.from_host import from_host
-from collage_optim.integer_codes import BLOCK_ELEMENTS, decoded
+from collage_optim.integer_codes import decoded
 from collage_optim.tensor_step import local_part
 from numpy.typing import NDArray
 from torch import Tensor

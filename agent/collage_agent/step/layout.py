@@ -93,7 +93,7 @@ class StateLayout:
                 name,
                 components=tuple(stored_parts.components(name, keys, composition)),
                 is_float=kept[name].dtype.is_floating_point,
-                is_decaying=stored_parts.decaying(name, kept[name].dtype),
+                is_decaying=stored_parts.decaying(state, name),
             )
             for name in stored_parts.average_names(keys, composition)
         )

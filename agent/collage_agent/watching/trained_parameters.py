@@ -55,7 +55,8 @@ def describe_trained(
         size += 8 * elements + _bytes_of_states(optimizer, [entry.parameter for entry in alike])
         if sparse:
             of_sparse += sum(entry.shard.elements for entry in alike if entry.name in sparse)
-    moments = [] if fitting is None else [moment.second for moment in _moments(optimizer, fitting)]
+    averages = () if fitting is None else _moments(optimizer, fitting)
+    moments = [moment.second for moment in averages]
     is_counted = bool(watched) and (has_states or (fitting is not None and not moments))
     entries = [entry for alike in watched for entry in alike]
     return wire.Trained(
@@ -64,6 +65,7 @@ def describe_trained(
         fitting=None if fitting is None else fitting.__name__,
         first_moments=moments.count(False),
         second_moments=moments.count(True),
+        betas=[moment.decay for moment in averages if moment.decay is not None],
         parameters=dict(parameters),
         sparse=of_sparse,
         sharded=any(local_part(entry.parameter) is not entry.parameter for entry in entries),
@@ -77,7 +79,8 @@ def _bytes_of_states(optimizer: Optimizer, alike: Sequence[Tensor]) -> int:
     each. Numbers kept once for a tensor are left out."""
     size, weight = 0, alike[0]
     elements: int | None = None
-    for key, value in state_of(optimizer, weight).items():
+    # Each tensor once: our packed moments are seen under two names.
+    for key, value in {id(value): (key, value) for key, value in state_of(optimizer, weight).items()}.values():
         if not isinstance(value, Tensor) or value.numel() <= 1:
             continue
         if type(value) is Tensor and value.shape == weight.shape and type(weight) in PLAIN_TENSORS:

@@ -85,7 +85,7 @@ class Case:
 
 
 T = torch.optim
-IN_12_AND_8 = ("split-master", "split-master-8bit")
+IN_12_AND_8 = ("split-master", "coupled-8")
 WITHOUT_SECOND = ("split-master", "split-24bit-8bit")
 
 
@@ -105,6 +105,7 @@ CASES = (
     Case("SGD sparse", lambda p: T.SGD(p, lr=1e-3), ("split-master",), sparse=True),
     Case("SGD momentum sparse", lambda p: T.SGD(p, lr=1e-3, momentum=0.9), WITHOUT_SECOND, sparse=True),
     Case("AdamW", lambda p: T.AdamW(p, lr=1e-4), IN_12_AND_8),
+    Case("AdamW, fast", lambda p: T.AdamW(p, lr=1e-4, betas=(0.9, 0.95)), ("split-master", "split-master-8bit")),
     Case("AdamW fp16", lambda p: T.AdamW(p, lr=1e-5, eps=1e-4), ("master-weights",), FP16),
     Case("AdamW, norm in fp32", lambda p: T.AdamW(p, lr=1e-4), IN_12_AND_8, norm=FP32),
     Case("Adam amsgrad", lambda p: T.Adam(p, lr=1e-4, amsgrad=True), IN_12_AND_8),
@@ -120,8 +121,8 @@ CASES = (
     Case("Muon", lambda p: T.Muon(p, lr=1e-4), (None,), matrices=True, unknown=True),
     Case("a rule of its own", lambda p: SignedMomentum(p, lr=1e-4), (None,)),
     Case("ours, plain", ours(CollageAdamW, "plain", lr=1e-4), IN_12_AND_8),
-    Case("ours, kahan", ours(CollageAdamW, "kahan", lr=3e-4), ("split-master", "split-master-16bit")),
-    Case("ours, light", ours(CollageAdamW, "light", lr=3e-4), ("split-master", "split-master-16bit")),
+    Case("ours, kahan", ours(CollageAdamW, "kahan", lr=3e-4), ("split-master", "coupled-9")),
+    Case("ours, light", ours(CollageAdamW, "light", lr=3e-4), ("split-master", "coupled-9")),
     Case("ours, plus", ours(CollageAdamW, "plus", lr=3e-8), ("split-master",)),
     Case("ours, fp32-states", ours(CollageAdam, "fp32-states", lr=1e-4), ("split-master",)),
     Case("our Lion, plain", ours(CollageLion, "plain", lr=1e-5), WITHOUT_SECOND),

@@ -18,14 +18,17 @@ from tests.agent.watching.test_resume_check import Saved
 from tests.keepers.ways import BF16, FP32, ways
 
 WAYS = [way for way in ways() if way.seen != "unknown"]
-WHOLE = ("master-weights", "integer-remainder", "split-master", "split-master-16bit", "split-master-8bit")
+WHOLE = ("master-weights", "integer-remainder", "coupled-9")
+IN_24_BITS = ("split-24bit-8bit", "coupled-8", "coupled-7")
 KEPT = [(way, dtype) for way in WAYS for dtype in way.dtypes]
 PRECISION = {BF16: 8, torch.float16: 11, FP32: 24, torch.float64: 53}
 
 
 def keeps_float32(way, dtype):
     """Whether every bit of an fp32 weight is kept: 16 or more beside a weight of 16."""
-    return (way.weights or dtype) == FP32 or (way.seen in WHOLE and "24 bits" not in way.who)
+    return (way.weights or dtype) == FP32 or (
+        (way.seen in WHOLE or way.seen.startswith("split-master")) and "24 bits" not in way.who
+    )
 
 
 def broken(training, **expected):
@@ -56,7 +59,7 @@ def kept_bits(way, dtype):
     """Bits of the significand of the weights, of all that is kept of them."""
     if keeps_float32(way, dtype):
         return 24
-    beside = {"split-24bit-8bit": 8}.get(way.seen, 8 if way.name == "Fraction" else 0)
+    beside = 8 if way.seen in IN_24_BITS or way.name == "Fraction" else 0
     return PRECISION[way.weights or dtype] + beside
 
 
@@ -81,7 +84,7 @@ def test_each_expectation_of_each_way_is_judged_right_at_the_first_step(way, dty
     training = Saved(way, dtype, taken)
     info = training.watched().info
     seen = info.fingerprint.states.get(way.completes, "")
-    assert way.seen != "split-24bit-8bit" or seen == "int8: the signed remainder of rounding to nearest, 8 bits"
+    assert way.seen not in IN_24_BITS or seen == "int8: the signed remainder of rounding to nearest, 8 bits"
     held = {strategy: strategy == way.seen for strategy in STRATEGIES}
     weights, states = kept_bits(way, dtype), narrowest_average(way, training.optimizer)
     for name, bits in PRECISION.items():

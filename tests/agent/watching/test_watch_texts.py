@@ -36,7 +36,7 @@ def test_the_words_name_loss_layers_states_grid_and_what_to_try():
         "it does not decay as it should",
         "against the fp64 oracle",
         "no advice to raise the rate",
-        'strategy="split-master") (12 bytes a parameter) or "split-master-8bit" (8)',
+        'strategy="split-master") (12 bytes a parameter) or "coupled-8" (8)',
     ):
         assert words in text
     assert handle.judgement().text in text
