@@ -109,7 +109,7 @@ CASES = (
     Case("AdamW fp16", lambda p: T.AdamW(p, lr=1e-5, eps=1e-4), ("master-weights",), FP16),
     Case("AdamW, norm in fp32", lambda p: T.AdamW(p, lr=1e-4), IN_12_AND_8, norm=FP32),
     Case("Adam amsgrad", lambda p: T.Adam(p, lr=1e-4, amsgrad=True), IN_12_AND_8),
-    Case("AdamW by another hand", lambda p: OwnAdamW(p, lr=1e-4), IN_12_AND_8),
+    Case("AdamW by another hand", lambda p: OwnAdamW(p, lr=1e-4), ("split-master", "split-master-8bit")),
     Case("Lion", lambda p: pytorch_optimizer.Lion(p, lr=1e-5, weight_decay=0.0), WITHOUT_SECOND),
     Case("Adagrad", lambda p: T.Adagrad(p, lr=1e-4), (None,)),
     Case("Adagrad sparse", lambda p: T.Adagrad(p, lr=1e-4), (None,), sparse=True),
