@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 from collage_agent.sample.sampling import block_elements, draw
-from collage_agent.step.gather import BlockLayout, Staging
+from collage_agent.sample.state_mappings import state_of
+from collage_agent.sample.stored_parts import OURS
+from collage_agent.step.gather import BlockLayout, GatheredSample, Staging
+from collage_agent.step.layout import StateLayout
+from collage_agent.watching.trained_parameters import bytes_per_parameter
+from collage_optim import CollageAdamW
+
+from tests.reference.stored import reference_value
 
 ROWS_OF_FEW, ROWS_OF_MANY = [5308, 2686, 957, 9799], [906298, 233742, 125156, 481777]
 
@@ -196,3 +203,26 @@ def test_most_of_a_large_tensor_is_drawn_in_the_order_of_a_few():
     most, few = draw("w", elements, 2, elements - 32 * 200_000), draw("w", elements, 2, elements // 4)
     assert np.array_equal(most.rows[: len(few.rows)], few.rows)
     assert len(np.unique(most.rows)) == len(most.rows)
+
+
+def test_moments_packed_into_one_tensor_are_both_gathered_and_counted_once():
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(64, 160, generator=generator).bfloat16())
+    optimizer = CollageAdamW([weight], strategy="coupled-7", seed=1)
+    for _ in range(3):
+        weight.grad = torch.randn(64, 160, generator=generator).bfloat16()
+        optimizer.step()
+    assert bytes_per_parameter([optimizer]) == 7 + 2 * 4 / 128
+    state = state_of(optimizer, weight)
+    layout = StateLayout.of(weight, state, OURS)
+    assert [(entry.name, entry.is_decaying) for entry in layout.averages] == [
+        ("exp_avg", False),
+        ("exp_avg_sq", True),
+    ]
+    sample = draw("w", weight.numel(), 2, 1024)
+    gathered = GatheredSample(BlockLayout([sample], [weight]), OURS)
+    gathered.gather_weights([weight], [state], layout)
+    gathered.gather_states(layout.others, [state])
+    for name in ("exp_avg", "exp_avg_sq"):
+        expected = reference_value(optimizer.state[weight], name).view(-1, sample.block)[sample.rows].flatten()
+        torch.testing.assert_close(gathered.values[name].double(), expected, rtol=1e-6, atol=0)
