@@ -40,6 +40,7 @@ STATED: Mapping[str, tuple[float, float, float, float, float]] = {
     "coupled-9": (5e-4, 5e-4, 1e-4, 2e-3, 4e-3),
     "coupled-8": (6e-3, 5e-3, 1e-3, 2e-2, 2e-2),
     "split-master-8bit": (4e-2, 4e-2, 1e-2, 6e-2, 6e-2),
+    "coupled-7": (2e-2, 2e-2, 1e-3, 4e-2, 5e-2),
 }
 """What each must keep to, by kind, at β₂ = 0.999."""
 

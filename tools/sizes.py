@@ -33,7 +33,7 @@ BUDGETS = {
     "collage_optim": 5472,
     "collage_server": 23506,
     "collage_dashboard": 9594,
-    "tests": 71049,
+    "tests": 71079,
     "words of pages": 48697,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""

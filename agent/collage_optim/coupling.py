@@ -3,7 +3,7 @@
 If no gradient follows, a first moment m still moves its weight by −c m: under Adam with a second moment that
 changes slowly c = lr / (√v̂ + ε) Σ_k β₁^k / (1 − β₁^(t + k)), under SGD c = lr μ / (1 − μ)
 (`UpdateRule.coupled_displacement`). So x = w − c m, the point that the weight is going to, stays where it was if w
-and m are rounded by Δw and Δm with Δw = c Δm. Of an element's weight and moment the coarser one is rounded to
+and m are rounded by Δw and Δm with Δw = c Δm. The coarser one of an element's weight and moment is rounded to
 nearest, and the other one takes what that left, rounded at random. Then the bits of m only say how far the weight
 wobbles around its path, not where it ends. ECO (arXiv 2601.22101) gives the weight's rounding to the momentum; the
 other direction is ours. `docs/numerics.md` derives it.
