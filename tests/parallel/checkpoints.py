@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from collage_optim import STRATEGIES, CollageAdamW, StateStorage, load_distributed
+from collage_optim import STRATEGIES, CollageAdamW, load_distributed
 from torch.distributed.checkpoint import state_dict as views
 
 from tests.parallel.launch import among_asked
@@ -16,7 +16,7 @@ from tests.parallel.models import fsdp2, injected
 from tests.parallel.optimizers import held, stepped, whole
 
 OPTIONS: dict[str, Any] = {"lr": 2**-9, "weight_decay": 2**-4}
-SHARDED = [name for name, strategy in STRATEGIES.items() if StateStorage.BLOCKS not in strategy.storages]
+SHARDED = [name for name, strategy in STRATEGIES.items() if not strategy.first_moment.has_scales]
 """Blocks of 8-bit states are not for shards: one process reads into them, no rank writes them."""
 SOURCES: dict[str, Any] = {
     **{name: functools.partial(CollageAdamW, strategy=name, **OPTIONS) for name in SHARDED},

@@ -19,7 +19,6 @@ from collage_optim import (
     CollageLion,
     CollageOptimizer,
     CollageSGD,
-    StateStorage,
     load_distributed,
 )
 from collage_optim.tensor_step import local_part
@@ -47,7 +46,7 @@ def _has(rule, strategy):
         RULES[rule]([torch.zeros(1, dtype=torch.bfloat16)], strategy=strategy)
     except ValueError:
         return False
-    return StateStorage.BLOCKS not in STRATEGIES[strategy].storages
+    return not STRATEGIES[strategy].first_moment.has_scales
 
 
 KEPT = {rule: [strategy for strategy in STRATEGIES if _has(rule, strategy)] for rule in RULES}

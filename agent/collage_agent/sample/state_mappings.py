@@ -45,14 +45,17 @@ def state_of(optimizer: Any, parameter: Tensor) -> Mapping[str, Any]:
     An entry is never made.
     """
     if keeps_by_name(optimizer):
-        return unpacked(optimizer.state.get(parameter, _NOTHING))
+        state: Mapping[str, Any] = optimizer.state.get(parameter, _NOTHING)
+        return unpacked(state) if isinstance(optimizer, CollageOptimizer) else state
     return _flat(optimizer, parameter) or _NOTHING
 
 
 def states_of(optimizer: Any) -> Callable[[Tensor, Mapping[str, Any]], Mapping[str, Any]]:
     """`state_of` for many parameters: called with a parameter and a default."""
-    if keeps_by_name(optimizer):
+    if isinstance(optimizer, CollageOptimizer):
         return lambda parameter, default: unpacked(optimizer.state.get(parameter, default))
+    if keeps_by_name(optimizer):
+        return optimizer.state.get  # type: ignore[no-any-return]
     return lambda parameter, default: _flat(optimizer, parameter) or default
 
 

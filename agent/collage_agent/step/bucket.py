@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from collage_optim import CollageOptimizer
 from collage_optim.from_host import from_host
 from collage_optim.integer_codes import unpacked
 from collage_optim.numerics.cast_formats import route_of
@@ -160,7 +161,8 @@ class Bucket:
         """The optimizer's state for each tensor of the bucket."""
         # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
         if self.keeps_by_name:
-            return [unpacked(optimizer.state.get(parameter, {})) for parameter in self.parameters]
+            states = [optimizer.state.get(parameter, {}) for parameter in self.parameters]
+            return [*map(unpacked, states)] if isinstance(optimizer, CollageOptimizer) else states
         return [state_of(optimizer, parameter) for parameter in self.parameters]
 
     def gather_before(self, optimizer: Optimizer, *, weights_gathered: bool = False) -> None:
