@@ -35,7 +35,7 @@ __all__ = ["GAPS_EXCHANGED", "REACH_KEPT", "store_coupled"]
 REACH_KEPT: Final = 0.2
 GAPS_EXCHANGED: Final = 4.0
 _GAPS_FOLLOWED: Final = 1 / 8
-_SMALLEST_AHEAD: Final = 1e-35
+_SMALLEST_AHEAD: Final = 1e-35  # To divide by: an infinite second moment makes c zero.
 
 
 def store_coupled(
@@ -50,7 +50,7 @@ def store_coupled(
 ) -> None:
     """Store the moved weight `value`, fp32 [n], and the first moment `first`, so that x is kept.
 
-    name: the moment's state key, of BLOCKS. storage: the weight's. All tensors are used up. A block with a NaN or
+    name: the moment's state key, of blocks. storage: the weight's. All tensors are used up. A block with a NaN or
     infinity becomes NaN; its weights move as without coupling.
     """
     elements = value.numel()
@@ -67,7 +67,7 @@ def store_coupled(
     gap = integer_codes.gap_of(arithmetic, value, storage)
     chance = integer_codes.chances(arithmetic, draws)
     scale, levels = chunk[name + SCALE_SUFFIX], levels_of(chunk[name], signed=True)
-    fine, threshold = None, None
+    threshold = None
     sizes = torch.abs(first, out=arithmetic.take(first))
     torch.amax(sizes.view(-1, BLOCK_ELEMENTS), 1, out=scale)
     # By its block's scale s a moment's step is s / levels, up to twice as wide for large ones, narrower for small.
@@ -80,15 +80,15 @@ def store_coupled(
         first.addcdiv_(rest, ahead.clamp_min_(_SMALLEST_AHEAD) if ahead.dim() else ahead)
         displacement.lerp_(nearest, coarse)  # Exact: it is 0 or 1.
         # The weight does not need its random bits there.
-        fine = torch.sub(1.0, coarse, out=finer)
-        threshold = torch.addcmul(fine, coarse, chance, value=2.0 ** (1 - CHANCE_BITS), out=nearest)
+        torch.sub(1.0, coarse, out=finer)
+        threshold = torch.addcmul(finer, coarse, chance, value=2.0 ** (1 - CHANCE_BITS), out=nearest)
         arithmetic.give_back(coarse)
         torch.abs(first, out=sizes)
         torch.amax(sizes.view(-1, BLOCK_ELEMENTS), 1, out=scale)
     codes = store_sizes(arithmetic, sizes, chunk[name], scale, threshold, first)
     taken = _rounding_error(arithmetic, codes, scale * (1 / levels**2), first)
-    if fine is not None and threshold is not None:
-        taken.mul_(fine)
+    if threshold is not None:
+        taken.mul_(finer)
         arithmetic.give_back(threshold)
     if not scale.is_cpu or not bool(scale.isfinite().all()):
         taken.nan_to_num_(0.0, 0.0, 0.0)

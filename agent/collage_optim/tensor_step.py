@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -215,7 +215,7 @@ def _prepared_components(step: Step, components: State, position: int, shard: in
 def _flat(components: State) -> State:
     """Contiguous tensors as vectors. Most are vectors already, and a view that changes nothing has its cost."""
     flat = {name: tensor if tensor.dim() == 1 else tensor.view(-1) for name, tensor in components.items()}
-    return dict(integer_codes.unpacked(flat))
+    return cast(State, integer_codes.unpacked(flat))
 
 
 def _step_together(step: Step, parts: list[State], position: int) -> None:

@@ -56,6 +56,12 @@ def row(strategy, loss, *, dtype="bfloat16", health="healthy", short="healthy", 
     )
 
 
+def test_sharded_weights_are_told_no_blocks():
+    told = advice_for(msgspec.structs.replace(row("plain", 1.0).trained[0], sharded=True), "weights")
+    assert told is not None
+    assert [choice.strategy for choice in told.choices] == ["split-master"], "a scale cannot be cut as a shard is"
+
+
 def compared(run, steps, values, name="validation_loss"):
     """The same run with the curve of its loss."""
     series = wire.Series(

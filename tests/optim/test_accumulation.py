@@ -7,6 +7,7 @@ import torch
 from collage_optim import STRATEGIES, CollageAdamW
 
 from benchmarks.accumulation import measure
+from collage_monitor.strategies import STRATEGIES as CATALOGUE
 from collage_monitor.strategies import recommend
 from tests.reference.adamw import ReferenceAdamW
 from tests.reference.stored import reference_value
@@ -137,3 +138,4 @@ def test_recommended_by_bytes_are_the_most_exact_that_fit(measured):
         assert worst[chosen.name] <= 1.5 * best, (allowed, worst)
     assert recommend(7.1) is not None
     assert recommend(6) is None
+    assert [recommend(size, sharded=True) for size in (11, 8)] == [CATALOGUE["split-master-16bit"], None]

@@ -80,7 +80,7 @@ def test_a_step_keeps_where_the_weight_is_going(strategy, rate, scale):
 
 
 def course(strategy, rates, scale=1.0):
-    """(stored weights, those of AdamW in fp64, how far these moved) on drifting gradients."""
+    """(stored weights, those of AdamW in fp64) on drifting gradients."""
     generator = torch.Generator().manual_seed(5)
     start = (scale + 0.02 * torch.randn(512, generator=generator)).bfloat16()
     weight = torch.nn.Parameter(start.clone())
@@ -91,23 +91,15 @@ def course(strategy, rates, scale=1.0):
         optimizer.param_groups[0]["lr"] = exact.lr = rate
         optimizer.step()
         exact.step(weight.grad)
-    return values(optimizer, weight, "parameter"), exact.parameter, exact.parameter - start.double()
+    return values(optimizer, weight, "parameter"), exact.parameter
 
 
 @pytest.mark.parametrize("strategy", COUPLED)
 @pytest.mark.parametrize(("rates", "most"), [((1e-3, 1e-7), 1), ((1e-8, 1e-5), 6), ((1e-6, 3e-4), 10)])
 def test_a_rate_that_changes_by_decades_costs_some_steps(strategy, rates, most):
     """What a moment holds for its weight at one rate is delivered at another: so many updates, root mean square."""
-    stored, exact, _ = course(strategy, [rates[0]] * 150 + [rates[1]] * 30)
+    stored, exact = course(strategy, [rates[0]] * 150 + [rates[1]] * 30)
     assert (stored - exact).square().mean().sqrt() <= most * max(rates)
-
-
-def test_slow_second_moments_are_better_off_in_sixteen_bits():
-    errors = []
-    for strategy in ("coupled-9", "split-master-8bit"):
-        stored, exact, moved = course(strategy, [3e-4] * 400)
-        errors.append((stored - exact).norm() / moved.norm())
-    assert errors[0] < errors[1] / 8
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

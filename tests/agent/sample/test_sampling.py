@@ -205,14 +205,15 @@ def test_most_of_a_large_tensor_is_drawn_in_the_order_of_a_few():
     assert len(np.unique(most.rows)) == len(most.rows)
 
 
-def test_moments_packed_into_one_tensor_are_both_gathered_and_counted_once():
+@pytest.mark.parametrize(("strategy", "size"), [("coupled-7", 7), ("coupled-8", 8)])
+def test_coupled_moments_are_gathered_and_counted_once_and_the_second_is_judged(strategy, size):
     generator = torch.Generator().manual_seed(1)
     weight = torch.nn.Parameter(torch.randn(64, 160, generator=generator).bfloat16())
-    optimizer = CollageAdamW([weight], strategy="coupled-7", seed=1)
+    optimizer = CollageAdamW([weight], strategy=strategy, seed=1)
     for _ in range(3):
         weight.grad = torch.randn(64, 160, generator=generator).bfloat16()
         optimizer.step()
-    assert bytes_per_parameter([optimizer]) == 7 + 2 * 4 / 128
+    assert bytes_per_parameter([optimizer]) == size + 2 * 4 / 128
     state = state_of(optimizer, weight)
     layout = StateLayout.of(weight, state, OURS)
     assert [(entry.name, entry.is_decaying) for entry in layout.averages] == [
