@@ -19,6 +19,7 @@ _MODULES: Final = {
     "finetuning": "finetuning",
     "beyond-adamw": "beyond_adamw",
     "eight-bit": "eight_bit",
+    "coupled-rounding": "coupled_rounding",
     "quality": "quality",
     "memory": "memory",
     "diary": "diary",

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from collage_optim import CollageAdamW, Scalar
+from collage_optim.coupling import GAPS_EXCHANGED, REACH_KEPT
 from collage_optim.update_rules import AdamRule, Group
 from torch import Tensor, nn
 
@@ -89,8 +90,8 @@ class BlockLayout:
     second: int | None = 16
     first_into_weight: bool = True
     weight_into_first: bool = True
-    reach_kept: float = 0.2
-    gaps_exchanged: float = 8.0
+    reach_kept: float = REACH_KEPT
+    gaps_exchanged: float = GAPS_EXCHANGED
     linear: bool = False
     dithered: bool = False
 
@@ -105,7 +106,7 @@ class BlockAdamW(EmulatedAdamW):
 
     def __init__(self, layout: BlockLayout, start: Tensor, beta2: float, decay: Tensor, seed: int) -> None:
         super().__init__(start, beta2, decay, seed)
-        self.layout = layout
+        self.layout, self._generator = layout, torch.Generator().manual_seed(seed)
 
     def store(self, moved: Tensor, denominator: Tensor, rate: Tensor) -> None:
         layout, first = self.layout, self.first
@@ -143,8 +144,8 @@ class BlockAdamW(EmulatedAdamW):
             return self.second
         # A sign bit that a root does not need.
         if self.layout.dithered:
-            dither = self.uniform(2).view(-1, _BLOCK)[:, :1] - 0.5
-            return dithered(self.second.sqrt(), bits + 1, dither).square()
+            drawn = torch.rand(self.second.numel() // _BLOCK, 1, generator=self._generator)
+            return dithered(self.second.sqrt(), bits + 1, drawn - 0.5).square()
         return companded(self.second.sqrt(), bits + 1, 1 - self.uniform(2)).square()
 
 
@@ -168,8 +169,8 @@ def dithered(values: Tensor, bits: int, dither: Tensor) -> Tensor:
     """Values ≥ 0 of blocks of 128, dithered subtractively: k = round(L √(x / s) + u).
 
     They are read as ((k − u)² − 1/12) s / L². dither: u from −½ to ½, one number a block [blocks, 1], drawn again
-    by its seed at reading. k − u is off by up to half a step, evenly, whatever x is, so the mean is right. Source:
-    BReD (OpenReview ATXhZIy5PM), here with the steps of `companded`.
+    by its seed at reading, and independent of the last step's. k − u is off by up to half a step, evenly, whatever
+    x is, so the mean is right. Source: BReD (OpenReview ATXhZIy5PM), here with the steps of `companded`.
     """
     sizes, scale = _scaled(values)
     levels = 2 ** (bits - 1) - 1
@@ -385,10 +386,9 @@ WAYS: Final[Mapping[str, Mapping[str, Way]]] = {
         "no cut-off": _blocks(gaps_exchanged=math.inf),
         "linear codes of m": _blocks(linear=True),
         "v in 8 bits": _blocks(second=8),
-        "v in 8 bits, dithered": _blocks(second=8, dithered=True),
         "v in 12 bits": _blocks(second=12),
-        "v in 12 bits, dithered": _blocks(second=12, dithered=True),
         "v in fp32": _blocks(second=None),
     },
+    "dithered": {f"v in {bits} bits, dithered": _blocks(second=bits, dithered=True) for bits in (8, 12, 16)},
 }
-"""Our strategies; what they are compared with; and coupled-8 with one thing changed at a time."""
+"""Our strategies; what they are compared with; and coupled-8 with one thing changed at a time, or v dithered."""

@@ -1,9 +1,11 @@
-"""Formats of other projects by hand-computed codes."""
+"""Formats of other projects by hand-computed codes, and coupled rounding beside the optimizer itself."""
 
 import pytest
 import torch
 from collage_studies.emulated_optimizers import (
+    WAYS,
     BitsAndBytesAdamW,
+    EmulatedAdamW,
     ErrorCompensatedAdamW,
     companded,
     dithered,
@@ -12,6 +14,7 @@ from collage_studies.emulated_optimizers import (
     nearest_of,
     softsign_codes,
 )
+from collage_studies.studies.coupled_rounding import ELEMENTS, STREAMS, errors, gradients, rates_and_decay
 
 NO_DECAY = torch.zeros(256)
 
@@ -61,3 +64,20 @@ def test_error_compensation_keeps_the_end_of_the_path(at_random):
     assert optimizer.weight.ne(1 - 1e-3).all()
     after = optimizer.weight.double() - 0.9 / 0.1 * 1e-2 / 0.5 * optimizer.first.double()
     assert after.tolist() == pytest.approx([before] * 256, abs=1e-6)
+
+
+def test_emulated_coupled_rounding_ends_as_the_optimizer_itself():
+    drawn, start = gradients([1], 150)
+    rates, decay = rates_and_decay(150, 1)
+    exact = EmulatedAdamW(start, 0.999, decay, 0, torch.float64)
+    ways = [WAYS["ours"]["coupled-8"], WAYS["parts"]["coupled, emulated"]]
+    ours, emulated = (way.made(start, 0.999, decay, 1) for way in ways)
+    for gradient, rate in zip(drawn, rates, strict=True):
+        for optimizer in (exact, ours, emulated):
+            optimizer.step(gradient, rate.repeat_interleave(ELEMENTS))
+    real, found = (errors(one.weight, exact.weight, start, 1).flatten() for one in (ours, emulated))
+    assert len(real) == len(STREAMS)
+    assert real.max() < 0.2
+    assert ((found / real).log2().abs() < 0.7).all(), dict(
+        zip([s.title for s in STREAMS], (found / real).tolist(), strict=True)
+    )

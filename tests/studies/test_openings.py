@@ -57,6 +57,11 @@ BEARS_OUT = {
         r"`e4m3 pair` \(\+[^:]* end worse than fp32 beyond chance",
         r"No difference from fp32 is shown for `split-master-8bit`,[^:]* `e4m3 pair, rounded at random`",
     ],
+    "coupled-rounding": [
+        r"At β₂ = 0\.999 `coupled-8` ends within 0\.5 % of fp64's path on 9 of 10 streams",
+        r"At β₂ = 0\.999 `split-master-8bit, not coupled` ends 0\.7 to 5\.2 % off",
+        r"coupled-8` is -2\.3 % .*coupled-8` is 0\.049 % .*coupled-8` is 0 % .*coupled-8` is 0\.91 % of that of",
+    ],
     "quality": [
         r"predict the order of the final gaps: EDQ of one step \(\+[^:]*share of updates lost \(\+",
         r"The size of the gaps correlates with these early numbers: EDQ of one step \(\+[^:]*"
