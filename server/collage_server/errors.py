@@ -16,6 +16,7 @@ ServerError
 ├── TooManyFailures       429  unknown tokens, again and again from one address
 ├── HeadTooLarge          431  request line and headers beyond their limit
 ├── Busy                  503  the server cannot do this now: the same request may succeed later
+│   └── Damaged           503  something stored differs from what was written; other steps answer
 ├── StoreUnusable         500  the database cannot be opened, or its file was moved while the server ran
 ├── UnsafeAddress              a message's target leads to an address that none may go to; never an answer
 └── DamagedFile                an archived file cannot be read as it was written; answered as Busy
@@ -35,6 +36,7 @@ __all__ = [
     "BadRequest",
     "Busy",
     "Conflict",
+    "Damaged",
     "DamagedFile",
     "Forbidden",
     "Gone",
@@ -178,6 +180,12 @@ class Busy(ServerError):
 
     status = 503
     code = "busy"
+
+
+class Damaged(Busy):
+    """Something stored differs from what was written: it is named, and the answer waits until it is healed."""
+
+    code = "damaged"
 
 
 class StoreUnusable(ServerError):

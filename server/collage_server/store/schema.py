@@ -210,10 +210,15 @@ report: Final = Table(
     Column("statistic_count", Integer, nullable=False),
     Column("layer_count", Integer, nullable=False),
     Column("parts", Integer, nullable=False, server_default="1"),
+    Column("step_check", BigInteger),
+    Column("checks", LargeBinary),
     Column("model", LargeBinary),
     Column("statistics", LargeBinary),
 )
-"""The journal. `statistics` stands last: SQLite then skips its pages when only the model is asked."""
+"""The journal. `statistics` stands last: SQLite then skips its pages when only the model is asked.
+
+`step_check` (-1 - step), and `checks`, here and in chunks: see `collage_server.store.row_checks`; null in rows of
+servers that had none."""
 
 run_latest: Final = Table(
     "run_latest",
@@ -263,6 +268,7 @@ point_chunk: Final = Table(
     Column("point_count", Integer, nullable=False),
     Column("first_step", BigInteger, nullable=False),
     Column("last_step", BigInteger, nullable=False),
+    Column("checks", LargeBinary),
     Column("points", LargeBinary, nullable=False),
     Column("contributor_ranks", LargeBinary, nullable=False),
     Column("contributors", LargeBinary, nullable=False),
@@ -298,6 +304,7 @@ model_chunk: Final = Table(
     Column("part", Integer, primary_key=True, autoincrement=False),
     Column("point_count", Integer, nullable=False),
     Column("entries", LargeBinary, nullable=False),
+    Column("checks", LargeBinary),
     Column("data", LargeBinary, nullable=False),
     postgresql_partition_by="HASH (run_id)",
 )
@@ -314,6 +321,7 @@ layer_chunk: Final = Table(
     Column("part", Integer, primary_key=True, autoincrement=False),
     Column("point_count", Integer, nullable=False),
     Column("layer_count", Integer, nullable=False),
+    Column("checks", LargeBinary),
     Column("data", LargeBinary, nullable=False),
     postgresql_partition_by="HASH (run_id)",
 )
@@ -327,6 +335,7 @@ scalar_chunk: Final = Table(
     Column("name", _NAME, primary_key=True),
     Column("part", Integer, primary_key=True, autoincrement=False),
     Column("point_count", Integer, nullable=False),
+    Column("checks", LargeBinary),
     Column("data", LargeBinary, nullable=False),
     postgresql_partition_by="HASH (run_id)",
 )
@@ -371,11 +380,13 @@ segment: Final = Table(
     Column("path", _NAME, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Column("has_rows", Boolean, nullable=False),
+    Column("digest", LargeBinary(32)),
     Column("footer", LargeBinary, nullable=False),
 )
 """Archived files: layers of the chunks `first_chunk` to `last_chunk` of an attempt at a level, whose rows of
 `layer_chunk` go. A negative level: the model's totals at that level, whose rows of `model_chunk` go; 0: logged
-values, without chunks. `has_rows`: some rows may still be there. `footer` is the file's own, which is large."""
+values, without chunks. `has_rows`: some rows may still be there. `digest` is the file's SHA-256, null until a scrub
+has read a file of before there were digests. `footer` is the file's own, which is large."""
 Index("segment_by_path", segment.c.path)
 Index("segment_by_size", segment.c.bytes)
 Index("segment_with_rows", segment.c.run_id, sqlite_where=segment.c.has_rows, postgresql_where=segment.c.has_rows)

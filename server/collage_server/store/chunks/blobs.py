@@ -23,6 +23,14 @@ from sqlalchemy import Connection, Select, TextClause, case, func, select, text
 
 from collage_server.store import schema
 from collage_server.store.records import FloatArray, IntArray
+from collage_server.store.row_checks import (
+    CHECK_BYTES,
+    are_layers_whole,
+    chunk_name,
+    damaged_rows,
+    is_whole,
+    require_points,
+)
 from collage_server.store.row_helpers import among, given_rows, int_array, int_bytes, rows_given, shape_of
 
 __all__ = [
@@ -70,6 +78,8 @@ _BATCH_BYTES: Final = 2**24
 _FETCHED_AT_ONCE: Final = 2**25
 """Beyond that PostgreSQL's driver, which takes a whole answer into memory, fetches it batch by batch."""
 _POINTS_A_CHUNK: Final = 256
+_DAMAGED: Final = b"?"
+"""Read of a row whose size is not that of its counts."""
 _PLACE: Final = ("run_id", "attempt", "chunk", "part")
 
 
@@ -81,6 +91,16 @@ def minimum_key(metric: str) -> str:
 def maximum_key(metric: str) -> str:
     """The entry under which the metric's maximum over single steps stands at coarse levels."""
     return f"maximum {metric}"
+
+
+def _layers_of(row: Sequence[Any], level: int) -> FloatArray | None:
+    """Totals [layers, points] of a row of `_layer_rows`; None where they are not what was written."""
+    run_id, attempt, chunk, part, entry, count, layers, first, data, checks = row[:10]
+    if count <= 0 or len(data) % (8 * count):
+        return None
+    array = np.frombuffer(data, dtype=_FLOAT).reshape(-1, count)
+    place = (run_id, attempt, level, chunk, part, entry, count, layers)
+    return array if are_layers_whole(checks, array, first, *place) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +117,12 @@ class PointRows:
     times: FloatArray
     ranks: IntArray
     counts: IntArray
+
+    def name_of(self, part: Part, level: int) -> str:
+        """What an error calls a part of a chunk."""
+        start = self.where[part]
+        end = min((place for place in self.where.values() if place > start), default=len(self.steps))
+        return chunk_name(level, *part[2:], int(self.first_steps[start]), int(self.steps[end - 1]))
 
 
 def pack_points(
@@ -151,17 +177,19 @@ def unpack_numbers(data: bytes, numbers: int) -> NDArray[np.uint8]:
 
 def read_point_rows(connection: Connection, level: int, chunks: Chunks) -> PointRows:
     """The points of these chunks at a level."""
-    batches = _select_rows(connection, "point_chunk", level, chunks, ("point_count", "points"))
+    names = ("level", "point_count", "first_step", "last_step", "checks", "points")
+    batches = _select_rows(connection, "point_chunk", level, chunks, names)
     rows = sorted(itertools.chain.from_iterable(batches), key=itemgetter(0, 1, 2, 3))
     where: dict[Part, int] = {}
     owners: dict[tuple[str, int], slice] = {}
     start = 0
-    for run_id, attempt, chunk, part, count, _ in rows:
-        where[run_id, attempt, chunk, part] = start
-        first = owners[run_id, attempt].start if (run_id, attempt) in owners else start
-        start += count
-        owners[run_id, attempt] = slice(first, start)
-    unpacked = (unpack_points(row[5], row[4]) for row in rows)
+    for row in rows:
+        require_points(row)
+        where[tuple(row[:4])] = start
+        first = owners[row[:2]].start if row[:2] in owners else start
+        start += row.point_count
+        owners[row[:2]] = slice(first, start)
+    unpacked = (unpack_points(row.points, row.point_count) for row in rows)
     columns = np.concatenate([np.zeros((5, 0), dtype=_INT), *unpacked], axis=1)
     joined = columns.astype(np.int64, copy=False)
     return PointRows(where, owners, joined[0], joined[1], joined[2].view(_FLOAT), joined[3], joined[4])
@@ -178,14 +206,18 @@ def read_model_data(
 ) -> FloatArray:
     """Totals [keys, points] of the model; NaN where a part lacks the key. `entries`: by run, key → entry."""
     values = np.full((len(keys), len(points.steps)), np.nan)
-    columns = ("point_count", "entries", "data")
+    columns = ("point_count", "entries", "checks", "data")
     batches = _select_rows(connection, "model_chunk", level, chunks, columns, "t.rank = :rank", {"rank": rank})
     for row in itertools.chain.from_iterable(batches):
-        start, count, known = points.where.get(row[:4]), row[4], entries[row[0]]
+        start, count, known = points.where.get(row[:4]), row.point_count, entries[row[0]]
         if start is None:
             continue
-        held = {entry: place for place, entry in enumerate(int_array(row[5]).tolist())}
-        array = _unpack_totals(row[6], len(held), count)
+        run_id, attempt, chunk, part = row[:4]
+        whole = is_whole(row.checks, run_id, attempt, level, chunk, part, rank, count, row.entries, row.data)
+        if not whole:
+            raise damaged_rows(run_id, points.name_of(row[:4], level))
+        held = {entry: place for place, entry in enumerate(int_array(row.entries).tolist())}
+        array = _unpack_totals(row.data, len(held), count)
         for target, key in enumerate(keys):
             if known.get(key) in held:
                 values[target, start : start + count] = array[held[known[key]]]
@@ -235,7 +267,9 @@ def read_layer_data(
         if start is None or not row[8]:
             continue
         run, entry, count, layers = row[0], row[4], row[5], row[6]
-        array = np.frombuffer(row[8], dtype=_FLOAT).reshape(-1, count)
+        array = _layers_of(row, level)
+        if array is None:
+            raise damaged_rows(run, points.name_of(row[:4], level))
         target = values[targets[run, entry], start : start + count]
         if sliced:
             index = indices[run][row[7]]
@@ -254,15 +288,17 @@ def _layer_rows(
     *,
     sliced: bool,
 ) -> Iterator[Any]:
-    """Rows (…, entry, point_count, layer_count, layer, data) of spans (entry, layer, layers); `sliced`: only those.
+    """Rows (…, entry, point_count, layer_count, layer, data, checks) of spans (entry, layer, layers); `sliced`:
+    only those.
 
     SQLite would fetch a whole blob to cut a slice out of it, but reads one in place through its handle. Without
     that, one layer of 10 runs costs 1.6 times the CPU of the whole question, with whole blobs 3.2 times.
     """
     in_place = sliced and connection.dialect.name == "sqlite"
     slice_of = "substr(t.data, 8 * t.point_count * w.layer + 1, 8 * t.point_count * w.layers)"
-    data = ("t.rowid", "w.layers") if in_place else (slice_of,) if sliced else ("t.data",)
-    columns = ("entry", "point_count", "layer_count", "w.layer", *data)
+    content = "t.rowid" if in_place else slice_of if sliced else "t.data"
+    checks = f"substr(t.checks, {CHECK_BYTES} * w.layer + 1, {CHECK_BYTES} * w.layers)" if sliced else "t.checks"
+    columns = ("entry", "point_count", "layer_count", "w.layer", content, checks, "w.layers", "length(t.checks)")
     points = -(-_POINTS_A_CHUNK // level)
     widest = max(
         (size if sliced else layer + size for spans in extra.values() for _, layer, size in spans), default=0
@@ -284,12 +320,17 @@ def _layer_rows(
         for row in itertools.chain.from_iterable(batches):
             if not in_place:
                 yield row
+            elif row[11] not in (None, CHECK_BYTES * row[6]):
+                yield (*row[:8], _DAMAGED, row[9])
             elif row[7] < row[6]:
                 opened += 1
                 with raw.blobopen("layer_chunk", "data", row[8], readonly=True) as blob:
-                    blob.seek(8 * row[5] * row[7])
-                    data = blob.read(8 * row[5] * row[9])
-                yield (*row[:8], data)
+                    if len(blob) == 8 * row[5] * row[6]:
+                        blob.seek(8 * row[5] * row[7])
+                        data = blob.read(8 * row[5] * row[10])
+                    else:
+                        data = _DAMAGED
+                yield (*row[:8], data, row[9])
     finally:
         if opened:
             connection.info[BLOBS_OPENED] = connection.info.get(BLOBS_OPENED, 0) + opened

@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Row, select
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import unpack_points
 from collage_server.store.records import IntArray
+from collage_server.store.row_checks import require_points
 from collage_server.store.row_helpers import int_array, int_bytes
 
 __all__ = [
@@ -124,7 +125,7 @@ def _rows(connection: Connection, run_id: str, attempt: int, chunks: Collection[
     if not chunks:
         return []
     table = schema.point_chunk
-    return connection.execute(
+    rows = connection.execute(
         select(table).where(
             table.c.run_id == run_id,
             table.c.attempt == attempt,
@@ -132,6 +133,9 @@ def _rows(connection: Connection, run_id: str, attempt: int, chunks: Collection[
             table.c.chunk.in_(list(chunks)),
         )
     ).all()
+    for row in rows:
+        require_points(row, contributors=True)
+    return rows
 
 
 def _unpack(row: Row[Any]) -> tuple[IntArray, NDArray[np.bool_]]:

@@ -38,6 +38,7 @@ from collage_server.store.records import (
     ReportGroup,
     StreamRecord,
 )
+from collage_server.store.row_checks import report_checks
 from collage_server.store.row_helpers import (
     Ranges,
     add_ranges,
@@ -383,7 +384,7 @@ def _outcome(
 
 
 def _row(stream: StreamRecord, report: wire.Report) -> dict[str, Any]:
-    return {
+    row = {
         "run_id": stream.run_id,
         "stream_id": stream.stream_id,
         "seq": report.seq,
@@ -396,6 +397,7 @@ def _row(stream: StreamRecord, report: wire.Report) -> dict[str, Any]:
         "model": report.model,
         "statistics": report.statistics,
     }
+    return row | report_checks(row)
 
 
 def _highest(known: int | None, value: int) -> int:

@@ -37,6 +37,7 @@ from collage_server.store.records import (
     StreamRecord,
     first_hidden_steps,
 )
+from collage_server.store.row_checks import whole_logged
 from collage_server.store.row_helpers import given_rows, int_bytes, rows_given, scalars_from_json, shape_of
 from collage_server.store.runs.reported_state import last_sealed_steps
 
@@ -168,7 +169,7 @@ class _LoggedReading:
                 statement = statement.where(table.c.name.in_(list(self.names)))
             ordered = statement.order_by(table.c.run_id, table.c.stream_id, table.c.name, table.c.part)
             stored = self.connection.execute(ordered.execution_options(yield_per=_ROWS_AT_ONCE))
-            rows += held_rows((row, _COPIES * len(row.data) + _ROW_BYTES) for row in stored)
+            rows += map(whole_logged, held_rows((row, _COPIES * len(row.data) + _ROW_BYTES) for row in stored))
         alike = groupby(rows, lambda row: (row.run_id, row.stream_id, row.name, row.point_count))
         for (run_id, stream_id, name, count), members in alike:
             values = self._values(run_id, stream_id, name)
@@ -202,7 +203,7 @@ def _newest_rows(connection: Connection, views: Mapping[str, RunView], count: in
     for start in range(0, len(keys), _KEYS_A_STATEMENT):
         some = keys[start : start + _KEYS_A_STATEMENT]
         given = {**rows_given(dialect, some), "parts": _NEWEST_PARTS}
-        rows += connection.execute(_newest_statement(dialect, shape_of(dialect, some)), given).all()
+        rows += map(whole_logged, connection.execute(_newest_statement(dialect, shape_of(dialect, some)), given))
     short = _runs_to_read_whole(connection, rows, steps, count)
     found: dict[str, list[Row[Any]]] = {run_id: [] for run_id in views if run_id not in short}
     for row in rows:
@@ -236,7 +237,8 @@ def _newest_statement(dialect: str, shape: int) -> TextClause:
     same = "{0}.run_id = w.run_id AND {0}.stream_id = w.stream_id AND {0}.name = w.name"
     return text(
         f"WITH {given_rows(dialect, _KEY, shape)} "
-        "SELECT t.run_id, t.stream_id, t.name, t.part, t.point_count, t.data FROM w CROSS JOIN scalar_chunk t "
+        "SELECT t.run_id, t.stream_id, t.name, t.part, t.point_count, t.checks, t.data "
+        "FROM w CROSS JOIN scalar_chunk t "
         f"WHERE {same.format('t')} AND t.part > "
         f"(SELECT max(s.part) FROM scalar_chunk s WHERE {same.format('s')}) - :parts "
         "ORDER BY t.run_id, t.stream_id, t.name, t.part"
@@ -329,10 +331,9 @@ def read_logged_tables(
     """[3][values] steps, times, values by stream and name, those of one name side by side."""
     keys = sorted({part[:2] for part in parts}, key=lambda key: key[::-1])
     table = schema.scalar_chunk
-    columns = (table.c.stream_id, table.c.name, table.c.part, table.c.point_count, table.c.data)
-    statement = select(*columns).where(*of_series(run_id, keys)).order_by(table.c.part)
+    statement = select(table).where(*of_series(run_id, keys)).order_by(table.c.part)
     found: dict[tuple[str, str], list[FloatArray]] = {key: [] for key in keys}
     rows = connection.execute(statement.execution_options(blobs=True))
-    for row in held_rows((row, _COPIES * len(row.data)) for row in rows):
+    for row in map(whole_logged, held_rows((row, _COPIES * len(row.data)) for row in rows)):
         found[row.stream_id, row.name].append(_unpack(row.data, row.point_count))
     return {key: _last_words(np.concatenate(tables, axis=1)) for key, tables in found.items()}

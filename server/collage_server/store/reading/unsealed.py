@@ -35,6 +35,7 @@ from collage_server.store.reading.report_merging import (
 )
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import UNBOUNDED, FloatArray, IntArray, Selection, StreamRecord
+from collage_server.store.row_checks import REPORT_PARTS, or_damaged, require_report
 
 __all__ = [
     "LayerTables",
@@ -140,11 +141,13 @@ def unsealed_rows(
 ) -> Iterator[tuple[StreamRecord, _Kind]]:
     """Journal rows that are not sealed yet, with their streams."""
     streams = {name: stream for view in views.values() for name, stream in view.streams.items()}
-    found = read_reports(connection, list(views), kind._fields, present, selection)
-    for row in map(kind._make, held_rows((row, len(row[-1]) + _ROW_BYTES) for row in found)):
+    found = read_reports(connection, list(views), ["checks", *REPORT_PARTS[present]], present, selection)
+    for checks, *values in held_rows((tuple(row), len(row[-1]) + _ROW_BYTES) for row in found):
+        row = kind._make(values)
         stream = streams.get(row.stream_id)
         wanted = stream is not None and selection.rank in (None, stream.rank)
         if stream is not None and wanted and not views[row.run_id].is_sealed(row.stream_id, row.seq):
+            require_report(checks, present, row)
             yield stream, row
 
 
@@ -436,9 +439,9 @@ def read_reports(
     )
     if selection.at is not None:
         places = [(run_id, selection.at[run_id]) for run_id in run_ids]
-        statement = statement.where(tuple_(table.c.run_id, table.c.step).in_(places))
+        statement = statement.where(or_damaged(tuple_(table.c.run_id, table.c.step).in_(places)))
     if selection.first_step is not None:
-        statement = statement.where(table.c.step >= selection.first_step)
+        statement = statement.where(or_damaged(table.c.step >= selection.first_step))
     if selection.last_step is not None:
-        statement = statement.where(table.c.step <= selection.last_step)
+        statement = statement.where(or_damaged(table.c.step <= selection.last_step))
     yield from connection.execute(statement)

@@ -19,6 +19,7 @@ from collage_server.errors import Busy
 from collage_server.store import schema
 from collage_server.store.engine.database import ARCHIVE
 from collage_server.store.records import UNBOUNDED, ReportedState, first_hidden_steps
+from collage_server.store.row_checks import REPORT_PARTS, or_damaged, require_report, whole_logged
 from collage_server.store.row_helpers import later, scalars_from_json
 
 __all__ = [
@@ -151,16 +152,21 @@ def _last_values(
             found = archive.last_logged(connection, row.run_id, row.stream_id, names, before)
     chunk, report = schema.scalar_chunk, schema.report
     of_chunks = (chunk.c.run_id == row.run_id, chunk.c.stream_id == row.stream_id, chunk.c.name.in_(names))
-    statement = select(chunk.c.name, chunk.c.point_count, chunk.c.data).where(*of_chunks).order_by(chunk.c.part)
-    for name, count, data in connection.execute(statement.execution_options(blobs=True)):
+    statement = select(chunk).where(*of_chunks).order_by(chunk.c.part)
+    for part in map(whole_logged, connection.execute(statement.execution_options(blobs=True))):
+        name, count, data = part.name, part.point_count, part.data
         steps = np.frombuffer(data, dtype="<i8", count=count)
         place = int(np.argmax(np.where(steps < before, steps, -1)))
         step = int(steps[place])
         if step < before and step >= found.get(name, (-1,))[0]:
             found[name] = (step, float(np.frombuffer(data, dtype="<f8")[2 * count + place]))
-    of_journal = (report.c.run_id == row.run_id, report.c.stream_id == row.stream_id, report.c.step < before)
-    logged = select(report.c.step, report.c.scalars).where(*of_journal, report.c.scalars.is_not(None))
-    for step, scalars in connection.execute(logged.order_by(report.c.step, report.c.seq)):
+    of_journal = (report.c.run_id == row.run_id, report.c.stream_id == row.stream_id)
+    columns = [report.c[name] for name in ("checks", *REPORT_PARTS["scalars"])]
+    earlier = or_damaged(report.c.step < before)
+    logged = select(*columns).where(*of_journal, report.c.scalars.is_not(None), earlier)
+    for checks, *values in connection.execute(logged.order_by(report.c.step, report.c.seq)):
+        require_report(checks, "scalars", values)
+        step, scalars = values[3], values[-1]
         for name, value in scalars_from_json(scalars).items():
             if name in names and step >= found.get(name, (-1,))[0]:
                 found[name] = (step, value)

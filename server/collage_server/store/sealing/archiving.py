@@ -62,6 +62,7 @@ from collage_server.store.reading.logged_scalars import (
 )
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import FloatArray
+from collage_server.store.row_checks import point_checks, require_points
 from collage_server.store.row_helpers import int_array, require_run
 from collage_server.store.sealing.archive_plan import (
     FilePlan,
@@ -326,16 +327,19 @@ class Archiving:
             # Locked: another server that packs them meanwhile would put the same rows once more.
             chosen = select(table).where(*where).order_by(table.c.chunk, table.c.part).with_for_update()
             with self._database.freeing() as connection:
-                rows = [dict(row) for row in connection.execute(chosen).mappings()]
-                if any(len(row["points"]) == _POINT_BYTES * row["point_count"] for row in rows):
+                rows = connection.execute(chosen).all()
+                if any(len(row.points) == _POINT_BYTES * row.point_count for row in rows):
                     # Rows that are updated in place leave SQLite's pages half empty.
                     connection.execute(delete(table).where(*where))
-                    again = [{**row, "points": _packed_points(row["points"], row["point_count"])} for row in rows]
-                    connection.execute(insert(table), again)
+                    connection.execute(insert(table), list(map(_packed_points, rows)))
 
 
-def _packed_points(points: bytes, count: int) -> bytes:
-    return packed(points) if len(points) == _POINT_BYTES * count else points
+def _packed_points(row: Row[Any]) -> dict[str, Any]:
+    require_points(row, contributors=True)
+    if len(row.points) != _POINT_BYTES * row.point_count:
+        return dict(row._mapping)
+    again = {**row._mapping, "points": packed(row.points)}
+    return again | {"checks": point_checks(again)}
 
 
 def _is_archived(connection: Connection, segment: Segment) -> bool:

@@ -44,6 +44,7 @@ from collage_server.store.reading import unsealed
 from collage_server.store.reading.logged_scalars import pack_scalars
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import FloatArray, IntArray
+from collage_server.store.row_checks import chunk_check, layer_checks, point_checks
 from collage_server.store.row_helpers import add_numbers, int_bytes, ranges_from_json, ranges_to_json
 from collage_server.store.sealing.chunk_levels import ChunkLevel, chunk_of, chunk_place, coarse_levels, reported
 from collage_server.store.sealing.replica_comparison import ReplicaComparison, keep_mismatches
@@ -329,16 +330,14 @@ def _blob_rows(
         numbers = np.array([entries[key] for key in totals], dtype=np.int64)
         array = np.stack(list(totals.values())) if totals else np.zeros((0, count))
         data = pack_totals(array) if level == LEVELS[0] else _float_bytes(array)
-        values = {"rank": rank, "point_count": count, "entries": int_bytes(numbers), "data": data}
-        yield schema.model_chunk, {**place, **values}
+        values = {"rank": rank, "point_count": count, "entries": int_bytes(numbers)}
+        checks = chunk_check(*place.values(), *values.values(), data)
+        yield schema.model_chunk, {**place, **values, "checks": checks, "data": data}
     for key, table in held.layers.items():
-        values = {
-            "entry": entries[key],
-            "point_count": count,
-            "layer_count": table.shape[1],
-            "data": _float_bytes(table.T),
-        }
-        yield schema.layer_chunk, {**place, **values}
+        values = {"entry": entries[key], "point_count": count, "layer_count": table.shape[1]}
+        data = _float_bytes(table.T)
+        checks = layer_checks(data, *place.values(), *values.values())
+        yield schema.layer_chunk, {**place, **values, "checks": checks, "data": data}
 
 
 def _float_bytes(array: FloatArray) -> bytes:
@@ -367,7 +366,7 @@ def _publish(connection: Connection, run_id: str, built: _PartContents, entries:
 
 def _point_row(run_id: str, plan: SealPlan, level: int, held: ChunkLevel) -> dict[str, Any]:
     points = held.points
-    return {
+    row = {
         "run_id": run_id,
         "attempt": plan.attempt,
         "level": level,
@@ -379,6 +378,7 @@ def _point_row(run_id: str, plan: SealPlan, level: int, held: ChunkLevel) -> dic
         "points": pack_points(points.first_steps, points.steps, points.times, points.ranks, points.counts),
         **held.contributors,
     }
+    return row | {"checks": point_checks(row)}
 
 
 def _publish_scalars(connection: Connection, run_id: str, built: _PartContents) -> None:
@@ -395,7 +395,8 @@ def _publish_scalars(connection: Connection, run_id: str, built: _PartContents) 
         }
         for (stream_id, name), data in built.scalars.items()
     ]
-    connection.execute(insert(schema.scalar_chunk), rows)
+    checked = [row | {"checks": chunk_check(*row.values())} for row in rows]
+    connection.execute(insert(schema.scalar_chunk), checked)
 
 
 @cache

@@ -22,6 +22,7 @@ from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, read_chunk_info
 from collage_server.store.journal.report_journal import REPORT_BYTES
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import UNBOUNDED
+from collage_server.store.row_checks import REPORT_PARTS, require_report
 from collage_server.store.runs.reported_state import awaited_streams
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
 
 _COLUMNS: Final = (
     "stream_id",
+    "run_id",
     "seq",
     "step",
     "time",
@@ -44,6 +46,7 @@ _COLUMNS: Final = (
     "statistic_count",
     "layer_count",
     "parts",
+    "checks",
     "model",
     "statistics",
 )
@@ -340,6 +343,9 @@ def read_planned(connection: Connection, view: RunView, plan: SealPlan) -> list[
         wanted = set(seqs)
         for rows in connection.execute(_planned_rows(), own).partitions(_ROWS_AT_ONCE):
             found += [row for row in rows if row.seq in wanted]
+    for row in found:
+        for part, names in REPORT_PARTS.items():
+            require_report(row.checks, part, [getattr(row, name) for name in names])
     return found
 
 

@@ -1,0 +1,189 @@
+"""Checksums of rows of numbers: of the journal, of chunks. A flipped bit is an error to whoever reads the row.
+
+SQLite's pages have no checksum. Each covers the row's own place and counts, too: totals under another step or
+statistic are as wrong as other ones. A row of a server without checksums has none (null), and is read unchecked.
+
+The columns are called `checks`; changing what one covers needs a migration
+(`tests/server/store/test_row_damage.py`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from struct import Struct
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import ColumnElement, or_
+
+from collage_server.errors import Damaged
+from collage_server.store import schema
+
+__all__ = [
+    "CHECK_BYTES",
+    "REPORT_PARTS",
+    "are_layers_whole",
+    "chunk_check",
+    "chunk_name",
+    "damaged_rows",
+    "is_whole",
+    "layer_checks",
+    "or_damaged",
+    "point_checks",
+    "report_checks",
+    "require_points",
+    "require_report",
+    "whole_logged",
+]
+
+CHECK_BYTES: Final = 8
+"""Of each layer in `layer_checks`."""
+REPORT_PARTS: Final = {
+    "scalars": ("run_id", "stream_id", "seq", "step", "time", "scalars"),
+    "model": ("run_id", "stream_id", "seq", "step", "time", "parts", "statistic_count", "model"),
+    "statistics": (
+        *("run_id", "stream_id", "seq", "step", "time", "parts", "statistic_count", "layer_count"),
+        "statistics",
+    ),
+}
+"""Columns of a report that are read together, each group with a check of its own; the last one is the content."""
+_PLACES: Final = {part: place for place, part in enumerate(REPORT_PARTS)}
+_POINT_PARTS: Final = (
+    ("run_id", "attempt", "level", "chunk", "part", "point_count", "first_step", "last_step", "points"),
+    (
+        *("run_id", "attempt", "level", "chunk", "part", "point_count", "contributor_ranks", "contributor_streams"),
+        *("unfinished", "contributors"),
+    ),
+)
+_FORMATS: Final = ["%s\0" * count for count in range(12)]
+_CRC_BYTES: Final = 4
+_THREE: Final = Struct("<3I")
+_WORD: Final = np.dtype("<u8")
+_STEP: Final = 0x9E3779B97F4A7C15
+"""An odd number without a pattern (2⁶⁴ over the golden ratio)."""
+
+
+def chunk_check(*values: Any) -> bytes:
+    """The CRC of a row's values, of which the last is its content."""
+    *place, content = values
+    return zlib.crc32(_plain(content), _crc_of(place)).to_bytes(_CRC_BYTES, "little")
+
+
+def _crc_of(place: Sequence[Any], start: int = 0) -> int:
+    """Of every value as text: numpy's integers have the digits of Python's."""
+    return zlib.crc32((_FORMATS[len(place)] % tuple(place)).encode("utf-8", "surrogatepass"), start)
+
+
+def _plain(content: str | bytes | None) -> bytes:
+    return content.encode() if isinstance(content, str) else content or b""
+
+
+def is_whole(checks: bytes | None, *values: Any, place: int = 0) -> bool:
+    """Whether a row's values are those of the check at this place of `checks`; True of a row without checks."""
+    start = place * _CRC_BYTES
+    return checks is None or checks[start : start + _CRC_BYTES] == chunk_check(*values)
+
+
+def damaged_rows(run_id: str, what: str) -> Damaged:
+    """The error for rows that differ from what was written."""
+    return Damaged(
+        f"run {run_id}: {what} is damaged in the database, its checksum differs: ask for other steps, or restore a "
+        "back-up"
+    )
+
+
+def report_checks(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns with the checks of a row of the journal."""
+    # As `chunk_check` of each part, but what they have in common goes in once.
+    place = _crc_of((row["run_id"], row["stream_id"], row["seq"], row["step"], row["time"]))
+    of_model = _crc_of((row["parts"], row["statistic_count"]), place)
+    starts = (place, of_model, _crc_of((row["layer_count"],), of_model))
+    checks = (zlib.crc32(_plain(row[part]), start) for part, start in zip(REPORT_PARTS, starts, strict=True))
+    return {"step_check": -1 - row["step"], "checks": _THREE.pack(*checks)}
+
+
+def or_damaged(of_steps: ColumnElement[bool]) -> ColumnElement[bool]:
+    """A condition on steps of reports that also takes those whose step is damaged: whoever reads them notices."""
+    return or_(of_steps, schema.report.c.step_check != -1 - schema.report.c.step)
+
+
+def require_report(checks: bytes | None, part: str, values: Sequence[Any]) -> None:
+    """Compare a part of a report (the name of its content's column) with its check.
+
+    Raises:
+        Damaged: they differ.
+    """
+    run_id, stream_id, seq, step = values[:4]
+    if not is_whole(checks, *values, place=_PLACES[part]):
+        raise damaged_rows(run_id, f"report {seq} of stream {stream_id}, step {step},")
+
+
+def chunk_name(level: int, chunk: int, part: int, first_step: int, last_step: int) -> str:
+    """What an error calls a part of a chunk."""
+    return f"part {part} of chunk {chunk} at level {level}, steps {first_step} to {last_step},"
+
+
+def point_checks(row: Mapping[str, Any]) -> bytes:
+    """The checks of a row of `point_chunk`: of its points, and of who contributed."""
+    return b"".join(chunk_check(*map(row.__getitem__, names)) for names in _POINT_PARTS)
+
+
+def require_points(row: Any, *, contributors: bool = False) -> None:
+    """Compare a row of `point_chunk` with its checks.
+
+    Raises:
+        Damaged: they differ.
+    """
+    for place, names in enumerate(_POINT_PARTS if contributors else _POINT_PARTS[:1]):
+        if not is_whole(row.checks, *(getattr(row, name) for name in names), place=place):
+            what = chunk_name(row.level, row.chunk, row.part, row.first_step, row.last_step)
+            raise damaged_rows(row.run_id, what)
+
+
+def whole_logged(row: Any) -> Any:
+    """A row of `scalar_chunk`, once it is compared with its check.
+
+    Raises:
+        Damaged: they differ.
+    """
+    if not is_whole(row.checks, row.run_id, row.stream_id, row.name, row.part, row.point_count, row.data):
+        raise damaged_rows(row.run_id, f"part {row.part} of {row.name!r} as stream {row.stream_id} logged it")
+    return row
+
+
+def layer_checks(data: bytes, *place: Any) -> bytes:
+    """A check of eight bytes for each layer of totals [layers, points], since a slice of them is read alone.
+
+    place: the row's, of which the last two are the numbers of points and of layers.
+    """
+    words = np.frombuffer(data, dtype=_WORD).reshape(place[-1], place[-2])
+    return _layer_words(words, 0, place).astype(_WORD).tobytes()
+
+
+def are_layers_whole(checks: bytes | None, words: NDArray[Any], first: int, *place: Any) -> bool:
+    """Whether consecutive layers from `first` on are what was written; True where nothing was written about it."""
+    if checks is None:
+        return True
+    if len(checks) != CHECK_BYTES * len(words):
+        return False
+    return np.array_equal(np.frombuffer(checks, dtype=_WORD), _layer_words(words.view(_WORD), first, place))
+
+
+def _layer_words(words: NDArray[np.uint64], first: int, place: Sequence[Any]) -> NDArray[np.uint64]:
+    """Σ weight·word modulo 2⁶⁴: weights are odd, so that no single changed word leaves the sum as it is.
+
+    Four times as fast as a CRC of each layer.
+    """
+    start = int.from_bytes(chunk_check(*place, b""), "little")
+    layers = np.arange(first, first + len(words), dtype=np.uint64)
+    seed = (layers * np.uint64(2**32) + np.uint64(start)) * np.uint64(_STEP)
+    return words @ _weights(words.shape[1]) + seed
+
+
+@cache
+def _weights(count: int) -> NDArray[np.uint64]:
+    numbers = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP)
+    return (numbers ^ (numbers >> np.uint64(29))) | np.uint64(1)

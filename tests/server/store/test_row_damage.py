@@ -1,0 +1,226 @@
+"""Damaged rows of the database: whichever bit of a number is flipped, no wrong number is read."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import struct
+from collections import defaultdict
+from contextlib import closing
+
+import msgspec
+import numpy as np
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from collage_server.errors import Busy, Damaged
+from collage_server.store import Selection, SqliteStore, schema
+from collage_server.store.sealing.seal_plan import SealLimits
+from sqlalchemy import BigInteger, Double, Integer, LargeBinary
+
+from collage_monitor import wire
+from tests.server.migrated import put_migrated
+from tests.server.reads import latest_point, layer_points, model_points, scalar_points
+from tests.server.samples import LAYERS, STATISTICS, block, report, stream_create
+from tests.server.store.contract import NOW, StoreContract
+from tests.server.store.seen import AFTER_SILENCE, ALL, arrays, plain, seal_all
+
+KEYS = [*STATISTICS[:2], STATISTICS[9]]
+TABLES = (schema.report, schema.point_chunk, schema.model_chunk, schema.layer_chunk, schema.scalar_chunk)
+SAMPLE = 6
+"""Flips of each column by day; there are 17,000 in all."""
+IN_AN_INDEX = ("point_count", "first_step", "last_step")
+"""Of `point_chunk`: a disk damages either the row, which is compared with its check, or the entry of the index,
+which the integrity check of a back-up finds. Here both would change."""
+
+
+def values(step, rank):
+    """Few statistics of two layers, so that there are few bits."""
+    rows = [STATISTICS.index(key) for key in KEYS]
+    return block(step, rank, layers=2)[rows] / 3
+
+
+def small_report(seq, step, rank=0):
+    totals = values(step, rank)
+    return msgspec.structs.replace(
+        report(seq, step, scalars={"loss": 1 / step}, measured=False),
+        statistic_count=totals.shape[0],
+        layer_count=totals.shape[1],
+        statistics=wire.array_to_bytes(totals),
+        model=wire.array_to_bytes(totals.sum(axis=1)),
+    )
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A run of two ranks, in chunks of every level and with reports that are not sealed; rank 1 misses some."""
+    store = SqliteStore(
+        put_migrated(tmp_path), stale_after_seconds=600.0, limits=SealLimits(points=4, part_points=2, part_bytes=1)
+    )
+    store.open()
+    store.points.limit_cache(0)
+    store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
+    store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
+    for rank in range(2):
+        layers = stream_create().layers[:2]
+        declared = stream_create(f"s{rank}", rank=rank, world_size=2, layers=layers, statistics=KEYS)
+        store.streams.create_stream("r1", declared, NOW)
+        sent = [small_report(seq, seq + 1, rank) for seq in range(5) if not rank or seq % 2]
+        StoreContract.append(store, store.streams.stream_record(f"s{rank}"), *sent)
+    seal_all(store, now=AFTER_SILENCE)
+    StoreContract.append(store, store.streams.stream_record("s0"), small_report(5, 6), small_report(6, 7))
+    yield store
+    store.close()
+
+
+def questions(store):
+    """Each question with its answer, or the error."""
+    asked = {
+        "layers": lambda: plain(layer_points(store, "r1", KEYS, ALL)),
+        "slice": lambda: plain(layer_points(store, "r1", KEYS, ALL, [LAYERS[1]])),
+        "coarse layers": lambda: plain(layer_points(store, "r1", KEYS, Selection(points=1))),
+        "model": lambda: plain(model_points(store, "r1", None, ALL)),
+        "rank": lambda: plain(model_points(store, "r1", None, Selection(rank=1))),
+        "coarse model": lambda: plain(model_points(store, "r1", None, Selection(points=1))),
+        "logged": lambda: {name: arrays(entry) for name, entry in scalar_points(store, "r1", None, ALL).items()},
+        "latest": lambda: plain_latest(latest_point(store, "r1")),
+    }
+    found = {}
+    for name, ask in asked.items():
+        try:
+            found[name] = ask()
+        except Busy as error:
+            found[name] = error
+
+    return found
+
+
+def plain_latest(point):
+    return point and (
+        point.step,
+        point.time,
+        {key: repr(np.asarray(value).tolist()) for key, value in point.model.items()},
+    )
+
+
+def flips(value, kind):
+    """Every value that differs from one in the database by one bit."""
+    if isinstance(kind, Double):
+        [bits] = struct.unpack("<q", struct.pack("<d", value))
+        return [struct.unpack("<d", struct.pack("<q", turned(bits, place, 64)))[0] for place in range(64)]
+    if isinstance(kind, Integer):
+        width = 64 if isinstance(kind, BigInteger) else 32
+        return [turned(value, place, width) for place in range(width)]
+    data = value.encode() if isinstance(value, str) else value
+    found = []
+    for place in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[place // 8] ^= 1 << place % 8
+        found.append(bytes(damaged))
+    return found
+
+
+def turned(number, place, width):
+    """The signed integer with one bit flipped."""
+    bits = (number ^ 1 << place) & (1 << width) - 1
+    return bits - (1 << width) if bits >> (width - 1) else bits
+
+
+def cells(connection):
+    """(table, column, rowid, value, a flipped one) of every bit of what lies in the tables, but of keys."""
+    for table in TABLES:
+        for column in (entry for entry in table.c if not entry.primary_key and entry.name not in left_out(table)):
+            rows = connection.execute(f'SELECT rowid, "{column.name}" FROM {table.name} ORDER BY rowid').fetchall()
+            for row, value in rows:
+                for damaged in [] if value is None else flips(value, column.type):
+                    yield table.name, column, row, value, damaged
+
+
+def left_out(table):
+    return IN_AN_INDEX if table is schema.point_chunk else ()
+
+
+def some(every):
+    """A sample of the flips of each column."""
+    generator, by_column = random.Random(1), defaultdict(list)
+    for cell in every:
+        by_column[cell[1]].append(cell)
+    return [cell for members in by_column.values() for cell in generator.sample(members, min(SAMPLE, len(members)))]
+
+
+def put(connection, table, column, row, value):
+    # Bytes that are no UTF-8 can lie in a text, too.
+    cast = "?" if isinstance(column.type, LargeBinary) or not isinstance(value, bytes) else "CAST(? AS TEXT)"
+    with connection:
+        connection.execute(f'UPDATE {table} SET "{column.name}" = {cast} WHERE rowid = ?', (value, row))
+
+
+def silent(store, chosen):
+    """Flips after which some answer is neither right nor refused; and how many were refused."""
+    before, wrong, refused = questions(store), [], 0
+    assert not any(isinstance(answer, Busy) for answer in before.values())
+    with closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        for table, column, row, value, damaged in chosen(list(cells(connection))):
+            try:
+                put(connection, table, column, row, damaged)
+            except sqlite3.IntegrityError:
+                continue  # NaN, which SQLite keeps as null.
+            after = questions(store)
+            put(connection, table, column, row, value)
+            refused += any(isinstance(answer, Busy) for answer in after.values())
+            told = {name: answer for name, answer in after.items() if not isinstance(answer, Busy)}
+            different = [name for name, answer in told.items() if answer != before[name]]
+            if different:
+                wrong.append((table, column.name, row, value, damaged, different))
+    assert questions(store) == before
+    return wrong, refused
+
+
+def test_a_flipped_bit_of_a_row_gives_no_wrong_number(store):
+    wrong, refused = silent(store, some)
+    assert not wrong, (len(wrong), wrong[:3])
+    assert refused > 10 * SAMPLE
+
+
+def test_a_damaged_row_is_named_and_the_rest_of_the_run_answers(store):
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        connection.execute("UPDATE layer_chunk SET data = zeroblob(length(data)) WHERE level = 1 AND chunk = 0")
+    told = "run r1: part 0 of chunk 0 at level 1, steps 1 to 4, is damaged in the database, .* or restore a back-up"
+    with pytest.raises(Damaged, match=told):
+        layer_points(store, "r1", KEYS, ALL)
+    assert layer_points(store, "r1", KEYS, Selection(first_step=5)).steps.tolist() == [5, 6, 7]
+    assert len(model_points(store, "r1", None, ALL).steps) == 7
+
+
+def test_a_damaged_report_is_not_sealed(store):
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        connection.execute("UPDATE report SET scalars = replace(scalars, '0.1', '0.2') WHERE seq = 6")
+    with pytest.raises(Damaged, match="run r1: report 6 of stream s0, step 7, is damaged"):
+        seal_all(store, now=AFTER_SILENCE)
+
+
+def test_rows_of_servers_without_checksums_are_read(store):
+    """Such a database gets the columns at the first start; its rows stay as they are."""
+    before = questions(store)
+    store.close()
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        for table in TABLES:
+            connection.execute(f"ALTER TABLE {table.name} DROP COLUMN checks")
+        connection.execute("ALTER TABLE report DROP COLUMN step_check")
+        connection.execute("ALTER TABLE segment DROP COLUMN digest")
+        connection.execute("UPDATE alembic_version SET version_num = 'r0011'")
+    store.open()
+    assert questions(store) == before
+    with store.engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), schema.metadata) == []
+    StoreContract.append(store, store.streams.stream_record("s0"), small_report(7, 8))
+    assert seal_all(store, now=AFTER_SILENCE)
+    assert questions(store)["layers"]["steps"] == list(range(1, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_no_flipped_bit_of_a_row_gives_a_wrong_number(store):
+    wrong, _ = silent(store, lambda every: every)
+    assert not wrong, (len(wrong), wrong[:3])
