@@ -81,6 +81,14 @@ def _other_programs(_evidence: IncidentEvidence) -> CauseVerdict:
     return left_open("what else is on the disk is not reported")
 
 
+def _moved_by_hand(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("who moved files is not reported")
+
+
+def _other_backups(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("back-ups made in another way are not reported")
+
+
 ALERTS: Final = (
     about_runs(
         "CollageRunStalled",
@@ -224,5 +232,38 @@ ALERTS: Final = (
         other_causes=("credentials of the bucket that have expired",),
         checks=(_credentials_ended,),
         first_step="Look in the server's log for the archive's answers, and check whether other clients reach it.",
+    ),
+    about_the_server(
+        "CollageArchiveDamaged",
+        Condition("collage_server_archive_damaged_files", ">", 0.0),
+        for_seconds=300.0,
+        severity="critical",
+        summary="archived files are missing or damaged, and no back-up has them",
+        meaning=(
+            "A file of older points differs from what was written, or is gone. Questions about its steps are "
+            "answered 503, `damaged`; all other steps answer. The newest back-up's folder has no good copy."
+        ),
+        other_causes=("files that were moved or deleted by hand",),
+        checks=(_moved_by_hand,),
+        first_step=(
+            "`collage-monitor archive verify` names the files. Put them back from a copy under the same paths and "
+            "verify again, and check the disk. If there is no copy, delete the runs."
+        ),
+    ),
+    about_the_server(
+        "CollageBackupOld",
+        Condition("collage_server_backup_age_seconds", ">", 8 * 86_400.0),
+        for_seconds=300.0,
+        severity="warning",
+        summary="the newest good back-up is more than eight days old",
+        meaning=(
+            "`collage-monitor backup` was run here before, and has not ended well for eight days. A lost disk "
+            "would take all that came since. Servers that never made a back-up do not alert."
+        ),
+        other_causes=("back-ups that are made in another way now",),
+        checks=(_other_backups,),
+        first_step=(
+            "Run `collage-monitor backup FILE` and read what it says, then check the timer that should have run it."
+        ),
     ),
 )

@@ -24,10 +24,12 @@ from collage_monitor.errors import NotAuthorised, ServerRefusal, ServerUnreachab
 __all__ = ["status"]
 
 _SAMPLE: Final = re.compile(r'^collage_server_(\w+)(?:\{\w+="([^"]*)"\})? (\S+)$', re.MULTILINE)
-# Two bounds of the alerts CollageDiskNearlyFull and CollageAlertsNotEvaluated.
+# Bounds of alerts about the server.
 _LEAST_DISK: Final = 0.1
 _LONGEST_ROUND_SECONDS: Final = 300.0
 _LONGEST_AWAY_SECONDS: Final = 1800.0
+_DAY_SECONDS: Final = 86_400.0
+_LONGEST_BACKUP_SECONDS: Final = 8 * _DAY_SECONDS
 _MOST_SKEW_SECONDS: Final = 60.0
 _SHOWN_SECONDS: Final = 0.1
 _MIB: Final = 2**20
@@ -101,6 +103,14 @@ def _number_checks(numbers: Mapping[str, float], now: float) -> Iterator[Check]:
     away = numbers.get("archive_away_seconds")
     is_there = away is not None and away <= _LONGEST_AWAY_SECONDS
     yield _check("archive", away, ok=is_there, text="away for {:.0f} s", absent="nothing is archived")
+    damaged = numbers.get("archive_damaged_files")
+    yield _check(
+        "files", damaged, ok=damaged == 0, text="{:.0f} archived files are damaged", absent="none verified"
+    )
+    backed_up = numbers.get("backup_age_seconds")
+    is_new = backed_up is not None and backed_up <= _LONGEST_BACKUP_SECONDS
+    days = f"the newest is {(backed_up or 0.0) / _DAY_SECONDS:.1f} days old"
+    yield _check("back-up", backed_up, ok=is_new, text=days, absent="none made by collage-monitor backup")
     near = skew is not None and abs(skew) <= _MOST_SKEW_SECONDS
     yield _check("clock", skew, ok=near, text=_in_words(skew or 0.0), absent="SQLite goes by the machine's")
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from anyio.to_thread import current_default_thread_limiter
@@ -42,6 +43,7 @@ from collage_server.ingest.writer import IngestCounters, JournalBounds, Writer
 from collage_server.memory_budget import MemoryBudget, available_memory
 from collage_server.settings import FIXED_LIMITS, FixedLimits, Settings, SettingsError
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store, archive_files
+from collage_server.store.backup import newest_backup
 from collage_server.summariser import Summariser
 from collage_server.web.failures import answer_to
 from collage_server.web.middleware import AccessControl, AnswerMemory, ReadOnlyGate, RequestIdentity
@@ -258,6 +260,12 @@ def _alert_threads(app_state: AppState) -> list[BackgroundThread]:
     )
 
 
+def _backups(data: Path) -> list[Path]:
+    """Folders with copies of archived files."""
+    newest = newest_backup(data)
+    return [] if newest is None else [Path(newest.archive)]
+
+
 def make_store(settings: Settings, limits: FixedLimits = FIXED_LIMITS) -> Store:
     """The store that these settings name, not opened yet.
 
@@ -267,6 +275,8 @@ def make_store(settings: Settings, limits: FixedLimits = FIXED_LIMITS) -> Store:
     address = settings.archive_address
     cache = settings.folder / "archive-cache"
     archive = None if address is None else archive_files(address, cache, limits.archive_cache_bytes)
+    if archive is not None:
+        archive.backups = partial(_backups, settings.folder)
     store: Store
     if settings.database is not None:
         store = PostgresqlStore(

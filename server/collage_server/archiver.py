@@ -22,12 +22,19 @@ __all__ = ["Archiver"]
 _LOG: Final = logging.getLogger(__name__)
 _ROUND_SECONDS: Final = 3600.0
 """Between looks at every run: some were sealed by a server that has stopped since, or by another one."""
+_VERIFY_SECONDS: Final = 10.0
+_FILES_AT_ONCE: Final = 4
+"""Verified each time: a file has about a megabyte, so that nobody notices, and a million of them take a month."""
+_VERIFIED_SECONDS: Final = 30 * 86_400.0
+"""A file that was verified more recently is left alone."""
 _PUBLISH_SECONDS: Final = 60.0
 """Between two publications: each looks through all finished runs of a project."""
 
 
 class Archiver(BackgroundThread):
     """Archives the runs that were announced to it, and once an hour every run that has chunks; then it also sweeps.
+
+    Files are read as a whole now and then, and healed from a back-up where they are damaged.
 
     While the archive takes no files, chunks stay in the database and are read there: nothing waits but this.
 
@@ -58,6 +65,9 @@ class Archiver(BackgroundThread):
         self._lock = Lock()
         self._round_due = time.monotonic()
         self._away_since: float | None = None
+        self._verify_due = time.monotonic()
+        self.damaged_files: int | None = None
+        """How many archived files were missing or damaged when last verified; None before the first look."""
 
     @property
     def away_seconds(self) -> float:
@@ -85,6 +95,7 @@ class Archiver(BackgroundThread):
                     self._unpublished |= dict.fromkeys(self._store.finished.projects())
             while (run_id := self._next()) is not None:
                 self._archive(run_id)
+            self._verify_files()
             self._publish_projects()
         except Busy as error:
             if self._away_since is None:
@@ -117,6 +128,19 @@ class Archiver(BackgroundThread):
             raise
         except Exception:
             _LOG.exception("run %s cannot be archived; its chunks stay in the database, the others go on", run_id)
+
+    def _verify_files(self) -> None:
+        """Read what somebody could not read, and a few of the files that were not verified for longest."""
+        verification = self._archiving.verification
+        due = verification.suspects()
+        if time.monotonic() >= self._verify_due:
+            due += verification.due(self._clock() - _VERIFIED_SECONDS, _FILES_AT_ONCE)
+            self._verify_due = time.monotonic() + _VERIFY_SECONDS
+        for row in due:
+            if not self.stopping.is_set():
+                verification.verify(row, self._clock())
+        if due or self.damaged_files is None:
+            self.damaged_files = len(verification.problems())
 
     def _publish_projects(self) -> None:
         """A project that cannot be published is tried again at the next round, the others go on."""

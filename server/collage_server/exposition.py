@@ -32,6 +32,7 @@ from collage_server.auth.bearer import principal_of
 from collage_server.clock import DatabaseClock
 from collage_server.memory_budget import PROCESS_BYTES
 from collage_server.store import LiveRun, NewestPoint, ReportedState
+from collage_server.store.backup import newest_backup
 
 __all__ = ["MODEL_GAUGES", "RUN_GAUGES", "SCALAR_GAUGES", "exposition", "router", "samples"]
 
@@ -157,6 +158,7 @@ class _ServerCollector(Collector):
     def _gauges(self) -> dict[str, tuple[Any, ...]]:
         """The server's gauges: name → (text, value), or (text, values by label, the label's name)."""
         app_state, clock = self._app_state, self._app_state.clock
+        newest = newest_backup(app_state.settings.folder)
         return {
             "replica_mismatches": (
                 "Layers and steps at which ranks that should hold the same weights did not, over all runs.",
@@ -170,6 +172,14 @@ class _ServerCollector(Collector):
             "archive_away_seconds": (
                 "For how long the archive has taken no files; absent where nothing is archived.",
                 None if app_state.archiver is None else app_state.archiver.away_seconds,
+            ),
+            "archive_damaged_files": (
+                "Archived files that are missing or damaged, without a good copy; absent without an archive.",
+                None if app_state.archiver is None else app_state.archiver.damaged_files,
+            ),
+            "backup_age_seconds": (
+                "Age of the newest good back-up of `collage-monitor backup`; absent where it made none.",
+                None if newest is None else app_state.clock() - newest.made_at,
             ),
             "alerts_evaluated_timestamp_seconds": (
                 "When a server on this database last evaluated the alerts, in Unix time; absent where none does.",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ from collage_server.store import (
 
 __all__ = ["Published", "publish"]
 
+_LOG: Final = logging.getLogger(__name__)
 _PARTITIONS: Final = {"run": pa.string(), "attempt": pa.int32(), "level": pa.int32()}
 _NO_COLUMN: Final = re.compile(r"[ ,;{}()\n\t=]")
 """Delta takes no such characters in names: extremes of coarse points ("minimum METRIC") stay out of the table."""
@@ -133,11 +135,11 @@ def publish(store: Store, project: str) -> Published:
 
 def _publish(store: Store, files: ArchiveFiles, project: str, address: str) -> Published:
     folder = project_folder(project)
-    runs = store.finished.of(project)
-    wanted = {entry.path: entry for run in runs for entry in _entries(run, folder)}
     options = dict(files.options)
     table = DeltaTable(address, storage_options=options) if DeltaTable.is_deltatable(address, options) else None
     named = _named(table)
+    runs = [run for run in store.finished.of(project) if _is_whole(run, files, folder, named)]
+    wanted = {entry.path: entry for run in runs for entry in _entries(run, folder)}
     new = [entry for path, entry in wanted.items() if path not in named]
     gone = sorted(named - wanted.keys())
     added, columns = _add_actions(store, files, folder, new)
@@ -159,14 +161,26 @@ def _publish(store: Store, files: ArchiveFiles, project: str, address: str) -> P
 
 def _entries(run: FinishedRun, folder: str) -> Iterator[_Entry]:
     for part in run.files:
-        path = part.path
+        path = part.file.path
         if part.chunks is not None:
             # The same name for the same points: a call that was killed, or a log made again, finds them again.
             late = "" if part.late is None else tuple(part.late)
-            text = f"{part.path} {part.chunks} {part.before}{late}".encode()
+            text = f"{path} {part.chunks} {part.before}{late}".encode()
             name = f"{COPY}{hashlib.blake2b(text, digest_size=16).hexdigest()}.parquet"
             path = archived_path(run.record.project, run.record.run_id, part.attempt, part.level, name)
         yield _Entry(run.record.run_id, part, path.removeprefix(f"{folder}/"))
+
+
+def _is_whole(run: FinishedRun, files: ArchiveFiles, folder: str, named: Collection[str]) -> bool:
+    """Whether all files of a run that the log does not name yet are as they were written, or could be healed."""
+    for entry in _entries(run, folder):
+        file = entry.part.file
+        if entry.path not in named and files.examine(file) is not None:
+            problem = files.heal(file)
+            if problem is not None:
+                _LOG.error("run %s is not published: its file %s %s", entry.run_id, file.path, problem)
+                return False
+    return True
 
 
 def _is_copy(path: str) -> bool:
@@ -191,13 +205,13 @@ def _add_actions(
     store: Store, files: ArchiveFiles, folder: str, entries: Sequence[_Entry]
 ) -> tuple[list[AddAction], dict[str, None]]:
     """The log actions that add these files, and their statistics."""
-    footers = store.finished.footers([entry.part.path for entry in entries])
+    footers = store.finished.footers([entry.part.file.path for entry in entries])
     actions, columns = [], dict[str, None]()
     for entry in entries:
-        footer = footers.get(entry.part.path)
+        footer = footers.get(entry.part.file.path)
         if footer is None:
             continue
-        size, metadata = entry.part.size, footer.metadata
+        size, metadata = entry.part.file.size, footer.metadata
         if entry.part.chunks is not None:
             size, metadata = _copy(store, files, entry, f"{folder}/{entry.path}", footer)
         columns |= dict.fromkeys(key for key in metadata.schema.names if key not in ROW_COLUMNS)
@@ -215,8 +229,8 @@ def _copy(
         if entry.part.late is not None:
             _write_merged(store, entry.run_id, entry.part.late, made)
         else:
-            with files.open(entry.part.path) as source:
-                copy_points(made, source, footer, entry.part.chunks or (), entry.part.before)
+            part = entry.part
+            files.read(part.file, lambda source: copy_points(made, source, footer, part.chunks or (), part.before))
         size, metadata = made.stat().st_size, pq.read_metadata(made)
         files.put(made, path)
     return size, metadata

@@ -27,6 +27,8 @@ GAUGES = {
     "server_alerts_evaluated_timestamp_seconds",
     "server_disk_left_ratio",
     "server_archive_away_seconds",
+    "server_archive_damaged_files",
+    "server_backup_age_seconds",
 }
 
 

@@ -247,6 +247,8 @@ CASES = {
     ("CollageAlertsNotEvaluated", 0): (None, None, evidence()),
     ("CollageDiskNearlyFull", 0): (None, None, evidence(run=None)),
     ("CollageArchiveAway", 0): (None, None, evidence(run=None)),
+    ("CollageArchiveDamaged", 0): (None, None, evidence(run=None)),
+    ("CollageBackupOld", 0): (None, None, evidence(run=None)),
 }
 """(alert, place of the cause) → evidence for it, against it, and some that decides nothing; None: there is none."""
 

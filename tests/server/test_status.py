@@ -30,11 +30,12 @@ def test_a_server_that_is_well_and_one_that_is_gone(tmp_path):
     with serving(tmp_path, "--no-auth", **quick) as (_, _, ready):
         address = ready["server_url"]
         until(lambda: told(address)[2]["alerts"][0], "a round of alerts")
+        until(lambda: told(address)[2]["files"][0], "a look at archived files")
         code, healthy, checks = told(address)
         assert (code, healthy) == (0, True)
         assert {name: ok for name, (ok, _) in checks.items()} == {
-            **dict.fromkeys(("server", "disk", "sealer", "alerts", "archive"), True),
-            **dict.fromkeys(("journal", "clock", "memory"), None),
+            **dict.fromkeys(("server", "disk", "sealer", "alerts", "archive", "files"), True),
+            **dict.fromkeys(("journal", "back-up", "clock", "memory"), None),
         }
         assert checks["alerts"][1].endswith(", by this server")
         lines = CliRunner().invoke(status, ["--server-url", address]).output.splitlines()
@@ -69,6 +70,13 @@ def test_a_token_that_may_not_see_the_numbers_says_so(tmp_path):
             assert checks["numbers"][0] is None
             assert word in checks["numbers"][1]
         assert told(address, "--token", secret)[2].keys() > {"memory", "clock"}
+
+
+def test_damaged_files_and_an_old_back_up_are_not_well():
+    numbers = {"archive_damaged_files": 2.0, "backup_age_seconds": 9 * 86_400.0}
+    checks = {check.name: (check.ok, check.text) for check in _number_checks(numbers, 0.0)}
+    assert checks["files"] == (False, "2 archived files are damaged")
+    assert checks["back-up"] == (False, "the newest is 9.0 days old")
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Final
 
 import click
 
 from collage_monitor.command.progress import progress
+from collage_monitor.command.terminal import printable
 from collage_server.app import make_store
 from collage_server.errors import ServerError
 from collage_server.publishing import publish as publish_project
 from collage_server.settings import settings_beside_server
+from collage_server.store import Verification, Verified
 
 __all__ = ["archive"]
+
+_DAY_SECONDS: Final = 86_400.0
+_FILES_AT_ONCE: Final = 16
 
 
 @click.group("archive")
@@ -49,3 +57,51 @@ def publish(projects: tuple[str, ...], folder: Path | None, as_json: bool) -> No
                 )
     except ServerError as error:
         raise click.ClickException(error.message) from error
+
+
+@archive.command("verify")
+@click.option("--run", "runs", multiple=True, help="Run; repeat it. Default: all.")
+@click.option("--again", is_flag=True, help="Also verify files that were verified within the last day.")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder of the server.")
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
+def verify(runs: tuple[str, ...], again: bool, folder: Path | None, as_json: bool) -> None:
+    """Compare archived files, read as a whole, with what was written; damaged ones are healed from a back-up.
+
+    Status 1 if some stay damaged; they are named. An interrupted call goes on where it stopped. The server verifies
+    files by itself, too, each of them once a month.
+    """
+    settings = settings_beside_server(folder)
+    try:
+        store = make_store(settings)
+        store.open()
+        with closing(store):
+            if store.archiving is None:
+                raise click.ClickException("nothing is archived here: set COLLAGE_SERVER_ARCHIVE as for the server")
+            done = _verified(store.archiving.verification, runs, time.time() - (0 if again else _DAY_SECONDS))
+    except ServerError as error:
+        raise click.ClickException(error.message) from error
+    damaged = [file for file in done if file.problem is not None]
+    healed, size = sum(file.healed for file in done), sum(file.size for file in done)
+    if as_json:
+        click.echo(
+            json.dumps({"files": len(done), "bytes": size, "healed": healed, "damaged": [*map(_row, damaged)]})
+        )
+    else:
+        click.echo(f"{len(done)} files, {size:,} bytes verified, {healed} healed, {len(damaged)} damaged")
+        for file in damaged:
+            click.echo(f"{printable(file.path)} of run {printable(file.run_id)} {printable(file.problem or '')}")
+    raise SystemExit(1 if damaged else 0)
+
+
+def _verified(verification: Verification, runs: Sequence[str], before: float) -> list[Verified]:
+    """Each file once; in batches, since their rows hold footers."""
+    done: list[Verified] = []
+    with progress("verify archived files") as shown:
+        while some := verification.due(before, _FILES_AT_ONCE, runs):
+            done += [verification.verify(row, time.time()) for row in some]
+            shown(len(some))
+    return done
+
+
+def _row(file: Verified) -> dict[str, str | None]:
+    return {"path": file.path, "run_id": file.run_id, "problem": file.problem}

@@ -5,6 +5,7 @@ from collage_server.store.archive.file_storage import ArchiveFiles, archive_file
 from collage_server.store.archive.finished import FinishedRun, LatePoints, VisiblePart
 from collage_server.store.archive.parquet import ROW_COLUMNS, Footer, copy_points, write_points
 from collage_server.store.archive.paths import COPY, archived_path, project_folder
+from collage_server.store.archive.segments import Verification, Verified
 from collage_server.store.journal.report_journal import ReportJournal
 from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.reading.snapshot import Snapshot
@@ -75,6 +76,8 @@ __all__ = [
     "Store",
     "StreamRecord",
     "TableQuery",
+    "Verification",
+    "Verified",
     "VisiblePart",
     "archive_files",
     "archived_path",

@@ -381,14 +381,26 @@ segment: Final = Table(
     Column("bytes", BigInteger, nullable=False),
     Column("has_rows", Boolean, nullable=False),
     Column("digest", LargeBinary(32)),
+    Column("checks", LargeBinary),
+    Column("checked_at", Double),
+    Column("problem", Text),
     Column("footer", LargeBinary, nullable=False),
 )
 """Archived files: layers of the chunks `first_chunk` to `last_chunk` of an attempt at a level, whose rows of
 `layer_chunk` go. A negative level: the model's totals at that level, whose rows of `model_chunk` go; 0: logged
-values, without chunks. `has_rows`: some rows may still be there. `digest` is the file's SHA-256, null until a scrub
-has read a file of before there were digests. `footer` is the file's own, which is large."""
+values, without chunks. `has_rows`: some rows may still be there. `footer` is the file's own, which is large.
+
+`digest` is the file's SHA-256, null for files of servers that had none until they are first verified. `checked_at`:
+when it was last verified; `problem`: what was wrong with it then, null if nothing."""
 Index("segment_by_path", segment.c.path)
 Index("segment_by_size", segment.c.bytes)
+Index("segment_by_check", segment.c.checked_at)
+Index(
+    "segment_with_problem",
+    segment.c.run_id,
+    sqlite_where=segment.c.problem.is_not(None),
+    postgresql_where=segment.c.problem.is_not(None),
+)
 Index("segment_with_rows", segment.c.run_id, sqlite_where=segment.c.has_rows, postgresql_where=segment.c.has_rows)
 
 segment_gone: Final = Table(

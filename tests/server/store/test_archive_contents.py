@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 from collage_server.store import Selection, SqliteStore
 from collage_server.store.archive import archive_reader, logged_values
+from collage_server.store.archive.archived_file import ArchivedFile
 from collage_server.store.archive.file_storage import Folder
 from collage_server.store.archive.logged_values import read_logged, write_logged
 from collage_server.store.archive.parquet import (
@@ -162,7 +163,8 @@ def test_footers_in_memory_are_bounded_by_what_they_take(written, tmp_path, monk
     data = read_footer(path)
     with store.writing() as connection:
         for chunk in range(20):
-            add_segment(connection, Segment("r", 1, 1, chunk, chunk, f"{chunk}.parquet", 1, data))
+            file = ArchivedFile(f"{chunk}.parquet", 1, None)
+            add_segment(connection, Segment("r", 1, 1, chunk, chunk, file, data), 0.0)
     reader = archive_reader.ArchiveReader(None)
     with store.reading() as connection:
         assert len(reader.find_segments(connection, 1, {("r", 1): range(20)})) == 20

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
-from collage_server.errors import Busy, DamagedFile, StoreUnusable
-from collage_server.store import SqliteStore, schema
+from click.testing import CliRunner
+from collage_server.command.archive import archive as archive_verb
+from collage_server.command.backup import backup as backup_verb
+from collage_server.command.backup import restore as restore_verb
+from collage_server.errors import Busy, Damaged, DamagedFile, StoreUnusable
+from collage_server.store import Selection, SqliteStore, schema
+from collage_server.store.archive.archive_reader import ArchiveReader
+from collage_server.store.archive.archived_file import ArchivedFile
 from collage_server.store.archive.file_storage import Folder
 from collage_server.store.archive.logged_values import read_logged
 from collage_server.store.archive.parquet import Rows, read_groups, read_layers
-from collage_server.store.backup import back_up, restore
+from collage_server.store.backup import back_up, newest_backup, restore, verify_backup
 from collage_server.store.sealing import archive_plan
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from collage_monitor import wire
 from tests.server.migrated import put_migrated
 from tests.server.reads import layer_points, model_points, scalar_points
-from tests.server.samples import report
+from tests.server.samples import STATISTICS, report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
-from tests.server.store.seen import AFTER_SILENCE, ALL, seal_all
+from tests.server.store.seen import AFTER_SILENCE, ALL, plain, seal_all
+
+CHUNK = LIMITS.points
 
 
 def opened(folder):
@@ -70,15 +80,24 @@ def kinds(finished, tmp_path):
     store.close()
 
 
+def file_of(store, path):
+    with store.reading() as connection:
+        columns = (schema.segment.c.path, schema.segment.c.bytes, schema.segment.c.digest)
+        return ArchivedFile(*connection.execute(select(*columns).where(schema.segment.c.path == path)).one())
+
+
 def content_of(store, path, footer):
     """All numbers of a file, as the server reads them."""
-    with store.archiving.files.open(path) as source:
+
+    def of(source):
         if footer.contents.series:
             return [table.tolist() for _, table in read_logged(source, footer, footer.contents.series)]
         layers = footer.contents.layers
         found = {key: np.zeros((footer.contents.points, layers)) for key in footer.keys}
         read_layers(source, footer, np.arange(layers), [Rows(0, 0, footer.contents.points)], found)
         return {key: values.tobytes() for key, values in found.items()}
+
+    return ArchiveReader(store.archiving.files).read(file_of(store, path), "its content", of)
 
 
 def test_a_flipped_bit_gives_no_wrong_number(kinds):
@@ -88,9 +107,8 @@ def test_a_flipped_bit_gives_no_wrong_number(kinds):
         file = store.archiving.files.folder / path
         content, before, refused = file.read_bytes(), content_of(store, path, footer), 0
         for _ in range(40):
-            damaged, place = bytearray(content), generator.randrange(8 * len(content))
-            damaged[place // 8] ^= 1 << place % 8
-            file.write_bytes(damaged)
+            place = generator.randrange(8 * len(content))
+            file.write_bytes(next(bits_of(content, [place])))
             try:
                 found = content_of(store, path, footer)
             except Busy:
@@ -104,6 +122,13 @@ def flip(file):
     """Flip a bit of the first page."""
     data = bytearray(file.read_bytes())
     data[40] ^= 1
+    file.write_bytes(data)
+
+
+def hit(file):
+    """Flip a bit amid the numbers."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 1
     file.write_bytes(data)
 
 
@@ -132,24 +157,31 @@ def in_turn(kinds, folder, *damages):
 def test_a_file_that_cannot_be_read_is_named(kinds, tmp_path):
     store, footers = kinds[0], dict(kinds[1])
     for path in in_turn(kinds, tmp_path / "archive", cut, empty, zero):
-        told = f"archived file {path} of run r1 cannot be read, the server's log says why: .* from a back-up"
-        with pytest.raises(Busy, match=told):
+        told = (
+            f"run r1: its content cannot be read, because the archived file {path} is missing or damaged .* a copy"
+        )
+        with pytest.raises(Damaged, match=told):
             content_of(store, path, footers[path])
     for path in paths(store):
         (tmp_path / "archive" / path).unlink()
         (tmp_path / "archive" / path).mkdir()
     for ask in (layer_points, model_points, scalar_points):
-        with pytest.raises(Busy, match="of run r1 cannot be read"):
+        with pytest.raises(
+            Damaged, match=r"run r1: (steps 1 to \d+|what attempt 1 logged as \['loss', 'tokens'\]) can"
+        ):
             ask(store, "r1", None, ALL)
 
 
 def test_a_file_that_is_cut_while_it_is_read_does_not_end_the_server(kinds, tmp_path):
     """A memory map of it would: SIGBUS, as for a bad sector or a share that went away."""
     for path, footer in kinds[1]:
-        with kinds[0].archiving.files.open(path) as source:
+
+        def late(source, path=path, footer=footer):
             empty(tmp_path / "archive" / path)
-            with pytest.raises(DamagedFile):
-                list(read_groups(source, footer, [[0]], footer.metadata.schema.names))
+            list(read_groups(source, footer, [[0]], footer.metadata.schema.names))
+
+        with pytest.raises(DamagedFile):
+            kinds[0].archiving.files.read(file_of(kinds[0], path), late)
 
 
 @pytest.fixture
@@ -177,7 +209,7 @@ def test_a_damaged_file_is_not_backed_up(kinds, tmp_path):
 
 def test_a_copy_that_was_cut_is_made_again_and_a_good_one_kept(kinds, backed_up, tmp_path):
     archive, copies = tmp_path / "archive", tmp_path / "backups" / "archive"
-    for path in in_turn(kinds, copies, cut, os.unlink):
+    for path in in_turn(kinds, copies, flip, cut, os.unlink):
         made = backed_up()
         assert (made.copied_files, made.damaged_files) == (1, ())
         assert (copies / path).read_bytes() == (archive / path).read_bytes()
@@ -204,3 +236,206 @@ def test_a_back_up_that_names_a_file_outside_its_folder_is_refused(backed_up, tm
         with pytest.raises(StoreUnusable, match=f"names the file {path}, outside the archive"):
             restore(tmp_path / "backups" / "0", tmp_path / "x" / "it.sqlite", archive=tmp_path / "x" / "archive")
         assert not (tmp_path / "x").exists()
+
+
+def bits_of(content, places):
+    """The content with one bit flipped, of each of these bits."""
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place // 8] ^= 1 << place % 8
+        yield bytes(damaged)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["level=256", "model=256", "logged"])
+def test_no_flipped_bit_of_a_file_gives_a_wrong_number(kinds, kind):
+    store, files = kinds
+    [(path, footer)] = [entry for entry in files if f"/{kind}/" in entry[0]]
+    place, before = store.archiving.files.folder / path, content_of(store, path, footer)
+    content = place.read_bytes()
+    for damaged in bits_of(content, range(8 * len(content))):
+        place.write_bytes(damaged)
+        with suppress(Damaged):
+            assert content_of(store, path, footer) == before
+
+
+def test_a_flipped_bit_of_what_the_database_says_of_a_file_is_found(kinds):
+    """Of its place, its size, its digest and its footer."""
+    store = kinds[0]
+    path = min(path for path in paths(store) if "/level=1/" in path)
+    before = plain(layer_points(store, "r1", None, ALL))
+    generator, refused = random.Random(2), 0
+    with closing(sqlite3.connect(store.path)) as connection:
+        names = ("first_chunk", "last_chunk", "bytes", "digest", "footer", "path")
+        [kept] = connection.execute(f"SELECT {', '.join(names)} FROM segment WHERE path = ?", (path,))
+        for name, value in 20 * [*zip(names, kept, strict=True)]:
+            if isinstance(value, int):
+                damaged = value ^ 1 << generator.randrange(31)
+            else:
+                data = value.encode() if isinstance(value, str) else value
+                [damaged] = bits_of(data, [generator.randrange(8 * len(data))])
+            cast = "CAST(? AS TEXT)" if isinstance(value, str) else "?"
+            key, store._reader._footers = path, type(store._reader._footers)(2**25)
+            with connection:
+                row = connection.execute("SELECT rowid FROM segment WHERE path = ?", (key,)).fetchone()[0]
+                connection.execute(f"UPDATE segment SET {name} = {cast} WHERE rowid = ?", (damaged, row))
+            try:
+                assert plain(layer_points(store, "r1", None, ALL)) == before, (name, damaged)
+            except Busy:
+                refused += 1
+            with connection:
+                connection.execute(f"UPDATE segment SET {name} = ? WHERE rowid = ?", (value, row))
+    assert refused > 80
+
+
+def test_the_rest_of_a_run_answers_while_a_file_is_damaged(kinds, tmp_path):
+    store = kinds[0]
+    before = plain(layer_points(store, "r1", None, Selection(first_step=2 * CHUNK + 1)))
+    first = min(path for path in paths(store) if "/level=1/" in path)
+    hit(tmp_path / "archive" / first)
+    told = (
+        rf"run r1: steps 1 to {2 * CHUNK} cannot be read, because the archived file {first} is missing or damaged"
+    )
+    with pytest.raises(Damaged, match=told):
+        layer_points(store, "r1", None, ALL)
+    assert plain(layer_points(store, "r1", None, Selection(first_step=2 * CHUNK + 1))) == before
+    assert len(model_points(store, "r1", None, ALL).steps) == 10 * CHUNK
+
+
+def test_a_damaged_file_is_healed_from_the_newest_back_up(kinds, backed_up, tmp_path, caplog):
+    store, footers = kinds[0], dict(kinds[1])
+    newest = newest_backup(tmp_path)
+    assert newest is not None
+    store.archiving.files.backups = lambda: [Path(newest.archive)]
+    for path in in_turn(kinds, tmp_path / "archive", cut, empty, zero, os.unlink):
+        good = (tmp_path / "backups" / "archive" / path).read_bytes()
+        assert content_of(store, path, footers[path])
+        assert (tmp_path / "archive" / path).read_bytes() == good
+        assert f"{path}, which" in caplog.text
+
+
+def verified(store, now=0.0):
+    """The outcome of verifying every file."""
+    verification = store.archiving.verification
+    return {row.path: verification.verify(row, now) for row in verification.due(float("inf"), 100)}
+
+
+def test_verifying_finds_what_nobody_has_read_and_heals_it(kinds, backed_up, tmp_path):
+    store, archive = kinds[0], tmp_path / "archive"
+    assert {outcome.problem for outcome in verified(store).values()} == {None}
+    flipped, gone, *_ = sorted(paths(store))
+    flip(archive / flipped)
+    (archive / gone).unlink()
+    found = verified(store, NOW)
+    problems = {flipped: "differs from what was written", gone: "is missing"}
+    assert {path: outcome.problem for path, outcome in found.items() if outcome.problem} == problems
+    assert store.archiving.verification.problems() == problems
+    assert backed_up().damaged_files == (flipped, gone)
+    assert store.archiving.verification.due(NOW, 100) == []
+    store.archiving.files.backups = lambda: [tmp_path / "backups" / "archive"]
+    found = verified(store, NOW + 1)
+    assert {path for path, outcome in found.items() if outcome.healed} == {flipped, gone}
+    assert store.archiving.verification.problems() == {}
+
+
+def test_what_somebody_could_not_read_is_verified_first(kinds, tmp_path):
+    store = kinds[0]
+    first = min(path for path in paths(store) if "/level=1/" in path)
+    hit(tmp_path / "archive" / first)
+    with pytest.raises(Damaged):
+        layer_points(store, "r1", None, ALL)
+    [row] = store.archiving.verification.suspects()
+    assert store.archiving.verification.verify(row, NOW).path == first
+    assert store.archiving.verification.suspects() == []
+
+
+def test_a_file_of_before_there_were_digests_gets_one_when_it_is_verified(kinds, tmp_path):
+    store = kinds[0]
+    known = {path: file_of(store, path) for path in paths(store)}
+    with store.writing() as connection:
+        connection.execute(update(schema.segment).values(digest=None, checks=None, checked_at=None))
+    flipped = min(known)
+    flip(tmp_path / "archive" / flipped)
+    found = verified(store)
+    assert {path: file_of(store, path) for path in known if path != flipped} == {
+        path: file for path, file in known.items() if path != flipped
+    }
+    assert found[flipped].problem
+    assert file_of(store, flipped).digest is None
+    assert plain(layer_points(store, "r1", None, Selection(first_step=9 * CHUNK)))
+
+
+def test_rows_stay_until_their_file_was_read_back(tmp_path, monkeypatch):
+    """A disk that does not keep what is written to it takes no number with it."""
+    put_migrated(tmp_path)
+    store = opened(tmp_path)
+    StoreContract.append(store, StoreContract.fill(store), *(report(i, i + 1) for i in range(10 * CHUNK)))
+    seal_all(store)
+    before, put = plain(layer_points(store, "r1", STATISTICS, ALL)), Folder.put
+
+    def put_badly(self, made, path):
+        put(self, made, path)
+        flip(self.folder / path)
+
+    monkeypatch.setattr(archive_plan, "_CHUNKS", {1: 2, 16: 2})
+    monkeypatch.setattr(Folder, "put", put_badly)
+    with pytest.raises(Busy, match="does not keep files as they are written"):
+        store.archiving.archive("r1")
+    assert paths(store) == set()
+    assert plain(layer_points(store, "r1", STATISTICS, ALL)) == before
+    store.close()
+
+
+def test_a_back_up_is_verified_and_its_restore_tried(kinds, backed_up, tmp_path):
+    file, new = tmp_path / "backups" / "0", tmp_path / "new"
+    count = len(paths(kinds[0]))
+    assert verify_backup(file, with_archive=True).archived_files == count
+    tried = restore(file, new / "collage.sqlite", archive=new / "archive", dry_run=True)
+    assert (tried.archived_files, tried.copied_files) == (count, count)
+    assert not new.exists()
+    for path in in_turn(kinds, tmp_path / "backups" / "archive", flip, cut, os.unlink):
+        for ask in (
+            lambda: verify_backup(file, with_archive=True),
+            lambda: restore(file, new / "collage.sqlite", archive=new / "archive", dry_run=True),
+        ):
+            with pytest.raises(StoreUnusable, match=f"archived file {path} of run r1 is missing or damaged"):
+                ask()
+    with pytest.raises(StoreUnusable, match="exists"):
+        restore(file, kinds[0].path, archive=tmp_path / "archive", dry_run=True)
+
+
+def told(verb, *arguments):
+    """(exit status, what a verb prints, or the error that the command prints)."""
+    result = CliRunner().invoke(verb, [*map(str, arguments)])
+    return result.exit_code, result.output or str(result.exception)
+
+
+def test_the_verbs_name_what_is_damaged_and_heal_it(kinds, tmp_path):
+    """In the order in which a person meets it; the server is not running, or serves meanwhile."""
+    store, data = kinds[0], ("--dir", tmp_path)
+    count, flipped = len(paths(store)), min(paths(store))
+    (tmp_path / "copies").mkdir()
+    assert f"{count} files, " in told(archive_verb, "verify", "--again", *data)[1]
+    assert told(archive_verb, "verify", *data)[1].startswith("0 files, "), "an interrupted call goes on"
+    flip(tmp_path / "archive" / flipped)
+    status, text = told(archive_verb, "verify", "--again", "--run", "r1", *data)
+    assert status == 1
+    assert f"{count} files, " in text
+    assert f"{flipped} of run r1 differs from what was written" in text
+    status, text = told(backup_verb, tmp_path / "copies/one", *data)
+    assert status == 1
+    assert f"archived file {flipped} of run r1 is missing or damaged" in text
+    flip(tmp_path / "archive" / flipped)
+    assert told(backup_verb, tmp_path / "copies/one", *data)[0] == 0
+    assert (
+        f"{count} archived files, all of them good"
+        in told(backup_verb, tmp_path / "copies/one", "--verify", *data)[1]
+    )
+    tried = told(restore_verb, tmp_path / "copies/one", "--dry-run", "--dir", tmp_path / "new")[1]
+    assert f"{count} archived files, {count} of them would be copied" in tried
+    flip(tmp_path / "archive" / flipped)
+    status, text = told(archive_verb, "verify", "--again", "--json", *data)
+    assert (status, json.loads(text)["healed"], json.loads(text)["damaged"]) == (0, 1, [])
+    flip(tmp_path / "copies" / "archive" / flipped)
+    assert told(backup_verb, tmp_path / "copies/one", "--verify", *data)[0] == 1

@@ -15,6 +15,7 @@ import obstore
 import pytest
 from collage_server.errors import Busy, DamagedFile, StoreUnusable
 from collage_server.store.archive import file_storage
+from collage_server.store.archive.archived_file import ArchivedFile, digest_of
 from collage_server.store.archive.file_storage import Bucket, Folder, archive_files
 
 SIZE = 1000
@@ -28,18 +29,18 @@ def archive(bucket, tmp_path):
 
 
 def keep(archive, name, content=b"x" * SIZE):
-    """Put a file; its path."""
+    """Put a file; what a database says of it."""
     path = f"p/run=r1/1/{name}.parquet"
     with archive.new_file() as made:
         made.write_bytes(content)
+        file = ArchivedFile(path, len(content), digest_of(made))
         archive.put(made, path)
-    return path
+    return file
 
 
-def read(archive, path):
+def read(archive, file):
     """What stands in a file."""
-    with archive.open(path) as source:
-        return source.read()
+    return archive.read(file, lambda source: source.read())
 
 
 def another(archive, folder):
@@ -89,12 +90,13 @@ def test_a_file_that_is_sent_in_parts_comes_back_as_it_was(archive, tmp_path):
 
 @pytest.mark.slow
 def test_a_file_that_is_being_read_can_leave_the_cache(archive):
-    first = keep(archive, "a", b"a" * SIZE)
-    with archive.open(first) as source:
+    def slowly(source):
         for name in "bcd":
             keep(archive, name)
         assert "a" not in cached(archive)
-        assert source.read() == b"a" * SIZE
+        return source.read()
+
+    assert archive.read(keep(archive, "a", b"a" * SIZE), slowly) == b"a" * SIZE
 
 
 @pytest.mark.slow
@@ -108,7 +110,7 @@ def test_threads_that_ask_for_one_file_fetch_it_once(archive, tmp_path, monkeypa
 
     with counted(monkeypatch) as fetched, ThreadPoolExecutor(8) as pool:
         assert set(pool.map(ask, range(8))) == {b"a" * SIZE}
-    assert fetched == [path]
+    assert fetched == [path.path]
     assert not other._fetching
 
 
@@ -127,17 +129,46 @@ def test_a_file_that_leaves_the_cache_before_it_is_opened_is_fetched_again(archi
     monkeypatch.setattr(archive, "local", lost)
     with counted(monkeypatch) as fetched:
         assert read(archive, path) == b"x" * SIZE
-    assert fetched == [path, path]
+    assert fetched == [path.path, path.path]
 
 
 @pytest.mark.slow
 def test_a_cached_copy_that_cannot_be_read_is_fetched_again(archive):
     """One bad read of a bucket, or a bad block of the local disk, stayed for good."""
-    path = keep(archive, "a")
-    cached(archive)["a"].write_bytes(b"y" * SIZE)
-    with pytest.raises(Busy, match=r"a\.parquet of run r1 cannot be read"), archive.open(path):
-        raise DamagedFile("a page is not as it was written")
-    assert read(archive, path) == b"x" * SIZE
+
+    def checked(source):
+        content = source.read()
+        if content != b"x" * SIZE:
+            raise DamagedFile("a page is not as it was written")
+        return content
+
+    file = keep(archive, "a")
+    for damage in (b"y" * SIZE, b"x" * (SIZE - 1), b""):
+        cached(archive)["a"].write_bytes(damage)
+        assert archive.read(file, checked) == b"x" * SIZE
+    assert cached(archive)["a"].read_bytes() == b"x" * SIZE
+
+
+@pytest.mark.slow
+def test_what_a_bucket_damaged_is_not_cached_and_comes_back_from_a_back_up(archive, tmp_path):
+    file, other = keep(archive, "a"), another(archive, tmp_path / "other")
+    for damage in (b"y" * SIZE, b"x" * (SIZE - 1), None):
+        obstore.delete(other._bucket, file.path) if damage is None else obstore.put(
+            other._bucket, file.path, damage
+        )
+        with pytest.raises(DamagedFile):
+            read(other, file)
+        assert not cached(other)
+        assert [*other.suspects] == [file.path]
+    copy = tmp_path / "copies" / file.path
+    copy.parent.mkdir(parents=True)
+    other.backups = lambda: [tmp_path / "none", tmp_path / "copies"]
+    copy.write_bytes(b"z" * SIZE)
+    with pytest.raises(DamagedFile):
+        read(other, file)
+    copy.write_bytes(b"x" * SIZE)
+    assert read(other, file) == b"x" * SIZE
+    assert other.examine(file) is None
 
 
 @pytest.mark.parametrize("kind", ["folder", pytest.param("bucket", marks=pytest.mark.slow)])
@@ -145,11 +176,8 @@ def test_a_missing_file_says_what_to_do(kind, tmp_path, request):
     archive = Folder(tmp_path) if kind == "folder" else request.getfixturevalue("archive")
     there = keep(archive, "there")
     none = "p/run=r1/1/none.parquet"
-    with pytest.raises(
-        Busy, match=r"none\.parquet of run r1 is missing: ask again, and .* from a back-up"
-    ) as raised:
-        read(archive, none)
-    assert raised.value.retry_after_seconds
+    with pytest.raises(DamagedFile, match="missing"):
+        read(archive, ArchivedFile(none, SIZE, b""))
     archive.delete([none])
     assert len(read(archive, there)) == SIZE, "one that is missing says nothing of the others"
 
@@ -167,7 +195,7 @@ def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object
             for _ in range(3):
                 with pytest.raises(Busy, match="log says why: older points wait for it; newer ones can be asked"):
                     read(other, path)
-        assert fetched == [path]
+        assert fetched == [path.path]
         with pytest.raises(Busy), other.new_file():
             pytest.fail("no file is made for a bucket that takes none")
     finally:
@@ -180,7 +208,8 @@ def test_a_bucket_that_does_not_answer_is_left_alone_for_a_while(archive, object
 def test_a_bucket_that_refuses_is_told_in_the_log(bucket, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     archive = Bucket(bucket, tmp_path, SIZE)
-    for ask in (lambda: read(archive, "a.parquet"), lambda: list(archive.stored()), lambda: keep(archive, "a")):
+    file = ArchivedFile("a.parquet", SIZE, b"")
+    for ask in (lambda: read(archive, file), lambda: list(archive.stored()), lambda: keep(archive, "a")):
         caplog.clear()
         archive._away_until = 0.0
         with pytest.raises(Busy, match="cannot be used now"):
@@ -202,9 +231,9 @@ def test_what_is_stored_is_listed_with_its_age_and_goes_when_told(archive, tmp_p
         paths = {keep(some, f"0-1-{name * 32}") for name in "ab"}
         with some.new_file():
             found = list(some.stored())
-        assert {file.path for file in found} == paths
+        assert {file.path for file in found} == {file.path for file in paths}
         assert all(abs(file.modified_at - Path(tmp_path).stat().st_mtime) < 600 for file in found)
-        some.delete([*paths, "p/run=r1/1/none.parquet"])
+        some.delete([*(file.path for file in paths), "p/run=r1/1/none.parquet"])
         assert list(some.stored()) == []
     assert cached(archive) == {}
     assert [path.name for path in (tmp_path / "folder").iterdir()] == [".staging"]
@@ -334,7 +363,7 @@ def test_who_may_use_a_bucket_comes_from_the_environment(
     archive = archive_files(url, tmp_path, SIZE)
     assert isinstance(archive, Bucket)
     with pytest.raises(Busy, match="cannot be used now"):
-        read(archive, "object")
+        read(archive, ArchivedFile("object", SIZE, b""))
     assert asked[0][0] == path
     assert all(part in asked[0][1] for part in signed.split())
     assert list(tmp_path.rglob("object")) == [], "half of a file is none"

@@ -13,29 +13,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pyarrow
 from cachetools import LRUCache
 from sqlalchemy import Connection, Select, bindparam, select
 
-from collage_server.errors import Busy
+from collage_server.errors import Busy, DamagedFile
 from collage_server.memory_budget import hold
 from collage_server.store import schema
+from collage_server.store.archive.archived_file import ArchivedFile, damaged_file
 from collage_server.store.archive.file_storage import ArchiveFiles
 from collage_server.store.archive.logged_values import read_logged
 from collage_server.store.archive.parquet import Footer, LoggedSeries, Rows, read_layers
-from collage_server.store.archive.segments import LOGGED
+from collage_server.store.archive.segments import FILE_COLUMNS, LOGGED, file_of, footer_of
 from collage_server.store.chunks.blobs import Chunks, PointRows
 from collage_server.store.records import FloatArray, IntArray
 from collage_server.store.row_helpers import among
 
 __all__ = ["ArchiveReader", "FoundSegment", "uncovered"]
+_Found = TypeVar("_Found")
 _KEPT_BYTES: Final = 2**25
 """Of footers in memory: one of 4,000 layers of 12 statistics takes 15 MiB."""
 _RETRY_SECONDS: Final = 600
@@ -49,7 +50,7 @@ class FoundSegment:
 
     run_id: str
     attempt: int
-    path: str
+    file: ArchivedFile
     footer: Footer
 
 
@@ -67,11 +68,12 @@ class ArchiveReader:
         rows = connection.execute(_segments_of_runs(), {"run_ids": runs, "level": level}).all()
         held = []
         for row in rows:
+            file_of(row)
             numbers = chunks.get((row.run_id, row.attempt), ())
             if any(row.first_chunk <= number <= row.last_chunk for number in numbers):
                 held.append(row)
         footers = self._footers_of(connection, [row.path for row in held])
-        return [FoundSegment(row.run_id, row.attempt, row.path, footers[row.path]) for row in held]
+        return [FoundSegment(row.run_id, row.attempt, file_of(row), footers[row.path]) for row in held]
 
     def _footers_of(self, connection: Connection, paths: Sequence[str]) -> dict[str, Footer]:
         with self._lock:
@@ -79,23 +81,32 @@ class ArchiveReader:
         unknown = [path for path in paths if path not in found]
         if unknown:
             table = schema.segment
-            statement = select(table.c.path, table.c.footer).where(table.c.path.in_(unknown))
-            for path, data in connection.execute(statement.execution_options(blobs=True)):
-                hold(Footer.bytes_of(data))
-                found[path] = footer = Footer.of(data)
+            statement = select(table).where(table.c.path.in_(unknown))
+            for row in connection.execute(statement.execution_options(blobs=True)):
+                hold(Footer.bytes_of(row.footer))
+                found[row.path] = footer = footer_of(row)
                 with self._lock:
                     if footer.memory_bytes <= _KEPT_BYTES:
-                        self._footers[path] = footer
+                        self._footers[row.path] = footer
         return found
 
-    def _opened(self, path: str) -> AbstractContextManager[pyarrow.NativeFile]:
+    def read(self, file: ArchivedFile, what: str, of: Callable[[pyarrow.NativeFile], _Found]) -> _Found:
+        """What `of` reads out of a file; what: the content that it is asked for.
+
+        Raises:
+            Damaged: the file is missing or damaged, and no good copy is known.
+            Busy: the archive does not answer, or this server has none.
+        """
         if self._files is None:
             raise Busy(
-                f"older points lie in archived files ({path}), and this server knows no archive; start it with the "
-                "COLLAGE_SERVER_ARCHIVE that it had",
+                f"older points lie in archived files ({file.path}), and this server knows no archive; start it "
+                "with the COLLAGE_SERVER_ARCHIVE that it had",
                 retry_after_seconds=_RETRY_SECONDS,
             )
-        return self._files.open(path)
+        try:
+            return self._files.read(file, of)
+        except DamagedFile as error:
+            raise damaged_file(file, what) from error
 
     def read_into(
         self,
@@ -130,8 +141,13 @@ class ArchiveReader:
     ) -> None:
         rows = list(_rows(segment, points))
         if rows:
-            with self._opened(segment.path) as source:
+            first = min(int(points.first_steps[some.target]) for some in rows)
+            last = max(int(points.steps[some.target + some.points - 1]) for some in rows)
+
+            def copy(source: pyarrow.NativeFile) -> None:
                 read_layers(source, segment.footer, layers, rows, targets)
+
+            self.read(segment.file, f"steps {first} to {last}", copy)
 
     def logged(
         self, connection: Connection, run_ids: Sequence[str], is_wanted: Callable[[str, LoggedSeries], bool]
@@ -146,9 +162,15 @@ class ArchiveReader:
             wanted = {series for series in footers[row.path].contents.series if is_wanted(row.run_id, series)}
             if wanted:
                 hold(_LOGGED_BYTES * sum(series.values for series in wanted))
-                with self._opened(row.path) as source:
-                    for series, table in read_logged(source, footers[row.path], wanted):
-                        yield row.run_id, series, table
+                footer, names = footers[row.path], sorted({series.name for series in wanted})
+
+                def read(
+                    source: pyarrow.NativeFile, footer: Footer = footer, wanted: set[LoggedSeries] = wanted
+                ) -> list[tuple[LoggedSeries, FloatArray]]:
+                    return list(read_logged(source, footer, wanted))
+
+                for series, table in self.read(file_of(row), f"what attempt {row.attempt} logged as {names}", read):
+                    yield row.run_id, series, table
 
     def last_logged(
         self, connection: Connection, run_id: str, stream_id: str, names: Collection[str], before: int
@@ -171,7 +193,7 @@ class ArchiveReader:
 def _segments_of_runs() -> Select[Any]:
     """Files of some runs at a level, oldest chunks first."""
     table = schema.segment
-    columns = (table.c.run_id, table.c.attempt, table.c.first_chunk, table.c.last_chunk, table.c.path)
+    columns = (table.c[name] for name in (*FILE_COLUMNS, "checks"))
     chosen = select(*columns).where(among(table.c.run_id), table.c.level == bindparam("level"))
     return chosen.order_by(table.c.run_id, table.c.attempt, table.c.first_chunk)
 

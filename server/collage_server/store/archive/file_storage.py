@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import obstore
 import pyarrow
@@ -27,7 +28,8 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import ObjectStore, from_url
 
 from collage_server.errors import Busy, DamagedFile, StoreUnusable
-from collage_server.store.archive.paths import MARK, SUFFIX, is_archived, is_copy, project_folder, run_of
+from collage_server.store.archive.archived_file import ArchivedFile
+from collage_server.store.archive.paths import MARK, SUFFIX, is_archived, is_copy, place_in, project_folder
 from collage_server.store.engine.database_files import sync
 
 __all__ = ["ArchiveFiles", "Bucket", "Folder", "StoredFile", "archive_files"]
@@ -47,6 +49,9 @@ _LOG_CHARACTERS: Final = 600
 _PRIVATE_FOLDER: Final = 0o700
 
 
+_Found = TypeVar("_Found")
+
+
 class StoredFile(NamedTuple):
     """A file that is there, and when it was written (Unix seconds)."""
 
@@ -64,38 +69,89 @@ class ArchiveFiles(ABC):
     options: Mapping[str, str]
     """What other libraries need to be told beside the environment to use the address."""
 
+    def __init__(self) -> None:
+        self.backups: Callable[[], Sequence[Path]] = tuple
+        """Folders with copies of files, made by back-ups."""
+        self.suspects: dict[str, ArchivedFile] = {}
+        """Files by path that somebody could not read as they were written, until they are verified."""
+
     @abstractmethod
     def put(self, made: Path, path: str) -> None:
         """Keep a local file under the path, durably, and remove the local one."""
 
     @abstractmethod
-    def local(self, path: str) -> Path:
-        """The file on this machine's disk, to be opened now; fetched first where it lies elsewhere."""
-
-    @contextmanager
-    def open(self, path: str) -> Iterator[pyarrow.NativeFile]:
-        """The file to read from; it can be read to its end even if it is removed meanwhile.
+    def local(self, file: ArchivedFile) -> Path:
+        """The file on this machine's disk, to be opened now; fetched first where it lies elsewhere.
 
         Raises:
-            Busy: it is not there or damaged, or what keeps it does not answer.
+            DamagedFile: what was fetched differs from what was written.
+        """
+
+    @abstractmethod
+    def whole(self, path: str) -> AbstractContextManager[Path]:
+        """The file as it is stored, not a cached copy of it, on this machine's disk."""
+
+    def read(self, file: ArchivedFile, of: Callable[[pyarrow.NativeFile], _Found]) -> _Found:
+        """What `of` reads out of the file; it may be removed meanwhile. A missing or damaged one is healed first.
+
+        Raises:
+            DamagedFile: it is missing or damaged, and no good copy is known.
+            Busy: what keeps it does not answer.
         """
         try:
-            with self._opened(path) as source:
-                yield source
+            return self._read(file, of)
         except DamagedFile as error:
-            _LOG.error("the archived file %s cannot be read: %s", path, " ".join(error.message.split()))
-            self._drop_cached(path)
-            raise _lost_error(path, "cannot be read, the server's log says why") from error
+            _LOG.error("the archived file %s cannot be read: %s", file.path, " ".join(error.message.split()))
+            self.suspects[file.path] = file
+            if self.heal(file) is not None:
+                raise
+        return self._read(file, of)
 
-    def _opened(self, path: str) -> pyarrow.NativeFile:
+    def _read(self, file: ArchivedFile, of: Callable[[pyarrow.NativeFile], _Found]) -> _Found:
+        with self._opened(file) as source:
+            if source.size() != file.size:
+                raise DamagedFile(f"it has {source.size()} bytes instead of {file.size}")
+            return of(source)
+
+    def _opened(self, file: ArchivedFile) -> pyarrow.NativeFile:
         for _ in range(_OPENINGS):
             try:
-                return pyarrow.OSFile(str(self.local(path)))
+                return pyarrow.OSFile(str(self.local(file)))
             except FileNotFoundError:
                 continue  # A cache may drop it between the two.
             except OSError as error:
                 raise DamagedFile(str(error)) from error
-        raise _lost_error(path, "is missing")
+        raise DamagedFile("it is missing")
+
+    def examine(self, file: ArchivedFile) -> str | None:
+        """What is wrong with the file as it is stored; None if nothing. All of it is read.
+
+        Raises:
+            Busy: what keeps it does not answer.
+        """
+        try:
+            with self.whole(file.path) as stored:
+                return file.problem_of(stored)
+        except (FileNotFoundError, DamagedFile):
+            return "is missing"
+
+    def heal(self, file: ArchivedFile) -> str | None:
+        """Put a back-up's copy in the place of a missing or damaged file; what is wrong with it afterwards, if
+        anything.
+
+        Raises:
+            Busy: what keeps it does not answer, or takes no files.
+        """
+        self._drop_cached(file.path)
+        problem = self.examine(file)
+        for folder in self.backups() if problem is not None else ():
+            if file.problem_of(copy := place_in(folder, file.path)) is None:
+                with self.new_file() as made:
+                    shutil.copyfile(copy, made)
+                    self.put(made, file.path)
+                _LOG.warning("the archived file %s, which %s, was put back from %s", file.path, problem, folder)
+                return self.examine(file)
+        return problem
 
     @abstractmethod
     def _drop_cached(self, path: str) -> None:
@@ -168,6 +224,7 @@ class Folder(ArchiveFiles):
     """Files in a folder, which servers on several machines may share."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.address = str(folder)
         self.options = {}
@@ -175,7 +232,7 @@ class Folder(ArchiveFiles):
 
     def put(self, made: Path, path: str) -> None:
         """Rename it: the file's bytes and its entry are on the disk when this returns."""
-        target = self.folder / path
+        target = place_in(self.folder, path)
         with self._usable():
             target.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
             sync(made)
@@ -185,14 +242,19 @@ class Folder(ArchiveFiles):
                 if folder == self.folder:
                     break
 
-    def local(self, path: str) -> Path:
+    def local(self, file: ArchivedFile) -> Path:
         """Where it is."""
-        return self.folder / path
+        return place_in(self.folder, file.path)
+
+    @contextmanager
+    def whole(self, path: str) -> Iterator[Path]:
+        """Where it is."""
+        yield place_in(self.folder, path)
 
     def delete(self, paths: Collection[str]) -> None:
         """Remove files, and the folders that are empty then."""
         for path in paths:
-            target = self.folder / path
+            target = place_in(self.folder, path)
             target.unlink(missing_ok=True)
             with suppress(OSError):
                 for folder in target.relative_to(self.folder).parents:
@@ -208,7 +270,7 @@ class Folder(ArchiveFiles):
 
     def holds(self, path: str) -> bool:
         """Whether a file is there."""
-        return (self.folder / path).exists()
+        return place_in(self.folder, path).exists()
 
     def read_mark(self) -> bytes | None:
         """What the mark says; None where there is none, or no folder."""
@@ -243,11 +305,12 @@ class Folder(ArchiveFiles):
 class Bucket(ArchiveFiles):
     """Files in an object store, with a cache of at most so many bytes on this machine's disk.
 
-    A file is fetched as a whole once. It never changes, so the cache is never stale. Those not read
-    for longest go first.
+    A file is fetched as a whole once, and compared with its digest. It never changes, so the cache is never stale.
+    Those not read for longest go first.
     """
 
     def __init__(self, url: str, cache: Path, cache_bytes: int) -> None:
+        super().__init__()
         self.address = url.rstrip("/")
         self.options = {"allow_http": "true", "timeout": "60s", "connect_timeout": "5s"}
         self._cache = cache
@@ -276,9 +339,9 @@ class Bucket(ArchiveFiles):
         with self._usable():
             self._keep(made, path)
 
-    def local(self, path: str) -> Path:
+    def local(self, file: ArchivedFile) -> Path:
         """The cached file, fetched if it is not there."""
-        cached = self._cache / path
+        path, cached = file.path, place_in(self._cache, file.path)
         with self._lock:
             mine = self._fetching[path]
         try:
@@ -286,7 +349,7 @@ class Bucket(ArchiveFiles):
                 try:
                     os.utime(cached)
                 except FileNotFoundError:
-                    self._fetch(path)
+                    self._fetch(file)
         finally:
             with self._lock:
                 self._fetching.pop(path, None)
@@ -301,7 +364,7 @@ class Bucket(ArchiveFiles):
                 self._drop_cached(path)
 
     def _drop_cached(self, path: str) -> None:
-        (self._cache / path).unlink(missing_ok=True)
+        place_in(self._cache, path).unlink(missing_ok=True)
 
     def exists(self) -> bool:
         """Buckets are made by whoever owns them."""
@@ -337,19 +400,28 @@ class Bucket(ArchiveFiles):
                     if path.endswith(SUFFIX):
                         yield StoredFile(path, found["last_modified"].timestamp())
 
-    def _fetch(self, path: str) -> None:
+    @contextmanager
+    def whole(self, path: str) -> Iterator[Path]:
+        """A copy of what the bucket holds now, gone after the context unless it was kept."""
         with super().new_file() as made:
             with made.open("wb") as file:
                 for piece in self._pieces(path):
                     file.write(piece)
-            self._keep(made, path)
+            yield made
+
+    def _fetch(self, file: ArchivedFile) -> None:
+        with self.whole(file.path) as made:
+            problem = file.problem_of(made)
+            if problem is not None:
+                raise DamagedFile(f"what the bucket holds {problem}")
+            self._keep(made, file.path)
 
     def _pieces(self, path: str) -> Iterator[obstore.Bytes]:
         with self._answering(path):
             yield from obstore.get(self._bucket, path).stream(min_chunk_size=2**20)
 
     def _keep(self, made: Path, path: str) -> None:
-        cached = self._cache / path
+        cached = place_in(self._cache, path)
         size = made.stat().st_size
         # Sync the file: if a power cut damaged it, the damage would be read for ever.
         sync(made)
@@ -382,7 +454,7 @@ class Bucket(ArchiveFiles):
             yield
         except FileNotFoundError as error:
             if path is not None:
-                raise _lost_error(path, "is missing") from error
+                raise DamagedFile("it is missing") from error
             raise self._failed(error) from error
         except (BaseError, OSError) as error:
             raise self._failed(error) from error
@@ -402,14 +474,6 @@ def _busy_error(address: str) -> Busy:
     return Busy(
         f"the archive {address} cannot be used now, the server's log says why: older points wait for it; newer "
         "ones can be asked for by their steps",
-        retry_after_seconds=_RETRY_SECONDS,
-    )
-
-
-def _lost_error(path: str, problem: str) -> Busy:
-    return Busy(
-        f"the archived file {path} of run {run_of(path)} {problem}: ask again, and if that does not help, put it "
-        "back from a back-up of the archive",
         retry_after_seconds=_RETRY_SECONDS,
     )
 

@@ -17,8 +17,9 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Connection, Row, select
 
 from collage_server.store import schema
+from collage_server.store.archive.archived_file import ArchivedFile
 from collage_server.store.archive.parquet import Footer
-from collage_server.store.archive.segments import LOGGED
+from collage_server.store.archive.segments import LOGGED, footer_of
 from collage_server.store.chunks.blobs import ChunkInfo, read_chunk_infos
 from collage_server.store.engine.database import Database
 from collage_server.store.records import UNBOUNDED, RunRecord, first_hidden_steps
@@ -30,7 +31,7 @@ __all__ = ["FinishedRun", "FinishedRuns", "LatePoints", "VisiblePart"]
 _RUNS_A_READING: Final = 256
 _Chunk = tuple[int, int, int]
 """Attempt, level and number."""
-_OF_A_SEGMENT: Final = ("attempt", "level", "first_chunk", "last_chunk", "path", "bytes")
+_OF_A_SEGMENT: Final = ("attempt", "level", "first_chunk", "last_chunk", "path", "bytes", "digest")
 
 
 class LatePoints(NamedTuple):
@@ -53,8 +54,7 @@ class VisiblePart:
 
     attempt: int
     level: int
-    path: str
-    size: int
+    file: ArchivedFile
     chunks: tuple[int, ...] | None = None
     before: int = UNBOUNDED
     late: LatePoints | None = None
@@ -102,10 +102,10 @@ class FinishedRuns:
         table, found = schema.segment, {}
         for path in paths:
             with self._database.reading() as connection:
-                statement = select(table.c.footer).where(table.c.path == path)
-                footer = connection.execute(statement.execution_options(blobs=True)).scalar()
-            if footer is not None:
-                found[path] = Footer.of(footer)
+                statement = select(table).where(table.c.path == path)
+                row = connection.execute(statement.execution_options(blobs=True)).first()
+            if row is not None:
+                found[path] = footer_of(row)
         return found
 
 
@@ -170,7 +170,8 @@ def _visible_parts(
             if info.attempt == segment.attempt and segment.first_chunk <= info.chunk <= segment.last_chunk
         ]
         kept = [info for info in held if min(info.levels) == segment.level and info.first_step < before]
-        place = (segment.attempt, segment.level, segment.path, segment.bytes)
+        file = ArchivedFile(segment.path, segment.bytes, segment.digest)
+        place = (segment.attempt, segment.level, file)
         chunks = tuple(info.chunk for info in kept)
         if any((segment.attempt, segment.level, chunk) in late for chunk in chunks):
             parts = tuple(info.parts for info in kept)

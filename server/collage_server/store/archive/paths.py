@@ -9,9 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import re
+from pathlib import Path, PurePosixPath
 from typing import Final
 
-__all__ = ["COPY", "MARK", "SUFFIX", "archived_path", "is_archived", "is_copy", "project_folder", "run_of"]
+from collage_server.errors import DamagedFile
+
+__all__ = [
+    "COPY",
+    "MARK",
+    "SUFFIX",
+    "archived_path",
+    "is_archived",
+    "is_copy",
+    "place_in",
+    "project_folder",
+    "run_of",
+]
 
 COPY: Final = "visible-"
 """Begins the name of a copy of what is visible of an archived file."""
@@ -29,6 +42,18 @@ def archived_path(project: str, run_id: str, attempt: int, level: int, name: str
     (`collage_server.store.archive.segments.model_level`), 0 for logged values."""
     what = f"level={level}" if level > 0 else f"model={-level}" if level else "logged"
     return f"{project_folder(project)}/run={run_id}/attempt={attempt}/{what}/{name}"
+
+
+def place_in(folder: Path, path: str) -> Path:
+    """Where a file of this path lies in a folder. Everything that opens a stored path goes through this.
+
+    Raises:
+        DamagedFile: the path leads out of the folder.
+    """
+    parts = PurePosixPath(path)
+    if parts.is_absolute() or ".." in parts.parts:
+        raise DamagedFile(f"{path} leads out of the archive")
+    return folder / path
 
 
 def run_of(path: str) -> str:

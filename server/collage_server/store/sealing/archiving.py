@@ -16,6 +16,7 @@ answer does not change, wherever a process is killed, is fixed (`tests/server/st
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -27,11 +28,11 @@ from sqlalchemy import Connection, Row, and_, delete, func, insert, or_, select,
 from collage_server.errors import Busy, StoreUnusable
 from collage_server.memory_budget import hold, released_afterwards
 from collage_server.store import schema
+from collage_server.store.archive.archived_file import ArchivedFile, digest_of
 from collage_server.store.archive.file_storage import ArchiveFiles
 from collage_server.store.archive.logged_values import write_logged
 from collage_server.store.archive.parquet import (
     Contents,
-    Footer,
     HeldPart,
     LoggedSeries,
     layers_in_group,
@@ -41,7 +42,9 @@ from collage_server.store.archive.paths import archived_path, run_of
 from collage_server.store.archive.segments import (
     LOGGED,
     Segment,
+    Verification,
     add_segment,
+    footer_of,
     model_level,
     require_own_archive,
 )
@@ -96,6 +99,7 @@ class Archiving:
     def __init__(self, database: Database, files: ArchiveFiles, deletion: SliceDeletion) -> None:
         self._database = database
         self.files = files
+        self.verification = Verification(database, files)
         self._deletion = deletion
 
     def archive(self, run_id: str) -> bool:
@@ -200,20 +204,27 @@ class Archiving:
                 )
                 groups = (self._of_ranks if ranks else self._groups)(view, contents, points, keys)
                 footer = write_layers(made, contents, points, list(view.layers), keys, groups)
-            path, size = self._put(made, project, contents, plan.chunks[0], plan.chunks[-1])
-        segment = Segment(run_id, plan.attempt, plan.level, plan.chunks[0], plan.chunks[-1], path, size, footer)
+            file = self._put(made, project, contents, plan.chunks[0], plan.chunks[-1])
+        segment = Segment(run_id, plan.attempt, plan.level, plan.chunks[0], plan.chunks[-1], file, footer)
         if not self._name(segment, contents):
             return False
-        self._delete_rows(path, contents)
+        self._delete_rows(file.path, contents)
         return True
 
-    def _put(self, made: Path, project: str, contents: Contents, first: int, last: int) -> tuple[str, int]:
-        """Store the finished file; returns its path and size."""
-        size = made.stat().st_size
+    def _put(self, made: Path, project: str, contents: Contents, first: int, last: int) -> ArchivedFile:
+        """Store the finished file, and read it back: the rows that it replaces go only then."""
         name = f"{first}-{last}-{uuid.uuid4().hex}.parquet"
         path = archived_path(project, contents.run_id, contents.attempt, contents.level, name)
+        file = ArchivedFile(path, made.stat().st_size, digest_of(made))
         self.files.put(made, path)
-        return path, size
+        problem = self.files.examine(file)
+        if problem is not None:
+            raise Busy(
+                f"the archive {self.files.address} does not keep files as they are written ({path} {problem}): "
+                "check its disk",
+                retry_after_seconds=_RETRY_SECONDS,
+            )
+        return file
 
     def _archive_logged(self, run_id: str) -> bool:
         """Make the next file of a finished run's logged values; True if there may be more to do."""
@@ -230,8 +241,8 @@ class Archiving:
             contents = Contents(run_id=run_id, attempt=attempt, level=LOGGED, series=series)
             with self.files.new_file() as made:
                 footer = write_logged(made, contents, tables.values())
-                path, size = self._put(made, project, contents, number, number)
-        return self._name_logged(Segment(run_id, attempt, LOGGED, number, number, path, size, footer), parts)
+                file = self._put(made, project, contents, number, number)
+        return self._name_logged(Segment(run_id, attempt, LOGGED, number, number, file, footer), parts)
 
     def _name_logged(self, segment: Segment, parts: Sequence[LoggedPart]) -> bool:
         """Let readers use the file, and delete its rows at once: later ones may be numbered as they were."""
@@ -244,7 +255,7 @@ class Archiving:
                 keys = sorted({part[:2] for part in parts})
                 if read_logged_parts(connection, segment.run_id, keys) != list(parts):
                     return False
-                add_segment(connection, segment, has_rows=False)
+                add_segment(connection, segment, time.time(), has_rows=False)
                 connection.execute(delete(schema.scalar_chunk).where(*of_series(segment.run_id, keys)))
                 return True
 
@@ -294,7 +305,7 @@ class Archiving:
                 points = read_point_rows(connection, abs(segment.level), chunks)
                 if tuple(_parts(points)) != contents.parts or _is_archived(connection, segment):
                     return False
-                add_segment(connection, segment)
+                add_segment(connection, segment, time.time())
                 return True
 
     def _delete_rows(self, path: str, contents: Contents) -> None:
@@ -351,10 +362,8 @@ def _is_archived(connection: Connection, segment: Segment) -> bool:
 
 def _segments_with_rows(connection: Connection, run_id: str) -> list[tuple[str, Contents]]:
     table = schema.segment
-    rows = connection.execute(
-        select(table.c.path, table.c.footer).where(table.c.run_id == run_id, table.c.has_rows)
-    )
-    return [(row.path, Footer.of(row.footer).contents) for row in rows]
+    rows = connection.execute(select(table).where(table.c.run_id == run_id, table.c.has_rows))
+    return [(row.path, footer_of(row).contents) for row in rows]
 
 
 def _held_by(connection: Connection, view: RunView, plan: FilePlan) -> tuple[list[str], tuple[int, ...]]:
