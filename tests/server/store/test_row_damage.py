@@ -208,7 +208,10 @@ def test_rows_of_servers_without_checksums_are_read(store):
         for table in TABLES:
             connection.execute(f"ALTER TABLE {table.name} DROP COLUMN checks")
         connection.execute("ALTER TABLE report DROP COLUMN step_check")
-        connection.execute("ALTER TABLE segment DROP COLUMN digest")
+        for index in ("segment_by_check", "segment_with_problem"):
+            connection.execute(f"DROP INDEX {index}")
+        for column in ("digest", "checks", "checked_at", "problem"):
+            connection.execute(f"ALTER TABLE segment DROP COLUMN {column}")
         connection.execute("UPDATE alembic_version SET version_num = 'r0011'")
     store.open()
     assert questions(store) == before
