@@ -18,7 +18,7 @@ import click
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command.server import open_client, server_options
-from collage_monitor.command.terminal import printable
+from collage_monitor.command.terminal import clock, printable
 from collage_monitor.errors import NotAuthorised, ServerRefusal, ServerUnreachable
 
 __all__ = ["status"]
@@ -68,6 +68,8 @@ def _checks(client: Client) -> Iterator[Check]:
         yield Check("server", False, str(error))
         return
     yield Check("server", ready.status == "ok", f"{client.server_url}, version {ready.version}: {ready.status}")
+    for entry in ready.away:
+        yield Check("away", False, f"{entry.name} does not answer, since {clock(entry.since)}")
     try:
         page = client.page("/metrics")
     except NotAuthorised as error:

@@ -34,6 +34,7 @@ __all__ = [
     "EventKind",
     "EventPage",
     "Grant",
+    "AwayDependency",
     "Health",
     "Heatmap",
     "Histogram",
@@ -286,11 +287,19 @@ class Deleted(Struct, kw_only=True, frozen=True):
     run_id: str
 
 
+class AwayDependency(Struct, kw_only=True, frozen=True):
+    """Something that the server depends on, and since when it does not answer (Unix seconds)."""
+
+    name: str
+    since: float
+
+
 class Health(Struct, kw_only=True, frozen=True):
     """The server's state: `status` is "ok", or says what is wrong."""
 
     status: str
     version: str
+    away: list[AwayDependency] = []
 
 
 EventKind = Literal[

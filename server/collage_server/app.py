@@ -150,6 +150,7 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
     # A reader takes all waiting reports of a run into memory.
     bounds = JournalBounds(min(limits.journal_run_bytes, memory.working_bytes // 4), limits.journal_bytes)
     archiver = _archiver(settings, store, guard, clock, memory, limits)
+    provider = _provider(settings, clock)
     return AppState(
         settings=settings,
         limits=limits,
@@ -186,7 +187,8 @@ def _app_state(settings: Settings, store: Store, clock: Callable[[], float], lim
         quotas=Quotas(settings.runs_per_project, limits, store.access),
         answers=AnswerCache(memory.cache_bytes // 2),
         clock=clock,
-        provider=_provider(settings, clock),
+        provider=provider,
+        dependencies=[some.dependency for some in (store, archiver, provider) if some is not None],
     )
 
 
@@ -255,9 +257,11 @@ def _alert_threads(app_state: AppState) -> list[BackgroundThread]:
         memory=app_state.memory,
     )
     targets = targets_of(settings)
-    return (
-        [evaluator, Messenger(store, targets, clock=clock, interval_seconds=interval)] if targets else [evaluator]
-    )
+    if not targets:
+        return [evaluator]
+    messenger = Messenger(store, targets, clock=clock, interval_seconds=interval)
+    app_state.dependencies.extend(messenger.dependencies.values())
+    return [evaluator, messenger]
 
 
 def _backups(data: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from collage_server.archiver import Archiver
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
 from collage_server.background import Maintenance, Sealer
+from collage_server.dependencies import Dependency
 from collage_server.disk_guard import DiskGuard
 from collage_server.ingest.report_checks import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, JournalBounds, Writer
@@ -56,6 +57,7 @@ class AppState:
     answers: AnswerCache
     clock: Callable[[], float]
     provider: Provider | None
+    dependencies: list[Dependency]
 
 
 def app_state_of(connection: HTTPConnection) -> AppState:

@@ -12,8 +12,9 @@ from threading import Lock
 from typing import Final
 
 from collage_server.background import BackgroundThread
+from collage_server.dependencies import Dependency
 from collage_server.disk_guard import DiskGuard
-from collage_server.errors import Busy, Gone, NotFound
+from collage_server.errors import Busy, Damaged, DatabaseAway, Gone, NotFound
 from collage_server.memory_budget import MemoryBudget
 from collage_server.store import Archiving, Store
 
@@ -64,7 +65,7 @@ class Archiver(BackgroundThread):
         self._told: dict[str, None] = {}
         self._lock = Lock()
         self._round_due = time.monotonic()
-        self._away_since: float | None = None
+        self.dependency = Dependency("the archive")
         self._verify_due = time.monotonic()
         self.damaged_files: int | None = None
         """How many archived files were missing or damaged when last verified; None before the first look."""
@@ -72,8 +73,7 @@ class Archiver(BackgroundThread):
     @property
     def away_seconds(self) -> float:
         """For how long the archive has taken no files; 0 while it does."""
-        since = self._away_since
-        return 0.0 if since is None else time.monotonic() - since
+        return self.dependency.away_seconds
 
     def tell(self, run_id: str) -> None:
         """Announce that a part of this run was sealed."""
@@ -81,7 +81,10 @@ class Archiver(BackgroundThread):
             self._told[run_id] = None
 
     def do_due_work(self) -> None:
-        """Archive the due chunks; a run that fails does not stop the others, an archive that is away stops all."""
+        """Archive the due chunks; a run that fails does not stop the others, an archive that is away stops all.
+
+        So does a database that is away, which says nothing of the archive.
+        """
         if not self._guard.may_seal:
             return
         try:
@@ -97,14 +100,12 @@ class Archiver(BackgroundThread):
                 self._archive(run_id)
             self._verify_files()
             self._publish_projects()
-        except Busy as error:
-            if self._away_since is None:
-                _LOG.warning("nothing is archived, and chunks stay in the database: %s", error.message)
-                self._away_since = time.monotonic()
+        except DatabaseAway:
             return
-        if self._away_since is not None:
-            _LOG.warning("the archive takes files again")
-            self._away_since = None
+        except Busy as error:
+            self.dependency.fails(f"nothing is archived, and chunks stay in the database: {error.message}")
+            return
+        self.dependency.works()
 
     def _next(self) -> str | None:
         """The run that waits for longest. An announcement from now on causes another look."""
@@ -123,6 +124,8 @@ class Archiver(BackgroundThread):
                 self._unpublished[record.project] = None
         except (Gone, NotFound):
             pass
+        except Damaged as error:
+            _LOG.error("run %s cannot be archived, the others go on: %s", run_id, error.message)
         except Busy:
             self.tell(run_id)
             raise

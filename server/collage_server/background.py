@@ -18,7 +18,7 @@ from typing import Final
 
 from collage_server.clock import DatabaseClock
 from collage_server.disk_guard import DiskGuard
-from collage_server.errors import Busy, Gone, NotFound
+from collage_server.errors import Busy, DatabaseAway, Gone, NotFound
 from collage_server.ingest.writer import JournalBounds
 from collage_server.memory_budget import MemoryBudget, Owner
 from collage_server.store import NewEvent, Store
@@ -30,7 +30,7 @@ _SLICES: Final = 16
 _PAUSE_SECONDS: Final = 0.02
 _DAY_SECONDS: Final = 86_400.0
 _SILENT_SECONDS: Final = 60.0
-"""A thread logs "busy" at most this often: every thread meets a database that is away."""
+"""A thread logs "busy" at most this often."""
 _OWED_DAYS: Final = 2.0
 """Messages about incidents are given up earlier than this."""
 
@@ -87,7 +87,12 @@ class BackgroundThread(ABC):
             self.log_failure(error, f"{self._name} failed; the next round tries again")
 
     def log_failure(self, error: Exception, message: str) -> None:
-        """Log an error with its traceback; if database or memory is only busy, log one line, once a minute."""
+        """Log an error with its traceback; if memory is only busy, log one line, once a minute.
+
+        That the database is away is told by its own state, once for all threads.
+        """
+        if isinstance(error, DatabaseAway):
+            return
         if not isinstance(error, Busy):
             _LOG.error(message, exc_info=error)
         elif time.monotonic() >= self._silent_until:

@@ -16,6 +16,7 @@ ServerError
 ├── TooManyFailures       429  unknown tokens, again and again from one address
 ├── HeadTooLarge          431  request line and headers beyond their limit
 ├── Busy                  503  the server cannot do this now: the same request may succeed later
+│   ├── DatabaseAway      503  the database does not answer; the log says why
 │   └── Damaged           503  something stored differs from what was written; other steps answer
 ├── StoreUnusable         500  the database cannot be opened, or its file was moved while the server ran
 ├── UnsafeAddress              a message's target leads to an address that none may go to; never an answer
@@ -38,6 +39,7 @@ __all__ = [
     "Conflict",
     "Damaged",
     "DamagedFile",
+    "DatabaseAway",
     "Forbidden",
     "Gone",
     "HeadTooLarge",
@@ -180,6 +182,10 @@ class Busy(ServerError):
 
     status = 503
     code = "busy"
+
+
+class DatabaseAway(Busy):
+    """The database cannot do this now; the same request may succeed after Retry-After."""
 
 
 class Damaged(Busy):

@@ -181,6 +181,11 @@ class _ServerCollector(Collector):
                 "Age of the newest good back-up of `collage-monitor backup`; absent where it made none.",
                 None if newest is None else app_state.clock() - newest.made_at,
             ),
+            "dependency_away_seconds": (
+                "For how long something that this server depends on has not answered; 0 while it does.",
+                {entry.name: entry.away_seconds for entry in app_state.dependencies},
+                "dependency",
+            ),
             "alerts_evaluated_timestamp_seconds": (
                 "When a server on this database last evaluated the alerts, in Unix time; absent where none does.",
                 app_state.alert_rounds.evaluated_at,

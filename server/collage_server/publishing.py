@@ -18,6 +18,7 @@ import logging
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +31,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from collage_monitor.backoff import Backoff
-from collage_server.errors import Busy, StoreUnusable
+from collage_server.errors import Busy, DamagedFile, StoreUnusable
 from collage_server.store import (
     COPY,
     ROW_COLUMNS,
@@ -143,6 +144,9 @@ def _publish(store: Store, files: ArchiveFiles, project: str, address: str) -> P
     new = [entry for path, entry in wanted.items() if path not in named]
     gone = sorted(named - wanted.keys())
     added, columns = _add_actions(store, files, folder, new)
+    if added or gone:
+        # A reader between the two finds the run of every layer: of those that come, and of those that go.
+        _write_runs(files, folder, runs, leaving={path.partition("=")[2].partition("/")[0] for path in gone})
     if table is None and added:
         try:
             _create(address, project, added, columns, options)
@@ -154,7 +158,7 @@ def _publish(store: Store, files: ArchiveFiles, project: str, address: str) -> P
         _change(table, added, gone, columns)
     unnamed = {f"{folder}/{path}" for path in gone if _is_copy(path)} | _left_copies(files, project, folder, wanted)
     files.delete(unnamed)
-    if runs or table is not None:
+    if gone or (table is not None and not added):
         _write_runs(files, folder, runs)
     return Published(project, address, len(runs), len(wanted), len(added), len(gone))
 
@@ -304,12 +308,20 @@ def _change(table: DeltaTable, added: list[AddAction], gone: list[str], columns:
     table.create_write_transaction([*removed, *added], "append", table.schema(), partition_by=list(_PARTITIONS))
 
 
-def _write_runs(files: ArchiveFiles, folder: str, runs: Sequence[FinishedRun]) -> None:
-    """One row a run, in place of the file that was there."""
-    table = pa.Table.from_pylist([_row(run) for run in runs], schema=_RUNS)
+def _write_runs(
+    files: ArchiveFiles, folder: str, runs: Sequence[FinishedRun], leaving: Collection[str] = ()
+) -> None:
+    """One row a run, in place of the file that was there; the rows of `leaving` runs stay as they were."""
+    rows, path = [_row(run) for run in runs], f"{folder}/runs.parquet"
+    if leaving:
+        known = {row["run"] for row in rows}
+        with suppress(FileNotFoundError, DamagedFile), files.whole(path) as there:
+            old = pq.read_table(there, schema=_RUNS).to_pylist()
+            rows += [row for row in old if row["run"] in leaving and row["run"] not in known]
+    table = pa.Table.from_pylist(rows, schema=_RUNS)
     with files.new_file() as made:
         pq.write_table(table, made, compression="zstd", write_page_checksum=True)
-        files.put(made, f"{folder}/runs.parquet")
+        files.put(made, path)
 
 
 def _row(run: FinishedRun) -> Mapping[str, Any]:

@@ -127,9 +127,13 @@ def test_a_redirect_is_a_failure_and_not_followed():
         "0.0.0.0",
         "224.0.0.1",
         "2852039166",
+        "[fd00:ec2::254]",
+        "100.100.100.200",
+        "[::ffff:100.100.100.200]",
+        "168.63.129.16",
     ],
 )
-def test_no_message_goes_to_a_link_local_address(host):
+def test_no_message_goes_to_a_clouds_metadata_or_a_link_local_address(host):
     with pytest.raises((UnsafeAddress, httpx.InvalidURL)):
         WebhookTarget(f"http://{host}/latest/meta-data").send(INCIDENT)
 

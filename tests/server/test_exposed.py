@@ -13,8 +13,8 @@ from collage_server.auth import bearer
 from collage_server.errors import Busy
 from collage_server.logs import configure
 from collage_server.settings import Settings, SettingsError
+from collage_server.store import SqliteStore
 from collage_server.store.backup import back_up, restore
-from collage_server.store.engine.database import _translated
 from sqlalchemy.exc import OperationalError
 
 from collage_monitor import wire
@@ -112,9 +112,9 @@ def test_files_are_for_their_owner_alone(tmp_path):
     assert stat.S_IMODE((tmp_path / "restored" / "collage.sqlite").stat().st_mode) == 0o600
 
 
-def test_what_the_database_says_is_for_the_log(caplog):
+def test_what_the_database_says_is_for_the_log(caplog, tmp_path):
     said = 'connection to server at "db.internal" (10.0.0.5), port 5432 failed'
-    with pytest.raises(Busy) as refused, _translated():
+    with pytest.raises(Busy) as refused, SqliteStore(tmp_path, stale_after_seconds=1.0)._translated():
         raise OperationalError("SELECT 1", {}, Exception(said))
     assert "db.internal" not in refused.value.message
     assert "10.0.0.5" not in refused.value.message

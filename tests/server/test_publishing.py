@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
@@ -119,6 +120,61 @@ def test_a_deleted_run_leaves_the_table_and_nothing_of_it_is_kept(store, files):
     assert not any("plain-wide" in path for path in DeltaTable(table).file_uris())
     assert not any("plain-wide" in str(path) and "visible-" in path.name for path in files.folder.rglob("*"))
     assert "plain-wide" not in pq.read_table(f"{table}/runs.parquet").column("run").to_pylist()
+
+
+@pytest.fixture
+def between(monkeypatch):
+    """Calls a function before and after each change of a log."""
+    looks: list[Callable[[], None]] = []
+
+    def look_around(change):
+        def changed(*arguments):
+            looks[-1]()
+            change(*arguments)
+            looks[-1]()
+
+        return changed
+
+    for name in ("_create", "_change"):
+        monkeypatch.setattr(publishing, name, look_around(getattr(publishing, name)))
+    return looks
+
+
+def test_a_reader_between_finds_the_run_of_every_layer(store, files, between):
+    table, seen = f"{files.address}/p", []
+
+    def look():
+        if DeltaTable.is_deltatable(table):
+            named = {path.partition("run=")[2].partition("/")[0] for path in DeltaTable(table).file_uris()}
+            listed = pq.read_table(f"{table}/runs.parquet").column("run").to_pylist()
+            assert named <= set(listed), "layers without their run"
+            assert len(listed) == len(set(listed))
+            seen.append(named)
+
+    between.append(look)
+    publish(store, "p")
+    store.runs.delete("plain-wide", NOW)
+    while store.retention.purge(100):
+        pass
+    more = fleet.FleetRun("late", "plus", 1e-3, steps=40)
+    fleet.fill(store, [more])
+    fleet.archive_all(store, [more])
+    publish(store, "p")
+    assert len(seen) == 3
+    assert seen[-1] - seen[-2] == {"late"}
+    assert sorted(pq.read_table(f"{table}/runs.parquet").column("run").to_pylist()) == sorted(seen[-1])
+
+
+def test_a_run_with_a_damaged_file_is_not_published_until_it_is_healed(store, files, tmp_path, caplog):
+    path = min(files.folder.rglob("run=plain-wide/**/level=1/*.parquet"))
+    good = path.read_bytes()
+    path.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
+    assert publish(store, "p").runs == len(fleet.FLEET) - 1
+    assert f"run plain-wide is not published: its file {path.relative_to(files.folder)} differs" in caplog.text
+    path.write_bytes(good)
+    done = publish(store, "p")
+    assert done.runs == len(fleet.FLEET)
+    check(store, done.table)
 
 
 def test_a_copy_that_a_killed_call_has_left_goes_with_its_run(store, files, monkeypatch):

@@ -7,7 +7,6 @@ The holder of a lease sends for all servers. Which targets there are is settled 
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -16,11 +15,11 @@ from collage_monitor import wire
 from collage_monitor.backoff import Backoff
 from collage_server.alerts.targets import Target
 from collage_server.background import BackgroundThread
+from collage_server.dependencies import Dependency
 from collage_server.store import Store
 
 __all__ = ["Messenger"]
 
-_LOG: Final = logging.getLogger(__name__)
 _LEASE: Final = "messages"
 _LEASE_SECONDS: Final = 120.0
 _FIRST_PAUSE_SECONDS: Final = 2.0
@@ -46,6 +45,7 @@ class Messenger(BackgroundThread):
         self._holder = secrets.token_hex(16)
         self._backoffs = {target.name: Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS) for target in targets}
         self._not_before = dict.fromkeys(self._backoffs, float("-inf"))
+        self.dependencies = {target.name: Dependency(f"messages to {target.name}") for target in targets}
 
     def do_due_work(self) -> None:
         """Send the due messages, if no other server does."""
@@ -94,7 +94,8 @@ class Messenger(BackgroundThread):
             pause = self._backoffs[target.name].pause()
             self._not_before[target.name] = now + pause
             # The error's text may hold the target's address, and that a secret.
-            _LOG.warning("%s took no message (%s); next try in %.0f s", target.name, type(error).__name__, pause)
+            self.dependencies[target.name].fails(f"it took none ({type(error).__name__}); the next try follows")
             return False
         self._backoffs[target.name].reset()
+        self.dependencies[target.name].works()
         return True

@@ -27,6 +27,8 @@ __all__ = ["EmailTarget", "SlackTarget", "Target", "WebhookTarget", "targets_of"
 _TIMEOUT_SECONDS: Final = 10.0
 _NAT64: Final = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
 """RFC 6052, RFC 8215: the last 32 bits are an IPv4 address."""
+_METADATA: Final = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "168.63.129.16")))
+"""Addresses without a kind of their own that tell a machine's secrets: AWS over IPv6, Alibaba's, Azure's."""
 
 
 class Target(ABC):
@@ -173,18 +175,20 @@ def _post(url: str, body: dict[str, Any]) -> None:
         )
 
 
+def _is_unsafe(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address in _METADATA or address.is_link_local or address.is_multicast or address.is_unspecified
+
+
 def _checked_address(host: str, port: int) -> str:
     """An address of the host that a message may go to.
 
     Raises:
-        UnsafeAddress: one of its addresses is link-local (a cloud's metadata), multicast or unspecified, also where
+        UnsafeAddress: one of its addresses is a cloud's metadata, link-local, multicast or unspecified, also where
             IPv6 carries it: mapped, 6to4, Teredo, or through NAT64.
     """
     found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for text in found:
         address = ipaddress.ip_address(text.partition("%")[0])
-        if any(
-            one.is_link_local or one.is_multicast or one.is_unspecified for one in (address, *_carried(address))
-        ):
+        if any(map(_is_unsafe, (address, *_carried(address)))):
             raise UnsafeAddress(f"{host} leads to {text}, where no message may go; set another address")
     return found[0]

@@ -24,7 +24,8 @@ async def healthz() -> Response:
 
 @router.get("/readyz", **describes(wire.Health))
 def readyz(request: Request) -> Response:
-    """Ready: the database answers and the writer runs; `status` shows if the server is read-only."""
+    """Ready: the database answers and the writer runs; `status` shows if the server is read-only, `away` what it
+    depends on and does not answer."""
     app_state = app_state_of(request)
     if not app_state.writer.running:
         raise Busy("the writer does not run; the server is starting or going down", retry_after_seconds=1)
@@ -33,4 +34,10 @@ def readyz(request: Request) -> Response:
     except Exception as error:
         raise Busy(f"the database does not answer ({type(error).__name__})", retry_after_seconds=5) from error
     reason = app_state.guard.reason
-    return answer(wire.Health(status="ok" if reason is None else f"read-only: {reason}", version=__version__))
+    status = "ok" if reason is None else f"read-only: {reason}"
+    away = [
+        wire.AwayDependency(name=entry.name, since=entry.away_since)
+        for entry in app_state.dependencies
+        if entry.away_since is not None
+    ]
+    return answer(wire.Health(status=status, version=__version__, away=away))

@@ -30,6 +30,7 @@ from collage_monitor import wire
 from collage_monitor.certificates import trusted_certificates
 from collage_monitor.local import is_loopback
 from collage_server.auth.principals import Person
+from collage_server.dependencies import Dependency
 from collage_server.errors import BadRequest, Busy, SignInRefused
 from collage_server.settings import Settings, grants_by_group
 from collage_server.store import LogOut
@@ -72,6 +73,7 @@ class Provider:
         self._keys = KeySet([])
         self._metadata_lock, self._keys_lock = asyncio.Lock(), asyncio.Lock()
         self._failure, self._silent_until = "", float("-inf")
+        self.dependency = Dependency("the identity provider")
         # Made once: reading certificates takes a tenth of a second. Plain HTTP on this machine needs none.
         trusted = trusted_certificates(self._issuer)
         self._trusted = trusted if isinstance(trusted, ssl.SSLContext) else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -224,10 +226,11 @@ class Provider:
             raise self._failed(self._away(error)) from error
         if not isinstance(answer, dict):
             raise self._failed(self._away(TypeError("its answer is no JSON object")))
+        self.dependency.works()
         return answer
 
     def _away(self, error: Exception) -> str:
-        _LOG.warning("the provider %s does not answer: %s", self.name, str(error) or type(error).__name__)
+        self.dependency.fails(f"{self.name}: {str(error) or type(error).__name__}")
         return f"the provider {self.name} does not answer; sign in again later"
 
     def _failed(self, message: str) -> Busy:

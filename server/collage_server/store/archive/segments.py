@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, Row, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from collage_server.errors import Damaged, DamagedFile, StoreUnusable
@@ -132,13 +132,14 @@ class Verification:
     def due(self, before: float, most: int, runs: Collection[str] = ()) -> list[Row[Any]]:
         """Rows of files that were not verified since `before`, the oldest first; of some runs, where given."""
         table = schema.segment
-        wanted = [or_(table.c.checked_at.is_(None), table.c.checked_at < before)]
-        wanted += [table.c.run_id.in_(list(runs))] if runs else []
-        oldest = (
-            select(table).where(*wanted).order_by(table.c.checked_at.is_not(None), table.c.checked_at).limit(most)
-        )
+        chosen = select(table).where(*([table.c.run_id.in_(list(runs))] if runs else []))
+        found: list[Row[Any]] = []
         with self._database.reading() as connection:
-            return list(connection.execute(oldest.execution_options(blobs=True)))
+            # One after the other: together they would read the whole table instead of the index.
+            for older in (table.c.checked_at.is_(None), table.c.checked_at < before):
+                oldest = chosen.where(older).order_by(table.c.checked_at).limit(most - len(found))
+                found += connection.execute(oldest.execution_options(blobs=True))
+        return found
 
     def suspects(self) -> list[Row[Any]]:
         """Rows of the files that somebody could not read since they were last verified."""

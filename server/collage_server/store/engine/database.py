@@ -9,7 +9,6 @@ contract suite (`tests/server/store/contract.py`).
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -20,7 +19,8 @@ from sqlalchemy import Connection, Dialect, Engine, text
 from sqlalchemy.exc import DataError, InternalError, OperationalError
 from sqlalchemy.sql.expression import ClauseElement
 
-from collage_server.errors import Busy, StoreUnusable, Unprocessable
+from collage_server.dependencies import Dependency
+from collage_server.errors import DatabaseAway, StoreUnusable, Unprocessable
 from collage_server.store.records import CONNECTIONS, Sizes
 
 __all__ = ["ARCHIVE", "Database", "POOL", "Statement", "driver_cursor", "reads_only"]
@@ -28,22 +28,8 @@ __all__ = ["ARCHIVE", "Database", "POOL", "Statement", "driver_cursor", "reads_o
 ARCHIVE: Final = "archive"
 """The execution option under which a store's connections know what reads archived files."""
 
-_LOG: Final = logging.getLogger(__name__)
 _READS_ONLY: Final = "25006"
 POOL: Final = {"pool_size": 10, "max_overflow": CONNECTIONS - 10}
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Translates database errors into this server's errors: temporarily gone, or a value that it cannot hold."""
-    try:
-        yield
-    except (OperationalError, InternalError) as error:
-        # The error's own text names hosts and addresses: it goes to the log only.
-        _LOG.warning("the database cannot do this now: %s", error.orig)
-        raise Busy("the database cannot do this now; send this again later", retry_after_seconds=5) from error
-    except DataError as error:
-        raise Unprocessable(f"the database cannot hold a value: {error.orig}; send plain text") from error
 
 
 class Statement:
@@ -107,6 +93,22 @@ class Database(ABC):
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._seal_lock = Lock()
+        self.dependency = Dependency("the database")
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Translates database errors into this server's errors: away for now, or a value that it cannot hold."""
+        try:
+            yield
+        except (OperationalError, InternalError) as error:
+            # The error's own text names hosts and addresses: it goes to the log only.
+            self.dependency.fails(str(error.orig))
+            raise DatabaseAway(
+                "the database cannot do this now; send this again later", retry_after_seconds=5
+            ) from error
+        except DataError as error:
+            raise Unprocessable(f"the database cannot hold a value: {error.orig}; send plain text") from error
+        self.dependency.works()
 
     @abstractmethod
     def _connect(self) -> Engine:
@@ -204,13 +206,13 @@ class Database(ABC):
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A read transaction on one snapshot."""
-        with _translated(), self._begin_reading() as connection:
+        with self._translated(), self._begin_reading() as connection:
             yield connection
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """A write transaction, committed durably on leaving."""
-        with _translated(), self._begin_writing() as connection:
+        with self._translated(), self._begin_writing() as connection:
             yield connection
 
     @contextmanager
@@ -223,13 +225,13 @@ class Database(ABC):
     @contextmanager
     def appending(self) -> Iterator[Connection]:
         """A write transaction whose first statements go through `driver_cursor`."""
-        with _translated(), self._begin_appending() as connection:
+        with self._translated(), self._begin_appending() as connection:
             yield connection
 
     @contextmanager
     def claimed(self, run_id: str) -> Iterator[bool]:
         """Whether this thread alone changes the run's chunks, as long as the context lasts."""
-        with self._seal_lock, self._claim(run_id) as mine:
+        with self._translated(), self._seal_lock, self._claim(run_id) as mine:
             yield mine
 
     @contextmanager
