@@ -44,8 +44,8 @@ class Dependency:
 
     def works(self) -> None:
         """End the outage, if there was one, and log for how long it lasted."""
-        if self.away_since is None:
-            return
         with self._lock:
+            if self.away_since is None:
+                return
             seconds, self.away_since = self.away_seconds, None
         _LOG.warning("%s answers again, after %.0f s; its last error: %s", self.name, seconds, self.last_error)

@@ -108,7 +108,8 @@ class Database(ABC):
             ) from error
         except DataError as error:
             raise Unprocessable(f"the database cannot hold a value: {error.orig}; send plain text") from error
-        self.dependency.works()
+        if self.dependency.away_since is not None:
+            self.dependency.works()
 
     @abstractmethod
     def _connect(self) -> Engine:
