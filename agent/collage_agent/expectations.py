@@ -28,7 +28,8 @@ BOUNDS: Final = {"min_edq": "edq_ratio", "max_lost": "lost_update_ratio"}
 """Expectations that are numbers, and the metric that each bounds."""
 _PRECISION: Final = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
 """Bits of the significand of what can be asked for, the leading one included."""
-_FORMS: Final = "a strategy's name, or strategy=…, weights=DTYPE, states=DTYPE, min_edq=…, max_lost=…"
+_FORMS: Final = "a strategy's name, resumed, or strategy=…, weights=DTYPE, states=DTYPE, min_edq=…, max_lost=…"
+_RESUMED: Final = "resumed"
 _BESIDE: Final = ("_low", "_scale")
 """Ends of the names of what stands beside a weight or a state, and is none itself."""
 _INTEGER: Final = re.compile(r"u?int(\d+)")
@@ -47,7 +48,8 @@ class Expectations:
     strategy: how weights and states are kept, by its name. weights: least precision in which every watched weight
     is kept, itself, in a master weight, or with the bits beside it. states: least precision of every moving
     average, or of those named. min_edq, max_lost: bounds of `edq_ratio` and `lost_update_ratio` over the recent
-    past; broken if the 95 % interval lies beyond the bound, or the value if there is no interval.
+    past; broken if the 95 % interval lies beyond the bound, or the value if there is no interval. resumed: this
+    launch goes on from a checkpoint, and lost nothing of it.
     """
 
     strategy: str | None = None
@@ -55,6 +57,7 @@ class Expectations:
     states: Mapping[str, str] = field(default_factory=dict)
     min_edq: float | None = None
     max_lost: float | None = None
+    resumed: bool = False
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any] | Expectations | None) -> Expectations | None:
@@ -73,11 +76,14 @@ class Expectations:
         states = values.pop("states", None)
         found = {"": states} if isinstance(states, str) else dict(states or {})
         found.update({key.partition(".")[2]: values.pop(key) for key in list(values) if key.startswith("states.")})
-        if unknown := values.keys() - {"strategy", "weights", "min_edq", "max_lost"}:
+        if unknown := values.keys() - {"strategy", "weights", "min_edq", "max_lost", _RESUMED}:
             raise ValueError(f"expect: {sorted(unknown)[0]!r} cannot be expected; pass {_FORMS}")
         for bound in BOUNDS:
             if values.get(bound) is not None:
                 values[bound] = _number(bound, values[bound])
+        if values.get(_RESUMED, True) not in (True, "true"):
+            raise ValueError(f"expect: resumed={values[_RESUMED]!r}; pass True, or leave it out")
+        values[_RESUMED] = _RESUMED in values
         expected = cls(states=found, **values)
         if expected.strategy is not None and expected.strategy not in STRATEGIES:
             raise ValueError(f"expect: strategy {expected.strategy!r}; choose one of {', '.join(STRATEGIES)}")
@@ -92,11 +98,14 @@ class Expectations:
         states = {f"states.{name}" if name else "states": dtype for name, dtype in self.states.items()}
         named = {"strategy": self.strategy, "weights": self.weights, **states}
         named |= {bound: getattr(self, bound) for bound in BOUNDS}
+        named |= {_RESUMED: "true"} if self.resumed else {}
         return ",".join(f"{name}={value}" for name, value in named.items() if value is not None)
 
     def broken_by(self, info: wire.WatchInfo) -> Iterator[tuple[str, str]]:
         """(expectation, sentence) for each broken expectation about how weights and states are kept."""
         seen = info.fingerprint
+        if self.resumed:
+            yield from _not_resumed(info)
         if self.strategy is not None and info.observed_strategy != self.strategy:
             why = seen.unexplained if seen is not None and seen.unexplained else f"{info.dtype} weights"
             yield "strategy", f"expected strategy {self.strategy}, seen is {info.observed_strategy} ({why})"
@@ -113,6 +122,18 @@ class Expectations:
             ]
             if narrow:
                 yield f"states.{name}", f"expected states in {dtype}, kept are {' and '.join(narrow)}"
+
+
+def _not_resumed(info: wire.WatchInfo) -> Iterator[tuple[str, str]]:
+    """A launch that begins at step 1, or not with all that the checkpoint held."""
+    found = [loss.text for loss in info.resume_losses]
+    going_on = info.continuation
+    if going_on is not None and (going_on.weights.differing or going_on.states.differing):
+        found.append(str(going_on))
+    if not info.steps_before:
+        found.insert(0, "the optimizer begins without steps")
+    if found:
+        yield _RESUMED, f"expected a resumed training: {'; '.join(found)}"
 
 
 def _narrow_weights(dtype: str, info: wire.WatchInfo, seen: wire.Fingerprint) -> Iterator[tuple[str, str]]:
@@ -149,11 +170,11 @@ def _bits(words: str) -> int:
 
 
 def _pairs(text: str) -> dict[str, Any]:
-    if "=" not in text:
-        return {"strategy": text.strip()}
     found = {}
     for part in text.split(","):
-        name, _, value = part.partition("=")
+        name, given, value = part.partition("=")
+        if not given:
+            name, value = (name, "true") if name.strip() == _RESUMED else ("strategy", name)
         found[name.strip()] = value.strip()
     return found
 

@@ -38,6 +38,11 @@ _AVERAGE: Final = Advice(
 _NOT_FINITE: Final = Advice(
     "the run", "stop it, and resume from a checkpoint before this step with a lower learning rate or with clipping"
 )
+_INFINITE_STATE: Final = Advice(
+    "the optimizer",
+    "give it gradients without a loss scale, as scaler.unscale_(optimizer) does, and build it anew on weights in "
+    "float32 under torch.autocast: what is infinite stays so",
+)
 
 
 def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> list[Advice]:
@@ -45,7 +50,7 @@ def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> list[Advi
     for an average of the weights that loses its updates."""
     lacking = _LACKING.get(findings[0].health) if findings else None
     if findings and findings[0].health == "not finite":
-        return [_NOT_FINITE]
+        return [_INFINITE_STATE if findings[0].key.startswith("state_infinite_ratio/") else _NOT_FINITE]
     average = [_AVERAGE for finding in findings if finding.key == "average_lost_ratio"]
     if lacking is None or watch is None:
         return average

@@ -20,8 +20,9 @@ from collage_monitor.diagnosis.causes import (
     ruled_out,
     supported,
 )
+from collage_monitor.diagnosis.launch import health_of, short_of
 from collage_monitor.diagnosis.problem import Bound, Problem
-from collage_monitor.diagnosis.words import Health, percent
+from collage_monitor.diagnosis.words import percent
 from collage_monitor.wire import Finding
 
 __all__ = ["AT_A_RESUME", "DROPPED", "FEWEST_RESIDUALS", "FILL", "PROBLEMS"]
@@ -43,18 +44,8 @@ def _lost_at_a_resume(case: Case) -> Iterator[Finding]:
     first = case.evidence.first_step
     for loss in losses:
         if loss.lasting or (first is not None and first <= loss.step):
-            health: Health = "residuals are off" if loss.kind in ("masters", "residuals") else "steps are off"
-            short, count = f"a resume lost {_KINDS[loss.kind]}", float(len(losses))
-            yield Finding(health, loss.text, _LOST_AT_A_RESUME.metric, count, 0.0, short=short)
-
-
-_KINDS: Final = {
-    "masters": "master weights",
-    "residuals": "residuals",
-    "averages": "averages",
-    "count": "the step count",
-    "counter": "the step count",
-}
+            key, count = _LOST_AT_A_RESUME.metric, float(len(losses))
+            yield Finding(health_of(loss), loss.text, key, count, 0.0, short=short_of(loss))
 
 
 def _fill(case: Case) -> Iterator[Finding]:

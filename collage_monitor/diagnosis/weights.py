@@ -1,4 +1,5 @@
-"""Weights, residuals, averages of weights and losses that are no numbers any more, and averages that do not follow.
+"""Weights, residuals, states, averages of weights and losses that are no numbers any more, and averages of weights
+that do not follow.
 
 In each alert `checks[i]` weighs `other_causes[i]`. Names of alerts are fixed: stored incidents, silences and
 Prometheus rules go by them. Bounds are stated in `docs/reference/verdict.md`, each with its case in
@@ -19,7 +20,7 @@ from collage_monitor.diagnosis.causes import (
     supported,
     text_of,
 )
-from collage_monitor.diagnosis.evidence import Values, finite
+from collage_monitor.diagnosis.evidence import Values, finite, labelled
 from collage_monitor.diagnosis.problem import Bound, Problem
 from collage_monitor.diagnosis.words import percent
 from collage_monitor.wire import Finding
@@ -29,6 +30,7 @@ __all__ = ["OF_AVERAGES", "PROBLEMS", "average_findings"]
 _SMALL_EPS: Final = " (in float16 an eps below 3e-8 is 0: raise it, or keep the weights in float32)"
 _WEIGHTS: Final = Bound("nonfinite_params", ">", 0.0)
 _RESIDUALS: Final = Bound("residual_nonfinite", ">", 0.0)
+_INFINITE: Final = Bound("state_infinite_ratio", ">", 0.0)
 _AVERAGE: Final = Bound("average_nonfinite", ">", 0.0)
 _AVERAGE_LOST: Final = Bound("average_lost_ratio", ">", LOST_TOLERANCE)
 _AVERAGE_LOW: Final = Bound("average_edq_ratio", "<", 1 - EDQ_TOLERANCE)
@@ -55,6 +57,17 @@ def _not_finite(case: Case) -> Iterator[Finding]:
         text = f"{count:,.0f} residuals are NaN or infinite"
         short = f"{count:,.0f} residuals are not finite"
         yield Finding("not finite", text, _RESIDUALS.metric, count, 0.0, short=short)
+
+
+def _states(case: Case) -> Iterator[Finding]:
+    """A second moment in float16 overflows long before a weight does, and Adam divides by it: no update is left."""
+    for name, share in labelled(case.model, _INFINITE.metric).items():
+        key, bound = f"{_INFINITE.metric}/{name}", _INFINITE.threshold
+        now = finite(case.evidence.now.get(key))
+        if share > bound:
+            short = f"{name} is infinite in {percent(now or share)} of the elements"
+            text = f"{short}, whose updates are 0: it is kept in float16, which ends at 65,504"
+            yield Finding("not finite", text, key, share, bound, short=short, now=now)
 
 
 def _logged(case: Case) -> Iterator[Finding]:
@@ -127,6 +140,7 @@ PROBLEMS: Final = (
             "checkpoint before that step with a lower learning rate or with clipping."
         ),
     ),
+    Problem(_states, (_INFINITE,), needs_updates=False),
     Problem(_logged, (), needs_updates=False),
 )
 OF_AVERAGES: Final = (

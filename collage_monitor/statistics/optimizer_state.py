@@ -16,6 +16,7 @@ from collage_monitor.definitions import (
     rounding_variance,
     sums,
 )
+from collage_monitor.statistics.classes import share_of_finite
 
 __all__ = ["DECAY", "RESIDUALS", "STATES"]
 
@@ -38,6 +39,7 @@ STATES = Definition(
             needs=("intended",),
             label="state",
             state_zero="Elements with g ≠ 0 whose state is 0 after the step.",
+            state_infinite="Finite elements whose float16 state is infinite after the step.",
         ),
         *sums("elements", needs=("intended",), gradient_nonzero="Finite elements with g ≠ 0."),
     ),
@@ -74,6 +76,17 @@ STATES = Definition(
             "an fp16 second moment that underflows.",
             needs=("state_zero", "gradient_nonzero"),
             finish=ratio,
+            label="state",
+            ideal=0.0,
+        ),
+        Metric(
+            "state_infinite_ratio",
+            "State infinite",
+            "share",
+            "state_infinite / finite elements",
+            "Share of a float16 state's elements that are infinite: their updates are 0, or no numbers.",
+            needs=("state_infinite", "elements", "nonfinite"),
+            finish=share_of_finite,
             label="state",
             ideal=0.0,
         ),

@@ -234,14 +234,16 @@ LossKind = Literal["masters", "residuals", "averages", "count", "counter"]
 class ResumeLoss(Struct, kw_only=True, frozen=True):
     """What an optimizer lost by the first step of a launch, or when states were loaded.
 
-    `masters`, `residuals`, `averages`: hold nothing any more. `count`: of steps begins again. `counter`: cannot
-    hold its count. `lasting`: the loss continues; otherwise it happened once.
+    `masters`, `residuals`, `averages`: hold nothing any more, or what does not fit. `count`: of steps begins again.
+    `counter`: cannot hold its count. `lasting`: the loss continues; otherwise it happened once. `short`: the text
+    in a few words.
     """
 
     kind: LossKind
     text: Text
     step: Index
     lasting: bool = False
+    short: Text = ""
 
 
 class Compared(Struct, kw_only=True, frozen=True):
@@ -262,7 +264,9 @@ class Compared(Struct, kw_only=True, frozen=True):
 class Continuation(Struct, kw_only=True, frozen=True):
     """How the values at a launch's start differ from those saved after `step`, by checksums of samples.
 
-    `distance` is ‖now − saved‖ / ‖saved‖ of the tensor that is farthest off, and `farthest` its name.
+    `missing` are those of the `states` that are not there; `cast` counts the weights and states that are 16-bit
+    numbers now, and were not. `distance` is ‖now − saved‖ / ‖saved‖ of the tensor that is farthest off, and
+    `farthest` its name.
     """
 
     step: Index
@@ -270,6 +274,8 @@ class Continuation(Struct, kw_only=True, frozen=True):
     states: Compared
     distance: float = 0.0
     farthest: Text = ""
+    missing: Compared = Compared()
+    cast: Compared = Compared()
 
     def __str__(self) -> str:
         both = (self.weights, "weights"), (self.states, "states")
@@ -277,8 +283,11 @@ class Continuation(Struct, kw_only=True, frozen=True):
         if not other:
             kept = " and ".join(compared.in_words(what) for compared, what in both if compared.tensors)
             return f"this launch goes on bit for bit from step {self.step:,}: {kept}, as they were saved"
+        text = f"{' and '.join(other)} are not what was saved at step {self.step:,}"
+        text += f"; {self.missing.differing:,} states are missing" if self.missing.differing else ""
+        text += f"; {self.cast.differing:,} tensors were rounded to 16 bits" if self.cast.differing else ""
         far = f"; farthest is {self.farthest}, by {self.distance:.2g} of its norm" if self.distance else ""
-        return f"{' and '.join(other)} are not what was saved at step {self.step:,}{far}"
+        return text + far
 
 
 class Trained(Struct, kw_only=True, frozen=True):
@@ -313,8 +322,9 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights, and
     `kept_since` the first measured step since weights and states are kept as they are now: of the watch, or after
     its last load of states or change of strategy or dtype. `trained` says what each optimizer trains. `expected`
-    holds the expectations, as text, and `broken` those that do not hold. `resume_losses` lists the losses of the
-    resume before this launch; `continuation` compares its start with what an earlier launch saved.
+    holds the expectations, as text, and `broken` those that do not hold. `resume_losses` lists what the launch
+    began without, or with what does not fit; `continuation` compares its start with what an earlier launch saved,
+    and `steps_before` is the number of steps taken before it.
     """
 
     optimizer: Name
@@ -337,6 +347,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     broken: list[Breach] = field(default_factory=list)
     resume_losses: list[ResumeLoss] = field(default_factory=list)
     continuation: Continuation | None = None
+    steps_before: Index | None = None
 
     @property
     def shown_strategy(self) -> str:

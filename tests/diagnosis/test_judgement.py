@@ -131,6 +131,17 @@ def test_weights_that_are_not_finite_are_named_with_their_layer_and_what_made_th
     assert (found.health, found.deciding.text, found.deciding.layer) == ("not finite", expected, None)
 
 
+def test_a_state_that_is_infinite_is_no_loss_of_updates():
+    """Told was that they are rounded away, and to keep master weights, under which nothing moves either."""
+    key = "state_infinite_ratio/exp_avg_sq"
+    found = judged({**GOOD, key: 0.25, "edq_ratio": 0.3})
+    assert found.health == "not finite"
+    assert found.headline == "exp_avg_sq is infinite in 25.0 % of the elements."
+    assert "without a loss scale" in found.advised
+    assert "from_optimizer" not in found.advised
+    assert judged({**GOOD, STATE: 1.0, key: 0.0}).health == "healthy"
+
+
 @pytest.mark.parametrize(
     ("window", "share", "moved", "health"),
     [

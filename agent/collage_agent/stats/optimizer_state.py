@@ -55,7 +55,7 @@ _BIAS_32 = 127
 def measure_states(step: StepView) -> Sums:
     """How moving averages shrank, as intended and as observed, and where they are zero; nothing without a u.
 
-    No decrement was possible where an average is new.
+    No decrement was possible where an average is new. float16 ones are asked whether they are infinite.
     """
     averages = step.averages
     if not step.intended_known:
@@ -64,6 +64,8 @@ def measure_states(step: StepView) -> Sums:
     rows: list[Tensor] = []
     excluded = None if step.finite else step.excluded
     zeros = _zeros(step, excluded)
+    short = [name for name, parts in averages.components.items() if parts[0].dtype is torch.float16]
+    infinite = [_infinite(step, excluded, name) for name in short]
     sums = state_decrement_block_sums(averages.states, excluded, step.block) if averages.names else None
     new = step.gradient.new_zeros(2, len(step.block_elements))
     for name in averages.decaying:
@@ -72,7 +74,17 @@ def measure_states(step: StepView) -> Sums:
         own = sums[:, averages.names.index(name)] if sums is not None and known else new
         rows += [own, squared_difference(own[1:], own[0])]
     keys += ["gradient_nonzero", *(f"state_zero/{name}" for name in averages.components)]
-    return Sums(named(keys, torch.cat((*rows, zeros))))
+    keys += [f"state_infinite/{name}" for name in short]
+    return Sums(named(keys, torch.cat((*rows, zeros, *infinite))))
+
+
+def _infinite(step: StepView, excluded: Tensor | None, name: str) -> Tensor:
+    """Finite elements whose average, as stored after the step, is not finite: fp64 [1, blocks]."""
+    averages = step.averages
+    flags = nonfinite(averages.states[2, averages.names.index(name)])
+    if excluded is not None:
+        flags.bitwise_and_(excluded.bitwise_xor(1))
+    return flag_counts(flags.unsqueeze(0), step.block)
 
 
 def _as_stored(averages: MovingAverages, name: str) -> Tensor:

@@ -78,6 +78,7 @@ class Assembly:
         self._described: tuple[object, ...] = ()
         self._looked_at: Layout | None = None
         self._kept_since: int | None = None
+        self._steps_before: int | None = None
         self._beginnings: list[int] = []
         self._contract: Contract | None = None
         if isinstance(options.expect, Expectations):
@@ -87,7 +88,8 @@ class Assembly:
     def info(self) -> wire.WatchInfo:
         """The description of the watch in wire form."""
         notes = [*([self._guard.reason] if self._guard.reason else []), *failures()]
-        info = replace_fields(joined([hooks.info(notes) for hooks in self._hooks]), kept_since=self._kept_since)
+        info = joined([hooks.info(notes) for hooks in self._hooks])
+        info = replace_fields(info, kept_since=self._kept_since, steps_before=self._steps_before)
         if self._contract is None:
             return info
         return replace_fields(info, expected=str(self._options.expect), broken=self._contract.broken)
@@ -122,6 +124,7 @@ class Assembly:
             if known is None:
                 # None: which of the run's points these steps would hide is unknown.
                 self._reporter = None
+            self._steps_before = known
             if self._reporter is not None:
                 self._reporter.started(taken + 1)
         except Exception as error:
@@ -129,10 +132,18 @@ class Assembly:
         return taken
 
     def _steps_taken(self) -> int | None:
-        """Steps taken before the first one watched; None: not known, and the run may show steps already."""
+        """Steps taken before the first one watched; None: not known, and the run may show steps already.
+
+        By the optimizers' counts. One that counts none may have forgotten: then by what was saved of these weights.
+        """
         counts = [largest_step_count(hooks.stepping) for hooks in self._hooks]
-        if None not in counts:
+        if None not in counts and any(counts):
             return max(count for count in counts if count is not None)
+        saved = [hooks.saved.step_of_weights(hooks.stepping, hooks.measurer.watched) for hooks in self._hooks]
+        if saved[0] is not None and len(set(saved)) == 1:
+            return saved[0]
+        if None not in counts:
+            return 0
         shown_already = 0 if self._last_step_shown is None else self._last_step_shown()
         name = " + ".join(dict.fromkeys(type(hooks.stepping).__name__ for hooks in self._hooks))
         if shown_already is None:
@@ -222,7 +233,7 @@ class Assembly:
         losses = 0
         for hooks in self._hooks:
             restarts += hooks.measurer.oracle_restarts
-            losses += len(hooks.resume.losses)
+            losses += len(hooks.losses)
         known: dict[str, float | Tensor | None] = {
             "agent_interval": governor.interval if governor.interval != self._options.every else None,
             "agent_sample": float(governor.sample) if governor.sample != self._options.sample else None,

@@ -204,6 +204,12 @@ class OptimizerHooks:
     def _gradient_of(self, entry: WatchedParameter) -> Tensor | None:
         return self._intents[entry.group].composition.gradient_of(entry.parameter)
 
+    @property
+    def losses(self) -> list[wire.ResumeLoss]:
+        """What this launch lost, each kind once: what is known by what was saved says more."""
+        known = {loss.kind: loss for loss in (*self.resume.losses, *self.saved.losses)}
+        return list(known.values())
+
     def remove(self) -> None:
         """Take the hooks off."""
         self.removed = True
@@ -221,8 +227,7 @@ class OptimizerHooks:
             shared_by=None if self.stepping is self.optimizer else type(self.optimizer).__name__,
             cast_to=self._mixed_precision,
         )
-        if note := NOTES[self.seen_by]:
-            own.append(note)
+        own += filter(None, (NOTES[self.seen_by], self.resume.note))
         described = describe(
             self.stepping,
             self.options,
@@ -233,9 +238,7 @@ class OptimizerHooks:
             fitting=self._fitting,
             sparse=self.measurer.sparse,
         )
-        described = replace_fields(
-            described, resume_losses=self.resume.losses, continuation=self.saved.continuation
-        )
+        described = replace_fields(described, resume_losses=self.losses, continuation=self.saved.continuation)
         return described if self.foreign is None else replace_fields(described, optimizer=self.foreign.named)
 
     def _before_step(
@@ -356,7 +359,8 @@ class OptimizerHooks:
                         self.measurer.add_to_windows(optimizer, self._step, self._governor.doublings)
                 if measured:
                     if self._looks_at_resume:
-                        self.resume.before(self.stepping, self.measurer.watched, self._intents, self._step)
+                        told = self.options.first_step
+                        self.resume.before(self.stepping, self.measurer.watched, self._intents, self._step, told)
                         self.saved.begin(self.stepping, self._stepped(), self._step)
                     self.measurer.before(optimizer, closure=closure)
                     self._measuring = True
@@ -377,6 +381,7 @@ class OptimizerHooks:
                 if self._looks_at_resume:
                     self._looks_at_resume = False
                     self.resume.after(self.stepping, self.measurer.watched, self._intents, self._step)
+                    self.saved.after(self.stepping, self._stepped(), self._step)
             self._iterations.measured = True
         except Exception as error:
             self._guard.caught("measuring a step", error)

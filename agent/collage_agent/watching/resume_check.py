@@ -1,15 +1,16 @@
-"""Checks whether an optimizer's states survived the resume.
+"""Checks whether weights and states fit together as a launch begins, and whether they survived the resume.
 
 Checked once around the first measured step of a launch, and again after states are loaded later. It reads samples
-before the step and some counters after it: this is the only step that waits for a device. It reports nothing if
-nothing was loaded. Zeros are a loss only if the step fills them, and a count of 0 only beside averages that nothing
-but steps can fill. So it suspects before the step, and reports after it. Of intact states it reads the first
-tensors; only empty states are read to their end.
+before the step and some counters after it: this is the only step that waits for a device. It reports no lost
+states if nothing was loaded. Zeros are a loss only if the step fills them, and a count of 0 only beside averages
+that nothing but steps can fill. So it suspects before the step, and reports after it. Of intact states it reads the
+first tensors, and a few numbers of the others; only empty states are read to their end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -24,16 +25,23 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.intent.intent_choice import Intent
 from collage_agent.sample.quantised_states import is_quantised
 from collage_agent.sample.state_mappings import state_of, states_of, step_of
-from collage_agent.sample.stored_parts import OURS, average_names, components, elementwise_state, leaves_residual
+from collage_agent.sample.stored_parts import OURS, leaves_residual
 from collage_agent.training.watched_parameters import WatchedParameter
+from collage_agent.watching.kept_states import (
+    SAMPLED,
+    KeptStates,
+    averages_of,
+    glance,
+    places_alike,
+    sample,
+)
 from collage_monitor import wire
+from collage_monitor.diagnosis import launch
 
 __all__ = ["ResumeCheck", "largest_step_count"]
 
 _SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """What torch counts in, for what it cannot count in."""
-_SAMPLED: Final = 4096
-"""Elements of each tensor."""
 _FEWEST: Final = 64
 """Elements that speak for the whole."""
 _FEWEST_LEFT: Final = 0.1
@@ -41,6 +49,12 @@ _FEWEST_LEFT: Final = 0.1
 _SOME_COUNTERS: Final = 64
 _FEWEST_STEPS: Final = 2
 """A first step at rate 0 leaves nothing beside a weight."""
+_GAPS_APART: Final = 2
+"""A weight that is rounded at random, or cut off, stands within a gap of its master weight."""
+_SHARE_APART: Final = 0.1
+_JUMP: Final = 2.0
+"""So many times what the master weights moved: then the step did more than take a step."""
+_SHARE_FILLED: Final = 0.5
 
 
 def largest_step_count(optimizer: Optimizer) -> int | None:
@@ -83,7 +97,7 @@ def _largest(counts: Sequence[Any]) -> float:
 
 
 class ResumeCheck:
-    """`losses`: the losses in the order of their discovery, each kind once."""
+    """`losses`: the losses in the order of their discovery, each kind once. `note`: a sentence, "" without one."""
 
     def __init__(self) -> None:
         self.losses: list[wire.ResumeLoss] = []
@@ -94,23 +108,40 @@ class ResumeCheck:
         self._came_along: list[str] = []
         self._suspected: _Found = {}
         self._weights: dict[int, Tensor] = {}
+        self.note = ""
+        self._told: int | None = None
+        self._without: list[WatchedParameter] = []
+        self._apart: list[_Apart] = []
+        self._empty_layers: list[_EmptyAverage] = []
 
     def before(
-        self, optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent], step: int
+        self,
+        optimizer: Optimizer,
+        watched: Sequence[WatchedParameter],
+        intents: Sequence[Intent],
+        step: int,
+        told: int | None = None,
     ) -> None:
-        """The first step of a launch is about to be taken. Synchronises the device."""
-        kept, counters = _Kept(optimizer, watched, intents), _counters(optimizer)
+        """The first step of a launch is about to be taken; told: its number, if the user has passed it.
+
+        Synchronises the device.
+        """
+        kept, counters = KeptStates(optimizer, watched, intents), _counters(optimizer)
         taken = self._taken = _largest_of(optimizer, counters)
         self._some = list(map(_of_count, _spread(counters)))
         self._look_at_averages(kept)
+        goes_on = told == step > _FEWEST_STEPS
+        self._told = told if goes_on and taken == 0 and not any(_holding(kept, _is_filled).values()) else None
         if _has_history(kept, taken):
             self._suspected = _beside_weights(optimizer, kept, taken)
             self._weights = {place: shown.clone() for place, shown, _ in _sums(kept)} if self._suspected else {}
             self._absent = [] if self._suspected else list(_absent_beside_weights(kept))
-        for kind, (text, lasting) in _in_narrow_counters(counters).items():
-            self._note(kind, text, step, lasting=lasting)
+            self._without = [own for own in watched if own.stepped and not state_of(optimizer, own.parameter)]
+            self._empty_layers = [own for own in _empty_in_layers(kept) if own.name not in self._empty]
+        self._apart = list(_apart_from_masters(kept))
+        self._note(*_in_narrow_counters(counters, step))
 
-    def _look_at_averages(self, kept: _Kept) -> None:
+    def _look_at_averages(self, kept: KeptStates) -> None:
         """Suspects averages that are 0 everywhere though steps are counted, and counts of 0 beside averages."""
         if self._empty or self._came_along or self._taken is None or 0 < self._taken < _FEWEST_STEPS:
             # An earlier suspicion is reported after this step: a repeated closure call hid the last step.
@@ -125,24 +156,29 @@ class ResumeCheck:
         self, optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent], step: int
     ) -> None:
         """It has been taken. Synchronises the device."""
+        kept = KeptStates(optimizer, watched, intents)
         suspected, self._suspected, weights, self._weights = self._suspected, {}, self._weights, {}
-        if suspected and not _leaves_nothing(weights, _Kept(optimizer, watched, intents)):
-            for kind, (text, lasting) in suspected.items():
-                self._note(kind, text, step, lasting=lasting)
-        self._note_averages(optimizer, _Kept(optimizer, watched, intents), step)
+        if suspected and not _leaves_nothing(weights, kept):
+            for kind, names in suspected.items():
+                self._note(launch.nothing_beside_weights(kind, names, self._taken, step))
+        self._note_averages(optimizer, kept, step)
+        if self._told is not None and (
+            names := [name for name, held in _holding(kept, _is_filled).items() if held]
+        ):
+            self._note(launch.states_missing(self._told, names, step))
+        self._note_layers(optimizer, step)
+        without, self._without = self._without, []
+        made = [own.name for own in without if state_of(optimizer, own.parameter)]
+        self.note = launch.begins_beside_others(made, self._taken) if made and self._taken else self.note
         if self._taken and self._stands_still(optimizer):
-            text = f"the step counter stands at {self._taken:,} before a step and after it"
-            self._note("counter", text, step, lasting=True)
+            self._note(launch.counter_stands(self._taken, step))
+        self._note(*_in_narrow_counters(_counters(optimizer), step))
         absent, self._absent = self._absent, []
-        made = [key for parameter, key in absent if key in state_of(optimizer, parameter)]
-        if made and len(made) == len(absent):
-            text = (
-                f"what stands beside the 16-bit weights ({' and '.join(dict.fromkeys(made))}) was made anew in the "
-                "first step of this launch, beside averages of earlier steps: what it had held is gone"
-            )
-            self._note("masters", text, step, lasting=False)
+        names = [key for parameter, key in absent if key in state_of(optimizer, parameter)]
+        if names and len(names) == len(absent):
+            self._note(launch.masters_made_anew(dict.fromkeys(names), step))
 
-    def _note_averages(self, optimizer: Optimizer, kept: _Kept, step: int) -> None:
+    def _note_averages(self, optimizer: Optimizer, kept: KeptStates, step: int) -> None:
         """Notes the suspected losses, except of averages that this step leaves at 0: nothing fills them."""
         empty, self._empty, came_along, self._came_along = self._empty, [], self._came_along, []
         if empty and not _was_skipped(optimizer):
@@ -151,14 +187,24 @@ class ResumeCheck:
         if came_along:
             # If another average begins at 0, nothing was loaded; a counter that stays 0 counts something else.
             if not empty and not self._stands_still(optimizer):
-                text = f"steps are counted from 0 again, though {' and '.join(came_along)} came along: "
-                self._note("count", text + "bias is corrected for as if it had not", step, lasting=False)
+                self._note(launch.count_begins_again(came_along, step))
         elif empty:
-            text = (
-                f"{' and '.join(empty)} {'was' if len(empty) == 1 else 'were'} 0 everywhere before the first step "
-                f"of this launch, though {self._taken:,} steps are counted"
-            )
-            self._note("averages", text, step, lasting=False)
+            self._note(launch.averages_empty(empty, self._taken, step))
+
+    def _note_layers(self, optimizer: Optimizer, step: int) -> None:
+        """Notes layers whose master weights were those of other weights, or of which one average was empty."""
+        apart, self._apart, empty, self._empty_layers = self._apart, [], self._empty_layers, []
+        if _was_skipped(optimizer):
+            return
+        written = [own for own in apart if own.was_written_over(optimizer)]
+        if written:
+            moved, whole = (sum(squares) for squares in zip(*(own.moved() for own in written), strict=True))
+            names = [own.entry.name for own in written]
+            self._note(launch.masters_are_others(names, (moved / whole) ** 0.5 if whole else math.inf, step))
+        filled = [own for own in empty if own.was_filled(optimizer)]
+        if filled:
+            names = list(dict.fromkeys(own.entry.name for own in filled))
+            self._note(launch.layers_empty(filled[0].name, filled[0].beside, names, step))
 
     def _stands_still(self, optimizer: Optimizer) -> bool:
         """Whether no counter has counted the step; False for one that was skipped."""
@@ -171,32 +217,14 @@ class ResumeCheck:
         largest = _largest_of(optimizer, counters)
         return largest is not None and largest <= (self._taken or 0)
 
-    def _note(self, kind: wire.LossKind, text: str, step: int, *, lasting: bool) -> None:
-        if all(loss.kind != kind for loss in self.losses):
-            self.losses.append(wire.ResumeLoss(kind=kind, text=text, step=step, lasting=lasting))
+    def _note(self, *found: wire.ResumeLoss) -> None:
+        for loss in found:
+            if all(known.kind != loss.kind for known in self.losses):
+                self.losses.append(loss)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """Each stepped parameter that has a state, with that state and its group's intent.
-
-    Each look builds them again: 20,000 kept tuples would make Python's garbage collector scan everything, which
-    takes longer than the rest of the look.
-    """
-
-    optimizer: Optimizer
-    watched: Sequence[WatchedParameter]
-    intents: Sequence[Intent]
-
-    def __iter__(self) -> Iterator[tuple[WatchedParameter, Mapping[str, Any], Intent]]:
-        kept = states_of(self.optimizer)
-        for entry in self.watched:
-            if entry.stepped and (state := kept(entry.parameter, {})):
-                yield entry, state, self.intents[entry.group]
-
-
-_Found = dict[wire.LossKind, tuple[str, bool]]
-"""What was lost: the sentence, and whether it goes on."""
+_Found = dict[wire.LossKind, Collection[str]]
+"""What was lost, and the names of the states that held it."""
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:
@@ -214,19 +242,18 @@ def _of_count(count: Any) -> float:
     return float(count.max() if isinstance(count, Tensor) and count.dim() else count)
 
 
-def _in_narrow_counters(counters: Sequence[Any]) -> _Found:
+def _in_narrow_counters(counters: Sequence[Any], step: int) -> Iterator[wire.ResumeLoss]:
     """Counters in a dtype that cannot hold every count."""
     for counter in counters:
-        if isinstance(counter, Tensor) and counter.dtype.is_floating_point and counter.dtype.itemsize < 4:
-            most = round(2 / torch.finfo(counter.dtype).eps)
-            name, value = dtype_name(counter.dtype), float(counter)
-            text = f"the step counter is kept in {name}, which counts to {most:,} and no further: it stands at "
-            text += f"{value:,.0f}"
-            return {"counter": (text, True)}
-    return {}
+        if not isinstance(counter, Tensor) or counter.dtype.itemsize >= 4:
+            continue
+        dtype = counter.dtype
+        most = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+        yield launch.counter_is_narrow(dtype_name(dtype), most, _of_count(counter), step)
+        return
 
 
-def _beside_weights(optimizer: Optimizer, kept: _Kept, taken: int | None) -> _Found:
+def _beside_weights(optimizer: Optimizer, kept: KeptStates, taken: int | None) -> _Found:
     """Finds master weights that equal the weight, and residuals that are 0, if this holds for all of them."""
     names: dict[wire.LossKind, dict[str, None]] = {}
     sampled = 0
@@ -239,7 +266,7 @@ def _beside_weights(optimizer: Optimizer, kept: _Kept, taken: int | None) -> _Fo
         weight = local_part(weight.detach())
         master, residual = (state.get(key) if key else None for key in (own.master, own.residual))
         if isinstance(master, Tensor) and local_part(master).dtype.itemsize >= 4:
-            held, shown = _sample(local_part(master)), _sample(weight)
+            held, shown = sample(local_part(master)), sample(weight)
             if not torch.equal(held, shown.to(held.dtype)):
                 return {}
             names.setdefault("masters", {})[str(own.master)] = None
@@ -249,32 +276,28 @@ def _beside_weights(optimizer: Optimizer, kept: _Kept, taken: int | None) -> _Fo
             names.setdefault("residuals", {})[str(own.residual)] = None
         else:
             continue
-        sampled += min(weight.numel(), _SAMPLED)
+        sampled += min(weight.numel(), SAMPLED)
     if sampled < _FEWEST or len(names) != 1:
         return {}
-    [(kind, named)] = names.items()
-    what = "every master weight equalled its 16-bit weight" if kind == "masters" else "every residual was 0"
-    steps = "" if taken is None else f", {taken:,} steps into the training"
-    text = f"{what} ({' and '.join(named)}) before the first step of this launch{steps}: what they held is gone"
-    return {kind: (text, False)}
+    return {**names}
 
 
-def _sums(kept: _Kept) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _sums(kept: KeptStates) -> Iterator[tuple[int, Tensor, Tensor]]:
     """The identity and a sample of each 16-bit weight, and the same sample in fp64 with the part kept beside it."""
     for entry, state, intent in kept:
         own, weight = intent.composition, local_part(entry.parameter.detach())
         master, residual = (state.get(key) if key else None for key in (own.master, own.residual))
         if weight.dtype.itemsize >= 4:
             continue
-        shown = _sample(weight)
+        shown = sample(weight)
         if isinstance(master, Tensor):
-            yield id(entry.parameter), shown, _sample(local_part(master)).double()
+            yield id(entry.parameter), shown, sample(local_part(master)).double()
         elif isinstance(residual, Tensor) and not is_quantised(local_part(residual)):
-            beside = own.residual_of(shown, _sample(local_part(residual)))
+            beside = own.residual_of(shown, sample(local_part(residual)))
             yield id(entry.parameter), shown, shown.double().add_(beside)
 
 
-def _leaves_nothing(before: Mapping[int, Tensor], kept: _Kept) -> bool:
+def _leaves_nothing(before: Mapping[int, Tensor], kept: KeptStates) -> bool:
     """Whether the step, which began without parts beside the weights, left next to nothing in them: then their
     absence is no loss."""
     moved = left = 0
@@ -286,13 +309,122 @@ def _leaves_nothing(before: Mapping[int, Tensor], kept: _Kept) -> bool:
     return left < _FEWEST_LEFT * moved
 
 
-def _absent_beside_weights(kept: _Kept) -> Iterator[tuple[Tensor, str]]:
+def _absent_beside_weights(kept: KeptStates) -> Iterator[tuple[Tensor, str]]:
     """16-bit weights, with the parts that their optimizer should keep beside them and now lacks."""
     for entry, state, intent in kept:
         own = intent.composition
         key = None if own is OURS else own.master or own.residual
         if key is not None and key not in state and entry.parameter.dtype.itemsize < 4:
             yield entry.parameter, key
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """A 16-bit weight, and samples of it and of its master weight from which it differs, before a step."""
+
+    entry: WatchedParameter
+    key: str
+    shown: Tensor
+    master: Tensor
+
+    def was_written_over(self, optimizer: Optimizer) -> bool:
+        """Whether the step wrote the master weight over the weight, which jumped by more than the master moved."""
+        held = state_of(optimizer, self.entry.parameter).get(self.key)
+        if not isinstance(held, Tensor):
+            return False
+        now, master = self._now(), sample(local_part(held))
+        apart = _is_apart(self.shown, self.master)
+        jump, step = (now - self.shown.double())[apart], (master.double() - self.master.double())[apart]
+        fits = not bool(_is_apart(now.to(self.shown.dtype), master).any())
+        return fits and float(jump.square().sum()) > _JUMP**2 * float(step.square().sum())
+
+    def moved(self) -> tuple[float, float]:
+        """Estimates of ‖change‖² and ‖weight‖² of the whole tensor."""
+        scale = local_part(self.entry.parameter).numel() / len(self.shown)
+        change = self._now() - self.shown.double()
+        return scale * float(change.square().sum()), scale * float(self.shown.double().square().sum())
+
+    def _now(self) -> Tensor:
+        return sample(local_part(self.entry.parameter)).double()
+
+
+def _is_apart(shown: Tensor, master: Tensor) -> Tensor:
+    """Which weights are not what rounding, of whatever kind, makes of their master weights: bool."""
+    finest = torch.finfo(shown.dtype)
+    weight, held = shown.double(), master.double()
+    gap = torch.maximum(weight.abs(), held.abs()).mul_(finest.eps).clamp_(min=finest.smallest_normal * finest.eps)
+    return (weight - held).abs() > _GAPS_APART * gap
+
+
+def _apart_from_masters(kept: KeptStates) -> Iterator[_Apart]:
+    """Weights that do not stand beside their master weights."""
+    if all(intent.composition.master is None for intent in kept.intents):
+        return
+    found, glances = [], []
+    for entry, state, intent in kept:
+        weight, master = local_part(entry.parameter.detach()), state.get(intent.composition.master or "")
+        if isinstance(master, Tensor) and weight.dtype.itemsize < local_part(master).dtype.itemsize:
+            found.append((entry, str(intent.composition.master), weight, local_part(master)))
+            glances.append((glance(weight), glance(master)))
+    for places in places_alike(glances):
+        shown, held = (torch.cat([glances[place][part] for place in places]) for part in (0, 1))
+        sizes = [len(glances[place][0]) for place in places]
+        flags = torch.split(_is_apart(shown, held).to(torch.float32), sizes)
+        shares = torch.stack([own.mean() for own in flags]).tolist()
+        for place, share in zip(places, shares, strict=True):
+            if share >= _SHARE_APART:
+                entry, key, weight, master = found[place]
+                yield _Apart(entry, key, sample(weight).clone(), sample(master).clone())
+
+
+@dataclass(frozen=True)
+class _EmptyAverage:
+    """An average that is 0 in the whole tensor, and another of the same weight that is not."""
+
+    entry: WatchedParameter
+    name: str
+    beside: str
+
+    def was_filled(self, optimizer: Optimizer) -> bool:
+        """Whether the step filled it where the other one holds something."""
+        state = state_of(optimizer, self.entry.parameter)
+        if self.name not in state or self.beside not in state:
+            return False
+        held = sample(local_part(state[self.beside])).ne(0)
+        return bool(sample(local_part(state[self.name]))[held].ne(0).double().mean() >= _SHARE_FILLED)
+
+
+def _empty_in_layers(kept: KeptStates) -> Iterator[_EmptyAverage]:
+    """Averages that hold nothing in single layers. float16 ones may be too small to be held."""
+    names: dict[object, list[str]] = {}
+    owners: list[tuple[WatchedParameter, str]] = []
+    glances: list[tuple[Tensor]] = []
+    for entry, state, intent in kept:
+        form = (entry.group, *state)
+        if form not in names:
+            names[form] = [name for name, tensors in averages_of(entry, state, intent) if _is_wide(tensors[0])]
+        if len(names[form]) > 1:
+            for name in names[form]:
+                owners.append((entry, name))
+                glances.append((glance(state[name]),))
+    filled: dict[int, str] = {}
+    empty = []
+    for places in places_alike(glances):
+        largest = torch.stack(torch._foreach_norm([glances[place][0] for place in places], math.inf)).tolist()
+        for place, value in zip(places, largest, strict=True):
+            entry, name = owners[place]
+            if value:
+                filled[id(entry.parameter)] = name
+            else:
+                empty.append((entry, name))
+    for entry, name in empty:
+        whole = local_part(state_of(kept.optimizer, entry.parameter)[name])
+        if id(entry.parameter) in filled and whole.numel() and not whole.count_nonzero():
+            yield _EmptyAverage(entry, name, filled[id(entry.parameter)])
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.float64, torch.bfloat16)
 
 
 def _just_converted(optimizer: Optimizer, entry: WatchedParameter, taken: int | None) -> bool:
@@ -303,7 +435,7 @@ def _just_converted(optimizer: Optimizer, entry: WatchedParameter, taken: int | 
     return isinstance(optimizer, CollageOptimizer) and began is not None and steps < _FEWEST_STEPS
 
 
-def _holding(kept: _Kept, holds: Callable[[Tensor, Tensor], bool]) -> dict[str, bool]:
+def _holding(kept: KeptStates, holds: Callable[[Tensor, Tensor], bool]) -> dict[str, bool]:
     """Whether each moving average holds something in any layer, by `holds(average, weight)`. Averages of very few
     elements are left out: their zeros prove nothing."""
     found: dict[str, bool] = {}
@@ -314,42 +446,31 @@ def _holding(kept: _Kept, holds: Callable[[Tensor, Tensor], bool]) -> dict[str, 
         if (alike := (entry.group, *state)) in settled:
             continue
         names, weight = [], local_part(entry.parameter)
-        for name, tensors in _averages(entry, state, intent):
+        for name, tensors in averages_of(entry, state, intent):
             names.append(name)
             if not found.get(name, False):
                 found[name] = any(holds(tensor, weight) for tensor in tensors)
-                sampled[name] = sampled.get(name, 0) + min(tensors[0].numel(), _SAMPLED)
+                sampled[name] = sampled.get(name, 0) + min(tensors[0].numel(), SAMPLED)
         if all(found[name] for name in names):
             settled.add(alike)
     return {name: held for name, held in found.items() if held or sampled[name] >= _FEWEST}
 
 
-def _has_history(kept: _Kept, taken: int | None) -> bool:
+def _has_history(kept: KeptStates, taken: int | None) -> bool:
     """Whether steps were taken before: by the count, or without one by averages that hold what steps leave."""
     if taken is not None:
         return taken >= _FEWEST_STEPS
     return any(
         _left_by_steps(tensor, local_part(entry.parameter))
         for entry, state, intent in kept
-        for _, tensors in _averages(entry, state, intent)
+        for _, tensors in averages_of(entry, state, intent)
         for tensor in tensors
     )
 
 
-def _averages(
-    entry: WatchedParameter, state: Mapping[str, Any], intent: Intent
-) -> Iterator[tuple[str, list[Tensor]]]:
-    """The name of each moving average of a parameter, and its tensors."""
-    keys = tuple(elementwise_state(entry.parameter, state))
-    for name in average_names(keys, intent.composition):
-        tensors = [local_part(state[key]) for key in components(name, keys, intent.composition)]
-        if not any(map(is_quantised, tensors)):
-            yield name, tensors
-
-
 def _is_zero(tensor: Tensor) -> bool:
     """Whether the sampled elements are all 0."""
-    sampled = _sample(tensor)
+    sampled = sample(tensor)
     signed = _SIGNED.get(sampled.dtype)
     return not bool((sampled if signed is None else sampled.view(signed)).count_nonzero())
 
@@ -361,15 +482,9 @@ def _is_filled(average: Tensor, weight: Tensor) -> bool:
 def _left_by_steps(average: Tensor, weight: Tensor) -> bool:
     """Whether only steps can have left the sampled elements. An optimizer that is built may fill a state with one
     value or with the weight, or draw a mask."""
-    held, shown = _sample(average), _sample(weight)
+    held, shown = sample(average), sample(weight)
     if not held.is_floating_point():
         return False
     narrower = min(held.dtype, shown.dtype, key=lambda dtype: dtype.itemsize)
     varies = bool((held.double() != held[:1].double()).any())
     return varies and not torch.equal(held.to(narrower).double(), shown.to(narrower).double())
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Elements at equal distances, at most _SAMPLED."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(-(-flat.numel() // _SAMPLED), 1)]

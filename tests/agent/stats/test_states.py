@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from collage_agent.handle import watch
 from collage_agent.stats.optimizer_state import state_decrement_block_sums, zero_block_counts
+from torch import nn
 
 from tests.reference import diagnostics
 
@@ -61,3 +63,22 @@ def test_a_zero_of_either_sign_counts_and_a_low_component_that_is_not_zero_preve
     state = torch.tensor([0.0, 1.0, 0.0, -0.0, 1e-9, 1.0, 0.0, 0.0] * 2, dtype=torch.float64)
     excluded = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1] + [1] * 8, dtype=torch.uint8)
     assert zero_block_counts(gradient, [state], excluded, 8).tolist() == [[2.0, 0.0], [2.0, 0.0]]
+
+
+@pytest.mark.parametrize(("scale", "least"), [(1.0, 0.0), (2.0**16, 0.01), (2.0**20, 0.9)])
+def test_infinite_states_equal_plain_counting(scale, least):
+    """A loss scale that is never taken out of the gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24)).half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-6)
+    handle = watch(model, optimizer, every=1, sample="all")
+    for _ in range(12):
+        (model(torch.randn(8, 24).half()).float().square().mean() * scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = handle.summary()["model"]
+    for name in ("exp_avg", "exp_avg_sq"):
+        states = torch.cat([state[name].flatten() for state in optimizer.state.values()])
+        assert found[f"state_infinite_ratio/{name}"] == float(states.isinf().double().mean())
+    assert found["state_infinite_ratio/exp_avg_sq"] >= least
+    assert (handle.judgement().health == "not finite") == (scale > 1)

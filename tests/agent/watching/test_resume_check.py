@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from collage_agent.handle import watch
-from collage_agent.watching import resume_check
+from collage_agent.watching import kept_states, resume_check
 from collage_optim import CollageAdamW
 from torch import nn
 
@@ -181,6 +181,89 @@ def test_states_that_are_made_when_built_are_checked_once_they_are_loaded(count)
     (loss,) = handle.info.resume_losses
     assert loss.kind == "count"
     assert "though m and v came along" in loss.text
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["made when built", "ours"])
+def test_masters_of_other_weights_are_seen_where_the_step_writes_them(own):
+    torch.manual_seed(0)
+    model, loaded = (nn.Linear(64, 64).to(BF16) for _ in range(2))
+    make = CollageAdamW if own else MadeWhenBuilt
+    optimizer = make(model.parameters(), **({"lr": 1e-4, "strategy": "master-weights"} if own else {"again": True}))
+    if own:
+        trained(model, optimizer, 1)
+    model.load_state_dict(loaded.state_dict())
+    handle = watch(model, optimizer, every=1, budget=None)
+    trained(model, optimizer, 1)
+    away = float((model.weight - loaded.weight).detach().norm() / loaded.weight.detach().norm())
+    if own:
+        assert away < 0.05, "ours takes weights that others write"
+        assert handle.info.resume_losses == []
+        return
+    assert away > 1
+    (loss,) = handle.info.resume_losses
+    assert (loss.kind, loss.lasting) == ("masters", True)
+    assert "of weight and bias were not those of the weights" in loss.text
+    told = float(loss.text.partition("moved by ")[2].partition(" ")[0])
+    assert told == pytest.approx(away, rel=0.02)
+    assert handle.judgement().headline == "Old master weights replaced the weights of weight and bias."
+
+
+class CountsIn(torch.optim.SGD):
+    """Makes its counter in the first step, in a dtype of its own."""
+
+    def __init__(self, params, dtype):
+        super().__init__(params, lr=1e-2, momentum=0.9)
+        self.counts_in = dtype
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state.setdefault("step", torch.zeros((), dtype=self.counts_in)).add_(1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(BF16, 256), (torch.float16, 2048), (torch.uint8, 255), (torch.int16, 32_767), (torch.int32, None)],
+)
+def test_a_counter_that_will_stop_is_known_in_the_first_step_of_a_training(dtype, most):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = CountsIn(model.parameters(), dtype)
+    handle = watch(model, optimizer, every=1, budget=None)
+    trained(model, optimizer, 1)
+    assert [loss.short for loss in handle.info.resume_losses] == (
+        [f"the step counter ends at {most:,}"] if most else []
+    )
+    assert handle.judgement().health in (["steps are off"] if most else ["healthy", "unknown"])
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_an_average_that_one_layer_lost_is_missed(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(300, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(scale=1.0):
+        (scale * model(torch.arange(200, 264)).square().mean()).backward()
+        optimizer.step()
+
+    for _ in range(20):
+        step()
+    model[1].requires_grad_(False)
+    model[2].requires_grad_(True)
+    handle = watch(model, optimizer, every=1, budget=None)
+    step()
+    handle.remove()
+    assert handle.info.resume_losses == [], "rows without tokens and a layer set free hold nothing by right"
+    model[1].requires_grad_(True)
+    optimizer.state[next(model[1].parameters())][name].zero_()
+    handle = watch(model, optimizer, every=1, budget=None)
+    step()
+    (loss,) = handle.info.resume_losses
+    assert (loss.kind, loss.short) == ("averages", f"a resume lost {name} of 1.weight")
+    assert handle.judgement().health == "steps are off"
 
 
 class CallsAgain(torch.optim.AdamW):
@@ -378,13 +461,13 @@ def test_a_step_that_a_loss_scaler_skips_does_not_make_a_counter_stand_still():
 
 def test_of_what_came_through_whole_the_first_tensors_are_read(monkeypatch):
     read = []
-    sample = resume_check._sample
+    sample = kept_states.sample
 
     def noted(tensor):
         read.append(tensor)
         return sample(tensor)
 
-    monkeypatch.setattr(resume_check, "_sample", noted)
+    monkeypatch.setattr(resume_check, "sample", noted)
     torch.manual_seed(0)
     model = nn.ParameterList([torch.randn(8, 8).to(BF16) for _ in range(200)])
     optimizer = CollageAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), strategy="master-weights")

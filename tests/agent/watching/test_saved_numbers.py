@@ -57,7 +57,8 @@ class Job:
             spoil(model, optimizer)
         collage.init("saved", run_id=run, mode="offline", dir=self.folder)
         # SGD counts no steps: its training says which is next, as docs/reference/watch-options.md asks it to.
-        handle = collage.watch(model, optimizer, budget=None, first_step=start + 1, **options)
+        options.setdefault("first_step", start + 1)
+        handle = collage.watch(model, optimizer, budget=None, **options)
         done = start
         for stop in (*saves, end):
             train(model, optimizer, done, stop)
@@ -141,6 +142,107 @@ def test_what_differs_is_named_and_how_far(tmp_path, spoil, weights, states, far
     assert "step 6" in str(found)
 
 
+def forgotten(model, optimizer):
+    optimizer.state.clear()
+
+
+def one_layer_forgotten(model, optimizer):
+    del optimizer.state[model[2].weight]
+
+
+def counted_less(model, optimizer):
+    optimizer.state[model[2].weight]["step"].fill_(2)
+
+
+LOST = [
+    (forgotten, 7, "averages", "the resume forgot the optimizer's states"),
+    (forgotten, None, "averages", "the resume forgot the optimizer's states"),
+    (one_layer_forgotten, None, "averages", "the resume lost states of 2.weight"),
+    (counted_less, None, "count", "a resume lost the step count"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "first_step", "kind", "short"), LOST)
+def test_what_did_not_come_back_beside_the_saved_weights_is_a_loss(tmp_path, spoil, first_step, kind, short):
+    """Told was "healthy", and a launch that forgot all states counted again over steps that the run has."""
+    job = Job(tmp_path, "AdamW")
+    job.launch(0, 6)
+    _, found, info = job.launch(6, 8, every=1, spoil=spoil, first_step=first_step, expect="resumed")
+    assert (found.health, found.first_step, info.steps_before) == ("steps are off", 7, 6)
+    assert [(loss.kind, loss.step) for loss in info.resume_losses] == [(kind, 7)]
+    assert short in found.headline[0].lower() + found.headline[1:]
+    assert [breach.expectation for breach in info.broken] == ["resumed"]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_launch_from_the_beginning_is_no_resume(tmp_path, kind):
+    job = Job(tmp_path, kind)
+    job.launch(0, 6)
+    found, judged, info = job.launch(0, 20, every=1, first_step=None, expect="resumed")
+    assert (found, judged.first_step, info.steps_before) == (None, 1, 0)
+    assert info.resume_losses == []
+    assert [str(breach) for breach in info.broken] == [
+        "expected a resumed training: the optimizer begins without steps, at step 1"
+    ]
+
+
+def test_weights_that_have_not_moved_tell_no_step(tmp_path):
+    """A warm-up that begins at a rate of 0: the weights of step 1 are those of the beginning."""
+    job = Job(tmp_path, "AdamW")
+
+    def standing(model, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.0
+
+    job.launch(0, 1, spoil=standing)
+    assert job.launch(0, 3, first_step=None)[2].steps_before == 0
+
+
+def test_another_optimizer_from_the_saved_weights_is_no_loss(tmp_path):
+    job = Job(tmp_path, "AdamW")
+    job.launch(0, 6)
+    job.kind, job.saved[6] = "SGD", (job.saved[6][0], built("SGD", 0, 40)[1].state_dict())
+    found, judged, info = job.launch(6, 7, first_step=None)
+    assert info.steps_before == 6, "it counts none: the weights tell"
+    assert found.missing.differing == 8
+    assert info.resume_losses == []
+    assert judged.health != "steps are off"
+
+
+@pytest.mark.drawn(by=lambda dtype, rate, **_: (dtype, rate))
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-3])
+@pytest.mark.parametrize("width", [40, 300])
+def test_what_rounding_on_the_way_takes_is_told_against_what_was_moved(tmp_path, dtype, rate, width):
+    """Told was "by 0.0005 of its norm", where two thirds of a launch were gone."""
+    job = Job(tmp_path, "AdamW", width=width)
+    begun, at_end = [], []
+
+    def narrow(model, optimizer):
+        optimizer.param_groups[0]["lr"] = rate
+        with torch.no_grad():
+            for weight in model.parameters():
+                at_end.append(weight.clone())
+                weight.copy_(weight.to(dtype))
+                begun.append(weight.clone())
+
+    job.launch(0, 6, spoil=narrow)
+    at_start, begun, at_end = begun, [], []
+    _, judged, info = job.launch(6, 7, spoil=narrow)
+    moved = [(then - start).double() for then, start in zip(at_end, at_start, strict=True)]
+    gone = [(then - now).double() for then, now in zip(at_end, begun, strict=True)]
+    along = sum(float((a * b).sum()) for a, b in zip(moved, gone, strict=True))
+    share = along / sum(float(a.square().sum()) for a in moved)
+    assert info.continuation.cast.differing == 3, "of a bias of 7 numbers nothing is said"
+    if share < 0.01:
+        assert info.resume_losses == []
+        return
+    (loss,) = info.resume_losses
+    assert ("residuals are off", "resume_losses") in [(own.health, own.key) for own in judged.findings]
+    assert f"3 of 4 weights begin as {str(dtype)[6:]} numbers" in loss.text
+    told = float(loss.text.rpartition(": ")[2].partition(" %")[0]) / 100
+    assert told == pytest.approx(share, abs=0.1)
+
+
 @pytest.mark.parametrize("spoil", [one_bit, pytest.param(scaled, marks=pytest.mark.nightly)])
 def test_a_change_on_purpose_is_no_illness(tmp_path, spoil):
     job = Job(tmp_path, "AdamW")
@@ -179,5 +281,5 @@ def test_of_many_tensors_fewer_numbers_of_each_are_kept(tmp_path, monkeypatch):
     (path,) = tmp_path.rglob("*.msgpack")
     numbers = SavedNumbers(path).at(3)
     assert numbers is not None
-    marks = [mark for layer in numbers.values() for mark in layer.values()]
+    marks = [mark for layer in numbers.values() for mark in layer.values() if mark.place]
     assert {len(mark.numbers) for mark in marks} == {3}, "4 tensors, each with two moments"
