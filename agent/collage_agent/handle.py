@@ -3,7 +3,7 @@
 `session.py` makes it for a run, tests without one. It finds the optimizers, makes the parts of `watching/` that
 measure them, and gives what they measure to a `Reporter`. It knows no run: `session.py` joins the two. The public
 methods of a `Watch` are fixed (`tests/agent/test_watch.py`; the documented methods: `tests/docs/test_api.py`).
-`look`, `join`, `parameters` and `compare_with_saved` are for the agent, `_last` is for tests.
+`look`, `join`, `parameters`, `skipped_so_far` and `compare_with_saved` are for the agent, `_last` is for tests.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import html
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -89,6 +90,7 @@ class Watch:
         self.model = model
         self.options = options
         self.optimizers = optimizers
+        self._reporter = reporter
         self._guard = Guard(stops_measuring=True)
         cycle = WindowSchedule(options.windows, options.every).cycle
         self._governor = Governor(options.every, options.sample, options.budget, worker_cpu_seconds, cycle=cycle)
@@ -188,6 +190,12 @@ class Watch:
         return self._assembly.last
 
     @property
+    def skipped_so_far(self) -> float:
+        """Steps that a loss scaler skipped, known without waiting, if none was taken yet."""
+        skipped = self._assembly.skipped_steps if self.step is None else None
+        return skipped if isinstance(skipped, float) else 0.0
+
+    @property
     def removed(self) -> bool:
         """Whether the watch has ended."""
         return self._hooks[0].removed
@@ -226,7 +234,9 @@ class Watch:
     def evidence(self) -> Evidence:
         """The evidence for a judgement: the merged recent past of this process's shards. Synchronises the
         device."""
-        return evidence_of_past(self._assembly.history.past(), self._assembly.layout, self.info)
+        skipped = float(self._assembly.skipped_steps or 0.0)
+        found = evidence_of_past(self._assembly.history.past(), self._assembly.layout, self.info, skipped)
+        return replace(found, logged=getattr(self._reporter, "losses_not_finite", dict)())
 
     def judgement(self) -> wire.Judgement:
         """The run's health: one word, a sentence, and the numbers behind it. Synchronises the device."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import html
 import itertools
 import logging
+import math
 import operator
 import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -38,6 +40,7 @@ from collage_agent.transport.queue import (
     MeasuredStep,
     WatchChange,
     cuda_event_on,
+    not_finite_since,
 )
 from collage_monitor.environment import CHECK_REPORT
 from collage_monitor.errors import CollageError, NotFound
@@ -46,6 +49,7 @@ from collage_monitor.local import local_server
 __all__ = ["Run"]
 
 _LOG = logging.getLogger("collage_agent")
+_LOSSES = ("loss", "validation_loss")
 
 
 @dataclass
@@ -99,6 +103,7 @@ class Run:
         self._numbers = itertools.count()
         self._first_step: int | None = None
         self._counted_step = 0
+        self._not_finite: dict[str, float | torch.Tensor] = {}
         self._log_cpu_seconds = 0.0
         self._finished = False
         self._reports_run_state = identity.is_first_rank
@@ -364,8 +369,25 @@ class Run:
         else:
             place = self._step_of_watches()
         self._counted_step = max(self._counted_step, place or 0)
+        if skipped := self._skipped_so_far():
+            # No step was measured that could tell.
+            values = {**values, "skipped_steps": skipped}
         for item in LoggedScalars.of(values, place, time.time(), counted):
             self._put(item)
+            for name in _LOSSES:
+                with suppress(TypeError, ValueError):
+                    if name in item.values:
+                        since = self._not_finite.get(name, math.nan)
+                        self._not_finite[name] = not_finite_since(item.values[name], place or 0, since)
+
+    def losses_not_finite(self) -> dict[str, int]:
+        """The losses that are not finite, and since which step. Waits for a device on which they are."""
+        since = {name: float(step) for name, step in self._not_finite.items()}
+        return {name: int(step) for name, step in since.items() if not math.isnan(step)}
+
+    def _skipped_so_far(self) -> float:
+        found = [getattr(slot.watch, "skipped_so_far", 0.0) for slot in self._slots.values()]
+        return max(found, default=0.0)
 
     def _step_of_watches(self) -> int | None:
         """The last step of the running watches, otherwise of the ended ones."""

@@ -105,6 +105,10 @@ class _WatchReporter:
         """CPU that delivering has used."""
         return self.run.worker_cpu_seconds() if self.run else 0.0
 
+    def losses_not_finite(self) -> dict[str, int]:
+        """See `Run.losses_not_finite`; nothing without a run."""
+        return self.run.losses_not_finite() if self.run else {}
+
     def last_step_shown(self) -> int | None:
         """See `Run.last_step_shown`; 0 without a run."""
         return self.run.last_step_shown(self.index) if self.run else 0

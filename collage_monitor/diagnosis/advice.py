@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from msgspec.structs import replace
+
 from collage_monitor.strategies import more_exact, recommend
 from collage_monitor.wire import Advice, Choice, Finding, Trained, WatchInfo
 
@@ -38,11 +40,19 @@ _AVERAGE: Final = Advice(
 _NOT_FINITE: Final = Advice(
     "the run", "stop it, and resume from a checkpoint before this step with a lower learning rate or with clipping"
 )
-_INFINITE_STATE: Final = Advice(
-    "the optimizer",
-    "give it gradients without a loss scale, as scaler.unscale_(optimizer) does, and build it anew on weights in "
-    "float32 under torch.autocast: what is infinite stays so",
-)
+_OF_WHAT_IS_NOT_FINITE: Final = {
+    "skipped_steps": Advice(
+        "the run",
+        "log the loss: if it is not finite, the model's input or output is not; if it is, float16 overflows in the "
+        "backward pass, and torch.autocast with dtype=torch.bfloat16 needs no scaler",
+    ),
+    "state_infinite_ratio": Advice(
+        "the optimizer",
+        "give it gradients without a loss scale, as scaler.unscale_(optimizer) does, and build it again on weights "
+        "in float32 under torch.autocast: what is infinite stays so",
+    ),
+}
+"""By the metric of the finding."""
 
 
 def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> list[Advice]:
@@ -50,18 +60,34 @@ def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> list[Advi
     for an average of the weights that loses its updates."""
     lacking = _LACKING.get(findings[0].health) if findings else None
     if findings and findings[0].health == "not finite":
-        return [_INFINITE_STATE if findings[0].key.startswith("state_infinite_ratio/") else _NOT_FINITE]
+        return [_OF_WHAT_IS_NOT_FINITE.get(findings[0].key.partition("/")[0], _NOT_FINITE)]
     average = [_AVERAGE for finding in findings if finding.key == "average_lost_ratio"]
     if lacking is None or watch is None:
         return average
     stuck = [finding.key.removeprefix(_STATE) for finding in findings if finding.key.startswith(_STATE)]
     kept = watch.fingerprint.states if watch.fingerprint else {}
     wide = bool(stuck) and all(kept.get(name) == "float32" for name in stuck)
-    alone = len(watch.trained) == 1
-    told = [advice_for(entry, lacking, wide_states=wide, alone=alone) for entry in watch.trained]
-    told = _of_one_dtype(watch.trained, told)
+    trained = _alike_together(watch.trained)
+    told = [advice_for(entry, lacking, wide_states=wide, alone=len(trained) == 1) for entry in trained]
+    told = _of_one_dtype(trained, told)
     named = any(entry.choices for entry in told if entry is not None)
     return [*(entry for entry in told if entry is not None and (entry.choices or not named)), *average]
+
+
+def _alike_together(trained: Sequence[Trained]) -> list[Trained]:
+    """Optimizers that differ only in how many parameters they train, as one of each: one line is for all."""
+    alike: dict[object, list[Trained]] = {}
+    for entry in trained:
+        kind = [getattr(entry, name) for name in entry.__struct_fields__ if name not in ("parameters", "sparse")]
+        alike.setdefault((*kind, *sorted(entry.parameters), bool(entry.sparse)), []).append(entry)
+    return [
+        replace(
+            members[0],
+            parameters={key: sum(own.parameters[key] for own in members) for key in members[0].parameters},
+            sparse=sum(own.sparse for own in members),
+        )
+        for members in alike.values()
+    ]
 
 
 def advice_for(

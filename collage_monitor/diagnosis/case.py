@@ -143,12 +143,25 @@ class Case:
 
     @property
     def measured(self) -> float | None:
-        """Share of the elements of stepped layers whose u is known."""
+        """Share of the elements of stepped layers whose u is known; those of unwatched optimizers are not."""
+        coverage = self.watch.coverage if self.watch else None
+        watched = self._measured_of_watched
+        if coverage is None or watched is None or not coverage.elsewhere:
+            return watched
+        return watched * coverage.watched / (coverage.watched + coverage.elsewhere)
+
+    @property
+    def _measured_of_watched(self) -> float | None:
         sizes = {name: self.number("elements", name) or 0.0 for name in self.evidence.layers}
         if not any(sizes.values()):
             return self.number("measured_ratio")
         known = (size for name, size in sizes.items() if self.number("measured_ratio", name) is not None)
         return sum(known) / sum(sizes.values())
+
+    @property
+    def all_skipped(self) -> float:
+        """How many steps a loss scaler skipped, if it skipped all that there were; else 0."""
+        return 0.0 if self.model.keys() - {"skipped_steps"} else self.number("skipped_steps") or 0.0
 
     @property
     def idle(self) -> float:

@@ -13,10 +13,10 @@ from typing import Final
 from collage_monitor.diagnosis.case import EDQ_TOLERANCE, LOST_TOLERANCE, Case
 from collage_monitor.diagnosis.evidence import finite, state_decrements
 from collage_monitor.diagnosis.states import DECAY, ORACLE_TOLERANCE, OWN_DECAY, STATE_TOLERANCE, state_in_words
-from collage_monitor.diagnosis.words import percent, silence
+from collage_monitor.diagnosis.words import orphans, percent, silence
 from collage_monitor.wire import Finding
 
-__all__ = ["doubts", "nothing_intended", "witnesses"]
+__all__ = ["doubts", "little_measured", "nothing_intended", "witnesses"]
 
 _MEASURED_TOLERANCE: Final = 0.1
 _HELD_BY_ALL: Final = 0.999
@@ -32,7 +32,8 @@ def doubts(case: Case) -> Iterator[Finding]:
     """Every reason not to call a run healthy, each a function."""
     for doubt in (
         _silent_ranks,
-        _little_measured,
+        _replaced,
+        little_measured,
         _wide_interval,
         _no_interval,
         _moves_away,
@@ -47,6 +48,9 @@ def doubts(case: Case) -> Iterator[Finding]:
 def nothing_intended(case: Case) -> Finding:
     """Why there is no u: each reason has its own sentence."""
     elements, layers = case.number("elements"), case.evidence.layers
+    if skipped := case.all_skipped:
+        text = f"the loss scaler skipped all {skipped:,.0f} steps so far, because gradients were not finite"
+        return _doubt(text, "every step was skipped", "skipped_steps", skipped)
     if not case.model:
         return _doubt("no step was measured yet", "no step measured yet", "measured_steps")
     if not elements and layers and all(_NAMED_BY_GROUP.fullmatch(name) for name in layers):
@@ -62,8 +66,16 @@ def nothing_intended(case: Case) -> Finding:
     if case.number("measured_ratio") is None:
         text = "only what changed is known, not what was intended: what was lost is unknown"
         return _doubt(text, "intended updates are unknown", "measured_ratio")
-    text = "every intended update was 0: gradients and decay are 0, or the learning rate is"
-    return _doubt(text, "every intended update is 0", "idle", case.number("idle"))
+    gradient = case.number("grad_norm")
+    text, short = "the learning rate was 0 in every measured step: gradients were not", "the learning rate is 0"
+    if gradient is None:
+        text, short = "every intended update was 0", "every intended update is 0"
+    elif not gradient:
+        text, short = "every gradient was 0 in the measured steps", "every gradient is 0"
+        text += (
+            ": look for a loss that does not depend on the weights, or for clipping by a norm that is not finite"
+        )
+    return _doubt(text, short, "idle", case.number("idle"))
 
 
 def _doubt(text: str, short: str, key: str, value: float | None = None, threshold: float | None = None) -> Finding:
@@ -81,11 +93,25 @@ def _silent_ranks(case: Case) -> Iterator[Finding]:
         yield _doubt(text, f"only {short}", "elements", silent.held, _HELD_BY_ALL)
 
 
-def _little_measured(case: Case) -> Iterator[Finding]:
+def _replaced(case: Case) -> Iterator[Finding]:
+    """The optimizer steps a tensor that left the model, and not the one in its place."""
+    coverage = case.watch.coverage if case.watch else None
+    if coverage is not None and coverage.orphans and coverage.strangers:
+        text = (
+            f"{orphans(coverage)}, and the optimizer steps tensors of no module, without gradients, of shape "
+            f"{' and '.join(coverage.strangers)}: build it after layers are replaced, resized or merged"
+        )
+        yield _doubt(text, f"{coverage.orphans[0]} is in no optimizer", "elements", float(coverage.orphaned))
+
+
+def little_measured(case: Case, least: float = 1 - _MEASURED_TOLERANCE) -> Iterator[Finding]:
     """Elements that were not measured may be sick."""
     measured = case.measured
-    if measured is not None and measured < 1 - _MEASURED_TOLERANCE:
+    if measured is not None and measured < least:
         text = f"what was intended is known of {percent(measured)} of the elements only"
+        coverage = case.watch.coverage if case.watch else None
+        if coverage is not None and coverage.elsewhere:
+            text += ": other optimizers, which nobody watches, step the rest; watch them, too"
         short = f"only {percent(measured)} is measured"
         yield _doubt(text, short, "measured_ratio", measured, 1 - _MEASURED_TOLERANCE)
 

@@ -31,6 +31,7 @@ _SMALL_EPS: Final = " (in float16 an eps below 3e-8 is 0: raise it, or keep the 
 _WEIGHTS: Final = Bound("nonfinite_params", ">", 0.0)
 _RESIDUALS: Final = Bound("residual_nonfinite", ">", 0.0)
 _INFINITE: Final = Bound("state_infinite_ratio", ">", 0.0)
+_SKIPPED: Final = Bound("skipped_steps", ">", 32.0)
 _AVERAGE: Final = Bound("average_nonfinite", ">", 0.0)
 _AVERAGE_LOST: Final = Bound("average_lost_ratio", ">", LOST_TOLERANCE)
 _AVERAGE_LOW: Final = Bound("average_edq_ratio", "<", 1 - EDQ_TOLERANCE)
@@ -68,6 +69,13 @@ def _states(case: Case) -> Iterator[Finding]:
             short = f"{name} is infinite in {percent(now or share)} of the elements"
             text = f"{short}, whose updates are 0: it is kept in float16, which ends at 65,504"
             yield Finding("not finite", text, key, share, bound, short=short, now=now)
+
+
+def _skipped(case: Case) -> Iterator[Finding]:
+    """A scale settles within a few steps; where it never does, no step is taken and the weights stand still."""
+    if (skipped := case.all_skipped) > _SKIPPED.threshold:
+        text = f"the loss scaler skipped all {skipped:,.0f} steps so far, because gradients were not finite"
+        yield Finding("not finite", text, _SKIPPED.metric, skipped, _SKIPPED.threshold, short=text)
 
 
 def _logged(case: Case) -> Iterator[Finding]:
@@ -141,6 +149,7 @@ PROBLEMS: Final = (
         ),
     ),
     Problem(_states, (_INFINITE,), needs_updates=False),
+    Problem(_skipped, (_SKIPPED,), needs_updates=False),
     Problem(_logged, (), needs_updates=False),
 )
 OF_AVERAGES: Final = (

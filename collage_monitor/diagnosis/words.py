@@ -9,11 +9,22 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from collage_monitor.diagnosis.evidence import SilentRanks
+from collage_monitor.wire.messages import Coverage
 from collage_monitor.wire.overview import NO_PROBLEM
 
-__all__ = ["CAVEATS", "GRAVITY", "Health", "NO_PROBLEM", "WORDS_VERSION", "percent", "sentence", "silence"]
+__all__ = [
+    "CAVEATS",
+    "GRAVITY",
+    "Health",
+    "NO_PROBLEM",
+    "WORDS_VERSION",
+    "orphans",
+    "percent",
+    "sentence",
+    "silence",
+]
 
-WORDS_VERSION: Final = 9
+WORDS_VERSION: Final = 10
 """Raise it when a run may be judged or headlined otherwise than before while the package's version stays: what
 servers keep is then made again."""
 Health = Literal[
@@ -42,6 +53,13 @@ CAVEATS: Final = (
     "float64 parameters cannot be measured. Sampling can miss a rare row of a large embedding."
 )
 """Stated wherever the numbers are shown."""
+
+
+def orphans(coverage: Coverage) -> str:
+    """'0.weight (1,920 elements) gets gradients and is in no optimizer'."""
+    more = ", …" if coverage.orphaned and len(coverage.orphans) > 1 else ""
+    verb = "get gradients and are" if len(coverage.orphans) > 1 else "gets gradients and is"
+    return f"{', '.join(coverage.orphans)}{more} ({coverage.orphaned:,} elements) {verb} in no optimizer"
 
 
 def silence(silent: SilentRanks) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "Compared",
     "Continuation",
     "Conversion",
+    "Coverage",
     "Fingerprint",
     "Index",
     "LIMITS",
@@ -290,6 +291,21 @@ class Continuation(Struct, kw_only=True, frozen=True):
         return text + far
 
 
+class Coverage(Struct, kw_only=True, frozen=True):
+    """The model's weights beside the watched ones that got gradients in the first measured step.
+
+    `watched`, `elsewhere` and `orphaned` are numbers of elements: in the optimizers of this watch, in optimizers
+    that nobody watches, and in no optimizer. `orphans` names the first of the last. `strangers` holds the shapes of
+    tensors of the optimizers that are in no module and had no gradient.
+    """
+
+    watched: Index = 0
+    elsewhere: Index = 0
+    orphaned: Index = 0
+    orphans: list[Name] = field(default_factory=list)
+    strangers: list[Name] = field(default_factory=list)
+
+
 class Trained(Struct, kw_only=True, frozen=True):
     """The facts about one optimizer's parameters that advice needs.
 
@@ -324,7 +340,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     its last load of states or change of strategy or dtype. `trained` says what each optimizer trains. `expected`
     holds the expectations, as text, and `broken` those that do not hold. `resume_losses` lists what the launch
     began without, or with what does not fit; `continuation` compares its start with what an earlier launch saved,
-    and `steps_before` is the number of steps taken before it.
+    and `steps_before` is the number of steps taken before it. `coverage` is there if other weights get gradients.
     """
 
     optimizer: Name
@@ -348,6 +364,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     resume_losses: list[ResumeLoss] = field(default_factory=list)
     continuation: Continuation | None = None
     steps_before: Index | None = None
+    coverage: Coverage | None = None
 
     @property
     def shown_strategy(self) -> str:

@@ -358,7 +358,8 @@ def test_what_was_not_measured_is_said_and_keeps_a_run_from_a_good_word():
     assert "known of 0.3 % of the elements only" in healthy_part.text
     lost = {"lost_update_ratio": 0.99, "update_error_ratio": 1.0, "edq_ratio": 0.02}
     sick_part = judged({**GOOD, **lost}, {**few, "norm": layer(elements=30.0, **lost)})
-    assert sick_part.health == "losing updates"
+    assert sick_part.health == "unknown"
+    assert "; 99.0 % of the updates are rounded away" in sick_part.headline
     assert sick_part.text.endswith("Measured: steps 1 to 100, 0.3 % of the elements.")
 
 

@@ -24,7 +24,7 @@ from collage_agent import session
 from collage_agent.error_guard import Guard
 from collage_agent.intent.foreign_optimizers import inner_optimizers
 from collage_agent.training.deepspeed import is_stepped_by
-from collage_agent.watching.hooks import OptimizerHooks
+from collage_agent.watching.hooks import is_watched
 
 __all__ = ["find_model", "name_by_role", "step_begins"]
 
@@ -45,7 +45,7 @@ class _AutomaticWatches:
 
     def attach(self, optimizer: Optimizer) -> None:
         """Watch an optimizer unless somebody does already, or it only calls others."""
-        if _is_watched(optimizer) or any(inner_optimizers(optimizer)):
+        if is_watched(optimizer) or any(inner_optimizers(optimizer)):
             return
         if self.watches == _MOST_WATCHES:
             _LOG.warning("%d optimizers are watched; further ones are left alone", _MOST_WATCHES)
@@ -61,7 +61,9 @@ class _AutomaticWatches:
             if role != next(iter(self.roles)):
                 # A second role in this process: prefix its layers, so that they differ from the first role's.
                 model = nn.ModuleDict({role: model})
-        session.watch(model, optimizer)
+        alike = _one_each(model, optimizer)
+        self.seen.update(alike)
+        session.watch(model, alike)
 
 
 _AUTOMATIC = _AutomaticWatches()
@@ -81,6 +83,22 @@ def step_begins(optimizer: Optimizer) -> None:
 def name_by_role(role_of: RoleOf) -> None:
     """Name runs by their role, which role_of finds from the frame of the hook in which a first step begins."""
     _AUTOMATIC.role_of = role_of
+
+
+def _one_each(model: nn.Module, optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers of this class that step one parameter of the model each, if this is such a one."""
+    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+
+    def place_of(other: Optimizer) -> int | None:
+        held = [parameter for group in other.param_groups for parameter in group["params"]]
+        return places.get(id(held[0])) if len(held) == 1 else None
+
+    if place_of(optimizer) is None:
+        return [optimizer]
+    same = [other for other in gc.get_objects() if type(other) is type(optimizer) and not is_watched(other)]
+    found = {place: other for other in same if (place := place_of(other)) is not None}
+    found[place_of(optimizer) or 0] = optimizer
+    return [found[place] for place in sorted(found)]
 
 
 def find_model(optimizer: Optimizer) -> nn.Module:
@@ -130,11 +148,6 @@ def _names(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
 def _is_module(value: object) -> bool:
     # type() and not __class__: a proxy claims its target's class, and may load the target to answer.
     return issubclass(type(value), nn.Module) and "_modules" in value.__dict__
-
-
-def _is_watched(optimizer: Optimizer) -> bool:
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), OptimizerHooks) for hook in hooks)
 
 
 def _run_name(role: str | None) -> str | None:

@@ -6,7 +6,8 @@ with a prefix for what lies outside the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -20,9 +21,10 @@ from collage_agent.training.shards import Sharding
 from collage_agent.watch_options import WatchOptions
 from collage_monitor import wire
 
-__all__ = ["WatchedParameter", "regrouped", "watched_parameters", "with_unique_names"]
+__all__ = ["WatchedParameter", "coverage_of", "regrouped", "watched_parameters", "with_unique_names"]
 
 _LONGEST_NAME: Final = 512
+_NAMED: Final = 3
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,38 @@ def _module_type(module: nn.Module) -> str:
         kind.__name__.removeprefix("FSDP")
         if any(k.__name__ == "FSDPModule" for k in kind.__mro__)
         else kind.__name__
+    )
+
+
+def coverage_of(
+    model: nn.Module, optimizers: Sequence[Optimizer], is_watched: Callable[[Optimizer], bool]
+) -> wire.Coverage | None:
+    """Which of the model's weights that have gradients are not in these optimizers; None: all are.
+
+    None, too, if the optimizers step tensors of their own for the model's. Walks all objects of the process, once,
+    if there are such weights.
+    """
+    held = {id(own): own for optimizer in optimizers for group in optimizer.param_groups for own in group["params"]}
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    others = [own for own in model.parameters() if own.grad is not None and id(own) not in held]
+    outside = [own for identity, own in held.items() if identity not in named]
+    if not others or any(own.grad is not None or "decoupled_grad" in vars(own) for own in outside):
+        return None
+    elsewhere: set[int] = set()
+    for optimizer in (own for own in gc.get_objects() if issubclass(type(own), Optimizer)):
+        if not any(optimizer is own for own in optimizers):
+            theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            others = [own for own in others if id(own) not in theirs or not is_watched(optimizer)]
+            elsewhere |= theirs
+    orphans = [own for own in others if id(own) not in elsewhere]
+    if not others:
+        return None
+    return wire.Coverage(
+        watched=sum(own.numel() for own in held.values()),
+        elsewhere=sum(own.numel() for own in others if id(own) in elsewhere),
+        orphaned=sum(own.numel() for own in orphans),
+        orphans=[plain_name(named[id(own)])[:_LONGEST_NAME] for own in orphans[:_NAMED]],
+        strangers=[str(tuple(own.shape)) for own in outside[:_NAMED]],
     )
 
 

@@ -7,6 +7,7 @@ dropped is counted by reason (`tests/agent_delivery/test_queue.py`).
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -31,6 +32,8 @@ __all__ = [
     "TensorSnapshot",
     "WatchChange",
     "cuda_event_on",
+    "not_finite_since",
+    "number_of",
 ]
 
 _ITEM_BYTES: Final = 512
@@ -75,6 +78,33 @@ def _snapshot_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return TensorSnapshot.of(value) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
     return value
+
+
+def number_of(value: Any) -> float:
+    """The number that was logged. Synchronises if it is on a device.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if isinstance(value, TensorSnapshot):
+        return value.number()
+    return float(value.item() if hasattr(value, "item") else value)
+
+
+def not_finite_since(value: Any, step: int, since: float | torch.Tensor) -> float | torch.Tensor:
+    """The step since which a logged value is not finite, if it was so since `since`; NaN: it is. Nothing waits.
+
+    Raises:
+        TypeError, ValueError: it is no number.
+    """
+    if isinstance(value, TensorSnapshot):
+        tensor = value.tensor.to_local() if hasattr(value.tensor, "to_local") else value.tensor
+        first = torch.full((), math.nan, dtype=torch.float64, device=tensor.device)
+        known = since if isinstance(since, torch.Tensor) else first.fill_(since)
+        return torch.where(tensor.reshape(()).isfinite(), math.nan, torch.where(known.isnan(), float(step), known))
+    if math.isfinite(number_of(value)):
+        return math.nan
+    return since if isinstance(since, torch.Tensor) or not math.isnan(since) else float(step)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,8 +21,8 @@ from collage_agent.transport.queue import (
     Item,
     LoggedScalars,
     MeasuredStep,
-    TensorSnapshot,
     WatchChange,
+    number_of,
 )
 from collage_monitor.statistics import reduce_shards
 from collage_monitor.wire import LIMITS, Layer, Report, WatchInfo, array_to_bytes
@@ -172,7 +171,7 @@ class ReportMaker:
         draft = _Draft(item.step, item.time)
         for name, value in item.values.items():
             try:
-                draft.scalars[self._prefix + name] = _number(value)
+                draft.scalars[self._prefix + name] = number_of(value)
             except (TypeError, ValueError, OverflowError, RuntimeError):
                 self._say_unreadable(name, value)
         return draft
@@ -219,12 +218,6 @@ def _merge_into(mate: _Draft, draft: _Draft) -> bool:
     if draft.totals is not None:
         mate.totals, mate.model, mate.time = draft.totals, draft.model, draft.time
     return True
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, TensorSnapshot):
-        return value.number()
-    return float(value.item() if hasattr(value, "item") else value)
 
 
 def _column_key(watch_index: int, layer: Layer) -> tuple[object, ...]:

@@ -22,12 +22,12 @@ from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.stats import MEASURES, OWN, failures
 from collage_agent.step.totals import TableUnion
 from collage_agent.training.skipped_steps import most_skipped
-from collage_agent.training.watched_parameters import WatchedParameter
+from collage_agent.training.watched_parameters import WatchedParameter, coverage_of
 from collage_agent.watch_options import WatchOptions
 from collage_agent.watching.average_watch import AverageWatch
 from collage_agent.watching.expectation_check import Contract
 from collage_agent.watching.governor import Governor
-from collage_agent.watching.hooks import OptimizerHooks
+from collage_agent.watching.hooks import OptimizerHooks, is_watched
 from collage_agent.watching.resume_check import largest_step_count
 from collage_agent.watching.step_history import StepHistory
 from collage_agent.watching.trained_parameters import bytes_per_parameter
@@ -79,6 +79,7 @@ class Assembly:
         self._looked_at: Layout | None = None
         self._kept_since: int | None = None
         self._steps_before: int | None = None
+        self._coverage: wire.Coverage | None = None
         self._beginnings: list[int] = []
         self._contract: Contract | None = None
         if isinstance(options.expect, Expectations):
@@ -89,7 +90,9 @@ class Assembly:
         """The description of the watch in wire form."""
         notes = [*([self._guard.reason] if self._guard.reason else []), *failures()]
         info = joined([hooks.info(notes) for hooks in self._hooks])
-        info = replace_fields(info, kept_since=self._kept_since, steps_before=self._steps_before)
+        info = replace_fields(
+            info, kept_since=self._kept_since, steps_before=self._steps_before, coverage=self._coverage
+        )
         if self._contract is None:
             return info
         return replace_fields(info, expected=str(self._options.expect), broken=self._contract.broken)
@@ -193,6 +196,10 @@ class Assembly:
         self.last_occasional.clear()
 
     def _hand_over(self, step: int, table: Table[Tensor]) -> None:
+        if self.last is None:
+            self._coverage = coverage_of(
+                self._hooks[0].model, [hooks.stepping for hooks in self._hooks], is_watched
+            )
         scalars, layout = self._scalars(), self._current_layout()
         if self._contract is not None:
             layout = self._held_to(self._contract, layout, step, table)

@@ -46,7 +46,7 @@ from collage_agent.watching.watch_description import IN_PARTS, describe, notes_o
 from collage_monitor import wire
 from collage_monitor.totals_table import Table
 
-__all__ = ["OptimizerHooks"]
+__all__ = ["OptimizerHooks", "is_watched"]
 
 _LOGGER = logging.getLogger("collage_agent")
 _HOST: Final = torch.device("cpu")
@@ -89,7 +89,7 @@ class OptimizerHooks:
         """Raised whenever `info` would say something else; `Assembly` makes the layout again by it."""
         self.beginnings = 0
         """Raised whenever states are loaded, or a strategy or dtype changed: numbers of before tell nothing now."""
-        self._model = model
+        self.model = model
         self._thread = threading.get_ident()
         self._number = number
         self._names_used = names_used
@@ -391,7 +391,7 @@ class OptimizerHooks:
         if groups == self._groups and all(map(_IS_META, self._on_meta)):
             return
         found, left_out = watched_parameters(
-            self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
+            self.model, optimizer, self.options, Sharding(self.model, self.optimizer, self._sub_group)
         )
         intents = _intents_on_this_rank(IntentCache().of(self.foreign or optimizer), found)
         kept, new = regrouped(self.measurer.watched, found, [members for members, _, _ in groups])
@@ -427,6 +427,12 @@ class OptimizerHooks:
 
     def _stepped(self) -> list[WatchedParameter]:
         return [entry for entry in self.measurer.watched if entry.stepped]
+
+
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether a watch has its hooks on the optimizer."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), OptimizerHooks) for hook in hooks)
 
 
 def _intents_on_this_rank(intents: Sequence[Intent], watched: Sequence[WatchedParameter]) -> list[Intent]:

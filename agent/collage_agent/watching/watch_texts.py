@@ -89,10 +89,12 @@ def summarise(
     }
 
 
-def evidence_of_past(past: PastTotals | None, layout: Layout | None, info: wire.WatchInfo) -> Evidence:
-    """The recent past as a judgement takes it, with its history."""
+def evidence_of_past(
+    past: PastTotals | None, layout: Layout | None, info: wire.WatchInfo, skipped: float = 0.0
+) -> Evidence:
+    """The recent past as a judgement takes it, with its history. skipped: steps, by a loss scaler."""
     if past is None or layout is None:
-        return Evidence({}, watch=info)
+        return Evidence({"skipped_steps": skipped} if skipped else {}, watch=info)
     recent = past.recent(last_change((), info, past.last_steps[-1]))
     names = [layer.name for layer in layout.layers]
     return diagnosis.evidence_of(
@@ -141,6 +143,10 @@ def judgement_text(evidence: Evidence, summary: Mapping[str, Any]) -> str:
     notes += [f"  note: {info.intent_reason}"] if info.intent_reason else []
     notes += [f"  note: {info.conversion}"] if info.conversion is not None else []
     notes += [f"  note: {info.continuation}"] if info.continuation is not None else []
+    if Case(evidence).all_skipped:
+        found = judge(evidence)
+        told = [found.headline, *found.advice_lines]
+        return "\n".join([f"{head}: {found.health}", *(f"  {line}" for line in told), *notes])
     if not evidence.model:
         due = f"steps divisible by {info.every} (fewer where they cost too much), and the first one of this launch"
         return "\n".join([f"{head}: nothing measured yet; to be measured: {due}", *notes])

@@ -181,7 +181,7 @@ def test_a_learning_rate_of_0_is_told_from_a_loss():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     handle = watch(model, optimizer, every=1)
     train(model, optimizer, 2)
-    assert handle.judgement().text.startswith("Every intended update was 0")
+    assert handle.judgement().text.startswith("The learning rate was 0 in every measured step")
 
 
 NEAREST, AT_RANDOM = {"strategy": "plain", "lr": 1e-5}, {"strategy": "split-master", "lr": 1e-3}

@@ -1,0 +1,161 @@
+"""Whether a training can learn at all, of how much of it the words speak, and why it stands still."""
+
+from __future__ import annotations
+
+import collage_agent as collage
+import pytest
+import torch
+from collage_agent.handle import watch
+from collage_agent.integrations import attach
+from torch import nn
+
+from tests.diagnosis.test_judgement import GOOD, STATE, judged
+
+
+def step(model, optimizer, factor=1.0):
+    (model(torch.randn(8, 24).to(next(model.parameters()).dtype)).float().square().mean() * factor).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def built(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)).to(dtype)
+
+
+@pytest.mark.parametrize(("count", "health"), [(5, "unknown"), (200, "not finite")])
+def test_steps_that_a_loss_scaler_skips_are_counted_in_words(count, health):
+    """Told was "nothing measured yet" after 200 steps, of which none was taken."""
+    model = built()
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+    handle = watch(model, optimizer, every=1)
+    for _ in range(count):
+        scaler.scale(model(torch.randn(8, 24)).square().mean() * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    words = f"The loss scaler skipped all {count} steps so far, because gradients were not finite."
+    assert (handle.judgement().health, handle.judgement().headline) == (health, words)
+    assert words in str(handle)
+    assert handle.skipped_so_far == count
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(model(torch.randn(8, 24)).square().mean()).backward()
+    scaler.step(optimizer)
+    assert handle.skipped_so_far == 0.0
+    assert "skipped all" not in str(handle)
+
+
+@pytest.mark.parametrize(
+    ("rate", "factor", "words"),
+    [(0.0, 1.0, "the learning rate was 0 in every measured step"), (1e-2, 0.0, "every gradient was 0 in the")],
+)
+def test_a_rate_of_0_and_gradients_of_0_are_told_apart(rate, factor, words):
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    handle = watch(model, optimizer, every=1)
+    step(model, optimizer, factor)
+    assert handle.judgement().text[1:].startswith(words[1:])
+
+
+@pytest.mark.parametrize("made", [float, torch.tensor])
+def test_a_loss_that_is_no_number_is_told_with_its_step(made, tmp_path):
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    collage.init("losses", mode="offline", dir=tmp_path)
+    handle = collage.watch(model, optimizer, every=1)
+    for number in range(1, 13):
+        step(model, optimizer)
+        collage.log({"loss": made(float("nan") if number in (3, 8, 9, 10, 11, 12) else 1.0)})
+    assert handle.judgement().headline == "Loss is not finite, since step 8."
+    collage.log({"loss": made(1.0)})
+    assert handle.judgement().health != "not finite"
+    collage.log({"loss": "none"})
+    assert handle.judgement().health != "not finite"
+    collage.finish()
+
+
+def test_a_layer_that_was_replaced_after_the_optimizer_was_built_is_named():
+    model = built()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model[0] = nn.Linear(24, 24, bias=False)
+    handle = watch(model, optimizer, every=1)
+    for _ in range(3):
+        step(model, optimizer)
+    coverage = handle.info.coverage
+    assert coverage is not None
+    assert (coverage.orphans, coverage.orphaned, coverage.strangers) == (["0.weight"], 576, ["(24, 24)", "(24,)"])
+    found = handle.judgement()
+    assert found.health == "unknown"
+    assert found.headline.startswith("0.weight (576 elements) gets gradients and is in no optimizer")
+    assert "build it after layers are replaced" in found.headline
+
+
+def test_weights_that_are_left_out_of_the_optimizer_are_mentioned_and_no_illness():
+    model = built()
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1)
+    for _ in range(40):
+        step(model, optimizer)
+    assert handle.judgement().health == "healthy"
+    assert "0.weight, 0.bias, … (600 elements) get gradients and are in no optimizer." in handle.judgement().text
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_another_optimizer_is_part_of_what_the_words_speak_of(watched):
+    """Told was "100 % of the elements" of a model most of which nobody watched."""
+    model = built(torch.bfloat16)
+    own, other = (torch.optim.AdamW(layer.parameters(), lr=1e-6) for layer in model)
+    if watched:
+        watch(model, other)
+    handle = watch(model, own, every=1)
+    for _ in range(3):
+        model(torch.randn(8, 24).bfloat16()).float().square().mean().backward()
+        own.step()
+        other.step()
+        model.zero_grad()
+    found = handle.judgement()
+    assert (found.health, found.measured) == (("losing updates", 1.0) if watched else ("losing updates", 0.5))
+    assert (handle.info.coverage is None) == watched
+
+
+def test_optimizers_that_step_their_own_copies_have_no_orphans():
+    model = built(torch.bfloat16)
+    wide = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(wide, lr=1e-3)
+    handle = watch(model, optimizer, every=1)
+    model(torch.randn(8, 24).bfloat16()).float().square().mean().backward()
+    for own, parameter in zip(wide, model.parameters(), strict=True):
+        own.grad = parameter.grad.float()
+    optimizer.step()
+    assert handle.info.coverage is None
+
+
+@pytest.mark.parametrize(("share", "health"), [(0.4, "unknown"), (0.6, "losing updates")])
+def test_of_less_than_half_of_the_elements_no_problem_is_that_of_the_run(share, health):
+    """Told was a loss of 67 % of the updates, known of 0.9 % of the elements."""
+    found = judged({**GOOD, STATE: 1.0, "lost_update_ratio": 0.67, "edq_ratio": 0.4, "measured_ratio": share})
+    assert found.health == health
+    if health == "unknown":
+        assert found.headline.startswith("What was intended is known of 40.0 % of the elements only; ")
+        assert "EDQ is 0.400: updates are lost" in found.headline
+        assert not found.advice
+        assert not any(finding.alert for finding in found.findings)
+    certain = judged({**GOOD, "lost_update_ratio": 0.67, "measured_ratio": share, "nonfinite_params": 3.0})
+    assert certain.health == "not finite"
+
+
+def test_optimizers_of_one_parameter_each_are_one_watch():
+    """Told was of 8 of 20 that all is measured, and 20 equal lines advised."""
+    model = built(torch.bfloat16)
+    optimizers = [torch.optim.AdamW([parameter], lr=1e-6) for parameter in model.parameters()]
+    alone = torch.optim.AdamW([torch.zeros(3, requires_grad=True)])
+    found = attach._one_each(model, optimizers[2])
+    assert [id(own) for own in found] == [id(own) for own in optimizers]
+    assert attach._one_each(model, alone) == [alone]
+    handle = watch(model, found, every=1)
+    model(torch.randn(8, 24).bfloat16()).float().square().mean().backward()
+    for optimizer in reversed(optimizers):
+        optimizer.step()
+    assert handle.step == 1
+    assert len(handle.judgement().advice) == 1
+    assert str(handle).count("from_optimizer") == 1
