@@ -10,6 +10,7 @@ collage.finish()
 """
 
 import random
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,14 @@ def _load_http_client() -> None:
     """Load httpx without moving Python's random numbers: what it imports draws from them once.
 
     A program that seeds first and imports the agent later must see the numbers that it would see without the agent.
+    Its command line, with all that colours a terminal, is left out: each rank of a training would load it.
     """
+    if "httpx" in sys.modules:
+        return
     state = random.getstate()
+    sys.modules["httpx._main"] = None  # type: ignore[assignment]
     import_module("httpx")
+    del sys.modules["httpx._main"]
     random.setstate(state)
 
 

@@ -153,6 +153,7 @@ class _Session:
         """Under the current run, oldest first, without those from which others went on."""
         self.handlers_registered = False
         self.told_of_watches: Run | None = None
+        self.told_of_log = False
         self.termination = TerminationHandler(self.flush_before_death)
         self.exit_status = ExitStatus()
         self.alert_callbacks: list[AlertCallback] = []
@@ -170,9 +171,9 @@ class _Session:
             self.run.stop(seconds)
 
     def begin(self, run: Run) -> None:
+        self.end_watches()
         self.run = run
         self.runs_begun += 1
-        self.records = []
         for record, reporter in self.waiting:
             self.join(run, record, reporter)
         self.waiting.clear()
@@ -196,6 +197,22 @@ class _Session:
             over=lambda: run.is_over,
         )
         self.listener.start()
+
+    def end_watches(self) -> None:
+        """The run is over, and so are its watches: what they measured stays, in the next run others measure."""
+        for record in self.records:
+            if record.handle is not None:
+                record.handle.remove()
+        self.records = []
+
+    def replace_watches(self, begun: Watch) -> None:
+        """End the watches of which this one has all optimizers."""
+        taken = set(map(id, begun.optimizers))
+        for record in (*self.records, *(record for record, _ in self.waiting)):
+            handle = record.handle
+            if handle is not None and not handle.removed and taken >= set(map(id, handle.optimizers)):
+                handle.remove()
+                _LOG.warning("watch: an earlier watch of these optimizers ends; the new one takes its place")
 
     def join(self, run: Run, record: _WatchRecord, reporter: _WatchReporter) -> None:
         """Let a watch report to the run, if anybody still holds it."""
@@ -343,6 +360,7 @@ def watch(model: nn.Module, optimizer: Optimizers, **options: Unpack[WatchArgume
         last_step_shown=reporter.last_step_shown,
         **{**watch_defaults(), **options},
     )
+    _SESSION.replace_watches(handle)
     record = _WatchRecord(handle, model)
     if run is not None:
         _SESSION.join(run, record, reporter)
@@ -391,6 +409,11 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
     """
     if _SESSION.run is not None:
         _SESSION.run.log(values, step)
+    elif not _SESSION.runs_begun and not _SESSION.told_of_log:
+        _SESSION.told_of_log = True
+        _LOG.warning(
+            "log: no run has begun, so this is kept nowhere: call collage_agent.init(...) first (said once)"
+        )
 
 
 def on_alert(callback: AlertCallback, *, every_seconds: float = 30.0) -> None:
@@ -416,6 +439,7 @@ def finish() -> None:
     """End the current run: send what is left within a deadline, print the verdict and the run's address."""
     if _SESSION.run is not None:
         _SESSION.run.finish()
+        _SESSION.end_watches()
         _SESSION.run = None
         _SESSION.listen()
         _SESSION.termination.uninstall()

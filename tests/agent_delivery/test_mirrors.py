@@ -4,6 +4,7 @@ The other trackers' own stores are read back by `drills/doors`, each in an envir
 """
 
 import threading
+import time
 from collections import Counter
 
 import collage_agent as collage
@@ -167,6 +168,21 @@ def test_a_full_queue_drops_the_oldest_and_counts(double, monkeypatch):
     counts = mirrors.counts["double"]
     assert counts.written + counts.dropped == 20
     assert [event.step for event in double[0].seen][-1] == 19
+
+
+def test_what_a_tracker_that_hangs_never_took_is_counted_at_the_end(double):
+    """Told was 0 failed and 0 dropped, and 21 rows were gone."""
+    mirrors = Mirrors(["double"], facts())
+    double[0].held.clear()
+    for step in range(21):
+        mirrors.alert(incident(step))
+    until(lambda: double[0].threads, "the first is being written")
+    mirrors.close()
+    mirrors.join(time.monotonic() + 0.05)
+    assert list(mirrors.missing()) == ["mirror double: 21 of 21 rows and events are missing there"]
+    double[0].held.set()
+    until(lambda: double[0].calls["close"] == 1, "the mirror is closed")
+    assert list(mirrors.missing()) == ["mirror double: 21 of 21 rows and events are missing there"]
 
 
 def test_an_onset_is_told_once_where_it_came():

@@ -130,6 +130,70 @@ def test_a_watch_stays_with_its_own_run():
     assert [report.step for report in second.reports] == [1, 2]
 
 
+def hooks_on(optimizer):
+    return len(optimizer._optimizer_step_post_hooks)
+
+
+def test_a_watch_ends_with_its_run():
+    """A notebook's cell that is run again went on measuring twice, and printed the verdicts of before."""
+    model, optimizer = small_training()
+    for _ in range(2):
+        collage.init(transport=MemoryTransport())
+        handle = collage.watch(model, optimizer, every=1, budget=None)
+        train(model, optimizer, 2)
+        assert hooks_on(optimizer) == 1
+    collage.finish()
+    assert (hooks_on(optimizer), handle.step) == (0, 4)
+    assert handle.summary()["step"] == 4, "what it measured stays"
+
+
+@pytest.mark.parametrize("with_run", [False, True])
+def test_a_second_watch_of_an_optimizer_takes_the_place_of_the_first(caplog, with_run):
+    transport = MemoryTransport()
+    model, optimizer = small_training()
+    other = torch.optim.SGD(nn.Linear(3, 3).parameters())
+    if with_run:
+        collage.init(transport=transport)
+    first = collage.watch(model, optimizer, every=1, budget=None)
+    beside = collage.watch(model, other)
+    second = collage.watch(model, optimizer, every=2, budget=None)
+    assert (first.removed, beside.removed, second.removed) == (True, False, False)
+    assert caplog.text.count("an earlier watch of these optimizers ends") == 1
+    train(model, optimizer, 4)
+    collage.finish()
+    assert [report.step for report in transport.reports if report.statistics] == ([1, 2, 4] if with_run else [])
+
+
+def test_a_log_without_a_run_is_told_once(caplog, monkeypatch):
+    monkeypatch.setattr(_SESSION, "runs_begun", 0)
+    monkeypatch.setattr(_SESSION, "told_of_log", False)
+    for _ in range(3):
+        collage.log({"loss": 1.0})
+    assert caplog.text.count("log: no run has begun") == 1
+    collage.init(transport=MemoryTransport())
+    collage.finish()
+    collage.log({"loss": 1.0})
+    assert caplog.text.count("log: no run has begun") == 1, "after a run it is what is usual"
+
+
+def test_beginning_loads_little_beside_torch_and_its_first_optimizer():
+    """In each rank: what colours a terminal, a solver of equations or torch's compiler take seconds to load."""
+    code = """
+        import sys, torch
+        torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+        before = set(sys.modules)
+        from collage_agent import watch, init
+        import collage_agent.optim
+        added = {name.partition(".")[0] for name in set(sys.modules) - before}
+        known = {"collage_agent", "collage_monitor", "collage_optim", "httpx", "msgspec", "ulid"}
+        small = {"idna", "brotli", "_brotli", "numpy", "httpcore", "h11", "anyio", "certifi"}
+        assert added <= known | small | set(sys.stdlib_module_names), added
+        assert len(set(sys.modules) - before) <= 260, len(set(sys.modules) - before)
+    """
+    result = run_forked(TORCH, "-W", "error", "-c", textwrap.dedent(code))
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_environment_replaces_defaults(monkeypatch):
     values = {
         "PROJECT": "from-outside",

@@ -268,6 +268,8 @@ class _MirrorThread(threading.Thread):
         self._ready = threading.Condition(threading.Lock())
         self._failures = 0
         self._begun = False
+        self._in_hand = 0
+        self._given_up = False
 
     def find(self) -> None:
         try:
@@ -291,26 +293,40 @@ class _MirrorThread(threading.Thread):
             self.start()
 
     def join(self, timeout: float | None = None) -> None:
-        if self._begun:
-            super().join(timeout)
+        """Wait for the end; what is not written by then is counted as dropped."""
+        if not self._begun:
+            return
+        super().join(timeout)
+        with self._ready:
+            if self.is_alive() and not self.counts.left:
+                self.counts.left = self._given_up = True
+                self.counts.dropped += self._in_hand + sum(item is not None for item in self._items)
+                self._items.clear()
+                self._items.append(None)
 
     def run(self) -> None:
         while (item := self._next()) is not None:
-            if self.counts.left:
-                self.counts.dropped += 1
-                continue
-            try:
-                self._mirror.write(item) if isinstance(item, MirrorRow) else self._mirror.tell(item)
-            except (Exception, SystemExit) as error:
-                self.counts.failed += 1
-                self._failed("writing", error)
-            else:
-                self.counts.written += 1
-                self._failures = 0
+            self._in_hand = 1
+            self._write(item)
+            self._in_hand = 0
         try:
             self._mirror.close()
         except (Exception, SystemExit) as error:
             self._failed("closing", error)
+
+    def _write(self, item: MirrorRow | MirrorEvent) -> None:
+        if self.counts.left:
+            self.counts.dropped += 1
+            return
+        try:
+            self._mirror.write(item) if isinstance(item, MirrorRow) else self._mirror.tell(item)
+        except (Exception, SystemExit) as error:
+            if not self._given_up:
+                self.counts.failed += 1
+            self._failed("writing", error)
+        else:
+            self.counts.written += not self._given_up
+            self._failures = 0
 
     def _next(self) -> MirrorRow | MirrorEvent | None:
         with self._ready:
