@@ -8,11 +8,12 @@ methods of a `Watch` are fixed (`tests/agent/test_watch.py`; the documented meth
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,14 +24,17 @@ from collage_agent.error_guard import Guard
 from collage_agent.intent.foreign_optimizers import ForeignOptimizer, contained, is_foreign, unwrapped
 from collage_agent.intent.intent_choice import IntentCache
 from collage_agent.measurement import Layout, Measurement, Reporter
+from collage_agent.sample.stored_parts import PLAIN_TENSORS
 from collage_agent.step.windows import WindowSchedule
 from collage_agent.training.deepspeed import SubGroup, showing_only, sub_groups
+from collage_agent.training.watched_parameters import WatchedParameter
 from collage_agent.watch_options import WatchArguments, WatchOptions
 from collage_agent.watching.assembly import Assembly
 from collage_agent.watching.average_watch import AverageWatch
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.hooks import OptimizerHooks
-from collage_agent.watching.iterations import Iterations
+from collage_agent.watching.iterations import BackwardSteps, Iterations
+from collage_agent.watching.resume_check import ResumeCheck
 from collage_agent.watching.saved_numbers import SavedNumbers
 from collage_agent.watching.watch_texts import evidence_of_past, judgement_text, summarise
 from collage_monitor import wire
@@ -121,12 +125,76 @@ class Watch:
         self._assembly = Assembly(self._hooks, options, self._governor, self._guard, reporter, last_step_shown)
         # While the hooks are on, the watch lives, also where the training keeps no handle: a later run reports it.
         self._assembly.watch = self
-        self._iterations = Iterations(len(self._hooks), self._assembly.steps_before, self._assembly.take)
+        self._iterations = Iterations(len(self._hooks), self._steps_before, self._assembly.take)
         for hooks in self._hooks:
             hooks.begin(self._iterations)
+        self._intents, self._seed, self._of_optimizers = intents, seed, tuple(self._hooks)
+        self._backward = BackwardSteps(
+            [
+                own.parameter
+                for hooks in self._hooks
+                for own in hooks.measurer.watched
+                if _may_be_released(hooks, own)
+            ],
+            self._one_each,
+            self._together,
+            self._iterations.end,
+            self._guard.caught,
+        )
+        self._backward.look()
         self._advice = "; ".join(own.advice for own in optimizers if isinstance(own, ForeignOptimizer))
         if self._advice:
             _LOG.warning("%s", self._advice)
+
+    def _steps_before(self) -> int:
+        """The first step is about to be taken: if not in the backward pass, none will be."""
+        if not self._backward.seen:
+            self._backward.begins_outside()
+        return self._assembly.steps_before()
+
+    def _one_each(self) -> dict[int, OptimizerHooks]:
+        """Parameters turn out to be stepped one by one: from now on each is measured by itself."""
+        members: dict[int, OptimizerHooks] = {}
+        names, intents = dict[str, None](), self._intents.of_unknown_rounding()
+        kept = [
+            hooks for hooks in self._hooks if not any(_may_be_released(hooks, own) for own in _watched_by(hooks))
+        ]
+        for hooks in self._hooks:
+            for own in _watched_by(hooks) if hooks not in kept else ():
+                options = dataclasses.replace(self.options, layers=rf"\A{re.escape(own.name)}\Z")
+                member = OptimizerHooks(
+                    self.model,
+                    hooks.optimizer,
+                    options,
+                    self._governor,
+                    self._guard,
+                    intents,
+                    number=len(members),
+                    names_used=names,
+                    seed=self._seed,
+                )
+                member.seen_by, member.resume = "backward", ResumeCheck(alone=True)
+                members[id(own.parameter)] = member
+            if hooks not in kept:
+                hooks.remove()
+        self._take_turns([*kept, *members.values()])
+        return members
+
+    def _together(self) -> None:
+        """They are not: each optimizer steps its parameters, as before."""
+        if all(hooks.removed or hooks.seen_by == "backward" for hooks in self._hooks):
+            self._iterations.step = None
+        for hooks in self._hooks:
+            if hooks.seen_by == "backward":
+                hooks.remove()
+        self._take_turns(self._of_optimizers)
+
+    def _take_turns(self, hooks: Sequence[OptimizerHooks]) -> None:
+        self._hooks[:] = hooks
+        self._iterations.members = len(hooks)
+        for own in hooks:
+            if own.removed:
+                own.begin(self._iterations)
 
     def before(self) -> None:
         """Announce a step, with final gradients, of an optimizer that calls no torch hooks.
@@ -134,12 +202,12 @@ class Watch:
         No-op if the torch optimizer's hooks are called: they do this. A replayed CUDA graph calls
         none: once that is known, its steps are measured here. Synchronises nothing, and never raises.
         """
-        for hooks in self._hooks:
+        for hooks in self._hooks if not self._backward.seen else ():
             hooks.before_by_hand()
 
     def after(self) -> None:
         """Say that the step announced by `before` has been taken; it is measured if it is due."""
-        for hooks in self._hooks:
+        for hooks in self._hooks if not self._backward.seen else ():
             hooks.after_by_hand()
 
     def look(self) -> Layout | None:
@@ -148,6 +216,8 @@ class Watch:
         Returns the new layout for the run; None without news, or on any thread but the one that watches.
         Synchronises nothing.
         """
+        if not self.removed:
+            self._backward.look()
         found = [hooks.look_for_unseen_steps() for hooks in self._hooks]
         return self._assembly.layout_after_look() if any(found) else None
 
@@ -209,6 +279,7 @@ class Watch:
         """Stop watching: take the hooks off. Numbers measured so far stay; safe to call twice."""
         for hooks in self._hooks:
             hooks.remove()
+        self._backward.stop()
         self._iterations.end()
         for average in self.averages:
             average.watch_removed()
@@ -236,7 +307,7 @@ class Watch:
         device."""
         skipped = float(self._assembly.skipped_steps or 0.0)
         found = evidence_of_past(self._assembly.history.past(), self._assembly.layout, self.info, skipped)
-        return replace(found, logged=getattr(self._reporter, "losses_not_finite", dict)())
+        return dataclasses.replace(found, logged=getattr(self._reporter, "losses_not_finite", dict)())
 
     def judgement(self) -> wire.Judgement:
         """The run's health: one word, a sentence, and the numbers behind it. Synchronises the device."""
@@ -276,6 +347,16 @@ class Watch:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _watched_by(hooks: OptimizerHooks) -> list[WatchedParameter]:
+    return [own for own in hooks.measurer.watched if own.stepped]
+
+
+def _may_be_released(hooks: OptimizerHooks, own: WatchedParameter) -> bool:
+    """Whether the optimizer, which steps several parameters, may step this one by itself in the backward pass."""
+    whole = type(own.parameter) in PLAIN_TENSORS and own.parameter.is_leaf and own.parameter.requires_grad
+    return whole and own.stepped and hooks.foreign is None and len(_watched_by(hooks)) > 1
 
 
 def _several(model: nn.Module, given: object) -> list[Optimizer | ForeignOptimizer]:

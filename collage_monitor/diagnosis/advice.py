@@ -78,16 +78,29 @@ def _alike_together(trained: Sequence[Trained]) -> list[Trained]:
     """Optimizers that differ only in how many parameters they train, as one of each: one line is for all."""
     alike: dict[object, list[Trained]] = {}
     for entry in trained:
-        kind = [getattr(entry, name) for name in entry.__struct_fields__ if name not in ("parameters", "sparse")]
+        kind = [
+            getattr(entry, name)
+            for name in entry.__struct_fields__
+            if name not in ("parameters", "sparse", "float32_bytes")
+        ]
         alike.setdefault((*kind, *sorted(entry.parameters), bool(entry.sparse)), []).append(entry)
     return [
         replace(
             members[0],
             parameters={key: sum(own.parameters[key] for own in members) for key in members[0].parameters},
             sparse=sum(own.sparse for own in members),
+            float32_bytes=_mean_bytes(members),
         )
         for members in alike.values()
     ]
+
+
+def _mean_bytes(members: Sequence[Trained]) -> float | None:
+    known = [(own.float32_bytes, sum(own.parameters.values())) for own in members]
+    whole = sum(elements for _, elements in known)
+    if not whole or any(size is None for size, _ in known):
+        return None
+    return sum((size or 0.0) * elements for size, elements in known) / whole
 
 
 def advice_for(

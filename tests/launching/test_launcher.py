@@ -257,13 +257,15 @@ def test_containers_are_passed_over_for_what_they_hold(fresh):
     assert [watched_by(optimizer) for optimizer in inner] == [1, 1]
 
 
-def test_an_optimizer_for_each_parameter_does_not_become_a_watch_for_each(fresh, caplog):
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
-    optimizers = [torch.optim.SGD([parameter]) for parameter in model.parameters()]
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_optimizer_for_each_parameter_does_not_become_a_watch_for_each(fresh, caplog, alone):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+    parts = [[own] for own in model.parameters()] if alone else [list(layer.parameters()) for layer in model]
+    optimizers = [torch.optim.SGD(part) for part in parts]
     for optimizer in optimizers:
         stepped(optimizer)
-    assert sum(map(watched_by, optimizers)) == 8
-    assert caplog.text.count("further ones are left alone") == 1
+    assert sum(map(watched_by, optimizers)) == (20 if alone else 8)
+    assert caplog.text.count("further ones are left alone") == (0 if alone else 1)
 
 
 def test_a_watched_optimizer_is_left_alone(fresh):

@@ -7,6 +7,7 @@ without u (`tests/agent/intent/`).
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -165,6 +166,7 @@ class IntentCache:
 
     def __init__(self) -> None:
         self._known: dict[object, list[Intent]] = {}
+        self._fitting: dict[object, type[CollageOptimizer] | None] = {}
 
     def of(self, optimizer: Optimizer | ForeignOptimizer) -> list[Intent]:
         """One Intent for each of the optimizer's groups."""
@@ -174,6 +176,24 @@ class IntentCache:
         if settings not in self._known:
             self._known[settings] = choose_intent(optimizer)
         return self._known[settings]
+
+    def of_unknown_rounding(self) -> IntentCache:
+        """The same for steps that are not taken by the optimizer's `step`: how they round was not seen."""
+        found = IntentCache()
+        found._fitting = self._fitting
+        for settings, intents in self._known.items():
+            found._known[settings] = copied = [copy.copy(intent) for intent in intents]
+            for intent in copied:
+                if not isinstance(intent, OwnRuleIntent):
+                    vars(intent)["stochastic"] = None
+        return found
+
+    def fitting(self, optimizer: Optimizer) -> type[CollageOptimizer] | None:
+        """The class of ours that takes the same steps; asked once for optimizers of equal settings."""
+        settings = _settings_of(optimizer)
+        if settings not in self._fitting:
+            self._fitting[settings] = fitting_class(optimizer, self.of(optimizer))
+        return self._fitting[settings]
 
 
 def _intents_of_foreign(foreign: ForeignOptimizer) -> list[Intent]:

@@ -97,7 +97,9 @@ class Shadow:
         for key, value in self._shared.items():
             vars(self._clone)["state"][key] = clone_value(value)
         if state_before:
-            with_weights = self._with_weights(state_before, parameter)
+            # Settings that are kept there, as gradient release has them, are none of a step's.
+            is_made = "step" in state_before or any(_is_like(value, parameter) for value in state_before.values())
+            with_weights = self._with_weights(state_before, parameter) if is_made else state_before
             self._clone.state[parameter] = nested_state(with_weights) if self._foreign else with_weights
         self._give(parameter, gradient)
         if self._running:
@@ -146,6 +148,10 @@ class Shadow:
         self.step(group, state, out, gradient)
         out.sub_(parameter)
         return True
+
+
+def _is_like(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _may_run(value: object) -> bool:

@@ -151,10 +151,14 @@ def coverage_of(
     if there are such weights.
     """
     held = {id(own): own for optimizer in optimizers for group in optimizer.param_groups for own in group["params"]}
+    kept = (own for module in model.modules() for own in module._parameters.values())
+    others = [own for own in kept if own is not None and id(own) not in held and own.grad is not None]
+    if not others:
+        return None
     named = {id(parameter): name for name, parameter in model.named_parameters()}
-    others = [own for own in model.parameters() if own.grad is not None and id(own) not in held]
+    others = list({id(own): own for own in others}.values())
     outside = [own for identity, own in held.items() if identity not in named]
-    if not others or any(own.grad is not None or "decoupled_grad" in vars(own) for own in outside):
+    if any(own.grad is not None or "decoupled_grad" in vars(own) for own in outside):
         return None
     elsewhere: set[int] = set()
     for optimizer in (own for own in gc.get_objects() if issubclass(type(own), Optimizer)):

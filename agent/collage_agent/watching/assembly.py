@@ -15,6 +15,7 @@ import torch
 from collage_optim import CollageOptimizer
 from msgspec.structs import replace as replace_fields
 from torch import Tensor
+from torch.optim import Optimizer
 
 from collage_agent.error_guard import Guard
 from collage_agent.expectations import Expectations
@@ -106,10 +107,15 @@ class Assembly:
     def external_writes(self) -> int:
         """How often our optimizers found an externally changed weight; other libraries' do not check."""
         found = 0
-        for hooks in self._hooks:
-            if isinstance(hooks.stepping, CollageOptimizer):
-                found += hooks.stepping.external_writes
+        for stepping in self._steppings:
+            if isinstance(stepping, CollageOptimizer):
+                found += stepping.external_writes
         return found
+
+    @property
+    def _steppings(self) -> list[Optimizer]:
+        """The optimizers, each once: one whose parameters are stepped one by one has hooks for each of them."""
+        return list({id(hooks.stepping): hooks.stepping for hooks in self._hooks}.values())
 
     @property
     def skipped_steps(self) -> float | Tensor | None:
@@ -139,7 +145,7 @@ class Assembly:
 
         By the optimizers' counts. One that counts none may have forgotten: then by what was saved of these weights.
         """
-        counts = [largest_step_count(hooks.stepping) for hooks in self._hooks]
+        counts = [largest_step_count(stepping) for stepping in self._steppings]
         if None not in counts and any(counts):
             return max(count for count in counts if count is not None)
         saved = [hooks.saved.step_of_weights(hooks.stepping, hooks.measurer.watched) for hooks in self._hooks]
@@ -231,7 +237,7 @@ class Assembly:
         governor, restarts = self._governor, 0
         put_off = self.last is None and len(self._union.layers) > _MANY_LAYERS
         if self._bytes_per_parameter is None and not put_off:
-            self._bytes_per_parameter = bytes_per_parameter([hooks.stepping for hooks in self._hooks])
+            self._bytes_per_parameter = bytes_per_parameter(self._steppings)
         scalars: dict[str, float | Tensor] = {
             "agent_cpu_seconds": governor.agent_cpu_seconds,
             "agent_overhead_ratio": governor.overhead_ratio,

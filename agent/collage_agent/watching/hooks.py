@@ -101,7 +101,7 @@ class OptimizerHooks:
         watched, self.left_out = watched_parameters(model, self.stepping, options, sharding)
         with governor.timing():
             self._intents = _intents_on_this_rank(intents.of(self.foreign or self.stepping), watched)
-            self._fitting = None if self.foreign else fitting_class(self.stepping, self._intents)
+            self._fitting = None if self.foreign else intents.fitting(self.stepping)
         self._groups = _groups_of(self.stepping)
         self._on_meta = [entry.parameter for entry in watched if entry.parameter.is_meta]
         self._windows = Windows(options.windows, options.every) if options.windows else None
@@ -142,11 +142,15 @@ class OptimizerHooks:
         self.removed = False
         if self.foreign is not None:
             return
+        loaded = self.optimizer.register_load_state_dict_post_hook(self._state_was_loaded)
+        if self.seen_by == "backward":
+            self._handles = [loaded]
+            return
         self._handles = [
+            loaded,
             # A wrapper that shares out tensors copies them back after its inner optimizer's step.
             self.stepping.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
-            self.optimizer.register_load_state_dict_post_hook(self._state_was_loaded),
             self.stepping.register_state_dict_pre_hook(self._state_is_saved),
         ]
 
@@ -199,7 +203,7 @@ class OptimizerHooks:
         _LOGGER.warning("%s; training is not affected", NOTES["nobody"])
 
     def _is_told_by_hand(self) -> bool:
-        return self.foreign is not None or self.seen_by == "hand"
+        return self.foreign is not None or self.seen_by in ("hand", "backward")
 
     def _gradient_of(self, entry: WatchedParameter) -> Tensor | None:
         return self._intents[entry.group].composition.gradient_of(entry.parameter)
@@ -431,7 +435,8 @@ class OptimizerHooks:
 
 def is_watched(optimizer: Optimizer) -> bool:
     """Whether a watch has its hooks on the optimizer."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()
+    of_steps, of_loads = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    hooks: list[object] = [*of_steps.values(), *of_loads.values()]
     return any(isinstance(getattr(hook, "__self__", None), OptimizerHooks) for hook in hooks)
 
 

@@ -74,8 +74,11 @@ def _largest_of(optimizer: Optimizer, counts: Sequence[Any]) -> int | None:
     return None if any(optimizer.state.values()) else 0
 
 
-def _counters(optimizer: Optimizer) -> list[Any]:
-    """All counts of steps, in states and groups, as they are kept; none of parameters on the meta device."""
+def _counters(optimizer: Optimizer, alone: Sequence[WatchedParameter] = ()) -> list[Any]:
+    """All counts of steps, in states and groups, as they are kept; none of parameters on the meta device. Or those
+    of a parameter that is stepped alone."""
+    if alone:
+        return [count for own in alone if (count := step_of(state_of(optimizer, own.parameter))) is not None]
     kept = states_of(optimizer)
     states = (kept(own, {}) for group in optimizer.param_groups for own in group["params"] if not own.is_meta)
     found = (step_of(holder) for holder in chain(states, optimizer.param_groups))
@@ -99,7 +102,9 @@ def _largest(counts: Sequence[Any]) -> float:
 class ResumeCheck:
     """`losses`: the losses in the order of their discovery, each kind once. `note`: a sentence, "" without one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
+        """alone: one parameter is looked at; the counts of others, stepped at other times, tell nothing of it."""
+        self._alone = alone
         self.losses: list[wire.ResumeLoss] = []
         self._taken: int | None = None
         self._some: list[float] = []
@@ -126,7 +131,7 @@ class ResumeCheck:
 
         Synchronises the device.
         """
-        kept, counters = KeptStates(optimizer, watched, intents), _counters(optimizer)
+        kept, counters = KeptStates(optimizer, watched, intents), self._counters(optimizer, watched)
         taken = self._taken = _largest_of(optimizer, counters)
         self._some = list(map(_of_count, _spread(counters)))
         self._look_at_averages(kept)
@@ -136,7 +141,8 @@ class ResumeCheck:
             self._suspected = _beside_weights(optimizer, kept, taken)
             self._weights = {place: shown.clone() for place, shown, _ in _sums(kept)} if self._suspected else {}
             self._absent = [] if self._suspected else list(_absent_beside_weights(kept))
-            self._without = [own for own in watched if own.stepped and not state_of(optimizer, own.parameter)]
+            held = states_of(optimizer)
+            self._without = [own for own in watched if own.stepped and not held(own.parameter, {})]
             self._empty_layers = [own for own in _empty_in_layers(kept) if own.name not in self._empty]
         self._apart = list(_apart_from_masters(kept))
         self._note(*_in_narrow_counters(counters, step))
@@ -170,9 +176,9 @@ class ResumeCheck:
         without, self._without = self._without, []
         made = [own.name for own in without if state_of(optimizer, own.parameter)]
         self.note = launch.begins_beside_others(made, self._taken) if made and self._taken else self.note
-        if self._taken and self._stands_still(optimizer):
+        if self._taken and self._stands_still(optimizer, kept.watched):
             self._note(launch.counter_stands(self._taken, step))
-        self._note(*_in_narrow_counters(_counters(optimizer), step))
+        self._note(*_in_narrow_counters(self._counters(optimizer, watched), step))
         absent, self._absent = self._absent, []
         names = [key for parameter, key in absent if key in state_of(optimizer, parameter)]
         if names and len(names) == len(absent):
@@ -186,7 +192,7 @@ class ResumeCheck:
             empty = [name for name in empty if filled.get(name, False)]
         if came_along:
             # If another average begins at 0, nothing was loaded; a counter that stays 0 counts something else.
-            if not empty and not self._stands_still(optimizer):
+            if not empty and not self._stands_still(optimizer, kept.watched):
                 self._note(launch.count_begins_again(came_along, step))
         elif empty:
             self._note(launch.averages_empty(empty, self._taken, step))
@@ -206,16 +212,19 @@ class ResumeCheck:
             names = list(dict.fromkeys(own.entry.name for own in filled))
             self._note(launch.layers_empty(filled[0].name, filled[0].beside, names, step))
 
-    def _stands_still(self, optimizer: Optimizer) -> bool:
+    def _stands_still(self, optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> bool:
         """Whether no counter has counted the step; False for one that was skipped."""
         if _was_skipped(optimizer):
             return False
-        counters = _counters(optimizer)
+        counters = self._counters(optimizer, watched)
         now = map(_of_count, _spread(counters))
         if any(after > before for before, after in zip(self._some, now, strict=False)):
             return False
         largest = _largest_of(optimizer, counters)
         return largest is not None and largest <= (self._taken or 0)
+
+    def _counters(self, optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> list[Any]:
+        return _counters(optimizer, watched if self._alone else ())
 
     def _note(self, *found: wire.ResumeLoss) -> None:
         for loss in found:

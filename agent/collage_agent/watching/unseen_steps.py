@@ -22,10 +22,11 @@ from collage_agent.training.watched_parameters import WatchedParameter
 
 __all__ = ["NOTES", "SeenBy", "UnseenSteps"]
 
-SeenBy = Literal["hooks", "hand", "nobody"]
+SeenBy = Literal["hooks", "hand", "backward", "nobody"]
 NOTES: Final[dict[SeenBy, str]] = {
     "hooks": "",
     "hand": "its steps call no hook: they are measured between handle.before() and handle.after()",
+    "backward": "its parameters are stepped one by one in the backward pass: one pass is one step",
     "nobody": "steps are taken that call no hook, by a CUDA graph that replays them or by other code, and are not "
     "measured: call handle.before() and handle.after() of this watch around what takes them, as around replay()",
 }
