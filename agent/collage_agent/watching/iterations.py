@@ -1,5 +1,6 @@
-"""Iterations of a training loop: which steps belong together, of several optimizers, inside one another, or in one
-backward pass.
+"""Iterations of a training loop: which steps belong together, of several optimizers or inside one another.
+
+Or in one backward pass, in which parameters are stepped one by one.
 
 `hooks.py` counts by it. A number that an iteration got is in reports and logs: how they are numbered is held by
 `tests/loops/test_several.py`.
