@@ -28,13 +28,13 @@ USUAL_FUNCTION, LONGEST_FUNCTION, USUAL_SHARE = 40, 100, 0.95
 SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
-    "collage_monitor": 14381,
-    "collage_agent": 21979,
+    "collage_monitor": 14792,
+    "collage_agent": 22768,
     "collage_optim": 5472,
-    "collage_server": 23506,
+    "collage_server": 24416,
     "collage_dashboard": 9594,
-    "tests": 71079,
-    "words of pages": 48697,
+    "tests": 72490,
+    "words of pages": 49070,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01
