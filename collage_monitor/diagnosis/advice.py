@@ -76,14 +76,11 @@ def advice_of(findings: Sequence[Finding], watch: WatchInfo | None) -> list[Advi
 
 def _alike_together(trained: Sequence[Trained]) -> list[Trained]:
     """Optimizers that differ only in how many parameters they train, as one of each: one line is for all."""
-    alike: dict[object, list[Trained]] = {}
+    alike: dict[str, list[Trained]] = {}
     for entry in trained:
-        kind = [
-            getattr(entry, name)
-            for name in entry.__struct_fields__
-            if name not in ("parameters", "sparse", "float32_bytes")
-        ]
-        alike.setdefault((*kind, *sorted(entry.parameters), bool(entry.sparse)), []).append(entry)
+        dtypes = dict.fromkeys(sorted(entry.parameters), 0)
+        kind = replace(entry, parameters=dtypes, sparse=min(entry.sparse, 1), float32_bytes=None)
+        alike.setdefault(repr(kind), []).append(entry)
     return [
         replace(
             members[0],

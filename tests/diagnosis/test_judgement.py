@@ -1,5 +1,6 @@
 """The words follow from the numbers: no good word without evidence from every side, no bad one without a number."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -434,6 +435,23 @@ def test_layers_that_are_worth_a_look_are_named_and_decide_nothing():
     found = judged(GOOD, {"a": layer(), "logit_scale": small}, fingerprint=TO_NEAREST)
     assert found.health == "healthy"
     assert "1 layer stands still (logit_scale): < 0.01 % of Σ u², too little to decide." in found.text
+
+
+def test_optimizers_that_are_alike_get_one_line_of_advice():
+    """Decays of averages are a list: no run with any could be judged."""
+    own = wire.Trained(
+        optimizer="AdamW",
+        fitting="CollageAdamW",
+        strategy="plain",
+        betas=[0.9, 0.95],
+        first_moments=1,
+        second_moments=1,
+        parameters={"bfloat16": 8},
+    )
+    other = msgspec.structs.replace(own, parameters={"bfloat16": 80}, float32_bytes=16.0)
+    apart = msgspec.structs.replace(own, betas=[0.9, 0.999])
+    losing = {**GOOD, "lost_update_ratio": 0.67, "update_error_ratio": 0.8}
+    assert len(judged(losing, fingerprint=TO_NEAREST, trained=[own, other, apart]).advice) == 2
 
 
 def test_an_optimizer_that_steps_nothing_that_can_be_measured_is_not_said_to_lack_gradients():
