@@ -13,9 +13,11 @@ from typing import Any, Final
 
 import numpy as np
 from collage_server.store import ReportGroup, SqliteStore, Store
+from collage_server.store.row_checks import chunk_check, layer_checks, point_checks, report_checks
 from collage_server.store.server_tables import metadata
 from collage_server.summariser import MADE_BY, Summariser, keep_overview
-from sqlalchemy import Engine, String, cast, event, func, insert, literal, select, true
+from sqlalchemy import Connection as DatabaseConnection
+from sqlalchemy import Engine, String, Table, cast, event, func, insert, literal, select, true
 
 from benchmarks._serving import Connection, request_of
 from collage_monitor import wire
@@ -222,14 +224,18 @@ def seal_run(
 def copy_often(store: Store, source: str, count: int) -> None:
     """More runs like `source`, called `source`-1, `source`-2, …, with rows of their own; a second between them.
 
-    Those of SOURCE-0 are called SOURCE-1 and so on.
+    Those of SOURCE-0 are called SOURCE-1 and so on. Checksums of rows are made anew: they cover a row's place.
     """
     numbers = select(literal(1).label("number")).cte("numbers", recursive=True)
     numbers = numbers.union_all(select(numbers.c.number + 1).where(numbers.c.number < count))
-    run_id = literal(f"{source.removesuffix('-0')}-", String) + cast(numbers.c.number, String)
+    stem = f"{source.removesuffix('-0')}-"
+    run_id = literal(stem, String) + cast(numbers.c.number, String)
     with store.engine.begin() as connection:
         for table in metadata.sorted_tables:
             if "run_id" not in table.c or table.name == "deleted_run":
+                continue
+            if table.name in _CHECKS:
+                _copy_checked(connection, table, source, [f"{stem}{number}" for number in range(1, count + 1)])
                 continue
             own: dict[str, Any] = {"run_id": run_id}
             if "stream_id" in table.c:
@@ -239,6 +245,29 @@ def copy_often(store: Store, source: str, count: int) -> None:
             columns = [own.get(column.name, column).label(column.name) for column in table.c]
             rows = select(*columns).select_from(table.join(numbers, true())).where(table.c.run_id == source)
             connection.execute(insert(table).from_select([column.name for column in table.c], rows))
+
+
+def _copy_checked(connection: DatabaseConnection, table: Table, source: str, copies: Iterable[str]) -> None:
+    """Rows with checksums, which cover the run's name: those of each copy are its own."""
+    found = connection.execute(select(table).where(table.c.run_id == source)).mappings().all()
+    for run_id in copies if found else ():
+        own = [{**row, "run_id": run_id} for row in found]
+        for row in own if "stream_id" in table.c else ():
+            row["stream_id"] = run_id + row["stream_id"][len(source) :]
+        connection.execute(insert(table), [{**row, **_CHECKS[table.name](row)} for row in own])
+
+
+_CHUNK: Final = ("run_id", "attempt", "level", "chunk", "part")
+_MODEL: Final = (*_CHUNK, "rank", "point_count", "entries", "data")
+_LAYER: Final = ("data", *_CHUNK, "entry", "point_count", "layer_count")
+_LOGGED: Final = ("run_id", "stream_id", "name", "part", "point_count", "data")
+_CHECKS: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "report": report_checks,
+    "point_chunk": lambda row: {"checks": point_checks(row)},
+    "model_chunk": lambda row: {"checks": chunk_check(*map(row.__getitem__, _MODEL))},
+    "layer_chunk": lambda row: {"checks": layer_checks(*map(row.__getitem__, _LAYER))},
+    "scalar_chunk": lambda row: {"checks": chunk_check(*map(row.__getitem__, _LOGGED))},
+}
 
 
 def evaluate(store: Store, runs: int = 1) -> None:

@@ -214,6 +214,13 @@ class OptimizerHooks:
         known = {loss.kind: loss for loss in (*self.resume.losses, *self.saved.losses)}
         return list(known.values())
 
+    def _told_beside_weights(self) -> set[str | None]:
+        """States beside the weights of which the look at this launch's first step has told the loss."""
+        if all(loss.kind not in ("masters", "residuals") for loss in self.resume.losses):
+            return set()
+        own = [intent.composition for intent in self._intents]
+        return {key for composition in own for key in (composition.master, composition.residual)}
+
     def remove(self) -> None:
         """Take the hooks off."""
         self.removed = True
@@ -385,7 +392,7 @@ class OptimizerHooks:
                 if self._looks_at_resume:
                     self._looks_at_resume = False
                     self.resume.after(self.stepping, self.measurer.watched, self._intents, self._step)
-                    self.saved.after(self.stepping, self._stepped(), self._step)
+                    self.saved.after(self.stepping, self._stepped(), self._step, self._told_beside_weights())
             self._iterations.measured = True
         except Exception as error:
             self._guard.caught("measuring a step", error)

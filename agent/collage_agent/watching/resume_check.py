@@ -412,7 +412,7 @@ def _empty_in_layers(kept: KeptStates) -> Iterator[_EmptyAverage]:
         form = (entry.group, *state)
         if form not in names:
             names[form] = [name for name, tensors in averages_of(entry, state, intent) if _is_wide(tensors[0])]
-        if len(names[form]) > 1:
+        if len(names[form]) > 1 and local_part(entry.parameter).numel():
             for name in names[form]:
                 owners.append((entry, name))
                 glances.append((glance(state[name]),))

@@ -15,7 +15,7 @@ were rounded to 16 bits on the way. `ResumeCheck` finds the losses that need no 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 from zlib import crc32
@@ -150,9 +150,16 @@ class CheckpointComparison:
                 self.losses += _counts_again(saved, now, step)
             self.losses += _rounded(saved, now, step)
 
-    def after(self, optimizer: Optimizer, watched: Sequence[WatchedParameter], step: int) -> None:
-        """It has been taken: states that it had to make were lost, as far as the optimizer still keeps such."""
-        anew, self._anew = self._anew, []
+    def after(
+        self,
+        optimizer: Optimizer,
+        watched: Sequence[WatchedParameter],
+        step: int,
+        told: Collection[str | None] = (),
+    ) -> None:
+        """It has been taken: states that it had to make were lost, as far as the optimizer still keeps such; told:
+        those whose loss somebody else has told."""
+        anew, self._anew = [(layer, key) for layer, key in self._anew if key not in told], []
         if not anew or self.continuation is None:
             return
         states = {entry.name: state_of(optimizer, entry.parameter) for entry in watched}

@@ -83,9 +83,12 @@ class Cluster:
         until(answers, "the first answer of postgres")
 
     def promote(self) -> None:
-        """Let a standby take connections."""
+        """Let a standby take connections, once it has read that it is one."""
         command = [str(self.programs / "pg_ctl"), "promote", "-D", str(self.folder / "data")]
-        subprocess.run(command, check=True, capture_output=True, **self._identity())
+        until(
+            lambda: subprocess.run(command, capture_output=True, **self._identity()).returncode == 0,
+            "the promotion of a standby",
+        )
 
     def kill(self) -> None:
         """As a power cut would: no shutdown checkpoint. Its children notice and end."""

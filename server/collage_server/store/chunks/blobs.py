@@ -93,9 +93,10 @@ def maximum_key(metric: str) -> str:
     return f"maximum {metric}"
 
 
-def _layers_of(row: Sequence[Any], level: int) -> FloatArray | None:
-    """Totals [layers, points] of a row of `_layer_rows`; None where they are not what was written."""
-    run_id, attempt, chunk, part, entry, count, layers, first, data, checks = row[:10]
+def _layers_of(row: Sequence[Any], level: int, *, first: int) -> FloatArray | None:
+    """Totals [layers, points] of a row of `_layer_rows`, from this layer on; None where they are not what was
+    written."""
+    run_id, attempt, chunk, part, entry, count, layers, _, data, checks = row[:10]
     if count <= 0 or len(data) % (8 * count):
         return None
     array = np.frombuffer(data, dtype=_FLOAT).reshape(-1, count)
@@ -267,7 +268,7 @@ def read_layer_data(
         if start is None or not row[8]:
             continue
         run, entry, count, layers = row[0], row[4], row[5], row[6]
-        array = _layers_of(row, level)
+        array = _layers_of(row, level, first=row[7] if sliced else 0)
         if array is None:
             raise damaged_rows(run, points.name_of(row[:4], level))
         target = values[targets[run, entry], start : start + count]
