@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from collage_monitor.alerts import ALERTS
+from collage_monitor.diagnosis.residuals import DROPPED
 from collage_monitor.statistics import finish
 from tests.parallel.checkpoints import SOURCES, kind_of
 from tests.parallel.launch import asked, launch
@@ -16,7 +16,6 @@ from tests.parallel.merged import merged_layers
 from tests.parallel.resumes import CONVERSIONS
 
 pytestmark = pytest.mark.slow
-RATIO = "residual_dropped_ratio"
 
 
 def off(words):
@@ -65,10 +64,5 @@ def test_what_one_rank_dropped_after_a_conversion_is_found(rule, source, target,
     totals = merged_layers([kept, lost], 0).values()
     keys = {key for layer in totals for key in layer}
     summed = {key: np.nansum([layer.get(key, np.nan) for layer in totals]) for key in keys}
-    [threshold] = [
-        condition.threshold
-        for condition in ALERTS["CollageResidualsOff"].conditions
-        if any(value == RATIO for name, _, value in condition.labels if name == "key")
-    ]
-    assert 0.3 < finish(RATIO, summed) < 0.9
-    assert finish(RATIO, summed) > threshold
+    assert 0.3 < finish(DROPPED.metric, summed) < 0.9
+    assert finish(DROPPED.metric, summed) > DROPPED.threshold
