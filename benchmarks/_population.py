@@ -224,7 +224,7 @@ def seal_run(
 def copy_often(store: Store, source: str, count: int) -> None:
     """More runs like `source`, called `source`-1, `source`-2, …, with rows of their own; a second between them.
 
-    Those of SOURCE-0 are called SOURCE-1 and so on. Checksums of rows are made anew: they cover a row's place.
+    Those of SOURCE-0 are called SOURCE-1 and so on. Checksums of rows are made again: they cover a row's place.
     """
     numbers = select(literal(1).label("number")).cte("numbers", recursive=True)
     numbers = numbers.union_all(select(numbers.c.number + 1).where(numbers.c.number < count))

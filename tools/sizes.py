@@ -29,11 +29,11 @@ SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
     "collage_monitor": 14792,
-    "collage_agent": 22768,
+    "collage_agent": 22782,
     "collage_optim": 5472,
-    "collage_server": 24416,
+    "collage_server": 24417,
     "collage_dashboard": 9594,
-    "tests": 72490,
+    "tests": 72505,
     "words of pages": 49070,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
