@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as distributed_checkpoint
-from collage_agent.audit import CheckpointError, read_checkpoint
+from collage_agent.audit import CheckpointError, audit_checkpoint, read_checkpoint, render
 from collage_agent.audit.checkpoint_parameters import checkpoint_parameters
 from collage_optim import CollageAdamW
 from safetensors.torch import save_file
@@ -237,3 +237,55 @@ def test_a_tied_weight_counts_once(tmp_path):
     model["head"].weight = model["token"].weight
     kept, _ = checkpoint_parameters(read_checkpoint(saved(tmp_path / "tied.pt", model)))
     assert [entry.name for entry in kept] == ["token.weight"]
+
+
+def zero_folder(folder):
+    """A folder as DeepSpeed writes it at stage 1 with two ranks: flat master weights, and the newest by name."""
+    model, optimizer = trained(adamw)
+    flat = torch.cat([own.detach().float().flatten() for own in model.parameters()])
+    average = torch.cat([optimizer.state[own]["exp_avg_sq"].float().flatten() for own in model.parameters()])
+    newest = folder / "global_step12"
+    newest.mkdir()
+    (folder / "latest").write_text("global_step12")
+    shapes = [{name: own.shape for name, own in model.named_parameters()}]
+    weights = {"module": model.state_dict(), "param_shapes": shapes, "optimizer": None, "ds_version": "0.19.8"}
+    torch.save(weights, newest / "mp_rank_00_model_states.pt")
+    group = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0]}
+    for rank, (master, own) in enumerate(zip(flat.chunk(2), average.chunk(2), strict=True)):
+        state = {0: {"exp_avg": own.clone(), "exp_avg_sq": own.clone(), "step": torch.tensor(12.0)}}
+        kept = {
+            "base_optimizer_state": {"state": state, "param_groups": [group]},
+            "single_partition_of_fp32_groups": [master.clone()],
+            "zero_stage": 1,
+        }
+        torch.save({"optimizer_state_dict": kept}, newest / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def megatron_folder(folder):
+    """A folder as Megatron writes it: states under names of their own beside the weights."""
+    model, optimizer = trained(adamw)
+    newest = folder / "iter_0000012"
+    newest.mkdir()
+    (folder / "latest_checkpointed_iteration.txt").write_text("12")
+    content = dict(model.state_dict())
+    for name, own in model.named_parameters():
+        content[f"optimizer.state.fp32_param.{name}"] = own.detach().float()
+        for key in ("exp_avg", "exp_avg_sq"):
+            content[f"optimizer.state.{key}.{name}"] = optimizer.state[own][key].float()
+    writer = distributed_checkpoint.FileSystemWriter(newest)
+    distributed_checkpoint.save(content, storage_writer=writer, no_dist=True)
+    group = {"lr": 1e-5, "betas": (0.9, 0.999)}
+    torch.save({"iteration": 12, "optimizer": {"optimizer": {"param_groups": [group]}}}, newest / "common.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("made", "named"), [(zero_folder, "DeepSpeed ZeRO"), (megatron_folder, "Megatron")])
+def test_states_in_another_layout_are_not_understood_and_no_finding_is_made_of_them(tmp_path, made, named):
+    """Said was "97 % of updates lost, try fp32" beside fp32 master weights."""
+    made(tmp_path)
+    audit = audit_checkpoint(tmp_path)
+    assert (audit.findings, audit.total, audit.learning_rate) == ([], None, None)
+    assert audit.elements == sum(own.numel() for own in network().parameters())
+    assert f"not understood: the optimizer is saved in {named}'s layout" in render(audit)
+    with pytest.raises(CheckpointError, match=f"in {named}'s layout, which is not understood"):
+        read_checkpoint(tmp_path)

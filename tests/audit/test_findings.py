@@ -176,6 +176,20 @@ def test_states_cast_beside_float32_weights_are_found(tmp_path):
     assert "states-cast" in codes(audit, "warning")
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, "256"), (torch.int8, "127"), (None, "")])
+def test_a_counter_that_was_cast_is_found(tmp_path, dtype, most):
+    """Code that casts every tensor casts the step, too: 1,001 becomes 1,000 and stays there."""
+
+    def cast(weights, states):
+        for state in states.values() if dtype is not None else ():
+            state["step"] = state["step"].to(dtype)
+
+    audit = audited(tmp_path, *trained(adamw, dtype=torch.float32), change=cast)
+    found = [finding for finding in audit.findings if finding.code == "counter-narrow"]
+    assert [finding.severity for finding in found] == (["problem"] if most else [])
+    assert all(f"counts to {most} and no further: it stands at 12 in 6 parameters" in own.text for own in found)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float32_weights_that_went_through_16_bits_are_found(tmp_path, dtype):
     def cast(weights, states):

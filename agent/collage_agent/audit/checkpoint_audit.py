@@ -21,7 +21,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from collage_agent.audit.checkpoint_advice import advised
-from collage_agent.audit.checkpoint_files import read_checkpoint
+from collage_agent.audit.checkpoint_files import Checkpoint, read_checkpoint
 from collage_agent.audit.checkpoint_parameters import CheckpointParameter, checkpoint_parameters, number_of
 from collage_agent.audit.findings import AuditFinding, findings_of
 
@@ -43,6 +43,7 @@ SAFE_LOST_RATIO: Final = 0.1
 _CHUNK: Final = 2**22
 _BOTTOM: Final = -400
 _WORST: Final = 5
+_NOT_UNDERSTOOD: Final = "not understood"
 _NO_PROOF: Final = (
     "a checkpoint shows what is kept, not what became of the updates: nothing here proves a run healthy"
 )
@@ -227,7 +228,9 @@ def audit_checkpoint(path: Path, learning_rate: float | None = None) -> Audit:
         ValueError: a learning rate that is none.
     """
     check_learning_rate(learning_rate)
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, in_part=True)
+    if checkpoint.layout:
+        return _of_unknown_layout(path, checkpoint)
     parameters, notes = checkpoint_parameters(checkpoint)
     origin = "given"
     if learning_rate is None:
@@ -250,6 +253,28 @@ def audit_checkpoint(path: Path, learning_rate: float | None = None) -> Audit:
     )
 
 
+def _of_unknown_layout(path: Path, checkpoint: Checkpoint) -> Audit:
+    """What there is, and no finding: what the optimizer keeps beside the weights is not known."""
+    parameters, _ = checkpoint_parameters(checkpoint)
+    return Audit(
+        path=str(path),
+        files=checkpoint.files,
+        elements=sum(entry.elements for entry in parameters),
+        kept=_summaries(parameters),
+        findings=[],
+        learning_rate=None,
+        learning_rate_from="",
+        total=None,
+        layers=[],
+        notes=checkpoint.notes,
+        conclusion=(
+            f"{_NOT_UNDERSTOOD}: the optimizer is saved in {checkpoint.layout}'s layout, so nothing is said of "
+            "master weights, averages and rates; gather it into one state dict with that library's own tools, and "
+            "audit that"
+        ),
+    )
+
+
 def render(audit: Audit) -> str:
     """The audit in plain words."""
     lines = [f"{audit.path}: {audit.elements:,} weights in {', '.join(audit.files)}", "", "kept"]
@@ -260,7 +285,8 @@ def render(audit: Audit) -> str:
         if finding.action:
             lines.append(f"    what to do: {finding.action}")
     if not audit.findings:
-        lines.append("  nothing that stands out")
+        unread = audit.conclusion.startswith(_NOT_UNDERSTOOD)
+        lines.append("  nothing was looked for" if unread else "  nothing that stands out")
     if audit.total is not None:
         lines += ["", *_rate_lines(audit)]
     lines += ["", *(f"note: {note}" for note in audit.notes), audit.conclusion]

@@ -37,6 +37,10 @@ _UNSAFE: Final = (
     "holds Python objects beyond tensors and plain values{named}, and loading those could run code; save state "
     "dicts: torch.save({{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}}, PATH)"
 )
+_PARTITIONS: Final = "zero_stage"
+_STATES_AMONG_WEIGHTS: Final = ("optimizer.state.", "chained_0.optimizer.state.")
+_NAMES_NEWEST: Final = {"latest": "", "latest_checkpointed_iteration.txt": "iter_"}
+"""Files that name the newest checkpoint's folder, and what stands before a number there."""
 _CONTAINERS: Final[list[Any]] = [collections.defaultdict, dict]
 _FUNCTIONS_OF_TORCH: Final = ("torch.nn.", "torch._C._nn.")
 _INDEX_OF_DISTRIBUTED: Final = {
@@ -62,7 +66,8 @@ class Checkpoint:
     entries.
 
     ordered: the tensors stand in the model's order. Those of safetensors and of a distributed checkpoint do not.
-    contents: what each file holds, or a distributed checkpoint's folder, as it was read.
+    contents: what each file holds, or a distributed checkpoint's folder, as it was read. layout: the name of a
+    layout whose states are not understood, "" if there is none.
     """
 
     files: list[str] = field(default_factory=list)
@@ -71,6 +76,7 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     ordered: bool = True
     contents: dict[str, Any] = field(default_factory=dict)
+    layout: str = ""
 
 
 class _StandIn:
@@ -80,8 +86,10 @@ class _StandIn:
         self.values = values
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, *, in_part: bool = False) -> Checkpoint:
     """Everything in a file or folder that can be read safely. Tensors stay on disk where the format allows it.
+
+    in_part: also one of whose optimizer's layout is only known that it is another one; its weights alone then.
 
     Raises:
         CheckpointError: nothing there, nothing readable, or a format that would have to run code.
@@ -95,13 +103,57 @@ def read_checkpoint(path: Path) -> Checkpoint:
         _read_file(path, checkpoint)
     else:
         _read_folder(path, checkpoint)
-    if not checkpoint.weights and not checkpoint.optimizers:
+    _leave_out_unknown_layouts(checkpoint)
+    if checkpoint.layout and not in_part:
+        raise CheckpointError(
+            f"{path}: its optimizer is saved in {checkpoint.layout}'s layout, which is not understood; gather it "
+            "into one state dict first, with that library's own tools"
+        )
+    if not checkpoint.weights and not checkpoint.optimizers and not checkpoint.layout:
         told = f" ({'; '.join(checkpoint.notes)})" if checkpoint.notes else ""
         raise CheckpointError(f"{path}: no model weights and no optimizer state were found{told}")
     return checkpoint
 
 
+def _leave_out_unknown_layouts(checkpoint: Checkpoint) -> None:
+    """ZeRO keeps flat master weights and averages of many parameters, by rank; Megatron keeps states under names
+    of their own among the weights. Taken for weights and averages, both read as a training that loses updates."""
+    if any(_PARTITIONS in _optimizer_of(found) for found in checkpoint.contents.values()):
+        checkpoint.layout = "DeepSpeed ZeRO"
+        checkpoint.optimizers = []
+        models = [found.get("module") for found in checkpoint.contents.values() if isinstance(found, Mapping)]
+        checkpoint.weights = {
+            name: tensor
+            for model in models
+            if isinstance(model, Mapping)
+            for name, tensor in model.items()
+            if isinstance(tensor, Tensor)
+        }
+    states = [name for name in checkpoint.weights if name.startswith(_STATES_AMONG_WEIGHTS)]
+    if states:
+        checkpoint.layout = "Megatron"
+        checkpoint.optimizers = []
+        checkpoint.weights = {name: own for name, own in checkpoint.weights.items() if name not in states}
+
+
+def _optimizer_of(found: Any) -> Mapping[str, Any]:
+    own = found.get("optimizer_state_dict") if isinstance(found, Mapping) else None
+    return own if isinstance(own, Mapping) else {}
+
+
+def _newest_in(folder: Path) -> Path:
+    """The folder of the newest checkpoint, if this one only names it, as DeepSpeed's and Megatron's do."""
+    for file, prefix in _NAMES_NEWEST.items():
+        if (folder / file).is_file():
+            tag = (folder / file).read_text(encoding="utf-8").strip()
+            named = folder / (f"{prefix}{int(tag):07d}" if prefix and tag.isdigit() else tag)
+            if named.is_dir() and named.parent == folder:
+                return named
+    return folder
+
+
 def _read_folder(folder: Path, checkpoint: Checkpoint) -> None:
+    folder = _newest_in(folder)
     if (folder / ".metadata").exists():
         checkpoint.files.append(folder.name)
         checkpoint.ordered = False

@@ -75,6 +75,7 @@ class CheckpointParameter:
     group: Mapping[str, Any] = field(default_factory=dict)
     has_state: bool = False
     step: int | None = None
+    counter: Tensor | None = None
     low: Tensor | None = None
     remainder: Tensor | None = None
     remainder_key: str = ""
@@ -356,6 +357,7 @@ def _parameter(
     entry = CheckpointParameter(
         name, weight, group, bool(state), _step(state.get("step")), state=tensors, paired=paired
     )
+    entry.counter = state["step"] if isinstance(state.get("step"), Tensor) else None
     # Our own integers are what the strategy says, even if they look like remainders.
     coded = entry.declared if entry.declared is not None and entry.declared.is_coded else None
     for key, value in tensors.items():

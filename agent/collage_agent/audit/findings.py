@@ -17,6 +17,7 @@ from torch import Tensor
 
 from collage_agent.audit.checkpoint_advice import advised
 from collage_agent.audit.checkpoint_parameters import SECOND_MOMENTS, CheckpointParameter, is_narrow, number_of
+from collage_agent.sample.state_mappings import counts_to
 from collage_agent.sample.stored_parts import leaves_residual
 from collage_monitor.wire import Conversion
 
@@ -54,6 +55,7 @@ def findings_of(parameters: Sequence[CheckpointParameter]) -> list[AuditFinding]
         _stuck_second_moments,
         _zero_second_moments,
         _single_weights,
+        _narrow_counters,
         _cast_states,
         _cast_weights,
         _remainders,
@@ -320,6 +322,26 @@ def _single_weights(parameters: Sequence[CheckpointParameter]) -> Iterator[Audit
             "below half a gap is rounded away, unless rounding is stochastic, which no checkpoint shows",
             layers,
             "see what the learning rate loses (--learning-rate), or watch a run: collage_agent.watch",
+        )
+
+
+def _narrow_counters(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
+    """Torch's load_state_dict keeps the dtype of a counter that is a tensor."""
+    by_dtype: dict[torch.dtype, list[CheckpointParameter]] = {}
+    for entry in parameters:
+        if entry.counter is not None and counts_to(entry.counter) is not None:
+            by_dtype.setdefault(entry.counter.dtype, []).append(entry)
+    for dtype, entries in by_dtype.items():
+        names = [entry.name for entry in entries]
+        most, stands = counts_to(entries[0].counter), max(entry.step or 0 for entry in entries)
+        yield AuditFinding(
+            "problem",
+            "counter-narrow",
+            f"the step counter is kept in {dtype_name(dtype)}, which counts to {most:,} and no further: it stands "
+            f"at {stands:,} in {len(names)} parameters: {_some(names)}",
+            names,
+            "the code that saves casts every tensor: leave counters out, and set state['step'] to a float32 tensor "
+            "of the right count before this state is loaded; until then bias is corrected for as at that count",
         )
 
 

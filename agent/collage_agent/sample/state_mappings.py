@@ -12,12 +12,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import torch
 from collage_optim import CollageOptimizer
 from collage_optim.integer_codes import unpacked
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["StateKey", "flat_state", "keeps_by_name", "nested_state", "state_of", "states_of", "step_of"]
+__all__ = [
+    "StateKey",
+    "counts_to",
+    "flat_state",
+    "keeps_by_name",
+    "nested_state",
+    "state_of",
+    "states_of",
+    "step_of",
+]
 
 _NOTHING: Final[dict[str, Any]] = {}
 _BY_NAME: Final[dict[type, bool]] = {}
@@ -143,6 +153,14 @@ def _place_of(optimizer: Optimizer, parameter: Tensor) -> tuple[int, int]:
         for place, member in enumerate(group["params"])
     }
     return places.get(id(parameter), (-1, 0))
+
+
+def counts_to(counter: object) -> int | None:
+    """The count at which a counter kept in this tensor's dtype stops; None: it never comes to that."""
+    if not isinstance(counter, Tensor) or counter.dtype.itemsize >= 4:
+        return None
+    dtype = counter.dtype
+    return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def step_of(state: Mapping[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.intent_choice import Intent
 from collage_agent.sample.quantised_states import is_quantised
-from collage_agent.sample.state_mappings import state_of, states_of, step_of
+from collage_agent.sample.state_mappings import counts_to, state_of, states_of, step_of
 from collage_agent.sample.stored_parts import OURS, leaves_residual
 from collage_agent.training.watched_parameters import WatchedParameter
 from collage_agent.watching.kept_states import (
@@ -254,12 +254,9 @@ def _of_count(count: Any) -> float:
 def _in_narrow_counters(counters: Sequence[Any], step: int) -> Iterator[wire.ResumeLoss]:
     """Counters in a dtype that cannot hold every count."""
     for counter in counters:
-        if not isinstance(counter, Tensor) or counter.dtype.itemsize >= 4:
-            continue
-        dtype = counter.dtype
-        most = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
-        yield launch.counter_is_narrow(dtype_name(dtype), most, _of_count(counter), step)
-        return
+        if (most := counts_to(counter)) is not None:
+            yield launch.counter_is_narrow(dtype_name(counter.dtype), most, _of_count(counter), step)
+            return
 
 
 def _beside_weights(optimizer: Optimizer, kept: KeptStates, taken: int | None) -> _Found:
