@@ -132,7 +132,7 @@ def advice_for(
     first, *others = choices
     words = [f"try {_one_line(first.code)} ({_size(first)})"]
     words += [f'"{other.strategy}" ({other.bytes_per_parameter:.3g})' for other in others]
-    return Advice(trained.optimizer, " or ".join(words), choices)
+    return Advice(trained.optimizer, f"{' or '.join(words)}, before the scheduler is built", choices)
 
 
 def _unfit(trained: Trained) -> bool:

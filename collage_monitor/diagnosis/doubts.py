@@ -12,18 +12,22 @@ from typing import Final
 
 from collage_monitor.diagnosis.case import EDQ_TOLERANCE, LOST_TOLERANCE, Case
 from collage_monitor.diagnosis.evidence import finite, state_decrements
-from collage_monitor.diagnosis.states import DECAY, ORACLE_TOLERANCE, OWN_DECAY, STATE_TOLERANCE, state_in_words
+from collage_monitor.diagnosis.states import DECAY, ORACLE_TOLERANCE, STATE_TOLERANCE, rounds_decay, state_in_words
 from collage_monitor.diagnosis.words import orphans, percent, silence
 from collage_monitor.wire import Finding
 
 __all__ = ["doubts", "little_measured", "nothing_intended", "witnesses"]
 
 _MEASURED_TOLERANCE: Final = 0.1
+_STILL: Final = 0.5
+"""Share of the elements that do not move in a step: so many are told, also where nobody knows what should have."""
 _HELD_BY_ALL: Final = 0.999
 """Share of the elements: beyond it the ranks that report hold the whole model."""
 _WIDE: Final = re.compile("float(32|64)")
 _INTENDED: Final = 0.1
 """Share of the recent past's norm of an update, below which that of the newest steps is next to nothing."""
+_SEVERAL_STEPS: Final = 8
+"""In as many an average that is none of a sum had to shrink somewhere."""
 _NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
 """Names of tensors that the model does not know."""
 
@@ -65,9 +69,17 @@ def nothing_intended(case: Case) -> Finding:
         return _doubt(text, "no gradients", "elements", elements)
     if case.number("measured_ratio") is None:
         text = "only what changed is known, not what was intended: what was lost is unknown"
+        still = case.number("unchanged_ratio")
+        if still is not None and still > _STILL:
+            text = f"{percent(still)} of the elements did not move in a step; what was intended is not known"
+            return _doubt(text, f"{percent(still)} did not move", "unchanged_ratio", still, _STILL)
         return _doubt(text, "intended updates are unknown", "measured_ratio")
     gradient = case.number("grad_norm")
     text, short = "the learning rate was 0 in every measured step: gradients were not", "the learning rate is 0"
+    if case.watch is not None and case.watch.optimizer.startswith("Collage"):
+        text += (
+            "; a scheduler sets the rate of the optimizer that it was built with: build it after from_optimizer()"
+        )
     if gradient is None:
         text, short = "every intended update was 0", "every intended update is 0"
     elif not gradient:
@@ -177,7 +189,8 @@ def _decay_of_several(case: Case) -> Iterator[Finding]:
     """Several optimizers, only some of which decay weights by a separate operation."""
     kept = case.number("decay_ratio")
     ways = set(case.fingerprint.implementation.split(" and ")) if case.fingerprint else set()
-    if kept is not None and kept < DECAY.threshold and ways & OWN_DECAY and ways - OWN_DECAY:
+    rounded = rounds_decay(case)
+    if kept is not None and kept < DECAY.threshold and ways & rounded and ways - rounded:
         text = (
             f"weight decay by itself moves next to nothing ({percent(kept)} of it is kept), and only some of the "
             "optimizers decay so"
@@ -207,10 +220,26 @@ def witnesses(case: Case) -> Iterator[Finding]:
     # One that is off, if by what chance may do, confirms nothing; nor does one that moves.
     if oracle is not None and abs(1 - oracle) <= ORACLE_TOLERANCE and case.moved("edq_oracle_ratio") is None:
         yield _witness(f"the oracle agrees ({oracle:.3f})", "edq_oracle_ratio", oracle, ORACLE_TOLERANCE)
-    seen = case.fingerprint
-    if seen is not None and seen.parameters and not seen.states:
-        kept = "its states by row and column, in 32 bits" if seen.factored else "no state that could go wrong"
+    if kept := _kept_safely(case):
         yield _witness(f"the optimizer keeps {kept}", "states", None)
+
+
+def _kept_safely(case: Case) -> str:
+    """What an optimizer keeps whose states cannot go wrong by rounding; "" for others.
+
+    A sum in 32 bits that never had to shrink is none that could; a moving average would have had to.
+    """
+    seen, first, last = case.fingerprint, case.evidence.first_step, case.evidence.last_step
+    if seen is None or not seen.parameters:
+        return ""
+    averages = {name: dtype for name, dtype in seen.states.items() if name not in (seen.residual, seen.master)}
+    if not averages:
+        kept = "no state but what completes the weights" if seen.states else "no state that could go wrong"
+        return "its states by row and column, in 32 bits" if seen.factored else kept
+    grows = not state_decrements(case.model) and first is not None and (last or 0) - first >= _SEVERAL_STEPS
+    if grows and all(map(_WIDE.fullmatch, averages.values())) and not seen.factored:
+        return f"{' and '.join(averages)} in 32 bits, and no element of it ever had to shrink"
+    return ""
 
 
 def _witness(text: str, key: str, value: float | None, threshold: float | None = None) -> Finding:

@@ -28,12 +28,14 @@ from collage_monitor.diagnosis.problem import Bound, Problem
 from collage_monitor.diagnosis.words import percent
 from collage_monitor.wire import Finding
 
-__all__ = ["DECAY", "ORACLE_TOLERANCE", "OWN_DECAY", "PROBLEMS", "STATE_TOLERANCE", "state_in_words"]
+__all__ = ["DECAY", "ORACLE_TOLERANCE", "PROBLEMS", "STATE_TOLERANCE", "rounds_decay", "state_in_words"]
 
 STATE_TOLERANCE: Final = 0.1
 ORACLE_TOLERANCE: Final = 0.05
-OWN_DECAY: Final = frozenset({"foreach", "for-loop"})
+_OWN_DECAY: Final = frozenset({"foreach", "for-loop"})
 """Implementations of a step that decay weights in a separate operation."""
+_WIDE_OWN_DECAY: Final = _OWN_DECAY | {"fused"}
+"""Those that round it so, too, where weights are float32: a fused kernel computes in float32."""
 _INTENDED: Final = 0.1
 """The same as in `updates.py`."""
 _CATCHES_UP_STEPS: Final = 3000
@@ -69,7 +71,18 @@ def _states(case: Case) -> Iterator[Finding]:
         moved = "" if now is None else f", {now:.3f} now"
         health, bound = ("states are stuck", 1 - slack) if value < 1 else ("steps are off", 1 + slack)
         text = f"the state {name} {clause} ({value:.3f}{moved})"
+        if value < 0:
+            wrong, text = (
+                "grows instead",
+                f"the state {name} grows where it should shrink, by {-value:.2f} times as much",
+            )
         yield Finding(health, text, key, value, bound, short=f"{name} {wrong}", now=now)
+
+
+def rounds_decay(case: Case) -> frozenset[str]:
+    """The implementations of a step that round weight decay by itself, in the weights' dtype."""
+    wide = case.fingerprint is not None and set(case.fingerprint.parameters) == {"float32"}
+    return _WIDE_OWN_DECAY if wide else _OWN_DECAY
 
 
 def _decay(case: Case) -> Iterator[Finding]:
@@ -77,7 +90,7 @@ def _decay(case: Case) -> Iterator[Finding]:
     kept, fingerprint = case.number(DECAY.metric), case.fingerprint
     if kept is None or kept >= DECAY.threshold or fingerprint is None or case.watch is None:
         return
-    separate = set(fingerprint.implementation.split(" and ")) <= OWN_DECAY and case.watch.intent != "rule"
+    separate = set(fingerprint.implementation.split(" and ")) <= rounds_decay(case) and case.watch.intent != "rule"
     if separate and not case.keeps_more_than_visible and not case.stochastic:
         text = f"weight decay moves next to nothing ({percent(kept)} of it is kept)"
         yield Finding("decay is lost", text, DECAY.metric, kept, DECAY.threshold, short="weight decay is lost")

@@ -21,7 +21,7 @@ values = st.none() | st.floats(-2, 3) | st.just("NaN")
 
 
 def judged(model, layers=None, **watch):
-    info = wire.WatchInfo(optimizer="AdamW", **{"observed_strategy": "plain", "dtype": "bfloat16", **watch})
+    info = wire.WatchInfo(**{"optimizer": "AdamW", "observed_strategy": "plain", "dtype": "bfloat16", **watch})
     return judge(Evidence(model, layers or {}, info, 1, 100))
 
 
@@ -232,6 +232,59 @@ def test_decay_that_only_one_of_several_optimizers_makes_by_itself_is_not_known(
     assert found.health == "unknown"
     assert "decay" in found.text
     assert judged({**GOOD, "decay_ratio": 0.9}, fingerprint=seen).health == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "implementation", "word"),
+    [
+        ("float32", "fused", "decay is lost"),
+        ("float32", "foreach", "decay is lost"),
+        ("bfloat16", "foreach", "decay is lost"),
+        ("bfloat16", "fused", "healthy"),
+        ("float32", "unknown", "healthy"),
+    ],
+)
+def test_decay_is_rounded_by_itself_by_dtype_and_not_by_the_kernel_alone(dtype, implementation, word):
+    """Torch's fused kernel multiplies in float32: decay of a float32 weight below half a gap is lost there, too."""
+    seen = wire.Fingerprint(parameters={dtype: 8}, implementation=implementation, stochastic_rounding=False)
+    assert judged({**GOOD, "decay_ratio": 0.0}, fingerprint=seen).health == word
+
+
+@pytest.mark.parametrize(
+    ("states", "residual", "last", "word"),
+    [
+        ({"parameter_low": "int16"}, "parameter_low", 40, "healthy"),
+        ({"sum": "float32"}, None, 40, "healthy"),
+        ({"sum": "float32"}, None, 4, "unknown"),
+        ({"sum": "bfloat16"}, None, 40, "unknown"),
+        ({"parameter_low": "int16", "momentum_buffer": "bfloat16"}, "parameter_low", 40, "unknown"),
+    ],
+)
+def test_states_that_cannot_go_wrong_confirm_a_run(states, residual, last, word):
+    """SGD and Adagrad stayed "unknown" after the cure that was told, with nothing left to confirm."""
+    seen = wire.Fingerprint(parameters={"bfloat16": 8}, states=states, residual=residual)
+    watch = wire.WatchInfo(optimizer="SGD", observed_strategy="split-master", fingerprint=seen)
+    model = {**GOOD, STATE: None}
+    assert judge(Evidence(model, watch=watch, first_step=1, last_step=last)).health == word
+
+
+def test_a_state_that_grows_is_told_in_words():
+    found = judged({**GOOD, STATE: -1.466})
+    assert found.headline == "exp_avg_sq grows instead."
+    assert "the state exp_avg_sq grows where it should shrink, by 1.47 times as much" in found.text.lower()
+
+
+def test_elements_that_stand_still_are_told_where_nobody_knows_what_was_intended():
+    model = {"elements": 100.0, "unchanged_ratio": 0.97}
+    found = judged(model)
+    assert (found.health, found.short) == ("unknown", "97.0 % did not move")
+    assert "97.0 % of the elements did not move" in judged(model).headline
+    assert "did not move" not in judged({**model, "unchanged_ratio": 0.1}).headline
+
+
+def test_a_rate_of_0_after_a_cure_names_the_scheduler():
+    model = {"elements": 8.0, "measured_ratio": 1.0, "grad_norm": 1.0, "idle": 8.0}
+    assert "build it after from_optimizer()" in judged(model, optimizer="CollageAdamW").text
 
 
 def test_chance_is_no_loss_where_rounding_is_stochastic():

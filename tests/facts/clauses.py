@@ -360,6 +360,7 @@ BYTES = {"split-master": 12, "coupled-9": 9, "coupled-8": 8, "split-master-8bit"
 @says(
     r"try optimizer = collage_agent\.optim\.(\w+)\.from_optimizer\(optimizer, strategy=\"([\w-]+)\"\)"
     r"(?: \((\d+) bytes a parameter\))?(?: or \"([\w-]+)\" \((\d+)\))?"
+    r", before the scheduler is built"
 )
 def advice(_about: About, _kind: str, *named: str | None) -> None:
     for strategy, size in zip(named[::2], named[1::2], strict=True):
