@@ -32,7 +32,15 @@ from collage_monitor.diagnosis.judge import PROBLEMS, judge
 from collage_monitor.diagnosis.since import History, Track, since_beyond
 from collage_monitor.diagnosis.states import STATE_TOLERANCE, state_in_words
 from collage_monitor.diagnosis.weights import average_findings
-from collage_monitor.diagnosis.words import CAVEATS, GRAVITY, NO_PROBLEM, WORDS_VERSION, Health, percent
+from collage_monitor.diagnosis.words import (
+    CAVEATS,
+    GRAVITY,
+    NO_PROBLEM,
+    WORDS_VERSION,
+    Health,
+    oracle_reach,
+    percent,
+)
 
 __all__ = [
     "CAVEATS",
@@ -65,6 +73,7 @@ __all__ = [
     "last_change",
     "longest_window",
     "most_exact",
+    "oracle_reach",
     "percent",
     "recent_points",
     "silent_ranks",

@@ -159,6 +159,13 @@ class Case:
         return sum(known) / sum(sizes.values())
 
     @property
+    def followed_by_oracle(self) -> float:
+        """Share of the elements of stepped layers that the oracle stands for; 1 where layers are not known."""
+        sizes = {name: self.number("elements", name) or 0.0 for name in self.evidence.layers}
+        known = (size for name, size in sizes.items() if self.number("edq_oracle_ratio", name) is not None)
+        return sum(known) / sum(sizes.values()) if any(sizes.values()) else 1.0
+
+    @property
     def all_skipped(self) -> float:
         """How many steps a loss scaler skipped, if it skipped all that there were; else 0."""
         return 0.0 if self.model.keys() - {"skipped_steps"} else self.number("skipped_steps") or 0.0

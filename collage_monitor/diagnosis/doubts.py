@@ -13,7 +13,7 @@ from typing import Final
 from collage_monitor.diagnosis.case import EDQ_TOLERANCE, LOST_TOLERANCE, Case
 from collage_monitor.diagnosis.evidence import finite, state_decrements
 from collage_monitor.diagnosis.states import DECAY, ORACLE_TOLERANCE, STATE_TOLERANCE, rounds_decay, state_in_words
-from collage_monitor.diagnosis.words import orphans, percent, silence
+from collage_monitor.diagnosis.words import oracle_reach, orphans, percent, silence
 from collage_monitor.wire import Finding
 
 __all__ = ["doubts", "little_measured", "nothing_intended", "witnesses"]
@@ -26,6 +26,8 @@ _HELD_BY_ALL: Final = 0.999
 _WIDE: Final = re.compile("float(32|64)")
 _INTENDED: Final = 0.1
 """Share of the recent past's norm of an update, below which that of the newest steps is next to nothing."""
+_LEAST_FOLLOWED: Final = 0.5
+"""Share of the elements: an oracle of fewer does not speak for the model."""
 _SEVERAL_STEPS: Final = 8
 """In as many an average that is none of a sum had to shrink somewhere."""
 _NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
@@ -218,8 +220,10 @@ def witnesses(case: Case) -> Iterator[Finding]:
             yield _witness(text, f"state_decrement_ratio/{name}", value, STATE_TOLERANCE)
     oracle = case.number("edq_oracle_ratio")
     # One that is off, if by what chance may do, confirms nothing; nor does one that moves.
-    if oracle is not None and abs(1 - oracle) <= ORACLE_TOLERANCE and case.moved("edq_oracle_ratio") is None:
-        yield _witness(f"the oracle agrees ({oracle:.3f})", "edq_oracle_ratio", oracle, ORACLE_TOLERANCE)
+    agrees = oracle is not None and abs(1 - oracle) <= ORACLE_TOLERANCE
+    if agrees and case.moved("edq_oracle_ratio") is None and (share := case.followed_by_oracle) >= _LEAST_FOLLOWED:
+        of = oracle_reach(share)
+        yield _witness(f"the oracle agrees ({oracle:.3f}{of})", "edq_oracle_ratio", oracle, ORACLE_TOLERANCE)
     if kept := _kept_safely(case):
         yield _witness(f"the optimizer keeps {kept}", "states", None)
 

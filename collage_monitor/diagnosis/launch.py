@@ -19,6 +19,7 @@ __all__ = [
     "counter_is_narrow",
     "counter_stands",
     "counts_again",
+    "empty_step_counted",
     "health_of",
     "layers_empty",
     "masters_are_others",
@@ -132,6 +133,14 @@ def begins_beside_others(layers: Collection[str], taken: int) -> str:
     return (
         f"{_some(layers)} took a first step beside layers that had taken {taken:,}: new or set free here, "
         "or states that did not come through"
+    )
+
+
+def empty_step_counted() -> str:
+    """A note: the count stands at 1, and every average was 0."""
+    return (
+        "a step that moved nothing was counted before this one, as get_optimizer_state_dict() takes where there "
+        "are no states: bias is corrected for as after it, and the first steps have another size"
     )
 
 

@@ -25,7 +25,7 @@ from collage_monitor.diagnosis.causes import (
 )
 from collage_monitor.diagnosis.evidence import state_decrements
 from collage_monitor.diagnosis.problem import Bound, Problem
-from collage_monitor.diagnosis.words import percent
+from collage_monitor.diagnosis.words import oracle_reach, percent
 from collage_monitor.wire import Finding
 
 __all__ = ["DECAY", "ORACLE_TOLERANCE", "PROBLEMS", "STATE_TOLERANCE", "rounds_decay", "state_in_words"]
@@ -103,7 +103,8 @@ def _oracle(case: Case) -> Iterator[Finding]:
     if value is None:
         return
     slack, now = ORACLE_TOLERANCE + case.chance("edq_oracle_noise_ratio"), case.moved(key)
-    text = f"EDQ against the oracle is {value:.3f}" + ("" if now is None else f" ({now:.3f} now)")
+    reach = oracle_reach(case.followed_by_oracle)
+    text = f"EDQ against the oracle is {value:.3f}{reach}" + ("" if now is None else f" ({now:.3f} now)")
     short = "steps are not the oracle's"
     if value < 1 - slack and (high is None or high < 1 - ORACLE_TOLERANCE):
         yield Finding("steps are off", text, key, value, 1 - ORACLE_TOLERANCE, short=short, now=now)

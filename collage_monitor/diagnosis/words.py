@@ -18,6 +18,7 @@ __all__ = [
     "Health",
     "NO_PROBLEM",
     "WORDS_VERSION",
+    "oracle_reach",
     "orphans",
     "percent",
     "sentence",
@@ -48,11 +49,17 @@ GRAVITY: Final[tuple[Health, ...]] = (
     "average is off",
 )
 """Bad words, the gravest first."""
+_NEARLY_ALL: Final = 0.995
 CAVEATS: Final = (
     "What is lost before the optimizer (gradients accumulated or reduced in low precision) is invisible here. "
     "float64 parameters cannot be measured. Sampling can miss a rare row of a large embedding."
 )
 """Stated wherever the numbers are shown."""
+
+
+def oracle_reach(share: float) -> str:
+    """', of 43.1 % of the elements', of an oracle that does not follow all; else nothing."""
+    return f", of {percent(share)} of the elements" if share < _NEARLY_ALL else ""
 
 
 def orphans(coverage: Coverage) -> str:

@@ -268,6 +268,17 @@ def test_states_that_cannot_go_wrong_confirm_a_run(states, residual, last, word)
     assert judge(Evidence(model, watch=watch, first_step=1, last_step=last)).health == word
 
 
+@pytest.mark.parametrize(("size", "word"), [(0.0, ""), (50.0, ", of 66.7 % of the elements"), (300.0, None)])
+def test_an_oracle_says_of_how_much_it_speaks(size, word):
+    layers = {"followed": layer(edq_oracle_ratio=1.0), "other": layer(size)}
+    model = {**GOOD, STATE: None, "edq_oracle_ratio": 1.0}
+    text = judged(model, layers).text
+    assert ("the oracle agrees" in text) == (word is not None)
+    assert word is None or f"the oracle agrees (1.000{word})" in text
+    off = judged({**model, "edq_oracle_ratio": 0.7}, layers).text
+    assert f"is 0.700{', of 25.0 % of the elements' if word is None else word}" in off
+
+
 def test_a_state_that_grows_is_told_in_words():
     found = judged({**GOOD, STATE: -1.466})
     assert found.headline == "exp_avg_sq grows instead."

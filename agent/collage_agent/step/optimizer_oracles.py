@@ -30,11 +30,13 @@ from collage_agent.training.watched_parameters import WatchedParameter
 __all__ = ["Oracles"]
 
 ORACLE_SAMPLE: Final = 1024
+_MOST_APART: Final = 64
+"""Oracles beyond which no other attaches to a tensor that takes its first step later: each is stepped by itself."""
 
 
 class Oracles:
-    """Attaches oracles before the first step and steps them; attaches new ones when something else wrote to the
-    weights.
+    """Attaches oracles before the first step of each tensor and steps them; attaches new ones when something else
+    wrote to the weights.
 
     `attached`: one for each kind of tensor, None before they attach. `restarts` counts how often new ones had to
     attach because weights were written between two steps or a step raised; after a loaded state it does not count.
@@ -68,6 +70,8 @@ class Oracles:
             self.restarts += 1
         if self.attached is None:
             self.attached = self._attach(optimizer, sample)
+        elif len(self.attached) < _MOST_APART:
+            self.attached += self._attach(optimizer, sample, beside=self.attached)
         self._put_in_lock_step(self.attached)
 
     def weights_gathered(self, bucket: Bucket) -> bool:
@@ -127,12 +131,18 @@ class Oracles:
                     return True
         return False
 
-    def _attach(self, optimizer: Optimizer, sample: int | Literal["all"]) -> list[Oracle]:
+    def _attach(
+        self, optimizer: Optimizer, sample: int | Literal["all"], *, beside: Sequence[Oracle] = ()
+    ) -> list[Oracle]:
+        """Oracles of all tensors that can have one now, and are not followed by those beside."""
+        if sum(len(oracle.members) for oracle in beside) == len(self._planner.watched):
+            return []
+        followed = {member for oracle in beside for member in oracle.members}
         cap = ORACLE_SAMPLE if sample == "all" else min(sample, ORACLE_SAMPLE)
         oracles = []
         kinds: dict[object, list[int]] = {}
         for index, watched in enumerate(self._planner.watched):
-            if not watched.stepped:
+            if not watched.stepped or index in followed:
                 continue
             intent = self._planner.intents[watched.group]
             if intent.kind == "before-after" or not _can_have_oracle(watched, intent.composition):

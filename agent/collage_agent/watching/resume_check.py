@@ -118,6 +118,7 @@ class ResumeCheck:
         self._without: list[WatchedParameter] = []
         self._apart: list[_Apart] = []
         self._empty_layers: list[_EmptyAverage] = []
+        self._counted_empty = False
 
     def before(
         self,
@@ -135,6 +136,7 @@ class ResumeCheck:
         taken = self._taken = _largest_of(optimizer, counters)
         self._some = list(map(_of_count, _spread(counters)))
         self._look_at_averages(kept)
+        self._counted_empty = taken == 1 and not any(_holding(kept, _is_filled).values())
         goes_on = told == step > _FEWEST_STEPS
         self._told = told if goes_on and taken == 0 and not any(_holding(kept, _is_filled).values()) else None
         if _has_history(kept, taken):
@@ -176,6 +178,8 @@ class ResumeCheck:
         without, self._without = self._without, []
         made = [own.name for own in without if state_of(optimizer, own.parameter)]
         self.note = launch.begins_beside_others(made, self._taken) if made and self._taken else self.note
+        if self._counted_empty and any(_holding(kept, _is_filled).values()):
+            self.note = launch.empty_step_counted()
         if self._taken and self._stands_still(optimizer, kept.watched):
             self._note(launch.counter_stands(self._taken, step))
         self._note(*_in_narrow_counters(self._counters(optimizer, watched), step))

@@ -32,6 +32,7 @@ from collage_monitor.diagnosis import (
     labelled,
     last_change,
     longest_window,
+    oracle_reach,
     percent,
     state_decrements,
     state_in_words,
@@ -255,7 +256,8 @@ def _oracle(case: Case) -> Iterator[str]:
         return
     steps = finite(model.get("oracle_steps")) or 0
     yield (
-        f"against the fp64 oracle: {step:.4f}{_interval(case, 'edq_oracle_ratio')}, "
+        f"against the fp64 oracle: {step:.4f}{_interval(case, 'edq_oracle_ratio')}"
+        f"{oracle_reach(case.followed_by_oracle)}, "
         f"displacement over {steps:.0f} steps {way:.4f}"
     )
 

@@ -89,6 +89,24 @@ def test_tensors_that_skip_steps_are_stepped_by_the_oracle_only_when_they_are_li
     assert layers["2.weight"]["oracle_displacement_ratio"] == pytest.approx(1.0, abs=0.5)
 
 
+def test_the_oracle_attaches_to_what_is_set_free_later_and_says_how_far_it_reaches():
+    """A layer that was frozen at first was left out for good, and the rest's number was called the model's."""
+    model = mlp(width=30)
+    rest = [*model[2].parameters(), *model[4].parameters()]
+    for parameter in rest:
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    handle = watch(model, optimizer, every=1, sample="all", oracle=True, budget=None)
+    train(model, optimizer, 3)
+    for parameter in rest:
+        parameter.requires_grad_(True)
+    train(model, optimizer, 4, start=3)
+    found = handle.summary()["layers"]
+    assert {name: values["oracle_steps"] for name, values in found.items()} == {
+        name: 7 if name.startswith("0.") else 4 for name in found
+    }
+
+
 @pytest.mark.slow
 def test_an_error_in_the_state_is_seen_by_the_oracle_and_the_decrements_but_not_by_edq():
     """Falling gradients, beta2 0.999: light's second moment cannot decay, plus' does."""

@@ -10,6 +10,7 @@ from collage_agent.handle import watch
 from collage_agent.watching import kept_states, resume_check
 from collage_optim import CollageAdamW
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.keepers.table import steps
 from tests.keepers.ways import BF16, RATES, ways
@@ -220,6 +221,20 @@ class CountsIn(torch.optim.SGD):
         super().step(closure)
         for state in self.state.values():
             state.setdefault("step", torch.zeros((), dtype=self.counts_in)).add_(1)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_step_that_moves_nothing_and_is_counted_is_told(asks):
+    """Adam's first step is then 0.744 of its length, and was called the second without a word."""
+    model = nn.Linear(24, 24)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1)
+    if asks:
+        get_optimizer_state_dict(model, optimizer)
+    model(torch.randn(8, 24)).square().mean().backward()
+    optimizer.step()
+    assert ("a step that moved nothing was counted before this one" in handle.info.intent_reason) == asks
+    assert not handle.info.resume_losses
 
 
 @pytest.mark.parametrize(
