@@ -70,10 +70,13 @@ def _load_http_client() -> None:
     if "httpx" in sys.modules:
         return
     state = random.getstate()
+    # Python's own way to say that a module is not there: httpx then goes without its command line.
     sys.modules["httpx._main"] = None  # type: ignore[assignment]
-    import_module("httpx")
-    del sys.modules["httpx._main"]
-    random.setstate(state)
+    try:
+        import_module("httpx")
+    finally:
+        del sys.modules["httpx._main"]
+        random.setstate(state)
 
 
 _load_http_client()

@@ -13,7 +13,7 @@ from typing import Final
 from collage_monitor.diagnosis.case import EDQ_TOLERANCE, LOST_TOLERANCE, Case
 from collage_monitor.diagnosis.evidence import finite, state_decrements
 from collage_monitor.diagnosis.states import DECAY, ORACLE_TOLERANCE, STATE_TOLERANCE, rounds_decay, state_in_words
-from collage_monitor.diagnosis.words import oracle_reach, orphans, percent, silence
+from collage_monitor.diagnosis.words import is_named_by_group, oracle_reach, orphans, percent, silence
 from collage_monitor.wire import Finding
 
 __all__ = ["doubts", "little_measured", "nothing_intended", "witnesses"]
@@ -30,8 +30,6 @@ _LEAST_FOLLOWED: Final = 0.5
 """Share of the elements: an oracle of fewer does not speak for the model."""
 _SEVERAL_STEPS: Final = 8
 """In as many an average that is none of a sum had to shrink somewhere."""
-_NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
-"""Names of tensors that the model does not know."""
 
 
 def doubts(case: Case) -> Iterator[Finding]:
@@ -59,7 +57,7 @@ def nothing_intended(case: Case) -> Finding:
         return _doubt(text, "every step was skipped", "skipped_steps", skipped)
     if not case.model:
         return _doubt("no step was measured yet", "no step measured yet", "measured_steps")
-    if not elements and layers and all(_NAMED_BY_GROUP.fullmatch(name) for name in layers):
+    if not elements and layers and all(map(is_named_by_group, layers)):
         text = "none of the optimizer's tensors belongs to the model, and none had a gradient: watch the optimizer "
         return _doubt(text + "that trains this model", "another model's optimizer", "elements", elements)
     trained = [] if case.watch is None else case.watch.trained

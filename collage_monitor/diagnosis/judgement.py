@@ -12,7 +12,7 @@ from typing import Final
 from collage_monitor.diagnosis.case import EDQ_TOLERANCE, LAYER_TOLERANCE, Case
 from collage_monitor.diagnosis.evidence import labelled
 from collage_monitor.diagnosis.updates import STILL
-from collage_monitor.diagnosis.words import NO_PROBLEM, orphans, percent, sentence, silence
+from collage_monitor.diagnosis.words import NO_PROBLEM, is_named_by_group, orphans, percent, sentence, silence
 from collage_monitor.onset import Onset
 from collage_monitor.wire import Finding, Judgement
 
@@ -152,6 +152,9 @@ def _about_layers(case: Case) -> Iterator[str]:
     if without and len(without) < len(case.evidence.layers) and not case.one_step:
         verb = "layer had" if len(without) == 1 else "layers had"
         yield f"{len(without)} {verb} no gradient in these steps ({_some(without)})."
+    if strange := [name for name in case.evidence.layers if is_named_by_group(name)]:
+        verb = "is no parameter" if len(strange) == 1 else "are no parameters"
+        yield f"{len(strange)} of the optimizer's tensors {verb} of the model ({_some(strange)})."
     coverage = case.watch.coverage if case.watch else None
     if coverage is not None and coverage.orphans and not coverage.strangers:
         yield f"{orphans(coverage)}."

@@ -78,6 +78,11 @@ def _skipped(case: Case) -> Iterator[Finding]:
         yield Finding("not finite", text, _SKIPPED.metric, skipped, _SKIPPED.threshold, short=text)
 
 
+def _not_finite_in_training(case: Case) -> Iterator[Finding]:
+    for rule in (_not_finite, _states, _skipped):
+        yield from rule(case)
+
+
 def _logged(case: Case) -> Iterator[Finding]:
     """Losses that the training logs."""
     for name, step in case.evidence.logged.items():
@@ -130,9 +135,11 @@ def _another_decay(_evidence: IncidentEvidence) -> CauseVerdict:
 PROBLEMS: Final = (
     Problem.with_alert(
         "CollageNotFinite",
-        _not_finite,
+        _not_finite_in_training,
         _WEIGHTS,
         _RESIDUALS,
+        _INFINITE,
+        _SKIPPED,
         needs_updates=False,
         for_seconds=0.0,
         warm_up_steps=0,
@@ -148,8 +155,6 @@ PROBLEMS: Final = (
             "checkpoint before that step with a lower learning rate or with clipping."
         ),
     ),
-    Problem(_states, (_INFINITE,), needs_updates=False),
-    Problem(_skipped, (_SKIPPED,), needs_updates=False),
     Problem(_logged, (), needs_updates=False),
 )
 OF_AVERAGES: Final = (

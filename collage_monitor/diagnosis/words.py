@@ -6,6 +6,7 @@ them, and servers make their overviews again.
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal
 
 from collage_monitor.diagnosis.evidence import SilentRanks
@@ -18,6 +19,7 @@ __all__ = [
     "Health",
     "NO_PROBLEM",
     "WORDS_VERSION",
+    "is_named_by_group",
     "oracle_reach",
     "orphans",
     "percent",
@@ -50,11 +52,17 @@ GRAVITY: Final[tuple[Health, ...]] = (
 )
 """Bad words, the gravest first."""
 _NEARLY_ALL: Final = 0.995
+_NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
 CAVEATS: Final = (
     "What is lost before the optimizer (gradients accumulated or reduced in low precision) is invisible here. "
     "float64 parameters cannot be measured. Sampling can miss a rare row of a large embedding."
 )
 """Stated wherever the numbers are shown."""
+
+
+def is_named_by_group(layer: str) -> bool:
+    """Whether a tensor goes by its place in the optimizer: the model does not know it."""
+    return _NAMED_BY_GROUP.fullmatch(layer) is not None
 
 
 def oracle_reach(share: float) -> str:

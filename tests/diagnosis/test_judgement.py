@@ -138,6 +138,7 @@ def test_a_state_that_is_infinite_is_no_loss_of_updates():
     found = judged({**GOOD, key: 0.25, "edq_ratio": 0.3})
     assert found.health == "not finite"
     assert found.headline == "exp_avg_sq is infinite in 25.0 % of the elements."
+    assert found.findings[0].alert == "CollageNotFinite", "no alert told of it"
     assert "without a loss scale" in found.advised
     assert "from_optimizer" not in found.advised
     assert judged({**GOOD, STATE: 1.0, key: 0.0}).health == "healthy"
@@ -499,6 +500,8 @@ def test_layers_that_are_worth_a_look_are_named_and_decide_nothing():
     found = judged(GOOD, {"a": layer(), "logit_scale": small}, fingerprint=TO_NEAREST)
     assert found.health == "healthy"
     assert "1 layer stands still (logit_scale): < 0.01 % of Σ u², too little to decide." in found.text
+    found = judged(GOOD, {"a": layer(), "group0.1": layer(elements=None)})
+    assert "1 of the optimizer's tensors is no parameter of the model (group0.1)." in found.text
 
 
 def test_optimizers_that_are_alike_get_one_line_of_advice():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, Final
 
 import torch
@@ -161,7 +162,7 @@ def coverage_of(
     if any(own.grad is not None or "decoupled_grad" in vars(own) for own in outside):
         return None
     elsewhere: set[int] = set()
-    for optimizer in (own for own in gc.get_objects() if issubclass(type(own), Optimizer)):
+    for optimizer in _all_optimizers():
         if not any(optimizer is own for own in optimizers):
             theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             others = [own for own in others if id(own) not in theirs or not is_watched(optimizer)]
@@ -176,6 +177,16 @@ def coverage_of(
         orphans=[plain_name(named[id(own)])[:_LONGEST_NAME] for own in orphans[:_NAMED]],
         strangers=[str(tuple(own.shape)) for own in outside[:_NAMED]],
     )
+
+
+def _all_optimizers() -> Iterator[Optimizer]:
+    """Every optimizer of this process. No line of Python runs for each of its objects: there may be millions."""
+    kinds, waiting = set[type](), [Optimizer]
+    while waiting:
+        kinds.add(kind := waiting.pop())
+        waiting += kind.__subclasses__()
+    known = gc.get_objects()
+    return compress(known, map(kinds.__contains__, map(type, known)))
 
 
 def with_unique_names(

@@ -35,7 +35,9 @@ def test_steps_that_a_loss_scaler_skips_are_counted_in_words(count, health):
         scaler.update()
         optimizer.zero_grad()
     words = f"The loss scaler skipped all {count} steps so far, because gradients were not finite."
-    assert (handle.judgement().health, handle.judgement().headline) == (health, words)
+    found = handle.judgement()
+    assert (found.health, found.headline) == (health, words)
+    assert found.findings[0].alert == ("CollageNotFinite" if health == "not finite" else "")
     assert words in str(handle)
     assert handle.skipped_so_far == count
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
