@@ -92,7 +92,8 @@ def store_coupled(
         arithmetic.give_back(threshold)
     if not scale.is_cpu or not bool(scale.isfinite().all()):
         taken.nan_to_num_(0.0, 0.0, 0.0)
-    torch.addcmul(displacement, taken, ahead, out=displacement)
+    # Rounded twice: torch.addcmul rounds once where the processor has fused products, and bits would be its own.
+    displacement.add_(taken.mul_(ahead))
     for vector in (taken, finer, first, *((ahead,) if ahead.dim() else ())):
         arithmetic.give_back(vector)
     value = integer_codes.move_by_gaps(arithmetic, value, displacement, gap, chance)
