@@ -10,6 +10,7 @@ between.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ Advance = Callable[[State, Mapping[str, Scalar], RandomSource | None], Run]
 @dataclass(frozen=True)
 class Step:
     """Everything that a step needs besides the tensors. dtype: the weights'. is_coupled: whether weight and first
-    moment exchange what rounding takes (`collage_optim.coupling`)."""
+    moment exchange what rounding takes (`collage_optim.coupling`). launch: steps all tensors at once, on a device
+    (`collage_optim.device_step`)."""
 
     dtype: torch.dtype
     rule: UpdateRule
@@ -49,6 +51,7 @@ class Step:
     seeding: Seeding | None = None
     compiled: Advance | None = None
     is_coupled: bool = False
+    launch: Callable[["Step", list[Any]], None] | None = None
 
 
 def advance_in_wide(

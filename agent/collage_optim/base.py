@@ -16,7 +16,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from collage_optim import integer_codes, state_loading
 from collage_optim.advance import Step
 from collage_optim.arithmetic import State, WideArithmetic, constant, shared_workspace
-from collage_optim.compiled import Structure, check_compiled, compiled_step, packed_scalars
+from collage_optim.compiled import Structure, check_compiled, compiled_step, device_step, packed_scalars
+from collage_optim.device_step import launches
 from collage_optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites
 from collage_optim.hyperparameter_checks import TORCH_FORMS, check_torch_options
 from collage_optim.random_numbers import Seeding, default_seed
@@ -167,7 +168,8 @@ class CollageOptimizer(Optimizer):
             if group[option] not in known:
                 raise ValueError(f"Invalid {option}: {group[option]!r}; use one of {', '.join(known)}")
         check_arithmetic(strategy, group["arithmetic"])
-        check_compiled(group["compiled"], group["arithmetic"], strategy)
+        on_cpu = any(parameter.device.type == "cpu" for parameter in group["params"])
+        check_compiled(group["compiled"], group["arithmetic"], strategy, on_cpu)
         if strategy.stochastic and group["seed"] is None:
             if self.defaults["seed"] is None:
                 self.defaults["seed"] = default_seed()
@@ -342,9 +344,11 @@ class CollageOptimizer(Optimizer):
         moments, scalars = rule.moments(group), rule.scalars(group, number)
         ahead = rule.scalars_ahead(group, number) if strategy.coupled else {}
         scalars.update(ahead)
-        wide, compiled = wide_dtype(dtype), None
-        if group["compiled"]:
-            form = (group["maximize"], dtype, device.type, tuple(scalars))
+        wide, compiled, launch = wide_dtype(dtype), None, None
+        form = (group["maximize"], dtype, device.type, tuple(scalars), bool(ahead))
+        if group["compiled"] is not False and not strict and launches(device):
+            launch = self._launch(Structure(rule, strategy, moments, *form))
+        elif group["compiled"] and device.type == "cpu":
             compiled = compiled_step(Structure(rule, strategy, moments, *form))
         if compiled is not None:
             scalars = packed_scalars(scalars, wide, device)
@@ -362,7 +366,13 @@ class CollageOptimizer(Optimizer):
             seeding=Seeding(group["seed"], number) if strategy.stochastic else None,
             compiled=compiled,
             is_coupled=bool(ahead),
+            launch=launch,
         )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _launch(self, structure: Structure) -> Any:
+        """The kernel of a step, if there is one here; a user's torch.compile must not trace how it is made."""
+        return device_step(structure)
 
     def _moments(self, group: Group) -> tuple[Moment, ...]:
         return self.rule_of(group).moments(group)

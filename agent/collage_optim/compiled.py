@@ -1,4 +1,7 @@
-"""The compiled step: the same code through torch.compile, trusted only after a self-test.
+"""The compiled step: the same code through torch.compile or as a kernel, trusted only after a self-test.
+
+On a CPU torch's compiler makes it, vector by vector; on a device it is one kernel for all tensors
+(`collage_optim.device_step`).
 
 By default the compiler keeps fp32 between two casts, so that `value - value.to(bfloat16)` folds to zero and every
 low component with it. Emulated casts prevent that; before the first real step, the self-test proves it on this
@@ -9,7 +12,7 @@ step's CPU time (`benchmarks.optimizer`).
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import FunctionType
 from typing import Any, cast
@@ -19,6 +22,7 @@ import torch
 from collage_optim import cpu_vectors, integer_codes
 from collage_optim.advance import Advance, Run, Step, advance_in_wide
 from collage_optim.arithmetic import Scalar, State, WideArithmetic, Workspace
+from collage_optim.device_step import DeviceStep
 from collage_optim.from_host import from_host
 from collage_optim.random_numbers import RandomSource, Seeding
 from collage_optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
@@ -26,25 +30,24 @@ from collage_optim.tensor_step import Member, component_names, step_tensors, wid
 from collage_optim.update_rules import Moment, UpdateRule
 
 __all__ = [
+    "COMPILER_OPTIONS",
     "DirectCall",
     "Structure",
     "TESTED_ELEMENTS",
     "check_compiled",
     "compiled_step",
-    "compiler_options",
+    "device_step",
     "packed_scalars",
 ]
 
 TESTED_ELEMENTS = 65_547
 """Of the self-test, for which a step is compiled: neither whole words nor, of words or elements, whole vectors."""
 _TESTED_SEEDING = Seeding(0, 1)
+_ALIGNED_ELEMENTS = 65_536
+"""Of the self-test of a kernel, which has a form of its own for whole vectors."""
 Options = dict[str, str | int | bool | Callable[..., object]]
-_OPTIONS: Options = {"emulate_precision_casts": True}
-_CUDA_OPTIONS: Options = {
-    # Otherwise the device approximates quotients and takes subnormal numbers for 0.
-    "eager_numerics.division_rounding": True,
-    "eager_numerics.disable_ftz": True,
-}
+COMPILER_OPTIONS: Options = {"emulate_precision_casts": True}
+"""With which torch's compiler computes like eager steps."""
 
 _Code = Callable[..., object]
 _Packed = Callable[[State, torch.Tensor, torch.Tensor | None], Run]
@@ -61,21 +64,17 @@ class Structure:
     dtype: torch.dtype
     device_type: str
     scalar_names: tuple[str, ...]
+    is_coupled: bool = False
 
 
-def check_compiled(compiled: bool, arithmetic: str, strategy: StorageStrategy) -> None:
+def check_compiled(compiled: bool | None, arithmetic: str, strategy: StorageStrategy, on_cpu: bool) -> None:
     """Raise ValueError for a compiled step that does not exist."""
-    if not isinstance(compiled, bool):
+    if compiled is not None and not isinstance(compiled, bool):
         raise ValueError(f"Invalid compiled: {compiled!r}; use True (its bits are the eager step's) or False")
     if compiled and arithmetic != "fp32":
         raise ValueError(f"compiled=True is for arithmetic 'fp32'; leave it out with {arithmetic!r}")
-    if compiled and any(storage.has_scales for storage in strategy.storages):
-        raise ValueError(f"compiled=True has no blocks; leave it out with {strategy.name!r}")
-
-
-def compiler_options(device_type: str) -> Options:
-    """Options with which the compiler computes like eager steps. Older compilers do not know the CUDA options."""
-    return {**_OPTIONS, **(_CUDA_OPTIONS if device_type == "cuda" else {})}
+    if compiled and on_cpu and any(storage.has_scales for storage in strategy.storages):
+        raise ValueError(f"compiled=True has no blocks on a CPU; leave it out with {strategy.name!r}")
 
 
 def packed_scalars(scalars: Mapping[str, Scalar], dtype: torch.dtype, device: torch.device) -> dict[str, Scalar]:
@@ -85,27 +84,61 @@ def packed_scalars(scalars: Mapping[str, Scalar], dtype: torch.dtype, device: to
 
 @lru_cache(maxsize=64)
 def compiled_step(structure: Structure) -> Advance | None:
-    """The compiled form of a step, or None (after one warning) where it fails its self-test here."""
+    """The compiled form of a step on a CPU, or None (after one warning) where it fails its self-test here."""
     try:
         # The compiler's modules warn about themselves while they load, which must not end a run under -W error.
         with warnings.catch_warnings(action="ignore"), cpu_vectors.casts_in_registers():
-            exact = _rounds_roots_correctly(structure.device_type)
-            advance = _compile(structure, wide_dtype(structure.dtype) if exact else torch.float64)
-            reason = _difference_from_eager(structure, advance)
+            root = wide_dtype(structure.dtype) if _rounds_roots_correctly() else torch.float64
+            advance = _compile(structure, root)
+            device = torch.device(structure.device_type)
+
+            def stepped(components: State, numbers: Mapping[str, Scalar]) -> None:
+                source = _TESTED_SEEDING.at(0) if structure.strategy.stochastic else None
+                advance(components, packed_scalars(numbers, wide_dtype(structure.dtype), device), source)()
+
+            reason = _difference_from_eager(structure, stepped, TESTED_ELEMENTS)
     except Exception as error:  # The compiler's failures have no common class, and training must go on.
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = _described(error)
     if reason is None:
         return advance
-    warnings.warn(
-        f"the compiled step of strategy {structure.strategy.name!r} is not used: {reason}; stepping eagerly",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    _warn(structure, reason)
     return None
 
 
-@lru_cache(maxsize=8)
-def _rounds_roots_correctly(device_type: str) -> bool:
+@lru_cache(maxsize=64)
+def device_step(structure: Structure) -> DeviceStep | None:
+    """The kernel of a step, or None (after one warning) where it cannot be built or fails its self-test here."""
+    try:
+        kernel = DeviceStep(_step(structure, dict.fromkeys(structure.scalar_names, 0.0)))
+
+        def stepped(components: State, numbers: Mapping[str, Scalar]) -> None:
+            step = replace(_step(structure, numbers), launch=kernel)
+            step_tensors(step, [Member(0, components["parameter"], components["gradient"], components)])
+
+        differences = (_difference_from_eager(structure, stepped, n) for n in (TESTED_ELEMENTS, _ALIGNED_ELEMENTS))
+        reason = next(filter(None, differences), None)
+    except Exception as error:  # Triton's failures have no common class either.
+        reason = _described(error)
+    if reason is None:
+        return kernel
+    _warn(structure, reason)
+    return None
+
+
+def _described(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _warn(structure: Structure, reason: str) -> None:
+    warnings.warn(
+        f"the compiled step of strategy {structure.strategy.name!r} is not used: {reason}; stepping eagerly",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+@lru_cache(maxsize=1)
+def _rounds_roots_correctly() -> bool:
     """Whether the compiled fp32 square root equals fp64's, rounded, on half a million numbers.
 
     Elsewhere the root is taken in fp64, which makes the whole step 1.8 times as dear. An ulp of the root shows in
@@ -116,8 +149,8 @@ def _rounds_roots_correctly(device_type: str) -> bool:
         # Not torch's function itself: its compiled forms would be shared with other callers of torch.compile.
         return torch.sqrt(x)
 
-    root = torch.compile(square_root, dynamic=True, options=compiler_options(device_type))
-    x = torch.rand(1 << 19, generator=torch.Generator().manual_seed(0)).to(device_type)
+    root = torch.compile(square_root, dynamic=True, options=COMPILER_OPTIONS)
+    x = torch.rand(1 << 19, generator=torch.Generator().manual_seed(0))
     return bool(torch.equal(root(x), x.to(torch.float64).sqrt().to(torch.float32)))
 
 
@@ -154,25 +187,17 @@ def _compile(structure: Structure, root: torch.dtype) -> Advance:
     # The compiler counts recompilations by code object: each structure gets its own, or the ninth would be refused.
     code = advance.__code__.replace(co_name=f"advance_{structure.strategy.name.replace('-', '_')}")
     own = FunctionType(code, advance.__globals__, code.co_name, advance.__defaults__, advance.__closure__)
-    options = compiler_options(structure.device_type)
-    whole: _Packed
-    if structure.device_type == "cpu":
-        whole = DirectCall(own, options)
-    else:
-        whole = functools.partial(
-            functools.partial, torch.compile(own, dynamic=True, fullgraph=True, options=options)
-        )
-    stepped = functools.partial(_advance, whole)
+    stepped = functools.partial(_advance, DirectCall(own, COMPILER_OPTIONS))
     if not _is_stepped_in_words(structure):
         return stepped
     return functools.partial(_advance_in_words, stepped, _step(structure, {}), structure.scalar_names)
 
 
 def _is_stepped_in_words(structure: Structure) -> bool:
-    """Whether the step computes with bits on a CPU, and keeps all in 16 bits or fewer."""
-    strategy, on_cpu = structure.strategy, structure.device_type == "cpu"
+    """Whether the step computes with bits, and keeps all in 16 bits or fewer."""
+    strategy = structure.strategy
     bits = strategy.stochastic or strategy.is_coded
-    return on_cpu and bits and structure.dtype == torch.bfloat16 and not strategy.keeps_wide
+    return bits and structure.dtype == torch.bfloat16 and not strategy.keeps_wide
 
 
 def _is_cut(structure: Structure, name: str) -> bool:
@@ -241,7 +266,8 @@ def _all(runs: list[Run]) -> None:
 
 
 def _step(structure: Structure, scalars: Mapping[str, Scalar]) -> Step:
-    workspace = Workspace(TESTED_ELEMENTS, torch.float32, torch.device(structure.device_type))
+    elements = max(TESTED_ELEMENTS, _ALIGNED_ELEMENTS)
+    workspace = Workspace(elements, wide_dtype(structure.dtype), torch.device(structure.device_type))
     return Step(
         dtype=structure.dtype,
         rule=structure.rule,
@@ -252,10 +278,11 @@ def _step(structure: Structure, scalars: Mapping[str, Scalar]) -> Step:
         scalars=scalars,
         workspace=workspace,
         seeding=_TESTED_SEEDING if structure.strategy.stochastic else None,
+        is_coupled=structure.is_coupled,
     )
 
 
-def _components(structure: Structure) -> State:
+def _components(structure: Structure, elements: int = TESTED_ELEMENTS) -> State:
     """Random components as a training leaves them: low parts below half an ulp, second moments positive.
 
     In the order of a step: the compiler would compile once more for another.
@@ -263,7 +290,7 @@ def _components(structure: Structure) -> State:
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> torch.Tensor:
-        return torch.randn(TESTED_ELEMENTS, generator=generator) * 1e-2
+        return torch.randn(elements, generator=generator) * 1e-2
 
     value, strategy = drawn(), structure.strategy
     found = {"parameter": value.to(structure.dtype), "gradient": drawn().to(structure.dtype)}
@@ -275,23 +302,24 @@ def _components(structure: Structure) -> State:
     for moment in structure.moments:
         average = drawn().abs().mul_(1e-2) if moment.second else drawn()
         storage = strategy.moment_storage(moment.second)
-        found.update(integer_codes.state_of(moment.name, average, storage, moment.second, found["parameter"]))
+        kept = integer_codes.state_of(moment.name, average, storage, moment.second, found["parameter"], found)
+        found.update(kept)
     names = ["parameter", "gradient", *component_names(strategy, structure.moments)]
     return {name: found[name].to(structure.device_type) for name in names}
 
 
-def _difference_from_eager(structure: Structure, advance: Advance) -> str | None:
+def _difference_from_eager(
+    structure: Structure, stepped: Callable[[State, Mapping[str, Scalar]], None], elements: int
+) -> str | None:
     """Step the same components both ways; returns the fault of the compiled result, or None."""
     numbers: dict[str, Scalar] = {name: 2.0**-4 * (index + 1) for index, name in enumerate(structure.scalar_names)}
-    source = _TESTED_SEEDING.at(0) if structure.strategy.stochastic else None
-    eager = _components(structure)
+    eager = _components(structure, elements)
     compiled = {name: tensor.clone() for name, tensor in eager.items()}
     with torch.no_grad():
         step_tensors(_step(structure, numbers), [Member(0, eager["parameter"], eager["gradient"], eager)])
-        device = eager["parameter"].device
-        advance(compiled, packed_scalars(numbers, torch.float32, device), source)()
+        stepped(compiled, numbers)
     low = compiled.get(PARAMETER_LOW)
-    if low is not None and int((low != 0).sum()) < TESTED_ELEMENTS // 2:
+    if low is not None and int((low != 0).sum()) < elements // 2:
         return "the compiler folds the low component to zero"
     for name, tensor in compiled.items():
         if not torch.equal(tensor, eager[name]):

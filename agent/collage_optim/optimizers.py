@@ -40,6 +40,8 @@ class CollageAdamW(CollageOptimizer):
             operation to the parameters' dtype, as the published algorithms do. Where the averages are fp32, the two
             are one. By group.
         seed: of stochastic rounding, by group.
+        compiled: on CUDA devices a step is one kernel for all tensors, unless it is False; True compiles the step
+            on a CPU, too. Every bit is the eager step's. By group.
 
     `plain` in `storage` arithmetic is, bit for bit, torch.optim.AdamW's for-loop. Other options mean what they mean
     there. Raises ValueError, TypeError or RuntimeError in the same words as torch where torch has them.
@@ -60,7 +62,7 @@ class CollageAdamW(CollageOptimizer):
         arithmetic: str = "fp32",
         maximize: bool = False,
         seed: int | None = None,
-        compiled: bool = False,
+        compiled: bool | None = None,
         on_external_write: str = "adopt",
         **torch_options: Any,
     ) -> None:
@@ -110,7 +112,7 @@ class CollageLion(CollageOptimizer):
         arithmetic: str = "fp32",
         maximize: bool = False,
         seed: int | None = None,
-        compiled: bool = False,
+        compiled: bool | None = None,
         on_external_write: str = "adopt",
         **torch_options: Any,
     ) -> None:
@@ -146,7 +148,7 @@ class CollageSGD(CollageOptimizer):
         arithmetic: str = "fp32",
         maximize: bool = False,
         seed: int | None = None,
-        compiled: bool = False,
+        compiled: bool | None = None,
         on_external_write: str = "adopt",
         **torch_options: Any,
     ) -> None:
@@ -179,7 +181,7 @@ class RuleOptimizer(CollageOptimizer):
         arithmetic: str = "fp32",
         maximize: bool = False,
         seed: int | None = None,
-        compiled: bool = False,
+        compiled: bool | None = None,
         on_external_write: str = "adopt",
         **options: Any,
     ) -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "longest_chunk",
     "sampled",
     "step_tensors",
+    "stepped_together",
     "wide_dtype",
 ]
 
@@ -163,16 +164,33 @@ def step_tensors(step: Step, members: list[Member]) -> None:
     On a CPU all large tensors are prepared before the first is stepped. A step sweeps the caches, and what Python
     does between two steps then takes several times as long.
     """
-    if not members:
+    if step.launch is not None:
+        step.launch(step, members)
         return
-    on_cpu = members[0].parameter.device.type == "cpu"
+    prepared: list[Run] = []
+    for parts in stepped_together(step, members):
+        member, components = parts[0]
+        if len(parts) > 1:
+            _step_together(step, [_flat(own) for _, own in parts], member.position)
+            continue
+        run = _prepared_components(step, components, member.position, shard_number(member.parameter))
+        if run is not None and member.parameter.device.type == "cpu":
+            prepared.append(run)
+        elif run is not None:
+            run()
+    for run in prepared:
+        run()
+
+
+def stepped_together(step: Step, members: list[Member]) -> Iterator[list[tuple[Member, State]]]:
+    """The members with their components: one alone, or several small ones that are stepped as one vector."""
+    on_cpu = bool(members) and members[0].parameter.device.type == "cpu"
     small_elements = _CPU_SMALL_ELEMENTS if on_cpu else _DEVICE_SMALL_ELEMENTS
     together_elements = _CPU_TOGETHER_ELEMENTS if on_cpu else _DEVICE_TOGETHER_ELEMENTS
     names = ["parameter", "gradient", *component_names(step.strategy, step.moments)]
-    small: list[State] = []
-    prepared: list[Run] = []
-    gathered = first = 0
-    mixed = step.seeding is None or not any(storage.has_scales for storage in step.strategy.storages)
+    mixed = not any(storage.has_scales for storage in step.strategy.storages)
+    small: list[tuple[Member, State]] = []
+    gathered = 0
     for member in members:
         components = member.components(names)
         elements = components["parameter"].numel()
@@ -180,22 +198,15 @@ def step_tensors(step: Step, members: list[Member]) -> None:
         if step.seeding is not None and hasattr(member.parameter, "to_local"):
             together = False
         if not together or not all(tensor.is_contiguous() for tensor in components.values()):
-            run = _prepared_components(step, components, member.position, shard_number(member.parameter))
-            if run is not None and on_cpu:
-                prepared.append(run)
-            elif run is not None:
-                run()
+            yield [(member, components)]
             continue
-        first = first if small else member.position
-        small.append(_flat(components))
+        small.append((member, components))
         gathered += elements
         if gathered >= together_elements:
-            _step_together(step, small, first)
+            yield small
             small, gathered = [], 0
     if small:
-        _step_together(step, small, first)
-    for run in prepared:
-        run()
+        yield small
 
 
 def _prepared_components(step: Step, components: State, position: int, shard: int) -> Run | None:
@@ -220,12 +231,11 @@ def _flat(components: State) -> State:
 
 def _step_together(step: Step, parts: list[State], position: int) -> None:
     """Step several tensors' flat components as one vector, and copy the results back. position: the first one's."""
-    alone = len(parts) == 1
-    joined = parts[0] if alone else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     sizes = [part["parameter"].numel() for part in parts]
     _prepared_flat(step, joined, position, 0)()
     for name, tensor in joined.items():
-        if name != "gradient" and not alone:
+        if name != "gradient":
             torch._foreach_copy_([part[name] for part in parts], list(torch.split(tensor, sizes)))
 
 

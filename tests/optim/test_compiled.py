@@ -51,7 +51,7 @@ def _fresh_compilations():
 @pytest.fixture
 def fp64_roots(monkeypatch):
     """Roots are taken in fp64: eager fp32 roots, which stand in for compiled ones, are exact on some CPUs only."""
-    monkeypatch.setattr(compiled, "_rounds_roots_correctly", lambda device_type: False)
+    monkeypatch.setattr(compiled, "_rounds_roots_correctly", lambda: False)
 
 
 @pytest.mark.parametrize("strategy", ["plus", *(pytest.param(s, marks=pytest.mark.nightly) for s in BY_WORDS)])
@@ -72,7 +72,7 @@ def test_casts_stay_in_registers_while_our_step_is_compiled():
     for within in (cpu_vectors.casts_in_registers(), contextlib.nullcontext()):
         torch._dynamo.reset()
         with warnings.catch_warnings(action="ignore"), within, fresh_inductor_cache():
-            compiled_form = torch.compile(doubled, dynamic=True, options=compiled.compiler_options("cpu"))
+            compiled_form = torch.compile(doubled, dynamic=True, options=compiled.COMPILER_OPTIONS)
             result, code = run_and_get_code(compiled_form, x)
         assert torch.equal(result, 2 * x)
         written.append(["tmpbuf" in "".join(code), "at::vec::cast<" in "".join(code)])
@@ -112,7 +112,7 @@ def added(components, packed, numbers):
 
 def test_later_calls_go_past_the_checks_of_the_compiler(monkeypatch):
     """Not with a gradient of another format, and not for a single element, which the compiler takes for fixed."""
-    call, packed = compiled.DirectCall(added, compiled.compiler_options("cpu")), torch.tensor([2.0])
+    call, packed = compiled.DirectCall(added, compiled.COMPILER_OPTIONS), torch.tensor([2.0])
     checked, through = call._checked, []
 
     def counted(*given):
@@ -177,6 +177,7 @@ def test_same_bits_of_fp32_gradients():
         (CollageAdamW, {"strategy": "split-master-16bit", "amsgrad": True}),
         (CollageLion, {"strategy": "split-master", "weight_decay": 0.1}),
         (CollageAdamW, {"strategy": "plain", "dtype": torch.float32}),
+        (CollageAdamW, {"strategy": "plain", "dtype": torch.float64}),
         (CollageAdam, {"strategy": "fp32-states", "weight_decay": 0.1}),
         (CollageSGD, {"strategy": "light", "momentum": 0.9, "nesterov": True, "dtype": torch.float16}),
         (CollageLion, {"strategy": "full", "weight_decay": 0.1}),
@@ -274,8 +275,8 @@ def test_functional_form_gives_the_eager_bits_before_compiling(monkeypatch):
     [
         ({"compiled": "fast"}, "Invalid compiled: 'fast'; use True .* or False"),
         ({"compiled": "bit-identical"}, "Invalid compiled: 'bit-identical'; use True .* or False"),
-        ({"compiled": None}, "Invalid compiled: None; use True .* or False"),
-        ({"compiled": True, "strategy": "split-master-8bit"}, "compiled=True has no blocks"),
+        ({"compiled": 1}, "Invalid compiled: 1; use True .* or False"),
+        ({"compiled": True, "strategy": "split-master-8bit"}, "compiled=True has no blocks on a CPU"),
         ({"compiled": True, "arithmetic": "storage"}, "compiled=True is for arithmetic 'fp32'"),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from collage_optim import STRATEGIES, CollageAdamW, numerics
+from collage_optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, numerics
 
 from tests.numerics.bits import finite_patterns, from_bits, to_hexadecimal
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
@@ -13,6 +13,12 @@ from tests.optim.models import assert_same_bits, give_gradients, parameters, ten
 pytestmark = pytest.mark.gpu
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors.json").read_text(encoding="utf-8"))
+WITHOUT_SECOND = [name for name in STRATEGIES if name not in ("plus", "coupled-9", "coupled-8", "coupled-7")]
+PAIRS = [
+    *((name, CollageAdamW, {}) for name in STRATEGIES),
+    *((name, CollageLion, {}) for name in WITHOUT_SECOND),
+    *((name, CollageSGD, {"momentum": 0.9}) for name in WITHOUT_SECOND),
+]
 NEAREST = [name for name, strategy in STRATEGIES.items() if not strategy.stochastic]
 
 
@@ -52,19 +58,33 @@ def test_device_and_cpu_give_the_same_bits(strategy):
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("strategy", ["plus", "light", "kahan", "stochastic", "split-master", "split-master-16bit"])
-def test_a_compiled_step_is_used_and_has_the_eager_steps_bits(strategy):
+@pytest.mark.parametrize(("strategy", "kind", "options"), PAIRS)
+def test_the_kernel_is_used_by_default_and_has_the_eager_steps_bits(strategy, kind, options):
     """Of tensors that are stepped together, and of one that is too long for that."""
-    shapes = ((300, 70), (7,), (1,), (10_007,), (1_500, 1_501))
+    shapes = ((300, 70), (7,), (1,), (10_007,), (0,), (1_500, 1_501))
     pairs = []
-    for form in (False, True):
+    for form in (False, None):
         members = [torch.nn.Parameter(member.detach().cuda()) for member in parameters(shapes=shapes)]
-        pairs.append((members, CollageAdamW(members, strategy=strategy, compiled=form, seed=7)))
+        pairs.append((members, kind(members, strategy=strategy, compiled=form, seed=7, **options)))
     for step in range(5):
         for members, optimizer in pairs:
             give_gradients(members, step=step)
             optimizer.step()
     assert_same_bits(*(optimizer for _, optimizer in pairs))
+
+
+def test_a_kernel_waits_for_nothing():
+    """Once it is built: its tables and numbers go to the device behind the work that is queued there."""
+    members = [torch.nn.Parameter(member.detach().cuda()) for member in parameters()]
+    optimizer = CollageAdamW(members, strategy="split-master-8bit", seed=7)
+    for step in range(4):
+        give_gradients(members, step=step)
+        if step:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_plain_in_storage_arithmetic_is_torch_on_the_device():

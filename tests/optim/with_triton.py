@@ -1,0 +1,208 @@
+"""What a process finds in which Triton is installed, in its interpreter: kernels beside eager steps, bit by bit.
+
+`test_device_step.py` starts it, because Triton lies apart from the other packages, and its interpreter is chosen
+before a kernel is built:
+
+    TRITON_INTERPRET=1 python -m tests.optim.with_triton PART …
+
+PART is a function of this module, and what follows its arguments.
+"""
+
+import contextlib
+import functools
+import logging
+import random
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from collage_optim import (
+    STRATEGIES,
+    CollageAdam,
+    CollageAdamW,
+    CollageLion,
+    CollageSGD,
+    RuleOptimizer,
+    base,
+    compiled,
+    update_rules,
+)
+from collage_optim.device_code import Recorder, built, kernel_source
+from collage_optim.integer_codes import stored_value
+
+from examples.extension_rule.adabelief_rule import AdaBelief
+from tests.optim.models import assert_same_bits
+
+RULES: dict[str, Any] = {
+    "Adam": (CollageAdam, {}),
+    "AdamW": (CollageAdamW, {}),
+    "AMSGrad": (CollageAdamW, {"amsgrad": True}),
+    "Lion": (CollageLion, {}),
+    "SGD": (CollageSGD, {}),
+    "momentum": (CollageSGD, {"momentum": 0.9, "dampening": 0.5}),
+    "Nesterov": (CollageSGD, {"momentum": 0.9, "nesterov": True}),
+    "another package's": (RuleOptimizer, {"rule": "adabelief", "eps": 1e-12}),
+}
+TESTED, ALIGNED = 1_035, 1_024
+"""Elements of the self-test: one chunk and a little, as the interpreter takes milliseconds for each."""
+
+
+@contextlib.contextmanager
+def kernels(device_is_there):
+    """Steps on this CPU are kernels, as on a CUDA device, if it `device_is_there`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "launches", lambda device: device_is_there)
+        patch.setattr(compiled, "TESTED_ELEMENTS", TESTED)
+        patch.setattr(compiled, "_ALIGNED_ELEMENTS", ALIGNED)
+        yield
+
+
+def drawn_options(draw, rule):
+    """Everything but rule and strategy, as keywords."""
+    options = {"maximize": draw.random() < 0.3, "weight_decay": draw.choice((0.0, 0.1)), "seed": draw.randrange(99)}
+    if rule == "SGD" or rule == "another package's":
+        options["weight_decay"] = 0.1
+    return options
+
+
+def drawn_weights(draw, dtype):
+    """Tensors of about a chunk and less, aligned or not, one not contiguous, one without elements."""
+    elements = [draw.choice((1, 2, 15, 127)), draw.randrange(3, 700), draw.choice((64, 128, 1024, 1040))]
+    weights = []
+    for size in (*elements, 0):
+        offset = draw.choice((0, 0, 1, 8))
+        weights.append((torch.randn(size + offset) * 0.02).to(dtype)[offset:])
+    weights.append((torch.randn(9, 16) * 0.02).to(dtype).t())
+    return [torch.nn.Parameter(weight) for weight in draw.sample(weights, len(weights))]
+
+
+def like(weights):
+    """The same numbers in memory of their own, at the same alignment and strides."""
+    copies = []
+    for weight in weights:
+        own = torch.empty(weight.storage_offset() + weight.numel(), dtype=weight.dtype)
+        own = own[weight.storage_offset() :].as_strided(weight.shape, weight.stride(), weight.storage_offset())
+        copies.append(torch.nn.Parameter(own.copy_(weight.detach())))
+    return copies
+
+
+def eager_and_kernel(make, weights, steps, gradient_dtype):
+    """Two optimizers after the same steps, the learning rate changing on the way."""
+    optimizers = [make(like(weights)), make(like(weights))]
+    for step in range(steps):
+        gradients = [torch.randn(weight.shape) * 1e-2 for weight in weights]
+        for device_is_there, optimizer in enumerate(optimizers):
+            for weight, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+                weight.grad_dtype = gradient_dtype
+                weight.grad = gradient.to(gradient_dtype)
+            optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
+            with kernels(bool(device_is_there)):
+                optimizer.step()
+    return optimizers
+
+
+def law(seed, part="1"):
+    """Every rule with every strategy: the kernel's bits are the eager step's. The seed draws all else.
+
+    part: a number; of the pairs, one in so many is looked at, so that each rule and each strategy comes up.
+    """
+    found = 0
+    for number, (rule, (kind, own)) in enumerate(RULES.items()):
+        for place, strategy in enumerate(STRATEGIES):
+            if (number + place + int(seed)) % int(part):
+                continue
+            draw = random.Random(f"{seed} {rule} {strategy}")
+            torch.manual_seed(draw.randrange(2**32))
+            options = {**own, **drawn_options(draw, rule), "strategy": strategy}
+            for dtype in drawn_dtypes(draw, strategy):
+                weights = drawn_weights(draw, dtype)
+                with contextlib.suppress(ValueError):  # Pairs that do not exist, and weights that cannot be kept.
+                    kind(like(weights), **options)
+                    break
+            else:
+                continue
+            gradients = dtype if dtype == torch.float64 else draw.choice((dtype, torch.float32))
+            make = functools.partial(kind, **options)
+            try:
+                assert_same_bits(*eager_and_kernel(make, weights, 2, gradients))
+            except Exception as error:
+                raise AssertionError(f"{rule}, {options}, {dtype}, gradients in {gradients}") from error
+            found += 1
+    sys.stdout.write(f"{found}\n")
+
+
+def drawn_dtypes(draw, strategy):
+    """The first that the strategy can keep is taken."""
+    if strategy == "plain":
+        return draw.sample((torch.bfloat16, torch.float16, torch.float32, torch.float64), 1)
+    return draw.choice(((torch.bfloat16,), (torch.float16, torch.bfloat16)))
+
+
+def not_finite():
+    """NaN of both signs, infinities, the largest number, 1e21 in the gradient: as values, the eager step's."""
+    hard = torch.tensor([0x7FC0, -1, 0x7F80, -128, 0x7F7F, 0x6258], dtype=torch.int16).view(torch.bfloat16)
+    for strategy in STRATEGIES:
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 1_300).to(torch.bfloat16))
+        found = []
+        for device_is_there in (False, True):
+            (own,) = members = like([weight])
+            optimizer = CollageAdamW(members, strategy=strategy, seed=7)
+            own.grad = torch.full_like(own, 1e-3)
+            own.grad[300:306] = hard
+            with kernels(device_is_there):
+                optimizer.step()
+            kept = [stored_value(optimizer.state[own], name) for name in ("exp_avg", "exp_avg_sq")]
+            found.append([optimizer.stored_parameter(own), *kept])
+        assert not any(part.isfinite().all() and part.max() <= 1e37 for part in found[0])
+        for eager, kernel in zip(*found, strict=True):
+            torch.testing.assert_close(kernel, eager, rtol=0, atol=0, equal_nan=True, msg=strategy)
+
+
+OPERATIONS: dict[str, Any] = {
+    "floor": lambda a, b: a.floor(),
+    "round": lambda a, b: a.round(),
+    "sign": lambda a, b: a.sign(),
+    "reciprocal": lambda a, b: a.reciprocal(),
+    "copysign": torch.copysign,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "clamp": lambda a, b: torch.clamp(a, b, b.abs()),
+    "clamp_max": lambda a, b: a.clamp_max(0.25),
+    "where": lambda a, b: torch.where(a <= b, a, 1.0),
+    # The sign of a zero depends on whether torch computes in vectors.
+    "lerp": lambda a, b: torch.lerp(a, b, (a > b).to(a.dtype)).nan_to_num(0.0, 0.0, 0.0) + 0.0,
+    "root": lambda a, b: a.sqrt() if a.is_meta else a.double().sqrt().float(),  # torch's own may be an ulp off.
+    "quotient": lambda a, b: a / b,
+    "bfloat16": lambda a, b: a.to(torch.bfloat16).to(a.dtype),
+    "float16": lambda a, b: a.to(torch.float16).to(a.dtype),
+}
+
+
+def operations():
+    """What a kernel writes for torch's operations: torch's bits, at ties, zeros and subnormal numbers too."""
+    hard = [0.0, -0.0, 0.5, -0.5, 1.5, -2.5, 1e-40, -1e-40, 8388607.5, -3e9, 1 + 2**-8, 1 + 3 * 2**-8, torch.inf]
+    torch.manual_seed(0)
+    given = [torch.cat((torch.tensor(hard), torch.randn(1011) * 4)).roll(turn) for turn in (0, 5)]
+    for name, operation in OPERATIONS.items():
+        named = [torch.empty(1024, device="meta") for _ in range(3)]
+        with Recorder(dict(zip("abc", named, strict=True)), {}) as recorder:
+            named[2].copy_(operation(*named[:2]))
+        kernel, out = built("only", kernel_source("only", recorder)), torch.zeros(1024)
+        columns = [torch.tensor([tensor.data_ptr()]) for tensor in (*given, out)]
+        size, none = torch.tensor([1024]), torch.zeros(2, dtype=torch.int32)
+        kernel[(1,)](*columns, size, none, none, torch.zeros(1), none, ALIGNED=16)
+        expected = operation(*given)
+        assert torch.equal(out.isnan(), expected.isnan()), name
+        bits, expected_bits = (tensor.nan_to_num(0).view(torch.int32) for tensor in (out, expected))
+        assert torch.equal(bits, expected_bits), name
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    update_rules._ADDED["adabelief"] = AdaBelief()
+    # A form that falls back to the eager step would agree with it.
+    warnings.filterwarnings("error", message="the compiled step")
+    part, *arguments = sys.argv[1:]
+    globals()[part](*arguments)
