@@ -293,6 +293,10 @@ class Client(Connection):
         """Note that you take care of an incident."""
         return self.send("POST", f"/events/{quoted(incident_id)}/acknowledge", wire.Incident)
 
+    def try_targets(self) -> list[wire.TriedTarget]:
+        """Have the server send one message to each of its targets; which of them took it."""
+        return self.send("POST", "/alerts/test", wire.TriedTargetList).targets
+
     def silence(self, silence: wire.SilenceCreate) -> wire.Silence:
         """Keep matching incidents from being sent."""
         return self.post("/silences", silence, wire.Silence)

@@ -40,6 +40,9 @@ __all__ = ["alerts"]
     type=click.FloatRange(0, 8760, min_open=True),
     help="Send no messages for this many hours. Needs --alert, --project or --run to say about what.",
 )
+@click.option(
+    "--test", "try_targets", is_flag=True, help="Only send one message to each target; needs an admin token."
+)
 @click.option("--alert", help="With --silence-hours: name of the one alert to silence.")
 def alerts(
     server_url: str,
@@ -53,6 +56,7 @@ def alerts(
     incident_id: str | None,
     silence_hours: float | None,
     alert: str | None,
+    try_targets: bool,
 ) -> None:
     """List alerts, newest first: when they fired and ended, on which run, and why."""
     if silence_hours is not None and alert is project is run_id is None:
@@ -60,6 +64,8 @@ def alerts(
     if alert is not None and silence_hours is None:
         raise click.UsageError("--alert says what --silence-hours silences: give both, or neither")
     with open_client(server_url, token) as client:
+        if try_targets:
+            raise SystemExit(_try_targets(client, as_json))
         if incident_id is not None:
             client.acknowledge(incident_id)
         if silence_hours is not None:
@@ -74,6 +80,21 @@ def alerts(
     dashboard = dashboard_url or dashboard_of(server_url)
     for incident in page.events:
         _print(incident, dashboard)
+
+
+def _try_targets(client: Client, as_json: bool) -> int:
+    """Print which targets took a message; 1 if one took none, or there are none."""
+    tried = client.try_targets()
+    if as_json:
+        click.echo(wire.encode_json(wire.TriedTargetList(targets=tried)).decode())
+    for target in () if as_json else tried:
+        told = "took the message" if target.problem is None else f"took no message ({target.problem})"
+        click.echo(printable(f"{target.target} {told}"))
+    if not tried:
+        click.echo(
+            "this server tells nobody: set COLLAGE_SERVER_ALERT_SLACK, _WEBHOOK, or _SMTP and _EMAIL", err=True
+        )
+    return 0 if tried and not any(target.problem for target in tried) else 1
 
 
 def _silence(client: Client, hours: float, alert: str | None, project: str | None, run_id: str | None) -> None:

@@ -59,6 +59,8 @@ from collage_monitor.wire.incidents import (
     Silence,
     SilenceCreate,
     SilenceList,
+    TriedTarget,
+    TriedTargetList,
 )
 from collage_monitor.wire.messages import (
     LIMITS,
@@ -207,6 +209,8 @@ __all__ = [
     "TokenCreated",
     "TokenList",
     "Trained",
+    "TriedTarget",
+    "TriedTargetList",
     "WatchInfo",
     "WorstLayer",
     "WorstRun",

@@ -22,6 +22,8 @@ __all__ = [
     "Silence",
     "SilenceCreate",
     "SilenceList",
+    "TriedTarget",
+    "TriedTargetList",
 ]
 
 IncidentState = Literal["firing", "resolved"]
@@ -95,3 +97,16 @@ class SilenceList(Struct, kw_only=True, frozen=True):
     """The silences that hold now, newest first."""
 
     silences: list[Silence]
+
+
+class TriedTarget(Struct, kw_only=True, frozen=True):
+    """A target of messages, and why it took none: the kind of error, null if it took the message."""
+
+    target: str
+    problem: str | None = None
+
+
+class TriedTargetList(Struct, kw_only=True, frozen=True):
+    """Every target that the server's settings name, after one message to each."""
+
+    targets: list[TriedTarget]

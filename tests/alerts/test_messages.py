@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 from collage_server.alerts import Messenger, targets_of
-from collage_server.alerts.targets import EmailTarget, SlackTarget, WebhookTarget
+from collage_server.alerts.targets import EmailTarget, SlackTarget, WebhookTarget, try_targets
 from collage_server.errors import UnsafeAddress
 from collage_server.settings import Settings, SettingsError
 
@@ -236,3 +236,13 @@ def test_after_a_day_a_message_is_given_up(store, clock):
     clock.now += 90_000
     work.do_due_work()
     assert list(store.incidents.unsettled(clock())) == []
+
+
+def test_each_target_is_tried_once_and_what_went_wrong_hides_its_address():
+    with web_server() as (address, requests):
+        good, bad = WebhookTarget(f"{address}/hook"), SlackTarget("http://169.254.169.254/latest/secret")
+        tried = try_targets([good, bad], NOW)
+    assert [(entry.target, entry.problem) for entry in tried] == [("webhook", None), ("slack", "UnsafeAddress")]
+    ((_, _, body),) = requests
+    assert body["incident"]["alert"] == "CollageTest"
+    assert body["incident"]["text"].startswith("This is a test, nothing is wrong")

@@ -72,6 +72,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "POST /api/v1/events/{incident_id}/acknowledge": {"operate", "admin"},
     "GET /api/v1/silences": READERS,
     "POST /api/v1/silences": {"operate", "admin"},
+    "POST /api/v1/alerts/test": {"admin"},
     "GET /api/v1/tokens": {"admin"},
     "POST /api/v1/tokens": {"admin"},
     "DELETE /api/v1/tokens/{token_id}": {"admin"},
@@ -98,6 +99,7 @@ BODIES = {
     "alertmanager": wire.AlertmanagerMessage(
         alerts=[wire.AlertmanagerAlert(status="firing", labels={"run_id": "mine-1"})]
     ),
+    "test": None,
     "acknowledge": None,
     "notes": wire.NoteCreate(text="the cooling of node 3 failed"),
     "silences": wire.SilenceCreate(seconds=60.0, project="mine"),

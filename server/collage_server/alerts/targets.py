@@ -7,10 +7,12 @@ not followed. So neither a sender of runs nor the owner of a name can make this 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import smtplib
 import socket
 import ssl
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from email.message import EmailMessage
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
@@ -22,8 +24,9 @@ from collage_monitor.alerts import ALERTS
 from collage_server.errors import UnsafeAddress
 from collage_server.settings import Settings
 
-__all__ = ["EmailTarget", "SlackTarget", "Target", "WebhookTarget", "targets_of"]
+__all__ = ["EmailTarget", "SlackTarget", "Target", "WebhookTarget", "targets_of", "try_targets"]
 
+_LOG: Final = logging.getLogger(__name__)
 _TIMEOUT_SECONDS: Final = 10.0
 _NAT64: Final = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
 """RFC 6052, RFC 8215: the last 32 bits are an IPv4 address."""
@@ -109,6 +112,29 @@ class EmailTarget(Target):
             if self._server.username:
                 server.login(unquote(self._server.username), unquote(self._server.password or ""))
             server.send_message(message)
+
+
+def try_targets(targets: Iterable[Target], now: float) -> list[wire.TriedTarget]:
+    """Send one message to each target; the kind of error only, since its text may hold the target's address."""
+    incident = wire.Incident(
+        incident_id="test",
+        alert="CollageTest",
+        severity="info",
+        source="server",
+        state="firing",
+        text="This is a test, nothing is wrong: messages about alerts arrive here.",
+        started_at=now,
+    )
+    tried = []
+    for target in targets:
+        problem = None
+        try:
+            target.send(incident)
+        except Exception as error:
+            _LOG.warning("the target %s took no test message (%s)", target.name, type(error).__name__)
+            problem = type(error).__name__
+        tried.append(wire.TriedTarget(target=target.name, problem=problem))
+    return tried
 
 
 def targets_of(settings: Settings) -> list[Target]:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
+from collage_server.alerts.targets import targets_of, try_targets
 from collage_server.api.bodies import message
 from collage_server.api.query_parameters import Filter, Id
 from collage_server.api.responses import answer, describes
@@ -80,6 +81,13 @@ def acknowledge(request: Request, incident_id: Id) -> Response:
     app_state, principal = app_state_of(request), principal_of(request)
     now = app_state.clock()
     return answer(app_state.store.incidents.acknowledge(incident_id, principal.actor, now, principal.projects))
+
+
+@router.post("/alerts/test", **describes(wire.TriedTargetList))
+def try_each_target(request: Request) -> Response:
+    """Send one message to each target of messages that the settings name; an empty list if they name none."""
+    app_state = app_state_of(request)
+    return answer(wire.TriedTargetList(targets=try_targets(targets_of(app_state.settings), app_state.clock())))
 
 
 @router.get("/silences", **describes(wire.SilenceList))
