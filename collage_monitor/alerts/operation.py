@@ -82,7 +82,7 @@ def _other_programs(_evidence: IncidentEvidence) -> CauseVerdict:
 
 
 def _moved_by_hand(_evidence: IncidentEvidence) -> CauseVerdict:
-    return left_open("who moved files is not reported")
+    return left_open("what is changed by hand is not reported")
 
 
 def _other_backups(_evidence: IncidentEvidence) -> CauseVerdict:
@@ -248,6 +248,23 @@ ALERTS: Final = (
         first_step=(
             "`collage-monitor archive verify` names the files. Put them back from a copy under the same paths and "
             "verify again, and check the disk. If there is no copy, delete the runs."
+        ),
+    ),
+    about_the_server(
+        "CollageDatabaseDamaged",
+        Condition("collage_server_database_damaged_rows", ">", 0.0),
+        for_seconds=300.0,
+        severity="critical",
+        summary="rows of the database are damaged, and no back-up has them",
+        meaning=(
+            "Rows differ from what was written, or an index of the SQLite file does. Questions that read such a "
+            "row are answered 503, `damaged`. What a damaged index no longer leads to is missing from answers."
+        ),
+        other_causes=("rows that were changed by hand",),
+        checks=(_moved_by_hand,),
+        first_step=(
+            "`collage-monitor archive verify` names the rows. Check the disk, and restore a back-up into another "
+            "folder. If one run alone is damaged, it may be deleted instead."
         ),
     ),
     about_the_server(

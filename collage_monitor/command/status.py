@@ -109,6 +109,8 @@ def _number_checks(numbers: Mapping[str, float], now: float) -> Iterator[Check]:
     yield _check(
         "files", damaged, ok=damaged == 0, text="{:.0f} archived files are damaged", absent="none verified"
     )
+    rows = numbers.get("database_damaged_rows")
+    yield _check("rows", rows, ok=rows == 0, text="{:.0f} rows of the database are damaged", absent="none checked")
     backed_up = numbers.get("backup_age_seconds")
     is_new = backed_up is not None and backed_up <= _LONGEST_BACKUP_SECONDS
     days = f"the newest is {(backed_up or 0.0) / _DAY_SECONDS:.1f} days old"

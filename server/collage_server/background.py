@@ -31,6 +31,8 @@ _PAUSE_SECONDS: Final = 0.02
 _DAY_SECONDS: Final = 86_400.0
 _SILENT_SECONDS: Final = 60.0
 """A thread logs "busy" at most this often."""
+_CHECK_SECONDS: Final = 60.0
+"""From the start to the first check of the database."""
 _OWED_DAYS: Final = 2.0
 """Messages about incidents are given up earlier than this."""
 
@@ -193,6 +195,9 @@ class Maintenance(BackgroundThread):
         self._round_due = time.monotonic()
         self.oldest_unsealed: float | None = None
         """When the oldest report that waits to be sealed was made, as of the last round; None: none waits."""
+        self._check_due = time.monotonic() + _CHECK_SECONDS
+        self.damaged_rows: int | None = None
+        """Of the database, when it was last checked; None before, and where it checks itself."""
 
     def start(self) -> None:
         """Check the disk before the first report comes, then start the thread."""
@@ -220,6 +225,7 @@ class Maintenance(BackgroundThread):
         """Run one round: expire, purge, give space back. A pause after each slice lets others write."""
         if isinstance(self._clock, DatabaseClock):
             self.attempt(self._clock.follow)
+        self.attempt(self._check_database)
         self._store.incidents.end_silences(self._clock())
         self.oldest_unsealed = self._store.journal.oldest_time()
         self._expire_points()
@@ -232,6 +238,13 @@ class Maintenance(BackgroundThread):
             self._repeat(lambda: self._store.expiry.expire_audit_log(audit_before) > 0)
         self._repeat(lambda: self._store.retention.purge(_SLICES))
         self._repeat(self._store.release_space)
+
+    def _check_database(self) -> None:
+        """Soon after the start and once a day."""
+        if time.monotonic() >= self._check_due:
+            self._check_due = time.monotonic() + _DAY_SECONDS
+            checked = self._store.check_database(self._goes_on)
+            self.damaged_rows = None if checked is None else len(checked.damaged)
 
     def _expire_points(self) -> None:
         for run_id in self._store.retention.sealed_runs() if self._days else ():
@@ -260,8 +273,11 @@ class Maintenance(BackgroundThread):
 
     def _repeat(self, work: Callable[[], bool]) -> None:
         while not self.stopping.is_set() and work():
-            self._watch_disk()
-            self.stopping.wait(_PAUSE_SECONDS)
+            self._goes_on()
+
+    def _goes_on(self) -> bool:
+        self._watch_disk()
+        return not self.stopping.wait(_PAUSE_SECONDS)
 
     def _watch_disk(self) -> None:
         if time.monotonic() >= self._disk_due:

@@ -177,6 +177,10 @@ class _ServerCollector(Collector):
                 "Archived files that are missing or damaged, without a good copy; absent without an archive.",
                 None if app_state.archiver is None else app_state.archiver.damaged_files,
             ),
+            "database_damaged_rows": (
+                "Damaged rows of the database, of which no back-up has a good copy; absent on PostgreSQL.",
+                app_state.maintenance.damaged_rows,
+            ),
             "backup_age_seconds": (
                 "Age of the newest good back-up of `collage-monitor backup`; absent where it made none.",
                 None if newest is None else app_state.clock() - newest.made_at,

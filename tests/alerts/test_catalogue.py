@@ -28,6 +28,7 @@ GAUGES = {
     "server_disk_left_ratio",
     "server_archive_away_seconds",
     "server_archive_damaged_files",
+    "server_database_damaged_rows",
     "server_backup_age_seconds",
 }
 

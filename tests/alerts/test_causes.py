@@ -248,6 +248,7 @@ CASES = {
     ("CollageDiskNearlyFull", 0): (None, None, evidence(run=None)),
     ("CollageArchiveAway", 0): (None, None, evidence(run=None)),
     ("CollageArchiveDamaged", 0): (None, None, evidence(run=None)),
+    ("CollageDatabaseDamaged", 0): (None, None, evidence(run=None)),
     ("CollageBackupOld", 0): (None, None, evidence(run=None)),
 }
 """(alert, place of the cause) → evidence for it, against it, and some that decides nothing; None: there is none."""

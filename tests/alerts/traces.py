@@ -75,6 +75,7 @@ CASES = {
     "CollageDiskNearlyFull": Case("collage_server_disk_left_ratio", 0.5, 0.05),
     "CollageArchiveAway": Case("collage_server_archive_away_seconds", 0.0, 3600.0),
     "CollageArchiveDamaged": Case("collage_server_archive_damaged_files", 0.0, 2.0),
+    "CollageDatabaseDamaged": Case("collage_server_database_damaged_rows", 0.0, 1.0),
     "CollageBackupOld": Case("collage_server_backup_age_seconds", 3600.0, 9 * 86_400.0),
 }
 

@@ -306,7 +306,7 @@ def test_totals_past_the_raw_horizon_are_named_counted_and_not_stored(server):
     server.filled()
     store = server.app.state.collage.store
     with store.writing() as connection:
-        connection.exec_driver_sql("UPDATE run_latest SET frozen_step = 30")
+        connection.exec_driver_sql("UPDATE run_latest SET frozen_step = 30, checks = NULL")
     bad = report(6, 60, time=float("nan"))
     scalars = report(9, 10, measured=False)
     answer = server.reports([report(5, 30), bad, report(7, 70), report(8, 20), scalars])

@@ -35,7 +35,7 @@ def test_a_server_that_is_well_and_one_that_is_gone(tmp_path):
         assert (code, healthy) == (0, True)
         assert {name: ok for name, (ok, _) in checks.items()} == {
             **dict.fromkeys(("server", "disk", "sealer", "alerts", "archive", "files"), True),
-            **dict.fromkeys(("journal", "back-up", "clock", "memory"), None),
+            **dict.fromkeys(("journal", "rows", "back-up", "clock", "memory"), None),
         }
         assert checks["alerts"][1].endswith(", by this server")
         lines = CliRunner().invoke(status, ["--server-url", address]).output.splitlines()
@@ -73,9 +73,10 @@ def test_a_token_that_may_not_see_the_numbers_says_so(tmp_path):
 
 
 def test_damaged_files_and_an_old_back_up_are_not_well():
-    numbers = {"archive_damaged_files": 2.0, "backup_age_seconds": 9 * 86_400.0}
+    numbers = {"archive_damaged_files": 2.0, "database_damaged_rows": 1.0, "backup_age_seconds": 9 * 86_400.0}
     checks = {check.name: (check.ok, check.text) for check in _number_checks(numbers, 0.0)}
     assert checks["files"] == (False, "2 archived files are damaged")
+    assert checks["rows"] == (False, "1 rows of the database are damaged")
     assert checks["back-up"] == (False, "the newest is 9.0 days old")
 
 

@@ -67,8 +67,9 @@ def publish(projects: tuple[str, ...], folder: Path | None, as_json: bool) -> No
 def verify(runs: tuple[str, ...], again: bool, folder: Path | None, as_json: bool) -> None:
     """Compare archived files, read as a whole, with what was written; damaged ones are healed from a back-up.
 
-    Status 1 if some stay damaged; they are named. An interrupted call goes on where it stopped. The server verifies
-    files by itself, too, each of them once a month.
+    Without --run, rows and indexes of an SQLite database, too. Status 1 if something stays damaged; it is named.
+    An interrupted call goes on where it stopped. The server verifies files by itself, too, each of them once a
+    month, and the database once a day.
     """
     settings = settings_beside_server(folder)
     try:
@@ -78,19 +79,27 @@ def verify(runs: tuple[str, ...], again: bool, folder: Path | None, as_json: boo
             if store.archiving is None:
                 raise click.ClickException("nothing is archived here: set COLLAGE_SERVER_ARCHIVE as for the server")
             done = _verified(store.archiving.verification, runs, time.time() - (0 if again else _DAY_SECONDS))
+            with progress("check the database"):
+                checked = None if runs else store.check_database()
     except ServerError as error:
         raise click.ClickException(error.message) from error
     damaged = [file for file in done if file.problem is not None]
     healed, size = sum(file.healed for file in done), sum(file.size for file in done)
     if as_json:
-        click.echo(
-            json.dumps({"files": len(done), "bytes": size, "healed": healed, "damaged": [*map(_row, damaged)]})
-        )
+        told = {"files": len(done), "bytes": size, "healed": healed, "damaged": [*map(_row, damaged)]}
+        click.echo(json.dumps(told | {"database": None if checked is None else checked._asdict()}))
     else:
         click.echo(f"{len(done)} files, {size:,} bytes verified, {healed} healed, {len(damaged)} damaged")
         for file in damaged:
             click.echo(f"{printable(file.path)} of run {printable(file.run_id)} {printable(file.problem or '')}")
-    raise SystemExit(1 if damaged else 0)
+        if checked is not None:
+            click.echo(
+                f"{checked.rows} rows of the database checked, {checked.healed} healed, "
+                f"{len(checked.damaged)} damaged"
+            )
+            for problem in checked.damaged:
+                click.echo(printable(problem))
+    raise SystemExit(1 if damaged or (checked is not None and checked.damaged) else 0)
 
 
 def _verified(verification: Verification, runs: Sequence[str], before: float) -> list[Verified]:

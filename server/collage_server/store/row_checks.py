@@ -1,4 +1,5 @@
-"""Checksums of rows of numbers: of the journal, of chunks. A flipped bit is an error to whoever reads the row.
+"""Checksums of rows: of the journal, of chunks, of what tells of runs. A flipped bit is an error to whoever reads
+the row.
 
 SQLite's pages have no checksum. Each covers the row's own place and counts, too: totals under another step or
 statistic are as wrong as other ones. A row of a server without checksums has none (null), and is read unchecked.
@@ -10,17 +11,18 @@ The columns are called `checks`; changing what one covers needs a migration
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from struct import Struct
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import ColumnElement, or_
+from sqlalchemy import ColumnElement, Connection, Row, Table, or_, select, update
 
 from collage_server.errors import Damaged
 from collage_server.store import schema
+from collage_server.store.row_crc import CRC_BYTES, checks_of, group_check, groups_of
 
 __all__ = [
     "CHECK_BYTES",
@@ -36,7 +38,10 @@ __all__ = [
     "report_checks",
     "require_points",
     "require_report",
+    "require_row",
+    "update_rows",
     "whole_logged",
+    "whole_rows",
 ]
 
 CHECK_BYTES: Final = 8
@@ -59,7 +64,6 @@ _POINT_PARTS: Final = (
     ),
 )
 _FORMATS: Final = ["%s\0" * count for count in range(12)]
-_CRC_BYTES: Final = 4
 _THREE: Final = Struct("<3I")
 _WORD: Final = np.dtype("<u8")
 _STEP: Final = 0x9E3779B97F4A7C15
@@ -69,7 +73,7 @@ _STEP: Final = 0x9E3779B97F4A7C15
 def chunk_check(*values: Any) -> bytes:
     """The CRC of a row's values, of which the last is its content."""
     *place, content = values
-    return zlib.crc32(_plain(content), _crc_of(place)).to_bytes(_CRC_BYTES, "little")
+    return zlib.crc32(_plain(content), _crc_of(place)).to_bytes(CRC_BYTES, "little")
 
 
 def _crc_of(place: Sequence[Any], start: int = 0) -> int:
@@ -83,8 +87,8 @@ def _plain(content: str | bytes | None) -> bytes:
 
 def is_whole(checks: bytes | None, *values: Any, place: int = 0) -> bool:
     """Whether a row's values are those of the check at this place of `checks`; True of a row without checks."""
-    start = place * _CRC_BYTES
-    return checks is None or checks[start : start + _CRC_BYTES] == chunk_check(*values)
+    start = place * CRC_BYTES
+    return checks is None or checks[start : start + CRC_BYTES] == chunk_check(*values)
 
 
 def damaged_rows(run_id: str, what: str) -> Damaged:
@@ -152,6 +156,48 @@ def whole_logged(row: Any) -> Any:
     if not is_whole(row.checks, row.run_id, row.stream_id, row.name, row.part, row.point_count, row.data):
         raise damaged_rows(row.run_id, f"part {row.part} of {row.name!r} as stream {row.stream_id} logged it")
     return row
+
+
+def require_row(table: Table, row: Row[Any], groups: Iterable[int] | None = None, checks: str = "checks") -> None:
+    """Compare groups of a row's columns with its checks; of all columns, where none are given.
+
+    checks: the name of the column of checks in the row.
+
+    Raises:
+        Damaged: they differ.
+    """
+    held, values = getattr(row, checks), row._mapping
+    if held is None:
+        return
+    for group in range(len(groups_of(table))) if groups is None else groups:
+        if held[CRC_BYTES * group : CRC_BYTES * (group + 1)] != group_check(table, group, values):
+            place = ", ".join(f"{column.name} {values[column.name]!r}" for column in table.primary_key.columns)
+            raise damaged_rows(row.run_id, f"the row of `{table.name}` with {place}")
+
+
+def whole_rows(
+    table: Table, rows: Iterable[Row[Any]], groups: Iterable[int] | None = None, checks: str = "checks"
+) -> Iterator[Row[Any]]:
+    """The rows, each once `require_row` has compared it."""
+    for row in rows:
+        require_row(table, row, groups, checks)
+        yield row
+
+
+def update_rows(
+    connection: Connection, table: Table, values: Mapping[str, Any], *where: ColumnElement[bool]
+) -> int:
+    """Change rows that tell of runs, and their checks; how many.
+
+    Raises:
+        Damaged: one of them is damaged: other checks would hide it.
+    """
+    rows = connection.execute(select(table).where(*where).with_for_update()).all()
+    for row in whole_rows(table, rows):
+        mine = (column == row._mapping[column.name] for column in table.primary_key.columns)
+        changed = {**values, "checks": checks_of(table, {**row._mapping, **values})}
+        connection.execute(update(table).where(*mine).values(changed))
+    return len(rows)
 
 
 def layer_checks(data: bytes, *place: Any) -> bytes:

@@ -25,6 +25,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.event import listen
 
+from collage_server.store.row_crc import checks_of_new_row
+
 __all__ = [
     "LONGEST_ID",
     "LONGEST_NAME",
@@ -72,6 +74,12 @@ LONGEST_NAME: Final = 512
 _ID = String(LONGEST_ID)
 _NAME = String(LONGEST_NAME)
 
+
+def _checks() -> Column[bytes]:
+    """Checks of the row: see `collage_server.store.row_crc`. Null in rows of servers that had none."""
+    return Column("checks", LargeBinary, default=checks_of_new_row)
+
+
 run: Final = Table(
     "run",
     metadata,
@@ -90,6 +98,7 @@ run: Final = Table(
     Column("changed_at", Double),
     Column("configuration", String(32), nullable=False),
     Column("treated_as", String(32)),
+    _checks(),
 )
 """`updated_at`: the last launch or stated state; the later of it and the newest report is the last sign of life.
 `changed_at`: when a request, or retention of coarse points, last changed the run; null where neither ever did.
@@ -137,6 +146,7 @@ run_tag: Final = Table(
     Column("run_id", _ID, primary_key=True),
     Column("tag", _NAME, primary_key=True),
     Column("position", Integer, nullable=False),
+    _checks(),
 )
 
 attempt: Final = Table(
@@ -147,6 +157,7 @@ attempt: Final = Table(
     Column("launch_id", _ID, nullable=False),
     Column("first_step", BigInteger, nullable=False),
     Column("created_at", Double, nullable=False),
+    _checks(),
     UniqueConstraint("run_id", "launch_id"),
 )
 
@@ -156,6 +167,7 @@ measured_attempt: Final = Table(
     Column("run_id", _ID, primary_key=True),
     Column("attempt", Integer, primary_key=True, autoincrement=False),
     Column("measured_from", BigInteger, nullable=False),
+    _checks(),
 )
 """From which step on an attempt hides older ones, of those that measure."""
 attempts: Final = attempt.outerjoin(
@@ -173,6 +185,7 @@ layer: Final = Table(
     Column("shape", Text, nullable=False),
     Column("dtype", _NAME, nullable=False),
     Column("module_type", _NAME, nullable=False),
+    _checks(),
     UniqueConstraint("run_id", "name"),
 )
 """The run's layers, append-only, numbered from 0 in the order in which they were first seen."""
@@ -193,6 +206,7 @@ stream: Final = Table(
     Column("replicas", LargeBinary, nullable=False),
     Column("watch", Text),
     Column("created_at", Double, nullable=False),
+    _checks(),
     UniqueConstraint("run_id", "stream"),
 )
 """`layers` (positions in the run's dictionary), `elements` and `replicas`: little-endian int64, one per layer."""
@@ -241,6 +255,7 @@ run_latest: Final = Table(
     Column("clock_skew_seconds", Double),
     Column("frozen_step", BigInteger),
     Column("unfinished", Text, nullable=False, server_default="{}"),
+    _checks(),
 )
 """Per stream, written with its reports: counts, newest places, `scalars` {name: [step, value]}; `sealed`, the
 ranges [[first_seq, last_seq], …] that have left the journal for chunks; `given_up`, those that will never come;
@@ -253,6 +268,7 @@ entry: Final = Table(
     Column("run_id", _ID, primary_key=True),
     Column("entry", Integer, primary_key=True, autoincrement=False),
     Column("key", _NAME, nullable=False),
+    _checks(),
     UniqueConstraint("run_id", "key"),
 )
 """The run's dictionary of what chunks hold: statistics, and "minimum METRIC", "maximum METRIC" at coarse levels."""
@@ -353,6 +369,7 @@ event: Final = Table(
     Column("attempt", Integer),
     Column("step", BigInteger),
     Column("layers", Text, nullable=False),
+    _checks(),
     UniqueConstraint("run_id", "origin"),
 )
 """What happened to a run, numbered from 1; `origin` is what it comes from, so that it is stored once."""

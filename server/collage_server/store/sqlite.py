@@ -7,7 +7,7 @@ on both databases (`tests/server/store/contract.py`).
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,9 @@ from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 
 from collage_server.errors import StoreUnusable
 from collage_server.store.archive.file_storage import ArchiveFiles
+from collage_server.store.backup import newest_backup
 from collage_server.store.chunks.blobs import BLOBS_OPENED
+from collage_server.store.database_check import DatabaseCheck, check_database
 from collage_server.store.engine.database import POOL, driver_cursor
 from collage_server.store.engine.database_files import (
     Ballast,
@@ -200,6 +202,11 @@ class SqliteStore(Store):
         if size > (0 if read_only else self._longest_log) and self._is_there:
             with self._write_lock:
                 self._longest_log = _LONG_LOG_BYTES if checkpoint_log(self.path) else 2 * size
+
+    def check_database(self, goes_on: Callable[[], bool] = lambda: True) -> DatabaseCheck:
+        """Check the whole file and heal what is damaged, from the newest back-up."""
+        newest = newest_backup(self.path.parent)
+        return check_database(self, None if newest is None else Path(newest.file), goes_on)
 
     def release_space(self) -> bool:
         """Give a slice of free pages back to the disk; True if there are more."""

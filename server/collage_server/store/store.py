@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -18,6 +19,7 @@ from collage_server.store.archive.archive_reader import ArchiveReader
 from collage_server.store.archive.file_storage import ArchiveFiles
 from collage_server.store.archive.finished import FinishedRuns
 from collage_server.store.archive.segments import archived_bytes
+from collage_server.store.database_check import DatabaseCheck
 from collage_server.store.engine.database import ARCHIVE, Database
 from collage_server.store.journal.report_journal import ReportJournal
 from collage_server.store.journal.stream_store import StreamStore
@@ -77,6 +79,13 @@ class Store(Database):
             except StoreUnusable:
                 self.close()
                 raise
+
+    def check_database(self, goes_on: Callable[[], bool] = lambda: True) -> DatabaseCheck | None:
+        """Check the whole database and heal what is damaged; None where it checks itself.
+
+        goes_on: is asked after every few rows, and ends the check with False.
+        """
+        return None
 
     def archived_bytes(self) -> int:
         """The size of all archived files, at most a minute old: adding up a million files takes a while."""

@@ -16,11 +16,11 @@ from threading import Lock
 from typing import Any, Final
 
 from sqlalchemy import Connection, Dialect, Engine, text
-from sqlalchemy.exc import DataError, InternalError, OperationalError
+from sqlalchemy.exc import DatabaseError, DataError, InternalError, OperationalError
 from sqlalchemy.sql.expression import ClauseElement
 
 from collage_server.dependencies import Dependency
-from collage_server.errors import DatabaseAway, StoreUnusable, Unprocessable
+from collage_server.errors import Damaged, DatabaseAway, StoreUnusable, Unprocessable
 from collage_server.store.records import CONNECTIONS, Sizes
 
 __all__ = ["ARCHIVE", "Database", "POOL", "Statement", "driver_cursor", "reads_only"]
@@ -108,6 +108,10 @@ class Database(ABC):
             ) from error
         except DataError as error:
             raise Unprocessable(f"the database cannot hold a value: {error.orig}; send plain text") from error
+        except DatabaseError as error:
+            if type(error) is not DatabaseError:
+                raise
+            raise Damaged(f"the database's file is damaged ({error.orig}): restore a back-up") from error
         if self.dependency.away_since is not None:
             self.dependency.works()
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sqlalchemy import Connection, func, or_, select, update
+from sqlalchemy import Connection, func, or_, select
 
 from collage_server.store import schema
+from collage_server.store.row_checks import update_rows
 from collage_server.store.row_helpers import Ranges, contains, ranges_from_json, require_run
 
 __all__ = ["freeze", "frozen_step"]
@@ -56,7 +57,7 @@ def _lock(connection: Connection, run_id: str, attempt: int) -> dict[str, Ranges
 
 def _write(connection: Connection, run_id: str, attempt: int, step: int) -> None:
     lower = or_(_LATEST.c.frozen_step.is_(None), _LATEST.c.frozen_step < step)
-    connection.execute(update(_LATEST).where(*_of(run_id, attempt), lower).values(frozen_step=step))
+    update_rows(connection, _LATEST, {"frozen_step": step}, *_of(run_id, attempt), lower)
 
 
 def _of(run_id: str, attempt: int) -> tuple[Any, ...]:

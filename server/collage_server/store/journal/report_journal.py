@@ -7,7 +7,7 @@ The writer appends; `reading/unsealed.py` and sealing read. Each (stream, number
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -38,7 +38,8 @@ from collage_server.store.records import (
     ReportGroup,
     StreamRecord,
 )
-from collage_server.store.row_checks import report_checks
+from collage_server.store.row_checks import report_checks, update_rows
+from collage_server.store.row_crc import CRC_BYTES, group_check
 from collage_server.store.row_helpers import (
     Ranges,
     add_ranges,
@@ -85,7 +86,14 @@ _WRITTEN_COLUMNS: Final = (
     "clock_skew_seconds",
     "unfinished",
 )
-_READ_COLUMNS: Final = ("run_id", "stream_id", "attempt", "rank", "frozen_step", "sealed")
+_READ_COLUMNS: Final = ("run_id", "stream_id", "attempt", "rank", "frozen_step", "sealed", "given_up", "checks")
+_SEALED, _REPORTED = 0, 1
+"""Groups of columns (`row_crc.py`): where reports go, and what each of them changes."""
+_UNKNOWN_SEQ: Final = 2**63
+"""Above all numbers: whether the journal has a report is then looked up."""
+_DAMAGED: Final = bytes(CRC_BYTES)
+"""Keeps what is damaged unreadable: a check of what it is now would hide it."""
+_BLANK: Final[Mapping[str, Any]] = {"reports": 0, "scalars": "{}", "unfinished": "{}"}
 
 
 @lru_cache(maxsize=64)
@@ -100,27 +108,36 @@ def _read_latest(dialect: Dialect, count: int) -> Statement:
 @lru_cache(maxsize=4)
 def _write_latest(dialect: Dialect) -> Statement:
     own = (_LATEST.c.run_id == bindparam("own_run"), _LATEST.c.stream_id == bindparam("own_stream"))
-    return Statement(
-        update(_LATEST).where(*own).values({name: bindparam(name) for name in _WRITTEN_COLUMNS}), dialect
-    )
+    written: dict[str, Any] = {name: bindparam(name) for name in (*_WRITTEN_COLUMNS, "checks")}
+    return Statement(update(_LATEST).where(*own).values(written), dialect)
 
 
 class _LatestRow:
-    """A stream's locked row of `run_latest`: decides where reports go, and counts the stored ones."""
+    """A stream's locked row of `run_latest`: decides where reports go, and counts the stored ones.
+
+    A damaged one is read by nobody, but takes reports: all go to the journal, and none is lost.
+    """
 
     def __init__(self, row: Sequence[Any]) -> None:
-        self.run_id, self.stream_id, attempt, rank, self.frozen_step, sealed = row[: len(_READ_COLUMNS)]
-        self.values: dict[str, Any] = dict(zip(_WRITTEN_COLUMNS, row[len(_READ_COLUMNS) :], strict=True))
+        held = dict(zip((*_READ_COLUMNS, *_WRITTEN_COLUMNS), row, strict=True))
+        self.run_id, self.stream_id = held["run_id"], held["stream_id"]
+        self.key = {"own_run": self.run_id, "own_stream": self.stream_id}
+        self._place = {name: held[name] for name in ("stream_id", "attempt", "rank")}
+        self._checks: bytes | None = held["checks"]
+        is_placed = self._checks is None or self._checks[:CRC_BYTES] == group_check(_LATEST, _SEALED, held)
+        self.frozen_step = held["frozen_step"] if is_placed else None
+        self._sealed = ranges_from_json(held["sealed"]) if is_placed else []
+        self.values: dict[str, Any] = {name: held[name] for name in _WRITTEN_COLUMNS}
+        self._is_whole = self._checks is None or self._checks[CRC_BYTES:] == self._check()
+        if not self._is_whole:
+            self.values = {name: _BLANK.get(name) for name in _WRITTEN_COLUMNS}
         self.scalars = _DECODE(self.values["scalars"])
         self._unfinished = _DECODE_UNFINISHED(self.values["unfinished"])
         self._fresh: set[str] = set()
-        self._sealed = ranges_from_json(sealed)
-        self.key = {"own_run": self.run_id, "own_stream": self.stream_id}
-        self._place = {"stream_id": self.stream_id, "attempt": attempt, "rank": rank}
         self.events: list[NewEvent] = []
         self.moved = False
         self.ascending = True
-        self._highest_seq: int | None = self.values["last_seq"]
+        self._highest_seq: int | None = self.values["last_seq"] if self._is_whole else _UNKNOWN_SEQ
         self.newest_time = -math.inf
 
     def destination(self, report: wire.Report) -> _Destination:
@@ -165,7 +182,7 @@ class _LatestRow:
             values["first_step"] = report.step
         if values["first_time"] is None or report.time < values["first_time"]:
             values["first_time"] = report.time
-        if report.model is not None and self._is_whole(report):
+        if report.model is not None and self._completes(report):
             place = (report.step, report.seq)
             if values["measured_step"] is None or place > (values["measured_step"], values["measured_seq"]):
                 values["measured_step"], values["measured_seq"] = place
@@ -175,7 +192,7 @@ class _LatestRow:
                     self._count(name, value, report.step)
                 self.scalars[name] = (report.step, wire.to_number(value))
 
-    def _is_whole(self, report: wire.Report) -> bool:
+    def _completes(self, report: wire.Report) -> bool:
         """Whether this report completes its step."""
         came, expected = self._unfinished.pop(report.step, (0, 1))
         came, expected = came + 1, max(expected, report.reports_of_step)
@@ -197,7 +214,11 @@ class _LatestRow:
         skew = max(entry for entry in skews if entry is not None)
         self.values.update(last_report_at=now, scalars=to_json(self.scalars), clock_skew_seconds=skew)
         self.values["unfinished"] = to_json(self._unfinished)
-        return {**self.values, **self.key}
+        check = self._check() if self._is_whole else _DAMAGED
+        return {**self.values, **self.key, "checks": self._checks and self._checks[:CRC_BYTES] + check}
+
+    def _check(self) -> bytes:
+        return group_check(_LATEST, _REPORTED, {"run_id": self.run_id, **self._place, **self.values})
 
 
 @lru_cache(maxsize=4)
@@ -244,7 +265,7 @@ class ReportJournal:
             before = ranges_from_json(known)
             merged = add_ranges(before, [(gap.first_seq, gap.last_seq) for gap in gaps])
             if merged != before and len(merged) <= _MOST_GAPS:
-                connection.execute(update(_LATEST).where(*mine).values(given_up=ranges_to_json(merged)))
+                update_rows(connection, _LATEST, {"given_up": ranges_to_json(merged)}, *mine)
                 add_events(connection, stream.run_id, [_gap_event(stream, gaps, before, merged)], now)
 
     def runs(self) -> list[str]:

@@ -7,12 +7,12 @@ The routes of `api/streams.py` write and list them. Ingest looks up a stream's r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
 import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, func, insert, select
 
 from collage_monitor import wire
 from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_stream
@@ -27,6 +27,7 @@ from collage_server.store.journal.declarations import (
 )
 from collage_server.store.journal.horizon import frozen_step
 from collage_server.store.records import IntArray, NewEvent, StreamRecord, stream_record
+from collage_server.store.row_checks import damaged_rows, require_row, update_rows, whole_rows
 from collage_server.store.row_helpers import (
     count_numbers,
     from_json,
@@ -82,7 +83,7 @@ class StreamStore:
             known = _read_attempt(connection, *mine)
             if known is not None:
                 first_step = min(known.first_step, create.first_step)
-                connection.execute(update(table).where(*mine).values(first_step=first_step))
+                update_rows(connection, table, {"first_step": first_step}, *mine)
                 number, created_at, measured_from = known.attempt, known.created_at, known.measured_from
                 if number > 0:
                     correct_event(connection, run_id, attempt_event(number, first_step, measured_from))
@@ -160,6 +161,8 @@ def _create_stream(connection: Connection, run_id: str, create: wire.StreamCreat
             field="statistics",
         )
     known = connection.execute(select(_STREAM).where(_STREAM.c.stream_id == create.stream_id)).first()
+    if known is not None and known.run_id == run_id:
+        require_row(_STREAM, known)
     positions = _extend_dictionary(connection, run_id, create.layers)
     if known is not None:
         _extend(connection, known, run_id, attempt.attempt, create, positions)
@@ -228,7 +231,10 @@ def _events_of_watch(
 
 def _read_attempt(connection: Connection, *which: ColumnElement[bool]) -> Row[Any] | None:
     statement = select(schema.attempt, schema.measured_attempt.c.measured_from).select_from(schema.attempts)
-    return connection.execute(statement.where(*which)).first()
+    row = connection.execute(statement.where(*which)).first()
+    if row is not None:
+        require_row(schema.attempt, row)
+    return row
 
 
 def _measures(connection: Connection, attempt: Row[Any], create: wire.StreamCreate) -> None:
@@ -237,20 +243,20 @@ def _measures(connection: Connection, attempt: Row[Any], create: wire.StreamCrea
     if attempt.measured_from is not None and attempt.measured_from <= begin:
         return
     table = schema.measured_attempt
-    mine = {"run_id": attempt.run_id, "attempt": attempt.attempt}
     if attempt.measured_from is None:
-        connection.execute(insert(table).values(**mine, measured_from=begin))
+        row = {"run_id": attempt.run_id, "attempt": attempt.attempt, "measured_from": begin}
+        connection.execute(insert(table).values(row))
     else:
-        connection.execute(update(table).filter_by(**mine).values(measured_from=begin))
+        mine = (table.c.run_id == attempt.run_id, table.c.attempt == attempt.attempt)
+        update_rows(connection, table, {"measured_from": begin}, *mine)
     correct_event(connection, attempt.run_id, attempt_event(attempt.attempt, attempt.first_step, begin))
 
 
 def _extend_dictionary(connection: Connection, run_id: str, layers: list[wire.Layer]) -> IntArray:
     """Positions of these layers in the run's dictionary; new names are appended to it."""
-    known = {
-        row.name: row.layer
-        for row in connection.execute(select(_LAYER.c.name, _LAYER.c.layer).where(_LAYER.c.run_id == run_id))
-    }
+    columns = (_LAYER.c[name] for name in ("run_id", "name", "layer", "checks"))
+    found = connection.execute(select(*columns).where(_LAYER.c.run_id == run_id))
+    known = {row.name: row.layer for row in whole_rows(_LAYER, found, [0])}
     fresh = [layer for layer in layers if layer.name not in known]
     limit = wire.LIMITS["layers_per_run"]
     if len(known) + len(fresh) > limit:
@@ -354,7 +360,7 @@ def _extend(
         _describe_run(connection, run_id, create)
     if values:
         mine = (_STREAM.c.run_id == run_id, _STREAM.c.stream_id == create.stream_id)
-        connection.execute(update(_STREAM).where(*mine).values(**values))
+        update_rows(connection, _STREAM, values, *mine)
 
 
 def _describe_run(connection: Connection, run_id: str, create: wire.StreamCreate) -> None:
@@ -363,17 +369,15 @@ def _describe_run(connection: Connection, run_id: str, create: wire.StreamCreate
     if watch is None:
         return
     run = schema.run
-    statement = update(run).where(run.c.run_id == run_id)
-    if create.rank != 0:
-        statement = statement.where(run.c.strategy.is_(None))
-    connection.execute(statement.values(strategy=watch.shown_strategy, dtype=watch.dtype))
+    mine = [run.c.run_id == run_id, *([run.c.strategy.is_(None)] if create.rank != 0 else [])]
+    update_rows(connection, run, {"strategy": watch.shown_strategy, "dtype": watch.dtype}, *mine)
 
 
 def _read_stream_records(connection: Connection, run_id: str) -> list[StreamRecord]:
     """All streams of a run, oldest first."""
     require_run(connection, run_id)
     rows = connection.execute(select(_STREAM).where(_STREAM.c.run_id == run_id).order_by(_STREAM.c.stream)).all()
-    return [stream_record(row) for row in rows]
+    return [stream_record(row) for row in whole_rows(_STREAM, rows)]
 
 
 def _read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
@@ -382,6 +386,7 @@ def _read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
     if row is None:
         raise unknown_stream(stream_id)
     require_run(connection, row.run_id)
+    require_row(_STREAM, row)
     return stream_record(row)
 
 
@@ -389,11 +394,19 @@ def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
     """The run's streams with the reports that arrived on each, by attempt, rank and age."""
     records = _read_stream_records(connection, run_id)
     latest = schema.run_latest
-    rows = {row.stream_id: row for row in connection.execute(select(latest).where(latest.c.run_id == run_id))}
+    found = connection.execute(select(latest).where(latest.c.run_id == run_id))
+    rows = {row.stream_id: row for row in whole_rows(latest, found)}
     return [
-        _described(record, rows[record.stream_id])
+        _described(record, _latest_of(rows, record))
         for record in sorted(records, key=lambda record: (record.attempt, record.rank, record.number))
     ]
+
+
+def _latest_of(rows: Mapping[str, Row[Any]], record: StreamRecord) -> Row[Any]:
+    """A stream's row of `run_latest`, which is made with the stream."""
+    if record.stream_id not in rows:
+        raise damaged_rows(record.run_id, f"the row of `run_latest` of stream {record.stream_id}")
+    return rows[record.stream_id]
 
 
 def _read_stream(connection: Connection, stream_id: str) -> wire.Stream:
@@ -401,7 +414,8 @@ def _read_stream(connection: Connection, stream_id: str) -> wire.Stream:
     record = _read_stream_record(connection, stream_id)
     latest = schema.run_latest
     mine = (latest.c.run_id == record.run_id, latest.c.stream_id == stream_id)
-    return _described(record, connection.execute(select(latest).where(*mine)).one())
+    found = {row.stream_id: row for row in whole_rows(latest, connection.execute(select(latest).where(*mine)))}
+    return _described(record, _latest_of(found, record))
 
 
 def _described(record: StreamRecord, latest: Row[Any]) -> wire.Stream:
@@ -435,7 +449,7 @@ def read_layers(connection: Connection, run_id: str) -> list[wire.Layer]:
     """The run's dictionary of layers, in its order."""
     require_run(connection, run_id)
     found = connection.execute(select(_LAYER).where(_LAYER.c.run_id == run_id).order_by(_LAYER.c.layer))
-    rows = held_rows((row, _LAYER_BYTES + 2 * len(row.name)) for row in found)
+    rows = held_rows((row, _LAYER_BYTES + 2 * len(row.name)) for row in whole_rows(_LAYER, found))
     return [
         wire.Layer(
             name=row.name,

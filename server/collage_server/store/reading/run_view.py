@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, Row, Select, func, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, func, select
 
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
@@ -25,9 +25,10 @@ from collage_server.store.archive.segments import LOGGED
 from collage_server.store.chunks.blobs import ChunkInfo, PointRows
 from collage_server.store.journal.declarations import unknown_statistics
 from collage_server.store.records import UNBOUNDED, first_hidden_steps, stream_record
+from collage_server.store.row_checks import require_row, whole_rows
 from collage_server.store.row_helpers import among, contains, ranges_from_json, require_runs
 from collage_server.store.runs.reported_state import newest_logged_steps
-from collage_server.store.runs.run_store import RowsOfRuns, attempts_of_runs, rows_by_run
+from collage_server.store.runs.run_store import OF_ATTEMPTS, RowsOfRuns, attempts_of_runs, rows_by_run
 
 __all__ = [
     "RunView",
@@ -39,6 +40,8 @@ __all__ = [
 _MOST_NAMES: Final = 500
 """Of layers that a statement asks for one by one; for more, all of the run are read, and kept for the snapshot."""
 _STREAM_BYTES: Final = 4096
+_NAMES: Final = (0,)
+"""The group of columns with the name of a layer."""
 
 
 class RunView:
@@ -233,24 +236,30 @@ def _named_layers(
     connection: Connection, run_ids: Collection[str], names: Sequence[str]
 ) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {run_id: {} for run_id in run_ids}
-    columns = (schema.layer.c.run_id, schema.layer.c.name, schema.layer.c.layer)
-    of_runs = schema.layer.c.run_id.in_(list(run_ids))
-    for run_id, name, layer in connection.execute(select(*columns).where(of_runs, schema.layer.c.name.in_(names))):
-        found[run_id][name] = layer
+    table = schema.layer
+    chosen = (table.c.run_id.in_(list(run_ids)), table.c.name.in_(names))
+    rows = connection.execute(select(*_names_of_layers()).where(*chosen))
+    for row in whole_rows(table, rows, _NAMES):
+        found[row.run_id][row.name] = row.layer
     return found
 
 
 def _layers_of(connection: Connection, run_ids: Sequence[str]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {run_id: {} for run_id in run_ids}
-    for run_id, name, layer in connection.execute(_layers_of_runs(), {"run_ids": run_ids}):
-        found[run_id][name] = layer
+    rows = connection.execute(_layers_of_runs(), {"run_ids": run_ids})
+    for row in whole_rows(schema.layer, rows, _NAMES):
+        found[row.run_id][row.name] = row.layer
     return found
 
 
 @cache
 def _layers_of_runs() -> Select[Any]:
     table = schema.layer
-    return select(table.c.run_id, table.c.name, table.c.layer).where(among(table.c.run_id)).order_by(table.c.layer)
+    return select(*_names_of_layers()).where(among(table.c.run_id)).order_by(table.c.layer)
+
+
+def _names_of_layers() -> list[ColumnElement[Any]]:
+    return [schema.layer.c[name] for name in ("run_id", "name", "layer", "checks")]
 
 
 class RunViews:
@@ -302,10 +311,11 @@ def _read(connection: Connection, run_ids: Sequence[str]) -> RowsOfRuns:
     """
     streams: dict[str, list[Row[Any]]] = defaultdict(list)
     rows = connection.execute(_streams_of_runs(), {"run_ids": run_ids})
-    for row in held_rows((row, _stream_bytes(row)) for row in rows):
+    for row in held_rows((row, _stream_bytes(row)) for row in whole_rows(schema.stream, rows)):
+        require_row(schema.run_latest, row, checks="latest_checks")
         streams[row.run_id].append(row)
     require_runs(connection, [run_id for run_id in run_ids if run_id not in streams])
-    return RowsOfRuns(rows_by_run(connection, _attempts_with_files(), run_ids), streams)
+    return RowsOfRuns(rows_by_run(connection, _attempts_with_files(), run_ids, *OF_ATTEMPTS), streams)
 
 
 def _stream_bytes(row: Any) -> int:
@@ -319,9 +329,9 @@ def _streams_of_runs() -> Select[Any]:
     there = stream.join(run, run.c.run_id == stream.c.run_id).join(
         latest, (latest.c.run_id == stream.c.run_id) & (latest.c.stream_id == stream.c.stream_id)
     )
-    reported = ("reports", "first_step", "last_step", "first_time", "last_report_at", "measured_step")
-    places = (latest.c[name] for name in ("sealed", "scalars", *reported))
-    streams = select(*stream.c, *places, run.c.state).select_from(there).where(among(stream.c.run_id))
+    places = (column for column in latest.c if column.name not in stream.c)
+    checks = latest.c.checks.label("latest_checks")
+    streams = select(*stream.c, *places, checks, run.c.state).select_from(there).where(among(stream.c.run_id))
     return streams.order_by(stream.c.stream)
 
 
@@ -342,8 +352,9 @@ def _read_entries(
     if keys is not None and not keys:
         return found
     given = {"run_ids": list(run_ids)} | ({} if keys is None else {"keys": list(keys)})
-    for run_id, key, entry in connection.execute(_entries_of(some=keys is not None), given):
-        found[run_id][key] = entry
+    rows = connection.execute(_entries_of(some=keys is not None), given)
+    for row in whole_rows(schema.entry, rows):
+        found[row.run_id][row.key] = row.entry
     return found
 
 
@@ -352,4 +363,4 @@ def _entries_of(*, some: bool) -> Select[Any]:
     """The entries of all keys, or of the given ones."""
     table = schema.entry
     chosen = (among(table.c.run_id), among(table.c.key, "keys")) if some else (among(table.c.run_id),)
-    return select(table.c.run_id, table.c.key, table.c.entry).where(*chosen).order_by(table.c.entry)
+    return select(table).where(*chosen).order_by(table.c.entry)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
 
-from sqlalchemy import ColumnElement, Connection, func, select, update
+from sqlalchemy import ColumnElement, Connection, func, select
 
 from collage_monitor import wire
 from collage_server.errors import Unprocessable
@@ -19,6 +19,7 @@ from collage_server.memory_budget import held_rows
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import NewEvent
+from collage_server.store.row_checks import update_rows, whole_rows
 from collage_server.store.row_helpers import from_json, insert_into, require_run, to_json
 
 __all__ = [
@@ -139,7 +140,7 @@ def _add(connection: Connection, run_id: str, event: NewEvent, now: float) -> bo
 def correct_event(connection: Connection, run_id: str, event: NewEvent) -> None:
     """Correct the step and text of a stored event."""
     mine = (_EVENT.c.run_id == run_id, _EVENT.c.origin == event.origin)
-    connection.execute(update(_EVENT).where(*mine).values(step=event.step, text=event.text))
+    update_rows(connection, _EVENT, {"step": event.step, "text": event.text}, *mine)
 
 
 def read_events(
@@ -150,7 +151,8 @@ def read_events(
     order = _EVENT.c.event.desc() if newest else _EVENT.c.event
     statement = select(_EVENT).where(*_between(run_id, after, last)).order_by(order).limit(limit)
     found = connection.execute(statement.execution_options(yield_per=_ROWS_AT_ONCE))
-    rows = list(held_rows((row, _EVENT_BYTES + _TEXT_COPIES * len(row.text)) for row in found))
+    held = ((row, _EVENT_BYTES + _TEXT_COPIES * len(row.text)) for row in whole_rows(_EVENT, found))
+    rows = list(held_rows(held))
     names = [name for name in wire.Event.__struct_fields__ if name != "layers"]
     return [
         wire.Event(layers=from_json(row.layers), **{name: getattr(row, name) for name in names})

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Literal
 
-from sqlalchemy import Connection, Select, delete, func, insert, select, update
+from sqlalchemy import Connection, Select, delete, func, insert, select
 
 from collage_monitor import wire
 from collage_server.errors import Conflict, NotFound
 from collage_server.store import schema
+from collage_server.store.row_checks import update_rows
 from collage_server.store.row_helpers import missing_run, require_run, to_json
 from collage_server.store.runs.configurations import configuration_of
 from collage_server.store.runs.reported_state import LAST_SIGN_OF_LIFE
@@ -113,7 +114,7 @@ def _resume(
         if value is not None
     }
     stated |= {"state": "running", "updated_at": _next_sign_of_life(connection, create.run_id, now)}
-    connection.execute(update(_RUN).where(_RUN.c.run_id == create.run_id).values(**stated))
+    update_rows(connection, _RUN, stated, _RUN.c.run_id == create.run_id)
     if create.tags:
         _set_tags(connection, create.run_id, create.tags)
 
@@ -135,7 +136,7 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
     if change.configuration is not None:
         stated["treated_as"] = change.configuration or None
     if stated:
-        connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(**stated))
+        update_rows(connection, _RUN, stated, _RUN.c.run_id == run_id)
     if not stated and change.tags is None:
         return
     note_change(connection, run_id, now)
@@ -151,7 +152,7 @@ def _next_sign_of_life(connection: Connection, run_id: str, now: float) -> float
 
 def note_change(connection: Connection, run_id: str, now: float) -> None:
     """Give the run another revision, where nothing else of it tells the change. The caller has locked the run."""
-    connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(changed_at=now))
+    update_rows(connection, _RUN, {"changed_at": now}, _RUN.c.run_id == run_id)
 
 
 def _set_tags(connection: Connection, run_id: str, tags: Sequence[str]) -> None:

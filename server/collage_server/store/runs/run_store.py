@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
@@ -30,11 +30,15 @@ from collage_server.store.records import (
     RunRecord,
     RunRevision,
 )
+from collage_server.store.row_checks import require_row, update_rows, whole_rows
 from collage_server.store.row_helpers import among, from_json, missing_run, require_run, require_runs
 from collage_server.store.runs.reported_state import LAST_SIGN_OF_LIFE, TRAINING_REPORTED_AT, reported_state
 from collage_server.store.runs.run_changes import QuotaCheck, check_quotas, create_run, update_run
 
 __all__ = [
+    "CheckedPart",
+    "OF_ATTEMPTS",
+    "OF_LATEST",
     "RowsOfRuns",
     "RunStore",
     "attempts_from",
@@ -52,7 +56,7 @@ _ROWS_AT_ONCE: Final = 32
 _RECORD_BYTES: Final = 8192
 _CONFIG_GROWTH: Final = 8
 """How much more JSON takes as objects, and encoded again."""
-_AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"config", "updated_at"}]
+_AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"config", "updated_at", "checks"}]
 _OWNED: Final = (
     schema.entry,
     schema.run_latest,
@@ -112,7 +116,8 @@ class RunStore:
         with self._database.reading() as connection:
             ids = list(dict.fromkeys(run_ids))
             latest = schema.run_latest
-            runs = {row.run_id: row for row in connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids)))}
+            rows = connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids)))
+            runs = {row.run_id: row for row in whole_rows(_RUN, rows)}
             reports = func.sum(latest.c.reports).label("reports")
             newest = TRAINING_REPORTED_AT.label("last_report_at")
             more = (func.count().label("streams"), func.max(latest.c.frozen_step).label("frozen_step"))
@@ -122,7 +127,7 @@ class RunStore:
                 .group_by(latest.c.run_id)
             )
             stored = {row.run_id: row for row in counted}
-            attempts = rows_by_run(connection, attempts_of_runs(), ids)
+            attempts = rows_by_run(connection, attempts_of_runs(), ids, *OF_ATTEMPTS)
             found = {}
             for run_id in ids:
                 if run_id not in runs:
@@ -160,15 +165,11 @@ class RunStore:
         future = now + CLOCK_SLACK_SECONDS
         latest = schema.run_latest
         with self._database.freeing() as connection:
-            launched = connection.execute(
-                update(_RUN).where(_RUN.c.updated_at > future).values(updated_at=now)
-            ).rowcount
+            launched = update_rows(connection, _RUN, {"updated_at": now}, _RUN.c.updated_at > future)
             reported = select(latest.c.run_id).where(latest.c.last_report_at > future).distinct()
             found = len(connection.execute(reported).all())
             if found:
-                connection.execute(
-                    update(latest).where(latest.c.last_report_at > future).values(last_report_at=now)
-                )
+                update_rows(connection, latest, {"last_report_at": now}, latest.c.last_report_at > future)
             return max(launched, found)
 
     def delete(self, run_id: str, now: float, audit_entries: Sequence[wire.AuditLogEntry] = ()) -> None:
@@ -185,6 +186,7 @@ class RunStore:
             for table in _OWNED:
                 connection.execute(delete(table).where(table.c.run_id == run_id))
             emptied = {"statistics": "[]", "layers": b"", "elements": b"", "replicas": b"", "watch": None}
+            emptied |= {"checks": None}
             connection.execute(update(schema.stream).where(schema.stream.c.run_id == run_id).values(**emptied))
             claim = schema.seal_claim.c.run_id
             free = select(claim).where(claim == run_id).with_for_update(skip_locked=True)
@@ -212,6 +214,21 @@ def read_page(connection: Connection, query: RunQuery, now: float, stale_after_s
     page, more = rows[: query.limit], len(rows) > query.limit
     cursor = _cursor(page[-1].created_at, page[-1].run_id) if more else None
     return RunPageRecord(_records(connection, page), cursor)
+
+
+class CheckedPart(NamedTuple):
+    """Columns of a table in a joined row, all or some groups of them, and the column with their checks."""
+
+    table: Table
+    groups: tuple[int, ...] | None = None
+    checks: str = "checks"
+
+
+OF_ATTEMPTS: Final = (CheckedPart(schema.attempt), CheckedPart(schema.measured_attempt, None, "measured_checks"))
+"""Of rows of `attempts_of_runs`."""
+OF_LATEST: Final = CheckedPart(schema.run_latest)
+"""Of rows of `latest_of_runs`."""
+_OF_STREAMS: Final = (OF_LATEST, CheckedPart(schema.stream, (1,), "stream_checks"))
 
 
 class RowsOfRuns(NamedTuple):
@@ -292,11 +309,15 @@ def _cursor(created_at: float, run_id: str) -> str:
 
 def _records(connection: Connection, rows: Sequence[Row[Any]], known: RowsOfRuns | None = None) -> list[RunRecord]:
     ids = [row.run_id for row in rows]
-    tags = rows_by_run(connection, _tags_of_runs(), ids)
+    tags = rows_by_run(connection, _tags_of_runs(), ids, CheckedPart(schema.run_tag))
     attempts, streams = known or (
-        rows_by_run(connection, statement, ids) for statement in (attempts_of_runs(), _streams_of_runs())
+        rows_by_run(connection, attempts_of_runs(), ids, *OF_ATTEMPTS),
+        rows_by_run(connection, _streams_of_runs(), ids, *_OF_STREAMS),
     )
-    return [_record(connection, row, tags[row.run_id], attempts[row.run_id], streams[row.run_id]) for row in rows]
+    return [
+        _record(connection, row, tags[row.run_id], attempts[row.run_id], streams[row.run_id])
+        for row in whole_rows(_RUN, rows)
+    ]
 
 
 @cache
@@ -310,7 +331,7 @@ def _streams_of_runs() -> Select[Any]:
     """The last reports of each stream of some runs, and what it said of the training."""
     latest, stream = schema.run_latest, schema.stream
     same = (stream.c.run_id == latest.c.run_id) & (stream.c.stream_id == latest.c.stream_id)
-    return latest_of_runs().add_columns(stream.c.watch).join(stream, same)
+    return latest_of_runs().add_columns(stream.c.watch, stream.c.checks.label("stream_checks")).join(stream, same)
 
 
 @cache
@@ -324,14 +345,20 @@ def latest_of_runs() -> Select[Any]:
 def attempts_of_runs() -> Select[Any]:
     """The attempts of some runs, second writers' too, by number, with `measured_from` where they measure."""
     attempt = schema.attempt
-    begun = select(attempt, schema.measured_attempt.c.measured_from).select_from(schema.attempts)
+    measured = schema.measured_attempt.c
+    columns = (measured.measured_from, measured.checks.label("measured_checks"))
+    begun = select(attempt, *columns).select_from(schema.attempts)
     return begun.where(among(attempt.c.run_id)).order_by(attempt.c.attempt)
 
 
-def rows_by_run(connection: Connection, statement: Select[Any], ids: Sequence[str]) -> dict[str, list[Row[Any]]]:
-    """The statement's rows for each of these runs."""
+def rows_by_run(
+    connection: Connection, statement: Select[Any], ids: Sequence[str], *checked: CheckedPart
+) -> dict[str, list[Row[Any]]]:
+    """The statement's rows for each of these runs, of which these parts are compared with their checks."""
     grouped: dict[str, list[Row[Any]]] = defaultdict(list)
     for row in connection.execute(statement, {"run_ids": ids}):
+        for part in checked:
+            require_row(part.table, row, part.groups, part.checks)
         grouped[row.run_id].append(row)
     return grouped
 

@@ -39,7 +39,14 @@ from collage_server.store.engine.database import Database
 from collage_server.store.records import CLOCK_SLACK_SECONDS, ReportedState, RunRecord
 from collage_server.store.row_helpers import among, insert_into, later, to_json
 from collage_server.store.runs.reported_state import TRAINING_REPORTED_AT, reported_state
-from collage_server.store.runs.run_store import attempts_from, attempts_of_runs, latest_of_runs, rows_by_run
+from collage_server.store.runs.run_store import (
+    OF_ATTEMPTS,
+    OF_LATEST,
+    attempts_from,
+    attempts_of_runs,
+    latest_of_runs,
+    rows_by_run,
+)
 
 __all__ = [
     "DECODE_OVERVIEW",
@@ -294,9 +301,8 @@ def read_live_runs(
         given["created_at"], given["run_id"] = after
     rows = connection.execute(_page(of_some_projects=projects is not None, is_first=after is None), given).all()
     ids = [row.run_id for row in rows]
-    latest, attempts = (
-        rows_by_run(connection, statement, ids) for statement in (latest_of_runs(), attempts_of_runs())
-    )
+    latest = rows_by_run(connection, latest_of_runs(), ids, OF_LATEST)
+    attempts = rows_by_run(connection, attempts_of_runs(), ids, *OF_ATTEMPTS)
     runs = [
         LiveRun(
             *(run_id, project, name, strategy, created_at),

@@ -20,7 +20,7 @@ from collage_server.store.chunks.blobs import LEVELS, ChunkInfo, read_chunk_info
 from collage_server.store.records import UNBOUNDED, first_hidden_steps
 from collage_server.store.row_helpers import require_run
 from collage_server.store.runs.reported_state import all_ranks_are_through
-from collage_server.store.runs.run_store import attempts_of_runs
+from collage_server.store.runs.run_store import OF_ATTEMPTS, attempts_of_runs, rows_by_run
 
 __all__ = ["FilePlan", "is_over", "plan_file", "rows_behind", "visible_attempts"]
 
@@ -108,7 +108,7 @@ def is_over(connection: Connection, run_id: str) -> bool:
 
 def visible_attempts(connection: Connection, run_id: str) -> set[int]:
     """Attempts that newer ones do not hide from their first step on."""
-    rows = connection.execute(attempts_of_runs(), {"run_ids": [run_id]}).all()
+    rows = rows_by_run(connection, attempts_of_runs(), [run_id], *OF_ATTEMPTS)[run_id]
     bounds = first_hidden_steps([(row.attempt, row.measured_from) for row in rows])
     return {row.attempt for row in rows if bounds.get(row.attempt, UNBOUNDED) > row.first_step}
 

@@ -44,7 +44,8 @@ from collage_server.store.reading import unsealed
 from collage_server.store.reading.logged_scalars import pack_scalars
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import FloatArray, IntArray
-from collage_server.store.row_checks import chunk_check, layer_checks, point_checks
+from collage_server.store.row_checks import chunk_check, layer_checks, point_checks, whole_rows
+from collage_server.store.row_crc import checks_of
 from collage_server.store.row_helpers import add_numbers, int_bytes, ranges_from_json, ranges_to_json
 from collage_server.store.sealing.chunk_levels import ChunkLevel, chunk_of, chunk_place, coarse_levels, reported
 from collage_server.store.sealing.replica_comparison import ReplicaComparison, keep_mismatches
@@ -301,7 +302,8 @@ def _require(connection: Connection, run_id: str) -> None:
 
 def _entry_numbers(connection: Connection, run_id: str, built: _PartContents) -> dict[str, int]:
     """The number of each entry of the run, by its key; entries that are new in this part are appended."""
-    known = {row.key: row.entry for row in connection.execute(_known_entries(), {"run": run_id})}
+    rows = connection.execute(_known_entries(), {"run": run_id})
+    known = {row.key: row.entry for row in whole_rows(schema.entry, rows)}
     keys = dict.fromkeys(
         key for level in built.levels.values() for held in (level.model, level.layers) for key in held
     )
@@ -317,7 +319,7 @@ def _entry_numbers(connection: Connection, run_id: str, built: _PartContents) ->
 @cache
 def _known_entries() -> Select[Any]:
     table = schema.entry
-    return select(table.c.key, table.c.entry).where(table.c.run_id == bindparam("run"))
+    return select(table).where(table.c.run_id == bindparam("run"))
 
 
 def _blob_rows(
@@ -359,9 +361,10 @@ def _publish(connection: Connection, run_id: str, built: _PartContents, entries:
         _publish_scalars(connection, run_id, built)
     for stream_id, seqs in plan.seqs_by_stream().items():
         mine = {"run": run_id, "own_stream": stream_id}
-        old = connection.execute(_sealed_of_stream(), mine).scalar_one()
-        merged = ranges_to_json(add_numbers(ranges_from_json(old), seqs))
-        connection.execute(_set_sealed(), {**mine, "merged": merged})
+        [row] = whole_rows(schema.run_latest, connection.execute(_latest_of_stream(), mine))
+        merged = ranges_to_json(add_numbers(ranges_from_json(row.sealed), seqs))
+        checks = checks_of(schema.run_latest, {**row._mapping, "sealed": merged})
+        connection.execute(_set_sealed(), {**mine, "merged": merged, "anew": checks})
 
 
 def _point_row(run_id: str, plan: SealPlan, level: int, held: ChunkLevel) -> dict[str, Any]:
@@ -409,13 +412,14 @@ def _logged_parts() -> Select[Any]:
 
 
 @cache
-def _sealed_of_stream() -> Select[Any]:
-    return select(schema.run_latest.c.sealed).where(*of_stream(schema.run_latest)).with_for_update()
+def _latest_of_stream() -> Select[Any]:
+    return select(schema.run_latest).where(*of_stream(schema.run_latest)).with_for_update()
 
 
 @cache
 def _set_sealed() -> Update:
-    return update(schema.run_latest).where(*of_stream(schema.run_latest)).values(sealed=bindparam("merged"))
+    changed: dict[str, Any] = {"sealed": bindparam("merged"), "checks": bindparam("anew")}
+    return update(schema.run_latest).where(*of_stream(schema.run_latest)).values(changed)
 
 
 def _delete_reports(

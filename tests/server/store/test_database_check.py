@@ -1,0 +1,213 @@
+"""The file of the database, flipped bit by bit: found, healed, or without effect. Never another answer."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import sqlite3
+from contextlib import closing
+
+import pytest
+from collage_server.errors import Damaged, ServerError
+from collage_server.store import SqliteStore
+from collage_server.store.backup import back_up
+from sqlalchemy.exc import SQLAlchemyError
+
+from tests.server.store.contract import StoreContract
+from tests.server.store.test_row_damage import questions, small_report, small_store
+
+FLIPS = 60
+"""By day; a small database has four million bits that are not zero or describe its tables."""
+NIGHTLY_FLIPS = 6000
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory):
+    """The folder of a small store that is not open, with a back-up in another folder."""
+    folder = tmp_path_factory.mktemp("small")
+    store = small_store(folder)
+    store.close()
+    return folder
+
+
+def opened(folder):
+    store = SqliteStore(folder / "collage.sqlite", stale_after_seconds=600.0)
+    store.open()
+    store.points.limit_cache(0)
+    return store
+
+
+def places(path):
+    """Bytes that hold something, but for one in twenty of those that hold the tables' description: most of them."""
+    content = path.read_bytes()
+    with closing(sqlite3.connect(path)) as connection:
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+        pages = connection.execute("SELECT pageno FROM dbstat WHERE name = 'sqlite_schema'").fetchall()
+    described = {page for (page,) in pages}
+    return [
+        place
+        for place, byte in enumerate(content)
+        if byte and (place // size + 1 not in described or place % 20 == 0)
+    ]
+
+
+def outcome(folder, before):
+    """What a server says of the file in this folder: the questions whose answers differ without an error."""
+    try:
+        store = opened(folder)
+    except (ServerError, SQLAlchemyError, sqlite3.Error, UnicodeDecodeError):
+        return "not opened", []
+    try:
+        checked = store.check_database()
+        after = questions(store)
+    finally:
+        store.close()
+    told = {name: answer for name, answer in after.items() if not isinstance(answer, Exception)}
+    different = [name for name, answer in told.items() if answer != before[name]]
+    if different:
+        return ("found by the check alone" if checked.damaged else "silent"), different
+    return ("told" if len(told) < len(after) or checked.damaged else "as before"), []
+
+
+def sweep(closed, folder, flips, seed):
+    """How often each outcome came; the silent ones with their places."""
+    shutil.copytree(closed, folder, dirs_exist_ok=True)
+    path = folder / "collage.sqlite"
+    good, generator = path.read_bytes(), random.Random(seed)
+    store = opened(folder)
+    before = questions(store)
+    store.close()
+    found: dict[str, int] = {}
+    known, wrong = places(path), []
+    for _ in range(flips):
+        place, bit = generator.choice(known), generator.randrange(8)
+        damaged = bytearray(good)
+        damaged[place] ^= 1 << bit
+        for beside in ("-wal", "-shm"):
+            path.with_name(path.name + beside).unlink(missing_ok=True)
+        path.write_bytes(damaged)
+        what, different = outcome(folder, before)
+        found[what] = found.get(what, 0) + 1
+        if what == "silent":
+            wrong.append((place, bit, different))
+    return found, wrong
+
+
+def test_a_flipped_bit_of_the_file_gives_no_other_answer(closed, tmp_path):
+    found, wrong = sweep(closed, tmp_path, FLIPS, seed=1)
+    assert not wrong, wrong
+    assert found["told"] >= FLIPS // 10, found
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_no_flipped_bit_of_the_file_gives_another_answer(closed, tmp_path):
+    found, wrong = sweep(closed, tmp_path, NIGHTLY_FLIPS, seed=None)
+    assert not wrong, (found, wrong)
+
+
+@pytest.fixture
+def damaged(closed, tmp_path):
+    """(store, its answers, how to change its file by SQL), with a back-up noted beside it."""
+    shutil.copytree(closed, tmp_path, dirs_exist_ok=True)
+    back_up(tmp_path / "collage.sqlite", tmp_path / "copy.sqlite")
+    store = opened(tmp_path)
+
+    def change(statement):
+        with closing(sqlite3.connect(store.path)) as connection, connection:
+            return connection.execute(statement).rowcount
+
+    yield store, questions(store), change
+    store.close()
+
+
+CHANGES = (
+    "UPDATE layer SET name = 'blocks.9.weight' WHERE layer = 1",
+    "UPDATE run SET config = '{\"lr\":0.5}'",
+    "UPDATE stream SET rank = 4 WHERE stream_id = 's1'",
+    "UPDATE run_latest SET sealed = '[[0,1]]' WHERE stream_id = 's0'",
+    "UPDATE event SET step = 7",
+    "UPDATE report SET time = time + 1 WHERE seq = 6",
+    "UPDATE layer_chunk SET data = zeroblob(length(data)) WHERE level = 1 AND entry = 0",
+    "UPDATE model_chunk SET entries = zeroblob(length(entries)) WHERE level = 16",
+    "UPDATE point_chunk SET points = zeroblob(length(points)) WHERE level = 1",
+    "UPDATE scalar_chunk SET part = 5 WHERE part = 0 AND stream_id = 's0'",
+)
+
+
+@pytest.mark.parametrize("statement", CHANGES)
+def test_a_damaged_row_is_healed_from_the_newest_back_up(damaged, statement):
+    store, before, change = damaged
+    changed = change(statement)
+    checked = store.check_database()
+    assert (checked.healed, checked.damaged) == (changed, ())
+    assert questions(store) == before
+
+
+def test_a_row_that_changed_since_the_back_up_stays_damaged_and_is_named(damaged, tmp_path):
+    store, _, change = damaged
+    (tmp_path / "copy.sqlite").unlink()
+    change(CHANGES[0])
+    [told] = store.check_database().damaged
+    assert told.startswith("run r1: the row of `layer` with run_id 'r1', layer 1 is damaged")
+
+
+def test_reports_are_kept_while_what_is_known_of_their_stream_is_damaged(damaged):
+    """Nobody reads it until it is healed: it says that report 7 is sealed, which nobody has sent yet."""
+    store, _, change = damaged
+    stream = store.streams.stream_record("s0")
+    with closing(sqlite3.connect(store.path)) as connection:
+        statement = "SELECT sealed FROM run_latest WHERE stream_id = 's0'"
+        [good] = connection.execute(statement).fetchone()
+    change("UPDATE run_latest SET sealed = '[[0,9]]' WHERE stream_id = 's0'")
+    for known in (0, 1):
+        outcome = StoreContract.append(store, stream, small_report(7, 8))
+        assert (outcome.accepted, outcome.duplicates) == (1 - known, known)
+    with pytest.raises(Damaged, match="row of `run_latest` with run_id 'r1', stream_id 's0' is damaged"):
+        store.runs.get("r1")
+    change(f"UPDATE run_latest SET sealed = '{good}' WHERE stream_id = 's0'")
+    assert questions(store)["layers"]["steps"] == list(range(1, 9))
+
+
+def test_an_index_that_leads_to_a_row_no_more_is_made_again(closed, tmp_path):
+    shutil.copytree(closed, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "collage.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+        pages = "SELECT pageno FROM dbstat WHERE name = 'sqlite_autoindex_entry_1'"
+        [page] = connection.execute(pages).fetchone()
+    store = opened(tmp_path)
+    before = questions(store)
+    store.close()
+    content, lost = path.read_bytes(), 0
+    for found in re.finditer(b"r1", content[(page - 1) * size : page * size]):
+        damaged = bytearray(content)
+        damaged[(page - 1) * size + found.start()] ^= 1
+        path.write_bytes(damaged)
+        store = opened(tmp_path)
+        lost += questions(store) != before
+        assert store.check_database().damaged == ()
+        assert questions(store) == before
+        store.close()
+    assert lost, "readers cannot notice it"
+
+
+def test_a_key_that_is_no_text_any_more_is_named_and_its_row_still_found(closed, tmp_path):
+    """An index made again from it would no longer lead to the row."""
+    shutil.copytree(closed, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "collage.sqlite"
+    store = opened(tmp_path)
+    before = questions(store)
+    store.close()
+    content = bytearray(path.read_bytes())
+    content[content.index(b"r1attempt/1")] ^= 0x80
+    path.write_bytes(content)
+    store = opened(tmp_path)
+    damaged = store.check_database().damaged
+    assert [told.partition(":")[0] for told in damaged] == [
+        "a row of `event` cannot be read",
+        "the database's file",
+    ]
+    assert questions(store) == before
+    store.close()
