@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from pathlib import Path
 
 import click
 
 from collage_monitor.command.progress import progress
+from collage_monitor.command.terminal import printable
+from collage_server.app import make_store
+from collage_server.export.drill import Drill, drill
 from collage_server.settings import Settings, settings_beside_server
 from collage_server.store.backup import Backup, back_up, verify_backup
 from collage_server.store.backup import restore as restore_store
@@ -26,7 +30,9 @@ _DUMP = (
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder of the server.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 @click.option("--verify", is_flag=True, help="Only read FILE and its archived files; status 1 if damaged.")
-def backup(file: Path, folder: Path | None, as_json: bool, verify: bool) -> None:
+@click.option("--drill", "drilled", is_flag=True, help="Also restore FILE aside, and compare the answers of runs.")
+@click.option("--runs", default=10, show_default=True, type=click.IntRange(1), help="With --drill: how many runs.")
+def backup(file: Path, folder: Path | None, as_json: bool, verify: bool, drilled: bool, runs: int) -> None:
     """Copy the database into FILE while the server serves, and archived files into the folder `archive` beside it.
 
     Archived files never change: one that is there already is read as a whole, and copied again if it differs from
@@ -34,6 +40,9 @@ def backup(file: Path, folder: Path | None, as_json: bool, verify: bool) -> None
 
     It holds everything acknowledged before the command began, and perhaps some of what came later. It does
     not hold the server's own token, the file `token` of the data folder.
+
+    --drill restores it into a temporary folder beside FILE, compares runs chosen at random by a digest of all their
+    numbers, and says what a loss would cost now. Status 1 if one differs.
     """
     settings = _settings(folder)
     if verify:
@@ -43,7 +52,30 @@ def backup(file: Path, folder: Path | None, as_json: bool, verify: bool) -> None
         return
     with progress("copy the database and archived files"):
         made = back_up(settings.folder / "collage.sqlite", file, archive=_archive(settings))
+    if drilled:
+        with progress("restore aside, and compare runs"):
+            outcome = _drilled(settings, file, runs)
+        _say(made, as_json, drill=outcome)
+        raise SystemExit(1 if outcome.problems else 0)
     _say(made, as_json)
+
+
+def _drilled(settings: Settings, file: Path, runs: int) -> Drill:
+    """Restore the back-up into a folder that is removed afterwards, and compare it with what the server has."""
+    with tempfile.TemporaryDirectory(prefix="drill-", dir=file.absolute().parent) as name:
+        folder, has_files = Path(name), _archive(settings) is not None
+        aside = dataclasses.replace(
+            settings, folder=folder, archive=str(folder / "archive") if has_files else settings.archive
+        )
+        restore_store(file, folder / "collage.sqlite", archive=_archive(aside))
+        server, copy = make_store(settings), make_store(aside)
+        try:
+            for store in (server, copy):
+                store.open(only_reads=True)
+            return drill(server, copy, runs)
+        finally:
+            copy.close()
+            server.close()
 
 
 @click.command("restore")
@@ -77,14 +109,17 @@ def _archive(settings: Settings) -> Path | None:
     return None if address is None or "://" in address else Path(address)
 
 
-def _say(found: Backup, as_json: bool, files: str | None = None) -> None:
+def _say(found: Backup, as_json: bool, files: str | None = None, drill: Drill | None = None) -> None:
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(found)))
+        more = {} if drill is None else {"drill": dataclasses.asdict(drill)}
+        click.echo(json.dumps(dataclasses.asdict(found) | more))
     else:
         click.echo(
             f"{found.file}  {found.bytes:,} bytes, {found.runs} runs, schema {found.schema_revision}, checked; "
             f"{found.archived_files} archived files, {files or f'{found.copied_files} of them copied'}"
         )
+        if drill is not None:
+            _say_drill(drill)
     if found.damaged_files:
         click.echo(
             f"the server has lost or damaged {len(found.damaged_files)} archived files, such as "
@@ -92,3 +127,13 @@ def _say(found: Backup, as_json: bool, files: str | None = None) -> None:
             f"{Path(found.file).parent / 'archive'}",
             err=True,
         )
+
+
+def _say_drill(found: Drill) -> None:
+    click.echo(f"restored aside: {found.compared} runs compared by digest, {len(found.problems)} of them differ")
+    for problem in found.problems:
+        click.echo(printable(problem))
+    click.echo(
+        f"a loss now would cost {found.lost_reports} reports of {found.lost_in_runs} runs and of {found.lost_runs} "
+        "whole runs, unless their senders still have them"
+    )

@@ -68,11 +68,14 @@ class Store(Database):
         self.table = TableStore(self)
         self._archived_bytes, self._archived_due = 0, time.monotonic()
 
-    def open(self) -> None:
-        """Open the database; refuse an archive of another server, but not one that is unreachable now."""
+    def open(self, *, only_reads: bool = False) -> None:
+        """Open the database; refuse an archive of another server, but not one that is unreachable now.
+
+        only_reads: also take an archive that belongs to another database, as a copy's does.
+        """
         super().open()
         self.engine.update_execution_options(**{ARCHIVE: self._reader})
-        if self.archiving is not None:
+        if self.archiving is not None and not only_reads:
             try:
                 with suppress(Busy):
                     self.archiving.require_own()
