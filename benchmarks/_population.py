@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 from collage_server.store import ReportGroup, SqliteStore, Store
 from collage_server.store.row_checks import chunk_check, layer_checks, point_checks, report_checks
+from collage_server.store.row_crc import checks_of
 from collage_server.store.server_tables import metadata
 from collage_server.summariser import MADE_BY, Summariser, keep_overview
-from sqlalchemy import Connection as DatabaseConnection
-from sqlalchemy import Engine, String, Table, cast, event, func, insert, literal, select, true
+from sqlalchemy import Engine, Table, event, insert, select
 
 from benchmarks._serving import Connection, request_of
 from collage_monitor import wire
@@ -226,35 +226,29 @@ def copy_often(store: Store, source: str, count: int) -> None:
 
     Those of SOURCE-0 are called SOURCE-1 and so on. Checksums of rows are made again: they cover a row's place.
     """
-    numbers = select(literal(1).label("number")).cte("numbers", recursive=True)
-    numbers = numbers.union_all(select(numbers.c.number + 1).where(numbers.c.number < count))
     stem = f"{source.removesuffix('-0')}-"
-    run_id = literal(stem, String) + cast(numbers.c.number, String)
     with store.engine.begin() as connection:
         for table in metadata.sorted_tables:
             if "run_id" not in table.c or table.name == "deleted_run":
                 continue
-            if table.name in _CHECKS:
-                _copy_checked(connection, table, source, [f"{stem}{number}" for number in range(1, count + 1)])
-                continue
-            own: dict[str, Any] = {"run_id": run_id}
-            if "stream_id" in table.c:
-                own["stream_id"] = run_id + func.substr(table.c.stream_id, len(source) + 1)
-            if table.name == "run":
-                own |= {"name": run_id, "created_at": table.c.created_at + numbers.c.number}
-            columns = [own.get(column.name, column).label(column.name) for column in table.c]
-            rows = select(*columns).select_from(table.join(numbers, true())).where(table.c.run_id == source)
-            connection.execute(insert(table).from_select([column.name for column in table.c], rows))
+            found = connection.execute(select(table).where(table.c.run_id == source)).mappings().all()
+            for number in range(1, count + 1) if found else ():
+                rows = [_copied(table, dict(row), source, f"{stem}{number}", number) for row in found]
+                connection.execute(insert(table), rows)
 
 
-def _copy_checked(connection: DatabaseConnection, table: Table, source: str, copies: Iterable[str]) -> None:
-    """Rows with checksums, which cover the run's name: those of each copy are its own."""
-    found = connection.execute(select(table).where(table.c.run_id == source)).mappings().all()
-    for run_id in copies if found else ():
-        own = [{**row, "run_id": run_id} for row in found]
-        for row in own if "stream_id" in table.c else ():
-            row["stream_id"] = run_id + row["stream_id"][len(source) :]
-        connection.execute(insert(table), [{**row, **_CHECKS[table.name](row)} for row in own])
+def _copied(table: Table, row: Mapping[str, Any], source: str, run_id: str, number: int) -> dict[str, Any]:
+    """The same row of another run, with checksums of its own: they cover the run's name."""
+    own = {**row, "run_id": run_id}
+    if "stream_id" in own:
+        own["stream_id"] = run_id + row["stream_id"][len(source) :]
+    if table.name == "run":
+        own |= {"name": run_id, "created_at": row["created_at"] + number}
+    if table.name in _CHECKS:
+        own |= _CHECKS[table.name](own)
+    elif "checks" in own:
+        own["checks"] = checks_of(table, own)
+    return own
 
 
 _CHUNK: Final = ("run_id", "attempt", "level", "chunk", "part")
