@@ -35,6 +35,9 @@ _GROUPS: Final = {
     ),
 }
 """Of tables whose columns are not all read, or not all written, together."""
+_NUMBERS: Final = (int, float)
+_PLAIN: Final = frozenset({*_NUMBERS, str, bool, type(None)})
+"""Types of values that are written as they are; others are bytes, and numbers of numpy."""
 
 
 @cache
@@ -57,13 +60,17 @@ def group_check(table: Table, group: int, values: Mapping[Any, Any]) -> bytes:
     held = []
     for name, is_float, default in groups_of(table)[group]:
         value = values.get(name, default)
-        if isinstance(value, bytes):
-            value = (zlib.crc32(value), len(value))
-        elif is_float and isinstance(value, int | float):
+        if type(value) not in _PLAIN:
+            value = (zlib.crc32(value), len(value)) if isinstance(value, bytes) else _as_plain(value)
+        if is_float and type(value) in _NUMBERS:
             value = float(value) + 0.0  # SQLite has no -0.
-        held.append(value if isinstance(value, str | int | float | tuple | None) else value.item())
+        held.append(value)
     # `ascii`, since what `repr` escapes depends on Python's version.
     return zlib.crc32(ascii(held).encode()).to_bytes(CRC_BYTES, "little")
+
+
+def _as_plain(value: Any) -> Any:
+    return str.__str__(value) if isinstance(value, str) else value.item()
 
 
 def checks_of(table: Table, values: Mapping[Any, Any]) -> bytes:

@@ -15,6 +15,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from collage_server.errors import Damaged
 from collage_server.store import Selection, SqliteStore, schema
+from collage_server.store.row_crc import checks_of
 from collage_server.store.sealing.seal_plan import SealLimits
 from sqlalchemy import BigInteger, ColumnDefault, Double, Integer, LargeBinary
 
@@ -198,6 +199,16 @@ def test_a_flipped_bit_of_a_row_gives_no_wrong_number(store):
     wrong, refused = silent(store, some)
     assert not wrong, (len(wrong), wrong[:3])
     assert refused > 10 * SAMPLE
+
+
+def test_what_a_row_s_checks_are_made_of_never_changes():
+    """Rows keep them over releases; whole numbers of numpy, and floats that are whole, are as Python's."""
+    layer = {"run_id": "r1", "layer": 3, "name": "é\ud800", "shape": "[8,16]", "dtype": "bf16", "module_type": "L"}
+    assert checks_of(schema.layer, layer).hex() == "64b307c630903d55"
+    tag = {"run_id": "r1", "tag": "a", "position": np.int64(2)}
+    assert checks_of(schema.run_tag, tag).hex() == "424372f6"
+    attempt = {"run_id": "r1", "attempt": 1, "launch_id": "l", "first_step": 1, "created_at": 1700000000}
+    assert checks_of(schema.attempt, attempt).hex() == "af90c4da"
 
 
 def test_a_damaged_row_is_named_and_the_rest_of_the_run_answers(store):
