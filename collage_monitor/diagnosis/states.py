@@ -26,7 +26,7 @@ from collage_monitor.diagnosis.causes import (
 from collage_monitor.diagnosis.evidence import state_decrements
 from collage_monitor.diagnosis.problem import Bound, Problem
 from collage_monitor.diagnosis.words import oracle_reach, percent
-from collage_monitor.wire import Finding
+from collage_monitor.wire import DECAYS_APART, Finding
 
 __all__ = ["DECAY", "ORACLE_TOLERANCE", "PROBLEMS", "STATE_TOLERANCE", "rounds_decay", "state_in_words"]
 
@@ -90,8 +90,9 @@ def _decay(case: Case) -> Iterator[Finding]:
     kept, fingerprint = case.number(DECAY.metric), case.fingerprint
     if kept is None or kept >= DECAY.threshold or fingerprint is None or case.watch is None:
         return
-    separate = set(fingerprint.implementation.split(" and ")) <= rounds_decay(case) and case.watch.intent != "rule"
-    if separate and not case.keeps_more_than_visible and not case.stochastic:
+    ways = set(fingerprint.implementation.split(" and "))
+    separate = ways <= rounds_decay(case) and case.watch.intent != "rule"
+    if ways == {DECAYS_APART} or (separate and not case.keeps_more_than_visible and not case.stochastic):
         text = f"weight decay moves next to nothing ({percent(kept)} of it is kept)"
         yield Finding("decay is lost", text, DECAY.metric, kept, DECAY.threshold, short="weight decay is lost")
 

@@ -63,6 +63,7 @@ from collage_monitor.wire.incidents import (
     TriedTargetList,
 )
 from collage_monitor.wire.messages import (
+    DECAYS_APART,
     LIMITS,
     Attempt,
     AttemptCreate,
@@ -145,6 +146,7 @@ __all__ = [
     "EventKind",
     "EventPage",
     "Finding",
+    "DECAYS_APART",
     "Fingerprint",
     "Grant",
     "GroupBy",

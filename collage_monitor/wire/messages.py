@@ -23,6 +23,7 @@ __all__ = [
     "Continuation",
     "Conversion",
     "Coverage",
+    "DECAYS_APART",
     "Fingerprint",
     "Index",
     "LIMITS",
@@ -174,6 +175,10 @@ class Layer(Struct, kw_only=True, frozen=True):
     replica: Index = 0
 
 
+DECAYS_APART = "decay apart"
+"""An implementation of a step whose weight decay is an operation of its own, rounded to the weight's dtype."""
+
+
 class Fingerprint(Struct, kw_only=True, frozen=True):
     """How weights, gradients and states are really kept, as observed by the agent.
 
@@ -182,10 +187,10 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
     holds the stored weight; `residual` the state that completes the weight, added with `residual_sign`.
     `stochastic_rounding`: whether weights are rounded at random, seen at attach; None if unknown, or if layers
     differ: then `layer_rounds_at_random` has it for each known layer. `implementation` is "fused", "foreach",
-    "for-loop" or "unknown", several optimizers' with " and " between. `findings` lists, one sentence each, the
-    differences from what was declared. `unexplained` names a state that keeps something of the weights in a way
-    that
-    is not understood, and what it did: where it is set, no number can make a run healthy or sick.
+    "for-loop", "decay apart" (seen in an optimizer of another make) or "unknown", several optimizers' with " and "
+    between. `findings` lists, one sentence each, the differences from what was declared. `unexplained` names a
+    state that keeps something of the weights in a way that is not understood, and what it did: where it is set, no
+    number can make a run healthy or sick.
     """
 
     parameters: dict[Name, Index] = field(default_factory=dict)

@@ -34,6 +34,7 @@ _SHAPE: Final = (64, 64)
 _STEPS: Final = 10
 _SETTLING: Final = 3
 _GAPS_A_STEP: Final = 1 / 8
+_GAPS_OF_DECAY: Final = 1 / 16
 _MATCHES: Final = 0.05
 """Σ(e − u)² over Σ u² below which e is u: Kahan sums leave 1e-3 and less, plain rounding 1, noise more."""
 _FOLLOWS: Final = 1e-3
@@ -85,6 +86,7 @@ def observe_storage(optimizer: Optimizer, group: dict[str, Any], found: SelfTest
     # Probe 16-bit weights if there are any: they show how a mixed group keeps its weights.
     narrow = [dtype for dtype in dtypes if dtype.itemsize == 2]
     dtype = max(narrow or dtypes, key=dtypes.count, default=torch.float32)
+    decayed = group
     group = {**group, "weight_decay": 0.0} if isinstance(group.get("weight_decay"), int | float) else group
     with isolated(HOST):
         try:
@@ -110,9 +112,39 @@ def observe_storage(optimizer: Optimizer, group: dict[str, Any], found: SelfTest
                 unexplained = _unexplained(
                     _record(optimizer, group, weights, found.composition, _MANY_STEPS), found
                 )
+            if (random and moves) or not composition.is_plain:
+                apart = _decays_apart(optimizer, decayed, replace(found, composition=composition), weights)
+                composition = replace(composition, decays_apart=apart)
             return ObservedStorage(composition, random and moves, failure, unexplained)
         except Exception:
             return ObservedStorage(found.composition)
+
+
+def _decays_apart(optimizer: Optimizer, group: dict[str, Any], found: SelfTestResult, weights: Tensor) -> bool:
+    """Whether a decay by a small part of a gap is lost where updates of that size are not.
+
+    Asked with gradients of 0: then the step is the decay. In fp64 it must be lr·λ of the weight.
+    """
+    if not group.get("weight_decay") or type(optimizer).__module__.startswith("torch.optim"):
+        return False
+    try:
+        plain = replace(found.composition, residual=None, master=None)
+        exact = ProbeRun(optimizer, group, [weights.double()], Widening() if found.widens else None, plain)
+        rate = float(exact.group["lr"]) * float(group["weight_decay"])
+        [moved] = exact.step([torch.zeros_like(weights, dtype=torch.float64)])
+        if not torch.allclose(moved, weights.double() * -rate, rtol=_FOLLOWS, atol=0.0):
+            return False
+        small = torch.finfo(weights.dtype).eps * _GAPS_OF_DECAY / float(exact.group["lr"])
+        run = ProbeRun(optimizer, {**group, "weight_decay": small}, [weights], composition=found.composition)
+        run.step([torch.zeros_like(weights)])
+        state, own = run.state(0), found.composition
+        beside = state.get(own.residual or "")
+        master = state.get(own.master or "")
+        kept = [] if beside is None else [bool(beside.any())]
+        kept += [] if master is None else [not torch.equal(master.double(), weights.double())]
+        return torch.equal(run.parameters[0], weights) and not any(kept)
+    except Exception:
+        return False
 
 
 def _weights(

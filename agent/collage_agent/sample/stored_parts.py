@@ -11,7 +11,7 @@ Names of states that our own and other libraries use stand here and nowhere else
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
@@ -60,7 +60,8 @@ class Composition:
     where it is read. code: how a residual that is kept as integers is read, and `counts` their dtype; None: it is
     kept as floats. master: is the stored weight by itself. low_suffix: an average's key with it is its low
     component. If a tensor lacks a key, that part is left out. gradient: the attribute of a parameter that holds the
-    gradient which is stepped. sparse: only sparse gradients are.
+    gradient which is stepped. sparse: only sparse gradients are. decays_apart: weight decay is an operation of its
+    own, rounded to the weight's dtype, whatever is kept beside it.
     """
 
     residual: str | None = None
@@ -71,6 +72,7 @@ class Composition:
     counts: torch.dtype = torch.int16
     gradient: Literal["grad", "decoupled_grad"] = "grad"
     sparse: bool = False
+    decays_apart: bool = field(default=False, compare=False)
 
     @property
     def is_plain(self) -> bool:

@@ -173,7 +173,7 @@ class Bucket:
         self.intent.refresh(optimizer)
         states, group = self.states(optimizer), optimizer.param_groups[self.group]
         self.out_of_step = out_of_lock_step(states)
-        self._decay = decoupled_rate(optimizer, group)
+        self._decay = decoupled_rate(optimizer, group, apart=self.intent.composition.decays_apart)
         self._hyperparameters = clone_settings(group)
         first, layout = states[0], self._layout_of(states[0])
         self._states = layout

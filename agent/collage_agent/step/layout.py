@@ -203,13 +203,13 @@ def differing_counters(counters: Sequence[Tensor]) -> Tensor:
     return stacked.ne(stacked[0])
 
 
-def decoupled_rate(optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor | None:
+def decoupled_rate(optimizer: Optimizer, group: dict[str, Any], *, apart: bool = False) -> float | Tensor | None:
     """lr·λ of a parameter group, a tensor if the learning rate is on a device; None: coupled, or not known.
 
-    Torch marks the group with `decoupled_weight_decay`; of unmarked classes only ours are known. Reads tensors on
-    the host only, so nothing is synchronised.
+    Torch marks the group with `decoupled_weight_decay`; of unmarked classes ours are known, and those that were
+    seen to decay `apart`. Reads tensors on the host only, so nothing is synchronised.
     """
-    always = isinstance(optimizer, _ALWAYS_DECOUPLED) and not isinstance(optimizer, CollageAdam)
+    always = apart or (isinstance(optimizer, _ALWAYS_DECOUPLED) and not isinstance(optimizer, CollageAdam))
     if not group.get("decoupled_weight_decay", always):
         return None
     rate, decay = _number(group.get("lr")), _number(group.get("weight_decay"))

@@ -266,7 +266,7 @@ def _fingerprint(
         residual=residuals[0].residual if residuals else None,
         residual_sign=-1 if residuals and residuals[0].sign < 0 else 1,
         stochastic_rounding=stochastic.pop() if len(stochastic) == 1 else None,
-        implementation=_implementation(optimizer, watched),
+        implementation=_implementation(optimizer, watched, intents),
         findings=[
             *_findings(_observed_strategy(optimizer, kinds, intents), declared, states),
             *(_cast_master(key) for key in masters if _is_cast(key, optimizer, watched)),
@@ -371,8 +371,11 @@ def _kept_as(state: Mapping[str, Any], key: str, composition: Composition = PLAI
     return dtype_name(tensor.dtype)
 
 
-def _implementation(optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> str:
-    """The path that a step takes by the group's switches: "fused", "foreach" or "for-loop"; "unknown" elsewhere."""
+def _implementation(optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> str:
+    """The path that a step takes by the group's switches: "fused", "foreach" or "for-loop"; or that its
+    decay was seen apart; "unknown" elsewhere."""
+    if any(intents[entry.group].composition.decays_apart for entry in watched):
+        return wire.DECAYS_APART
     group: dict[str, Any] = next(iter(optimizer.param_groups), {})
     if group.get("fused"):
         return "fused"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from collage_agent.handle import watch
 from collage_agent.stats.optimizer_state import decay_block_sums, decay_is_lost
 from collage_agent.step.layout import decoupled_rate
 from collage_optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
@@ -48,6 +49,55 @@ def test_what_is_left_out_enters_no_sum():
     excluded = torch.tensor([0, 1, 1, 0], dtype=torch.uint8)
     found = decay_block_sums(values, 0.5, torch.bfloat16, excluded, 4)
     assert found[:, 0].tolist() == [0.25 + 1.0, 0.25 + 1.0]
+
+
+class Random(torch.optim.Optimizer):
+    """AdamW that rounds its update at random; the decay is a product in bfloat16 before it, or part of it."""
+
+    def __init__(self, params, *, apart, decay):
+        super().__init__(params, {"lr": 1e-3, "weight_decay": decay, "betas": (0.9, 0.95)})
+        self.apart = apart
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            rate, decay = group["lr"], group["lr"] * group["weight_decay"]
+            for own in group["params"]:
+                state, dtype = self.state[own], torch.promote_types(own.dtype, torch.float32)
+                gradient = own.grad.to(dtype)
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(gradient), exp_avg_sq=torch.zeros_like(gradient))
+                state["step"] += 1
+                state["exp_avg"].lerp_(gradient, 0.1)
+                state["exp_avg_sq"].lerp_(gradient.square(), 0.05)
+                if self.apart:
+                    own.mul_(1 - decay)
+                wide = own.to(gradient.dtype) if self.apart else own.to(gradient.dtype) * (1 - decay)
+                root = (state["exp_avg_sq"] / (1 - 0.95 ** state["step"])).sqrt() + 1e-8
+                wide = wide.addcdiv(state["exp_avg"] / (1 - 0.9 ** state["step"]), root, value=-rate)
+                if own.dtype == torch.bfloat16:
+                    noise = torch.randint_like(wide, 0, 65536, dtype=torch.int32)
+                    wide = ((wide.view(torch.int32) + noise) & -65536).view(torch.float32)
+                own.copy_(wide)
+
+
+@pytest.mark.parametrize(
+    ("apart", "decay", "health"), [(True, 0.5, "decay is lost"), (False, 0.5, "healthy"), (True, 0.0, "healthy")]
+)
+def test_decay_that_is_rounded_by_itself_is_lost_beside_an_update_rounded_at_random(apart, decay, health):
+    """Of 16,384 elements none decayed, and the word was "healthy"."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64)).bfloat16()
+    optimizer = Random(model.parameters(), apart=apart, decay=decay)
+    handle = watch(model, optimizer, every=1, sample="all", windows=(16,), budget=None)
+    for _ in range(40):
+        inputs = torch.randn(32, 64).bfloat16()
+        (model(inputs).float() - inputs.float()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = handle.summary()["model"].get("decay_ratio")
+    assert kept is None if health == "healthy" else kept < 0.05
+    assert handle.judgement().health == health
 
 
 @pytest.mark.parametrize(
