@@ -99,6 +99,13 @@ class Case:
             return False
         return moved is not None and moved >= 1 - EDQ_TOLERANCE
 
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what rounding to nearest takes of a step comes back in later ones, though nothing stands beside
+        the weights: then u holds errors of earlier steps, and only the oracle says what was meant."""
+        loses = (self.number("lost_update_ratio") or 0.0) > LOST_TOLERANCE
+        return loses and self.arrives_later and not (self.stochastic or self.keeps_more_than_visible)
+
     def losing_layers(self) -> list[str]:
         """Layers that round to nearest and lose most of their updates, the largest loss of Σ u² first."""
         moved = [name for name, square in self._squares.items() if square and self.rounds_at_random(name) is False]

@@ -12,7 +12,14 @@ from typing import Final
 
 from collage_monitor.diagnosis.case import EDQ_TOLERANCE, LOST_TOLERANCE, Case
 from collage_monitor.diagnosis.evidence import finite, state_decrements
-from collage_monitor.diagnosis.states import DECAY, ORACLE_TOLERANCE, STATE_TOLERANCE, rounds_decay, state_in_words
+from collage_monitor.diagnosis.states import (
+    DECAY,
+    ORACLE_TOLERANCE,
+    STATE_TOLERANCE,
+    rounds_decay,
+    state_in_words,
+    takes_rounding,
+)
 from collage_monitor.diagnosis.words import is_named_by_group, oracle_reach, orphans, percent, silence
 from collage_monitor.wire import Finding
 
@@ -131,6 +138,8 @@ def little_measured(case: Case, least: float = 1 - _MEASURED_TOLERANCE) -> Itera
 def _wide_interval(case: Case) -> Iterator[Finding]:
     """EDQ is, or may be, off by more than twice its tolerance, and chance may be the reason."""
     edq, low, high = (case.number(key) for key in ("edq_ratio", "edq_ratio_low", "edq_ratio_high"))
+    if case.feeds_back:
+        return
     if (edq is not None and abs(1 - edq) > EDQ_TOLERANCE) or (
         low is not None and high is not None and (low < 1 - 2 * EDQ_TOLERANCE or high > 1 + 2 * EDQ_TOLERANCE)
     ):
@@ -210,10 +219,14 @@ def witnesses(case: Case) -> Iterator[Finding]:
     """What speaks for the run: EDQ, then each second witness."""
     edq, now = case.number("edq_ratio"), case.moved("edq_ratio")
     told = f"EDQ {edq:.3f}" + ("" if now is None else f", {now:.3f} now")
+    if case.feeds_back:
+        way = case.number("oracle_displacement_ratio") or 0.0
+        told = f"what rounding took comes back: {way:.3f} of the oracle's way"
     yield _witness(f"updates arrive ({told})", "edq_ratio", edq, EDQ_TOLERANCE)
     for name, value in state_decrements(case.model).items():
         # A witness proves nothing if chance could have moved it here from 0.
-        if STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}") < 1:
+        chance = case.chance(f"state_decrement_noise_ratio/{name}")
+        if STATE_TOLERANCE + chance < 1 and not takes_rounding(case, name):
             text = f"{name} {state_in_words(case, name, value)[1]} ({value:.3f})"
             yield _witness(text, f"state_decrement_ratio/{name}", value, STATE_TOLERANCE)
     oracle = case.number("edq_oracle_ratio")

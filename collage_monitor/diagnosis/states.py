@@ -28,7 +28,15 @@ from collage_monitor.diagnosis.problem import Bound, Problem
 from collage_monitor.diagnosis.words import oracle_reach, percent
 from collage_monitor.wire import DECAYS_APART, Finding
 
-__all__ = ["DECAY", "ORACLE_TOLERANCE", "PROBLEMS", "STATE_TOLERANCE", "rounds_decay", "state_in_words"]
+__all__ = [
+    "DECAY",
+    "ORACLE_TOLERANCE",
+    "PROBLEMS",
+    "STATE_TOLERANCE",
+    "rounds_decay",
+    "state_in_words",
+    "takes_rounding",
+]
 
 STATE_TOLERANCE: Final = 0.1
 ORACLE_TOLERANCE: Final = 0.05
@@ -52,11 +60,19 @@ def state_in_words(case: Case, name: str, value: float) -> tuple[str, str]:
     """(what is wrong, "" if nothing; a clause that says it) for a state that shrinks by `value` times the intended
     decrements."""
     slack = STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}")
+    if abs(1 - value) > slack and takes_rounding(case, name):
+        return "", "takes what rounding leaves of the weights"
     if value < 1 - slack:
         return "is stuck", "does not decay as it should"
     if value > 1 + slack:
         return "decays too fast", "decays too fast"
     return "", "decays as it should" if abs(1 - value) <= STATE_TOLERANCE else "is off by what chance may do"
+
+
+def takes_rounding(case: Case, name: str) -> bool:
+    """Whether an average in float32, whose decay no rounding stops, takes what rounding leaves of the weights."""
+    kept = None if case.fingerprint is None else case.fingerprint.states.get(name)
+    return kept == "float32" and case.feeds_back
 
 
 def _states(case: Case) -> Iterator[Finding]:

@@ -55,6 +55,8 @@ def _descent(case: Case) -> Iterator[Finding]:
     key, over = "edq_ratio", ""
     window = longest_window(case.model, "edq_window_ratio")
     edq = case.number(key)
+    if case.feeds_back:
+        return
     if window is not None and (case.keeps_more_than_visible or case.stochastic or edq is None):
         key, over, edq = f"edq_window_ratio/{window[0]}", f" over {window[0]} steps", window[1]
     low, high = case.number(f"{key}_low"), case.number(f"{key}_high")

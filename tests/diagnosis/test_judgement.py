@@ -280,6 +280,27 @@ def test_an_oracle_says_of_how_much_it_speaks(size, word):
     assert f"is 0.700{', of 25.0 % of the elements' if word is None else word}" in off
 
 
+@pytest.mark.parametrize(
+    ("dtype", "moved", "health"),
+    [("float32", 0.985, "healthy"), ("bfloat16", 0.985, "states are stuck"), ("float32", 0.5, "losing updates")],
+)
+def test_an_average_that_takes_the_rounding_errors_is_not_stuck(dtype, moved, health):
+    """Errors fed back into the momentum: 0.971 of the way arrives, and "m is stuck; updates overshoot" was said."""
+    seen = wire.Fingerprint(states={"exp_avg": dtype, "exp_avg_sq": "float32"}, stochastic_rounding=False)
+    model = {
+        **GOOD,
+        "edq_ratio": 1.098,
+        "edq_window_ratio/64": 0.902,
+        "lost_update_ratio": 0.491,
+        "update_error_ratio": 0.7,
+        "lost_window_ratio/64": 0.017,
+        "oracle_displacement_ratio": moved,
+        "edq_oracle_ratio": 1.04,
+        "state_decrement_ratio/exp_avg": 0.764,
+    }
+    assert judged(model, observed_strategy="fp32-states", fingerprint=seen).health == health
+
+
 def test_a_state_that_grows_is_told_in_words():
     found = judged({**GOOD, STATE: -1.466})
     assert found.headline == "exp_avg_sq grows instead."
