@@ -10,6 +10,7 @@ to step, the gradients' addresses most of all, is compared on the host and sent 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -18,6 +19,7 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import Parameter
 
 from collage_optim import integer_codes
 from collage_optim.advance import Step, advance_in_wide
@@ -53,64 +55,92 @@ class DeviceStep:
 
     def __init__(self, step: Step) -> None:
         self._form = replace(step, launch=None, compiled=None)
+        self._names = ["parameter", "gradient", *component_names(step.strategy, step.moments)]
         self._kernels: dict[torch.dtype, Any] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, step: Step, members: list[Member]) -> None:
         """Step these parameters and their states, on one device, in place. What is not contiguous is copied."""
+        gathered = self._gathered(members)
+        if gathered is not None:
+            # All that sources follow from: which tensors are joined depends on the strategy and on their sizes.
+            where = numpy.array([(own.position, own.parameter.numel()) for own in members], dtype=numpy.int64)
+            which = (step.strategy, step.seeding and step.seeding.seed, where.tobytes())
+            self._launch(step, gathered, which, lambda: _in_order(step, members))
+            return
         by_gradient: dict[torch.dtype, list[tuple[State, RandomSource | None]]] = {}
         copied: list[tuple[Tensor, Tensor]] = []
-        for parts in stepped_together(step, members):
-            position, before = parts[0][0].position, 0
-            for member, components in parts:
-                elements = components["parameter"].numel()
-                if not elements:
-                    continue
-                dense = {name: tensor.contiguous() for name, tensor in components.items()}
-                copied += [
-                    (tensor, dense[name])
-                    for name, tensor in components.items()
-                    if dense[name] is not tensor and name != "gradient"
-                ]
-                source = None
-                if step.seeding is not None:
-                    shard = shard_number(member.parameter)
-                    source = step.seeding.at(position, shard).from_element(before)
+        for _, components, source in _sources(step, members):
+            dense = {name: tensor.contiguous() for name, tensor in components.items()}
+            changed = [name for name in dense if dense[name] is not components[name] and name != "gradient"]
+            copied += [(components[name], dense[name]) for name in changed]
+            if dense["parameter"].numel():
                 by_gradient.setdefault(dense["gradient"].dtype, []).append((dense, source))
-                before += elements
-        for dtype, found in by_gradient.items():
-            self._launch(step, dtype, found)
-            # Autograd cannot see what a kernel writes.
-            written = [tensor for dense, _ in found for name, tensor in dense.items() if name != "gradient"]
-            torch.autograd.graph.increment_version(written)
+        for found in by_gradient.values():
+            columns = {name: [own[name] for own, _ in found] for name in self._names}
+            sources = [source for _, source in found]
+            self._launch(step, columns, (tuple(sources),), lambda: sources)  # noqa: B023 - called at once.
         for tensor, dense_one in copied:
             tensor.copy_(dense_one)
 
-    def _launch(self, step: Step, gradient: torch.dtype, found: list[tuple[State, RandomSource | None]]) -> None:
+    def _gathered(self, members: list[Member]) -> dict[str, list[Tensor]] | None:
+        """The components by name, where they need nothing but to be listed: that is the usual case, and it takes a
+        tenth of the other way's time on the host, in which a device could do more than a step."""
+        columns = {"parameter": [own.parameter for own in members], "gradient": [own.gradient for own in members]}
+        columns.update({name: [own.state[name] for own in members] for name in self._names[2:]})
+        tensors = [tensor for column in columns.values() for tensor in column]
+        plain = set(map(type, tensors)) <= {Tensor, Parameter} and all(map(Tensor.is_contiguous, tensors))
+        alike = len({tensor.dtype for tensor in columns["gradient"]}) == 1
+        return columns if plain and alike and all(map(Tensor.numel, columns["parameter"])) else None
+
+    def _launch(
+        self,
+        step: Step,
+        columns: dict[str, list[Tensor]],
+        which: tuple[Any, ...],
+        sources: Callable[[], list[RandomSource | None]],
+    ) -> None:
+        """Step contiguous tensors with elements, whose gradients have one dtype. which: what `sources` makes."""
+        device, gradient = columns["parameter"][0].device, columns["gradient"][0].dtype
         if gradient not in self._kernels:
             self._kernels[gradient] = built(_NAME, step_source(self._form, gradient))
-        device = found[0][0]["parameter"].device
-        columns = {name: [own[name].data_ptr() for own, _ in found] for name in found[0][0]}
-        sizes = [own["parameter"].numel() for own, _ in found]
-        sources = [(int(own.start), int(own.flipped)) if own else (0, 0) for _, own in found]
+        addresses = numpy.array([[*map(Tensor.data_ptr, column)] for column in columns.values()], dtype=numpy.int64)
+        elements = numpy.array([*map(Tensor.numel, columns["parameter"])], dtype=numpy.int64)
+        aligned = ~(addresses % _ALIGNED).any(axis=0) & (elements % _ALIGNED == 0)
+        here = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+        tables = [_kept((*here, row.tobytes()), from_host, row, device) for row in (*addresses, elements)]
+        tables.append(_kept((*here, which), _source_table, sources, device))
         scalars = torch.tensor([float(number) for number in step.scalars.values()], dtype=wide_dtype(step.dtype))
         turned = 0 if step.seeding is None else int(step.seeding.at(0).rotation)
-        tables = [
-            *(_on_device(numpy.array(column, dtype=numpy.int64), device) for column in columns.values()),
-            _on_device(numpy.array(sizes, dtype=numpy.int64), device),
-            _on_device(numpy.array(sources, dtype=numpy.int32), device),
-        ]
         numbers = from_host(scalars, device), from_host(torch.tensor([turned], dtype=torch.int32), device)
-        elements = numpy.array(sizes, dtype=numpy.int64)
-        beginnings = numpy.array(list(columns.values()), dtype=numpy.int64) % _ALIGNED
-        aligned = ~beginnings.any(axis=0) & (elements % _ALIGNED == 0)
         for alignment, chosen in ((_ALIGNED, aligned), (1, ~aligned)):
-            chunks = _chunks(elements, chosen)
-            if len(chunks):
-                kernel = self._kernels[gradient][(len(chunks),)]
-                given = (*tables, _on_device(chunks, device), *numbers)
-                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                    kernel(*given, ALIGNED=alignment, **OPTIONS)
+            if not chosen.any():
+                continue
+            chunks = _kept((*here, elements.tobytes(), chosen.tobytes()), _chunk_table, elements, chosen, device)
+            kernel = self._kernels[gradient][(len(chunks),)]
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                kernel(*tables, chunks, *numbers, ALIGNED=alignment, **OPTIONS)
+        # Autograd cannot see what a kernel writes.
+        written = [tensor for name, column in columns.items() if name != "gradient" for tensor in column]
+        torch.autograd.graph.increment_version(written)
+
+
+def _in_order(step: Step, members: list[Member]) -> list[RandomSource | None]:
+    """The sources of the members, in their order."""
+    found = {id(member): source for member, _, source in _sources(step, members)}
+    return [found[id(member)] for member in members]
+
+
+def _sources(step: Step, members: list[Member]) -> Iterator[tuple[Member, State, RandomSource | None]]:
+    """Each member with its components and the source of its random bits, as the eager step has it, in its order."""
+    for parts in stepped_together(step, members):
+        position, before = parts[0][0].position, 0
+        for member, components in parts:
+            source = None
+            if step.seeding is not None:
+                source = step.seeding.at(position, shard_number(member.parameter)).from_element(before)
+            yield member, components, source
+            before += components["parameter"].numel()
 
 
 def _chunks(elements: NDArray[numpy.int64], chosen: NDArray[numpy.bool_]) -> NDArray[numpy.int32]:
@@ -157,21 +187,28 @@ def _components(step: Step, gradient: torch.dtype) -> State:
     return {name: found[name] for name in ["parameter", "gradient", *component_names(step.strategy, step.moments)]}
 
 
-_SENT: dict[tuple[torch.device, int, bytes], Tensor] = {}
-_MOST_SENT = 256
+def _chunk_table(elements: NDArray[numpy.int64], chosen: NDArray[numpy.bool_], device: torch.device) -> Tensor:
+    return from_host(_chunks(elements, chosen), device)
 
 
-def _on_device(table: NDArray[Any], device: torch.device) -> Tensor:
-    """A table on the device: the one that was sent before if it is the same.
+def _source_table(sources: Callable[[], list[RandomSource | None]], device: torch.device) -> Tensor:
+    starts = [(0, 0) if own is None else (int(own.start), int(own.flipped)) for own in sources()]
+    return from_host(numpy.array(starts, dtype=numpy.int32), device)
+
+
+_KEPT: dict[tuple[Any, ...], Tensor] = {}
+_MOST_KEPT = 256
+
+
+def _kept(key: tuple[Any, ...], make: Callable[..., Tensor], *given: Any) -> Tensor:
+    """A table on the device: the one that was sent before under its key, which says what is in it.
 
     Weights and states keep their addresses, and gradients have few: an allocator gives the same memory again.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, table.tobytes())
-    found = _SENT.pop(key, None)
+    found = _KEPT.pop(key, None)
     if found is None:
-        found = from_host(table, device)
-        if len(_SENT) >= _MOST_SENT:
-            del _SENT[next(iter(_SENT))]
-    _SENT[key] = found
+        found = make(*given)
+        if len(_KEPT) >= _MOST_KEPT:
+            del _KEPT[next(iter(_KEPT))]
+    _KEPT[key] = found
     return found

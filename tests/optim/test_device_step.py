@@ -1,12 +1,15 @@
 """One kernel for all tensors of a step: the eager step's bits, and the eager step where there is no kernel."""
 
+import collections
 import dataclasses
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from collage_optim import CollageAdamW, StateStorage, StorageStrategy, base, compiled, device_step, strategies
 from collage_optim.device_code import CHUNK_ELEMENTS, Recorder, UnsupportedOperation
+from collage_optim.random_numbers import Seeding
 from collage_optim.tensor_step import step_tensors
 from collage_optim.update_rules import AdamRule
 
@@ -109,6 +112,38 @@ def test_part_of_a_tensor_is_refused():
         whole[1:].add_(1.0)
 
 
+def given_to_kernels(monkeypatch, optimizer):
+    """The tables of a step: what each kernel is given, in the order of its arguments."""
+    found = []
+    compiled.device_step.cache_clear()
+    kernel: dict[Any, Any] = collections.defaultdict(lambda: lambda *given, **options: found.append(given))
+    monkeypatch.setattr(device_step, "built", lambda name, source: kernel)
+    monkeypatch.setattr(compiled, "_difference_from_eager", lambda *given: None)
+    optimizer.step()
+    return found
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("strategy", ["stochastic", "split-master-8bit"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_random_bits_follow_the_place_of_a_parameter_and_its_neighbours(monkeypatch, strategy, strided):
+    """The same tensors at other places of another optimizer, and tensors that eager steps join, or do not."""
+    members = parameters(shapes=((8,), (40,), (16_400,), (16, 24)))
+    if strided:
+        members[3].data = members[3].data.t()
+    joined = strategy == "stochastic"
+    for begin in (1, 0):
+        give_gradients(members[1:], step=0)
+        given = given_to_kernels(monkeypatch, CollageAdamW(members[begin:], strategy=strategy, seed=3))
+        sizes, sources = (given[0][len(given[0]) - place].tolist() for place in (5, 4))
+        at = Seeding(3, 1).at
+        expected = {40: at(1 - begin), 16_400: at(2 - begin), 384: at(3 - begin)}
+        if joined and not strided:
+            expected[384] = at(1 - begin).from_element(40)
+        assert sorted(sizes) == sorted(expected)
+        assert sources == [[expected[size].start, expected[size].flipped] for size in sizes]
+
+
 def test_each_chunk_of_the_chosen_tensors_is_listed_once():
     elements = numpy.array([1, CHUNK_ELEMENTS, 0, 5, 2 * CHUNK_ELEMENTS + 1])
     chosen = numpy.array([True, True, True, False, True])
@@ -118,13 +153,16 @@ def test_each_chunk_of_the_chosen_tensors_is_listed_once():
 
 
 def test_a_table_is_sent_once_while_it_stays_the_same():
-    here, table = torch.device("cpu"), numpy.arange(5)
-    first = device_step._on_device(table, here)
-    assert device_step._on_device(table.copy(), here) is first
-    assert torch.equal(device_step._on_device(table + 1, here), torch.arange(1, 6))
-    for number in range(device_step._MOST_SENT):
-        device_step._on_device(table + number + 2, here)
-    assert len(device_step._SENT) == device_step._MOST_SENT
+    made: list[int] = []
+
+    def noted(number):
+        made.append(number)
+        return torch.tensor(number)
+
+    for number in (1, 2, 1, *range(device_step._MOST_KEPT + 1)):
+        assert device_step._kept(("a test", number), noted, number) == number
+    assert made == [1, 2, 0, *range(3, device_step._MOST_KEPT + 1)]
+    assert len(device_step._KEPT) == device_step._MOST_KEPT
 
 
 def test_tensors_in_blocks_are_not_stepped_together_without_random_bits_either(monkeypatch):
