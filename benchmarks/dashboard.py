@@ -56,7 +56,7 @@ app.run(port=int(sys.argv[1]))"""
 """The least that shows so many layers: a Dash page of a heatmap and nothing else."""
 _PAGES: Final = {
     "runs": ("/", ".run-cell"),
-    "run": ("/run/large-1", ".number-card"),
+    "run": ("/run/large-1", ".number"),
     "comparison of 10 runs": ("/compare?" + "&".join(f"run=large-{i}" for i in range(10)), ".number-card"),
 }
 

@@ -19,7 +19,7 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from collage_dashboard.components import over_steps
-from collage_dashboard.descriptions import STATE, count, describe, interval, state_key, value_text, when
+from collage_dashboard.descriptions import STATE, count, describe, interval, share_text, state_key, value_text, when
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
 from collage_dashboard.number_downloads import file_stem
 from collage_dashboard.pages.comparison_content import comparison_table, judgement_lines
@@ -33,7 +33,7 @@ from collage_dashboard.pages.comparison_curves import (
     runs_with_throughput,
 )
 from collage_dashboard.pages.run_about import facts_of
-from collage_dashboard.pages.run_content import draw, worst_layers
+from collage_dashboard.pages.run_content import draw
 from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.pages.strategies_content import (
     COSTS,
@@ -145,7 +145,9 @@ def _about_run(reader: Reader, run_id: str, schedule: RateSchedule | None) -> st
     curves += [*_MEASURED, *sorted(key for key in run.latest if split_key(key)[0] == STATE)]
     charts = [_chart(describe(key).title, draw("series", key, view, reader, story), key) for key in curves]
     charts.append(_chart("Update size against the grid", draw("histogram", "", view, reader), "histogram"))
-    charts.append(_chart("EDQ of each layer", draw("heatmap", "edq_ratio", view, reader), "heatmap", wide=True))
+    charts.append(
+        _chart("Updates lost by layer", draw("heatmap", "lost_update_ratio", view, reader), "heatmap", wide=True)
+    )
     bounded = any(key.endswith("_low") for key in overview.numbers)
     over = f"{over_steps(overview).capitalize()}{', with 95 % intervals' if bounded else ''}."
     sections = [
@@ -153,7 +155,7 @@ def _about_run(reader: Reader, run_id: str, schedule: RateSchedule | None) -> st
         Section("Curves", charts=charts),
     ]
     if overview.worst:
-        sections.append(Section("Layers that lose the most", content=worst_layers(run, overview)))
+        sections.append(Section("Layers that lose the most", content=_worst_layers(overview)))
     if schedule is not None:
         sections.append(_forecast(reader, run_id, schedule))
     written = [("Tags", ", ".join(run.tags)), ("Notes", run.notes)]
@@ -164,6 +166,19 @@ def _about_run(reader: Reader, run_id: str, schedule: RateSchedule | None) -> st
     return _rendered(
         run.name, subtitle, overview.headline, [*filter(None, [overview.text, overview.advised])], sections
     )
+
+
+def _worst_layers(overview: wire.Overview) -> Any:
+    rows = [
+        (
+            entry.layer,
+            share_text(entry.share),
+            value_text("edq_ratio", entry.edq_ratio),
+            value_text("lost_update_ratio", entry.lost_update_ratio),
+        )
+        for entry in overview.worst
+    ]
+    return table(("Layer", "Share of the loss", "EDQ", "Updates lost"), rows)
 
 
 def _forecast(reader: Reader, run_id: str, schedule: RateSchedule) -> Section:

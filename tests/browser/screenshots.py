@@ -89,8 +89,8 @@ def _pages(client, url):
     compared = "&".join(f"run={row.run_id}" for row in reversed(rows) if row.group == rows[0].group)
     return {
         "runs": (url, ".runs-grid .verdict-cell"),
-        "run": (worst, "body:has(.barlayer .point) #run-stack .scatterlayer .trace"),
-        "layers": (f"{worst}?rows=block&layer={layer}#run-tab", ".barlayer .point"),
+        "run": (worst, "body:has(#run-panel .hm image) #run-stack .scatterlayer .trace"),
+        "layers": (f"{worst}?rows=block&layer={layer}#run-tab", "#run-layer-card .value"),
         "curves": (f"{worst}?tab=curves#run-tab", "#run-panel .scatterlayer .trace"),
         "comparison": (f"{url}/compare?{compared}", "#compare-chart-3 .scatterlayer .trace"),
         "incidents": (f"{url}/incidents", ".incident-table"),

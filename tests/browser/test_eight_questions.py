@@ -128,15 +128,17 @@ def test_which_learning_rate(asker):
 def test_which_layer_first_and_a_picture_for_others(asker, runs):
     run = next(run for run in runs if run.name == "plain 1")
     asker.click(asker.page.get_by_role("link", name="plain 1", exact=True))
+    asker.click(asker.page.get_by_role("tab", name="Layers"))
     row = asker.page.locator(".layers-grid .ag-row[row-index='0'] [col-id='layer']")
     row.wait_for()
     sent = [run.totals(step) for step in run.measured]
     lost = sum(totals["intended_squared_sum"] - totals["intended_effective_sum"] for totals in sent)
     assert row.inner_text() == run.layers[int(np.argmax(lost))].name
     page = asker.page
-    page.wait_for_selector("#run-stack .scatterlayer .trace", state="attached")
+    page.go_back()
+    page.wait_for_selector("#run-panel .hm image", state="attached")
     with page.expect_download() as download:
-        asker.click(page.get_by_role("button", name="Curves of the run as PNG"))
+        asker.click(page.get_by_role("button", name="Updates lost by layer as PNG"))
     assert download.value.suggested_filename.startswith("collage-plain-1")
     with Image.open(download.value.path()) as picture:
         assert picture.format == "PNG"
@@ -165,7 +167,8 @@ def test_is_kahan_worth_its_two_bytes_and_does_it_hold_over_seeds(asker):
 def test_what_changed_at_800(asker):
     asker.click(asker.page.get_by_role("link", name="raised", exact=True))
     field = asker.page.get_by_label("What changed at this step, or in this range of steps")
-    asker.click(field)
+    asker.click(asker.page.get_by_text("Axes", exact=True))
+    field.focus()
     asker.page.keyboard.type("800")
     asker.page.keyboard.press("Enter")
     card = asker.page.get_by_role("region", name="What changed at step 800")

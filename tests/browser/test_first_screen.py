@@ -14,9 +14,15 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
-STACK = "document.querySelector('#run-stack .js-plotly-plot')"
-TITLES = ["Training loss", "EDQ (ratio)", "Updates lost", "Learning rate"]
+PLOTS = "[...document.querySelectorAll('#run-stack .js-plotly-plot')]"
+DRAWN = f"({PLOTS}.length === 3 && {PLOTS}.every(plot => plot.data?.length))"
+TITLES = ["Training loss", "EDQ", "Updates lost"]
 RESUMED_AT, CURVES = 61, 7
+
+
+def all_have(page, condition):
+    """Wait until the first screen's curves, each `plot`, meet the condition."""
+    page.wait_for_function(f"{DRAWN} && {PLOTS}.every(plot => {condition})")
 
 
 @pytest.fixture(scope="module")
@@ -31,73 +37,75 @@ def opened(watched):
 
     def make(run, search=""):
         watched.page.goto(f"{watched.url}/run/{run}{search}")
-        watched.page.wait_for_function(f"{STACK}?.data.length >= 4")
+        watched.page.wait_for_function(DRAWN)
         return watched.page
 
     return make
 
 
-def test_sentence_numbers_and_curves_stand_on_one_screen_above_the_tabs(opened):
+def test_what_is_lost_where_and_since_when_stand_on_a_laptops_first_screen(opened):
     page = opened("run-plain")
-    parts = (".answer", ".number-card", "#run-stack", "#run-worst", "#run-tab", "#run-stack .xtitle")
-    *stack, title = boxes(*(page.locator(part).first for part in parts))
-    assert title["bottom"] < page.viewport_size["height"]
-    answer, card, *others = stack
-    assert answer["bottom"] < card["bottom"]
-    assert all(one["bottom"] < next_one["y"] for one, next_one in pairwise([card, *others]))
-    shown = page.locator("#run-stack .annotation-text").all_text_contents()
-    assert shown == TITLES
-    ticks = page.locator("#run-stack .xtick").all()
-    assert len({round(tick["y"]) for tick in boxes(*ticks)}) == 1
-    assert len(page.evaluate(f"{STACK}._fullLayout._subplots.xaxis")) == 1
-    assert len(page.evaluate(f"{STACK}._fullLayout._subplots.yaxis")) == len(TITLES)
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.wait_for_selector("#run-panel .hm image")
+    parts = ("h1", ".answer .verdict", ".numbers-line", "#run-tab", "#run-stack", "#run-panel .hm image")
+    *_, curves, cells = stack = boxes(*(page.locator(part).first for part in parts))
+    assert all(one["y"] < next_one["y"] for one, next_one in pairwise(stack))
+    head, tabs = stack[0], stack[3]
+    assert tabs["y"] - head["y"] <= 150, "the head"
+    assert cells["bottom"] <= 800
+    assert cells["height"] >= 160
+    assert curves["bottom"] <= cells["y"]
+    assert page.locator("#run-stack .card-title").all_text_contents() == TITLES
+    assert min(page.evaluate(f"{PLOTS}.map(plot => plot._fullLayout._size.h)")) >= 155
+    scales = page.evaluate(f"{PLOTS}.map(plot => plot._fullLayout.yaxis.range)")
+    assert scales[1:] == [[0, 1.1], [0, 100]]
+    labels = page.locator("#run-panel .ytick text").all_text_contents()
+    assert len(labels) == len(set(labels)) == 12, "each layer is named"
+    for part in (".answer .verdict", ".numbers-line"):
+        assert page.locator(part).evaluate("(part) => part.scrollWidth <= part.clientWidth"), part
 
 
 def test_the_curves_of_the_first_screen_follow_the_address_and_their_controls(opened):
     page = opened("run-plain", "?from=50&to=150&axis=step&layer=head.weight&smoothing=0.5")
-    assert page.evaluate(f"{STACK}._fullLayout.xaxis.range") == [50, 150]
-    assert page.locator("#run-stack .annotation-text", has_text="head.weight").count() == 2, "loss has no layer"
-    assert max(page.evaluate(f"{STACK}.data.map(t => Math.max(...t.x))")) < 170, "and is read anew"
-    types = f"['', 2, 3, 4].map(n => {STACK}._fullLayout['yaxis' + n].type)"
+    all_have(page, "'' + plot._fullLayout.xaxis.range === '50,150'")
+    assert page.locator("#run-stack .gtitle", has_text="head.weight").count() == 2, "loss has no layer"
+    all_have(page, "Math.max(...plot.data.at(-1).x) < 170")
+    page.get_by_text("Axes", exact=True).click()
     page.locator("#run-scale").get_by_text("Log", exact=True).click()
-    page.wait_for_function(f"{types}.every(type => type === 'log')")
+    all_have(page, "plot._fullLayout.yaxis.type === 'log'")
     assert "scale=log" in page.url
     page.go_back()
-    page.wait_for_function(f"{types}.every(type => type === 'linear')")
+    all_have(page, "plot._fullLayout.yaxis.type === 'linear'")
+    page.get_by_text("Axes", exact=True).click()
     page.locator("#run-stack .nsewdrag").first.dblclick()
-    page.wait_for_function(f"{STACK}._fullLayout.xaxis.range[1] > 195")
+    all_have(page, "plot._fullLayout.xaxis.range[1] > 195")
+    page.get_by_text("Axes", exact=True).click()
     page.locator("#run-axis").get_by_text("Tokens").click()
-    page.wait_for_function(f"{STACK}._fullLayout.xaxis.range[1] > 195 * 2048")
-    assert page.locator("#run-stack .xtitle").text_content() == "tokens"
+    all_have(page, "plot._fullLayout.xaxis.range[1] > 195 * 2048")
 
 
 @pytest.mark.nightly
-def test_the_first_screens_curves_are_pointed_at_together_and_saved_and_a_zoom_is_that_of_the_charts_below(opened):
-    page = opened("run-plain", "?tab=norms")
+def test_the_first_screens_curves_are_pointed_at_together_and_saved_and_a_zoom_is_that_of_the_heatmap(opened):
+    page = opened("run-plain")
     page.locator("#run-stack .nsewdrag").first.hover()
-    page.wait_for_function(f"{STACK}.querySelectorAll('.hoverlayer .hovertext').length === 4")
+    all_have(page, "plot.querySelector('.hoverlayer .hovertext')")
     with page.expect_download() as found:
-        page.get_by_role("button", name="Curves of the run as CSV").press("Enter")
+        page.get_by_role("button", name="Updates lost as CSV").press("Enter")
     head, *lines = found.value.path().read_text().splitlines()
-    assert found.value.suggested_filename == "collage-plain-curves.csv"
+    assert found.value.suggested_filename == "collage-plain-updates-lost.csv"
     assert head.startswith("run,run_id,metric,layer,first_step,step,value,minimum,maximum,low,high,")
-    metrics = [metric for metric in ("loss", "edq_ratio", "lost_update_ratio", "learning_rate") for _ in range(20)]
-    assert [line.split(",")[:3] for line in lines] == [["plain", "run-plain", metric] for metric in metrics]
-    with page.expect_download() as picture:
-        page.get_by_role("button", name="Curves of the run as PNG").press("Enter")
-    assert picture.value.suggested_filename == "collage-plain-curves-of-the-run.png"
-    page.locator("#run-stack .annotation-text", has_text="EDQ").hover()
-    page.locator("#run-stack .hoverlayer", has_text="Share of the intended descent").wait_for()
+    assert [line.split(",")[:3] for line in lines] == [["plain", "run-plain", "lost_update_ratio"]] * 20
+    page.locator("#run-stack").get_by_role("heading", name="EDQ", exact=True).hover()
+    page.get_by_text("Unit: ratio").wait_for()
 
-    drag(page.locator("#run-stack .nsewdrag").last, (0.3, 0.2), (0.6, 0.6))
+    drag(page.locator("#run-stack .nsewdrag").last, (0.3, 0.2), (0.6, 0.2))
     page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
-    ends = [int(end) for end in re.findall(r"(?:from|to)=(\d+)", page.url)]
-    below = "[...document.querySelectorAll('#run-panel .js-plotly-plot')].filter(p => p.data.length)"
-    page.wait_for_function(
-        f"ends => [{STACK}, ...{below}].every(p => '' + p._fullLayout.xaxis.range === '' + ends)", arg=ends
-    )
+    ends = re.findall(r"(?:from|to)=(\d+)", page.url)
+    below = "document.querySelector('#run-panel .js-plotly-plot')"
+    all_have(page, f"'' + plot._fullLayout.xaxis.range === '{','.join(ends)}'")
+    page.wait_for_function(f"'' + {below}._fullLayout.xaxis.range === '{','.join(ends)}'")
     page.go_back()
-    page.wait_for_function(f"[{STACK}, ...{below}].every(p => p._fullLayout.xaxis.range[1] > 195)")
+    all_have(page, "plot._fullLayout.xaxis.range[1] > 195")
 
 
 @pytest.fixture(scope="module")
@@ -118,17 +126,19 @@ def happened(server_url):
 
 def test_attempts_and_alerts_are_marked_in_all_curves(opened, happened):
     marked = sorted((RESUMED_AT, happened))
-    page = opened("run-inf", "?tab=curves")
+    page = opened("run-inf")
     for said in (f"attempt 2 at step {RESUMED_AT}", f"CollageNotFinite at step {happened}"):
         page.locator("#run-marks", has_text=said).wait_for()
-    lines = "(p, over) => (p.layout.shapes || []).filter(s => s.yref === over && s.x0 === s.x1).map(s => s.x0)"
-    as_marked = f"(found => '' + found.sort((one, other) => one - other) === '{marked[0]},{marked[1]}')"
-    page.wait_for_function(f"{as_marked}(({lines})({STACK}, 'paper'))")
-    charts = "[...document.querySelectorAll('#run-panel .js-plotly-plot')].filter(p => p.data.length)"
-    every = f"{charts}.every(p => {as_marked}(({lines})(p, 'y domain')))"
-    page.wait_for_function(f"{charts}.length === {CURVES} && {every}")
+    lines = "(plot.layout.shapes || []).filter(s => s.yref === 'y domain' && s.x0 === s.x1).map(s => s.x0)"
+    found = f"[...new Set({lines})].sort((one, other) => one - other)"
+    every = f"`${{{found}}}` === '{marked[0]},{marked[1]}'"
+    all_have(page, every)
     handles = page.locator("#run-stack .annotation-text", has_text="▾")
-    places = page.evaluate(f"{STACK}.layout.annotations.filter(note => note.text === '▾').map(note => note.x)")
+    first = f"{PLOTS}[0].layout.annotations.filter(note => note.text === '▾').map(note => note.x)"
+    places = page.evaluate(first)
     for step, said in ((RESUMED_AT, "attempt 2"), (happened, "CollageNotFinite")):
         handles.nth(places.index(step)).hover()
-        page.locator("#run-stack .hoverlayer", has_text=f"{said}, step {step}").wait_for()
+        page.locator("#run-stack .hoverlayer", has_text=f"{said}, step {step}").first.wait_for()
+    page.get_by_role("tab", name="Curves").click()
+    charts = "[...document.querySelectorAll('#run-panel .js-plotly-plot')].filter(p => p.data.length)"
+    page.wait_for_function(f"{charts}.length === {CURVES} && {charts}.every(plot => {every})")

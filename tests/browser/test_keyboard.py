@@ -158,16 +158,17 @@ def test_curves_are_zoomed_moved_and_shown_whole(watched, path, chart):
 
 @pytest.mark.nightly
 def test_a_cell_of_the_heatmap_and_a_layer_of_the_table_are_chosen(watched):
-    keyboard = arrived(watched, "/run/run-plain?tab=layers")
+    keyboard = arrived(watched, "/run/run-plain?metric=edq_ratio")
     page = keyboard.page
     page.wait_for_selector("#run-panel .hm image")
-    page.locator(".layers-grid .ag-center-cols-container .ag-row").nth(3).wait_for()
     keyboard.reach("[data-map]").press("ArrowDown", "ArrowDown", "ArrowLeft")
     assert page.locator("#map-cell").inner_text().startswith("blocks.0.attention.output.weight, step 190: 0.")
     keyboard.press("Enter")
     search_has(page, "layer=blocks.0.attention.output.weight&step=190")
     card = page.locator("#run-layer-card")
     card.get_by_text("at step 190").wait_for()
+    page.goto(f"{watched.url}/run/run-plain?tab=table")
+    page.locator(".layers-grid .ag-center-cols-container .ag-row").nth(3).wait_for()
     keyboard.into_rows(".layers-grid").down_to(".layers-grid", "head.weight").press("Enter")
     search_has(page, "layer=head.weight")
     card.get_by_role("heading", name="head.weight").wait_for()

@@ -51,13 +51,15 @@ def runs():
     return [*demo_runs(), long, Diverged(NOT_FINITE, "plus", run_id="run-nan"), *hostile]
 
 
-AT_NIGHT = ("curves", "states", "classes", "norms&scale=log", "oracle", "rows=block", "about")
+AT_NIGHT = ("histogram", "curves", "states", "classes", "norms&scale=log", "oracle", "rows=block", "about")
 """Tabs and cards beside those of their kind that are laid out by day."""
 PAGES = {
     "/": ".ag-row .run-cell",
     f"/run/{LONG_NAMED}": "#run-panel .hm image",
     "/run/run-plain?tab=curves": "#run-panel .scatterlayer .trace",
-    "/run/run-plain?layer=blocks.0.mlp.up.weight&rows=block": "#run-panel .barlayer .point",
+    "/run/run-plain?layer=blocks.0.mlp.up.weight&rows=block": "#run-panel .hm image",
+    "/run/run-plain?tab=histogram": "#run-panel .barlayer .point",
+    "/run/run-plain?tab=table": ".layers-grid .ag-row .layer-cell",
     "/run/run-plain?tab=states": "#run-panel .scatterlayer .trace",
     "/run/run-plain?tab=classes": "#run-panel .scatterlayer .trace",
     "/run/run-plain?tab=norms&scale=log": "#run-panel .scatterlayer .trace",
@@ -79,7 +81,7 @@ def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path,
     page = open_page(dashboard_url, width=WIDTHS[0], scheme=scheme).page
     page.goto(dashboard_url + path)
     page.wait_for_selector(PAGES[path], state="attached")
-    page.wait_for_selector(".number-card, .facts, .run-cell, .problem")
+    page.wait_for_selector(".number, .number-card, .facts, .run-cell, .problem")
     assert page.locator("main img").count() == 0, "a name became an element"
     if PAGES[path].endswith((".trace", ".point", "image")):
         assert pale_inks(page) == set()
@@ -198,7 +200,7 @@ def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url, path):
     )
     page.goto(dashboard_url + path)
     page.wait_for_selector(PAGES.get(path, ".scatterlayer .trace"))
-    page.wait_for_selector(".number-card, .run-cell")
+    page.wait_for_selector(".number, .number-card, .run-cell")
     assert page.evaluate("window.shift") <= 0.1
 
 
@@ -210,7 +212,7 @@ def test_a_page_says_its_answer_before_any_script_has_run(browser, dashboard_url
     page.locator(".runs-words .verdict-cell", has_text="oss is not finite").wait_for()
     page.get_by_role("link", name=NOT_FINITE, exact=True).click()
     page.locator(".answer", has_text="Loss is not finite, since step 110").wait_for()
-    assert page.locator(".number-card").count() == 4
+    page.locator(".numbers-line", has_text="Validation loss").wait_for()
     page.goto(f"{dashboard_url}/compare?run=run-plain&run=run-plus")
     page.locator(".verdict", has_text="of its updates").wait_for()
     context.close()
@@ -220,9 +222,9 @@ def test_a_phone_names_a_loss_that_is_nan_with_its_step_and_shows_notes_whole_an
     open_page, dashboard_url
 ):
     page = open_page(dashboard_url, width=390).page
-    page.goto(f"{dashboard_url}/run/run-nan?tab=curves")
-    page.locator(".answer", has_text="Loss is not finite, since step 110").wait_for()
-    for chart in ("#run-stack", "#run-panel"):
+    for chart, tab in (("#run-stack", "layers"), ("#run-panel", "curves")):
+        page.goto(f"{dashboard_url}/run/run-nan?tab={tab}")
+        page.locator(".answer", has_text="Loss is not finite, since step 110").wait_for()
         note = page.locator(chart).get_by_text("10 points are not finite, the first at step 110")
         note.wait_for()
         edge, card = boxes(note, note.locator("xpath=ancestor::*[contains(@class, 'chart-card')]"))

@@ -118,7 +118,7 @@ def test_cards_are_sorted(phone, dashboard_url):
 
 
 def test_a_layer_is_a_card_that_shows_its_layer(phone, dashboard_url):
-    phone.goto(f"{dashboard_url}/run/run-plain?tab=layers")
+    phone.goto(f"{dashboard_url}/run/run-plain?tab=table")
     card = phone.locator(".layers-grid .ag-row", has_text="blocks.0.mlp.up.weight")
     card.locator(".row-values > div").nth(5).wait_for()
     assert set(pairs(card)) == {"Kind", "Share of the loss", "Lost", "Since", "Margin", "EDQ"}

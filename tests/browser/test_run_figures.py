@@ -81,9 +81,6 @@ def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched, a
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?axis={axis}&tab=curves")
     all_have(page, f"axis.range[1] > {0.97 * whole}")
-    page.wait_for_function(
-        "document.querySelector('#run-tab').getBoundingClientRect().top < Math.max(300, innerHeight * 0.4)"
-    )
     charts = boxes(*(page.locator(f'[id*=\'"metric":"{metric}"\'] .js-plotly-plot') for metric in STACKED))
     assert len({chart["x"] for chart in charts}) == 1, "they stand below each other"
     zoom(page, "loss", 0.2, 0.6)
@@ -124,6 +121,7 @@ def test_another_axis_shows_the_same_steps(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?tab=curves&from=50&to=155")
     all_have(page, "axis.range[0] === 50 && axis.range[1] === 155")
+    page.get_by_text("Axes", exact=True).click()
     for axis, first, last in (("Tokens", 50 * 2048, 155 * 2048), ("Time", 0.5 * 40, 0.5 * 145), ("Step", 50, 155)):
         page.locator("#run-axis").get_by_text(axis).click()
         all_have(page, f"axis.range[0] === {first} && axis.range[1] === {last}")
@@ -197,7 +195,7 @@ def test_a_heatmaps_colour_means_the_same_in_runs_of_different_ranges_and_it_run
     drawn = plot("heatmap", "edq_ratio")
     scales, worst = [], []
     for run in ("plus", "plain"):
-        page.goto(f"{watched.url}/run/run-{run}")
+        page.goto(f"{watched.url}/run/run-{run}?metric=edq_ratio")
         page.wait_for_selector("#run-panel .hm image")
         scale = "(({ zmin, zmax, zauto, colorscale }) => ({ zmin, zmax, zauto, colorscale }))"
         scales.append(page.evaluate(f"{scale}({drawn}._fullData[0])"))
@@ -206,6 +204,7 @@ def test_a_heatmaps_colour_means_the_same_in_runs_of_different_ranges_and_it_run
     assert scales[0] == scales[1]
     assert (scales[0]["zmin"], scales[0]["zmax"], scales[0]["zauto"]) == (0.5, 1.5, False)
     tokens, seconds = 2048 * 200, 0.5 * 190
+    page.get_by_text("Axes", exact=True).click()
     for axis, last, title in (("Tokens", tokens, "tokens"), ("Time", seconds, "seconds"), ("Step", 200, "step")):
         page.locator("#run-axis").get_by_text(axis).click()
         page.wait_for_function(f"{drawn}?.data[0]?.x.at(-1) === {last}")
@@ -222,9 +221,8 @@ def seen(page, place):
 
 def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_framed(watched):
     page = watched.page
-    page.goto(f"{watched.url}/run/run-plain")
+    page.goto(f"{watched.url}/run/run-plain?metric=edq_ratio")
     page.wait_for_selector("#run-panel .hm image")
-    assert page.locator("#run-tab").bounding_box()["y"] > 600, "a link to the run shows its first screen"
     area = page.locator("#run-panel .nsewdrag").first
     box = area.bounding_box()
     area.click(position={"x": box["width"] * 0.99, "y": box["height"] * 0.99})
@@ -237,11 +235,13 @@ def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_f
     last = page.evaluate(f"{plot('heatmap', 'edq_ratio')}.data[0].z.at(-1).at(-1)")
     assert float(value) == pytest.approx(last, abs=1e-3)
 
+    page.get_by_text("Axes", exact=True).click()
     page.locator("#run-layer").click()
     page.keyboard.press("Control+A")
     page.keyboard.type("1.mlp.up")
     page.get_by_role("option", name="blocks.1.mlp.up.weight").click()
     page.wait_for_function("location.search.includes('layer=blocks.1.mlp.up.weight')")
+    page.get_by_text("Axes", exact=True).click()
     label = page.locator("#run-panel .ytick", has_text="▸ blocks.1.mlp.up.weight")
     frame = page.locator("#run-panel .shapelayer path[data-index='0']").first
     row, framed, cells = boxes(label, frame, page.locator("#run-panel .hm image").first)
@@ -254,16 +254,17 @@ def test_a_layer_is_chosen_by_a_click_in_the_heatmap_or_by_name_and_its_row_is_f
 def test_titles_say_layer_and_steps_and_a_curve_has_its_strategys_colour(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?layer=blocks.0.mlp.up.weight&step=100")
-    page.wait_for_selector("#run-panel .barlayer .point", state="attached")
-    page.locator(".gtitle", has_text="blocks.0.mlp.up.weight, step 100").wait_for()
-    page.locator(".gtitle", has_text="blocks.0.mlp.up.weight").nth(1).wait_for()
-    assert page.locator(".gtitle", has_text="blocks.0.mlp.up.weight").count() == 2
-    assert page.get_by_role("heading", name="EDQ by layer").count() == 1
+    page.locator("#run-stack .gtitle", has_text="blocks.0.mlp.up.weight").nth(1).wait_for()
+    assert page.locator("#run-stack .gtitle", has_text="blocks.0.mlp.up.weight").count() == 2
+    page.get_by_role("heading", name="Updates lost by layer").wait_for()
     page.wait_for_function(
-        """colour => [...document.querySelectorAll('#run-panel .js-plotly-plot')].flatMap(plot => plot.data ?? [])
+        """colour => [...document.querySelectorAll('#run-stack .js-plotly-plot')].flatMap(plot => plot.data ?? [])
             .some(trace => trace.type === 'scatter' && trace.line?.color === colour)""",
         arg=STRATEGY_COLOURS["plain"],
     )
+    page.get_by_role("tab", name="Histogram").click()
+    page.wait_for_selector("#run-panel .barlayer .point", state="attached")
+    page.locator(".gtitle", has_text="blocks.0.mlp.up.weight, step 100").wait_for()
 
 
 def said(page, metric, row, column):
@@ -298,7 +299,7 @@ def test_a_small_share_is_told_as_on_all_pages_to_a_mouse_too(watched):
 @pytest.mark.nightly
 def test_a_column_that_came_later_is_told_too(watched, growing):
     page = watched.page
-    page.goto(f"{watched.url}/run/run-growing?tab=layers")
+    page.goto(f"{watched.url}/run/run-growing?metric=edq_ratio")
     page.wait_for_selector("#run-panel .hm image")
     growing(200)
     page.wait_for_function(f"{plot('heatmap', 'edq_ratio')}.data[0].x.at(-1) === 200")

@@ -71,6 +71,7 @@ def test_the_first_sentence_is_the_headline_and_one_table_has_every_layer_with_i
     assert page.get_by_text(overview.text).is_hidden()
     page.get_by_text("Why", exact=True).click()
     page.get_by_text(overview.text).wait_for()
+    page.get_by_role("tab", name="Layers").click()
     rows = page.locator(".layers-grid .ag-center-cols-container .ag-row")
     rows.nth(len(PLAIN.layers) - 1).wait_for(state="attached")
     found = {}
@@ -90,8 +91,7 @@ def test_the_first_sentence_is_the_headline_and_one_table_has_every_layer_with_i
 
 def test_a_chosen_layers_card_stands_at_its_side_with_the_numbers_of_the_step_and_the_tabs_in_sight(watched):
     page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab=layers")
-    page.wait_for_selector("#run-panel .hm image")
+    page.goto(f"{watched.url}/run/run-plain?tab=table")
     row = page.locator(".layers-grid .ag-row", has_text="blocks.1.mlp.up.weight")
     row.locator(".ag-cell").first.click()
     card = page.locator("#run-layer-card")
@@ -100,6 +100,8 @@ def test_a_chosen_layers_card_stands_at_its_side_with_the_numbers_of_the_step_an
     shown, panel = boxes(card, page.locator("#run-panel"))
     assert shown["x"] >= panel["x"] + panel["width"], "beside, not above"
     assert 0 <= shown["y"] < page.viewport_size["height"], "where it is looked for"
+    page.get_by_role("tab", name="Overview").click()
+    page.wait_for_selector("#run-panel .hm image")
     page.locator("[data-map]").focus()
     for key in ("ArrowRight", "ArrowDown", "Enter"):
         page.keyboard.press(key)

@@ -74,8 +74,8 @@ def test_without_a_picked_step_nothing_is_asked_and_nothing_stands_there(raised,
 
 def test_the_curves_mark_what_is_picked(raised, reader):
     view = read_address("/run/run-raised", "?at=800-900")
-    drawn = draw("stack", "stack", view, reader)
-    assert sorted({shape.x0 for shape in drawn.layout.shapes if shape.yref == "paper"}) == [800, 900]
+    drawn = draw("first", "loss", view, reader)
+    assert sorted({shape.x0 for shape in drawn.layout.shapes if shape.yref == "y domain"}) == [800, 900]
 
 
 @pytest.mark.parametrize(

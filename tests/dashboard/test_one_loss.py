@@ -16,7 +16,7 @@ from collage_dashboard.view import View, read_address
 
 from collage_monitor.diagnosis import percent
 from collage_monitor.strategy_results import results_by_strategy, run_results
-from tests.dashboard.walk import components, text
+from tests.dashboard.walk import by_id, components, text
 
 RUN = "run-plain"
 RECENT = "recent past"
@@ -54,7 +54,7 @@ def test_each_page_says_the_share_of_one_window_and_names_it(server, reader, row
     page = render(read_address(f"/run/{RUN}", ""), reader)
     [card] = [part for part in components(page) if getattr(part, "data-metric", "") == "lost_update_ratio"]
     assert percent(share) in text(card)
-    assert window in text(card)
+    assert window in text(by_id(page, "run-summary"))
     table = text(comparison_table([compared], {RUN: row.overview}))
     assert percent(share) in table
     assert window.removeprefix("over ") in table

@@ -1,7 +1,6 @@
 """Pages laid out from a server's answers: what stands on them, what they say, and what they must not say."""
 
 import threading
-from itertools import pairwise
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -15,9 +14,8 @@ from collage_dashboard.pages.comparison_content import COLUMNS, comparison_table
 from collage_dashboard.pages.incident_content import body
 from collage_dashboard.pages.run import _at as run_at
 from collage_dashboard.pages.run_about import about
-from collage_dashboard.pages.run_content import TABS, draw, head, panel, summary
+from collage_dashboard.pages.run_content import SERIES, TABS, draw, first_curves, head, panel, summary
 from collage_dashboard.pages.run_layers import keys_of_layers, layer_rows
-from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.pages.runs_content import compare_link, headline_of, rows
 from collage_dashboard.view import View, read_address
 
@@ -127,69 +125,56 @@ def test_a_page_whose_runs_have_ended_rests_from_its_opening_on(reader, pathname
     assert text(by_id(page, marker)) == str(milliseconds)
 
 
-def test_a_run_page_shows_four_numbers_before_its_details(server, reader):
+def test_a_run_page_says_each_fact_once_before_its_details(server, reader):
     run, overview = server.client().run("run-plain"), server.client().overview("run-plain")
     shown = summary(run, overview)
-    big = [part for part in components(shown) if "big" in str(getattr(part, "className", ""))]
-    assert len(big) == 4
-    assert "updates are lost" in text(shown)
+    numbers = [part for part in components(shown) if getattr(part, "className", None) == "number"]
+    titles = ["EDQ", "Updates lost", "State decrement, exp_avg_sq", "Validation loss"]
+    assert [text(part.children[0]) for part in numbers] == titles
     assert f"Loses {percent(overview.numbers['lost_update_ratio'])} of its updates" in text(shown)
-    assert "over steps 10 to 200" in text(shown)
-    assert "over steps 10 to 200, 95 % interval\nnewest step 0.8" in text(shown)
+    assert text(shown).count("over steps 10 to 200") == 1
     page = render(View(page="run", runs=("run-plain",)), reader)
     assert [part.value for part in by_id(page, "run-tab").children[0].children] == list(TABS)
+
+
+def test_a_single_step_has_no_interval(server):
+    run, overview = server.client().run("run-plain"), server.client().overview("run-plain")
+    bounds = {"edq_ratio_low": 0.9, "edq_ratio_high": 0.92}
+    known = msgspec.structs.replace(overview, numbers={**overview.numbers, **bounds}, now={})
+    assert "0.900 … 0.920" in text(summary(run, known))
+    assert "…" not in text(summary(run, msgspec.structs.replace(known, measured_steps=1)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tab", TABS)
 def test_every_tab_has_content_and_every_figure_of_it_draws(server, reader, tab):
     view = View(page="run", runs=("run-plain",), tab=tab)
-    content = panel(view, server.client().run("run-plain"))
+    content = [panel(view, server.client().run("run-plain")), *first_curves(view)]
     ids = [part.id for part in components(content) if isinstance(getattr(part, "id", None), dict)]
     wanted = [entry for entry in ids if entry["type"] == "run-figure"]
-    assert wanted or tab == "about"
+    assert wanted or tab in {"about", "table"}
     for entry in wanted:
         drawn = draw(entry["kind"], entry["metric"], view, reader)
         assert drawn.data, entry
 
 
-@pytest.mark.slow
-def test_stacked_curves_share_an_axis_and_say_why_one_is_missing(server, reader):
-    view = View(page="run", runs=("run-plain",), layer="head.weight")
-    drawn = draw("stack", "stack", view, reader, Story(marks=[(100, "attempt 2")]))
-    names = [trace.name for trace in drawn.data if trace.fill != "toself"]
-    assert names == ["Training loss", "EDQ (ratio)", "Updates lost", "Learning rate"]
-    domains = [drawn.layout[f"yaxis{place}"].domain for place in ("", 2, 3, 4)]
-    assert all(below[1] < above[0] for above, below in pairwise(domains))
-    assert domains[-1][0] == pytest.approx(0)
-    assert domains[0][1] < 1
-    assert {trace.xaxis for trace in drawn.data} == {None}, "one x axis"
-    marks = [shape for shape in drawn.layout.shapes if shape.yref == "paper"]
-    assert [(mark.x0, mark.y0, mark.y1) for mark in marks] == [(100, 0, 1)]
-
+def test_a_curve_of_the_first_screen_says_why_it_is_missing(server, reader):
     class Silent(GeneratedRun):
         def scalars(self, step):
             return {name: value for name, value in super().scalars(step).items() if name != "loss"}
 
     server.runs["run-silent"] = Silent("silent", "plain", run_id="run-silent")
-    drawn = draw("stack", "stack", View(page="run", runs=("run-silent",)), reader)
-    assert any("nothing logged yet" in note.text for note in drawn.layout.annotations)
-    assert [trace.name for trace in drawn.data if trace.fill != "toself"] == names[1:]
+    view = View(page="run", runs=("run-silent",))
+    assert "nothing logged yet" in draw("first", "loss", view, reader).layout.annotations[0].text
+    assert draw("first", "edq_ratio", view, reader).data
 
 
-@pytest.mark.slow
-def test_what_second_writers_log_stands_below_the_trainings_curves(server, reader):
-    class Evaluated(GeneratedRun):
-        def scalars(self, step):
-            return super().scalars(step) | {"evaluator/accuracy": 0.5}
-
-    server.runs["run-evaluated"] = Evaluated("evaluated", "plain", run_id="run-evaluated")
-    view = View(page="run", runs=("run-evaluated",))
-    drawn = draw("stack", "stack", view, reader, Story(beside=["evaluator/accuracy"]))
-    assert [trace.name for trace in drawn.data if trace.fill != "toself"][4:] == ["evaluator/accuracy"]
-    assert drawn.layout.yaxis5.domain[0] == pytest.approx(0)
-    assert "evaluator/accuracy" in drawn.layout.meta["numbers"].replace("%2F", "/")
-    assert drawn.layout.height > draw("stack", "stack", view, reader).layout.height
+def test_what_second_writers_log_stands_below_the_trainings_curves(server):
+    run = msgspec.structs.replace(server.client().run("run-plain"), beside=["evaluator/accuracy"])
+    content = panel(View(page="run", runs=("run-plain",), tab="curves"), run)
+    ids = [part.id for part in components(content) if isinstance(getattr(part, "id", None), dict)]
+    shown = [entry["metric"] for entry in ids if entry["type"] == "run-figure"]
+    assert shown == [*SERIES["curves"], "evaluator/accuracy"]
 
 
 def notes(count):
@@ -305,7 +290,7 @@ def test_a_slow_server_is_asked_less_often():
 
 @pytest.mark.slow
 def test_limits_stand_on_every_page(reader):
-    for address in (("/", ""), ("/compare", "?run=run-plain"), ("/run/run-plain", "")):
+    for address in (("/", ""), ("/compare", "?run=run-plain")):
         assert "invisible here" in text(render(read_address(*address), reader))
 
 

@@ -63,7 +63,7 @@ def test_words_escape_text_and_attributes():
     ("address", "said"),
     [
         ("/", ["Runs", "Plain · bfloat16", "/run/run-plain", "of its updates"]),
-        ("/run/run-plain", ["of its updates", "Updates lost", "number-card"]),
+        ("/run/run-plain", ["of its updates", "Updates lost", "numbers-line"]),
         ("/compare?run=run-plain&run=run-plus", ["of its updates", "Healthy.", "number-card"]),
         ("/run/never-existed", ["Nothing is stored under this address"]),
     ],

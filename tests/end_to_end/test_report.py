@@ -31,7 +31,7 @@ def test_an_offline_run_is_reported_and_can_still_be_sent(tmp_path, monkeypatch)
     html = written.read_text(encoding="utf-8")
     assert "<h1>far away</h1>" in html
     assert "finished, step 20" in html
-    assert "EDQ of each layer" in html
+    assert "Updates lost by layer" in html
     assert {path: path.read_bytes() for path in (tmp_path / "spool").rglob("*.spool")} == before
 
 

@@ -258,8 +258,8 @@
   // At their marks n and p ask what changed, as a click does.
   document.addEventListener("keydown", (event) => {
     const place = event.target.matches && event.target.matches("[data-curves]") && event.target;
-    const plot = place && place.querySelector(".js-plotly-plot");
-    const isDrawn = plot && plot.data && plot.data.length && !event.ctrlKey && !event.metaKey && !event.altKey;
+    const plot = place && [...place.querySelectorAll(".js-plotly-plot")].find((one) => one.data && one.data.length);
+    const isDrawn = plot && !event.ctrlKey && !event.metaKey && !event.altKey;
     const mark = isDrawn && plot.closest("#run-stack") && "np".includes(event.key) ? markAfter(plot, event.key === "n") : undefined;
     if (mark !== undefined) ask((plot.mark = mark));
     const zoom = isDrawn && zoomBy(event.key, plot._fullLayout.xaxis.range);

@@ -4,7 +4,6 @@ from collage_dashboard.figures.classes import class_shares
 from collage_dashboard.figures.heatmap import heatmap
 from collage_dashboard.figures.histogram import update_histogram
 from collage_dashboard.figures.series import NamedCurve, curves
-from collage_dashboard.figures.stack import stack
 from collage_dashboard.figures.tradeoff import tradeoff
 
-__all__ = ["NamedCurve", "class_shares", "curves", "heatmap", "stack", "tradeoff", "update_histogram"]
+__all__ = ["NamedCurve", "class_shares", "curves", "heatmap", "tradeoff", "update_histogram"]

@@ -39,6 +39,8 @@ __all__ = [
 
 SMALLEST_SPAN: Final = 0.01
 """A ratio's axis never shows less than this around its curves: rounding noise must not look like an event."""
+_FIXED_SCALES: Final = {"edq_ratio": (0.0, 1.1), "lost_update_ratio": (0.0, 100.0)}
+"""As drawn: from nothing to all of it. What lies beyond widens the scale."""
 _FEW_POINTS = 25
 _MARK_PIXELS = 16
 _LEGEND_ROW, _LEGEND_COLUMNS = 18, 6
@@ -68,9 +70,11 @@ def curves(
     height: int = 300,
     legend: bool = True,
     scale: Literal["linear", "log"] = "linear",
+    is_fixed: bool = False,
 ) -> go.Figure:
     """The curves of `metric`; `smoothing` in [0, 1) applies to dense logged scalars, raw values behind. Without
-    `legend` the page has one for all of its charts.
+    `legend` the page has one for all of its charts. is_fixed: what has a scale that is the same for every run
+    stands on it.
 
     Earlier lines are drawn wider, so that they stay visible where a later one covers them. A logarithmic `scale`
     says how many points it cannot show.
@@ -91,7 +95,9 @@ def curves(
     first = drawable[0].series
     span = _least_span(shown, description)
     values: dict[str, Any] = {"autorangeoptions": {"include": span}} if span else {}
-    if _is_flat(drawable):
+    if is_fixed and (ends := _fixed_ends(metric, shown)):
+        values = {"autorangeoptions": {"include": ends, "clipmin": ends[0], "clipmax": ends[1]}}
+    elif _is_flat(drawable):
         ends = span or [shown[0] - abs(shown[0]) / 2, shown[0] + abs(shown[0]) / 2]
         values = {"autorangeoptions": {"clipmin": ends[0], "clipmax": ends[1]}} if ends[0] < ends[1] else {}
     values = {"type": "log"} if logarithmic else values
@@ -121,16 +127,11 @@ def series_of(answer: wire.Series, metric: str) -> wire.Series:
     return answer if answer.metric == metric else (answer.more or {})[metric]
 
 
-def mark_events(
-    figure: go.Figure, marks: Sequence[tuple[float, str]], *, over: Literal["y domain", "paper"] = "y domain"
-) -> go.Figure:
-    """A thin line at each of these places on the x axis; on hover, its handle above the curve names it.
-
-    `over`: the height of the line, that of one curve or of all.
-    """
+def mark_events(figure: go.Figure, marks: Sequence[tuple[float, str]]) -> go.Figure:
+    """A thin line at each of these places on the x axis; on hover, its handle above the curve names it."""
     for place, text in marks:
         line = {"color": INK, "width": 1, "dash": "dashdot"}
-        figure.add_shape(type="line", x0=place, x1=place, y0=0, y1=1, yref=over, line=line)
+        figure.add_shape(type="line", x0=place, x1=place, y0=0, y1=1, yref="y domain", line=line)
         figure.add_annotation(
             x=place,
             y=1,
@@ -141,15 +142,16 @@ def mark_events(
             yanchor="bottom",
             borderpad=0,
         )
-    room = _MARK_PIXELS if marks and over == "y domain" else 0
+    room = _MARK_PIXELS if marks else 0
     return figure.update_layout(margin={"t": figure.layout.margin.t + room})
 
 
-def shade_beyond(figure: go.Figure, condition: Condition, text: str, drawn_scale: float = 1.0) -> go.Figure:
-    """The figure with what is beyond the condition's threshold shaded, and `text` in it.
+def shade_beyond(figure: go.Figure, condition: Condition, drawn_scale: float = 1.0) -> go.Figure:
+    """The figure with what is beyond the condition's threshold shaded.
 
     drawn_scale: that of the figure's metric.
-    Where the curve stays further away than its own height there is no band: it would flatten the curve.
+    Where the curve stays further away than its own height there is no band: it would flatten the curve. On a scale
+    that is the same for every run it goes to the scale's end.
     """
     shown = [float(value) for trace in figure.data for value in trace.y or () if value is not None]
     logarithmic = figure.layout.yaxis.type == "log"
@@ -157,7 +159,7 @@ def shade_beyond(figure: go.Figure, condition: Condition, text: str, drawn_scale
     if not shown:
         return figure
     side, bound = condition.comparison, drawn_scale * condition.threshold
-    low, high = min(shown), max(shown)
+    low, high = _ends_of(figure, shown)
     height = max(high - low, drawn_scale * SMALLEST_SPAN)
     if not (low - height <= bound if side == "<" else bound <= high + height) or (logarithmic and bound <= 0):
         return figure
@@ -175,13 +177,15 @@ def shade_beyond(figure: go.Figure, condition: Condition, text: str, drawn_scale
         fillcolor=translucent(WARNING, 0.1),
         line={"width": 0},
         layer="below",
-        label={
-            "text": text,
-            "textposition": "bottom left" if side == "<" else "top left",
-            "font": {"size": 10},
-        },
     )
     return figure
+
+
+def _ends_of(figure: go.Figure, shown: Sequence[float]) -> tuple[float, float]:
+    """Both ends of the scale where it is fixed, else of what is shown."""
+    fixed = figure.layout.yaxis.autorangeoptions.include
+    ends = [*shown, *(fixed if figure.layout.yaxis.autorangeoptions.clipmax is not None and fixed else ())]
+    return min(ends), max(ends)
 
 
 def mark_steps(figure: go.Figure, marks: Sequence[tuple[int, str]]) -> go.Figure:
@@ -376,6 +380,12 @@ def _least_span(shown: Sequence[float], description: Description) -> list[float]
         return None
     start = -span / 20 if lowest == 0 else (lowest + highest - span) / 2
     return [start, start + span]
+
+
+def _fixed_ends(metric: str, shown: Sequence[float]) -> list[float] | None:
+    """The ends of a scale that is the same for every run, by which two are compared at a glance."""
+    ends = _FIXED_SCALES.get(metric)
+    return [min(ends[0], *shown), max(ends[1], *shown)] if ends else None
 
 
 def _is_flat(lines: Sequence[NamedCurve]) -> bool:

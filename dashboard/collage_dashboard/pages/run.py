@@ -1,5 +1,4 @@
-"""One run: first a sentence with its numbers and the curves, then the worst layers, and all other measurements
-behind tabs.
+"""One run: a sentence with its numbers, and below its tabs the curves and the heatmap, or other measurements.
 
 It fetches and answers callbacks; content is `run_content.py`'s, `run_curves.py`'s, `run_layers.py`'s and
 `run_about.py`'s. Alerts and the agent's farewell link to it, so its address is fixed in `view.py`.
@@ -22,8 +21,8 @@ from dash import ALL, MATCH, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
+    curve_keys,
     embed_note,
-    limits_note,
     notice,
     page,
     refresh_marker,
@@ -54,16 +53,16 @@ from collage_dashboard.pages.run_about import register_writing
 from collage_dashboard.pages.run_content import (
     TABS,
     draw,
+    first_curves,
     head,
     panel,
     summary,
-    worst_layers,
 )
-from collage_dashboard.pages.run_curves import WHOLE_MODEL, curve_controls, curves_card
+from collage_dashboard.pages.run_curves import MARK_KEYS, WHOLE_MODEL, curve_controls
 from collage_dashboard.pages.run_layers import (
     DEFAULT_METRIC,
     layer_stores,
-    map_controls,
+    map_control,
     map_style,
     register_layers,
     run_of,
@@ -119,8 +118,6 @@ def layout(view: View, reader: Reader) -> html.Div:
         ],
         id="run-tab",
         value=view.tab,
-        mt="lg",
-        mb=14,
     )
     frame = page(
         [
@@ -132,18 +129,6 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Store(id="run-framed", data=_framed(view)),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
             refresh_marker("run-pace", refresh_milliseconds([row] if row else [], 0.0)),
-            html.Div(
-                [
-                    dcc.Link("Runs", href="/"),
-                    " / ",
-                    run.project,
-                    " · ",
-                    dcc.Link("Incidents", href=_incidents(run_id)),
-                    " · ",
-                    report_link([run_id]),
-                ],
-                className="crumbs",
-            ),
             html.Div(head(run), id="run-head"),
             html.Div(id="run-alert"),
             html.Div(
@@ -151,15 +136,22 @@ def layout(view: View, reader: Reader) -> html.Div:
                 id="run-summary",
                 className="numbers-place",
             ),
-            curves_card(curve_controls(view, list(dict.fromkeys(layer.name for layer in layers))), story),
-            *part("run-change", change, asked_of(view, revision, CHANGED_BY)),
-            html.Div(worst_layers(run, row.overview) if row and row.overview else None, id="run-worst"),
-            tabs,
-            html.Div(map_controls(view, run), id="run-map-controls", className="controls", style=map_style(view)),
+            html.Div(
+                [tabs, curve_controls(view, list(dict.fromkeys(layer.name for layer in layers)))],
+                className="tabs-line",
+            ),
+            html.Div(
+                first_curves(view), id="run-stack", className="three", **curve_keys("Curves of the run", MARK_KEYS)
+            ),
+            html.Div(map_control(view, run), id="run-map-controls", style=map_style(view)),
             html.Div([html.Div(panel(view, run), id="run-panel"), *part("run-layer-place")], className="beside"),
+            *part("run-change", change, asked_of(view, revision, CHANGED_BY)),
+            html.Div(marks_in_words(story.marks), id="run-marks"),
+            html.Div(
+                [dcc.Link("Incidents", href=_incidents(run_id)), " · ", report_link([run_id])], className="crumbs"
+            ),
             pandas_note(reader, frame_of([run_id])),
             embed_note("".join(write_address(view)), _PARTS),
-            limits_note(),
         ],
         run.name,
     )
@@ -216,7 +208,6 @@ def register(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
         Output("run-head", "children"),
         Output("run-summary", "children"),
-        Output("run-worst", "children"),
         Input("run-judged", "data"),
         State("run-shown", "data"),
         prevent_initial_call=True,
@@ -230,7 +221,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
             run, overview = reader.ask_together(
                 lambda client: client.run(run_id), lambda client: client.overview(run_id)
             )
-        return head(run), summary(run, overview), worst_layers(run, overview)
+        return head(run), summary(run, overview)
 
 
 def _register_places(app: dash.Dash, reader: Reader) -> None:
@@ -271,6 +262,7 @@ def _picked(before: View, first: int | None, last: int | None = None) -> View:
 
 def _register_frame(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
+        Output("run-stack", "children"),
         Output("run-panel", "children"),
         Output("run-framed", "data"),
         Output("run-map-controls", "style"),
@@ -284,12 +276,13 @@ def _register_frame(app: dash.Dash, reader: Reader) -> None:
         """The frame of a tab; while the server is away, by what the page knew of the run when it was opened."""
         view = view_of(shown)
         wanted, children = _framed(view), no_update
+        curves = no_update if wanted[0] == known[0] else first_curves(view)
         if wanted != known:
             try:
                 children = panel(view, reader.ask(lambda client: client.run(view.runs[0])))
             except CollageError:
                 children = panel(view, run_of(record))
-        return children, wanted, map_style(view), shown_style(view)
+        return curves, children, wanted, map_style(view), shown_style(view)
 
 
 def _framed(view: View) -> list[str]:

@@ -14,12 +14,10 @@ import plotly.graph_objects as go
 from dash import dcc, html
 
 from collage_dashboard.components import (
-    Entry,
     badge,
     chart_card,
     chart_note,
     moment,
-    number_card,
     over_steps,
     state_badge,
     verdict_line,
@@ -30,25 +28,23 @@ from collage_dashboard.descriptions import (
     describe,
     interval,
     number,
-    share_text,
     state_key,
     value_text,
 )
 from collage_dashboard.figures import class_shares, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
-from collage_dashboard.figures.heatmap import block_of
+from collage_dashboard.figures.heatmap import SMALLEST_HEIGHT, block_of
 from collage_dashboard.figures.histogram import PREDICTS
-from collage_dashboard.figures.style import empty_figure, with_subtitle
+from collage_dashboard.figures.style import INK, empty_figure, with_subtitle
 from collage_dashboard.number_downloads import numbers_address
 from collage_dashboard.pages.before_after import picked_marks
 from collage_dashboard.pages.run_about import about
-from collage_dashboard.pages.run_curves import draw_curve, draw_stack, series_between, stacked_metrics
+from collage_dashboard.pages.run_curves import FIRST, FIRST_PIXELS, draw_curve, series_between
 from collage_dashboard.pages.run_layers import DEFAULT_METRIC, layer_table
 from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.server_reader import Reader
-from collage_dashboard.tables import table, table_card
-from collage_dashboard.view import Tab, View, run_address, write_address
+from collage_dashboard.view import Tab, View, write_address
 from collage_dashboard.zoom import Steps, steps_within, with_zoom
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
@@ -58,78 +54,78 @@ __all__ = [
     "SERIES",
     "TABS",
     "draw",
+    "first_curves",
     "head",
     "panel",
     "summary",
-    "worst_layers",
 ]
 
 
 def head(run: wire.Run) -> html.Div:
     """Name, state, and the agent's observations."""
-    badges: list[Any] = [state_badge(run.state)]
     watch = run.watch
+    told: list[Any] = [state_badge(run.state)]
     if watch is not None:
         facts = (strategy_title(watch.shown_strategy), watch.dtype, watch.optimizer)
-        badges += [badge(fact, variant="outline") for fact in facts]
+        told += [html.Span(fact, className="quiet") for fact in facts]
         if watch.strategy and watch.observed_strategy not in {"unknown", watch.strategy}:
-            badges.append(badge(f"observed: {strategy_title(watch.observed_strategy)}", "orange"))
-    step = dmc.Text(
-        "no step yet" if run.last_step is None else f"step {count(run.last_step)}", className="quiet", size="sm"
-    )
-    updated = dmc.Text(["updated ", moment(run.updated_at)], className="quiet", size="sm")
+            told.append(badge(f"observed: {strategy_title(watch.observed_strategy)}", "orange"))
+    step = "no step yet" if run.last_step is None else f"step {count(run.last_step)}"
     return html.Div(
         [
-            html.Span(dmc.Title(run.name, order=1, size="h2"), title=run.name, className="name"),
-            *badges,
+            html.Span(dmc.Title(run.name, order=1, size="h3"), title=run.name, className="name"),
+            *told,
             html.Div(className="spring"),
-            step,
-            updated,
+            dmc.Text(step, className="quiet", size="sm"),
+            dmc.Text(["updated ", moment(run.updated_at)], className="quiet", size="sm"),
         ],
-        className="toolbar",
+        className="toolbar run-head",
     )
 
 
 def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
-    """The problem, where and since when, and the quoted numbers."""
+    """The problem, where and since when, what to do, and those of four numbers that the sentence does not say."""
     validated = "validation_loss" in run.scalars
     loss = run.scalars.get("validation_loss" if validated else "loss")
-    over = over_steps(overview)
-    keys = ("edq_ratio", "lost_update_ratio", state_key(overview.numbers))
-    cards = [
-        number_card(
-            key,
-            [Entry(value_text(key, overview.numbers.get(key)), bounds)],
-            note=f"{over}{', 95 % interval' if bounds else ''}\n{_now(key, run, overview)}",
-        )
-        for key in keys
-        for bounds in [interval(key, overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high"))]
-    ]
-    cards.append(
-        number_card(
-            "validation_loss" if validated else "loss",
-            [
-                Entry(
-                    number(loss.value) if loss else number(None), f"at step {loss.step:,}" if loss else "not logged"
-                )
-            ],
-        )
+    measured = overview.numbers
+    keys = [key for key in ("edq_ratio", "lost_update_ratio", state_key(measured)) if measured.get(key) is not None]
+    bounds = {key: _bounds(key, overview) for key in keys}
+    numbers = [_number(key, value_text(key, measured[key]), bounds[key], _now(key, overview)) for key in keys]
+    if loss:
+        key = "validation_loss" if validated else "loss"
+        numbers.append(_number(key, number(loss.value), f"at step {loss.step:,}"))
+    over = f"{over_steps(overview)}{', 95 % interval' if any(bounds.values()) else ''}"
+    why = html.Details(
+        [html.Summary("Why"), html.P(overview.text, className="menu-card reasons")], className="menu"
     )
-    return html.Div([_answer(run, overview), html.Div(cards, className="four")])
-
-
-def _now(key: str, run: wire.Run, overview: wire.Overview) -> str:
-    now = overview.now.get(key)
-    if now is not None:
-        return f"now {value_text(key, now)}"
-    return f"newest step {value_text(key, run.latest.get(key))}"
-
-
-def _answer(run: wire.Run, overview: wire.Overview) -> html.Div:
-    """One short sentence with advice, and both in full on request."""
-    folded = html.Details([html.Summary("Why"), html.P(overview.text, className="reasons")], className="folded")
     said = verdict_line(overview.health, overview.headline)
-    return html.Div([said, *_to_try(run, overview), folded], className="answer")
+    return html.Div(
+        [
+            html.Div([said, html.Div([*_to_try(run, overview), why], className="actions")], className="answer"),
+            html.Div([*numbers, html.Div(over, className="quiet")], className="numbers-line"),
+        ]
+    )
+
+
+def _number(key: str, value: str, beside: str, now: str = "") -> html.Div:
+    """A number in one line: its name, its value with what qualifies it, and where it is now."""
+    description, named = describe(key), dict[str, Any]({"data-metric": key})
+    shown = html.Div([html.B(value), html.Span(f" {beside}", className="quiet")] if beside else html.B(value))
+    title = html.Div(description.title, title=description.help, className="quiet")
+    return html.Div([title, shown, *([html.Div(now)] if now else [])], className="number", **named)
+
+
+def _bounds(key: str, overview: wire.Overview) -> str:
+    """The interval of a mean; not of one that moves, or of a single step, which it would make look exact."""
+    if overview.now.get(key) is not None or overview.measured_steps < 2:
+        return ""
+    return interval(key, overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high"))
+
+
+def _now(key: str, overview: wire.Overview) -> str:
+    """The newest steps' value where the number moves, unless the sentence has it."""
+    told = value_text(key, overview.now.get(key))
+    return "" if overview.now.get(key) is None or told in overview.headline else f"now {told}"
 
 
 def _to_try(run: wire.Run, overview: wire.Overview) -> list[Any]:
@@ -146,29 +142,13 @@ def _to_try(run: wire.Run, overview: wire.Overview) -> list[Any]:
     tried = write_address(View(project=run.project, by="strategy"))
     how.append(dcc.Link("Strategies that this project has tried", href="".join(tried)))
     summary = html.Summary(f"Try {' or '.join(map(strategy_title, named[:2]))}: how")
-    return [html.Details([summary, *how], className="folded try")]
-
-
-def worst_layers(run: wire.Run, overview: wire.Overview) -> Any:
-    """The layers that lose the most energy, each a way to its curves."""
-    if not overview.worst:
-        return None
-    rows = [
-        (
-            dcc.Link(entry.layer, href=run_address(run.run_id, entry.layer)),
-            share_text(entry.share),
-            value_text("edq_ratio", entry.edq_ratio),
-            value_text("lost_update_ratio", entry.lost_update_ratio),
-        )
-        for entry in overview.worst
-    ]
-    title = "Layers that lose the most"
-    heads = (title, "of the lost energy Σu² − Σue", "EDQ", "Updates lost")
-    return table_card(table(heads, rows), title, note=over_steps(overview).capitalize(), mt=14)
+    return [html.Details([summary, html.Div(how, className="menu-card")], className="menu try")]
 
 
 TABS: Final[dict[Tab, str]] = {
-    "layers": "Layers",
+    "layers": "Overview",
+    "table": "Layers",
+    "histogram": "Histogram",
     "curves": "Curves",
     "norms": "Norms",
     "states": "States",
@@ -205,15 +185,24 @@ def panel(view: View, run: wire.Run) -> Any:
     """The content of the view's tab."""
     if view.tab == "about":
         return about(run)
+    strategy = _strategy(run)
     if view.tab == "layers":
-        return html.Div(_layers(view, run), className="charts")
+        metric = view.metric or DEFAULT_METRIC
+        title = f"{describe(metric).title} by layer"
+        return _card("heatmap", metric, title=title, height=SMALLEST_HEIGHT, wide=True)
+    if view.tab == "table":
+        return layer_table(run)
+    if view.tab == "histogram":
+        title = "Update size against the grid"
+        return html.Div(_card("histogram", "predicted_plain_lost_ratio", title=title, note=PREDICTS, wide=True))
     if view.tab == "classes":
         title = "What became of each element"
         return html.Div(_card("classes", "lost", title=title, note=_ABOUT_CLASSES, wide=True))
     keys = SERIES.get(view.tab) or tuple(sorted(filter(_is_kept_beside, run.latest), key=_states_first))
     if not keys:
         return html.P("The optimizer's states were not measured.", className="crumbs")
-    cards = [_card("series", key, strategy=_strategy(run)) for key in keys]
+    beside = run.beside if view.tab == "curves" else ()
+    cards = [_card("series", key, strategy=strategy) for key in (*keys, *beside)]
     return html.Div(cards, className="charts pairs" if view.tab == "curves" else "charts")
 
 
@@ -232,31 +221,27 @@ def _states_first(key: str) -> tuple[bool, str]:
     return split_key(key)[0] != STATE, key
 
 
-def _layers(view: View, run: wire.Run) -> list[Any]:
-    metric = view.metric or DEFAULT_METRIC
-    strategy = _strategy(run)
-    hint = "Click a cell, or pick one with the arrow keys and Enter, to see its layer at that step beside it."
-    drawn = _card("heatmap", metric, title=f"{describe(metric).title} by layer", strategy=strategy, note=hint)
-    return [
-        html.Div([drawn, layer_table(run)], className="wide map-and-table"),
-        _card("series", metric, strategy=strategy),
-        _card(
-            "histogram",
-            "predicted_plain_lost_ratio",
-            title="Update size against the grid",
-            note=PREDICTS,
-        ),
-    ]
+def first_curves(view: View) -> list[Any]:
+    """Loss, EDQ and updates lost, on the scales that they have in every run; above the heatmap alone."""
+    return [_card("first", key, height=FIRST_PIXELS) for key in FIRST] if view.tab == "layers" else []
 
 
 def _card(
-    kind: str, metric: str, *, strategy: str | None = None, title: str = "", note: str = "", wide: bool = False
+    kind: str,
+    metric: str,
+    *,
+    strategy: str | None = None,
+    title: str = "",
+    note: str = "",
+    wide: bool = False,
+    height: int = 300,
 ) -> html.Div:
-    notes = " ".join(filter(None, (note, chart_note(metric, [strategy]) if kind != "heatmap" else "")))
+    notes = " ".join(filter(None, (note, chart_note(metric, [strategy]) if kind == "series" else "")))
     chart = {"kind": kind, "metric": metric}
+    figure = {"type": "run-figure", **chart}
     return html.Div(
         [
-            chart_card(metric, {"type": "run-figure", **chart}, title=title, note=notes, is_map=kind == "heatmap"),
+            chart_card(metric, figure, title=title, note=notes, height=height, is_map=kind == "heatmap"),
             dcc.Store(id={"type": "run-answer", **chart}),
             dcc.Store(id={"type": "run-digest", **chart}),
         ],
@@ -278,13 +263,16 @@ def draw(
     Raises:
         CollageError: the server does not answer, or refuses the token.
     """
-    story = msgspec.structs.replace(story, marks=[*story.marks, *picked_marks(view)])
+    known = {step for step, _ in story.marks}
+    unsaid = kind == "first" and story.since is not None and story.since not in known
+    began = [(story.since, "it began")] if unsaid and story.since is not None else []
+    story = msgspec.structs.replace(story, marks=[*story.marks, *began, *picked_marks(view)])
     try:
         if kind == "histogram":
             return _histogram(view, reader, story.since)
         steps = steps_within(view, reader)
         drawn = _DRAWERS[kind](metric, view, reader, steps, story)
-        shown = {"stack": stacked_metrics(story.beside), "classes": tuple(CLASSES)}.get(kind, (metric,))
+        shown = tuple(CLASSES) if kind == "classes" else (metric,)
         numbers = numbers_address(view, shown, steps, by_layer=kind == "heatmap")
         return with_zoom(drawn, view, zoom_count).update_layout(meta={"numbers": numbers})
     except NotAuthorised:
@@ -300,7 +288,17 @@ def _series(metric: str, view: View, reader: Reader, steps: Steps, story: Story)
     return drawn if describe(metric).scalar else with_subtitle(drawn, name)
 
 
-def _heatmap(metric: str, view: View, reader: Reader, steps: Steps, _story: Story) -> go.Figure:
+def _first(metric: str, view: View, reader: Reader, steps: Steps, story: Story) -> go.Figure:
+    """A curve of the first screen: its card says what it is, so that its axes need not."""
+    answer = _read_series(metric, view, reader, steps)
+    name = view.layer or "whole model"
+    drawn = draw_curve(metric, name, answer, view, story, is_first=True)
+    drawn.update_layout(margin={"l": 40, "r": 8, "b": 24})
+    drawn.update_yaxes(title=None, nticks=5).update_xaxes(title=None, nticks=6)
+    return with_subtitle(drawn, name) if view.layer and not describe(metric).scalar else drawn
+
+
+def _heatmap(metric: str, view: View, reader: Reader, steps: Steps, story: Story) -> go.Figure:
     run_id = view.runs[0]
     as_in_table = view.order == "worst" and metric in _OF_THE_LOSS
     answer, *known = reader.ask_together(
@@ -316,7 +314,10 @@ def _heatmap(metric: str, view: View, reader: Reader, steps: Steps, _story: Stor
         groups = {name: block_of(name) for name in answer.layers}
     elif view.rows == "type":
         groups = {layer.name: layer.module_type for layer in known[0]}
-    return heatmap(answer, selected=view.layer, groups=groups)
+    drawn = heatmap(answer, selected=view.layer, groups=groups)
+    if drawn.data and story.since is not None and view.axis == "step":
+        drawn.add_vline(x=story.since, line={"color": INK, "width": 1, "dash": "dashdot"})
+    return drawn
 
 
 def _ordered(answer: wire.Heatmap, first: Sequence[str]) -> wire.Heatmap:
@@ -362,5 +363,5 @@ def _read_series(metric: str, view: View, reader: Reader, steps: Steps) -> wire.
 
 _OF_THE_LOSS: Final = frozenset({"edq_ratio", "lost_update_ratio"})
 """Metrics whose worst layers are those that lose the most; of others, those that are worst by the metric."""
-_DRAWERS: Final = {"stack": draw_stack, "series": _series, "heatmap": _heatmap, "classes": _classes}
+_DRAWERS: Final = {"first": _first, "series": _series, "heatmap": _heatmap, "classes": _classes}
 """How charts are drawn, by their kind; a histogram has no axis of steps."""

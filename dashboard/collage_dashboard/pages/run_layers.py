@@ -11,7 +11,7 @@ import dash_mantine_components as dmc
 import numpy as np
 from dash import ALL, MATCH, Input, Output, State, dcc, html
 
-from collage_dashboard.components import card, help_text, labelled, segments, select
+from collage_dashboard.components import card, help_text, select
 from collage_dashboard.descriptions import (
     count,
     describe,
@@ -39,13 +39,13 @@ __all__ = [
     "layer_rows",
     "layer_stores",
     "layer_table",
-    "map_controls",
+    "map_control",
     "map_style",
     "register_layers",
     "run_of",
 ]
 
-DEFAULT_METRIC: Final = "edq_ratio"
+DEFAULT_METRIC: Final = "lost_update_ratio"
 
 _SHOWN: Final = (
     "edq_ratio",
@@ -163,19 +163,14 @@ def layer_metrics(run: wire.Run) -> list[str]:
     return known or [DEFAULT_METRIC]
 
 
-def map_controls(view: View, run: wire.Run) -> list[Any]:
-    """The heatmap's metric, and the order and groups of its layers."""
+def map_control(view: View, run: wire.Run) -> Any:
+    """The heatmap's metric, which is its title."""
     offered, chosen = metric_choices(layer_metrics(run)), view.metric or DEFAULT_METRIC
-    metric = select("run-metric", "Heatmap of", offered, chosen, searchable=True, allowDeselect=False, w=260)
-    return [
-        labelled("Heatmap of", metric),
-        segments("run-order", "Layers", {"depth": "By depth", "worst": "Worst first"}, view.order),
-        segments("run-rows", "Grouped", {"all": "No", "block": "By block", "type": "By module type"}, view.rows),
-    ]
+    return select("run-metric", "Heatmap of", offered, chosen, searchable=True, allowDeselect=False, w=220)
 
 
 def map_style(view: View) -> dict[str, str]:
-    """The heatmap's controls stand where the heatmap does."""
+    """The choice of its metric stands where the heatmap does."""
     return {} if view.tab == "layers" else {"display": "none"}
 
 
@@ -331,7 +326,7 @@ def register_layers(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate
         most = f" The {_MOST_ROWS:,} that lose the most." if len(rows) == _MOST_ROWS else ""
         over = "Over the whole run" if judged["first"] is None else f"From step {judged['first']:,} on"
-        return rows, f"{over}.{most} A click, or Enter, shows a layer's card and curves.", found
+        return rows, f"{over}.{most}", found
 
     clientside(app, "flow.keepKinds", Input("run-kinds", "data"), prevent_initial_call=False)
     clientside(app, "view.chooseLayer", Input({"type": "run-layers", "index": ALL}, "cellClicked"))

@@ -112,11 +112,8 @@ def mark_curve(figure: go.Figure, metric: str, answer: wire.Series, story: Story
     """
     if not figure.data:
         return figure
-    alert, conditions = _alert_on(metric, story.strategy) if answer.layer is None else ("", [])
-    for condition in conditions:
-        figure = shade_beyond(
-            figure, condition, f"{alert}: {_beyond(condition, metric)}", describe(metric).drawn_scale
-        )
+    for condition in _judged_by(metric, story.strategy) if answer.layer is None else ():
+        figure = shade_beyond(figure, condition, describe(metric).drawn_scale)
     places = dict(place_marks(story.marks, answer))
     if metric != "edq_ratio" or answer.layer is not None:
         for place, told in _onset_of(metric, answer, story.since):
@@ -124,8 +121,8 @@ def mark_curve(figure: go.Figure, metric: str, answer: wire.Series, story: Story
     return mark_events(figure, list(places.items()))
 
 
-def _alert_on(metric: str, strategy: str | None) -> tuple[str, list[Condition]]:
-    """The alert that holds a run's metric against a threshold, and where on its curve that begins."""
+def _judged_by(metric: str, strategy: str | None) -> list[Condition]:
+    """Where the alert begins that holds a run's metric against a threshold."""
     name, label = split_key(metric)
     labels = {"strategy": strategy or "", "state": label or "", "window": label or ""}
     for alert in ALERTS.values():
@@ -137,15 +134,8 @@ def _alert_on(metric: str, strategy: str | None) -> tuple[str, list[Condition]]:
             and condition.matches(labels.items())
         ]
         if found:
-            return alert.name, found
-    return "", []
-
-
-def _beyond(condition: Condition, metric: str) -> str:
-    """'below 0.9', 'above 50.0 %'."""
-    share = describe(metric).unit == "share"
-    bound = value_text(metric, condition.threshold) if share else f"{condition.threshold:g}"
-    return f"{'below' if condition.comparison == '<' else 'above'} {bound}"
+            return found
+    return []
 
 
 def _onset_of(metric: str, answer: wire.Series, since: int | None) -> list[tuple[float, str]]:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from collage_dashboard.figures import NamedCurve, curves, heatmap, stack
+from collage_dashboard.figures import NamedCurve, curves, heatmap
 from collage_dashboard.figures.growth import newest_part
 
 from tests.dashboard.figures.answers import heatmap_answer, series
@@ -37,8 +37,8 @@ def put(figure, part):
 
 @pytest.mark.parametrize(
     "make",
-    [drawn, banded, lambda points: banded(points, {3, 17, 18}), lambda points: stacked(points)],
-    ids=["curve", "interval", "interval with gaps", "stack"],
+    [drawn, banded, lambda points: banded(points, {3, 17, 18}), lambda points: two(points)],
+    ids=["curve", "interval", "interval with gaps", "two curves"],
 )
 @pytest.mark.parametrize(("before", "after"), [(40, 41), (40, 47), (41, 60)])
 def test_the_newest_points_put_in_their_place_give_the_new_figure(make, before, after):
@@ -52,8 +52,10 @@ def test_the_newest_points_put_in_their_place_give_the_new_figure(make, before, 
     assert len(json.dumps(part)) < 0.2 * len(make(after).to_json()) or after - before > 10
 
 
-def stacked(points):
-    return stack({"edq_ratio": banded(points), "loss": drawn(points)}, "step")
+def two(points):
+    own = series(VALUES[:points], low=[0.5] * points, high=[1.0] * points)
+    lines = [NamedCurve("a run", "#0072B2", own), NamedCurve("another", "#D55E00", series(VALUES[:points]))]
+    return curves("edq_ratio", lines)
 
 
 def test_a_point_that_has_changed_brings_the_whole_figure():
@@ -68,7 +70,7 @@ def test_fewer_points_other_curves_and_another_scale_bring_the_whole_figure():
     _, told = newest_part(banded(40), None)
     assert newest_part(banded(30), told)[0] is None
     assert newest_part(drawn(41), told)[0] is None
-    assert newest_part(stacked(41), told)[0] is None
+    assert newest_part(two(41), told)[0] is None
     assert newest_part(heatmap(heatmap_answer([[1.0, 0.9]])), None)[0] is None
 
 

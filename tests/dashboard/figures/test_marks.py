@@ -6,7 +6,6 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 from collage_dashboard.figures.series import shade_beyond
-from collage_dashboard.figures.stack import stack_height
 from collage_dashboard.pages.run_content import draw
 from collage_dashboard.pages.run_marks import Story
 from collage_dashboard.view import View
@@ -14,7 +13,7 @@ from collage_dashboard.view import View
 from collage_monitor.alerts import ALERTS
 from tests.dashboard.generated import GeneratedRun
 
-STACKED = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
+METRICS = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
 JUMPED_AT = 800
 
 
@@ -33,42 +32,42 @@ class Jumping(GeneratedRun):
         return super().scalars(step) | {"loss": float(2.5 + 0.03 * np.sin(step * 1.7))}
 
 
-def axis_of(metric):
-    """The name of a metric's y axis in the stack."""
-    place = STACKED.index(metric)
-    return f"y{place + 1}" if place else "y"
-
-
 def drawn(reader, run_id, strategy, **view):
-    return draw("stack", "stack", View(page="run", runs=(run_id,), **view), reader, Story(strategy=strategy))
+    """By metric its curve as the first screen draws it."""
+    shown = View(page="run", runs=(run_id,), **view)
+    return {metric: draw("first", metric, shown, reader, Story(strategy=strategy)) for metric in METRICS}
 
 
-def bands(figure, metric):
-    """(from, to, words) of what is shaded in a curve."""
-    return [
-        (shape.y0, shape.y1, shape.label.text)
-        for shape in figure.layout.shapes
-        if shape.type == "rect" and shape.yref == axis_of(metric)
-    ]
+def bands(figures, metric):
+    """(from, to) of what is shaded in a curve."""
+    return [(shape.y0, shape.y1) for shape in figures[metric].layout.shapes if shape.type == "rect"]
 
 
-def onsets(figure, metric):
-    """The steps at which one curve alone is marked."""
-    return [shape.x0 for shape in figure.layout.shapes if shape.yref == f"{axis_of(metric)} domain"]
+def onsets(figures, metric):
+    """The steps at which a curve is marked."""
+    return [shape.x0 for shape in figures[metric].layout.shapes if shape.yref == "y domain"]
 
 
-def test_an_alerts_threshold_is_a_band_in_the_curves_that_come_near_it(reader):
-    figure = drawn(reader, "run-plain", "plain")
-    [(low, high, words)] = bands(figure, "edq_ratio")
-    assert low < high == 0.9
-    assert words == "CollageEdqLow: below 0.9"
-    [(low, high, words)] = bands(figure, "lost_update_ratio")
-    assert low == 25 < high
-    assert words == "CollageUpdatesLost: above 25.0 %"
-    assert not bands(figure, "loss")
-    figure = drawn(reader, "run-plus", "plus")
-    assert not bands(figure, "edq_ratio"), "far from it, the band would flatten the curve"
-    assert not bands(figure, "lost_update_ratio")
+@pytest.mark.parametrize(("run_id", "strategy"), [("run-plain", "plain"), ("run-plus", "plus")])
+def test_an_alerts_threshold_is_a_band_to_the_end_of_the_fixed_scale_without_words_over_the_curve(
+    reader, run_id, strategy
+):
+    figures = drawn(reader, run_id, strategy)
+    assert bands(figures, "edq_ratio") == [(0, 0.9)]
+    assert bands(figures, "lost_update_ratio") == [(25, 100)]
+    assert not bands(figures, "loss")
+    assert not any(shape.label.text for figure in figures.values() for shape in figure.layout.shapes)
+
+
+def test_a_tabs_curve_has_its_band_where_it_comes_near_it(reader):
+    def band(run_id, strategy):
+        view = View(page="run", runs=(run_id,), tab="curves")
+        figure = draw("series", "edq_ratio", view, reader, Story(strategy=strategy))
+        return [(shape.y0, shape.y1) for shape in figure.layout.shapes if shape.type == "rect"]
+
+    [(low, high)] = band("run-plain", "plain")
+    assert 0.7 < low < high == 0.9
+    assert not band("run-plus", "plus"), "far from it, the band would flatten the curve"
 
 
 def test_a_curve_that_no_alert_judges_has_no_band(reader):
@@ -78,8 +77,8 @@ def test_a_curve_that_no_alert_judges_has_no_band(reader):
 
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_a_band_stands_on_either_scale(reader, scale):
-    [(low, high, _)] = bands(drawn(reader, "run-plain", "plain", scale=scale), "edq_ratio")
-    assert 0 < low < high == 0.9
+    [(low, high)] = bands(drawn(reader, "run-plain", "plain", scale=scale), "edq_ratio")
+    assert 0 <= low < high == 0.9
 
 
 def test_an_onset_is_marked_in_the_curve_that_has_it_and_found_while_the_run_lives(server, reader):
@@ -88,12 +87,11 @@ def test_an_onset_is_marked_in_the_curve_that_has_it_and_found_while_the_run_liv
     server.runs[run.run_id] = run
     assert onsets(drawn(reader, run.run_id, "plus"), "lost_update_ratio") == []
     run.steps = 2 * JUMPED_AT
-    figure = drawn(reader, run.run_id, "plus")
-    assert onsets(figure, "lost_update_ratio") == [JUMPED_AT]
-    assert onsets(figure, "loss") == onsets(figure, "learning_rate") == []
-    [handle] = [note for note in figure.layout.annotations if note.text == "▾"]
+    figures = drawn(reader, run.run_id, "plus")
+    assert onsets(figures, "lost_update_ratio") == [JUMPED_AT]
+    assert onsets(figures, "loss") == onsets(figures, "learning_rate") == []
+    [handle] = [note for note in figures["lost_update_ratio"].layout.annotations if note.text == "▾"]
     assert handle.hovertext.startswith("Updates lost changed at step 800: 0 % before, 50.0 % after")
-    assert 0 < handle.y < 1, "above its own curve"
 
 
 def test_a_tabs_curves_are_marked_alike(server, reader):
@@ -104,12 +102,21 @@ def test_a_tabs_curves_are_marked_alike(server, reader):
     assert [shape.y0 for shape in figure.layout.shapes if shape.type == "rect"] == [25]
 
 
-def test_each_curve_has_its_110_pixels_whatever_is_marked(reader):
+def test_each_curve_of_the_first_screen_has_160_pixels_whatever_is_marked(reader):
     view = View(page="run", runs=("run-plain",))
     for marks in ((), ((100, "attempt 2"),)):
-        layout = draw("stack", "stack", view, reader, Story(marks=marks)).layout
-        assert layout.height == stack_height(len(STACKED))
-        assert layout.height - layout.margin.t - layout.margin.b == 110 * len(STACKED)
+        for metric in METRICS[:3]:
+            layout = draw("first", metric, view, reader, Story(marks=marks)).layout
+            assert layout.height - layout.margin.t - layout.margin.b >= 155
+
+
+def test_where_it_began_is_marked_in_every_curve_and_in_the_heatmap(reader):
+    view = View(page="run", runs=("run-plain",))
+    for kind, metric in (("first", "loss"), ("first", "edq_ratio"), ("heatmap", "lost_update_ratio")):
+        for marks in ((), ((50, "note by ada"),)):
+            figure = draw(kind, metric, view, reader, Story(since=50, marks=marks))
+            places = [shape.x0 for shape in figure.layout.shapes if shape.type == "line" and shape.x0 == shape.x1]
+            assert places == [50]
 
 
 @pytest.mark.parametrize(
@@ -120,4 +127,4 @@ def test_a_curve_without_a_point_to_draw_has_no_band(values, logarithmic):
     figure = go.Figure(go.Scatter(x=list(range(len(values))), y=values))
     figure.update_layout(yaxis={"type": "log" if logarithmic else "linear"})
     condition = next(entry for entry in ALERTS["CollageEdqLow"].conditions)
-    assert not shade_beyond(figure, condition, "words").layout.shapes
+    assert not shade_beyond(figure, condition).layout.shapes

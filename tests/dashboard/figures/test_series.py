@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from collage_dashboard.figures import NamedCurve, curves, stack
+from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.series import SMALLEST_SPAN, mark_steps, smooth
 
 from tests.dashboard.figures.answers import series
@@ -125,6 +125,18 @@ def test_a_curve_that_never_changes_stands_on_an_axis_of_its_own_size():
     assert ends("loss", [0.0]) == (None, None)
 
 
+def test_a_fixed_scale_is_the_same_for_every_run_unless_a_value_lies_beyond_it():
+    def ends(metric, values):
+        lines = [NamedCurve("run", RED, series(values, metric))]
+        found = curves(metric, lines, is_fixed=True).layout.yaxis.autorangeoptions
+        return found.clipmin, found.clipmax
+
+    assert ends("edq_ratio", [0.99, 1.0]) == ends("edq_ratio", [0.16, 1.0]) == (0.0, 1.1)
+    assert ends("edq_ratio", [-0.5, 1.0]) == (-0.5, 1.1)
+    assert ends("lost_update_ratio", [0.0]) == ends("lost_update_ratio", [0.0, 0.88]) == (0.0, 100.0)
+    assert ends("loss", [2.0, 3.0]) == (None, None)
+
+
 def test_the_ideal_is_a_dotted_line_where_there_is_one():
     assert curves("edq_ratio", [NamedCurve("run", RED, series([0.9]))]).layout.shapes[0].y0 == 1.0
     assert not curves("grad_norm", [NamedCurve("run", RED, series([0.9], "grad_norm"))]).layout.shapes
@@ -180,8 +192,7 @@ def test_marked_steps_are_named_above_the_curve_once_a_step():
 
 @pytest.mark.parametrize("key", ["loss", "edq_ratio"])
 def test_the_numbers_of_every_axis_have_their_thousands_apart(key):
-    one = curves(key, [NamedCurve("run", RED, series([1.0, 2.0], key))])
-    for figure in (stack({key: curves(key, [NamedCurve("run", RED, series([1.0], key))])}, "step"), one):
-        axes = [figure.layout[name] for name in figure.layout if name.startswith(("xaxis", "yaxis"))]
-        assert len(axes) >= 2
-        assert all(axis.separatethousands for axis in axes)
+    figure = curves(key, [NamedCurve("run", RED, series([1.0, 2.0], key))])
+    axes = [figure.layout[name] for name in figure.layout if name.startswith(("xaxis", "yaxis"))]
+    assert len(axes) == 2
+    assert all(axis.separatethousands for axis in axes)
