@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import Any, Final
@@ -19,11 +20,12 @@ from collage_dashboard.components import problem_page
 from collage_dashboard.html_report import install_report
 from collage_dashboard.number_downloads import install_numbers
 from collage_dashboard.pages import comparison, incident, incidents, run, runs
+from collage_dashboard.pages.rail import BESIDE, first_view, newest_answer, rail, register_rail
 from collage_dashboard.prerendering import DOCUMENT, PrerenderingDash
 from collage_dashboard.request_guard import install_compression, install_guard
 from collage_dashboard.server_reader import Problem, Reader, explain
 from collage_dashboard.sign_in import ClientOfToken, forget_token, install_sign_in, token_of_session
-from collage_dashboard.view import Page, View, read_address
+from collage_dashboard.view import Page, View, read_address, write_address
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 _MISSING: Final = Problem("No such page", "There is no page at this address.")
+_UNLISTED: Final[Mapping[str, Any]] = {"at": None, "runs": []}
 _PAGES: Final[Mapping[Page, ModuleType]] = {
     "runs": runs,
     "compare": comparison,
@@ -83,10 +86,9 @@ def create_dashboard(
     install_numbers(app.server, reader)
     shell = partial(_shell, signed_in=sign_in is not None)
     app.layout = shell()
-    app.layout_for = lambda pathname, search: shell(
-        render(read_address(pathname, search), reader), pathname=pathname, search=search
-    )
+    app.layout_for = partial(_opened, shell, reader)
     _register_routing(app, reader)
+    register_rail(app, reader)
     for page in _PAGES.values():
         page.register(app, reader)
     return app
@@ -94,30 +96,69 @@ def create_dashboard(
 
 def render(view: View, reader: Reader) -> Any:
     """The page of a view, or the problem in plain words."""
-    page = _PAGES.get(view.page)
-    if page is None:
-        return problem_page(_MISSING)
     try:
-        return page.layout(view, reader)
+        view = _picked(view, reader)
+        page = _PAGES.get(view.page)
+        return problem_page(_MISSING) if page is None else page.layout(view, reader)
     except CollageError as error:
         problem = explain(error)
         return problem_page(problem, retry=problem.temporary)
 
 
-def _shell(page: Any = None, *, signed_in: bool, **address: str) -> dmc.MantineProvider:
-    """The frame of all pages, around `page`; without one, the browser sends its address and gets its page."""
+def _picked(view: View, reader: Reader) -> View:
+    """The view; where it names no run, that of the runs to show then.
+
+    Raises:
+        CollageError: the server does not answer or refuses.
+    """
+    if view.page == "first":
+        return first_view(reader)
+    return newest_answer(reader) if view.page == "compare" and not view.runs else view
+
+
+def _opened(shell: Callable[..., Any], reader: Reader, pathname: str, search: str) -> Any:
+    """A page as it opens, with the list of runs beside it; `leads`: its own address, where it was asked for by
+    another."""
+    view = read_address(pathname, search)
+    listed: tuple[list[Any], Mapping[str, Any]] = ([], _UNLISTED)
+    leads = ""
+    with suppress(CollageError):
+        own = _picked(view, reader)
+        if own != view or pathname == "/":
+            leads, view = "".join(write_address(own)), own
+        if view.page in BESIDE:
+            listed = rail(view, reader)
+    shown, asked = write_address(view) if leads else (pathname, search)
+    layout = shell(render(view, reader), *listed, view.page, pathname=shown, search=asked)
+    vars(layout)["leads"] = leads
+    return layout
+
+
+def _shell(
+    page: Any = None,
+    listed: Any = (),
+    told: Mapping[str, Any] = _UNLISTED,
+    name: Page = "missing",
+    *,
+    signed_in: bool,
+    **address: str,
+) -> dmc.MantineProvider:
+    """The frame of all pages, around `page`, the list of runs beside it; without one, the browser sends its address
+    and gets its page."""
     leave = html.Form(html.Button("Sign out", className="sign-out"), action="/sign-out", method="post")
     unpressed: dict[str, Any] = {"aria-pressed": "false"}
+    named: dict[str, Any] = {"aria-label": "Runs"}
     header = html.Header(
         html.Div(
             [
-                dcc.Link(
+                # Where these lead, the server picks what is shown: it must be asked for the document.
+                html.A(
                     [html.Img(src="/assets/favicon.svg", alt=""), html.Span("Collage Monitor")],
                     href="/",
                     className="wordmark",
                 ),
-                dcc.Link("Runs", href="/", className="nav"),
-                dcc.Link("Strategies", href="/compare", className="nav"),
+                html.A("Runs", href="/", className="nav"),
+                html.A("Strategies", href="/compare", className="nav"),
                 dcc.Link("Incidents", href="/incidents", className="nav"),
                 html.Div(className="spring"),
                 html.Button(
@@ -144,7 +185,15 @@ def _shell(page: Any = None, *, signed_in: bool, **address: str) -> dmc.MantineP
             dcc.Store(id="retry-tick"),
             dcc.Store(id="runs-picked", storage_type="session"),
             header,
-            html.Main(page, id="page", className="page"),
+            dcc.Store(id="rail-told", data=dict(told)),
+            html.Div(
+                [
+                    html.Aside(listed, id="rail", className="rail", **named),
+                    html.Main(page, id="page", className="page"),
+                ],
+                id="screen",
+                className=f"screen on-{name}",
+            ),
         ],
         defaultColorScheme="auto",
         theme={
@@ -158,13 +207,15 @@ def _shell(page: Any = None, *, signed_in: bool, **address: str) -> dmc.MantineP
 def _register_routing(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
         Output("page", "children"),
+        Output("screen", "className"),
         Input("address", "pathname"),
         Input("retry-tick", "data"),
         State("address", "search"),
         prevent_initial_call=True,  # The layout contains its page already, or the address counts as a change.
     )
-    def show(pathname: str | None, _tick: int | None, search: str | None) -> Any:
-        return render(read_address(pathname, search), reader)
+    def show(pathname: str | None, _tick: int | None, search: str | None) -> tuple[Any, str]:
+        view = read_address(pathname, search)
+        return render(view, reader), f"screen on-{view.page}"
 
     app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("flow", "retry"),

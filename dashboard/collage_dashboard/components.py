@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from io import StringIO
 from itertools import chain
@@ -28,7 +27,6 @@ from collage_monitor.diagnosis import CAVEATS
 from collage_monitor.errors import CollageError, NotAuthorised
 
 __all__ = [
-    "Entry",
     "IDLE_MILLISECONDS",
     "LIVE_MILLISECONDS",
     "axis_control",
@@ -45,10 +43,10 @@ __all__ = [
     "judgement_sign",
     "labelled",
     "limits_note",
+    "menu",
     "milliseconds_after",
     "moment",
     "notice",
-    "number_card",
     "over_steps",
     "page",
     "problem_page",
@@ -72,33 +70,7 @@ _STATE_COLOURS: Final = {"running": "blue", "finished": "gray", "failed": "red",
 _JUDGEMENT_MARKS: Final = {"healthy": ("✓", "agrees"), "unknown": ("?", "unknown")}
 _HIDDEN: Final[dict[str, Any]] = {"aria-hidden": "true"}
 _BAD_MARK: Final = ("!", "disagrees")
-_ENTRIES_SHOWN: Final = 6
 _EMBEDDED_PIXELS: Final = 480
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One run's number on a card: the value, and a smaller line that qualifies it (an interval, a step)."""
-
-    value: str
-    detail: str = ""
-    style: LineStyle | None = None
-
-
-def number_card(key: str, entries: Sequence[Entry], *, title: str = "", note: str = "") -> dmc.Paper:
-    """A card of the first screen: one metric, one number a run."""
-    description = describe(key)
-    big = len(entries) == 1
-    rows: list[Any] = [_entry(entry, big=big) for entry in entries[:_ENTRIES_SHOWN]]
-    if len(entries) > _ENTRIES_SHOWN:
-        rows.append(
-            dmc.Text(
-                f"and {len(entries) - _ENTRIES_SHOWN} more in the table below", size="xs", className="quiet more"
-            )
-        )
-    foot = [dmc.Text(note, size="xs", className="quiet", mt=8)] if note else []
-    heading = help_text(title or description.title, description)
-    return card(heading, html.Div(rows, className="numbers"), *foot, kind="number-card", **{"data-metric": key})
 
 
 def chart_card(
@@ -332,7 +304,7 @@ def problem_page(problem: Problem, *, retry: bool = False, order: int = 1) -> ht
     if retry:
         lines.append(dmc.Text("This page retries automatically.", size="sm", className="quiet"))
         lines.append(html.Div(str(LIVE_MILLISECONDS), id={"type": "retry", "index": 0}, className="pace"))
-    lines.append(dcc.Link("All runs", href="/"))
+    lines.append(dcc.Link("All runs", href="/runs"))
     return html.Div(dmc.Stack(lines, align="center", gap="md"), className="problem")
 
 
@@ -344,15 +316,6 @@ def moment(seconds: float) -> html.Time:
 def limits_note() -> dmc.Text:
     """A note on what the numbers here cannot show."""
     return dmc.Text(CAVEATS, size="xs", className="quiet limits", mt="lg")
-
-
-def _entry(entry: Entry, *, big: bool) -> html.Div:
-    value = html.Span(entry.value, className="value big" if big else "value")
-    detail = html.Span(entry.detail, className="detail")
-    if big:
-        return html.Div([value, detail], className="entry single")
-    label = run_label(entry.style) if entry.style else None
-    return html.Div([label, value, detail], className="entry")
 
 
 LIVE_MILLISECONDS: Final = 3000
@@ -400,6 +363,12 @@ def smoothing_control(identifier: str, view: View) -> Any:
         thumbLabel="Smoothing of logged curves",
     )
     return labelled("Smoothing of logged curves", slider)
+
+
+def menu(title: str, *parts: Any) -> html.Details:
+    """What stands behind a button."""
+    named: dict[str, Any] = {"role": "group", "aria-label": title}
+    return html.Details([html.Summary(title), html.Div(parts, className="menu-card", **named)], className="menu")
 
 
 def labelled(text: str, control: Any) -> html.Div:

@@ -122,7 +122,8 @@ class PrerenderingDash(dash.Dash):
             first = {"_dash-layout": layout, "_dash-dependencies": self._callback_list}
             # The page contains the answers to the application's first requests, with HTML's characters escaped.
             answers = f'<script type="application/json" id="answers">{to_json_plotly(first)}</script>'
-            page = f'<div id="opening">{static_html(layout)}</div>{answers}'
+            leads = escape(getattr(layout, "leads", ""))
+            page = f'<div id="opening" data-leads="{leads}">{static_html(layout)}</div>{answers}'
         except Exception:
             logger.exception("the page at %s could not be made; the application asks for it again", pathname)
             page = ""

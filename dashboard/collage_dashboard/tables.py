@@ -64,7 +64,8 @@ def wide_table(
 ) -> dmc.Paper:
     """A card of a table of many numbers."""
     shown = table(heads, rows, texts, highlightOnHover=True, verticalSpacing="xs", horizontalSpacing=8)
-    return table_card(shown, label, title=title, note=note, mt=14)
+    about = html.Details([html.Summary("About these numbers"), html.P(note)], className="folded")
+    return card(title, scrollable([shown], label), about, kind="comparison-table", mt=10)
 
 
 def column_heads(columns: Sequence[Column]) -> list[Any]:

@@ -37,7 +37,7 @@ __all__ = [
     "write_steps",
 ]
 
-Page = Literal["runs", "compare", "run", "incidents", "incident", "missing"]
+Page = Literal["first", "runs", "compare", "run", "incidents", "incident", "missing"]
 Order = Literal["depth", "worst"]
 Rows = Literal["all", "block", "type"]
 Tab = Literal["layers", "table", "histogram", "curves", "norms", "states", "classes", "oracle", "about"]
@@ -123,6 +123,7 @@ def read_address(pathname: str | None, search: str | None) -> View:
     given = parse_qsl((search or "").removeprefix("?"))
     values = dict(given)
     page, runs, incident = _place(pathname or "/", [value for name, value in given if name == "run"])
+    page = "runs" if page == "first" and given else page
     compared = comparison_of(runs) if page == "compare" else View(runs=runs)
     found: dict[str, Any] = {
         attribute: value
@@ -139,7 +140,7 @@ def read_address(pathname: str | None, search: str | None) -> View:
 def write_address(view: View) -> tuple[str, str]:
     """(pathname, search) of a view; only what differs from the default is written."""
     pairs: list[tuple[str, str]] = []
-    pathname = "/"
+    pathname = "/" if view.page == "first" else "/runs"
     if view.page == "run":
         pathname = f"/run/{quote(view.runs[0], safe='')}"
     elif view.page in {"compare", "incidents", "incident"}:
@@ -176,6 +177,8 @@ def _place(pathname: str, runs: Sequence[str]) -> tuple[Page, tuple[str, ...], s
     """Page, runs and incident."""
     parts = [unquote(part) for part in pathname.split("/") if part]
     if not parts:
+        return "first", (), None
+    if parts == ["runs"]:
         return "runs", (), None
     if parts == ["compare"]:
         return "compare", tuple(runs), None

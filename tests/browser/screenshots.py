@@ -88,7 +88,8 @@ def _pages(client, url):
     layer = rows[0].overview.worst[0].layer
     compared = "&".join(f"run={row.run_id}" for row in reversed(rows) if row.group == rows[0].group)
     return {
-        "runs": (url, ".runs-grid .verdict-cell"),
+        "first": (url, "#compare-chart-1 .scatterlayer .trace"),
+        "runs": (f"{url}/runs", ".runs-grid .verdict-cell"),
         "run": (worst, "body:has(#run-panel .hm image) #run-stack .scatterlayer .trace"),
         "layers": (f"{worst}?rows=block&layer={layer}#run-tab", "#run-layer-card .value"),
         "curves": (f"{worst}?tab=curves#run-tab", "#run-panel .scatterlayer .trace"),

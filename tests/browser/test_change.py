@@ -47,7 +47,7 @@ def runs():
 
 def test_the_sentence_names_the_step_and_the_layers(watched):
     page = watched.page
-    page.goto(watched.url)
+    page.goto(f"{watched.url}/runs")
     verdict = page.locator(f".runs-grid .verdict-cell[title*='since step {FELL_AT}']")
     verdict.wait_for()
     sentence = verdict.get_attribute("title")

@@ -81,7 +81,7 @@ class Asker:
 
     def __init__(self, watched):
         self.page, self.clicks = watched.page, 0
-        self.page.goto(watched.url)
+        self.page.goto(f"{watched.url}/runs")
         self.page.locator(".ag-row .run-cell a").first.wait_for()
 
     def click(self, locator):
@@ -98,7 +98,8 @@ class Asker:
     def group(self, name):
         """The runs of a group, side by side."""
         self.click(self.page.locator(".bar").get_by_role("link", name="Strategies"))
-        self.click(self.page.get_by_role("link", name=f"demo / {name}"))
+        self.click(self.page.locator(".rail summary"))
+        self.click(self.page.locator(".rail").get_by_role("link", name=f"demo / {name}"))
 
     def answer(self, selector, form):
         """The first text of the selector that has this form."""

@@ -88,7 +88,7 @@ class Keyboard:
 def keyboard(watched):
     """A reader at the table of runs."""
     page = watched.page
-    page.goto(watched.url)
+    page.goto(f"{watched.url}/runs")
     page.locator(".ag-row .run-cell a").first.wait_for()
     return Keyboard(page)
 
@@ -124,6 +124,7 @@ def test_runs_are_ticked_compared_and_a_line_is_hidden(keyboard):
     page.get_by_role("option", name="Collage plus").wait_for()
     keyboard.press("ArrowDown", "Enter")
     search_has(page, "pair=")
+    keyboard.reach("summary", "Axes", key="Shift+Tab").press("Enter")
     keyboard.reach("#compare-axis input").press("ArrowRight")
     search_has(page, "axis=tokens")
 
@@ -246,7 +247,7 @@ def test_a_view_is_saved_for_all_who_see_the_project_opened_and_deleted(watched,
     page.get_by_role("link", name="plus alone").wait_for()
     [view] = client.views("demo")
     assert (view.name, "last_step" in view.search) == ("plus alone", True)
-    page.goto(watched.url)
+    page.goto(f"{watched.url}/runs")
     rows_are(page, "plain", "light", "plus", "master-weights", "overflowed")
     keyboard.reach("summary", "Views").press("Enter")
     page.get_by_role("link", name="plus alone").wait_for()

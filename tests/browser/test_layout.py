@@ -54,7 +54,8 @@ def runs():
 AT_NIGHT = ("histogram", "curves", "states", "classes", "norms&scale=log", "oracle", "rows=block", "about")
 """Tabs and cards beside those of their kind that are laid out by day."""
 PAGES = {
-    "/": ".ag-row .run-cell",
+    "/": ".rail li",
+    "/runs": ".ag-row .run-cell",
     f"/run/{LONG_NAMED}": "#run-panel .hm image",
     "/run/run-plain?tab=curves": "#run-panel .scatterlayer .trace",
     "/run/run-plain?layer=blocks.0.mlp.up.weight&rows=block": "#run-panel .hm image",
@@ -67,7 +68,6 @@ PAGES = {
     "/run/run-hostile-1?layer=hostile.0.weight": "#run-layer-card .value",
     "/run/run-plain?tab=about": ".facts",
     "/compare?run=run-hostile-0&run=run-hostile-1&run=run-plain": "#compare-chart-0 .scatterlayer .trace",
-    "/compare": ".choices",
     "/run/never-existed": ".problem",
 }
 
@@ -81,7 +81,7 @@ def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path,
     page = open_page(dashboard_url, width=WIDTHS[0], scheme=scheme).page
     page.goto(dashboard_url + path)
     page.wait_for_selector(PAGES[path], state="attached")
-    page.wait_for_selector(".number, .number-card, .facts, .run-cell, .problem")
+    page.wait_for_selector(".number, #compare-strategies td, .facts, .run-cell, .problem")
     assert page.locator("main img").count() == 0, "a name became an element"
     if PAGES[path].endswith((".trace", ".point", "image")):
         assert pale_inks(page) == set()
@@ -105,7 +105,7 @@ def test_a_page_without_a_server_or_without_runs_can_be_used_by_everyone(lonely,
         page.get_by_text("No runs yet").wait_for()
         page.get_by_text("make demo").wait_for()
         assert serious_violations(page, width) == []
-        for path, said in (("/compare", "Pick runs to compare"), ("/incidents", "No alert has fired here")):
+        for path, said in (("/compare", "No runs yet"), ("/incidents", "No alert has fired here")):
             page.goto(address + path)
             page.get_by_text(said).first.wait_for()
             assert serious_violations(page, width) == []
@@ -187,7 +187,10 @@ def contrast(one, other):
     "path",
     [
         "/run/run-plain",
-        *(pytest.param(path, marks=pytest.mark.nightly) for path in ("/", "/compare?run=run-plain&run=run-plus")),
+        *(
+            pytest.param(path, marks=pytest.mark.nightly)
+            for path in ("/runs", "/compare?run=run-plain&run=run-plus")
+        ),
     ],
 )
 def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url, path):
@@ -200,7 +203,7 @@ def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url, path):
     )
     page.goto(dashboard_url + path)
     page.wait_for_selector(PAGES.get(path, ".scatterlayer .trace"))
-    page.wait_for_selector(".number, .number-card, .run-cell")
+    page.wait_for_selector(".number, #compare-strategies td, .run-cell")
     assert page.evaluate("window.shift") <= 0.1
 
 
@@ -208,13 +211,14 @@ def test_a_page_says_its_answer_before_any_script_has_run(browser, dashboard_url
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.set_default_timeout(1e3 * PATIENCE_SECONDS)
-    page.goto(dashboard_url)
+    page.goto(f"{dashboard_url}/runs")
     page.locator(".runs-words .verdict-cell", has_text="oss is not finite").wait_for()
     page.get_by_role("link", name=NOT_FINITE, exact=True).click()
     page.locator(".answer", has_text="Loss is not finite, since step 110").wait_for()
     page.locator(".numbers-line", has_text="Validation loss").wait_for()
     page.goto(f"{dashboard_url}/compare?run=run-plain&run=run-plus")
-    page.locator(".verdict", has_text="of its updates").wait_for()
+    page.locator("#compare-strategies, .comparison-table", has_text="losing updates").first.wait_for()
+    page.locator(".rail", has_text="with a problem").wait_for()
     context.close()
 
 
@@ -240,7 +244,7 @@ def test_a_phone_names_a_loss_that_is_nan_with_its_step_and_shows_notes_whole_an
 
 def test_a_phone_has_its_filters_behind_one_button(open_page, dashboard_url):
     page = open_page(dashboard_url, width=390).page
-    page.goto(dashboard_url)
+    page.goto(f"{dashboard_url}/runs")
     page.locator(".run-cell").first.wait_for()
     state, button = page.locator(".filters #runs-state"), page.locator(".filters").get_by_text("Filters")
     assert not state.is_visible()

@@ -47,7 +47,7 @@ def pairs(card):
 
 
 def test_a_run_is_a_card_that_is_ticked_and_opened_by_keys(phone, dashboard_url):
-    phone.goto(dashboard_url)
+    phone.goto(f"{dashboard_url}/runs")
     arranged(phone)
     card = phone.locator("#runs-grid .ag-row", has=phone.get_by_role("link", name="plus", exact=True))
     card.locator(".row-values > div").nth(13).wait_for()
@@ -79,7 +79,7 @@ def test_a_run_is_a_card_that_is_ticked_and_opened_by_keys(phone, dashboard_url)
 @pytest.mark.nightly
 def test_a_wider_screen_has_its_table_and_a_narrower_its_cards(open_page, dashboard_url):
     page = open_page(dashboard_url, width=1280).page
-    page.goto(dashboard_url)
+    page.goto(f"{dashboard_url}/runs")
     strategies = page.locator("#runs-grid .ag-cell[col-id='strategy']")
     strategies.nth(4).wait_for()
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_groups_and_chosen_columns_are_cards_too(phone, dashboard_url):
 
 @pytest.mark.nightly
 def test_cards_are_sorted(phone, dashboard_url):
-    phone.goto(dashboard_url)
+    phone.goto(f"{dashboard_url}/runs")
     arranged(phone)
     phone.get_by_text("Filters", exact=True).click()
     phone.get_by_role("textbox", name="Order of the runs").click()

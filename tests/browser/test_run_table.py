@@ -82,7 +82,7 @@ def assert_written_as_on_pages(page):
 
 def test_columns_are_chosen_ordered_and_kept_in_the_address(watched):
     page = watched.page
-    page.goto(watched.url)
+    page.goto(f"{watched.url}/runs")
     page.locator(".run-cell").first.wait_for()
     page.locator("summary", has_text="Columns").click()
     page.get_by_role("textbox", name="Columns, in order").fill("optimizer.lr")
@@ -116,7 +116,7 @@ def test_columns_are_chosen_ordered_and_kept_in_the_address(watched):
 
 def test_conditions_narrow_the_table_and_one_that_cannot_be_read_says_what_to_write(watched):
     page = watched.page
-    page.goto(watched.url)
+    page.goto(f"{watched.url}/runs")
     becomes(page, [*RATES, "bare"])
     conditions = page.get_by_role("textbox", name="Conditions on columns and entries")
     conditions.fill("optimizer.lr >= 1e-3")
@@ -139,7 +139,7 @@ def test_conditions_narrow_the_table_and_one_that_cannot_be_read_says_what_to_wr
 
 def test_a_row_is_one_line_with_numbers_as_on_pages_and_its_sentence_is_told_on_focus(watched):
     page = watched.page
-    page.goto(watched.url)
+    page.goto(f"{watched.url}/runs")
     row = page.locator(".ag-center-cols-container .ag-row", has_text="of its updates")
     row.wait_for()
     assert row.bounding_box()["height"] == 36

@@ -60,7 +60,7 @@ def test_a_page_whose_token_was_revoked_asks_again(open_page, dashboard_url, cli
     made = client.create_token(wire.TokenCreate(name="short", role="read", projects=["demo"]))
     watched = open_page(dashboard_url)
     page = watched.page
-    page.goto(dashboard_url)
+    page.goto(f"{dashboard_url}/runs")
     page.get_by_label("Token").fill(made.secret)
     page.get_by_role("button", name="Sign in").click()
     page.locator(".run-cell").first.wait_for()

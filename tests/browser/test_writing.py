@@ -33,7 +33,7 @@ def cell(page, run_id, column):
 def test_a_run_is_described_in_the_table_by_its_reader_and_by_others(watched, client):
     page = watched.page
     page.set_viewport_size({"width": 2400, "height": 900})
-    page.goto(watched.url)
+    page.goto(f"{watched.url}/runs")
     cell(page, "run-plain", "tags").dblclick()
     page.keyboard.press("Control+A")
     page.keyboard.type(f"baseline, {HOSTILE_TAG}, baseline")
@@ -95,7 +95,7 @@ def test_what_the_token_may_not_change_stays_and_is_said(open_page, dashboard, s
     client.post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=[alert]), wire.AlertmanagerAnswer)
     with dashboard(server_url[0], tmp_path / "token", tmp_path) as url:
         page = open_page(url, width=2400).page
-        page.goto(url)
+        page.goto(f"{url}/runs")
         cell(page, "run-plain", "tags").dblclick()
         page.keyboard.type("mine")
         page.keyboard.press("Enter")

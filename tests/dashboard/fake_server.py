@@ -96,6 +96,7 @@ class FakeServer:
     def _table(self, query):
         chosen = query.get_list("run_id") or list(self.runs)
         found = [run for run_id in chosen if (run := self.runs.get(run_id)) and query.get("q", "") in run.name]
+        found = [run for run in found if query.get("state") in (None, run.state)]
         if "tag != archived" in query.get_list("where"):
             found = [run for run in found if run.run_id not in self.archived]
         if query.get("tag") == "archived":

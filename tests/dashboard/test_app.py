@@ -21,8 +21,8 @@ from tests.dashboard.fake_server import _error
 pytestmark = pytest.mark.slow
 
 ROUTED = {
-    "output": "page.children",
-    "outputs": {"id": "page", "property": "children"},
+    "output": "..page.children...screen.className..",
+    "outputs": [{"id": "page", "property": "children"}, {"id": "screen", "property": "className"}],
     "inputs": [
         {"id": "address", "property": "pathname", "value": "/run/run-plain"},
         {"id": "retry-tick", "property": "data", "value": None},
@@ -75,7 +75,7 @@ def charts(search, looked, drawn=()):
 def look(search, known=CALM):
     """What is asked at each tick, and where other runs are chosen."""
     outputs = [(f"compare-{name}", "data") for name in ("revision", "rows", "choices")]
-    outputs += [(f"compare-{name}", "children") for name in ("alert", "pace", "numbers", "verdicts", "legend")]
+    outputs += [(f"compare-{name}", "children") for name in ("alert", "pace", "legend")]
     inputs = [("tick", "data", 1), ("compare-shown", "data", shown(search)), ("compare-treated", "data", None)]
     return question(outputs, inputs, [("compare-revision", "data", known)])
 
@@ -177,7 +177,7 @@ def test_a_refresh_fills_the_page_and_rests_when_all_runs_are_finished(http, mon
     monkeypatch.setattr(comparison, "time", SimpleNamespace(monotonic=lambda: 0.0))
     search = "?run=run-plain&run=run-plus"
     looked = answered(http, look(search))
-    assert "Healthy." in str(looked["compare-verdicts"])
+    assert "plus" in str(looked["compare-legend"])
     drawn = answered(http, charts(search, looked))
     assert len(drawn["compare-answer-0"]["data"]["data"]) >= 2
     assert "Collage plus" in str(drawn["compare-table"])
@@ -228,7 +228,7 @@ def test_a_run_that_is_gone_is_named_and_the_others_are_compared(http):
     search = "?run=run-gone&run=run-plain"
     looked = answered(http, look(search))
     assert "run-gone" in str(looked["compare-alert"])
-    assert "plain" in str(looked["compare-verdicts"])
+    assert "plain" in str(looked["compare-legend"])
     assert answered(http, charts(search, looked))["compare-answer-0"]["data"]["data"]
 
 

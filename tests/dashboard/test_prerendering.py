@@ -62,16 +62,16 @@ def test_words_escape_text_and_attributes():
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("/", ["Runs", "Plain · bfloat16", "/run/run-plain", "of its updates"]),
+        ("/runs", ["Runs", "Plain · bfloat16", "/run/run-plain", "of its updates"]),
         ("/run/run-plain", ["of its updates", "Updates lost", "numbers-line"]),
-        ("/compare?run=run-plain&run=run-plus", ["of its updates", "Healthy.", "number-card"]),
+        ("/compare?run=run-plain&run=run-plus", ["healthy", "losing updates", "Use ", "Collage plus", "6 runs, "]),
         ("/run/never-existed", ["Nothing is stored under this address"]),
     ],
 )
 def test_a_document_says_its_page_and_brings_what_the_application_asks_first(http, address, said):
     answer = http.get(address)
     document = answer.get_data(as_text=True)
-    opening = document.partition('<div id="opening">')[2].partition('<script type="application/json"')[0]
+    opening = document.partition('<div id="opening"')[2].partition('<script type="application/json"')[0]
     for text in said:
         assert text in opening
     found = answers_in(document)

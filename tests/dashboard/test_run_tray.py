@@ -151,6 +151,6 @@ def test_a_view_is_saved_under_a_name_and_a_project(read, projects, name, search
 def test_saved_views_lead_to_what_was_saved_and_can_be_deleted():
     view = wire.SavedView(project="demo", name="mine", search="group=g", made_by="me", made_at=0.0)
     parts = list(components(_listed([view])))
-    assert [part.href for part in parts if hasattr(part, "href")] == ["/?group=g"]
+    assert [part.href for part in parts if hasattr(part, "href")] == ["/runs?group=g"]
     assert [part.id["index"] for part in parts if getattr(part, "id", None)] == ["demo\nmine"]
     assert _listed([]) == "No view is saved yet."

@@ -60,8 +60,8 @@ def sign_in(server, token, **more):
 def routing(path="/"):
     """What the application asks for to show a page."""
     return {
-        "output": "page.children",
-        "outputs": {"id": "page", "property": "children"},
+        "output": "..page.children...screen.className..",
+        "outputs": [{"id": "page", "property": "children"}, {"id": "screen", "property": "className"}],
         "inputs": [
             {"id": "address", "property": "pathname", "value": path},
             {"id": "retry-tick", "property": "data", "value": None},

@@ -62,7 +62,8 @@ def test_a_view_comes_back_from_its_address(view):
 
 
 def test_a_default_view_has_a_bare_address():
-    assert write_address(View()) == ("/", "")
+    assert write_address(View()) == ("/runs", "")
+    assert write_address(View(page="first")) == ("/", "")
     assert write_address(View(page="run", runs=("r1",))) == ("/run/r1", "")
 
 
@@ -82,7 +83,8 @@ def test_what_cannot_be_read_keeps_its_default():
     view = read_address("/run/r1", "?axis=moon&step=-3&smoothing=nan&order=&tab=zebra&what=ever")
     assert view == View(page="run", runs=("r1",))
     assert read_address("/compare", "?smoothing=7").smoothing == 0.99
-    assert read_address(None, None) == View()
+    assert read_address(None, None) == View(page="first")
+    assert read_address("/", "?project=a") == read_address("/runs", "?project=a"), "an old address of the table"
     assert read_address("/nowhere/at/all", "").page == "missing"
 
 

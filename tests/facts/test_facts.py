@@ -175,7 +175,7 @@ def test_what_is_false_is_found(facts):
 
 @pytest.mark.parametrize("search", ["", "?by=strategy", "?by=configuration"])
 def test_the_line_above_the_table_of_runs(facts, search):
-    nothing_false(facts.about(), facts.page("/", search))
+    nothing_false(facts.about(), facts.page("/runs", search))
 
 
 def test_each_row_of_the_table_of_runs(facts):

@@ -50,6 +50,57 @@
     return new Promise(() => {});
   }
 
+  // The address says what the server has picked, except on a phone: there the list comes before it.
+  const PHONE = window.matchMedia("(max-width: 800px)");
+  const leads = document.getElementById("opening")?.dataset.leads;
+  if (leads && PHONE.matches && window.location.pathname === "/") {
+    Object.assign(answered["_dash-layout"].props.children[0].props, { pathname: "/", search: "" });
+    document.documentElement.dataset.list = "first";
+  } else if (leads) window.history.replaceState(null, "", leads);
+
+  // The list of runs beside a page: what the address picks is marked, and a tick compares it with what is picked.
+  function picked() {
+    const { pathname, search } = window.location;
+    if (pathname.startsWith("/run/")) return [decodeURIComponent(pathname.slice("/run/".length))];
+    return pathname === "/compare" ? new URLSearchParams(search).getAll("run") : [];
+  }
+
+  // What is ticked while the comparison is still on its way waits for it.
+  let wanted = null;
+  const isCompared = () => document.getElementById("compare-advice") !== null;
+
+  function markPicked() {
+    if (wanted && isCompared()) {
+      const run = wanted;
+      setTimeout(() => window.collageView.put("compare", { run, left_out: null }), 0);
+      wanted = null;
+    }
+    const shown = wanted || picked();
+    if (window.location.pathname !== "/") delete document.documentElement.dataset.list;
+    for (const row of document.querySelectorAll("#rail [data-run]")) {
+      const tick = row.querySelector(".tick");
+      const isPicked = String(shown.includes(row.dataset.run));
+      if (tick.getAttribute("aria-checked") !== isPicked) tick.setAttribute("aria-checked", isPicked);
+    }
+  }
+
+  document.addEventListener("click", (event) => {
+    const tick = event.target.closest && event.target.closest("#rail .tick");
+    if (!tick) return;
+    const { run } = tick.closest("[data-run]").dataset;
+    const before = wanted || picked();
+    const runs = before.includes(run) ? before.filter((other) => other !== run) : [...before, run];
+    const asked = new URLSearchParams(runs.map((one) => ["run", one]));
+    if (!runs.length) return;
+    const isThere = runs.length > 1 && window.location.pathname === "/compare";
+    wanted = isThere ? runs : null;
+    if (!isThere) {
+      window.history.pushState(null, "", runs.length > 1 ? `/compare?${asked}` : `/run/${encodeURIComponent(runs[0])}`);
+      window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
+    }
+    setTimeout(markPicked, 0);
+  });
+
   // The document holds what the application asks for first: the layout with its page, and the callbacks.
   function answerWith(name) {
     const body = JSON.stringify(answered[name]);
@@ -165,7 +216,10 @@
       if (words && words.nodeValue !== text) words.nodeValue = text;
     }
   }
-  new MutationObserver(tellTimes).observe(entry, { childList: true, subtree: true });
+  new MutationObserver(() => {
+    tellTimes();
+    markPicked();
+  }).observe(entry, { childList: true, subtree: true });
 
   window.collageFlow = { isDue: () => due, toggle, pointed: () => (pointedAt = performance.now()) };
   document.addEventListener("visibilitychange", () => due && tick());
@@ -243,6 +297,8 @@
       title: (page) => {
         const title = page && page.props && page.props["data-title"];
         if (window.location.pathname.startsWith("/run/")) setTimeout(arrive, 0);
+        // The server is there again: what it picks now has an address of its own.
+        if (window.location.pathname === "/" && !PHONE.matches && page.props.className !== "problem") window.location.reload();
         document.title = title ? `${title} · Collage Monitor` : "Collage Monitor";
         return window.dash_clientside.no_update;
       },

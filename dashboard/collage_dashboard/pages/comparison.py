@@ -24,9 +24,9 @@ from collage_dashboard.components import (
     axis_control,
     embed_note,
     limits_note,
+    menu,
     notice,
     page,
-    problem_page,
     refresh_marker,
     refresh_milliseconds,
     scale_control,
@@ -47,12 +47,7 @@ from collage_dashboard.number_downloads import frame_of, pandas_note
 from collage_dashboard.pages.comparison_content import (
     RunNames,
     comparison_table,
-    judgement_lines,
     legend,
-    number_cards,
-    picker,
-    register_search,
-    suggested_comparisons,
 )
 from collage_dashboard.pages.comparison_curves import (
     CHARTS,
@@ -80,7 +75,7 @@ from collage_dashboard.pages.strategies_content import (
     strategy_table,
 )
 from collage_dashboard.run_styles import styles_of
-from collage_dashboard.server_reader import Problem, Reader, explain
+from collage_dashboard.server_reader import Reader, explain
 from collage_dashboard.view import View, write_address
 from collage_dashboard.zoom import with_zoom
 from collage_monitor import wire
@@ -92,14 +87,9 @@ __all__ = ["CHARTS", "DEFAULT_METRIC", "figure", "layout", "register"]
 
 _PARTS: Final = {"page": "This comparison", "curves": "Its curves"}
 """What of the page another one can show."""
-_PICKABLE_GROUPS: Final = 200
-"""Runs, the newest, whose groups are offered."""
 _ANSWERED: Final = ("table", "advice", "strategies", "counterfactuals", "pair")
 """What of the page the curves tell, in the order of `_tables_and_answer`."""
 Results = Sequence[StrategyResult]
-_NOTHING_PICKED: Final = Problem(
-    "Pick runs to compare", "Tick two or more runs in the table of runs, then press Compare."
-)
 
 
 def layout(view: View, reader: Reader) -> html.Div:
@@ -108,11 +98,7 @@ def layout(view: View, reader: Reader) -> html.Div:
     Raises:
         CollageError: the server does not answer or refuses.
     """
-    if not view.runs:
-        recent = reader.ask(lambda client: client.run_table(limit=_PICKABLE_GROUPS)).rows
-        return page([problem_page(_NOTHING_PICKED), suggested_comparisons(recent)], "Strategies")
     rows = _rows(reader, view.runs)
-    shown_numbers, shown_judgements, shown_legend = _first_screen(view, rows)
     results = results_by_strategy(run_results(rows))
     said = recommendation(results, view.left_out)
     return page(
@@ -124,27 +110,26 @@ def layout(view: View, reader: Reader) -> html.Div:
             *(dcc.Store(id=f"compare-answer-{place}") for place in range(len(CHARTS) + 1)),
             dcc.Store(id="compare-drawn", data=[]),
             dcc.Store(id="compare-treated"),
-            html.Div([dcc.Link("Runs", href="/"), " / Strategies"], className="crumbs"),
-            html.Div(picker(view, rows), className="toolbar"),
+            dmc.Title("Strategies", order=1, size="h5", className="part-title"),
             html.Div(_missing(view, rows), id="compare-alert"),
             html.Div(advice(said, _shown(view, rows), results), id="compare-advice"),
-            html.Div(pair_question(view, results), id="compare-pair"),
-            cost_cards(results, said),
             html.Div(strategy_table(results), id="compare-strategies"),
-            html.H2("Runs", className="part"),
-            html.Div(shown_numbers, id="compare-numbers", className="numbers-place"),
-            html.Div(shown_judgements, id="compare-verdicts"),
             html.Div(
                 [
-                    lines_control(view, rows),
-                    axis_control("compare-axis", view),
-                    scale_control("compare-scale", view),
-                    smoothing_control("compare-smoothing", view),
+                    html.Div(_legend(view, rows), id="compare-legend", className="legend"),
+                    menu(
+                        "Axes",
+                        lines_control(view, rows),
+                        axis_control("compare-axis", view),
+                        scale_control("compare-scale", view),
+                        smoothing_control("compare-smoothing", view),
+                    ),
                 ],
-                className="controls",
+                className="tabs-line",
             ),
-            html.Div(shown_legend, id="compare-legend", className="legend"),
             html.Div(chart_cards(view, rows), className="charts"),
+            cost_cards(results, said),
+            html.Div(pair_question(view, results), id="compare-pair"),
             html.Div(id="compare-counterfactuals"),
             html.Div(id="compare-table"),
             pandas_note(reader, frame_of([row.run_id for row in rows])),
@@ -158,7 +143,6 @@ def layout(view: View, reader: Reader) -> html.Div:
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
     register_choices(app, "compare", _choices(View(), ()))
-    register_search(app, reader)
     register_treat(app, reader)
     _register_pair(app, reader)
     _register_charts(app, reader)
@@ -169,8 +153,6 @@ def register(app: dash.Dash, reader: Reader) -> None:
         Output("compare-choices", "data"),
         Output("compare-alert", "children"),
         Output("compare-pace", "children"),
-        Output("compare-numbers", "children"),
-        Output("compare-verdicts", "children"),
         Output("compare-legend", "children"),
         Input("tick", "data"),
         Input("compare-shown", "data"),
@@ -187,13 +169,13 @@ def register(app: dash.Dash, reader: Reader) -> None:
             rows = _rows(reader, view.runs)
         except CollageError as error:
             failed = {**known, "failed": True}
-            return failed, no_update, no_update, notice(explain(error)), str(LIVE_MILLISECONDS), *[no_update] * 3
+            return failed, no_update, no_update, notice(explain(error)), str(LIVE_MILLISECONDS), no_update
         found = _revision(view, rows)
         if found == known:
             raise dash.exceptions.PreventUpdate
         wait = str(refresh_milliseconds(rows, time.monotonic() - start))
         kept = choices_data("compare", _choices(view, rows))
-        return found, _rows_to_json(rows), kept, _missing(view, rows), wait, *_first_screen(view, rows)
+        return found, _rows_to_json(rows), kept, _missing(view, rows), wait, _legend(view, rows)
 
 
 def _register_charts(app: dash.Dash, reader: Reader) -> None:
@@ -293,7 +275,6 @@ def _choices(view: View, rows: Sequence[wire.RunRow]) -> dict[str, Choice]:
     return choices(
         "scale",
         "smoothing",
-        runs=Choice("run", drops=("left_out",), required=True),
         lines=Choice("lines", lines_of(replace(view, lines=None), rows)),
         axis=Choice("axis", drops=("from", "to")),
         metric=Choice("metric", DEFAULT_METRIC),
@@ -338,18 +319,11 @@ def _shown(view: View, rows: Sequence[wire.RunRow]) -> View:
     return replace(view, runs=tuple(row.run_id for row in rows))
 
 
-def _first_screen(view: View, rows: Sequence[wire.RunRow]) -> tuple[Any, Any, Any]:
-    """(numbers, judgements, legend) of the runs, from the server's stored overviews."""
-    if not rows:
-        return None, None, None
-    overviews = _overviews(rows)
-    by_run = lines_of(view, rows) == "run"
-    styles = (
-        styles_of([RunNames(row) for row in rows])
-        if by_run
-        else strategy_styles(results_by_strategy(run_results(rows)))
-    )
-    return number_cards(rows, overviews), judgement_lines(rows, overviews), legend(styles)
+def _legend(view: View, rows: Sequence[wire.RunRow]) -> Any:
+    """The lines of all charts: of runs, or of strategies."""
+    if lines_of(view, rows) == "run":
+        return legend(styles_of([RunNames(row) for row in rows]))
+    return legend(strategy_styles(results_by_strategy(run_results(rows))))
 
 
 def _overviews(rows: Sequence[wire.RunRow]) -> dict[str, wire.Overview]:

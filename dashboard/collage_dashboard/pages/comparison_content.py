@@ -5,22 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import dash
 import dash_mantine_components as dmc
 import msgspec
-from dash import Input, Output, State, html
+from dash import html
 
-from collage_dashboard.components import Entry, headline_line, number_card, over_steps, run_label
+from collage_dashboard.components import headline_line, over_steps, run_label
 from collage_dashboard.descriptions import count, describe, interval, number, state_key, value_text
 from collage_dashboard.figures.series import series_of
-from collage_dashboard.navigation import or_later
 from collage_dashboard.run_styles import LineStyle, NamedRun, is_stochastic, strategy_title, styles_of
-from collage_dashboard.server_reader import Reader
 from collage_dashboard.tables import Cell, Column, column_cells, column_heads, wide_table
-from collage_dashboard.view import MAXIMUM_RUNS, View, comparison_of, run_address, write_address
+from collage_dashboard.view import run_address
 from collage_monitor import wire
 
 __all__ = [
@@ -32,10 +29,6 @@ __all__ = [
     "judgement_lines",
     "legend",
     "notes_on",
-    "number_cards",
-    "picker",
-    "register_search",
-    "suggested_comparisons",
     "with_recent",
 ]
 
@@ -52,29 +45,6 @@ class LoggedRun(NamedRun, Protocol):
 
     @property
     def scalars(self) -> dict[str, wire.LoggedScalar]: ...
-
-
-def number_cards(runs: Sequence[LoggedRun], overviews: Overviews) -> html.Div:
-    """The first screen: EDQ, updates lost, the second moment's decrement, and the loss, for each run."""
-    recent = [found.numbers if (found := overviews.get(run.run_id)) else {} for run in runs]
-    state = state_key(key for measured in recent for key in measured)
-    validated = any("validation_loss" in run.scalars for run in runs)
-    loss = "validation_loss" if validated else "loss"
-
-    def entries(cells: Iterable[Cell]) -> list[Entry]:
-        styles = styles_of(runs) if len(runs) > 1 else [None]
-        return [Entry(*cell, style) for cell, style in zip(cells, styles, strict=True)]
-
-    return html.Div(
-        [
-            *(
-                number_card(key, entries(_measured(measured, key) for measured in recent), note=RECENT)
-                for key in ("edq_ratio", "lost_update_ratio", state)
-            ),
-            number_card(loss, entries(map(_scalar(loss), runs))),
-        ],
-        className="four",
-    )
 
 
 def judgement_lines(runs: Sequence[NamedRun], overviews: Overviews) -> html.Div:
@@ -185,83 +155,9 @@ COLUMNS: Final = (
 )
 
 
-def suggested_comparisons(rows: Sequence[wire.RunRow]) -> Any:
-    """Runs that were made to be compared, newest first: those of one project and group, else of one project."""
-    found: dict[tuple[str, str | None], list[wire.RunRow]] = {}
-    for row in rows:
-        found.setdefault((row.project, row.group), []).append(row)
-    lines = [_choice(*named, own) for named, own in found.items() if len(own) > 1]
-    if not lines:
-        return None
-    return html.Div(
-        [html.P("Or compare runs of one group:", className="quiet"), html.Ul(lines[:_GROUPS_SHOWN])],
-        className="choices",
-    )
-
-
-_GROUPS_SHOWN: Final = 12
-
-
-def _choice(project: str, group: str | None, rows: Sequence[wire.RunRow]) -> html.Li:
-    address = write_address(comparison_of([row.run_id for row in rows]))
-    kinds = dict.fromkeys(strategy_title(row.shown_strategy) for row in rows)
-    return html.Li(
-        [
-            # To another address of this very page: a link of the application's would not be followed.
-            html.A(f"{project} / {group}" if group else project, href="".join(address)),
-            html.Span(f" {len(rows):,} runs: {', '.join(kinds)}", className="quiet"),
-        ]
-    )
-
-
-def picker(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
-    """The page's title, and the runs that it compares, to choose."""
-    return [
-        dmc.Title("Strategies", order=1, size="h2"),
-        dmc.MultiSelect(
-            id="compare-runs",
-            data=_run_options(rows),
-            value=[row.run_id for row in rows],
-            searchable=True,
-            clearSearchOnChange=True,
-            maxValues=MAXIMUM_RUNS,
-            limit=100,
-            placeholder="add a run",
-            className="spring",
-            **{"aria-label": "Runs"},
-        ),
-    ]
-
-
-def _run_options(rows: Sequence[wire.RunRow]) -> list[dict[str, str]]:
-    return [
-        {"value": row.run_id, "label": style.label}
-        for row, style in zip(rows, styles_of([RunNames(row) for row in rows]), strict=True)
-    ]
-
-
 class RunNames:
     """A run under the four fields that name it."""
 
     def __init__(self, row: wire.RunRow) -> None:
         self.run_id, self.name, self.dtype = row.run_id, row.name, row.dtype
         self.strategy = row.shown_strategy
-
-
-def register_search(app: dash.Dash, reader: Reader) -> None:
-    """Bind the search for further runs."""
-
-    @app.callback(
-        Output("compare-runs", "data"),
-        Input("compare-runs", "searchValue"),
-        State("compare-runs", "data"),
-        State("compare-runs", "value"),
-        prevent_initial_call=True,
-    )
-    def search_for(word: str | None, known: list[dict[str, str]], chosen: list[str] | None) -> Any:
-        """The server searches the choices among all runs."""
-        with or_later():
-            found = reader.ask(lambda client: client.run_table(q=word or None, limit=_PICKABLE)).rows
-        kept = [entry for entry in known if entry["value"] in (chosen or [])]
-        there = {entry["value"] for entry in kept}
-        return kept + [entry for entry in _run_options(found) if entry["value"] not in there]

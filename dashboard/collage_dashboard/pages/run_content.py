@@ -17,6 +17,7 @@ from collage_dashboard.components import (
     badge,
     chart_card,
     chart_note,
+    menu,
     moment,
     over_steps,
     state_badge,
@@ -95,9 +96,7 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
         key = "validation_loss" if validated else "loss"
         numbers.append(_number(key, number(loss.value), f"at step {loss.step:,}"))
     over = f"{over_steps(overview)}{', 95 % interval' if any(bounds.values()) else ''}"
-    why = html.Details(
-        [html.Summary("Why"), html.P(overview.text, className="menu-card reasons")], className="menu"
-    )
+    why = menu("Why", html.P(overview.text, className="reasons"))
     said = verdict_line(overview.health, overview.headline)
     return html.Div(
         [
@@ -141,8 +140,8 @@ def _to_try(run: wire.Run, overview: wire.Overview) -> list[Any]:
     how = [html.P(overview.advised, className="reasons"), dmc.Code("\n".join(lines), block=True)]
     tried = write_address(View(project=run.project, by="strategy"))
     how.append(dcc.Link("Strategies that this project has tried", href="".join(tried)))
-    summary = html.Summary(f"Try {' or '.join(map(strategy_title, named[:2]))}: how")
-    return [html.Details([summary, html.Div(how, className="menu-card")], className="menu try")]
+    shown = menu(f"Try {' or '.join(map(strategy_title, named[:2]))}: how", *how)
+    return [html.Div(shown, className="cure")]
 
 
 TABS: Final[dict[Tab, str]] = {

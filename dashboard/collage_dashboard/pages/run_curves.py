@@ -8,12 +8,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import plotly.graph_objects as go
 from dash import html
 
-from collage_dashboard.components import axis_control, labelled, scale_control, segments, select, smoothing_control
+from collage_dashboard.components import (
+    axis_control,
+    labelled,
+    menu,
+    scale_control,
+    segments,
+    select,
+    smoothing_control,
+)
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.heatmap import short_layer
 from collage_dashboard.pages.before_after import change_controls
@@ -48,8 +56,7 @@ def curve_controls(view: View, layers: list[str]) -> html.Details:
         segments("run-rows", "Grouped", {"all": "No", "block": "By block", "type": "By module type"}, view.rows),
         *change_controls(view),
     ]
-    menu: dict[str, Any] = {"role": "group", "aria-label": "Axes and layers"}
-    return html.Details([html.Summary("Axes"), html.Div(controls, className="menu-card", **menu)], className="menu")
+    return menu("Axes", *controls)
 
 
 def draw_curve(

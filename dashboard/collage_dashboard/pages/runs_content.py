@@ -30,6 +30,7 @@ __all__ = [
     "headline_of",
     "rows",
     "shown_columns",
+    "sick_in",
 ]
 
 USUAL: Final = tuple(column.key for column in wire.RUN_COLUMNS[1:] if column.usual)
@@ -153,8 +154,7 @@ def _differences(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[st
 
 def headline_of(table: wire.RunTable) -> str:
     """'3 of 6 runs have a problem; the worst is plain bfloat16: loses 57.6 % of its updates. 2 are live.'"""
-    live, well = sum(table.live.values()), {"", *NO_PROBLEM}
-    sick = sum(count for health, count in table.healths.items() if health not in well)
+    live, sick = sum(table.live.values()), sick_in(table)
     runs = f"{table.total:,} {'run' if table.total == 1 else 'runs'}"
     told = f"{live:,} {'is' if live == 1 else 'are'} live." if live else "None is live."
     if table.worst is not None and sick:
@@ -164,6 +164,11 @@ def headline_of(table: wire.RunTable) -> str:
     if table.total and healthy == table.total:
         return f"{'The run is' if table.total == 1 else f'All {runs} are'} healthy. {told}"
     return f"No problem is known of {runs}, {healthy:,} of them healthy. {told}"
+
+
+def sick_in(table: wire.RunTable) -> int:
+    """How many of the runs have a problem."""
+    return sum(count for health, count in table.healths.items() if health not in {"", *NO_PROBLEM})
 
 
 def compare_link(picked: Mapping[str, str]) -> Any:

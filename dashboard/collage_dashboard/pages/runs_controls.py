@@ -241,7 +241,7 @@ def _listed(views: Sequence[wire.SavedView]) -> Any:
         return "No view is saved yet."
     entries = []
     for view in views:
-        link = dcc.Link(view.name, href=f"/?{view.search}", title=f"{view.project}, by {view.made_by}")
+        link = dcc.Link(view.name, href=f"/runs?{view.search}", title=f"{view.project}, by {view.made_by}")
         own = {"type": "delete-view", "index": f"{view.project}\n{view.name}"}
         named: dict[str, Any] = {"aria-label": f"Delete the view {view.name}"}
         entries.append(html.Li([link, html.Button("×", id=own, className="textual", **named)]))

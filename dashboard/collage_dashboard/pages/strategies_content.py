@@ -19,6 +19,7 @@ from dash import Input, Output, State, dcc, html, no_update
 from collage_dashboard.components import (
     card,
     judgement_sign,
+    menu,
     notice,
     report_link,
     run_label,
@@ -86,11 +87,14 @@ def advice(found: Recommendation, view: View, results: Sequence[StrategyResult])
     Where configurations keep runs apart, a button treats them as one; where people have done so, one takes it back.
     """
     sentence = verdict_line("healthy" if found.chosen else "unknown", found.brief or found.text)
+    why = menu(
+        "Why",
+        *([html.P(found.text, className="reasons")] if found.brief else []),
+        html.Ul([html.Li(reason) for reason in found.reasons], className="reasons"),
+    )
     return html.Div(
         [
-            html.Div(sentence, className="answer"),
-            *([html.P(found.text, className="reasons")] if found.brief else []),
-            html.Ul([html.Li(reason) for reason in found.reasons], className="reasons"),
+            html.Div([sentence, html.Div(why, className="actions")], className="answer"),
             html.Div([*_treat(results), report_link(view.runs, view.left_out)], className="crumbs"),
         ]
     )

@@ -1,0 +1,133 @@
+"""One first screen: the runs on the left, what is picked on the right; four questions without a scroll."""
+
+import re
+
+import pytest
+
+from collage_monitor.client import Client
+from tests.browser.boxes import boxes
+from tests.browser.test_layout import violations_now
+from tests.dashboard.generated import GeneratedRun, demo_runs
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The demo's, one of them live, and more seeds of each strategy, as a person has them: forty."""
+    seeds = [
+        GeneratedRun(f"{name}-bfloat16-lr3e-4-seed{seed}", name, seed=seed, steps=60, run_id=f"run-{name}-{seed}")
+        for seed in range(1, 9)
+        for name in ("plain", "light", "plus", "master-weights")
+    ]
+    live = [
+        GeneratedRun(f"live {name}", name, state="running", run_id=f"run-live-{name}") for name in ("plus", "plain")
+    ]
+    return [*seeds, *demo_runs(), *live]
+
+
+@pytest.fixture(autouse=True)
+def evaluated(server_url):
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as client:
+        until(lambda: client.run_table().total == 39, "all runs")
+        until(lambda: "" not in client.run_table(limit=1).healths, "the evaluation of all runs")
+
+
+@pytest.fixture
+def laptop(watched):
+    watched.page.set_viewport_size(LAPTOP)
+    return watched.page
+
+
+def on_screen(page, locator):
+    """Its text, once it is there; a person sees it without a scroll."""
+    locator.first.wait_for()
+    [box] = boxes(locator.first)
+    size = page.viewport_size
+    assert box["y"] >= 0
+    assert box["bottom"] <= size["height"]
+    assert box["right"] <= size["width"]
+    return locator.first.inner_text()
+
+
+def picked(page):
+    """The runs that the list marks."""
+    return page.locator(".rail [role=checkbox][aria-checked=true]").evaluate_all(
+        "ticks => ticks.map((tick) => tick.closest('[data-run]').dataset.run)"
+    )
+
+
+def test_who_is_sick_where_and_since_when_stand_on_the_first_screen(laptop, watched):
+    page = laptop
+    page.goto(watched.url)
+    page.wait_for_selector("#run-panel .hm image")
+    assert page.url == f"{watched.url}/run/run-live-plain", "the worst live run"
+    assert page.evaluate("history.length") <= 3
+    assert on_screen(page, page.locator(".rail h2")) == "39 runs, 19 with a problem"
+    first = page.locator(".rail li[data-run]").first
+    assert re.search(r"\d\d\.\d %", on_screen(page, first)), "what it loses now"
+    said = on_screen(page, page.locator(".answer .verdict"))
+    assert re.search(r"Loses .* of its updates now .*since", said)
+    assert picked(page) == ["run-live-plain"]
+    live = page.locator(".rail li[data-run='run-live-plain']")
+    assert "live, step 200" in live.inner_text()
+    [cells, curves] = boxes(page.locator("#run-panel .hm image").first, page.locator("#run-stack"))
+    assert curves["bottom"] <= cells["y"]
+    assert cells["bottom"] <= LAPTOP["height"], "where: every layer"
+    assert violations_now(page) == []
+
+
+def test_a_tick_compares_at_once_and_the_address_says_what_is_picked(laptop, watched):
+    page = laptop
+    page.goto(f"{watched.url}/run/run-plain")
+    for name in ("plus", "fp32 reference"):
+        page.get_by_role("checkbox", name=f"Compare {name}", exact=True).click()
+    page.wait_for_function("new URLSearchParams(location.search).getAll('run').length === 3")
+    assert page.url.endswith("/compare?run=run-plain&run=run-plus&run=run-fp32-reference")
+    table = page.locator("#compare-strategies tbody tr")
+    page.wait_for_function("document.querySelectorAll('#compare-strategies tbody tr').length === 3")
+    answer = page.locator("#compare-advice .verdict", has_text="Use Collage plus · bfloat16 or Plain · float32")
+    assert len(on_screen(page, answer).replace("✓", "").split()) <= 15
+    on_screen(page, table.nth(2))
+    assert sorted(picked(page)) == ["run-fp32-reference", "run-plain", "run-plus"]
+    assert violations_now(page) == []
+    page.get_by_role("checkbox", name="Compare plain", exact=True).click()
+    page.wait_for_function("document.querySelectorAll('#compare-strategies tbody tr').length === 2")
+    page.get_by_role("checkbox", name="Compare fp32 reference", exact=True).click()
+    page.wait_for_url("**/run/run-plus")
+    page.locator("h1", has_text="plus").wait_for()
+    page.go_back()
+    page.wait_for_url("**/compare?*")
+    page.locator("#compare-advice").wait_for()
+    page.locator(".rail li[data-run='run-plain'] a").click()
+    page.locator("h1", has_text=re.compile("^plain$")).wait_for()
+    until(lambda: picked(page) == ["run-plain"], "the list to mark it")
+
+
+def test_which_strategy_is_one_click_away(laptop, watched):
+    page = laptop
+    page.goto(f"{watched.url}/run/run-plain")
+    page.locator(".bar").get_by_role("link", name="Strategies").click()
+    assert "Use Collage plus" in on_screen(page, page.locator("#compare-advice .verdict"))
+    assert len(picked(page)) == 39
+
+
+def test_a_phone_shows_the_list_and_then_what_is_picked(open_page, dashboard_url):
+    page = open_page(dashboard_url, width=PHONE["width"]).page
+    page.set_viewport_size(PHONE)
+    page.goto(dashboard_url)
+    entry = page.locator(".rail li[data-run='run-live-plain'] a")
+    entry.wait_for()
+    assert page.locator("#page").is_hidden()
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert violations_now(page) == []
+    entry.click()
+    page.wait_for_url("**/run/run-live-plain")
+    assert re.search("Loses .* since", on_screen(page, page.locator(".answer .verdict")))
+    assert page.locator(".rail").is_hidden()
+    page.go_back()
+    entry.wait_for()
