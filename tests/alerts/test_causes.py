@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 
 import msgspec
@@ -338,3 +339,35 @@ def test_a_constant_rate_whose_means_are_rounded_differently_does_not_rise():
 def test_an_evaluation_that_is_logged_later_is_no_restart():
     assert restarted(evidence(run=run_with(attempts=RESUMED))) is not None
     assert restarted(evidence(run=run_with(attempts=EVALUATED))) is None
+
+
+def weighed(name, place, found):
+    return ALERTS[name].checks[place](found).holds
+
+
+def test_what_holds_of_some_of_the_layers_does_not_hold_of_all():
+    layers = {"norm.weight": {"edq_ratio": 0.0}, "fc.weight": {"edq_ratio": 0.0}}
+    assert weighed("CollageLayersStandStill", 0, evidence({}, {}, layers=layers)) is False
+    rounded = fingerprint(stochastic_rounding=True, layer_rounds_at_random={"a": True, "b": False})
+    assert weighed("CollageUpdatesLost", 0, evidence({}, {}, run=rounded)) is True
+
+
+@pytest.mark.parametrize(("steps", "holds"), [(799.0, False), (798.0, True)])
+def test_an_oracle_of_the_first_step_was_attached_as_the_run_began(steps, holds):
+    assert weighed("CollageOracleDrift", 0, evidence({}, {"oracle_steps": steps})) is holds
+
+
+def test_a_run_that_began_late_was_not_restarted_and_tokens_are_counted_a_step():
+    begun = [msgspec.structs.replace(RUN.attempts[0], measured_from=500)]
+    assert restarted(evidence({}, {}, run=run_with(attempts=begun))) is None
+    assert causes.tokens_a_step(tokens(512, 1024)) == (512, 1024)
+
+
+def test_the_newest_gap_and_the_worst_layers_metric_are_told():
+    gaps = [wire.Event(event=n, time=n, kind="gap", text=f"gap {n}") for n in (1, 2)]
+    assert ALERTS["CollageReportsDropped"].checks[0](evidence({}, {}, events=gaps)).because == "gap 2"
+    entry = ALERTS["CollageEdqDrop"]
+    named = dataclasses.replace(
+        entry, conditions=(dataclasses.replace(entry.conditions[0], series="collage_worst_layer_edq_ratio"),)
+    )
+    assert named.metric({}) == "edq_ratio"

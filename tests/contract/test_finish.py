@@ -155,6 +155,16 @@ def test_an_empty_histogram_is_undefined_and_its_ends_answer_the_outermost_edge(
     assert histogram_quantile(histogram_counts(histogram(overflow=5.0)), 0.5) == 8.0
 
 
+def test_nothing_of_a_negative_total_is_a_plain_zero():
+    found = finish("edq_ratio", {"intended_effective_sum": np.zeros(1), "intended_squared_sum": -np.ones(1)})
+    assert str(found) == "[0.]"
+
+
+def test_a_quantile_on_the_border_of_an_octave_is_that_border_whatever_lies_beyond():
+    totals = {"update_ulp_histogram/0": np.array([4.0]), "update_ulp_histogram/5": np.array([4.0])}
+    np.testing.assert_array_equal(histogram_quantile(histogram_counts(totals), 0.5), [1.0])
+
+
 def test_a_histogram_with_bins_that_were_not_reported():
     totals = {"update_ulp_histogram/0": np.array([4.0, np.nan])}
     np.testing.assert_array_equal(finish("half_ulp_margin", totals), [1.5, np.nan])
@@ -192,6 +202,8 @@ def test_sql_gives_what_the_functions_give(without):
     told = {key: sql for key in metric_keys(totals) if (sql := metric_sql(key, totals)) is not None}
     known = {METRICS[key.partition("/")[0]].finish for key in told}
     assert len(known) > 5, "each kind of ratio is there"
+    # SQLite divides by 0 as told; to others it is infinity, or an error.
+    assert all(sql.count(" / ") == sql.count(" / nullif(") for sql in told.values())
     with closing(sqlite3.connect(":memory:")) as database:
         database.create_function("sqrt", 1, lambda value: None if value is None else math.sqrt(value))
         names = ", ".join(map(quoted_name, keys))

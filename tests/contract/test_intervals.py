@@ -131,18 +131,36 @@ def test_a_sample_that_misses_what_moves_the_weights_has_no_interval():
     assert np.isnan(interval("edq_ratio", steps)[0])
 
 
-def test_the_fewer_blocks_the_variance_comes_from_the_wider_is_the_interval():
-    u, e = layer(np.random.default_rng(4), 900)
-    totals = merge_shards([sampled_totals(np.random.default_rng(4), u, e, 128)])
-
+def ratio_and_deviation(totals):
+    """EDQ and the standard deviation of its estimate, linearised."""
     parts = (totals[f"{part}/edq_ratio"] for part in ("variance_numerator", "covariance", "variance_denominator"))
     numerator, covariance, denominator = parts
     ratio = totals["intended_effective_sum"] / totals["intended_squared_sum"]
     squared = numerator - 2 * ratio * covariance + ratio**2 * denominator
-    for sources in (5, 8):
-        low, high = interval("edq_ratio", totals | {"fourth_moment/edq_ratio": squared**2 / sources})
-        half = student_quantile(sources - 1) * np.sqrt(squared) / totals["intended_squared_sum"]
+    return ratio, np.sqrt(squared)
+
+
+def test_the_fewer_blocks_the_variance_comes_from_the_wider_is_the_interval():
+    u, e = layer(np.random.default_rng(4), 900)
+    totals = merge_shards([sampled_totals(np.random.default_rng(4), u, e, 128)])
+    ratio, deviation = ratio_and_deviation(totals)
+    for sources in (3.9, 4, 5, 8):
+        low, high = interval("edq_ratio", totals | {"fourth_moment/edq_ratio": deviation**4 / sources})
+        half = student_quantile(max(sources - 1, 4)) * deviation / totals["intended_squared_sum"]
+        half = half if sources >= 4 else np.nan
         np.testing.assert_allclose([low, high], [ratio - half, ratio + half], rtol=1e-9)
+
+
+@pytest.mark.parametrize("count", [40, 75])
+def test_blocks_that_differ_count_as_fewer_however_large_a_part_of_the_tensor_they_are(count):
+    u, e = layer(np.random.default_rng(4), 80)
+    totals = merge_shards([sampled_totals(np.random.default_rng(4), u, e, count)])
+    squares = (u[np.random.default_rng(4).permutation(80)[:count]] ** 2).sum(axis=1)
+    alike = count / (1 + squares.var(ddof=1) / squares.mean() ** 2)
+    ratio, deviation = ratio_and_deviation(totals)
+    half = student_quantile(alike - 1) * deviation / totals["intended_squared_sum"]
+    found = interval("edq_ratio", totals | {"fourth_moment/edq_ratio": np.zeros(1)})
+    np.testing.assert_allclose(found, [ratio - half, ratio + half], rtol=1e-9)
 
 
 def test_zero_losses_do_not_give_zero_width():

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collage_monitor.metrics import STATISTICS, statistic
+from collage_monitor.metrics import METRICS, STATISTICS, split_key, statistic
 from collage_monitor.statistics import (
+    finish_all,
     merge,
     merge_shards,
     merge_starts,
@@ -135,9 +136,10 @@ def test_the_root_of_small_variances_and_of_what_rounding_made_negative():
         ([1] * 10, 4, [0, 3, 6, 9]),
         ([1] * 3, 4, [0, 1, 2]),
         ([16, 16, 1, 1, 1, 1], 3, [0, 1, 2]),
+        ([16, 16, *[1] * 32], 5, [0, 1, 2, 18]),
         ([256, *[1] * 8], 100, [0, 1, 3, 6]),
     ],
-    ids=["none", "even", "a rest", "few", "coarse before fine", "one far coarser"],
+    ids=["none", "even", "a rest", "few", "coarse before fine", "as wide as the coarse", "one far coarser"],
 )
 def test_where_merged_points_begin(counts, points, starts):
     assert merge_starts(np.array(counts, dtype=np.int64), points).tolist() == starts
@@ -151,3 +153,14 @@ def test_merging_twice_gives_the_points_of_merging_once(steps, points):
     assert len(set(merged[:-1])) <= 1
     assert merged[-1] <= merged[0]
     assert merge_starts(merged, points).tolist() == list(range(len(merged)))
+
+
+def test_steps_that_are_alike_have_together_the_metrics_of_one():
+    """Counts add up and noise averages out; every other metric says how it is, or how much of it."""
+    totals = {key: np.array([place % 5 + 1.0]) for place, key in enumerate(KEYS)}
+    one, three = (finish_all(merge_steps([totals] * count), intervals=False) for count in (1, 3))
+    assert len(one) > 40
+    for key, value in one.items():
+        name = split_key(key)[0]
+        if METRICS[name].unit != "elements" and "noise" not in name:
+            np.testing.assert_allclose(three[key], value, rtol=1e-12, err_msg=key)

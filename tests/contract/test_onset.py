@@ -6,7 +6,7 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from collage_monitor.onset import find_onset, find_onsets
+from collage_monitor.onset import Onset, find_onset, find_onsets
 from tests.contract.onsets import EVERY, changed, steady, within_one_interval
 from tests.reference import onset as reference
 
@@ -53,6 +53,26 @@ def test_a_change_of_a_few_layers_is_found_though_the_model_hides_it():
     found = find_onset(STEPS, series(99, noise=0.01), layers)
     assert found is not None
     assert [change.layer for change in found.layers] == ["layer 3"]
+
+
+@pytest.mark.parametrize(
+    ("after", "tolerance", "explained"), [(0.97, 0.0, False), (0.97, 0.05, True), (0.9, 0.05, True)]
+)
+def test_within_the_tolerance_of_the_ideal_there_is_nothing_to_explain(after, tolerance, explained):
+    assert Onset(1, 2, 2, before=0.98, after=after).explains(1.0, tolerance) == explained
+
+
+def test_a_layer_that_changed_by_less_than_counts_is_not_told_of_beside_others():
+    layers = {"large": series(1, 0.99, 0.4), "small": series(2, 0.99, 0.98, noise=0.0001)}
+    found = find_onset(STEPS, series(99, 0.99, 0.7), layers, least=0.05)
+    assert found is not None
+    assert [change.layer for change in found.layers] == ["large"]
+
+
+@pytest.mark.parametrize(("points", "is_found"), [(23, False), (24, True)])
+def test_so_many_points_are_looked_at(points, is_found):
+    values = series(1, 0.99, 0.4, at=12)[:points]
+    assert (find_onset(STEPS[:points], values) is not None) == is_found
 
 
 @pytest.mark.parametrize("fall", range(640, 656))

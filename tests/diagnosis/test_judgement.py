@@ -525,6 +525,14 @@ def test_layers_that_are_worth_a_look_are_named_and_decide_nothing():
     assert "1 of the optimizer's tensors is no parameter of the model (group0.1)." in found.text
 
 
+@pytest.mark.parametrize(("strangers", "word"), [([], "healthy"), (["10 × 4"], "unknown")])
+def test_a_weight_in_no_optimizer_is_told_and_in_doubt_if_the_optimizer_steps_one_in_no_module(strangers, word):
+    coverage = wire.Coverage(watched=100, orphaned=10, orphans=["head.weight"], strangers=strangers)
+    found = judged(GOOD, coverage=coverage)
+    assert found.health == word
+    assert "head.weight" in f"{found.text} {found.short}"
+
+
 def test_optimizers_that_are_alike_get_one_line_of_advice():
     """Decays of averages are a list: no run with any could be judged."""
     own = wire.Trained(
@@ -559,6 +567,11 @@ def test_an_optimizer_that_steps_nothing_that_can_be_measured_is_not_said_to_lac
         (1.10, 1.06, 1.20, "steps are off", "steps are off"),
         (1.10, 1.01, 1.20, "unknown", "unknown"),
         (0.97, 0.96, 0.98, "healthy", "healthy"),
+        (0.92, 0.91, 0.99, "unknown", "unknown"),
+        (1.08, 1.01, 1.09, "unknown", "unknown"),
+        (1.00, 0.93, 1.07, "healthy", "healthy"),
+        (1.00, 0.88, 1.04, "unknown", "healthy"),
+        (1.00, 0.97, 1.12, "unknown", "healthy"),
     ],
 )
 def test_a_number_counts_against_a_run_only_if_its_whole_interval_does(value, low, high, of_edq, of_oracle):
@@ -594,3 +607,64 @@ def test_an_average_that_moves_otherwise_is_held_to_the_bound_on_its_side(edq, b
     moved = {"average_edq_ratio": edq, "average_edq_noise_ratio": 0.0, "average_lost_ratio": 0.0}
     (found,) = [finding for finding in judged({**GOOD, **moved}).findings if finding.health == "average is off"]
     assert found.threshold == pytest.approx(bound)
+
+
+@pytest.mark.parametrize(("now", "word"), [(1.0, "healthy"), (0.9, "unknown")])
+def test_an_oracle_that_moves_away_confirms_nothing(now, word):
+    info = wire.WatchInfo(optimizer="AdamW", observed_strategy="plain", dtype="bfloat16")
+    model = {key: number for key, number in GOOD.items() if key != STATE} | {"edq_oracle_ratio": 1.0}
+    assert judge(Evidence(model, {}, info, 1, 100, now={"edq_oracle_ratio": now})).health == word
+
+
+@pytest.mark.parametrize(("noise", "word"), [(0.0, "unknown"), (0.03, "healthy")])
+def test_newest_steps_move_a_number_if_three_standard_errors_do_not_explain_it(noise, word):
+    info = wire.WatchInfo(optimizer="AdamW", observed_strategy="plain", dtype="bfloat16")
+    now = {"edq_ratio": 0.9, "edq_noise_ratio": noise, "intended_norm": 1.0}
+    assert judge(Evidence({**GOOD, "intended_norm": 1.0}, {}, info, 1, 100, now=now)).health == word
+
+
+@pytest.mark.parametrize(("elements", "words"), [(None, "belongs to the model"), (10.0, "what was intended")])
+def test_tensors_without_a_name_are_another_models_if_none_had_a_gradient(elements, words):
+    assert words in judged({"elements": elements}, {"group0.0": {"elements": elements}}).text
+
+
+def test_what_is_not_finite_is_not_among_the_elements_that_are_idle():
+    dropped = {**GOOD, "elements": 100.0, "nonfinite": 50.0, "residual_dropped_ratio": 0.3}
+    assert judged({**dropped, "idle": 10.0}).health == "healthy" != judged({**dropped, "idle": 25.0}).health
+
+
+@pytest.mark.parametrize(("error", "word"), [(0.06, "healthy"), (0.08, "losing updates")])
+def test_errors_of_layers_are_put_together_as_squares(error, word):
+    seen = wire.Fingerprint(layer_rounds_at_random={"a": False, "b": False})
+    layers = {
+        "a": layer(lost_update_ratio=0.3, update_error_ratio=error),
+        "b": layer(lost_update_ratio=0.3, update_error_ratio=0.02),
+    }
+    assert judged({**GOOD, "lost_update_ratio": 0.3}, layers, fingerprint=seen).health == word
+
+
+def test_what_is_not_finite_is_told_however_little_is_measured():
+    assert judged({**GOOD, "measured_ratio": 0.2, "nonfinite_params": 3.0}).health == "not finite"
+
+
+def test_residuals_are_0_before_the_one_step_that_was_measured():
+    info = wire.WatchInfo(optimizer="AdamW", observed_strategy="kahan", dtype="bfloat16")
+    model = {**GOOD, "residual_zero_ratio": 1.0, "lost_visible_ratio": 0.6}
+    assert [judge(Evidence(model, {}, info, 5, last)).health for last in (5, 6)] == ["healthy", "losing updates"]
+
+
+def test_a_window_speaks_where_single_steps_say_nothing():
+    model = {**GOOD, "edq_ratio": None, "faithful": 1.0, "edq_window_ratio/32": 0.5}
+    assert judged(model, fingerprint=TO_NEAREST).health == "losing updates"
+
+
+@pytest.mark.parametrize(("lost", "verb"), [(1.0, "2 layers stand still"), (0.6, "2 layers lose most")])
+def test_layers_stand_still_if_all_of_them_do(lost, verb):
+    still = {"lost_update_ratio": 1.0, "update_error_ratio": 1.0, "edq_ratio": 0.0}
+    layers = {"a": layer(**still), "b": layer(**{**still, "lost_update_ratio": lost}), "c": layer()}
+    found = judged(GOOD, layers, fingerprint=TO_NEAREST)
+    assert verb in found.text
+    assert "too little to decide" not in found.text
+    assert "66.7 % of the elements" in found.headline
+    unknown = {**layers, "c": layer(elements=None)}
+    assert "of the elements" not in judged(GOOD, unknown, fingerprint=TO_NEAREST).headline
