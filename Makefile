@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up docs screenshots studies release packages test quick check format nightly exhaustive torture cluster containers hostile gpu doors bench clean
+.PHONY: demo up docs screenshots studies release packages test quick check format nightly exhaustive mutants torture cluster containers hostile gpu doors bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -85,10 +85,14 @@ format: $(VENV)/.stamp-dev
 nightly: $(VENV)/.stamp-dev exhaustive  ## The long lanes
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m pytest --hypothesis-profile=nightly tests/server/store tests/agent_delivery/test_laws.py -k "Laws or laws"
+	$(MAKE) mutants
 	if [ "$$(id -u)" = 0 ]; then $(MAKE) containers; else echo "left out: make containers needs root"; fi
 
 exhaustive: $(VENV)/.stamp-dev  ## Error-free transformations over all pairs of 16-bit numbers
 	$(BIN)/python -m tests.numerics.exhaustive
+
+mutants: $(VENV)/.stamp-dev  ## Faults of the kind that a maintainer makes, planted one at a time: do tests catch them? ROOMS="judgement" for some
+	$(BIN)/python -m drills.mutants $(ROOMS)
 
 torture: $(VENV)/.stamp-dev  ## Servers and databases killed at random; KILLS=1000 for longer, SEED=… to repeat one
 	$(BIN)/python -m drills.torture --kills $(or $(KILLS),200) $(if $(SEED),--seed $(SEED))
