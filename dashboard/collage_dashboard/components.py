@@ -23,7 +23,6 @@ from collage_dashboard.run_styles import LineStyle, is_stochastic
 from collage_dashboard.server_reader import Problem
 from collage_dashboard.view import View
 from collage_monitor import wire
-from collage_monitor.diagnosis import CAVEATS
 from collage_monitor.errors import CollageError, NotAuthorised
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "judgement_mark",
     "judgement_sign",
     "labelled",
-    "limits_note",
     "menu",
     "milliseconds_after",
     "moment",
@@ -311,11 +309,6 @@ def problem_page(problem: Problem, *, retry: bool = False, order: int = 1) -> ht
 def moment(seconds: float) -> html.Time:
     """A Unix time: the page's scripts show it as the reader's clock has it, with UTC on hover."""
     return html.Time(when(seconds), dateTime=iso(seconds), title=when(seconds))
-
-
-def limits_note() -> dmc.Text:
-    """A note on what the numbers here cannot show."""
-    return dmc.Text(CAVEATS, size="xs", className="quiet limits", mt="lg")
 
 
 LIVE_MILLISECONDS: Final = 3000

@@ -211,6 +211,16 @@ def test_a_heatmaps_colour_means_the_same_in_runs_of_different_ranges_and_it_run
         page.wait_for_function(f"{drawn}.querySelector('.xtitle').textContent.includes('{title}')")
 
 
+def test_a_heatmap_changes_its_colours_with_the_pages_ground(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain")
+    page.wait_for_selector("#run-panel .hm image")
+    drawn = f"{plot('heatmap', 'lost_update_ratio')}.data[0]"
+    for scheme in ("dark", "light"):
+        page.get_by_role("button", name="Light or dark").click()
+        page.wait_for_function(f"'' + {drawn}.colorscale === '' + {drawn}.meta['{scheme}']")
+
+
 def seen(page, place):
     """Wait until the place is on the screen."""
     within = "box => box && box.top >= 0 && box.top < innerHeight - 80"

@@ -287,12 +287,6 @@ def test_a_slow_server_is_asked_less_often():
     assert milliseconds_after(5.0) == 20_000
 
 
-@pytest.mark.slow
-def test_limits_stand_on_every_page(reader):
-    for address in (("/runs", ""), ("/compare", "?run=run-plain")):
-        assert "invisible here" in text(render(read_address(*address), reader))
-
-
 def test_the_line_above_the_table_answers(server):
     """It said "6 runs, none of them live." of three that have a problem."""
     assert headline_of(server.client().run_table()) == (

@@ -48,6 +48,15 @@
     return meta.form === "share" ? forms.share(value === null ? null : value / 100) : forms[meta.form](value);
   }
 
+  // A heatmap has the scale of the page's ground: on a dark one the worst is brightest, too.
+  const scaleOf = ({ meta, colorscale }) => (meta && meta[document.documentElement.dataset.mantineColorScheme]) || colorscale;
+  new MutationObserver(() => {
+    for (const plot of plotsOf("#run-panel")) {
+      const [trace] = plot.data;
+      if (trace.type === "heatmap" && trace.meta.dark) window.Plotly.restyle(plot, { colorscale: [scaleOf(trace)] });
+    }
+  }).observe(document.documentElement, { attributeFilter: ["data-mantine-color-scheme"] });
+
   // It is written when the cell is pointed at: a heatmap has up to a million.
   function withTexts(figure) {
     const [trace] = figure.data || [];
@@ -57,7 +66,7 @@
         get: (target, key) => (typeof key === "string" && /^\d+$/.test(key) && key < count ? read(Number(key)) : target[key]),
       });
     const text = lazy(trace.y.length, (row) => lazy(trace.x.length, (column) => cellText(trace, row, column)));
-    return { ...figure, data: [{ ...trace, text }, ...figure.data.slice(1)] };
+    return { ...figure, data: [{ ...trace, text, colorscale: scaleOf(trace) }, ...figure.data.slice(1)] };
   }
 
   // What was zoomed to on the x axis; nothing for any other change of a layout.

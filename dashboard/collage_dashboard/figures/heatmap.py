@@ -20,8 +20,10 @@ from collage_dashboard.figures.style import (
     base_figure,
     empty_figure,
     literal,
+    stepped,
 )
 from collage_monitor import wire
+from collage_monitor.alerts import ALERTS
 
 __all__ = ["REACH", "block_of", "heatmap", "short_layer", "short_layers"]
 
@@ -69,12 +71,12 @@ def heatmap(
         z=_heights(cells, logarithmic),
         customdata=cells if logarithmic else None,
         hovertemplate=f"%{{y}}<br>{step} %{{x:,}}<br>%{{text}}<extra></extra>",
-        meta={"form": form},
+        meta={"form": form, **_scales(answer.metric)},
         colorbar=_colour_bar(description),
         xgap=gap,
         ygap=gap,
         hoverongaps=False,
-        **_colours(description),
+        **{**_colours(description), **({"colorscale": own["light"]} if (own := _scales(answer.metric)) else {})},
     )
     figure = base_figure(
         [trace],
@@ -159,6 +161,17 @@ def _colours(description: Description) -> dict[str, Any]:
         "zmin": description.drawn_scale * (description.ideal - REACH),
         "zmax": description.drawn_scale * (description.ideal + REACH),
     }
+
+
+def _scales(metric: str) -> dict[str, Any]:
+    """The scales of a share that an alert judges, light and dark: `assets/figures.js` takes that of the page."""
+    bounds = [
+        condition.threshold
+        for alert in ALERTS.values()
+        for condition in alert.drawn
+        if metric == "lost_update_ratio" and condition.series == f"collage_{metric}"
+    ]
+    return stepped(min(bounds)) if bounds else {}
 
 
 def _colour_bar(description: Description) -> dict[str, Any]:

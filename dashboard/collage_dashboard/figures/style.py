@@ -30,6 +30,7 @@ __all__ = [
     "digest",
     "empty_figure",
     "literal",
+    "stepped",
     "strategy_colour",
     "translucent",
     "with_subtitle",
@@ -83,6 +84,20 @@ DIVERGING: Final = (
 )
 """Below the ideal, at it, above it. The middle is no colour of praise; a tenth of the way off nothing is pale."""
 SEQUENTIAL: Final = ((0.0, _PALE), (0.35, "#E8A27C"), (0.7, "#C65F2B"), (1.0, "#7A2A08"))
+
+
+def stepped(bound: float) -> dict[str, list[list[Any]]]:
+    """Scales of a share that is bad from `bound` on, for light and dark: pale below it, a step there, and then the
+    further from the page's ground the worse."""
+    ends = {
+        "light": ("#F1F4F8", "#CBD5E4", "#F8B26A", "#C65F2B", "#7A2A08"),
+        "dark": ("#2A3036", "#4A586B", "#A5501C", "#EE8A3C", "#FFE9C7"),
+    }
+    middle = (1.0 + bound) / 2
+    return {
+        scheme: [[0.0, none], [bound, below], [bound, begins], [middle, half], [1.0, all_of_it]]
+        for scheme, (none, below, begins, half, all_of_it) in ends.items()
+    }
 
 
 def strategy_colour(strategy: str | None, dtype: str | None = None) -> str:

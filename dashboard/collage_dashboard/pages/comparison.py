@@ -23,7 +23,6 @@ from collage_dashboard.components import (
     LIVE_MILLISECONDS,
     axis_control,
     embed_note,
-    limits_note,
     menu,
     notice,
     page,
@@ -134,7 +133,6 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(id="compare-table"),
             pandas_note(reader, frame_of([row.run_id for row in rows])),
             embed_note("".join(write_address(view)), _PARTS),
-            limits_note(),
         ],
         f"Comparison of {len(view.runs)} {'run' if len(view.runs) == 1 else 'runs'}",
     )

@@ -15,7 +15,6 @@ from dash import Input, Output, State, dcc, html, no_update
 from collage_dashboard.components import (
     IDLE_MILLISECONDS,
     LIVE_MILLISECONDS,
-    limits_note,
     notice,
     page,
     problem_page,
@@ -78,7 +77,6 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(html.P("Reading what the run reported around it …", className="quiet"), id="incident-body"),
             html.Div(actions, className="toolbar", style={} if incident.run_id else {"display": "none"}),
             *([pandas_note(reader, frame_of([incident.run_id]))] if incident.run_id else []),
-            limits_note(),
         ],
         incident.alert,
     )

@@ -20,7 +20,6 @@ from flask import request
 from collage_dashboard.components import (
     LIVE_MILLISECONDS,
     filter_select,
-    limits_note,
     moment,
     notice,
     page,
@@ -81,7 +80,6 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(id="incidents-alert"),
             html.Div(_content(found, names, view), id="incidents-content"),
             pandas_note(reader, "pandas.json_normalize(msgspec.to_builtins(client.incidents().events))"),
-            limits_note(),
         ],
         "Incidents",
     )

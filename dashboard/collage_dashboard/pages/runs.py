@@ -13,7 +13,6 @@ from dash import Input, Output, State, dcc, html, no_update
 from collage_dashboard.components import (
     IDLE_MILLISECONDS,
     judgement_sign,
-    limits_note,
     milliseconds_after,
     notice,
     page,
@@ -118,7 +117,6 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.P(id="runs-sentence", role="status", className="quiet sentence"),
             html.Div(_nothing(table, view, reader), id="runs-empty", style=_shown(_is_empty(table, view))),
             pandas_note(reader, frame_of(filters=_filters_of(view))),
-            limits_note(),
         ],
         "Runs",
     )

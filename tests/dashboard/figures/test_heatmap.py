@@ -50,7 +50,22 @@ def test_a_share_lost_is_drawn_in_percent_from_none_to_all():
     trace = heatmap(heatmap_answer([[0.0, 0.3]], "lost_update_ratio")).data[0]
     assert (trace.zmin, trace.zmax) == (0.0, 100.0)
     assert list(trace.z[0]) == [0.0, 30.0]
-    assert trace.meta == {"form": "share"}
+    assert trace.meta["form"] == "share"
+
+
+def test_a_share_lost_steps_where_its_alert_begins_and_stands_out_from_either_ground_the_worse_it_is():
+    def light(colour):
+        return sum(int(colour[at : at + 2], 16) * weight for at, weight in ((1, 0.21), (3, 0.72), (5, 0.07)))
+
+    trace = heatmap(heatmap_answer([[0.0, 0.3]], "lost_update_ratio")).data[0]
+    for scheme, ground in (("light", 255), ("dark", 36)):
+        places, colours = zip(*trace.meta[scheme], strict=True)
+        assert places[1] == places[2] == 0.25, "a step"
+        away = [abs(light(colour) - ground) for colour in colours]
+        assert away == sorted(away), scheme
+        below, beyond = colours[1:3]
+        assert int(beyond[1:3], 16) - int(beyond[5:7], 16) > 80 > int(below[1:3], 16) - int(below[5:7], 16)
+    assert [list(stop) for stop in trace.colorscale] == trace.meta["light"]
 
 
 def test_the_selected_row_has_a_frame():
