@@ -154,6 +154,19 @@ def counted_less(model, optimizer):
     optimizer.state[model[2].weight]["step"].fill_(2)
 
 
+def test_residuals_that_are_gone_are_told_once(tmp_path):
+    """Told was of the residuals, and again of 4 of 12 states that did not come through."""
+
+    def emptied(model, optimizer):
+        for state in optimizer.state.values():
+            state["parameter_low"].zero_()
+
+    job = Job(tmp_path, "split-master")
+    job.launch(0, 6)
+    _, _, info = job.launch(6, 8, every=1, spoil=emptied)
+    assert [loss.kind for loss in info.resume_losses] == ["residuals"]
+
+
 LOST = [
     (forgotten, 7, "averages", "the resume forgot the optimizer's states"),
     (forgotten, None, "averages", "the resume forgot the optimizer's states"),
