@@ -28,13 +28,13 @@ USUAL_FUNCTION, LONGEST_FUNCTION, USUAL_SHARE = 40, 100, 0.95
 SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
-    "collage_monitor": 14792,
-    "collage_agent": 22782,
-    "collage_optim": 5472,
-    "collage_server": 24417,
-    "collage_dashboard": 9594,
-    "tests": 72505,
-    "words of pages": 49070,
+    "collage_monitor": 14991,
+    "collage_agent": 22966,
+    "collage_optim": 6174,
+    "collage_server": 25124,
+    "collage_dashboard": 9524,
+    "tests": 74099,
+    "words of pages": 49636,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01
