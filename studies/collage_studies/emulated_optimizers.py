@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from collage_optim import CollageAdamW, Scalar
 from collage_optim.coupling import GAPS_EXCHANGED, REACH_KEPT
+from collage_optim.integer_codes import stored_value
 from collage_optim.update_rules import AdamRule, Group
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ __all__ = [
     "OurAdamW",
     "Way",
     "companded",
+    "distance_ahead",
     "dithered",
     "dynamic_map",
     "in_24_bits",
@@ -68,6 +70,11 @@ class EmulatedAdamW:
         """Move the weight, and keep the moments; `moved` is without decay, the denominator √v̂ + ε."""
         self.weight = self.moved_exactly(moved, rate)
 
+    def ahead(self, rate: Tensor) -> Tensor:
+        """c m after a step with these learning rates: without further gradients the weights would move by −c m."""
+        denominator = (self.second / (1 - self.beta2**self.steps)).sqrt() + _EPS
+        return rate * _ahead_of(self.steps) * self.first / denominator
+
     def moved_exactly(self, moved: Tensor, rate: Tensor) -> Tensor:
         """The moved weight, rounded by the dtype alone."""
         return self.weight + (moved - rate * self.decay * self.weight)
@@ -82,7 +89,8 @@ class BlockLayout:
     """Bits of a weight (24 or 32), and of a first and a second moment in blocks of 128; None keeps fp32.
 
     The two directions of coupled rounding (`collage_optim.coupling`) and its two bounds can be switched off each.
-    linear: equal steps of m. dithered: v is dithered subtractively.
+    first_at_random: m is rounded at random although the weight takes that. linear: equal steps of m. dithered: v is
+    dithered subtractively.
     """
 
     weight: int = 24
@@ -92,6 +100,7 @@ class BlockLayout:
     weight_into_first: bool = True
     reach_kept: float = REACH_KEPT
     gaps_exchanged: float = GAPS_EXCHANGED
+    first_at_random: bool = False
     linear: bool = False
     dithered: bool = False
 
@@ -133,8 +142,9 @@ class BlockAdamW(EmulatedAdamW):
 
     def _stored_first(self, first: Tensor, coarse: Tensor) -> Tensor:
         """m as its codes hold it: to nearest where what that takes goes into the weight, at random elsewhere."""
-        at_random = 1 - self.uniform(1)
-        threshold = torch.where(coarse, at_random, 0.5) if self.layout.first_into_weight else at_random
+        threshold = 1 - self.uniform(1)
+        if self.layout.first_into_weight and not self.layout.first_at_random:
+            threshold = torch.where(coarse, threshold, 0.5)
         return companded(first, self.layout.first, threshold, linear=self.layout.linear)
 
     def _stored_second(self) -> Tensor:
@@ -335,10 +345,30 @@ class OurAdamW:
         """All stored bits of the weight."""
         return self._optimizer.stored_parameter(self._parameter)
 
+    @property
+    def first(self) -> Tensor:
+        """The stored first moment."""
+        return stored_value(self._optimizer.state[self._parameter], "exp_avg")
+
+    def ahead(self, rate: Tensor) -> Tensor:
+        """c m after a step with these learning rates."""
+        self._now["rate"] = rate.float()
+        return distance_ahead(self._optimizer, self._parameter)
+
     def step(self, gradient: Tensor, rate: Tensor) -> None:
         """Take a step with the gradients and learning rates, both [n]."""
         self._now["rate"], self._parameter.grad = rate.float(), gradient
         self._optimizer.step()
+
+
+def distance_ahead(optimizer: CollageAdamW, parameter: Tensor) -> Tensor:
+    """c m of a weight: without further gradients it would move by −c m; fp64."""
+    (group,) = (group for group in optimizer.param_groups if any(own is parameter for own in group["params"]))
+    state, rule = optimizer.state[parameter], optimizer.rule_of(group)
+    step = int(state["step"])
+    numbers = {**rule.scalars(group, step), **rule.scalars_ahead(group, step)}
+    first, second = (stored_value(state, name) for name in ("exp_avg", "exp_avg_sq"))
+    return numbers["lr_ahead"] * first / (second.sqrt() * numbers["root_correction"] + numbers["eps"])
 
 
 @dataclass(frozen=True)
@@ -366,6 +396,7 @@ _OUR_BYTES: Final = {
 _NEITHER: Final[Mapping[str, Any]] = {"first_into_weight": False, "weight_into_first": False}
 WAYS: Final[Mapping[str, Mapping[str, Way]]] = {
     "ours": {name: Way(size, partial(OurAdamW, name)) for name, size in _OUR_BYTES.items()},
+    "packed": {"coupled-7": Way(7 + _SCALES, partial(OurAdamW, "coupled-7"))},
     "others": {
         "fp32": Way(16, EmulatedAdamW),
         "ECO, to nearest": Way(12, partial(ErrorCompensatedAdamW, False)),
@@ -374,7 +405,7 @@ WAYS: Final[Mapping[str, Mapping[str, Way]]] = {
         "split-master-8bit, not coupled": _blocks(weight=32, second=8, **_NEITHER),
         "split-24bit-8bit, not coupled": _blocks(weight=24, second=8, **_NEITHER),
         "FlashOptim": Way(7 + 4 / _FLASH_GROUP, FlashAdamW),
-        "coupled-7": _blocks(first=4, second=12),
+        "m in 4 bits, v in 12": _blocks(first=4, second=12),
         "bitsandbytes, bf16 weights": Way(6 + 8 / _BITS_AND_BYTES_BLOCK, partial(BitsAndBytesAdamW, True)),
     },
     "parts": {
@@ -390,5 +421,7 @@ WAYS: Final[Mapping[str, Mapping[str, Way]]] = {
         "v in fp32": _blocks(second=None),
     },
     "dithered": {f"v in {bits} bits, dithered": _blocks(second=bits, dithered=True) for bits in (8, 12, 16)},
+    "at random": {"m rounded at random": _blocks(first_at_random=True)},
 }
-"""Our strategies; what they are compared with; and coupled-8 with one thing changed at a time, or v dithered."""
+"""Our strategies; what they are compared with; and coupled-8 with one thing changed at a time, v dithered, or m at
+random as no stream is stepped."""

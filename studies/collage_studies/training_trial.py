@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from collage_studies.study import Record, ReportTarget, Trial
 
-__all__ = ["SampledRewards", "run_training", "stored_loss"]
+__all__ = ["SampledRewards", "run_training", "stored_loss", "validation_loss"]
 
 _BATCHES, _FIRST_SEED = 64, 10**9
 
@@ -93,12 +93,18 @@ def stored_loss(
     for mine, stored in zip(whole.parameters(), model.parameters(), strict=True):
         if stored.requires_grad:
             mine.copy_(optimizer.stored_parameter(stored))
+    return validation_loss(whole, recipe, corpus, rewards=rewards)
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, recipe: Recipe, corpus: Corpus, *, rewards: bool = False) -> float:
+    """The mean over fixed passages of validation text, as `stored_loss`."""
     losses = []
     for seed in range(_FIRST_SEED, _FIRST_SEED + _BATCHES):
         inputs, targets = batch(corpus.validation, recipe.batch_size, recipe.length, seed)
         if rewards:
-            right = whole(inputs).softmax(-1).gather(-1, targets.unsqueeze(-1))
+            right = model(inputs).softmax(-1).gather(-1, targets.unsqueeze(-1))
             losses.append(1 - right.mean().item())
         else:
-            losses.append(loss_of(whole, inputs, targets).item())
+            losses.append(loss_of(model, inputs, targets).item())
     return math.fsum(losses) / _BATCHES

@@ -15,6 +15,8 @@ from collage_studies.study import Curve, Record, Trial
 __all__ = ["RecordFile", "compact"]
 
 _DIGITS = 6
+_VALUE_DIGITS = 9
+"""A gap between two losses may be a hundred-thousandth of them."""
 
 
 class RecordFile:
@@ -48,11 +50,11 @@ class RecordFile:
 
 
 def compact(record: Record) -> Record:
-    """The record with numbers of six digits: pages show fewer."""
+    """The record with numbers of six digits, values of nine: pages show fewer."""
     curves = {
         name: Curve(curve.steps, [_rounded(v) for v in curve.values]) for name, curve in record.curves.items()
     }
-    values = {name: _rounded(value) for name, value in record.values.items()}
+    values = {name: _rounded(value, _VALUE_DIGITS) for name, value in record.values.items()}
     merged = {name: _rounded(value) for name, value in record.merged.items()}
     return msgspec.structs.replace(record, values=values, merged=merged, curves=curves)
 
@@ -63,8 +65,8 @@ def _key(trial: Trial) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(trial, recipe=recipe), order="sorted")
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.{_DIGITS}g}")
+def _rounded(value: float | None, digits: int = _DIGITS) -> float | None:
+    return None if value is None else float(f"{value:.{digits}g}")
 
 
 def _read(path: Path) -> list[Record]:

@@ -81,3 +81,28 @@ def test_emulated_coupled_rounding_ends_as_the_optimizer_itself():
     assert ((found / real).log2().abs() < 0.7).all(), dict(
         zip([s.title for s in STREAMS], (found / real).tolist(), strict=True)
     )
+
+
+def test_the_distance_ahead_is_what_first_moments_still_move_weights_by():
+    """c m = rate Σ_k β₁^k / (1 − β₁^(t + k)) m / √v̂, k ≥ 1; after equal gradients m / √v̂ is 1 − β₁^t."""
+    start, rate = torch.linspace(0.5, 1, 256), torch.linspace(1e-4, 1e-3, 256)
+    expected = rate * sum(0.9**k / (1 - 0.9 ** (5 + k)) for k in range(1, 300)) * (1 - 0.9**5)
+    for way in (WAYS["ours"]["split-master"], WAYS["others"]["fp32"]):
+        optimizer = way.made(start, 0.999, NO_DECAY, 1)
+        for _ in range(5):
+            optimizer.step(torch.full((256,), 0.5).bfloat16(), rate)
+        assert optimizer.ahead(rate).tolist() == pytest.approx(expected.tolist(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("way", "most", "mean"),
+    [(WAYS["parts"]["coupled, emulated"], 0.51, 1 / 4), (WAYS["at random"]["m rounded at random"], 1.01, 1 / 3)],
+)
+def test_a_first_moment_is_rounded_to_nearest_or_at_random(way, most, mean):
+    first = torch.rand(256 * 64, generator=torch.Generator().manual_seed(1)) + 0.5
+    optimizer = way.made(torch.zeros_like(first), 0.999, torch.zeros_like(first), 3)
+    off = optimizer._stored_first(first, torch.zeros_like(first, dtype=torch.bool)) - first
+    steps = off / (2 * first.sqrt() * 1.5**0.5 / 127)
+    assert steps.abs().max() <= most
+    assert steps.abs().mean().item() == pytest.approx(mean, abs=0.02)
+    assert abs(steps.mean().item()) < 0.02

@@ -54,9 +54,9 @@ def test_a_file_of_something_else_is_named(file):
         RecordFile(file.path)
 
 
-def test_numbers_are_kept_to_six_digits():
+def test_numbers_are_kept_to_six_digits_and_values_to_nine():
     record = record_of(TRIALS[0], values={"a": 1 / 3, "b": None}, curves={"e": Curve([1, 2], [2 / 3, None])})
-    assert compact(record).values == {"a": 0.333333, "b": None}
+    assert compact(record).values == {"a": 0.333333333, "b": None}
     assert compact(record).curves == {"e": Curve([1, 2], [0.666667, None])}
 
 
