@@ -33,8 +33,8 @@ BUDGETS = {
     "collage_optim": 6174,
     "collage_server": 25124,
     "collage_dashboard": 9524,
-    "tests": 74099,
-    "words of pages": 49636,
+    "tests": 74124,
+    "words of pages": 49638,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01
