@@ -34,7 +34,7 @@ BUDGETS = {
     "collage_server": 25124,
     "collage_dashboard": 9524,
     "tests": 74124,
-    "words of pages": 49638,
+    "words of pages": 49674,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01
