@@ -31,7 +31,7 @@ from collage_studies.training_trial import SampledRewards, run_training, stored_
 
 __all__ = ["evidence_of", "run_trainings", "trainings"]
 
-CLOSED: Final = ("plain", "coupled-8", "split-master-8bit")
+CLOSED: Final = ("plain", "coupled-8", "coupled-9", "split-master-8bit")
 REFERENCE: Final = Plan("fp32 weights and states", "bfloat16")
 """AdamW in fp32; the model reads its weights in bf16, as under the strategies, so that storage alone differs."""
 SHAPE: Final = {"steps": 150, "batch_size": 8, "length": 64, "layers": 1, "width": 64, "measure_every": 50}

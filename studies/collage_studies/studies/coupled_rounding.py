@@ -22,7 +22,7 @@ __all__ = ["ELEMENTS", "STREAMS", "STUDY", "errors", "gradients", "rates_and_dec
 ELEMENTS: Final = 256
 SEEDS: Final = (1, 2, 3, 4, 5)
 BETA2: Final = (0.999, 0.98, 0.95)
-OF_PARTS: Final = (0.999,)
+OF_PARTS: Final = (0.999, 0.95)
 UPDATES: Final = 10_000
 
 
