@@ -167,10 +167,10 @@ class Case:
 
     @property
     def followed_by_oracle(self) -> float:
-        """Share of the elements of stepped layers that the oracle stands for; 1 where layers are not known."""
+        """Share of the elements of stepped layers that the oracle stands for; 1 where its layers are not known."""
         sizes = {name: self.number("elements", name) or 0.0 for name in self.evidence.layers}
-        known = (size for name, size in sizes.items() if self.number("edq_oracle_ratio", name) is not None)
-        return sum(known) / sum(sizes.values()) if any(sizes.values()) else 1.0
+        known = sum(size for name, size in sizes.items() if self.number("edq_oracle_ratio", name) is not None)
+        return known / sum(sizes.values()) if known else 1.0
 
     @property
     def all_skipped(self) -> float:

@@ -280,7 +280,9 @@ def test_nothing_is_recommended_that_is_not_known_to_be_well():
     assert found(unknown).text == "No strategy can be named yet: no run is known to keep its updates."
     losing = found([DEMO[1]])
     assert losing.chosen is None
-    assert losing.text.endswith('strategy="split-master") (12 bytes a parameter) or "coupled-8" (8).')
+    assert losing.text.endswith(
+        '"split-master") (12 bytes a parameter) or "coupled-8" (8), before the scheduler is built.'
+    )
     assert found([]).text == "No run to compare yet."
 
 

@@ -12,6 +12,7 @@ CLOCKS = WALL | CPU | {f"{name}_ns" for name in WALL | CPU}
 EXEMPT = {
     "drills/cluster": "its pieces are killed at random moments, and its log says how long acknowledgements paused",
     "drills/containers/__main__.py": "says what each stage took",
+    "drills/mutants/session.py": "ends tests that a planted fault keeps from ending, and says what each took",
     "tests/waiting.py": "the one place that waits",
     "tests/alerts/test_prometheus.py": "logs how soon a person sees an alert; no limit is asked of a busy machine",
     "tests/agent_delivery/doubles.py": "notes when a request came; a test asks that enough time lies between",

@@ -4,7 +4,7 @@ import pytest
 
 from tests.paths import PAGE, PATHS, assert_calls, page_with, statements_of, traced
 
-FILES_AND_CALLS = {"measured step": (25, 387), "worker": (15, 787), "report": (19, 182), "heatmap": (30, 523)}
+FILES_AND_CALLS = {"measured step": (25, 387), "worker": (15, 787), "report": (20, 182), "heatmap": (31, 523)}
 """Files entered, exactly, and calls made, as recorded."""
 STATEMENTS = {
     "run": 5,

@@ -257,10 +257,9 @@ def _of_count(count: Any) -> float:
 
 def _in_narrow_counters(counters: Sequence[Any], step: int) -> Iterator[wire.ResumeLoss]:
     """Counters in a dtype that cannot hold every count."""
-    for counter in counters:
-        if (most := counts_to(counter)) is not None:
-            yield launch.counter_is_narrow(dtype_name(counter.dtype), most, _of_count(counter), step)
-            return
+    narrow = (own for own in counters if isinstance(own, Tensor) and own.dtype.itemsize < 4)
+    if (counter := next(narrow, None)) is not None:
+        yield launch.counter_is_narrow(dtype_name(counter.dtype), counts_to(counter) or 0, _of_count(counter), step)
 
 
 def _beside_weights(optimizer: Optimizer, kept: KeptStates, taken: int | None) -> _Found:
@@ -413,7 +412,7 @@ def _empty_in_layers(kept: KeptStates) -> Iterator[_EmptyAverage]:
         form = (entry.group, *state)
         if form not in names:
             names[form] = [name for name, tensors in averages_of(entry, state, intent) if _is_wide(tensors[0])]
-        if len(names[form]) > 1 and local_part(entry.parameter).numel():
+        if len(names[form]) > 1 and entry.shard.elements:
             for name in names[form]:
                 owners.append((entry, name))
                 glances.append((glance(state[name]),))
