@@ -46,7 +46,7 @@ from collage_dashboard.pages.strategies_content import (
 from collage_dashboard.prerendering import static_html
 from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
 from collage_dashboard.server_reader import Reader, refusal_answer
-from collage_dashboard.tables import table
+from collage_dashboard.tables import scrollable, table
 from collage_dashboard.view import View, comparison_of, read_address
 from collage_monitor import __version__, wire
 from collage_monitor.diagnosis import CAVEATS
@@ -178,7 +178,7 @@ def _worst_layers(overview: wire.Overview) -> Any:
         )
         for entry in overview.worst
     ]
-    return table(("Layer", "Share of the loss", "EDQ", "Updates lost"), rows)
+    return scrollable([table(("Layer", "Share of the loss", "EDQ", "Updates lost"), rows)], "The worst layers")
 
 
 def _forecast(reader: Reader, run_id: str, schedule: RateSchedule) -> Section:

@@ -9,7 +9,7 @@ from axe_playwright_python.sync_playwright import Axe
 
 from tests.browser.boxes import boxes, drag
 from tests.dashboard.generated import GeneratedRun, demo_runs
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -99,13 +99,14 @@ def test_a_page_without_a_server_or_without_runs_can_be_used_by_everyone(lonely,
     page = open_page(address, width=WIDTHS[0], scheme=scheme).page
     page.goto(address)
     page.get_by_text("The server does not answer").wait_for()
-    page.get_by_text("collage-monitor up", exact=True).wait_for()
     assert serious_violations(page, width) == []
+    page.get_by_text("collage-monitor up", exact=True).wait_for()  # At this width, too.
     with server:
         page.get_by_text("No runs yet").wait_for()
         page.get_by_text("make demo").wait_for()
         assert serious_violations(page, width) == []
-        for path, said in (("/compare", "No runs yet"), ("/incidents", "No alert has fired here")):
+        for path in ("/", "/compare", "/incidents"):
+            said = "No alert has fired here" if path == "/incidents" else "No runs yet"
             page.goto(address + path)
             page.get_by_text(said).first.wait_for()
             assert serious_violations(page, width) == []
@@ -113,11 +114,14 @@ def test_a_page_without_a_server_or_without_runs_can_be_used_by_everyone(lonely,
     page.get_by_text("The server does not answer").wait_for()
 
 
+FITS = "shown => innerWidth === shown && document.documentElement.scrollWidth <= shown"
+
+
 def serious_violations(page, width):
     """What axe finds at this width, last of all. At each the page is no wider and has one heading of its own."""
     for shown in (*(other for other in WIDTHS if other != width), width):
         page.set_viewport_size({"width": shown, "height": 900})
-        page.wait_for_function(f"innerWidth === {shown} && document.documentElement.scrollWidth <= {shown}")
+        until(lambda shown=shown: page.evaluate(FITS, shown), f"a page that fits {shown} pixels")
         assert page.locator("h1").count() == 1
     return violations_now(page)
 
@@ -250,7 +254,7 @@ def test_a_phone_has_its_filters_behind_one_button(open_page, dashboard_url):
     assert not state.is_visible()
     button.click()
     state.wait_for()
-    page.goto(f"{dashboard_url}/?state=finished")
+    page.goto(f"{dashboard_url}/?state=finished")  # The table's old address leads to it.
     state.wait_for()
     page.set_viewport_size({"width": 1280, "height": 860})
     button.wait_for(state="hidden")
@@ -323,7 +327,7 @@ def test_a_downloaded_report_opens_by_itself_for_everyone(
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     page.set_content(file.read_text(encoding="utf-8"))
-    page.wait_for_function(DRAWN)
+    until(lambda: page.evaluate(DRAWN), "all charts")  # A report forbids what `wait_for_function` does: eval.
     assert page.locator(".plotly-graph-div").count() == charts
     assert page.locator("main img").count() == 0
     assert pale_inks(page) == set()

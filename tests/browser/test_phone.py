@@ -93,7 +93,7 @@ def test_a_wider_screen_has_its_table_and_a_narrower_its_cards(open_page, dashbo
 
 
 def test_groups_and_chosen_columns_are_cards_too(phone, dashboard_url):
-    phone.goto(f"{dashboard_url}/?by=strategy&column=health&column=loss&column=optimizer.lr")
+    phone.goto(f"{dashboard_url}/runs?by=strategy&column=health&column=loss&column=optimizer.lr")
     arranged(phone)
     card = phone.locator("#runs-grid .ag-row .row-card").first
     assert set(pairs(card)) == {"Training loss", "optimizer.lr"}

@@ -113,7 +113,7 @@ def test_a_question_that_is_refused_while_somebody_signs_out_does_not_hold_the_s
     page = opened.page
     held: list[Any] = []
     refusals: list[Any] = []
-    page.goto(site[2])
+    page.goto(f"{site[2]}/runs")
     sign_in(page, "ada")
     page.locator(".run-cell").first.wait_for()
     has_opened(page)

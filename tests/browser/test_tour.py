@@ -71,8 +71,9 @@ def test_each_question_is_answered_by_what_the_tour_clicks(watched, server_url):
         until(lambda: client.incidents().events, "the server's evaluation")
         until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
     lost, train, change = (question(watched.page, watched.url) for question in QUESTIONS)
-    assert re.match(r"!\s+33.* of updates are lost; exp_avg_sq stuck since step 10\. Worst: head\.weight", lost)
-    assert "Use Collage plus: the smallest that keeps its updates" in train
+    since = r"since the first measured step \(10\)"
+    assert re.match(rf"!\s+Loses 57.* now .*, {since}; exp_avg_sq is stuck, {since}.* Worst: head\.weight", lost)
+    assert "Use Collage plus · bfloat16: all 3 keep their updates (12 bytes a parameter)." in train
     assert re.search(r"since step 110.*Ruled out: 0 were not finite before", change, re.DOTALL)
 
 

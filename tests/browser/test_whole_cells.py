@@ -68,7 +68,7 @@ def is_told(page, cell):
 @pytest.mark.parametrize("search", ["", pytest.param("?by=strategy", marks=pytest.mark.nightly)])
 def test_no_cell_of_the_table_of_runs_is_cut_untold(open_page, dashboard_url, search):
     page = open_page(dashboard_url, width=2060).page
-    page.goto(dashboard_url + "/" + search)
+    page.goto(f"{dashboard_url}/runs{search}")
     page.locator(".ag-row .verdict-cell").nth(4).wait_for()
     page.locator(".ag-cell[col-id='notes']").first.wait_for()
     assert untold(page, page.locator("#runs-grid .ag-cell")) == []
@@ -78,7 +78,7 @@ def test_no_cell_of_the_table_of_runs_is_cut_untold(open_page, dashboard_url, se
 def test_the_names_of_strategies_are_whole(open_page, dashboard_url):
     page = open_page(dashboard_url, width=1280).page
     page.set_viewport_size({"width": 1280, "height": 1400})
-    page.goto(dashboard_url + "/?q=of ")
+    page.goto(dashboard_url + "/runs?q=of ")
     cells = page.locator(".ag-cell[col-id='strategy']")
     cells.nth(len(STRATEGIES) - 1).wait_for()
     page.locator(".ag-row .verdict-cell").nth(4).wait_for()
@@ -90,7 +90,7 @@ def test_the_names_of_strategies_are_whole(open_page, dashboard_url):
 
 def test_no_cell_of_the_table_of_layers_is_cut_untold(open_page, dashboard_url):
     page = open_page(dashboard_url, width=1280).page
-    page.goto(f"{dashboard_url}/run/run-of-kahan")
+    page.goto(f"{dashboard_url}/run/run-of-kahan?tab=table")
     page.locator(".layers-grid .ag-row").nth(4).wait_for()
     assert untold(page, page.locator(".layers-grid .ag-cell")) == []
     assert untold(page, page.locator(".layers-grid .ag-header-row-column .ag-header-cell"), HEAD) == []

@@ -50,10 +50,10 @@
     return new Promise(() => {});
   }
 
-  // The address says what the server has picked, except on a phone: there the list comes before it.
+  // The address says what the server has picked, except on a phone: there the list comes before a run or several.
   const PHONE = window.matchMedia("(max-width: 800px)");
   const leads = document.getElementById("opening")?.dataset.leads;
-  if (leads && PHONE.matches && window.location.pathname === "/") {
+  if (leads && PHONE.matches && window.location.pathname === "/" && !leads.startsWith("/runs")) {
     Object.assign(answered["_dash-layout"].props.children[0].props, { pathname: "/", search: "" });
     document.documentElement.dataset.list = "first";
   } else if (leads) window.history.replaceState(null, "", leads);
