@@ -13,7 +13,15 @@ from typing import Any, Final
 
 import numpy as np
 from collage_server.store import ReportGroup, SqliteStore, Store
-from collage_server.store.row_checks import chunk_check, layer_checks, point_checks, report_checks
+from collage_server.store.row_checks import (
+    LAYER_PLACE,
+    LOGGED_PARTS,
+    MODEL_PARTS,
+    chunk_check,
+    layer_checks,
+    point_checks,
+    report_checks,
+)
 from collage_server.store.row_crc import checks_of
 from collage_server.store.server_tables import metadata
 from collage_server.summariser import MADE_BY, Summariser, keep_overview
@@ -251,16 +259,12 @@ def _copied(table: Table, row: Mapping[str, Any], source: str, run_id: str, numb
     return own
 
 
-_CHUNK: Final = ("run_id", "attempt", "level", "chunk", "part")
-_MODEL: Final = (*_CHUNK, "rank", "point_count", "entries", "data")
-_LAYER: Final = ("data", *_CHUNK, "entry", "point_count", "layer_count")
-_LOGGED: Final = ("run_id", "stream_id", "name", "part", "point_count", "data")
 _CHECKS: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "report": report_checks,
     "point_chunk": lambda row: {"checks": point_checks(row)},
-    "model_chunk": lambda row: {"checks": chunk_check(*map(row.__getitem__, _MODEL))},
-    "layer_chunk": lambda row: {"checks": layer_checks(*map(row.__getitem__, _LAYER))},
-    "scalar_chunk": lambda row: {"checks": chunk_check(*map(row.__getitem__, _LOGGED))},
+    "model_chunk": lambda row: {"checks": chunk_check(*map(row.__getitem__, MODEL_PARTS))},
+    "layer_chunk": lambda row: {"checks": layer_checks(row["data"], *map(row.__getitem__, LAYER_PLACE))},
+    "scalar_chunk": lambda row: {"checks": chunk_check(*map(row.__getitem__, LOGGED_PARTS))},
 }
 
 

@@ -29,11 +29,11 @@ SINGLE_IMPORTERS = 80
 """Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 BUDGETS = {
     "collage_monitor": 14991,
-    "collage_agent": 22966,
+    "collage_agent": 22973,
     "collage_optim": 6174,
-    "collage_server": 25124,
+    "collage_server": 25133,
     "collage_dashboard": 9524,
-    "tests": 74132,
+    "tests": 74137,
     "words of pages": 49674,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""

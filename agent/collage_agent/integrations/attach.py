@@ -24,6 +24,7 @@ from collage_agent import session
 from collage_agent.error_guard import Guard
 from collage_agent.intent.foreign_optimizers import inner_optimizers
 from collage_agent.training.deepspeed import is_stepped_by
+from collage_agent.training.watched_parameters import all_optimizers
 from collage_agent.watching.hooks import is_watched
 
 __all__ = ["find_model", "name_by_role", "step_begins"]
@@ -95,7 +96,7 @@ def _one_each(model: nn.Module, optimizer: Optimizer) -> list[Optimizer]:
 
     if place_of(optimizer) is None:
         return [optimizer]
-    same = [other for other in gc.get_objects() if type(other) is type(optimizer) and not is_watched(other)]
+    same = [other for other in all_optimizers() if type(other) is type(optimizer) and not is_watched(other)]
     found = {place: other for other in same if (place := place_of(other)) is not None}
     found[place_of(optimizer) or 0] = optimizer
     return [found[place] for place in sorted(found)]

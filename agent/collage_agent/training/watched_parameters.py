@@ -22,7 +22,14 @@ from collage_agent.training.shards import Sharding
 from collage_agent.watch_options import WatchOptions
 from collage_monitor import wire
 
-__all__ = ["WatchedParameter", "coverage_of", "regrouped", "watched_parameters", "with_unique_names"]
+__all__ = [
+    "WatchedParameter",
+    "all_optimizers",
+    "coverage_of",
+    "regrouped",
+    "watched_parameters",
+    "with_unique_names",
+]
 
 _LONGEST_NAME: Final = 512
 _NAMED: Final = 3
@@ -162,7 +169,7 @@ def coverage_of(
     if any(own.grad is not None or "decoupled_grad" in vars(own) for own in outside):
         return None
     elsewhere: set[int] = set()
-    for optimizer in _all_optimizers():
+    for optimizer in all_optimizers():
         if not any(optimizer is own for own in optimizers):
             theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             others = [own for own in others if id(own) not in theirs or not is_watched(optimizer)]
@@ -179,7 +186,7 @@ def coverage_of(
     )
 
 
-def _all_optimizers() -> Iterator[Optimizer]:
+def all_optimizers() -> Iterator[Optimizer]:
     """Every optimizer of this process. No line of Python runs for each of its objects: there may be millions."""
     kinds, waiting = set[type](), [Optimizer]
     while waiting:

@@ -27,6 +27,8 @@ from collage_server.store import schema
 from collage_server.store.archive.segments import footer_of
 from collage_server.store.engine.database import Database
 from collage_server.store.row_checks import (
+    LAYER_PLACE,
+    MODEL_PARTS,
     REPORT_PARTS,
     are_layers_whole,
     damaged_rows,
@@ -42,11 +44,6 @@ __all__ = ["DatabaseCheck", "check_database"]
 _LOG: Final = logging.getLogger(__name__)
 _ROWS_AT_ONCE: Final = 64
 """In one transaction: nobody waits for it, and the write-ahead log stays short."""
-_PLACES: Final = {
-    "model_chunk": ("run_id", "attempt", "level", "chunk", "part", "rank", "point_count", "entries", "data"),
-    "layer_chunk": ("run_id", "attempt", "level", "chunk", "part", "entry", "point_count", "layer_count"),
-}
-"""What checks of these rows cover, in order."""
 
 
 class DatabaseCheck(NamedTuple):
@@ -181,17 +178,17 @@ def _require_whole(table: Table, row: Any) -> None:
         whole_logged(row)
     elif table is schema.segment:
         footer_of(row)
-    elif table.name in _PLACES:
+    elif table in (schema.model_chunk, schema.layer_chunk):
         _require_totals(table, row)
     else:
         require_row(table, row)
 
 
 def _require_totals(table: Table, row: Any) -> None:
-    place = [getattr(row, name) for name in _PLACES[table.name]]
     if table is schema.model_chunk:
-        whole = is_whole(row.checks, *place)
+        whole = is_whole(row.checks, *(getattr(row, name) for name in MODEL_PARTS))
     else:
+        place = [getattr(row, name) for name in LAYER_PLACE]
         numbers = row.point_count * row.layer_count
         whole = 0 < 8 * numbers == len(row.data) and are_layers_whole(
             row.checks, np.frombuffer(row.data, dtype="<f8").reshape(row.layer_count, -1), 0, *place

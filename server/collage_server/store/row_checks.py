@@ -26,6 +26,9 @@ from collage_server.store.row_crc import CRC_BYTES, checks_of, group_check, grou
 
 __all__ = [
     "CHECK_BYTES",
+    "LAYER_PLACE",
+    "LOGGED_PARTS",
+    "MODEL_PARTS",
     "REPORT_PARTS",
     "are_layers_whole",
     "chunk_check",
@@ -56,13 +59,15 @@ REPORT_PARTS: Final = {
 }
 """Columns of a report that are read together, each group with a check of its own; the last one is the content."""
 _PLACES: Final = {part: place for place, part in enumerate(REPORT_PARTS)}
+_CHUNK: Final = ("run_id", "attempt", "level", "chunk", "part")
 _POINT_PARTS: Final = (
-    ("run_id", "attempt", "level", "chunk", "part", "point_count", "first_step", "last_step", "points"),
-    (
-        *("run_id", "attempt", "level", "chunk", "part", "point_count", "contributor_ranks", "contributor_streams"),
-        *("unfinished", "contributors"),
-    ),
+    (*_CHUNK, "point_count", "first_step", "last_step", "points"),
+    (*_CHUNK, "point_count", "contributor_ranks", "contributor_streams", "unfinished", "contributors"),
 )
+MODEL_PARTS: Final = (*_CHUNK, "rank", "point_count", "entries", "data")
+LAYER_PLACE: Final = (*_CHUNK, "entry", "point_count", "layer_count")
+"""The place of `layer_checks`, beside the data."""
+LOGGED_PARTS: Final = ("run_id", "stream_id", "name", "part", "point_count", "data")
 _FORMATS: Final = ["%s\0" * count for count in range(12)]
 _THREE: Final = Struct("<3I")
 _WORD: Final = np.dtype("<u8")
@@ -153,7 +158,7 @@ def whole_logged(row: Any) -> Any:
     Raises:
         Damaged: they differ.
     """
-    if not is_whole(row.checks, row.run_id, row.stream_id, row.name, row.part, row.point_count, row.data):
+    if not is_whole(row.checks, *(getattr(row, name) for name in LOGGED_PARTS)):
         raise damaged_rows(row.run_id, f"part {row.part} of {row.name!r} as stream {row.stream_id} logged it")
     return row
 

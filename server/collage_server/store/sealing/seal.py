@@ -44,7 +44,15 @@ from collage_server.store.reading import unsealed
 from collage_server.store.reading.logged_scalars import pack_scalars
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import FloatArray, IntArray
-from collage_server.store.row_checks import chunk_check, layer_checks, point_checks, whole_rows
+from collage_server.store.row_checks import (
+    LAYER_PLACE,
+    LOGGED_PARTS,
+    MODEL_PARTS,
+    chunk_check,
+    layer_checks,
+    point_checks,
+    whole_rows,
+)
 from collage_server.store.row_crc import checks_of
 from collage_server.store.row_helpers import add_numbers, int_bytes, ranges_from_json, ranges_to_json
 from collage_server.store.sealing.chunk_levels import ChunkLevel, chunk_of, chunk_place, coarse_levels, reported
@@ -332,14 +340,13 @@ def _blob_rows(
         numbers = np.array([entries[key] for key in totals], dtype=np.int64)
         array = np.stack(list(totals.values())) if totals else np.zeros((0, count))
         data = pack_totals(array) if level == LEVELS[0] else _float_bytes(array)
-        values = {"rank": rank, "point_count": count, "entries": int_bytes(numbers)}
-        checks = chunk_check(*place.values(), *values.values(), data)
-        yield schema.model_chunk, {**place, **values, "checks": checks, "data": data}
+        row = {**place, "rank": rank, "point_count": count, "entries": int_bytes(numbers), "data": data}
+        yield schema.model_chunk, row | {"checks": chunk_check(*map(row.__getitem__, MODEL_PARTS))}
     for key, table in held.layers.items():
-        values = {"entry": entries[key], "point_count": count, "layer_count": table.shape[1]}
+        row = {**place, "entry": entries[key], "point_count": count, "layer_count": table.shape[1]}
         data = _float_bytes(table.T)
-        checks = layer_checks(data, *place.values(), *values.values())
-        yield schema.layer_chunk, {**place, **values, "checks": checks, "data": data}
+        checks = layer_checks(data, *map(row.__getitem__, LAYER_PLACE))
+        yield schema.layer_chunk, row | {"checks": checks, "data": data}
 
 
 def _float_bytes(array: FloatArray) -> bytes:
@@ -398,7 +405,7 @@ def _publish_scalars(connection: Connection, run_id: str, built: _PartContents) 
         }
         for (stream_id, name), data in built.scalars.items()
     ]
-    checked = [row | {"checks": chunk_check(*row.values())} for row in rows]
+    checked = [row | {"checks": chunk_check(*map(row.__getitem__, LOGGED_PARTS))} for row in rows]
     connection.execute(insert(schema.scalar_chunk), checked)
 
 
