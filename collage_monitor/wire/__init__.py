@@ -235,3 +235,4 @@ __all__ = [
 for _kind in {base for kind in list(vars().values()) if isinstance(kind, type) for base in kind.__mro__}:
     if issubclass(_kind, msgspec.Struct):
         msgspec.json.Decoder(_kind)
+del _kind  # Which one came last is by chance, and no name of this package.

@@ -41,7 +41,8 @@ class Choice:
 
     `name`: its parameter of the address; `usual`: what it shows if the address has none, the view's default unless
     given. `drops`: parameters that belong to the former choice. `required`: something must be chosen. `is_steps`: a
-    step or a range. `behind`: the column that an entry added to a list of columns comes to stand behind.
+    step or a range. `behind`: the column that an entry added to a list of columns comes to stand behind. `is_typed`: it
+    is put into the address when its reader pauses.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Choice:
     required: bool = False
     is_steps: bool = False
     behind: str = ""
+    is_typed: bool = False
 
 
 def choices(*names: str, **others: Choice) -> dict[str, Choice]:

@@ -9,9 +9,20 @@
   // The parameters that stand in a page's address; what was just put there counts, though the browser is yet to show it.
   const paramsOf = (page) => new URLSearchParams(propsOf(`${page}-address`).search || "");
 
+  // What the reader types; it goes into the address at a pause, or with another choice.
+  const PAUSE_MS = 400;
+  let typed = {};
+
+  function forgetTyped() {
+    clearTimeout(typed.pause);
+    typed = {};
+  }
+
   // Changes parameters of a page's address: to a value, to several, or to none.
-  function put(page, change) {
+  function put(page, asked) {
     const given = paramsOf(page);
+    const change = { ...typed.change, ...asked };
+    forgetTyped();
     Object.keys(change).forEach((name) => given.delete(name));
     Object.entries(change).forEach(([name, value]) => texts(value).forEach((text) => given.append(name, text)));
     const written = String(given);
@@ -56,6 +67,13 @@
         set(id, { error: steps.includes(null) ? HOW_TO_PICK : null });
         chosen = steps.includes(null) ? texts(before) : steps;
       }
+      if (control.is_typed) {
+        forgetTyped();
+        if (!same(chosen, before)) {
+          typed = { change: { [control.name]: chosen }, pause: setTimeout(() => put(page, {}), PAUSE_MS) };
+        }
+        continue;
+      }
       if (control.required && !chosen.length) set(id, { value: before });
       if ((control.required && !chosen.length) || same(chosen, before)) continue;
       if (control.behind) chosen = forward(chosen, texts(before), control);
@@ -68,6 +86,7 @@
   // The address has changed: panels are told, and controls show what stands there now. An address of another page, on
   // the way to it, changes nothing here. `zooms` counts, so that each zoom's figures differ.
   function follow(search, { page, controls }, pathname, shown) {
+    forgetTyped(); // The way back leads to what was put there, not to what was about to be.
     if (pathname !== shown.pathname) return;
     const [before, now] = [shown.search, search].map((each) => new URLSearchParams(each || ""));
     if (String(before) !== String(now)) {

@@ -99,7 +99,6 @@ def layout(view: View, reader: Reader) -> html.Div:
                         id="runs-query",
                         value=view.query,
                         placeholder="Search names, projects, tags, ids",
-                        debounce=400,
                         w=260,
                         **{"aria-label": "Search names, projects, tags and ids"},
                     ),

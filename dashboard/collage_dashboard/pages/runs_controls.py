@@ -41,7 +41,7 @@ CHOICES: Final = choices(
     "archived",
     "where",
     "sort",
-    query=Choice("q"),
+    query=Choice("q", is_typed=True),
     by=Choice("by", drops=("open",)),
     columns=Choice("column", USUAL, behind="strategy"),
 )
