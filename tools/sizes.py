@@ -33,7 +33,7 @@ BUDGETS = {
     "collage_optim": 6174,
     "collage_server": 25133,
     "collage_dashboard": 9524,
-    "tests": 74137,
+    "tests": 74151,
     "words of pages": 49674,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""

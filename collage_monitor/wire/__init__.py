@@ -232,7 +232,5 @@ __all__ = [
 
 # msgspec learns a type when it first decodes it; two threads that do so at the same time crash the process. At
 # import there is only one thread.
-for _kind in {base for kind in list(vars().values()) if isinstance(kind, type) for base in kind.__mro__}:
-    if issubclass(_kind, msgspec.Struct):
-        msgspec.json.Decoder(_kind)
-del _kind  # Which one came last is by chance, and no name of this package.
+_bases = {base for kind in list(vars().values()) if isinstance(kind, type) for base in kind.__mro__}
+_learnt = [msgspec.json.Decoder(kind) for kind in _bases if issubclass(kind, msgspec.Struct)]

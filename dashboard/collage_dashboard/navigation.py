@@ -41,8 +41,7 @@ class Choice:
 
     `name`: its parameter of the address; `usual`: what it shows if the address has none, the view's default unless
     given. `drops`: parameters that belong to the former choice. `required`: something must be chosen. `is_steps`: a
-    step or a range. `behind`: the column that an entry added to a list of columns comes to stand behind. `is_typed`: it
-    is put into the address when its reader pauses.
+    step or a range. `behind`: the column behind which an added one stands. `is_typed`: put there at a pause.
     """
 
     name: str
