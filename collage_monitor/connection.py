@@ -18,7 +18,7 @@ import httpx
 from collage_monitor import wire
 from collage_monitor.backoff import Backoff
 from collage_monitor.certificates import trusted_certificates
-from collage_monitor.errors import ServerUnreachable, Unavailable
+from collage_monitor.errors import CollageError, ServerUnreachable, Unavailable, WireError
 from collage_monitor.local import known_server, sendable_token
 from collage_monitor.refusals import refusal
 
@@ -41,7 +41,8 @@ class Connection:
     address it sends only the passed token. `transport` replaces the network (tests).
 
     Raises:
-        CollageError: a token that no header can carry. White space around it is left out.
+        CollageError: no address of a server, or a token that no header can carry. White space around a token is
+            left out.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Connection:
         if server_url is None:
             server_url, known = known_server()
             token = token or known
+        if not server_url.startswith(("http://", "https://")):
+            raise CollageError(f"{server_url!r} is no address of a server; write http://HOST:PORT, or https://…")
         headers = {"Authorization": f"Bearer {sendable_token(token)}"} if token else {}
         self.server_url = server_url.rstrip("/")
         self._http = httpx.Client(
@@ -105,7 +108,13 @@ class Connection:
         given = {name: value for name, value in (query or {}).items() if value is not None}
         headers = {"Content-Type": content_type} if content_type else {}
         response = self._sent(method, _API + path, params=given, content=content, headers=headers)
-        return wire.decode_message(response.content, kind, wire.JSON)
+        try:
+            return wire.decode_message(response.content, kind, wire.JSON)
+        except WireError as error:
+            raise WireError(
+                f"{self.server_url}{_API}{path} answers, but not as a Collage Monitor server does ({error})"
+                "; is the address right?"
+            ) from error
 
     def _sent(self, method: str, path: str, **request: Any) -> httpx.Response:
         try:

@@ -11,7 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ATTACH", "CHECKPOINT", "CHECK_REPORT", "CHECK_STEPS", "EXIT_HOOKS", "VARIABLES", "launch_variables"]
+from collage_monitor.spelling import similar
+
+__all__ = [
+    "ATTACH",
+    "CHECKPOINT",
+    "CHECK_REPORT",
+    "CHECK_STEPS",
+    "EXIT_HOOKS",
+    "VARIABLES",
+    "launch_variables",
+    "unknown_variables",
+]
 
 VARIABLES: Final = {
     "project": "COLLAGE_PROJECT",
@@ -43,6 +54,17 @@ CHECK_STEPS: Final = "COLLAGE_CHECK_STEPS"
 """Set by `cure --check` and `preflight`: the training ends after so many steps."""
 CHECK_REPORT: Final = "COLLAGE_CHECK_REPORT"
 """Set by `cure --check` and `preflight`: the file to which their verdict is written."""
+
+_OTHERS: Final = (ATTACH, EXIT_HOOKS, CHECKPOINT, CHECK_STEPS, CHECK_REPORT)
+_OF_OTHERS: Final = ("COLLAGE_SERVER_", "COLLAGE_DASHBOARD_")
+
+
+def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that begin as ours and that neither a training nor a server reads, with what each may have meant:
+    "did you mean 'COLLAGE_PROJECT'?", or ""."""
+    known = {*VARIABLES.values(), *_OTHERS}
+    ours = sorted(name for name in environment if name.startswith("COLLAGE_") and not name.startswith(_OF_OTHERS))
+    return {name: similar(name, VARIABLES.values()) for name in ours if name not in known}
 
 
 def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:

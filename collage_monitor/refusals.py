@@ -20,7 +20,11 @@ def refusal(response: httpx.Response) -> ServerRefusal:
     try:
         body = wire.decode_message(response.content, wire.ErrorAnswer, wire.JSON).error
     except (ValueError, msgspec.MsgspecError):
-        body = wire.ErrorBody(code="unknown", message=response.text[:500] or response.reason_phrase)
+        # A proxy's page, or another server's.
+        said = f"{response.request.url.join('/')} answers {response.status_code} {response.reason_phrase}"
+        body = wire.ErrorBody(
+            code="unknown", message=f"{said}, not as a Collage Monitor server does; is the address right?"
+        )
     status, message = response.status_code, body.message
     kind: type[ServerRefusal] = ServerRefusal
     if status in {401, 403}:

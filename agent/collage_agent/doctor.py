@@ -27,7 +27,7 @@ from msgspec import Struct
 from collage_agent.run_settings import read_settings, watch_defaults
 from collage_agent.transport.report_log import waiting_spools
 from collage_monitor.certificates import trusted_certificates
-from collage_monitor.environment import ATTACH, EXIT_HOOKS, VARIABLES, launch_variables
+from collage_monitor.environment import ATTACH, VARIABLES, launch_variables, unknown_variables
 from collage_monitor.errors import ServerUnreachable
 from collage_monitor.local import data_folder, find_token, server_address, token_path
 
@@ -159,9 +159,9 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Check]:
     given = {key: value for key, value in environment.items() if key.startswith("COLLAGE_")}
     shown = [f"{key}={'(hidden)' if key == VARIABLES['token'] else value}" for key, value in sorted(given.items())]
     yield Check("environment", "ok", ", ".join(shown) if shown else "no COLLAGE_ variable is set")
-    for key in sorted(given.keys() - {*VARIABLES.values(), ATTACH, EXIT_HOOKS}):
-        known = ", ".join(VARIABLES.values())
-        yield Check("environment", "problem", f"{key} is not a variable of ours", f"known are {known}")
+    known = f"known are {', '.join(VARIABLES.values())}"
+    for key in (key for key, hint in unknown_variables(environment).items() if not hint):
+        yield Check("environment", "problem", f"{key} is not a variable of ours", known)
     for told in _refused_values(environment):
         yield Check("environment", "problem", told, "correct or unset it; training would go on with the default")
     if given.get("COLLAGE_MODE") == "disabled":

@@ -28,7 +28,7 @@ from collage_agent.sample.stored_parts import PLAIN_TENSORS
 from collage_agent.step.windows import WindowSchedule
 from collage_agent.training.deepspeed import SubGroup, showing_only, sub_groups
 from collage_agent.training.watched_parameters import WatchedParameter
-from collage_agent.watch_options import WatchArguments, WatchOptions
+from collage_agent.watch_options import WatchArguments, WatchOptions, checked_options
 from collage_agent.watching.assembly import Assembly
 from collage_agent.watching.average_watch import AverageWatch
 from collage_agent.watching.governor import Governor
@@ -72,7 +72,7 @@ def watch(
     Raises:
         TypeError, ValueError: an option that cannot be used, or a model or optimizer that is none.
     """
-    checked = WatchOptions(**options)
+    checked = checked_options(**options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}; pass the torch.nn.Module that is trained")
     return Watch(model, _several(model, optimizer), checked, reporter, seed, worker_cpu_seconds, last_step_shown)

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from collage_agent.watch_options import WatchOptions
-from collage_monitor.environment import VARIABLES
+from collage_monitor.environment import VARIABLES, unknown_variables
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 from collage_monitor.local import data_folder, find_token, server_address
@@ -87,10 +87,19 @@ _OTHERS: Final = ("config", "folder", "limits")
 _OF_THE_TRAINING: Final = ("name", "resume", "group", "tags", "notes", "seed", "config", "mirrors")
 """Arguments that say what a run is, and where else it is written: not for a second writer."""
 _NOTHING_STATED: Final[tuple[Any, ...]] = (None, "", "allow", (), [], {})
+
+
+def _number(text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no {'whole ' if kind is int else ''}number") from None
+
+
 _WATCH_ARGUMENTS: Final[dict[str, Callable[[str], Any]]] = {
-    "every": int,
-    "sample": lambda text: "all" if text == "all" else int(text),
-    "budget": lambda text: None if text.lower() == "none" else float(text),
+    "every": partial(_number, kind=int),
+    "sample": lambda text: "all" if text == "all" else _number(text, int),
+    "budget": lambda text: None if text.lower() == "none" else _number(text, float),
     "expect": str,
     "on_breach": str,
 }
@@ -168,6 +177,9 @@ def read_settings(environment: Mapping[str, str] | None = None, **given: Any) ->
     stated = [name for name in _OF_THE_TRAINING if given.get(name) not in _NOTHING_STATED]
     config, folder = _config(given.pop("config", None)), data_folder(given.pop("dir", None), values)
     readers = {name: partial(_read, name, kind) for name, kind in _KINDS.items()}
+    for unknown, hint in unknown_variables(values).items():
+        if hint:
+            _LOG.warning("environment variable %s is not a variable of ours; %s", unknown, hint)
     found = _from_environment(values, {name: readers[name] for name in VARIABLES if name in readers})
     for name, read in readers.items():
         value = given.pop(name, None)

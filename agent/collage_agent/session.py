@@ -27,7 +27,7 @@ from collage_agent.run import Run
 from collage_agent.run_settings import Mode, Resume, read_settings, watch_defaults
 from collage_agent.transport import Transport
 from collage_agent.transport.alert_listener import AlertCallback, AlertListener
-from collage_agent.watch_options import WatchArguments, shows_options
+from collage_agent.watch_options import WatchArguments, checks_names, shows_options
 from collage_agent.watching.average_finder import AverageFinder
 from collage_agent.watching.average_watch import AverageWatch
 from collage_monitor.environment import CHECK_STEPS
@@ -258,6 +258,7 @@ class _Session:
 _SESSION = _Session()
 
 
+@checks_names
 def init(
     project: str | None = None,
     name: str | None = None,

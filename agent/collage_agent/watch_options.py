@@ -7,17 +7,19 @@ interface: `docs/` and the API pages list them (`tests/agent/test_watch.py`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Final, Literal, TypedDict, TypeVar, Unpack, cast, get_args
 
 from collage_agent.expectations import Expectations, OnBreach
+from collage_monitor.spelling import similar
 from collage_monitor.statistics.casts import FORMATS, is_copy
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["Exclude", "WatchArguments", "WatchOptions", "shows_options"]
+__all__ = ["Exclude", "WatchArguments", "WatchOptions", "checked_options", "checks_names", "shows_options"]
 
 _MOST_WINDOWS: Final = 4
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -116,6 +118,32 @@ def shows_options(function: _Function) -> _Function:
     ]
     vars(function)["__signature__"] = signature.replace(parameters=[*named, *options])
     return function
+
+
+def checks_names(function: _Function) -> _Function:
+    """Let a function refuse arguments that it has not, and name the one that was meant (TypeError)."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        for name in options.keys() - signature.parameters.keys():
+            hint = similar(name, signature.parameters)
+            known = hint or f"there are {', '.join(signature.parameters)}"
+            raise TypeError(f"unknown argument {name!r}; {known}")
+        return function(*args, **options)
+
+    return cast(_Function, checked)
+
+
+@checks_names
+@shows_options
+def checked_options(**options: Unpack[WatchArguments]) -> WatchOptions:
+    """The options that are passed on to `watch`.
+
+    Raises:
+        ValueError, TypeError: an option that cannot be used, or that there is none of this name.
+    """
+    return WatchOptions(**options)
 
 
 def _compiled(patterns: Sequence[str]) -> tuple[re.Pattern[str], ...]:

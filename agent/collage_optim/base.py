@@ -69,6 +69,8 @@ class CollageOptimizer(Optimizer):
     rule: ClassVar[UpdateRule]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(f"params={type(params).__name__} is a model; pass its parameters: model.parameters()")
         self._start_without_memory()
         super().__init__(params, {"on_external_write": "adopt", RESIDUALS_FROM: 0, CONVERTED_FROM: "", **defaults})
 
@@ -120,7 +122,10 @@ class CollageOptimizer(Optimizer):
         decoupled = own.get("decoupled_weight_decay")
         if missing or group.get("decoupled_weight_decay", decoupled) != decoupled:
             told = f"no {', '.join(missing)}" if missing else "decay of another kind"
-            raise ValueError(f"its groups have {told}, unlike {cls.__name__}: it is of another update rule")
+            adam = "CollageAdamW" if group.get("decoupled_weight_decay") else "CollageAdam"
+            fits = "CollageSGD" if "dampening" in group else adam if {"betas", "eps"} <= group.keys() else ""
+            hint = f"; use {fits}.from_optimizer" if fits not in ("", cls.__name__) else ""
+            raise ValueError(f"its groups have {told}, unlike {cls.__name__}: it is of another update rule{hint}")
         return {**off, **{name: value for name, value in group.items() if name in own}, **rule}
 
     @classmethod

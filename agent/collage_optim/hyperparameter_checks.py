@@ -4,18 +4,30 @@ The constructors call them. What is refused follows torch.optim (`tests/optim/te
 """
 
 from collections.abc import Mapping
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, TypedDict
 
 from torch import Tensor
 
 __all__ = [
     "TORCH_FORMS",
+    "TorchForms",
     "check_learning_rate",
     "check_not_negative",
     "check_torch_options",
     "checked_adam_options",
     "checked_betas",
 ]
+
+
+class TorchForms(TypedDict, total=False):
+    """torch's choices of implementation, which are accepted as long as they ask for nothing."""
+
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
 
 TORCH_FORMS = {
     "foreach": "the step goes tensor by tensor, in chunks",
@@ -24,6 +36,11 @@ TORCH_FORMS = {
     "differentiable": "the step works in place",
 }
 """torch's choices of implementation, and why there is only one here."""
+_OPTIONS = (
+    *("lr", "betas", "eps", "weight_decay", "amsgrad", "momentum", "dampening", "nesterov", "strategy"),
+    *("arithmetic", "maximize", "seed", "compiled", "on_external_write"),
+)
+_CALLED_OTHERWISE = {"learning_rate": "lr", "beta1": "betas", "beta2": "betas", "params": "the first argument"}
 
 
 def check_torch_options(options: Mapping[str, Any]) -> None:
@@ -33,7 +50,8 @@ def check_torch_options(options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         if name not in TORCH_FORMS:
-            raise TypeError(f"unexpected keyword argument {name!r}")
+            near = _CALLED_OTHERWISE.get(name) or next(iter(get_close_matches(name, _OPTIONS, 1)), "")
+            raise TypeError(f"unexpected keyword argument {name!r}" + (f"; did you mean {near}?" if near else ""))
         if value:
             raise ValueError(f"{name}={value!r} is not supported: {TORCH_FORMS[name]}; leave {name} out")
 
@@ -42,14 +60,20 @@ def check_learning_rate(lr: float | Tensor) -> None:
     """Raise ValueError for a learning rate that torch refuses."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
-    if not lr >= 0.0:
+    if not _number("lr", lr) >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Raise ValueError for a negative option, or one that is not a number."""
-    if not value >= 0.0:
+    """Raise ValueError for a negative option or NaN, TypeError for one that is not a number."""
+    if not _number(name, value) >= 0.0:
         raise ValueError(f"Invalid {name} value: {value}")
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name}={value!r} is not a number")
+    return value
 
 
 def checked_betas(betas: tuple[float | Tensor, float | Tensor]) -> tuple[float, ...]:
@@ -57,7 +81,7 @@ def checked_betas(betas: tuple[float | Tensor, float | Tensor]) -> tuple[float, 
     for index, beta in enumerate(betas):
         if isinstance(beta, Tensor) and beta.numel() != 1:
             raise ValueError(f"Tensor betas[{index}] must be 1-element")
-        if not 0.0 <= beta < 1.0:
+        if not 0.0 <= _number(f"betas[{index}]", beta) < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
     return tuple(float(beta) for beta in betas)
 

@@ -4,13 +4,14 @@ Constructors and defaults are the user's interface and follow torch.optim's (`te
 rule, the strategy and the step are elsewhere.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from collage_optim.base import CollageOptimizer
 from collage_optim.hyperparameter_checks import (
+    TorchForms,
     check_learning_rate,
     check_not_negative,
     check_torch_options,
@@ -64,7 +65,7 @@ class CollageAdamW(CollageOptimizer):
         seed: int | None = None,
         compiled: bool | None = None,
         on_external_write: str = "adopt",
-        **torch_options: Any,
+        **torch_options: Unpack[TorchForms],
     ) -> None:
         options = checked_adam_options(lr, betas, eps, weight_decay, torch_options)
         own_options = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
@@ -114,7 +115,7 @@ class CollageLion(CollageOptimizer):
         seed: int | None = None,
         compiled: bool | None = None,
         on_external_write: str = "adopt",
-        **torch_options: Any,
+        **torch_options: Unpack[TorchForms],
     ) -> None:
         check_torch_options(torch_options)
         check_learning_rate(lr)
@@ -150,7 +151,7 @@ class CollageSGD(CollageOptimizer):
         seed: int | None = None,
         compiled: bool | None = None,
         on_external_write: str = "adopt",
-        **torch_options: Any,
+        **torch_options: Unpack[TorchForms],
     ) -> None:
         check_torch_options(torch_options)
         check_learning_rate(lr)

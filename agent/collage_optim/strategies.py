@@ -268,8 +268,10 @@ def check_dtype(strategy: StorageStrategy, dtype: torch.dtype) -> None:
     if dtype in _LOW_PRECISION or (dtype in _HIGH_PRECISION and strategy.is_plain):
         return
     if dtype in _HIGH_PRECISION:
+        is_split = any(storage.is_split for storage in strategy.storages)
+        narrow = "bfloat16" if is_split else "bfloat16 and float16"
         raise ValueError(
-            f"strategy {strategy.name!r} is for bfloat16 and float16 parameters, not {dtype}: "
+            f"strategy {strategy.name!r} is for {narrow} parameters, not {dtype}: "
             "put these parameters into a group of their own with strategy='plain'"
         )
     raise ValueError(f"parameters of {dtype} are not supported: use bfloat16, float16, float32 or float64")

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from copy import copy
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 from typing import Any
 
@@ -15,6 +14,7 @@ from click.exceptions import NoArgsIsHelpError
 
 from collage_monitor import __version__
 from collage_monitor.errors import CollageError
+from collage_monitor.spelling import similar
 
 __all__ = ["VERBS", "main", "require", "root"]
 
@@ -106,9 +106,8 @@ class VerbGroup(click.Group):
         """As click does, but an unknown verb is answered with similar ones."""
         word = args[0]
         if not word.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, word) is None:
-            near = get_close_matches(word, self.list_commands(ctx), n=3)
-            hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "`collage-monitor -h` lists all"
-            ctx.fail(f"no verb is called {word!r}. {hint}")
+            hint = similar(word, self.list_commands(ctx)) or "`collage-monitor -h` lists all"
+            ctx.fail(f"no verb is called {word!r}; {hint}")
         return super().resolve_command(ctx, args)
 
     def main(  # type: ignore[override]  # The overloads tell apart what this one signature takes.

@@ -100,7 +100,8 @@ def open_fleet(archive: str, projects: Sequence[str] = ()) -> duckdb.DuckDBPyCon
         store = from_url(address, client_options=_CLIENT) if is_bucket else LocalStore(address)
         runs, tables = _published(store, address, _OPTIONS if is_bucket else {})
     except (BaseError, DeltaError, OSError, ValueError) as error:
-        raise CollageError(f"the archive {archive} cannot be read: {error}") from error
+        reason = str(error).partition("\n")[0]  # What follows is for the library's programmers.
+        raise CollageError(f"the archive {archive} cannot be read ({reason}); name one by --archive") from error
     wanted = [place for place, held in enumerate(runs) if not projects or held in projects]
     absent = sorted(set(projects) - set(runs))
     if absent or not wanted:

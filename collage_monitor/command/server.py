@@ -6,7 +6,6 @@ A verb that asks a server takes its options from here, so that all have the same
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Final, TypeVar
 
 import click
@@ -17,6 +16,7 @@ from collage_monitor.command.terminal import clock, printable
 from collage_monitor.connection import named_dashboard
 from collage_monitor.errors import CollageError, NotFound
 from collage_monitor.local import find_token, local_server, read_login, server_address
+from collage_monitor.spelling import similar
 
 __all__ = ["dashboard_of", "find_run", "open_client", "server_address_options", "server_options"]
 
@@ -82,13 +82,8 @@ def find_run(client: Client, word: str) -> wire.Run:
         listed = "".join(f"\n  {_described(run)}" for run in meant[:_NAMED])
         more = "\n  …" if len(meant) > _NAMED else ""
         raise CollageError(f"{printable(word)!r} may be one of {len(meant)} runs; name its id:{listed}{more}")
-    others = [run.name for run in client.runs(limit=_SEARCHED).runs]
-    near = get_close_matches(word, dict.fromkeys(others), n=3)
-    hint = (
-        f"did you mean {' or '.join(map(repr, map(printable, near)))}?"
-        if near
-        else "`collage-monitor list` names all"
-    )
+    others = [printable(run.name) for run in client.runs(limit=_SEARCHED).runs]
+    hint = similar(printable(word), others) or "`collage-monitor list` names all"
     raise CollageError(f"no run has the id or the name {printable(word)!r}; {hint}")
 
 

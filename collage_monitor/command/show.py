@@ -77,7 +77,7 @@ def list_runs(
         asked = ", ".join(f"{name} {value}" for name, value in filters.items() if value)
         click.echo(f"no run has {printable(asked)}")
     else:
-        click.echo("no runs yet; `make demo` trains some, or call collage_agent.init() in your training")
+        click.echo("no runs yet; `collage-monitor demo` trains some, or call collage_agent.init() in your training")
 
 
 def _row(row: wire.RunRow) -> tuple[Any, ...]:

@@ -159,8 +159,8 @@ def test_a_verb_that_is_mistyped_is_answered_with_the_one_that_was_meant(typed, 
     result = CliRunner().invoke(root, [typed])
     assert result.exit_code == 2
     said = result.stderr.splitlines()[-1]
-    assert said.startswith(f"collage-monitor: no verb is called {typed!r}.")
-    assert f"Did you mean {meant!r}" in said if meant else True
+    assert said.startswith(f"collage-monitor: no verb is called {typed!r}; ")
+    assert f"did you mean {meant!r}" in said if meant else True
 
 
 @pytest.mark.parametrize("words", [["-h"], ["show", "-h"], ["token", "create", "-h"]])

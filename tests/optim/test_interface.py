@@ -45,7 +45,7 @@ def test_errors_in_the_words_of_torch(options):
 
 def test_unknown_options_are_named():
     with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
-        CollageAdamW(parameters(), learning_rate=1e-3)
+        CollageAdamW(parameters(), learning_rate=1e-3)  # type: ignore[call-arg]
 
 
 def test_torch_options_that_ask_for_nothing_are_accepted():

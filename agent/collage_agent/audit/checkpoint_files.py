@@ -32,6 +32,9 @@ __all__ = ["Checkpoint", "CheckpointError", "read_checkpoint"]
 
 _TORCH_ENDINGS: Final = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _NOT_WEIGHTS: Final = ("rng_state", "random_states", "scheduler", "scaler", "training_args", "trainer_state")
+_TORCH_STARTS: Final = (b"PK\x03\x04", b"\x80")
+"""A zip file, or a pickle, as torch saved before 1.6."""
+_HEAD_BYTES: Final = 262
 _DEPTH: Final = 5
 _UNSAFE: Final = (
     "holds Python objects beyond tensors and plain values{named}, and loading those could run code; save state "
@@ -224,6 +227,11 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _load_torch(path: Path) -> Any:
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if not head.startswith(_TORCH_STARTS) and head[257:262] != b"ustar":
+        found = f"it begins with {head[:8]!r}" if head else "it is empty"
+        raise CheckpointError(f"{path}: is no checkpoint ({found}); pass a .safetensors file, or one of torch.save")
     try:
         with warnings.catch_warnings():
             # torch's warnings repeat the errors below.

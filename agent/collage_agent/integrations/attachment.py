@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from collage_agent import session
 from collage_agent.error_guard import Guard
 from collage_agent.handle import Watch
-from collage_agent.watch_options import WatchArguments, WatchOptions
+from collage_agent.watch_options import WatchArguments, checked_options
 
 __all__ = ["Attachment", "innermost", "needs"]
 
@@ -38,7 +38,7 @@ class Attachment:
         run_options: Mapping[str, Any] | None,
         watch_options: WatchArguments,
     ) -> None:
-        WatchOptions(**watch_options)
+        checked_options(**watch_options)
         self._run_options = {"project": project, "name": name, **(run_options or {})}
         self._watch_options = watch_options
         self._guard = Guard()

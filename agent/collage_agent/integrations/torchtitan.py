@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from collage_agent.integrations.attachment import Attachment, needs
-from collage_agent.watch_options import WatchArguments, WatchOptions
+from collage_agent.watch_options import WatchArguments, checked_options
 
 try:
     from torchtitan.components.optimizer import OptimizersContainer
@@ -74,6 +74,6 @@ def watched(
     Raises:
         ValueError, TypeError: a watch option that cannot be used.
     """
-    WatchOptions(**watch_options)
+    checked_options(**watch_options)
     replaced: WatchedOptimizers.Config = derive(config, WatchedOptimizers.Config, watch_options=dict(watch_options))
     return replaced

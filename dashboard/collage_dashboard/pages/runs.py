@@ -62,7 +62,7 @@ _NO_RUNS: Final = Problem(
     "No runs yet",
     "Train the demo's five runs, or attach the agent to a training of your own: "
     "collage_agent.init() and collage_agent.watch(model, optimizer).",
-    "make demo",
+    "collage-monitor demo",
 )
 
 
