@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,7 @@ __all__ = [
     "local_server",
     "read_login",
     "read_token",
+    "require_free",
     "sendable_token",
     "server_address",
     "token_path",
@@ -251,6 +253,24 @@ def is_loopback(url: str) -> bool:
 def web_address(host: str, port: int) -> str:
     """The URL of a service that listens on `host`; an IPv6 address gets brackets."""
     return f"http://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"http://{host}:{port}"
+
+
+def require_free(host: str, port: int, option: str) -> None:
+    """Raise unless a service may listen there; port 0 means any free one.
+
+    Raises:
+        CollageError: the port is taken, or the host has no address here; the message names the option to change.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise CollageError(
+            f"{host}:{port} cannot be listened on ({error.strerror}); stop what runs there, or choose another "
+            f"{option}"
+        ) from error
 
 
 def _port(url: str) -> int | None:

@@ -36,6 +36,47 @@ _PACKAGES = {
     "collage_dashboard": "dashboard",
 }
 """The extra of each package that has verbs."""
+_LIST = {
+    "Train": {
+        "run": "start a program, and watch every torch optimizer in it",
+        "preflight": "train a program for some steps, and judge it",
+        "doctor": "say what the agent sees on this machine",
+        "audit": "say what the run behind a checkpoint really keeps",
+        "convert": "say what a checkpoint gains in another strategy",
+        "cure": "convert a checkpoint, and train on from it",
+        "sync": "send the reports that runs have left on disk",
+        "demo": "train a small model under five strategies, watched",
+    },
+    "Look": {
+        "list": "runs, newest first, with the judgement of each",
+        "show": "what is wrong with a run, and its numbers",
+        "compare": "runs beside each other: who does better, and why",
+        "open": "the dashboard in the browser",
+        "report": "one HTML file about a run, or about several",
+        "check": "judge a run; status 1 if a condition fails",
+        "alerts": "when alerts fired and ended",
+        "query": "SQL over all archived runs",
+        "export": "all data of a run into a file",
+        "import": "a finished run from a file",
+        "note": "write a line into a run's timeline",
+        "tag": "add tags to a run, or remove some",
+        "delete": "delete runs for good; asks first",
+        "mcp": "answer an assistant's questions about runs",
+    },
+    "Operate": {
+        "up": "start server and dashboard on this machine",
+        "serve": "the server alone",
+        "dashboard": "the dashboard alone",
+        "login": "store a server's address and a token",
+        "status": "say whether the server is well",
+        "token": "make, list and revoke tokens",
+        "migrate": "bring a database's schema up to date",
+        "backup": "copy the database while the server runs",
+        "restore": "put a back-up in place while it is stopped",
+        "archive": "older points of runs, in files",
+    },
+}
+"""Verbs in the order in which `-h` lists them, with what they do; no verb is imported for it."""
 _OLD_NAMES = {"replay": "sync"}
 """Old names still work, say what they are called now, and are not listed."""
 _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[([\w,-]+)\])?[^;]*;.*extra\s*==\s*['"]([\w-]+)['"]""")
@@ -100,6 +141,21 @@ class VerbGroup(click.Group):
             command.deprecated = f"It is called `{name}` now."
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The verbs by what they are for; those of other packages last, in their own words."""
+        found = _found()
+        rows = {
+            title: [(verb, _needs(found[verb]) or said) for verb, said in verbs.items() if verb in found]
+            for title, verbs in _LIST.items()
+        }
+        known = set().union(*_LIST.values())
+        others = [(verb, self.get_command(ctx, verb)) for verb in self.list_commands(ctx) if verb not in known]
+        rows["Of other packages"] = [(verb, own.get_short_help_str(60)) for verb, own in others if own is not None]
+        for title, listed in rows.items():
+            if listed:
+                with formatter.section(title):
+                    formatter.write_dl(listed)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -163,11 +219,16 @@ def _load(entry: EntryPoint) -> click.Command:
     return command
 
 
-def _absent(verb: str, text: str) -> click.Command:
-    """Stands for a verb that lacks something: help and error say what, and how to install it; the list says how."""
-    short = f"needs {text.rpartition('; ')[2]}"
+def _needs(entry: EntryPoint) -> str:
+    """How to install what a verb lacks; "" if nothing is missing."""
+    lacking = _lacking(_extras_of(entry))
+    return f"needs {lacking.rpartition('; ')[2]}" if lacking else ""
 
-    @click.command(verb, help=text, short_help=short, context_settings={"ignore_unknown_options": True})
+
+def _absent(verb: str, text: str) -> click.Command:
+    """Stands for a verb that lacks something: help and error say what, and how to install it."""
+
+    @click.command(verb, help=text, context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def absent(arguments: tuple[str, ...]) -> None:
         raise click.ClickException(f"{verb} {text}")

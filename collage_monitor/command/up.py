@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from collage_monitor.local import (
     data_folder,
     ensure_token,
     read_login,
+    require_free,
     token_path,
 )
 
@@ -68,8 +68,8 @@ class Services:
     def __enter__(self) -> Services:
         server_port, dashboard_port = self._ports
         # Another program on this port would be mistaken for the new service.
-        _require_free(server_port, "--port")
-        _require_free(dashboard_port, "--dashboard-port")
+        require_free("127.0.0.1", server_port, "--port")
+        require_free("127.0.0.1", dashboard_port, "--dashboard-port")
         try:
             self._start("serve", "--dir", str(self.folder), "--port", str(server_port))
             self._wait_for(self.server_url)
@@ -135,18 +135,6 @@ class Services:
 def environment_without_settings() -> dict[str, str]:
     """This process's environment without Collage Monitor's variables."""
     return {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
-
-
-def _require_free(port: int, option: str) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise click.ClickException(
-                f"127.0.0.1:{port} cannot be listened on ({error.strerror}); "
-                f"stop what runs there, or choose another {option}"
-            ) from error
 
 
 @click.command("up")

@@ -1,9 +1,10 @@
 """The command: verbs from entry points, absent components, errors, help, completion."""
 
 import os
+import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, entry_points
 
 import click
 import httpx
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 
 from collage_monitor import command
 from collage_monitor.client import Client
-from collage_monitor.command import root
+from collage_monitor.command import VERBS, root
 from collage_monitor.errors import NotAuthorised, ServerUnreachable
 
 pytestmark = pytest.mark.slow
@@ -190,3 +191,12 @@ def test_help_does_without_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "doctor" in done.stdout
+
+
+def test_the_list_of_verbs_has_each_of_ours_once_and_imports_none():
+    ours = "import sys, collage_monitor.command as c; c.main()"
+    told = subprocess.run([sys.executable, "-X", "importtime", "-c", ours, "-h"], capture_output=True, text=True)
+    listed = [line.split()[0] for line in told.stdout.splitlines() if line.startswith("  ") and "--" not in line]
+    assert sorted(listed[1:]) == sorted(entry.name for entry in entry_points(group=VERBS))
+    assert "Of other packages" not in told.stdout
+    assert not re.search(r"\b(httpx|torch|fastapi|collage_server|collage_monitor\.wire)\b", told.stderr)

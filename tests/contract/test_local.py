@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
+from click.testing import CliRunner
 
+from collage_monitor.command import root
+from collage_monitor.errors import CollageError
 from collage_monitor.local import (
     LocalServer,
     announced,
@@ -18,6 +22,7 @@ from collage_monitor.local import (
     find_token,
     local_server,
     read_token,
+    require_free,
     server_address,
     token_path,
     web_address,
@@ -133,3 +138,14 @@ def test_a_server_that_is_gone_is_not_found(places):
 )
 def test_an_ipv6_address_stands_in_brackets(host, address):
     assert web_address(host, 7421) == address
+
+
+def test_a_port_that_is_taken_is_named_with_the_option_to_change(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CollageError, match=f"127.0.0.1:{port} cannot be listened on .*another --port"):
+            require_free("127.0.0.1", port, "--port")
+        told = CliRunner().invoke(root, ["serve", "--port", str(port), "--dir", str(tmp_path)])
+    assert told.exit_code == 1
+    assert "cannot be listened on" in told.output
+    require_free("127.0.0.1", port, "--port")

@@ -18,7 +18,7 @@ import click
 import uvicorn
 from fastapi import FastAPI
 
-from collage_monitor.local import LOOPBACK_HOSTS, ensure_token, web_address
+from collage_monitor.local import LOOPBACK_HOSTS, ensure_token, require_free, web_address
 from collage_server.app import create_app, make_store
 from collage_server.errors import StoreUnusable
 from collage_server.logs import configure
@@ -70,6 +70,7 @@ def serve(print_settings: bool, as_json: bool, **flags: Any) -> None:
         _LOG.warning(
             "plain HTTP on %s: tokens and reports travel readable; put a proxy with TLS before it", settings.host
         )
+    require_free(settings.host, settings.port, "--port")
     store = make_store(settings)
     try:
         store.open()
