@@ -296,10 +296,10 @@ def _grid(model: Values) -> Iterator[str]:
     margin, factor = finite(model.get("half_ulp_margin")), finite(model.get("half_ulp_lr_factor"))
     if margin is None or factor is None:
         return
-    side = "above" if margin >= 0 else "below"
+    size = "too small to change" if margin < 0 else "what it takes to change"
     yield (
-        f"the median update stands {abs(margin):.1f} octaves {side} half a gap; at {factor:.3g} times the learning "
-        "rate 10 % would stand below it (this describes the grid, it is no advice to raise the rate)"
+        f"the typical update is {2 ** abs(margin):.2g} times {size} a weight; nine of ten would at {factor:.3g} times "
+        "the learning rate (which is no advice to raise it)"
     )
 
 

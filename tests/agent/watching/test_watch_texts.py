@@ -35,7 +35,7 @@ def test_the_words_name_loss_layers_states_grid_and_what_to_try():
         "state exp_avg_sq: decrements",
         "it does not decay as it should",
         "against the fp64 oracle",
-        "no advice to raise the rate",
+        " times too small to change a weight; nine of ten would at ",
         'strategy="split-master") (12 bytes a parameter) or "coupled-8" (8)',
     ):
         assert words in text
