@@ -33,8 +33,8 @@ BUDGETS = {
     "collage_optim": 6206,
     "collage_server": 25134,
     "collage_dashboard": 9524,
-    "tests": 74304,
-    "words of pages": 49743,
+    "tests": 74334,
+    "words of pages": 50146,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""
 SLACK = 0.01

@@ -298,8 +298,8 @@ def _grid(model: Values) -> Iterator[str]:
         return
     size = "too small to change" if margin < 0 else "what it takes to change"
     yield (
-        f"the typical update is {2 ** abs(margin):.2g} times {size} a weight; nine of ten would at {factor:.3g} times "
-        "the learning rate (which is no advice to raise it)"
+        f"the typical update is {2 ** abs(margin):.2g} times {size} a weight; nine of ten would at {factor:.3g} "
+        "times the learning rate (which is no advice to raise it)"
     )
 
 
