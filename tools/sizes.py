@@ -33,7 +33,7 @@ BUDGETS = {
     "collage_optim": 6206,
     "collage_server": 25134,
     "collage_dashboard": 9524,
-    "tests": 74334,
+    "tests": 74343,
     "words of pages": 50146,
 }
 """Lines of Python, and words of the pages that people write. A commit that raises one says what it buys."""

@@ -4,7 +4,9 @@ import re
 import tomllib
 
 import pytest
+import yaml
 
+from collage_monitor import __version__
 from tests.docs.blocks import DOCS
 from tools.package_page import index_page
 
@@ -36,3 +38,9 @@ def test_the_build_makes_it():
     project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())
     assert "readme" in project["project"]["dynamic"]
     assert project["tool"]["hatch"]["metadata"]["hooks"]["custom"] == {}
+
+
+def test_who_cites_the_software_is_given_its_version_and_the_paper():
+    citation = yaml.safe_load((DOCS.parent / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    assert citation["preferred-citation"]["identifiers"][0]["value"] == "arXiv:2405.03637"
