@@ -28,6 +28,7 @@ __all__ = [
     "short_of",
     "states_forgotten",
     "states_missing",
+    "weights_are_narrow",
     "weights_rounded",
 ]
 
@@ -133,6 +134,15 @@ def begins_beside_others(layers: Collection[str], taken: int) -> str:
     return (
         f"{_some(layers)} took a first step beside layers that had taken {taken:,}: new or set free here, "
         "or states that did not come through"
+    )
+
+
+def weights_are_narrow(dtype: str, taken: int | None) -> str:
+    """A note: wide weights that steps have moved are 16-bit numbers, beside averages that are none."""
+    steps = "" if taken is None else f" after {taken:,} steps"
+    return (
+        f"every weight began this launch as a {dtype} number{steps}, beside averages that are none: if it was "
+        "wider before, what it held beyond that is gone; save weights in the dtype that they are trained in"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
@@ -16,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from collage_agent.handle import watch
 
+from collage_monitor.diagnosis import percent
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, mlp_loss, train
 
@@ -294,6 +296,28 @@ def test_a_step_function_has_what_changed():
         assert handle.summary()["model"]["edq_ratio"] is None
         handle.remove()
     assert recorder.steps == [1, 1]
+
+
+def test_a_step_function_without_gradients_has_what_changed():
+    """Told was that no layer had a gradient, of an average in bf16 that hardly moves."""
+    model = mlp()
+    average = copy.deepcopy(model)
+    starts = [parameter.clone() for parameter in average.parameters()]
+
+    @torch.no_grad()
+    def averaged():
+        for own, parameter in zip(average.parameters(), model.parameters(), strict=True):
+            own.mul_(0.999).add_(parameter + 0.1, alpha=0.001)
+
+    handle = watch(average, averaged, every=1, sample="all")
+    handle.before()
+    averaged()
+    handle.after()
+    still = sum(int((a == b).sum()) for a, b in zip(average.parameters(), starts, strict=True))
+    still /= sum(own.numel() for own in starts)
+    assert still > 0.5
+    assert handle.summary()["model"]["unchanged_ratio"] == pytest.approx(still)
+    assert f"{percent(still)} of the elements did not move in a step" in handle.judgement().text
 
 
 def test_by_hand_does_nothing_where_hooks_speak():

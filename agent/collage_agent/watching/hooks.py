@@ -373,12 +373,16 @@ class OptimizerHooks:
                         told = self.options.first_step
                         self.resume.before(self.stepping, self.measurer.watched, self._intents, self._step, told)
                         self.saved.begin(self.stepping, self._stepped(), self._step)
-                    self.measurer.before(optimizer, closure=closure)
+                    self.measurer.before(optimizer, closure=closure or self._without_gradients())
                     self._measuring = True
         except Exception as error:
             # The oracles may have missed the step that is about to be taken.
             self.measurer.step_raised()
             self._guard.caught("looking at the optimizer before a step", error)
+
+    def _without_gradients(self) -> bool:
+        """Whether the step is one that uses no gradients, as an average of the weights does."""
+        return self.foreign is not None and all(self._gradient_of(own) is None for own in self.measurer.watched)
 
     def _measure(self) -> None:
         assert self._iterations is not None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from collage_optim.tensor_step import local_part
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -16,11 +17,25 @@ from collage_agent.sample.state_mappings import states_of
 from collage_agent.sample.stored_parts import average_names, components, elementwise_state
 from collage_agent.training.watched_parameters import WatchedParameter
 
-__all__ = ["KeptStates", "SAMPLED", "averages_of", "glance", "places_alike", "sample"]
+__all__ = [
+    "KeptStates",
+    "NARROW",
+    "SAMPLED",
+    "averages_of",
+    "glance",
+    "holds",
+    "places_alike",
+    "sample",
+    "weights_were_rounded",
+]
 
 SAMPLED: Final = 4096
 """Elements of each tensor."""
+NARROW: Final = (torch.bfloat16, torch.float16)
+"""What wide numbers may have been rounded to on their way through a checkpoint."""
 _GLANCED: Final = 64
+_FEWEST: Final = 64
+"""Weights other than 0 that are no 16-bit numbers by chance."""
 
 
 @dataclass(frozen=True)
@@ -70,3 +85,30 @@ def sample(tensor: Tensor, most: int = SAMPLED) -> Tensor:
     """Elements at equal distances, at most this many."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(-(-flat.numel() // most), 1)]
+
+
+def holds(dtype: torch.dtype, numbers: Tensor) -> bool:
+    """Whether each number is one of this dtype, too."""
+    return torch.equal(numbers, numbers.to(dtype).to(numbers.dtype))
+
+
+def weights_were_rounded(kept: KeptStates) -> torch.dtype | None:
+    """The 16-bit dtype that holds every wide weight which steps have moved, beside averages that it does not hold.
+
+    An optimizer of 16-bit weights would have left averages of 16 bits. None: there is no such dtype. Reads samples.
+    """
+    narrow, beside, found = list(NARROW), dict.fromkeys(NARROW, False), 0
+    for entry, state, intent in kept:
+        if entry.parameter.dtype.itemsize < 4:
+            continue
+        weight = sample(local_part(entry.parameter))
+        averages = [sample(tensors[0]) for _, tensors in averages_of(entry, state, intent)]
+        if not any(bool(own.count_nonzero()) for own in averages):
+            continue
+        narrow = [dtype for dtype in narrow if holds(dtype, weight)]
+        if not narrow:
+            return None
+        found += int(weight.count_nonzero())
+        for dtype in narrow:
+            beside[dtype] |= any(own.dtype.itemsize >= 4 and not holds(dtype, own) for own in averages)
+    return next((dtype for dtype in narrow if beside[dtype] and found >= _FEWEST), None)

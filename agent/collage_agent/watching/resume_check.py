@@ -2,9 +2,9 @@
 
 Checked once around the first measured step of a launch, and again after states are loaded later. It reads samples
 before the step and some counters after it: this is the only step that waits for a device. It reports no lost
-states if nothing was loaded. Zeros are a loss only if the step fills them, and a count of 0 only beside averages
-that nothing but steps can fill. So it suspects before the step, and reports after it. Of intact states it reads the
-first tensors, and a few numbers of the others; only empty states are read to their end.
+states if nothing was loaded. Zeros are a loss only if the step fills them, a count of 0 only beside averages that
+nothing but steps fills. So it suspects before the step, and reports after it. Of intact states it reads the first
+tensors, and a few numbers of the others; only empty states are read to their end.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from collage_agent.watching.kept_states import (
     glance,
     places_alike,
     sample,
+    weights_were_rounded,
 )
 from collage_monitor import wire
 from collage_monitor.diagnosis import launch
@@ -146,6 +147,8 @@ class ResumeCheck:
             held = states_of(optimizer)
             self._without = [own for own in watched if own.stepped and not held(own.parameter, {})]
             self._empty_layers = [own for own in _empty_in_layers(kept) if own.name not in self._empty]
+            if (dtype := weights_were_rounded(kept)) is not None:
+                self.note = launch.weights_are_narrow(dtype_name(dtype), taken)
         self._apart = list(_apart_from_masters(kept))
         self._note(*_in_narrow_counters(counters, step))
 
@@ -405,13 +408,14 @@ class _EmptyAverage:
 
 def _empty_in_layers(kept: KeptStates) -> Iterator[_EmptyAverage]:
     """Averages that hold nothing in single layers. float16 ones may be too small to be held."""
+    wide = (torch.float32, torch.float64, torch.bfloat16)
     names: dict[object, list[str]] = {}
     owners: list[tuple[WatchedParameter, str]] = []
     glances: list[tuple[Tensor]] = []
     for entry, state, intent in kept:
         form = (entry.group, *state)
         if form not in names:
-            names[form] = [name for name, tensors in averages_of(entry, state, intent) if _is_wide(tensors[0])]
+            names[form] = [name for name, tensors in averages_of(entry, state, intent) if tensors[0].dtype in wide]
         if len(names[form]) > 1 and entry.shard.elements:
             for name in names[form]:
                 owners.append((entry, name))
@@ -430,10 +434,6 @@ def _empty_in_layers(kept: KeptStates) -> Iterator[_EmptyAverage]:
         whole = local_part(state_of(kept.optimizer, entry.parameter)[name])
         if id(entry.parameter) in filled and whole.numel() and not whole.count_nonzero():
             yield _EmptyAverage(entry, name, filled[id(entry.parameter)])
-
-
-def _is_wide(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float32, torch.float64, torch.bfloat16)
 
 
 def _just_converted(optimizer: Optimizer, entry: WatchedParameter, taken: int | None) -> bool:

@@ -31,7 +31,7 @@ from collage_agent.sample.quantised_states import is_quantised, stored_tensors
 from collage_agent.sample.state_mappings import state_of, step_of
 from collage_agent.sample.stored_parts import PARAMETER, elementwise_state
 from collage_agent.training.watched_parameters import WatchedParameter
-from collage_agent.watching.kept_states import sample
+from collage_agent.watching.kept_states import NARROW, holds, sample
 from collage_monitor import wire
 from collage_monitor.diagnosis import launch
 
@@ -48,7 +48,6 @@ _TENSORS_A_WEIGHT: Final = 3
 _MOST_STEPS: Final = 8
 _NAMED: Final = 3
 _COUNT: Final = "count of steps"
-_NARROW: Final = (torch.bfloat16, torch.float16)
 _LEAST_GONE: Final = 0.05
 """Of what a launch moved: where steps are large, rounding takes and adds alike."""
 _FEWEST_NUMBERS: Final = 16
@@ -299,10 +298,9 @@ def _rounded_to(before: _Mark, now: _Mark) -> str | None:
     if before.same(now) or len(now.numbers) < _FEWEST_NUMBERS:
         return None
     then, here = (torch.tensor(own.numbers, dtype=torch.float64) for own in (before, now))
-    for dtype in _NARROW:
+    for dtype in NARROW:
         near = (here - then).abs() <= torch.finfo(dtype).eps * torch.maximum(here.abs(), then.abs())
-        exact = torch.equal(here, here.to(dtype).double()) and not torch.equal(then, then.to(dtype).double())
-        if exact and bool(near.all()):
+        if holds(dtype, here) and not holds(dtype, then) and bool(near.all()):
             return dtype_name(dtype)
     return None
 
