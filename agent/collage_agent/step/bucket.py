@@ -179,11 +179,12 @@ class Bucket:
         self._states = layout
         self._scalars = clone_entries({key: first[key] for key in layout.scalars})
         self._launch = stepped_since_kept(group, first) if self.follows == "nothing" else None
-        if not weights_gathered:
-            self._before.gather_weights(self.parameters, states, layout)
-        self._before.gather_states(layout.others, states)
-        if self.knows_gradient:
-            self._before.gather_gradients(self._gradients())
+        self._before.gather(
+            layout.others if weights_gathered else layout.kept,
+            states,
+            weights=None if weights_gathered else self.parameters,
+            gradients=self._gradients() if self.knows_gradient else None,
+        )
 
     def look_at_whole(self, optimizer: Optimizer) -> None:
         """After `gather_before` of a measured step, read whole tensors if the sample is not enough.
@@ -199,7 +200,7 @@ class Bucket:
     def gather_gradients_again(self) -> None:
         """After a step that made the gradients final itself, gather the gradients that it used."""
         if self.knows_gradient:
-            self._before.gather_gradients(self._gradients())
+            self._before.gather((), (), gradients=self._gradients())
         self._look_at_gradients()
 
     def _look_at_gradients(self) -> None:
@@ -262,7 +263,7 @@ class Bucket:
         """The components of the weights gathered now; valid until the next gathering."""
         states = self.states(optimizer)
         layout = self._layout_of(states[0])
-        self._after.gather_weights(self.parameters, states, layout)
+        self._after.gather(layout.weights, states, weights=self.parameters)
         return KeptWeights({key: self._after.values[key] for key in layout.weight_keys}, layout.stored)
 
     def weights_moved(self, optimizer: Optimizer) -> bool:
@@ -272,7 +273,7 @@ class Bucket:
         """
         states, known = self.states(optimizer), self._after.values
         layout = self._layout_of(states[0])
-        self._before.gather_weights(self.parameters, states, layout)
+        self._before.gather(layout.weights, states, weights=self.parameters)
         return any(
             key not in known or not torch.equal(_bits(self._before.values[key]), _bits(known[key]))
             for key in layout.weight_keys
@@ -345,8 +346,7 @@ class Bucket:
         """Gather again after the step, work out u and e, and reduce them to block totals."""
         states = self.states(optimizer)
         after = self._layout_of(states[0])
-        self._after.gather_weights(self.parameters, states, after)
-        self._after.gather_states(after.others, states)
+        self._after.gather(after.kept, states, weights=self.parameters)
         layout = self._step_layout_to(after)
         scales = self._fp8_scales() if counterfactuals else None
         largest = self._largest, self.largest_weights(optimizer)

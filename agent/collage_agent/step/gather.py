@@ -6,10 +6,10 @@ that a gathered sample equals a plain index is tested in `tests/agent/sample/tes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import is_
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ from collage_agent.sample.quantised_states import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.sample.stored_parts import GRADIENT, PARAMETER, Composition
 from collage_agent.stats.block_sums import max_norms
-from collage_agent.step.layout import KeptState, StateLayout
+from collage_agent.step.device_gather import DeviceGather
+from collage_agent.step.layout import KeptState
 
-__all__ = ["BlockLayout", "GatheredSample", "Staging", "TensorViews"]
+__all__ = ["BlockLayout", "GatheredSample", "Source", "Staging", "TensorViews"]
 
 _PLAIN: Final = {Tensor, Parameter}
 _EMPTY: Final = np.empty(0, dtype=np.int64)
@@ -42,8 +43,9 @@ class BlockLayout:
 
     First come the full blocks of the sampled tensors, by `index_select`. Next come tensors measured whole, if many
     have one shape, by one `cat` per shape. Last come the other tensors measured whole, and the ragged tails: one
-    `cat` copies them all, each padded to whole blocks with zeros.
-    `rows`: of each sampled tensor its blocks, int32. `tensor_of_block` [blocks] int64 is a tensor's place, and
+    `cat` copies them all, each padded to whole blocks with zeros. On a CUDA device one launch copies all of it
+    (`device_gather`).
+    `tensor_of_block` [blocks] int64 is a tensor's place, and
     `host_tensor_of_block` the same on the host, where `block_numbers` says which of its tensor's blocks each one
     is; `padding` lists the padded slots.
     """
@@ -60,18 +62,16 @@ class BlockLayout:
         self.row_major = all(order is None for order in self._orders)
         self._simple = self._plain and self.row_major and all(part is None for part in self._parts)
         self._elements = [sample.elements for sample in samples]
-        self.rows: list[Tensor] = []
         self._sampled: list[tuple[int, slice]] = []
         tensors, numbers = [_EMPTY], [_EMPTY]
         count = 0
         for tensor, sample in enumerate(samples):
             if not sample.whole and len(sample.rows):
-                rows = from_host(sample.rows.astype(np.int32), self.device)
-                self.rows.append(rows)
-                self._sampled.append((tensor, slice(count, count + len(rows))))
-                tensors.append(np.full(len(rows), tensor))
+                length = len(sample.rows)
+                self._sampled.append((tensor, slice(count, count + length)))
+                tensors.append(np.full(length, tensor))
                 numbers.append(sample.rows)
-                count += len(rows)
+                count += length
         self._boundary = count * self.block
         self._alike: list[tuple[list[int], slice, torch.Size]] = []
         for members in self._of_one_shape(samples, parameters) if self._simple else ():
@@ -107,6 +107,16 @@ class BlockLayout:
         self.tensor_of_block = from_host(self.host_tensor_of_block, self.device)
         self.block_numbers = np.concatenate(numbers)
         self._keys = self.host_tensor_of_block * _MOST_BLOCKS + self.block_numbers
+        starts = [sample.start for sample in samples]
+        self.device_gather = DeviceGather(
+            self.block, self.tensor_of_block, self.block_numbers, self._elements, starts, self._orders
+        )
+
+    @cached_property
+    def rows(self) -> Sequence[Tensor]:
+        """The blocks of each sampled tensor, int32: parts of one tensor, since each transfer costs the host."""
+        every = from_host(np.concatenate([_EMPTY, *self._chosen]).astype(np.int32), self.device)
+        return [every[where] for _, where in self._sampled]
 
     def _of_one_shape(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> list[list[int]]:
         """Tensors measured whole, without padding, of which there are many of one shape."""
@@ -159,6 +169,17 @@ class BlockLayout:
 
         `lasting`: the same tensors will come again, like weights and states, so their views are kept.
         """
+        self.gather_all([Source(tensors, staging, lasting)])
+
+    def gather_all(self, sources: Sequence[Source]) -> None:
+        """Fill the stagings of all sources: on a CUDA device by one launch, as far as the tensors allow."""
+        filled = self.device_gather.fill([(source.tensors, source.staging.values) for source in sources])
+        for source, is_filled in zip(sources, filled, strict=True):
+            if not is_filled:
+                self._copy(*source)
+
+    def _copy(self, tensors: Sequence[Tensor], staging: Staging, lasting: bool) -> None:
+        """Copy the blocks tensor by tensor."""
         views = staging.views
         if lasting and self._plain:
             views.point_at(tensors, self)
@@ -301,6 +322,14 @@ class Staging:
         self.target_records = [_records(target) for target in self.targets] if self.values.is_cpu else []
 
 
+class Source(NamedTuple):
+    """Tensors, one for each of a layout, the buffer for their blocks, and whether the same tensors come again."""
+
+    tensors: Sequence[Any]
+    staging: Staging
+    lasting: bool
+
+
 class GatheredSample:
     """The sample of a bucket's weights, states and gradients at one moment: values by key, in buffers made once.
 
@@ -321,50 +350,74 @@ class GatheredSample:
         before._others, after._others = after._stagings, before._stagings
         return before, after
 
-    def gather_weights(
-        self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Any]], layout: StateLayout
+    def gather(
+        self,
+        kept: Sequence[KeptState],
+        states: Sequence[Mapping[str, Any]],
+        *,
+        weights: Sequence[Tensor] | None = None,
+        gradients: Sequence[Any] | None = None,
     ) -> None:
-        """The components of the weights, visible and stored. The registered one comes first: codes depend on it."""
-        self.values[PARAMETER] = self._gathered(PARAMETER, parameters)
-        self.gather_states(layout.weights, states)
+        """Gather these states as numbers, the registered `weights`, and the `gradients`; None: leave them out.
 
-    def gather_states(self, kept: Iterable[KeptState], states: Sequence[Mapping[str, Any]]) -> None:
-        """These states as numbers."""
+        Codes that complete a weight are decoded beside it, so the weights were gathered before, or are now.
+        """
+        sources: list[Source] = []
+        coded: dict[str, dict[str, Tensor]] = {}
+        if weights is not None:
+            self.values[PARAMETER] = self._staged(sources, PARAMETER, weights)
         for entry in kept:
             key = entry.key
-            numbers = self._decoded(entry, states) if entry.parts else None
-            if numbers is None:
-                tensors = [state[key] if entry.plain else reading(state, key) for state in states]
-                numbers = self._gathered(key, tensors, lasting=entry.plain)
+            if entry.parts and (parts := self._parts_of(sources, entry, states)) is not None:
+                coded[key] = parts
+                continue
+            tensors = [state[key] if entry.plain else reading(state, key) for state in states]
+            self.values[key] = self._staged(sources, key, tensors, lasting=entry.plain)
+        if gradients is not None:
+            # These tensors do not come again.
+            self.values[GRADIENT] = self._staged(sources, GRADIENT, gradients, lasting=False)
+        self._layout.gather_all(sources)
+        for entry in kept:
+            key = entry.key
+            if key in coded:
+                numbers = decoded(coded[key], key, block=self._layout.block)
+                assert numbers is not None, f"the codes of {key!r} are of no known storage"
+                self.values[key] = numbers
             if entry.completes:
-                numbers = self._composition.residual_of(self.values[PARAMETER], numbers)
-            self.values[key] = numbers
+                self.values[key] = self._composition.residual_of(self.values[PARAMETER], self.values[key])
 
-    def gather_gradients(self, gradients: Sequence[Any]) -> None:
-        """The gradients; these tensors do not come again."""
-        self.values[GRADIENT] = self._gathered(GRADIENT, gradients, lasting=False)
-
-    def _decoded(self, entry: KeptState, states: Sequence[Mapping[str, Any]]) -> Tensor | None:
-        """The decoded numbers of gathered codes; None if the codes' scales do not match the sample's blocks."""
+    def _parts_of(
+        self, sources: list[Source], entry: KeptState, states: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor] | None:
+        """Codes, to be gathered, and their scales; None if the scales do not match the sample's blocks."""
         found: dict[str, Tensor] = {}
         for part in entry.parts:
             tensors = [state[part] for state in states]
             if not part.endswith(SCALE_SUFFIX):
-                found[part] = self._gathered(part, tensors, is_code=True)
+                found[part] = self._staged(sources, part, tensors, is_code=True)
             elif (scales := self._layout.gather_scales(tensors)) is not None:
                 found[part] = scales
             else:
                 return None
-        return decoded(found, entry.key, block=self._layout.block)
+        return found
 
-    def _gathered(self, key: str, tensors: Sequence[Any], *, lasting: bool = True, is_code: bool = False) -> Tensor:
+    def _staged(
+        self,
+        sources: list[Source],
+        key: str,
+        tensors: Sequence[Any],
+        *,
+        lasting: bool = True,
+        is_code: bool = False,
+    ) -> Tensor:
+        """The buffer that the tensors' blocks will be in, once `sources`, which this adds to, are gathered."""
         name, dtype = (key, is_code), tensors[0].dtype
         staging = self._stagings.get(name)
         if staging is None or staging.values.dtype != dtype:
             known = self._others.get(name)
             shared = known.views if known is not None and known.values.dtype == dtype else None
             staging = self._stagings[name] = Staging(self._layout, dtype, shared)
-        self._layout.gather(tensors, staging, lasting=lasting)
+        sources.append(Source(tensors, staging, lasting))
         return staging.values
 
 

@@ -112,9 +112,14 @@ class StateLayout:
         return self.form == _form_of(state)
 
     @cached_property
+    def kept(self) -> tuple[KeptState, ...]:
+        """All elementwise states, those of the weight first."""
+        return self.weights + self.others
+
+    @cached_property
     def keys(self) -> tuple[str, ...]:
         """Keys of the gathered tensors: the registered parameter and the elementwise states."""
-        return (PARAMETER, *(entry.key for entry in self.weights), *(entry.key for entry in self.others))
+        return (PARAMETER, *(entry.key for entry in self.kept))
 
     @cached_property
     def weight_keys(self) -> tuple[str, ...]:

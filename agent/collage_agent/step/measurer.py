@@ -22,6 +22,7 @@ from collage_agent.sample.state_mappings import states_of
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
 from collage_agent.step.bucket import Bucket
 from collage_agent.step.bucket_planner import Kind, Planner, Signature, step_counter_of
+from collage_agent.step.device_gather import prepare
 from collage_agent.step.gather import BlockLayout, TensorViews
 from collage_agent.step.observed_step import Follows
 from collage_agent.step.optimizer_oracles import Oracles
@@ -74,6 +75,8 @@ class StepMeasurer:
         self._rotation = Rotation(None if sample == "all" else ELEMENTS_A_STEP)
         self._rotates = _rotates(intents)
         self._buffer_bytes: tuple[tuple[object, ...] | None, float] = (None, 0.0)
+        for device in {entry.parameter.device for entry in watched}:
+            prepare(device)
 
     @property
     def watched(self) -> Sequence[WatchedParameter]:
@@ -301,7 +304,8 @@ def _tensors(root: object, known: Iterable[int]) -> Iterator[Tensor]:
         elif isinstance(found, Mapping):
             waiting += found.values()
         elif isinstance(found, BlockLayout):
-            waiting += (found.tensor_of_block, found.rows)
+            # Not `rows` if nothing has asked for them.
+            waiting += (found.tensor_of_block, vars(found).get("rows", ()), found.device_gather)
         elif isinstance(found, TensorViews):
             waiting += (found.zeros, found.copies)
         elif type(found).__module__.partition(".")[0] in ("collage_agent", "collage_optim"):

@@ -19,7 +19,7 @@ from collage_agent.sample.sampling import TensorSample, block_elements
 from collage_agent.stats.intervals import population_factor
 from collage_agent.stats.step_view import StepView
 from collage_agent.step.bucket import Bucket
-from collage_agent.step.gather import BlockLayout, Staging
+from collage_agent.step.gather import BlockLayout, Source
 from collage_agent.step.observed_step import Scratch, Tile
 from collage_agent.step.totals import SampleSizes
 from collage_monitor.totals_table import Axis, Table
@@ -90,11 +90,13 @@ class _TouchedLayout(BlockLayout):
         super().__init__(samples, parameters)
         self.touched: TouchedRows | None = None
 
-    def gather(self, tensors: Sequence[Tensor], staging: Staging, *, lasting: bool = True) -> None:
-        """Copy the touched rows' blocks of one tensor, or its sparse gradient's, into `staging`."""
-        (tensor,), rows = tensors, self.touched
+    def gather_all(self, sources: Sequence[Source]) -> None:
+        """Copy the touched rows' blocks of one tensor, or its sparse gradient's, into each staging."""
+        rows, found = self.touched, []
         assert rows is not None
-        super().gather([rows.gradient if tensor.is_sparse else rows.take(tensor)], staging, lasting=False)
+        for (tensor,), staging, _ in sources:
+            found.append(Source([rows.gradient if tensor.is_sparse else rows.take(tensor)], staging, False))
+        super().gather_all(found)
 
 
 class _TouchedSizes(SampleSizes):

@@ -222,8 +222,7 @@ def test_coupled_moments_are_gathered_and_counted_once_and_the_second_is_judged(
     ]
     sample = draw("w", weight.numel(), 2, 1024)
     gathered = GatheredSample(BlockLayout([sample], [weight]), OURS)
-    gathered.gather_weights([weight], [state], layout)
-    gathered.gather_states(layout.others, [state])
+    gathered.gather(layout.kept, [state], weights=[weight])
     for name in ("exp_avg", "exp_avg_sq"):
         expected = reference_value(optimizer.state[weight], name).view(-1, sample.block)[sample.rows].flatten()
         torch.testing.assert_close(gathered.values[name].double(), expected, rtol=1e-6, atol=0)

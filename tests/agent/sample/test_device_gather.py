@@ -1,0 +1,123 @@
+"""Samples gathered by one launch: with the bits of those gathered tensor by tensor, until there is a kernel."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from collage_agent.sample.sampling import draw
+from collage_agent.step import device_gather
+from collage_agent.step.gather import BlockLayout, Staging
+
+from tests.optim.triton_apart import only_where_published, run_with_triton
+from tests.waiting import until
+
+WITH_TRITON = "tests.agent.sample.with_triton"
+
+
+@pytest.mark.slow
+@only_where_published
+@pytest.mark.parametrize(
+    ("seed", "rounds"), [(0, 40), *(pytest.param(seed, 150, marks=pytest.mark.nightly) for seed in range(1, 6))]
+)
+def test_any_layout_of_any_dtype_is_gathered_to_the_bit(seed, rounds):
+    run_with_triton(WITH_TRITON, "law", str(seed), str(rounds), interpreted=True)
+
+
+@pytest.mark.slow
+@only_where_published
+@pytest.mark.parametrize("part", ["left_out", "totals"])
+def test_in_the_interpreter(part):
+    run_with_triton(WITH_TRITON, part, interpreted=True)
+
+
+@pytest.mark.slow
+@only_where_published
+@pytest.mark.parametrize("word", [8, *(pytest.param(word, marks=pytest.mark.nightly) for word in (4, 2, 1))])
+def test_compiled_ahead_it_moves_whole_words(word):
+    run_with_triton(WITH_TRITON, "ahead", str(word))
+
+
+class Kernel:
+    """A kernel whose compiler waits for `is_compiled`; each launch is a failure if there is one."""
+
+    def __init__(self, is_compiled, failure=None):
+        self.is_compiled, self.failure, self.launches = is_compiled, failure, 0
+
+    def warmup(self, *dtypes, grid, **options):
+        self.is_compiled.wait(60)
+
+    def __getitem__(self, grid):
+        def launch(*tables, **options):
+            self.launches += 1
+            if self.failure:
+                raise self.failure
+
+        return launch
+
+
+@pytest.fixture
+def gathering(monkeypatch):
+    """Act as a device; returns what gathers five tensors, and whether it copied each by itself."""
+    monkeypatch.setattr(device_gather, "launches", lambda device: True)
+    monkeypatch.setattr(device_gather, "_KERNELS", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    tensors = [torch.arange(64.0) + place for place in range(5)]
+    layout = BlockLayout([draw(f"t{place}", 64, 4, 32) for place in range(5)], tensors)
+
+    def gather():
+        staging = Staging(layout, torch.float32)
+        layout.gather(tensors, staging)
+        return bool(staging.values.any())
+
+    return gather
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "collage-gather"]
+
+
+def test_training_does_not_wait_for_the_compiler(gathering, monkeypatch):
+    is_compiled = threading.Event()
+    kernel = Kernel(is_compiled)
+    monkeypatch.setattr(device_gather, "built", lambda name, source: kernel)
+    assert gathering()
+    assert gathering()
+    (thread,) = threads()
+    # As a daemon, it could be ended inside the compiler, and the process with it.
+    assert not thread.daemon
+    assert kernel.launches == 0
+    is_compiled.set()
+    until(lambda: not threads())
+    assert not gathering()
+    assert kernel.launches == 1
+
+
+def test_without_triton_one_line_is_logged_and_nothing_is_tried_again(gathering, monkeypatch, caplog):
+    tried = []
+
+    def absent(name, source):
+        tried.append(name)
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    monkeypatch.setattr(device_gather, "built", absent)
+    with caplog.at_level("INFO", "collage_agent"):
+        for _ in range(3):
+            assert gathering()
+            until(lambda: not threads())
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "No module named 'triton'" in caplog.text
+    assert tried == ["gather"]
+
+
+def test_a_launch_that_fails_is_the_last_one(gathering, monkeypatch, caplog):
+    kernel = Kernel(threading.Event(), RuntimeError("out of resources"))
+    kernel.is_compiled.set()
+    monkeypatch.setattr(device_gather, "built", lambda name, source: kernel)
+    with caplog.at_level("INFO", "collage_agent"):
+        assert gathering()
+        until(lambda: not threads())
+        assert gathering()
+        assert gathering()
+    assert kernel.launches == 1
+    assert caplog.text.count("out of resources") == 1
