@@ -9,6 +9,7 @@ and arguments are public: `docs/api/client.md` (`tests/docs/test_api.py`, `tests
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ _ROWS_A_PAGE: Final = 500
 _OF_LAYER: Final = ("shape", "dtype", "elements", "module_type")
 Axis = Literal["step", "tokens", "time"]
 ExportFormat = Literal["jsonl", "csv", "parquet"]
+
+
+def _warn_of(damaged: Sequence[wire.DamagedRun]) -> None:
+    for run in damaged:
+        warnings.warn(f"left out: {run.message}", stacklevel=3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +64,12 @@ class Client(Connection):
         return self.get("/runs", wire.RunPage, {**filters, "cursor": cursor, "limit": limit})
 
     def all_runs(self, **filters: Any) -> Iterable[wire.Run]:
-        """Every run that matches the filters of `runs`, page by page."""
+        """Every run that matches the filters of `runs`, page by page, without damaged ones, with a warning."""
         cursor: str | None = None
         while True:
             page = self.runs(**filters, cursor=cursor)
             yield from page.runs
+            _warn_of(page.damaged)
             cursor = page.cursor
             if cursor is None:
                 return
@@ -378,18 +385,19 @@ class Client(Connection):
 
         Columns: who the run is, its state, health and headline; the metrics over the recent steps that the health
         is judged by (`first_step` to `judged_step`), under their keys; the last logged values, and the entries of
-        the configuration that `config` names, as `config.PATH`. Null where a run has no such value. Needs the extra
-        `parquet`.
+        the configuration that `config` names, as `config.PATH`. Null where a run has no such value. Leaves out
+        damaged runs, with a warning. Needs the extra `parquet`.
 
         Raises:
             CollageError: pyarrow is not installed.
         """
         rows: list[wire.RunRow] = []
-        while True:
-            page = self.run_table(sort="created_at", offset=len(rows), limit=_ROWS_A_PAGE, config=config, **filters)
+        place, total = 0, 1
+        while place < total:
+            page = self.run_table(sort="created_at", offset=place, limit=_ROWS_A_PAGE, config=config, **filters)
             rows += page.rows
-            if not page.rows or len(rows) >= page.total:
-                break
+            _warn_of(page.damaged)
+            place, total = place + (len(page.rows) + len(page.damaged) or page.total), page.total
         return table_of([run_columns(row, config) for row in rows])
 
     def layers_frame(

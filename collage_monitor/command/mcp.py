@@ -87,6 +87,7 @@ def runs(
         own = row.overview
         judged = f"{own.health}: {_data(own.headline, _PASSAGE_CHARACTERS)}" if own else "not judged yet"
         yield f"- {_introduced(row, row.shown_strategy, row.dtype)}; {judged}"
+    yield from (f"- left out: {_data(run.message, _PASSAGE_CHARACTERS)}" for run in table.damaged)
 
 
 def verdict(client: Client, run: _Id) -> Iterator[str]:

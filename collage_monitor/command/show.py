@@ -56,7 +56,10 @@ def list_runs(
         page = client.run_table(sort="created_at", limit=limit, **filters)
     if as_json:
         click.echo(wire.encode_json(page).decode())
-    elif page.rows:
+        return
+    for run in page.damaged:
+        click.echo(f"left out: {printable(run.message)}", err=True)
+    if page.rows or page.damaged:
         names = (
             "run_id",
             "name",
@@ -71,8 +74,8 @@ def list_runs(
         )
         click.echo(table(names, [_row(row) for row in page.rows]))
         click.echo(_BASIS)
-        if page.total > len(page.rows):
-            click.echo(f"{page.total - len(page.rows)} more; --limit shows more of them")
+        if (more := page.total - len(page.rows) - len(page.damaged)) > 0:
+            click.echo(f"{more} more; --limit shows more of them")
     elif any(filters.values()):
         asked = ", ".join(f"{name} {value}" for name, value in filters.items() if value)
         click.echo(f"no run has {printable(asked)}")

@@ -28,6 +28,7 @@ __all__ = [
     "Catalogue",
     "ComparedRun",
     "Comparison",
+    "DamagedRun",
     "Deleted",
     "ErrorAnswer",
     "ErrorBody",
@@ -155,11 +156,20 @@ class Run(RunDescription, kw_only=True, frozen=True):
     latest: dict[str, Number | None]
 
 
+class DamagedRun(Struct, kw_only=True, frozen=True):
+    """A run that a page cannot show, since its rows are damaged; `message` says which, and what to do."""
+
+    run_id: str
+    message: str
+
+
 class RunPage(Struct, kw_only=True, frozen=True):
-    """A page of runs, newest first; `cursor` gets the next page, null if there is none."""
+    """A page of runs, newest first; `cursor` gets the next page, null if there is none. `damaged`: runs of the page
+    that cannot be shown."""
 
     runs: list[Run]
     cursor: str | None
+    damaged: list[DamagedRun] = field(default_factory=list)
 
 
 class LayerList(Struct, kw_only=True, frozen=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
 
 from msgspec import Meta, Struct, field
 
-from collage_monitor.wire.answers import RunDescription
+from collage_monitor.wire.answers import DamagedRun, RunDescription
 from collage_monitor.wire.messages import Trained
 from collage_monitor.wire.overview import Overview
 
@@ -121,7 +121,8 @@ class WorstRun(Struct, kw_only=True, frozen=True):
 class RunTable(Struct, kw_only=True, frozen=True):
     """A page of the table of runs. `total` counts the matching runs, `healths` counts them by health ("" if not
     known yet), and `live` counts the running ones likewise. `revision` changes with each change and evaluation of
-    any of them, whether its row is on the page or not. `worst`: null where no run has a problem.
+    any of them, whether its row is on the page or not. `worst`: null where no run has a problem. `damaged`: runs
+    whose rows of the page cannot be shown; the next page begins after `rows` and these.
     """
 
     rows: list[RunRow]
@@ -130,6 +131,7 @@ class RunTable(Struct, kw_only=True, frozen=True):
     revision: str = ""
     healths: dict[str, int] = field(default_factory=dict)
     worst: WorstRun | None = None
+    damaged: list[DamagedRun] = field(default_factory=list)
 
 
 class GroupValue(Struct, kw_only=True, frozen=True):
@@ -173,10 +175,12 @@ class TableEntry(Struct, kw_only=True, frozen=True):
 
 
 class RunGroups(Struct, kw_only=True, frozen=True):
-    """A page of the table of runs in groups; `total` counts groups and the runs of open ones."""
+    """A page of the table of runs in groups; `total` counts groups and the runs of open ones. `damaged` as in
+    `RunTable`."""
 
     rows: list[TableEntry]
     total: int
+    damaged: list[DamagedRun] = field(default_factory=list)
 
 
 class RunFilters(Struct, kw_only=True, frozen=True):

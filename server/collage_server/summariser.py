@@ -21,7 +21,7 @@ from collage_monitor import __version__, wire
 from collage_monitor.diagnosis import OF_LAYERS, WORDS_VERSION
 from collage_monitor.statistics import finish_all, statistics_for
 from collage_server.background import BackgroundThread
-from collage_server.errors import Busy, Gone, NeedsTooMuch, NotFound
+from collage_server.errors import Busy, Damaged, Gone, NeedsTooMuch, NotFound
 from collage_server.ingest.writer import IngestCounters
 from collage_server.memory_budget import MemoryBudget, released_afterwards
 from collage_server.queries.layer_answers import worst_layers
@@ -170,14 +170,14 @@ class Summariser(BackgroundThread):
         try:
             with self._store.points.snapshot() as now:
                 points = self._points(now, list(due))
-        except Busy:  # The database, not a run.
-            raise
         except Exception as error:
+            if isinstance(error, Busy) and not isinstance(error, Damaged):
+                raise  # The database, not a run.
             if len(due) > 1:
                 for run_id, progress in due.items():
                     self._keep({run_id: progress})
             elif not isinstance(error, Gone | NotFound):
-                self._leave_out(*due)
+                self._leave_out(next(iter(due)), error)
             return
         self._unreadable -= points.keys()
         self._store.summaries.put_points(
@@ -196,10 +196,14 @@ class Summariser(BackgroundThread):
             self._counters.cut("newest")
         return _newest_points(now, run_ids, layers=False)
 
-    def _leave_out(self, run_id: str) -> None:
+    def _leave_out(self, run_id: str, error: Exception) -> None:
         if run_id not in self._unreadable:
             self._unreadable.add(run_id)
-            _LOG.exception("run %s cannot be read: /metrics and alerts go on without it", run_id)
+            told = f"run {run_id} cannot be read: /metrics and alerts go on without it"
+            if isinstance(error, Damaged):
+                _LOG.error("%s: %s", told, error.message)
+            else:
+                _LOG.error("%s", told, exc_info=error)
             self._store.summaries.mark_unreadable(run_id)
 
     def keep_overviews(self) -> None:

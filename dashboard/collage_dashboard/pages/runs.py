@@ -27,6 +27,7 @@ from collage_dashboard.pages.runs_content import (
     USUAL,
     beside,
     columns,
+    damaged_rows,
     group_rows,
     headline_of,
     rows,
@@ -291,7 +292,8 @@ def _read_rows(client: Client, view: View, sort: str, start: int, limit: int) ->
 
 
 def _shown_rows(table: wire.RunTable | wire.RunGroups, view: View) -> list[dict[str, Any]]:
-    return group_rows(table.rows, view) if isinstance(table, wire.RunGroups) else rows(table.rows)
+    found = group_rows(table.rows, view) if isinstance(table, wire.RunGroups) else rows(table.rows)
+    return [*found, *damaged_rows(table.damaged)]
 
 
 def _revision(table: wire.RunTable) -> dict[str, Any]:

@@ -26,6 +26,7 @@ __all__ = [
     "beside",
     "columns",
     "compare_link",
+    "damaged_rows",
     "group_rows",
     "headline_of",
     "rows",
@@ -135,6 +136,21 @@ def shown_columns(view: View) -> tuple[str, ...]:
 def rows(table: Sequence[wire.RunRow]) -> list[dict[str, Any]]:
     """A row a run; numbers stay numbers so that they sort, undefined is None."""
     return [_row(run) for run in table]
+
+
+def damaged_rows(damaged: Sequence[wire.DamagedRun]) -> list[dict[str, Any]]:
+    """A row a run that the server cannot read: its id, and what is wrong with it in place of a judgement."""
+    words = {"mark": judgement_mark("unknown"), "brief": "Damaged", "trend": []}
+    return [
+        {
+            "run_id": own.run_id,
+            "address": run_address(own.run_id),
+            "name": own.run_id,
+            "headline": own.message,
+            **words,
+        }
+        for own in damaged
+    ]
 
 
 def beside(shown: Sequence[dict[str, Any]], baseline: Mapping[str, Any] | None) -> list[dict[str, Any]]:

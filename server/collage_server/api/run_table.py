@@ -59,7 +59,7 @@ def get_run_table(
     page = app_state.store.table.page(query, now, stale_after)
     asked = [*config, *(differing_entries([record.config for record, _ in page.rows]) if differing else ())]
     rows = [run_row(*row, now, stale_after, dict.fromkeys(asked)) for row in page.rows]
-    counted = {name: getattr(page, name) for name in ("total", "live", "revision", "healths", "worst")}
+    counted = {name: getattr(page, name) for name in ("total", "live", "revision", "healths", "worst", "damaged")}
     return answer(wire.RunTable(rows=rows, **counted))
 
 
@@ -87,7 +87,7 @@ def get_run_groups(
         else wire.TableEntry(run=run_row(*row, now, stale_after, dict.fromkeys(config)))
         for row in page.rows
     ]
-    return answer(wire.RunGroups(rows=rows, total=page.total))
+    return answer(wire.RunGroups(rows=rows, total=page.total, damaged=page.damaged))
 
 
 @router.get("/run-filters", **describes(wire.RunFilters))

@@ -27,6 +27,7 @@ from collage_server.auth.principals import Principal
 from collage_server.errors import Unprocessable
 from collage_server.queries.run_answers import latest_answer, run_answer
 from collage_server.store import NewestPoint, RunQuery, RunRecord
+from collage_server.store.row_checks import whole_runs
 from collage_server.summariser import newest_points
 
 __all__ = ["router"]
@@ -92,9 +93,16 @@ def list_runs(
     with app_state.store.points.snapshot() as snapshot:
         page = snapshot.run_page(query, now)
         shown = {record.run_id: record for record in page.runs} if reader.may("read") else {}
-        latest = newest_points(snapshot, shown)
-    runs = [_as_seen(record, latest.get(record.run_id), reader, now, stale_after) for record in page.runs]
-    return answer(wire.RunPage(runs=runs, cursor=page.cursor))
+        latest, more = whole_runs(
+            lambda ids: newest_points(snapshot, {run_id: shown[run_id] for run_id in ids}), list(shown)
+        )
+    damaged = {run.run_id: run for run in (*page.damaged, *more)}
+    runs = [
+        _as_seen(record, latest.get(record.run_id), reader, now, stale_after)
+        for record in page.runs
+        if record.run_id not in damaged
+    ]
+    return answer(wire.RunPage(runs=runs, cursor=page.cursor, damaged=list(damaged.values())))
 
 
 @router.get("/runs/{run_id}", **describes(wire.Run))

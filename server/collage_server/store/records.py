@@ -245,10 +245,11 @@ class RunRevision:
 
 @dataclass(frozen=True)
 class RunPageRecord:
-    """A page of runs, newest first, and the cursor of the next page."""
+    """A page of runs, newest first, those of the page that cannot be read, and the cursor of the next page."""
 
     runs: list[RunRecord]
     cursor: str | None
+    damaged: list[wire.DamagedRun]
 
 
 @dataclass(frozen=True, kw_only=True)

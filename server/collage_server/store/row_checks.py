@@ -11,18 +11,21 @@ The columns are called `checks`; changing what one covers needs a migration
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from struct import Struct
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import ColumnElement, Connection, Row, Table, or_, select, update
+from sqlalchemy.exc import DatabaseError
 
+from collage_monitor import wire
 from collage_server.errors import Damaged
 from collage_server.store import schema
 from collage_server.store.row_crc import CRC_BYTES, checks_of, group_check, groups_of
+from collage_server.store.row_helpers import damage_behind
 
 __all__ = [
     "CHECK_BYTES",
@@ -45,7 +48,10 @@ __all__ = [
     "update_rows",
     "whole_logged",
     "whole_rows",
+    "whole_runs",
 ]
+
+_Told = TypeVar("_Told")
 
 CHECK_BYTES: Final = 8
 """Of each layer in `layer_checks`."""
@@ -203,6 +209,29 @@ def update_rows(
         changed = {**values, "checks": checks_of(table, {**row._mapping, **values})}
         connection.execute(update(table).where(*mine).values(changed))
     return len(rows)
+
+
+def whole_runs(
+    read: Callable[[Sequence[str]], Mapping[str, _Told]], run_ids: Sequence[str]
+) -> tuple[dict[str, _Told], list[wire.DamagedRun]]:
+    """The outcome of `read` for those runs that can be read, and what is wrong with the others.
+
+    All are read at once; only if one is damaged, each alone.
+    """
+    try:
+        return dict(read(run_ids)), []
+    except Damaged as error:
+        damaged = error
+    except DatabaseError as error:
+        if (found := damage_behind(error)) is None:
+            raise
+        damaged = found
+    if len(run_ids) == 1:
+        [run_id] = run_ids
+        message = damaged.message if run_id in damaged.message else f"run {run_id}: {damaged.message}"
+        return {}, [wire.DamagedRun(run_id=run_id, message=message)]
+    alone = [whole_runs(read, [run_id]) for run_id in run_ids]
+    return {key: told for one, _ in alone for key, told in one.items()}, [one for _, some in alone for one in some]
 
 
 def layer_checks(data: bytes, *place: Any) -> bytes:

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import ColumnElement, Connection, Row, Table, bindparam, case, delete, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DatabaseError
 
 from collage_monitor.wire import Number, to_number
-from collage_server.errors import Gone, NotFound, unknown_run
+from collage_server.errors import Damaged, Gone, NotFound, unknown_run
 from collage_server.store import schema
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "among",
     "contains",
     "count_numbers",
+    "damage_behind",
     "delete_slice",
     "from_json",
     "given_rows",
@@ -136,6 +138,13 @@ def delete_slice(connection: Connection, table: Table, *where: ColumnElement[boo
     key = list(table.primary_key.columns)
     chosen = select(*key).where(*where).limit(rows)
     return connection.execute(delete(table).where(*where, tuple_(*key).in_(chosen))).rowcount
+
+
+def damage_behind(error: DatabaseError) -> Damaged | None:
+    """What SQLite finds damaged in its file; None for any other error."""
+    if type(error) is not DatabaseError:
+        return None
+    return Damaged(f"the database's file is damaged ({error.orig}): restore a back-up")
 
 
 def missing_run(connection: Connection, run_id: str) -> NotFound | Gone:

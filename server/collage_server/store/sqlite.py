@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -251,8 +252,13 @@ def _prepare(path: Path, timeout_seconds: float) -> None:
             )
 
 
+_as_text: Final = partial(str, encoding="utf-8", errors="replace")
+"""Of bytes. By default one damaged text would refuse all rows of a question; so the row's check finds it."""
+
+
 def _on_connect(connection: Any, record: Any) -> None:
     connection.isolation_level = None
+    connection.text_factory = _as_text
     for pragma in _PRAGMAS:
         connection.execute(f"PRAGMA {pragma}").close()
     record.info[_CURSORS] = WeakSet()

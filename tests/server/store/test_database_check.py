@@ -206,7 +206,7 @@ def test_a_key_that_is_no_text_any_more_is_named_and_its_row_still_found(closed,
     store = opened(tmp_path)
     damaged = store.check_database().damaged
     assert [told.partition(":")[0] for told in damaged] == [
-        "a row of `event` cannot be read",
+        "run �1",
         "the database's file",
     ]
     assert questions(store) == before

@@ -20,8 +20,9 @@ from sqlalchemy.exc import DatabaseError, DataError, InternalError, OperationalE
 from sqlalchemy.sql.expression import ClauseElement
 
 from collage_server.dependencies import Dependency
-from collage_server.errors import Damaged, DatabaseAway, StoreUnusable, Unprocessable
+from collage_server.errors import DatabaseAway, StoreUnusable, Unprocessable
 from collage_server.store.records import CONNECTIONS, Sizes
+from collage_server.store.row_helpers import damage_behind
 
 __all__ = ["ARCHIVE", "Database", "POOL", "Statement", "driver_cursor", "reads_only"]
 
@@ -100,18 +101,18 @@ class Database(ABC):
         """Translates database errors into this server's errors: away for now, or a value that it cannot hold."""
         try:
             yield
-        except (OperationalError, InternalError) as error:
+        except DataError as error:
+            raise Unprocessable(f"the database cannot hold a value: {error.orig}; send plain text") from error
+        except DatabaseError as error:
+            if (damaged := damage_behind(error)) is not None:
+                raise damaged from error
+            if not isinstance(error, OperationalError | InternalError):
+                raise
             # The error's own text names hosts and addresses: it goes to the log only.
             self.dependency.fails(str(error.orig))
             raise DatabaseAway(
                 "the database cannot do this now; send this again later", retry_after_seconds=5
             ) from error
-        except DataError as error:
-            raise Unprocessable(f"the database cannot hold a value: {error.orig}; send plain text") from error
-        except DatabaseError as error:
-            if type(error) is not DatabaseError:
-                raise
-            raise Damaged(f"the database's file is damaged ({error.orig}): restore a back-up") from error
         if self.dependency.away_since is not None:
             self.dependency.works()
 

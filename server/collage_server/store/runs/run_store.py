@@ -9,7 +9,7 @@ import base64
 import binascii
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -30,7 +30,7 @@ from collage_server.store.records import (
     RunRecord,
     RunRevision,
 )
-from collage_server.store.row_checks import require_row, update_rows, whole_rows
+from collage_server.store.row_checks import require_row, update_rows, whole_rows, whole_runs
 from collage_server.store.row_helpers import among, from_json, missing_run, require_run, require_runs
 from collage_server.store.runs.reported_state import LAST_SIGN_OF_LIFE, TRAINING_REPORTED_AT, reported_state
 from collage_server.store.runs.run_changes import QuotaCheck, check_quotas, create_run, update_run
@@ -206,14 +206,15 @@ def _read_run(connection: Connection, run_id: str) -> RunRecord:
 
 def read_page(connection: Connection, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
     """A page of runs, newest first."""
-    statement = select(_RUN).where(*_filters(query, now - stale_after_seconds))
+    statement = select(_RUN.c.run_id, _RUN.c.created_at).where(*_filters(query, now - stale_after_seconds))
     statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
     if query.cursor is not None:
         statement = _after(statement, query.cursor)
-    rows = _held(connection.execute(statement.execution_options(yield_per=_ROWS_AT_ONCE)))
-    page, more = rows[: query.limit], len(rows) > query.limit
+    places = connection.execute(statement).all()
+    page, more = places[: query.limit], len(places) > query.limit
     cursor = _cursor(page[-1].created_at, page[-1].run_id) if more else None
-    return RunPageRecord(_records(connection, page), cursor)
+    records, damaged = whole_runs(partial(read_records, connection), [place.run_id for place in page])
+    return RunPageRecord(list(records.values()), cursor, damaged)
 
 
 class CheckedPart(NamedTuple):

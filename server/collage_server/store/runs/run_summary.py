@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -37,6 +37,7 @@ from collage_monitor.metrics import preferred_state
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import CLOCK_SLACK_SECONDS, ReportedState, RunRecord
+from collage_server.store.row_checks import whole_runs
 from collage_server.store.row_helpers import among, insert_into, later, to_json
 from collage_server.store.runs.reported_state import TRAINING_REPORTED_AT, reported_state
 from collage_server.store.runs.run_store import (
@@ -300,20 +301,27 @@ def read_live_runs(
     if after is not None:
         given["created_at"], given["run_id"] = after
     rows = connection.execute(_page(of_some_projects=projects is not None, is_first=after is None), given).all()
-    ids = [row.run_id for row in rows]
-    latest = rows_by_run(connection, latest_of_runs(), ids, OF_LATEST)
-    attempts = rows_by_run(connection, attempts_of_runs(), ids, *OF_ATTEMPTS)
+    reported, _ = whole_runs(partial(_reported, connection), [row.run_id for row in rows])
     runs = [
         LiveRun(
             *(run_id, project, name, strategy, created_at),
-            reported_state(connection, attempts_from(attempts[run_id]), latest[run_id]),
+            reported[run_id],
             None if point is None else _decode_point(point),
             [] if findings is None else _DECODE_FINDINGS(findings),
             intended_share,
         )
         for run_id, project, name, strategy, created_at, point, findings, intended_share in rows
+        if run_id in reported
     ]
     return LiveRunPage(runs, (rows[-1].created_at, rows[-1].run_id) if len(rows) == limit else None)
+
+
+def _reported(connection: Connection, run_ids: Sequence[str]) -> dict[str, ReportedState]:
+    latest = rows_by_run(connection, latest_of_runs(), run_ids, OF_LATEST)
+    attempts = rows_by_run(connection, attempts_of_runs(), run_ids, *OF_ATTEMPTS)
+    return {
+        run_id: reported_state(connection, attempts_from(attempts[run_id]), latest[run_id]) for run_id in run_ids
+    }
 
 
 @cache

@@ -12,6 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import nlargest
 from typing import Any, Final, get_args
 
@@ -39,6 +40,7 @@ from collage_server.errors import Unprocessable
 from collage_server.store import schema, server_tables
 from collage_server.store.engine.database import Database
 from collage_server.store.records import GroupQuery, RunRecord, TableQuery
+from collage_server.store.row_checks import whole_runs
 from collage_server.store.row_helpers import insert_into, later
 from collage_server.store.runs.configurations import entry_columns
 from collage_server.store.runs.run_store import matching, read_records
@@ -77,6 +79,7 @@ class TablePage:
     revision: str
     healths: dict[str, int]
     worst: wire.WorstRun | None
+    damaged: list[wire.DamagedRun]
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class GroupPage:
 
     rows: list[wire.RunGroup | _TableRow]
     total: int
+    damaged: list[wire.DamagedRun]
 
 
 _VIEW: Final = server_tables.saved_view
@@ -104,8 +108,8 @@ class TableStore:
         with self._database.reading() as connection:
             live, healths, revision = table.counted(connection)
             worst = table.worst(connection) if not set(healths) <= {"", *NO_PROBLEM} else None
-            rows = table.rows(connection, query.offset, query.limit) if query.limit else []
-        return TablePage(rows, sum(healths.values()), live, revision, healths, worst)
+            rows, damaged = table.rows(connection, query.offset, query.limit) if query.limit else ([], [])
+        return TablePage(rows, sum(healths.values()), live, revision, healths, worst, damaged)
 
     def groups(self, query: GroupQuery, now: float, stale_after_seconds: float) -> GroupPage:
         """A page of the table of runs in groups: each by the common values of its runs, the open ones with their
@@ -126,13 +130,15 @@ class TableStore:
                     shown.append((found, max(query.offset - first, 0) - 1, min(end - first, place - first) - 1))
             wanted = [found for found, first, _ in shown if first < 0]
             groups = table.groups(connection, key, None if len(wanted) == len(counts) else wanted) if wanted else {}
-            rows: list[wire.RunGroup | _TableRow] = []
+            page = GroupPage([], total, [])
             for found, first, last in shown:
                 if first < 0:
-                    rows.append(groups[found])
+                    page.rows.append(groups[found])
                 if last > max(first, 0):
-                    rows += table.rows(connection, max(first, 0), last - max(first, 0), key == found)
-            return GroupPage(rows, total)
+                    rows, damaged = table.rows(connection, max(first, 0), last - max(first, 0), key == found)
+                    page.rows.extend(rows)
+                    page.damaged.extend(damaged)
+            return page
 
     def filters(self, projects: Collection[str] | None) -> wire.RunFilters:
         """The values that runs can be filtered by, with how many runs have each."""
@@ -241,20 +247,21 @@ class _Table:
         if run_id is None:
             return None
         name = connection.execute(select(_RUN.c.name).where(_RUN.c.run_id == run_id)).scalar_one()
-        return wire.WorstRun(run_id=run_id, name=name, short=_overviews(connection, [run_id])[run_id].short)
+        said = _overviews(connection, [run_id]).get(run_id)
+        return wire.WorstRun(run_id=run_id, name=name, short=said.short) if said else None
 
     def rows(
         self, connection: Connection, offset: int, limit: int, *conditions: ColumnElement[bool]
-    ) -> list[_TableRow]:
-        """Some of the runs, in order."""
+    ) -> tuple[list[_TableRow], list[wire.DamagedRun]]:
+        """Some of the runs, in order, and those of them that cannot be read."""
         column = self._columns[self._query.sort]
         # Unknown values are last in either direction; among equals the newest is first.
         order = (column.is_(None), self._directed(column), _RUN.c.created_at.desc(), _RUN.c.run_id.desc())
         ordered = self._base.where(*conditions).order_by(*order).offset(offset).limit(limit)
         ids = list(connection.execute(ordered).scalars())
-        records = read_records(connection, ids) if ids else {}
+        records, damaged = whole_runs(partial(read_records, connection), ids) if ids else ({}, [])
         found = _overviews(connection, ids)
-        return [(records[run_id], found.get(run_id)) for run_id in ids]
+        return [(record, found.get(run_id)) for run_id, record in records.items()], damaged
 
     def grouped(self, key: ColumnElement[str]) -> Select[Any]:
         """Keys and sizes of all groups, in order: by the mean of a number, the newest of a time, the first word."""
