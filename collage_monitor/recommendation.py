@@ -72,28 +72,24 @@ def _recommended(results: Sequence[StrategyResult]) -> Recommendation:
         brief = "No compared strategy keeps its updates and reaches the reference's loss." if losing else ""
         return Recommendation(None, _none_fits(results), tuple(reasons), brief)
     text, brief = _sentences(fit, results)
-    text += _loss_in_words(fit[0], reference)
-    return Recommendation(fit[0], f"{text}.", (*reasons, *_not_compared(fit[0], results)), brief)
+    text += f" {_loss_in_words(fit[0], reference)}"
+    return Recommendation(fit[0], text, (*reasons, *_not_compared(fit[0], results)), brief)
 
 
 def _sentences(fit: Sequence[StrategyResult], results: Sequence[StrategyResult]) -> tuple[str, str]:
-    """(the sentence without its end, its short form) that recommends the strategies in `fit`."""
+    """(the sentence, its short form) that recommends the strategies in `fit`."""
     chosen, keeping = fit[0], sum(result.health == "healthy" for result in results)
     size = f" ({chosen.bytes_per_parameter.value:.3g} bytes a parameter)" if chosen.bytes_per_parameter else ""
     what = "its updates" if keeping == len(fit) else "its updates and the reference's loss"
     if len(results) == 1:
-        text = f"{chosen.title} keeps its updates; there is no other strategy here to compare it with{size}"
         brief = f"{chosen.title} keeps its updates{size}; nothing is compared with it."
     elif len(fit) == 1:
-        text = f"Train with {chosen.title}: of what was compared, only it is known to keep {what}{size}"
         brief = f"Use {chosen.title}: the only one that keeps {what}{size}."
     else:
         all_keep = f"{'both' if len(fit) == 2 else f'all {len(fit)}'} keep {what.replace('its', 'their')}"
-        text = f"Train with {_either(fit)}: {all_keep}, and {chosen.title} in the fewest bytes{size}"
-        brief = (
-            f"Use {_either(fit[:2])}: {all_keep}." if len(fit) == 2 else f"Use {chosen.title}: {all_keep}{size}."
-        )
-    return text, brief
+        brief = f"Use {_either(fit)}: {all_keep}." if len(fit) == 2 else f"Use {chosen.title}: {all_keep}{size}."
+        return f"Use {_either(fit)}: {all_keep}, {chosen.title} in the fewest bytes{size}.", brief
+    return brief, brief
 
 
 def _either(results: Sequence[StrategyResult]) -> str:
@@ -103,40 +99,37 @@ def _either(results: Sequence[StrategyResult]) -> str:
 
 
 def worth(one: StrategyResult, other: StrategyResult) -> str:
-    """Say whether the larger of two strategies is worth its bytes: the difference in loss, and how certain it is.
+    """Say what the larger of two strategies gives for its bytes: the difference in loss, and how certain it is.
 
-    'Kahan is worth its 2 bytes more than Plain: its loss is lower by 0.0021 (95 %: 0.001 to 0.003, 3 pairs).'
+    "Kahan's loss is 0.0021 lower than Plain's for 2 bytes more (95 %: 0.001 to 0.003, 3 pairs)."
     """
     sizes = [result.bytes_per_parameter.value if result.bytes_per_parameter else None for result in (one, other)]
     if None not in sizes and (sizes[0] or 0) < (sizes[1] or 0):
         return worth(other, one)
     more = round((sizes[0] or 0) - (sizes[1] or 0), 1) if None not in sizes else 0
-    first, second = one.title, other.title
-    over = (
-        f"its {more:.3g} {'byte' if more == 1 else 'bytes'} more than {second}" if more else f"more than {second}"
-    )
+    bytes_more = f" for {more:.3g} {'byte' if more == 1 else 'bytes'} more" if more else ""
     if found := differences([one, other]):
         return f"{_differing(found)} Their losses say nothing of the strategies."
     ill = [f"{result.title}: {result.health}." for result in (one, other) if result.health not in NO_PROBLEM]
-    return " ".join([_worth(first, over, difference(_seeds(one), _seeds(other))), *ill])
+    neither = ["Take neither."] if len(ill) > 1 else []
+    gap = difference(_seeds(one), _seeds(other))
+    return " ".join([_worth(one.title, f"{other.title}'s{bytes_more}", gap), *ill, *neither])
 
 
-def _worth(first: str, over: str, gap: Estimate | None) -> str:
+def _worth(first: str, second: str, gap: Estimate | None) -> str:
     if gap is None:
-        return f"Whether {first} is worth {over} is not known yet: no loss of both was read at one step."
+        return f"{first}'s loss cannot be held against {second} yet: none of both was read at one step."
     if not gap.value:
-        return f"{first} is not shown to be worth {over}: their losses are equal."
-    way = f"{'lower' if gap.value < 0 else 'higher'} by {signed(abs(gap.value)).removeprefix('+')}"
+        return f"{first}'s loss equals {second}."
+    by, way = signed(abs(gap.value)).removeprefix("+"), "lower" if gap.value < 0 else "higher"
+    said = f"{first}'s loss is {by} {way} than {second}"
     if gap.low is None or gap.high is None:
-        return f"Whether {first} is worth {over} is not known: its loss is {way}, from one run each."
+        return f"{said}. One run each: repeat with other seeds."
     runs = f"{gap.count} pairs" if gap.paired else f"{gap.count} runs each or more"
+    if gap.low <= 0 <= gap.high:
+        return f"{said}, which may be chance (95 %: {signed(gap.low)} to {signed(gap.high)}, {runs})."
     ends = sorted((abs(gap.low), abs(gap.high)))
-    if gap.low < 0 < gap.high or 0.0 in (gap.low, gap.high):
-        sure = f"95 %: {signed(gap.low)} to {signed(gap.high)}, {runs}"
-        return f"{first} is not shown to be worth {over}: its loss is {way}, which may be chance ({sure})."
-    sure = f"95 %: {ends[0]:.3g} to {ends[1]:.3g}, {runs}"
-    verb = "is" if gap.value < 0 else "is not"
-    return f"{first} {verb} worth {over}: its loss is {way} ({sure})."
+    return f"{said} (95 %: {ends[0]:.3g} to {ends[1]:.3g}, {runs})."
 
 
 def _seeds(result: StrategyResult) -> list[SeedValue]:
@@ -178,21 +171,21 @@ def signed(value: float, digits: int = 3) -> str:
 
 
 def _loss_in_words(result: StrategyResult, reference: StrategyResult | None) -> str:
-    """Continue the sentence by how the loss compares with the reference's, and how certain that is."""
+    """How the loss compares with the reference's, and how certain that is."""
     if result.is_reference:
-        return ", and it is the reference"
+        return "It is the reference."
     if reference is None:
-        return ". Without an fp32 or master-weights run beside it, what it costs in loss is not known"
+        return "What it costs in loss is not known without an fp32 or master-weights run."
     if result.gap is None:
-        return ", but its loss cannot be compared with the reference's yet"
+        return "Its loss cannot be compared with the reference's yet."
     gap = result.gap
-    words = f", and its loss differs by {signed(gap.value)} from {reference.title}'s"
+    words = f"Loss {signed(gap.value)} against {reference.title}"
     if gap.low is None or gap.high is None:
-        return f"{words}, from one {'pair of runs' if gap.paired else 'run'}: chance is not known"
-    over = f"{gap.count} pairs of runs" if gap.paired else f"{gap.count} runs or more each"
+        return f"{words}, one run each: repeat with other seeds."
+    over = f"{gap.count} seeds" if gap.paired else f"{gap.count} runs or more each"
     words += f" (95 %: {signed(gap.low)} to {signed(gap.high)}, {over})"
     limit = _noticeable(reference)
-    return f"{words}; more seeds would tell if it is worse" if limit is not None and gap.high > limit else words
+    return f"{words}{'; more seeds would tell if it is worse' if limit is not None and gap.high > limit else ''}."
 
 
 def _reason(result: StrategyResult, reference: StrategyResult | None) -> str:
@@ -219,7 +212,7 @@ def _problem_of(result: StrategyResult, reference: StrategyResult | None) -> str
     limit = _noticeable(reference)
     # Without an interval above the limit the difference may be chance.
     if result.gap is not None and limit is not None and result.gap.low is not None and result.gap.low > limit:
-        return f"its loss is more than {percent(_NOTICEABLE_LOSS_SHARE)} above the reference's"
+        return f"more than {percent(_NOTICEABLE_LOSS_SHARE)} above the reference"
     return None
 
 

@@ -84,7 +84,7 @@ def test_another_metric_and_other_strategies_stand_in_the_address_and_come_back_
     answer.get_by_text("Use Collage plus · bfloat16").wait_for()
     assert len(answer.inner_text().replace("✓", "").split()) <= 15
     said = page.locator("#compare-worth")
-    said.get_by_text("is worth its 2 bytes more than Plain · bfloat16").wait_for()
+    said.get_by_text("than Plain · bfloat16's for 2 bytes more").wait_for()
     assert "pair=" not in page.url, "nobody has chosen yet"
     page.get_by_role("textbox", name="Strategy B").click()
     page.get_by_role("option", name="Collage plus").click()

@@ -148,8 +148,8 @@ def test_which_layer_first_and_a_picture_for_others(asker, runs):
 
 def test_is_kahan_worth_its_two_bytes_and_does_it_hold_over_seeds(asker):
     asker.group("kahan")
-    worth = "Kahan · bfloat16 is worth its 2 bytes more than Plain · bfloat16: its loss is lower by"
-    said = asker.answer("#compare-worth", rf"{worth} (\S+) \(95 %: (\S+) to (\S+), 3 pairs\)")
+    worth = r"Kahan · bfloat16's loss is (\S+) lower than Plain · bfloat16's for 2 bytes more"
+    said = asker.answer("#compare-worth", rf"{worth} \(95 %: (\S+) to (\S+), 3 pairs\)")
     gap, half, _ = mean([kahan - plain for plain, kahan in OF_KAHAN.values()])
     told = [float(number) for number in said.groups()]
     assert told == pytest.approx([abs(gap), abs(gap) - half, abs(gap) + half], rel=2e-2)

@@ -62,7 +62,7 @@ def test_a_runs_report_has_its_verdict_numbers_charts_layers_and_facts(server, r
 @pytest.mark.slow
 def test_the_report_of_several_compares_strategies(reader):
     page = Page(report(reader, DEMO))
-    assert "Train with Collage plus · bfloat16" in page.words
+    assert "Use Collage plus · bfloat16" in page.words
     assert page.headings[:4] == ["Strategies", "Strategies", "Loss against bytes per parameter", page.headings[3]]
     for run in ("master-weights", "fp32 reference"):
         assert run in page.words

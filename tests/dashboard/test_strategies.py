@@ -46,7 +46,7 @@ def seeds(server):
 def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, reader):
     page = render(read_address("/compare", "?" + "&".join(f"run={run}" for run in DEMO)), reader)
     said = text(by_id(page, "compare-advice"))
-    assert said.count("Train with Collage plus · bfloat16") == 1
+    assert said.count("Use Collage plus · bfloat16: ") == 1
     assert "Collage light · bfloat16: 10 bytes a parameter, loss +0.009 (+0.4 %), exp_avg_sq is stuck" in said
     table = text(by_id(page, "compare-strategies"))
     assert [table.count(name) for name in ("Plain · bfloat16", "Plain · float32", "Collage plus")] == [1, 1, 1]

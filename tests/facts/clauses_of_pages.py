@@ -30,8 +30,6 @@ from tests.facts.comparing import StrategyGroup
 
 MOMENT = r"(\d{4}-\d\d-\d\d \d\d:\d\d) UTC"
 SIGNED = r"([+−-]?\d+(?:\.\d+)?(?:e[−-]?\d+)?)"
-GAP = rf"and its loss differs by {SIGNED} from (.+)'s"
-BOUNDS = rf"\(95 %: {SIGNED} to {SIGNED}, (\d+) pairs of runs\)"
 SMALL = 0.005
 """Of the reference's loss: a gap below it is none."""
 
@@ -155,32 +153,35 @@ def use(about: About, title: str, count: str, size: str) -> None:
     assert_fitting(about, [title], size, count)
 
 
-@says(
-    rf"train with (.+?): (?:all \d+|both) keep their updates, and (.+?) in the fewest bytes \({NUMBER} bytes a "
-    r"parameter\), (.+)"
-)
-def train_with(about: About, titles: str, smallest: str, size: str, loss: str) -> None:
+@says(rf"use (.+?): (?:all \d+|both) keep their updates, (.+?) in the fewest bytes \({NUMBER} bytes a parameter\)")
+def use_one_of(about: About, titles: str, smallest: str, size: str) -> None:
     named = re.split(r", | or ", titles)
     assert named[0] == smallest
     assert_fitting(about, named, size)
-    group = strategy(about, smallest)
-    if loss == "but its loss cannot be compared with the reference's yet":
-        return
-    gap, half, pairs = group.gap(reference_of(about))
-    sure = "from one pair of runs: chance is not known" if half is None else BOUNDS
-    told = re.fullmatch(rf"{GAP}, {sure}" if half is None else rf"{GAP} {sure}", loss)
-    assert told, loss
-    if half is not None:
-        assert_shown(told[3], gap - half)
-        assert_shown(told[4], gap + half)
-        assert int(told[5]) == pairs
-    assert_shown(told[1], gap)
-    assert told[2] == reference_of(about).title
+
+
+@says(rf"loss {SIGNED} against (.+?)(?: \(95 %: {SIGNED} to {SIGNED}, (\d+) seeds\)|, one run each)")
+def loss_against(about: About, loss: str, reference: str, *sure: str | None) -> None:
+    fit = min(fitting(about), key=lambda one: one.mean_of("bytes_per_parameter"))
+    gap, half, pairs = fit.gap(reference_of(about))
+    assert_shown(loss, gap)
+    assert reference == reference_of(about).title
+    if half is None:
+        assert sure == (None, None, None)
+    else:
+        for text, end in zip(sure[:2], (gap - half, gap + half), strict=True):
+            assert_shown(text, end)
+        assert int(sure[2]) == pairs
+
+
+@says(r"repeat with other seeds|its loss cannot be compared with the reference's yet")
+def more_runs(_about: About) -> None:
+    """Said where the interval is not known: `loss_against` has checked that."""
 
 
 @says(r"more seeds would tell if it is worse")
 def more_seeds(_about: About) -> None:
-    """Said where the interval reaches beyond what counts: `train_with` has checked the interval."""
+    """Said where the interval reaches beyond what counts: `loss_against` has checked the interval."""
 
 
 @says(
@@ -234,35 +235,37 @@ def most_exact(about: About, size: str) -> None:
     )
 
 
-@says(r"whether (.+) is worth (?:its (\S+) bytes? )?more than (.+) is not known(?: yet)?: (.+)")
-def worth_unknown(about: About, one: str, more: str, other: str, why: str) -> None:
+@says(
+    r"(.+?)'s loss cannot be held against (.+)'s(?: for (\S+) bytes? more)? yet: none of both was read at one step"
+)
+def worth_unknown(about: About, one: str, other: str, more: str | None) -> None:
     assert_more_bytes(about, one, other, more)
-    if told := re.fullmatch(rf"its loss is (lower|higher) by {SIGNED}, from one run each", why):
-        gap, half, _ = strategy(about, one).gap(strategy(about, other))
-        assert half is None
-        assert (gap < 0) == (told[1] == "lower")
-        assert_shown(told[2], abs(gap))
-    else:
-        assert why == "no loss of both was read at one step", why
 
 
 @says(
-    rf"(.+?) (is not shown to be|is|is not) worth (?:its (\S+) bytes? )?more than (.+?): its loss is "
-    rf"(lower|higher) by {SIGNED}(, which may be chance)? \(95 %: {SIGNED} to {SIGNED}, (\d+) pairs\)"
+    rf"(.+?)'s loss is {SIGNED} (lower|higher) than (.+?)'s(?: for (\S+) bytes? more)?(, which may be chance)?"
+    rf"(?: \(95 %: {SIGNED} to {SIGNED}, (\d+) pairs\))?"
 )
-def worth_known(about: About, one: str, how: str, more: str, other: str, *told: str) -> None:
+def worth_known(about: About, one: str, by: str, way: str, other: str, *told: str) -> None:
+    more, chance, low, high, count = told
     assert_more_bytes(about, one, other, more)
-    way, by, chance, low, high, count = told
     gap, half, pairs = strategy(about, one).gap(strategy(about, other))
-    assert half is not None
     assert (gap < 0) == (way == "lower")
     assert_shown(by, abs(gap))
-    may_be_chance = gap - half < 0 < gap + half
-    assert may_be_chance == bool(chance) == (how == "is not shown to be")
+    assert (half is None) == (count is None)
+    if half is None:
+        return
+    may_be_chance = gap - half <= 0 <= gap + half
+    assert may_be_chance == bool(chance)
     ends = (gap - half, gap + half) if may_be_chance else sorted((abs(gap - half), abs(gap + half)))
     for text, end in zip((low, high), ends, strict=True):
         assert_shown(text, end)
     assert int(count) == pairs
+
+
+@says(r"take neither")
+def take_neither(about: About) -> None:
+    assert sum(not one.is_healthy for one in about.strategies.values()) > 1
 
 
 def assert_more_bytes(about: About, one: str, other: str, more: str | None) -> None:

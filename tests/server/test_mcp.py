@@ -188,13 +188,13 @@ QUESTIONS = [
         "What should I train with?",
         "recommended_strategy",
         {"runs": DEMO},
-        ["Train with Collage <data>plus</data>", "(12 bytes a parameter)"],
+        ["Use Collage <data>plus</data>", "(12 bytes a parameter)"],
     ),
     (
         "And of a project?",
         "recommended_strategy",
         {"project": "demo"},
-        ["Train with ", "2 of 3 runs: losing updates, EDQ 0.625 on average"],
+        ["Use ", "2 of 3 runs: losing updates, EDQ 0.625 on average"],
     ),
     ("What fires now?", "incidents", {"state": "firing"}, ["CollageEdqLow (warning), firing", "run run-plain"]),
     (
